@@ -1,0 +1,6 @@
+"""How payloads meet, one file each; the contract is ``chain.Aggregator``."""
+
+from hvd_compress.aggregators.allgather import allgather
+from hvd_compress.aggregators.allreduce import allreduce
+
+__all__ = ["allgather", "allreduce"]

@@ -1,0 +1,60 @@
+"""Linear methods: one sum over the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from typing import Any
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context, Request, Sparse, Sum
+from hvd_compress.chain import Aggregator, Met
+from hvd_compress.config import check_choice
+from hvd_compress.operators import random_k
+
+
+@dataclasses.dataclass(frozen=True)
+class allreduce(Aggregator, name="allreduce"):
+    """Sum everything, or the elements that ``select`` picks on every rank alike.
+
+    Options:
+        wire: dtype on the wire, ``None`` (the array's own), "float16" or "bfloat16".
+        select: an operator whose choice does not depend on the gradient (``random_k``).  One that
+            does (``top_k``) is a TypeError: sums of different coordinates mean nothing.
+        unbiased: scale what was selected by n/k, so that its expectation is the gradient.  Not to
+            be combined with error feedback, which needs the unscaled elements.
+    """
+
+    wire: str | None = None
+    select: random_k | None = None
+    unbiased: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("wire", self.wire, (None, "float16", "bfloat16"))
+        if self.select is not None and not isinstance(self.select, random_k):
+            raise TypeError(
+                f"allreduce({self.select!r}) would sum different coordinates of different ranks; "
+                "write allgather(...) for operators that look at the gradient"
+            )
+
+    @property
+    def needs_epoch(self) -> bool:
+        return self.select is not None and self.select.needs_epoch
+
+    def meet(self, x: Array, context: Context) -> Generator[Request, Any, Met]:
+        xp = backend_of(x)
+        if self.select is None:
+            total = yield Sum(x, self.wire)
+            mean = total / context.size
+            return Met(mean, xp.round_to(x, self.wire), xp.all_finite(mean))
+        n = xp.size(x)
+        k = self.select.count(n, context)
+        indices = self.select.select(x, k, context)
+        values = xp.take(x, indices)
+        if self.unbiased and k:
+            values = values * (n / k)
+        total = yield Sum(values, self.wire)
+        values_mean = total / context.size
+        mean = xp.put(xp.zeros(n, x), indices, values_mean)
+        sent = Sparse(indices, xp.round_to(values, self.wire))
+        return Met(mean, sent, xp.all_finite(values_mean))

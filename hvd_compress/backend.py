@@ -1,0 +1,94 @@
+"""The array primitives that the algorithms are written over, and how to find them.
+
+A backend is looked up by the type of an array, so no framework is imported before the user has
+imported it.  NumPy's backend is the reference; another one must agree with it (a test runs all
+methods over all backends).
+
+Primitives work on flat arrays.  ``put`` and ``add_at`` may modify their first argument and return
+it: callers pass only arrays that they have made themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvd_compress.errors import UnsupportedError
+
+Array = Any
+
+
+class Backend(Protocol):
+    def check_gradient(self, x: Array) -> None:
+        """Raise ``UnsupportedError`` unless ``x`` is a dense array of floats."""
+
+    def widen(self, x: Array) -> Array:
+        """Flat and in a dtype to accumulate in: half precisions become float32."""
+
+    def restore(self, flat: Array, like: Array) -> Array:
+        """Shape and dtype of ``like``."""
+
+    def zeros(self, n: int, like: Array) -> Array: ...
+
+    def full_like(self, x: Array, value: float) -> Array: ...
+
+    def size(self, x: Array) -> int: ...
+
+    def shape(self, x: Array) -> tuple[int, ...]: ...
+
+    def abs(self, x: Array) -> Array: ...
+
+    def maximum(self, x: Array, y: Array) -> Array: ...
+
+    def norm(self, x: Array) -> float: ...
+
+    def all_finite(self, x: Array) -> bool: ...
+
+    def kth_largest(self, x: Array, k: int) -> float:
+        """The k-th largest value (k from 1); NaN counts as larger than everything."""
+
+    def nonzero(self, mask: Array) -> Array:
+        """Ascending indices, int64."""
+
+    def concat(self, arrays: list[Array]) -> Array: ...
+
+    def sort(self, x: Array) -> Array: ...
+
+    def take(self, x: Array, indices: Array) -> Array: ...
+
+    def put(self, x: Array, indices: Array, values: Array | float) -> Array: ...
+
+    def add_at(self, x: Array, indices: Array, values: Array) -> Array:
+        """Add at indices that are unique."""
+
+    def cast(self, x: Array, dtype: str) -> Array: ...
+
+    def round_to(self, x: Array, wire: str | None, saturate: bool = False) -> Array:
+        """The values of ``x`` as they arrive after travelling as ``wire``; dtype of ``x``.
+        ``saturate``: what is too large becomes the largest finite value instead of Inf."""
+
+    def dtype(self, x: Array) -> str:
+        """A NumPy name: "float32"."""
+
+    def from_numpy(self, x: np.ndarray, like: Array) -> Array:
+        """On the device of ``like``; shares the memory where it can."""
+
+    def to_numpy(self, x: Array) -> np.ndarray:
+        """Shares the memory where it can."""
+
+
+_MODULES = {"numpy": "hvd_compress.numpy_backend", "torch": "hvd_compress.torch.backend"}
+
+
+def backend_of(x: Array) -> Any:
+    """The backend module for an array (a module that has the functions of :class:`Backend`)."""
+    for cls in type(x).__mro__:  # parameters and the like are subclasses of tensors
+        name = _MODULES.get(cls.__module__.partition(".")[0])
+        if name is not None:
+            return importlib.import_module(name)
+    raise UnsupportedError(
+        f"no array backend for {type(x).__module__}.{type(x).__qualname__}; "
+        f"pass an array of {' or '.join(_MODULES)}"
+    )

@@ -1,0 +1,203 @@
+"""The contract between compression methods and the engines that carry their messages.
+
+A compressor never talks to a network.  ``Compressor.exchange(gradient, state, context)`` is a
+generator: it yields *requests*, an engine carries each of them out over all ranks and sends the
+*reply* back in, and at the end the generator returns an :class:`Outcome`::
+
+    def exchange(self, gradient, state, context):
+        total = yield Sum(gradient)
+        mean = total / context.size
+        return Outcome(mean=mean, sent=gradient, state=state)
+
+All ranks run the same generator for the same tensor, so they yield the same kinds of request in
+the same order.  One generator therefore runs on every engine: the lockstep world inside one
+process (:mod:`hvd_compress.lockstep`), Horovod under PyTorch, and whatever comes next.
+
+The type of a request says how ranks meet:
+
+=============  ===========================================  ======================================
+request        reply, the same on every rank                used by
+=============  ===========================================  ======================================
+``Sum``        sum of the arrays over the ranks             linear methods (casts, random-k)
+``Max``        element-wise maximum                         shared scales
+``Gather``     list of every rank's bytes, in rank order    sparse and quantised methods
+=============  ===========================================  ======================================
+
+The laws that every method obeys (checked by :func:`hvd_compress.testing.check_laws`):
+
+* ``mean`` is the average over the ranks of what each of them ``sent``;
+* with error feedback nothing is lost: what went in = what was sent + what remains in the state;
+* all ranks compute bitwise equal ``mean`` and ``update``;
+* shape, dtype and device of the gradient are kept;
+* a NaN or Inf on one rank makes ``mean`` non-finite on every rank and leaves every state as it was;
+* a world of one rank, zeros, empty and one-element tensors work.
+
+State is handed in and handed out: a dict of arrays that belongs to one tensor on one rank.  After
+a successful exchange the old dict must not be used any more.
+"""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Generator
+from typing import Any, ClassVar, NamedTuple
+
+from hvd_compress.config import Configurable, from_config
+from hvd_compress.errors import UnboundError
+from hvd_compress.stats import Stats
+
+Array = Any  # numpy.ndarray, torch.Tensor, ...: whatever a backend is registered for
+State = dict[str, Array]
+
+
+class Sum(NamedTuple):
+    """Sum ``array`` over the ranks.  ``wire`` names the dtype on the wire where that is not the
+    array's own: "float16" or "bfloat16".  The reply has the dtype of ``array``."""
+
+    array: Array
+    wire: str | None = None
+
+
+class Max(NamedTuple):
+    """Element-wise maximum of ``array`` over the ranks."""
+
+    array: Array
+
+
+class Gather(NamedTuple):
+    """Every rank's ``payload`` (1-D, uint8).  ``equal_sizes`` is a promise that all ranks send the
+    same number of bytes, which spares engines the exchange of sizes."""
+
+    payload: Array
+    equal_sizes: bool = False
+
+
+Request = Sum | Max | Gather
+
+
+class Sparse(NamedTuple):
+    """``values`` at ascending unique ``indices`` of a flat array; zero elsewhere."""
+
+    indices: Array
+    values: Array
+
+
+class Outcome(NamedTuple):
+    """What an exchange returns.
+
+    Attributes:
+        mean: the average over the ranks of what they sent; shape and dtype of the gradient.
+        sent: this rank's own contribution as the others saw it, flat: an array or a ``Sparse``.
+        state: the new state.
+        update: what an optimizer shall step along, where that differs from ``mean`` (momentum
+            that is applied after averaging); ``None`` means ``mean``.
+    """
+
+    mean: Array
+    sent: Array | Sparse
+    state: State
+    update: Array | None = None
+
+    @property
+    def direction(self) -> Array:
+        return self.mean if self.update is None else self.update
+
+
+class Context(NamedTuple):
+    """What an exchange may know besides the gradient; equal on all ranks but for ``rank`` and
+    ``gradient_norm``.
+
+    Attributes:
+        name: of the tensor, unique within the model.
+        rank, size: this rank and the number of ranks that take part.
+        step: exchanges of this tensor so far, counted from 0.
+        epoch: as announced by the user; ``None`` if never announced.
+        seed: for randomness that ranks share.
+        momentum, nesterov: the optimizer's, for methods that take momentum over.
+        gradient_norm: L2 norm of the rank's whole gradient, over all tensors; ``None`` if unknown.
+    """
+
+    name: str = "tensor"
+    rank: int = 0
+    size: int = 1
+    step: int = 0
+    epoch: int | None = None
+    seed: int = 0
+    momentum: float = 0.0
+    nesterov: bool = False
+    gradient_norm: float | None = None
+
+
+Exchange = Generator[Request, Any, Outcome]
+
+
+class Compressor(Configurable, abc.ABC, kind="method"):
+    """A compression method with its options.
+
+    Subclasses are frozen dataclasses: options are fields, so that equality, ``repr`` and JSON come
+    for free; whatever changes from step to step is state.
+    """
+
+    #: the method takes the optimizer's momentum over, and its weight decay with it
+    takes_momentum: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def init(self, gradient: Array) -> State:
+        """The state before the first exchange of a tensor that looks like ``gradient``."""
+
+    @abc.abstractmethod
+    def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
+        """Average ``gradient`` over the ranks; see the module's docstring."""
+
+    @abc.abstractmethod
+    def per_rank(self, gradient: Array) -> frozenset[str]:
+        """The keys of the state that differ between ranks; checkpoints average them."""
+
+    @property
+    def needs_gradient_norm(self) -> bool:
+        """Whether the exchange has to wait until the norm of the whole gradient is known."""
+        return False
+
+    @property
+    def needs_epoch(self) -> bool:
+        """Whether the user has to announce epochs."""
+        return False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_config, (self.to_config(),)  # what it is bound to stays behind
+
+    # Runtime: a compressor knows the optimizers that it was handed to.
+
+    def bind(self, optimizer_side: Any) -> None:
+        """Called by framework bindings with what keeps the statistics and the epoch."""
+        self.__dict__.setdefault("_bound", weakref.WeakSet()).add(optimizer_side)
+
+    def _only_bound(self) -> Any:
+        bound = list(self.__dict__.get("_bound", ()))
+        if len(bound) != 1:
+            raise UnboundError(
+                f"{type(self).__name__} is bound to {len(bound)} optimizers: pass it to one "
+                "hvd.DistributedOptimizer(..., compression=...), or ask optimizer.compression"
+            )
+        return bound[0]
+
+    def stats(self) -> Stats:
+        """Exact bytes so far and more; see :class:`hvd_compress.stats.Stats`."""
+        return self._only_bound().stats()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Announce an epoch, for schedules by epoch."""
+        self._only_bound().set_epoch(epoch)
+
+    @classmethod
+    def compress(cls, *_: Any, **__: Any) -> Any:
+        """Horovod's own interface, which a method with state cannot serve."""
+        raise UnboundError(
+            f"{cls.__name__} knows neither the optimizer nor the parameters. Import "
+            "hvd_compress.torch before you take DistributedOptimizer from Horovod, and write "
+            f"hvd.DistributedOptimizer(optimizer, named_parameters=..., compression={cls.__name__})."
+            " For a single hvd.allreduce use Horovod's own hvd.Compression"
+        )
+
+    decompress = compress

@@ -1,0 +1,150 @@
+"""Composition: local transforms around one way of meeting.
+
+``chain(momentum_correction, error_feedback, via=allgather(top_k))`` reads in the order in which a
+gradient passes.  After the exchange the transforms ``settle`` in reverse order, and that is how
+error feedback and momentum factor masking learn what was sent.
+
+The building blocks (``top_k``, ``error_feedback``, ``allgather`` ...) are classes with lower-case
+names, because they are written and read like functions.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Generator
+from typing import Any, ClassVar, NamedTuple
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import (
+    Array,
+    Compressor,
+    Context,
+    Exchange,
+    Outcome,
+    Request,
+    Sparse,
+    State,
+)
+from hvd_compress.config import Configurable
+from hvd_compress.errors import ConfigError
+
+
+class Transform(Configurable, kind="block"):
+    """A local step, dense in and dense out.  The arrays are flat and at least float32."""
+
+    #: what the transform remembers, arrays as large as the gradient; unique within a chain
+    keys: ClassVar[tuple[str, ...]] = ()
+    #: wants ``context.gradient_norm``, which an engine knows only when backward is over
+    needs_gradient_norm: ClassVar[bool] = False
+    #: what is remembered differs between ranks
+    per_rank: ClassVar[bool] = True
+    #: applies the optimizer's momentum
+    takes_momentum: ClassVar[bool] = False
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        """Before the exchange.  Never changes ``x`` or the old state in place: if a rank reports
+        NaN or Inf, every rank goes back to the old state."""
+        return x, state
+
+    def settle(self, sent: Array | Sparse, state: State, context: Context) -> State:
+        """After the exchange.  May change arrays in place that ``update`` made."""
+        return state
+
+    def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
+        """What the optimizer shall step along, given the average; equal on all ranks."""
+        return mean, state
+
+
+class Met(NamedTuple):
+    """What an aggregator returns: the flat average, this rank's contribution to it, and whether
+    all ranks' contributions were finite."""
+
+    mean: Array
+    sent: Array | Sparse
+    finite: bool
+
+
+class Aggregator(Configurable, abc.ABC, kind="block"):
+    """How payloads meet: one file each in ``hvd_compress.aggregators``."""
+
+    @abc.abstractmethod
+    def meet(self, x: Array, context: Context) -> Generator[Request, Any, Met]:
+        """Average the flat array ``x`` over the ranks; never changes ``x`` in place."""
+
+    @property
+    def needs_epoch(self) -> bool:
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain(Compressor, name="chain"):
+    """``transforms`` in the order in which a gradient passes, then ``via`` an aggregator."""
+
+    transforms: tuple[Transform, ...]
+    via: Aggregator
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transforms", tuple(self.transforms))
+        for transform in self.transforms:
+            if not isinstance(transform, Transform):
+                raise ConfigError(f"{transform!r} is not a transform; aggregators go behind via=")
+        if not isinstance(self.via, Aggregator):
+            raise ConfigError(f"via={self.via!r} is not an aggregator: allreduce() or allgather()")
+        keys = [key for transform in self.transforms for key in transform.keys]
+        if twice := {key for key in keys if keys.count(key) > 1}:
+            raise ConfigError(f"two transforms of one chain keep a {twice.pop()!r}")
+
+    @property
+    def needs_gradient_norm(self) -> bool:
+        return any(t.needs_gradient_norm for t in self.transforms)
+
+    @property
+    def needs_epoch(self) -> bool:
+        return self.via.needs_epoch
+
+    @property
+    def takes_momentum(self) -> bool:  # type: ignore[override]
+        return any(t.takes_momentum for t in self.transforms)
+
+    def per_rank(self, gradient: Array) -> frozenset[str]:
+        return frozenset(key for t in self.transforms if t.per_rank for key in t.keys)
+
+    def init(self, gradient: Array) -> State:
+        xp = backend_of(gradient)
+        x = xp.widen(gradient)
+        return {key: xp.zeros(xp.size(x), x) for t in self.transforms for key in t.keys}
+
+    def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
+        xp = backend_of(gradient)
+        xp.check_gradient(gradient)
+        x = xp.widen(gradient)
+        states = []
+        for transform in self.transforms:
+            x, own = transform.update(x, {key: state[key] for key in transform.keys}, context)
+            states.append(own)
+        if not xp.all_finite(x):
+            # Whatever the aggregator picks, the others must see that this step is spoilt.
+            x = xp.full_like(x, float("nan"))
+
+        met = yield from self.via.meet(x, context)
+
+        mean = xp.restore(met.mean, gradient)
+        if not met.finite:
+            return Outcome(mean, met.sent, state)
+        update = met.mean
+        new_state: State = {}
+        for transform, own in zip(reversed(self.transforms), reversed(states), strict=True):
+            own = transform.settle(met.sent, own, context)
+            update, own = transform.finish(update, own, context)
+            new_state.update(own)
+        changed = update is not met.mean
+        return Outcome(mean, met.sent, new_state, xp.restore(update, gradient) if changed else None)
+
+
+def chain(*transforms: Transform, via: Aggregator) -> Chain:
+    """Write a compressor in one line::
+
+    chain(momentum_correction(0.9), error_feedback(), via=allgather(top_k(0.001)))
+    """
+    return Chain(transforms, via)

@@ -1,0 +1,25 @@
+"""Everything that this package raises on purpose; each message says what to write instead."""
+
+
+class CompressionError(Exception):
+    """Base class: ``except CompressionError`` catches all errors of this package."""
+
+
+class ConfigError(CompressionError, ValueError):
+    """An option has a value that cannot be honoured, alone or beside another option."""
+
+
+class UnsupportedError(CompressionError, TypeError):
+    """A dtype, an optimizer or a feature of the framework that compression cannot work with."""
+
+
+class UnboundError(CompressionError, RuntimeError):
+    """A compressor was handed to code that knows neither the optimizer nor the parameters."""
+
+
+class PayloadError(CompressionError, ValueError):
+    """Bytes that came from another rank are not a valid payload."""
+
+
+class EnvironmentProblem(CompressionError, RuntimeError):
+    """Something outside this package is missing: a compiler, Horovod, MPI."""

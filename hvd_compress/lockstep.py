@@ -1,0 +1,110 @@
+"""A world of ranks inside one process: the simplest engine, for tests, studies and examples.
+
+All ranks advance together, one request at a time, so there is no concurrency and no time-out, and
+hundreds of ranks fit into one test.  Works on the arrays of every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import (
+    Array,
+    Compressor,
+    Context,
+    Exchange,
+    Gather,
+    Max,
+    Outcome,
+    Request,
+    State,
+    Sum,
+)
+from hvd_compress.errors import CompressionError
+
+
+def reply_to(requests: Sequence[Request]) -> Any:
+    """What every rank gets for its request, given all ranks' requests in rank order."""
+    kinds = {type(request) for request in requests}
+    if len(kinds) > 1:
+        raise CompressionError(f"ranks ask for different things at once: {requests}")
+    first = requests[0]
+    if isinstance(first, Gather):
+        return [request.payload for request in requests]  # type: ignore[union-attr]
+    xp = backend_of(first.array)
+    shapes = {xp.shape(request.array) for request in requests}  # type: ignore[union-attr]
+    if len(shapes) > 1:
+        raise CompressionError(f"ranks meet with arrays of different shapes: {sorted(shapes)}")
+    if isinstance(first, Max):
+        result = first.array
+        for request in requests[1:]:
+            result = xp.maximum(result, request.array)
+        return result
+    # Like a good allreduce: the wire type between ranks, the array's own type for adding.
+    result = xp.round_to(first.array, first.wire)
+    for request in requests[1:]:
+        result = result + xp.round_to(request.array, first.wire)
+    return xp.round_to(result, first.wire)
+
+
+def run(exchanges: Sequence[Exchange]) -> list[Outcome]:
+    """Run one exchange per rank to the end."""
+    outcomes: list[Outcome] = []
+    requests = [next(exchange) for exchange in exchanges]
+    while not outcomes:
+        reply = reply_to(requests)
+        requests = []
+        for exchange in exchanges:
+            try:
+                requests.append(exchange.send(reply))
+            except StopIteration as stop:
+                outcomes.append(stop.value)
+        if outcomes and requests:
+            raise CompressionError("some ranks are done while others still want to exchange")
+    return outcomes
+
+
+class World:
+    """Ranks that hold one state each for every tensor name.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress import TopK
+        >>> world = World(TopK(density=0.5), size=2)
+        >>> world.exchange([np.array([3.0, 1.0]), np.array([1.0, 2.0])])[0].mean
+        array([1.5, 1. ])
+    """
+
+    def __init__(self, compressor: Compressor, size: int, seed: int = 0) -> None:
+        self.compressor = compressor
+        self.size = size
+        self.seed = seed
+        self.epoch: int | None = None
+        self.states: dict[str, list[State]] = {}
+        self.steps: dict[str, int] = {}
+
+    def exchange(
+        self, gradients: Sequence[Array], name: str = "tensor", **context: Any
+    ) -> list[Outcome]:
+        """Average one tensor; ``gradients`` in rank order, ``context`` as in ``base.Context``."""
+        if len(gradients) != self.size:
+            raise CompressionError(f"{len(gradients)} gradients for {self.size} ranks")
+        if name not in self.states:
+            self.states[name] = [self.compressor.init(gradient) for gradient in gradients]
+        step = self.steps.get(name, 0)
+        common = Context(
+            name=name, size=self.size, step=step, epoch=self.epoch, seed=self.seed
+        )._replace(**context)
+        outcomes = run(
+            [
+                self.compressor.exchange(gradient, state, common._replace(rank=rank))
+                for rank, (gradient, state) in enumerate(
+                    zip(gradients, self.states[name], strict=True)
+                )
+            ]
+        )
+        self.states[name] = [outcome.state for outcome in outcomes]
+        self.steps[name] = step + 1
+        return outcomes

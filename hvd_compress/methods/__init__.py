@@ -1,0 +1,43 @@
+"""What users name: ``compression=DGC`` or ``"dgc:density=0.01"``; mostly a chain of blocks."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from hvd_compress.base import Compressor
+from hvd_compress.config import build, lookup
+from hvd_compress.errors import ConfigError
+from hvd_compress.methods.dense import BF16, FP16, NoCompression
+from hvd_compress.methods.dgc import DGC
+from hvd_compress.methods.random_k import RandomK
+from hvd_compress.methods.top_k import TopK
+
+__all__ = ["BF16", "DGC", "FP16", "NoCompression", "RandomK", "TopK", "as_compressor"]
+
+
+def as_compressor(compression: Any) -> Compressor:
+    """A method from an instance, a class (its defaults) or a text.
+
+    >>> as_compressor("topk:density=0.05,values=float16")
+    TopK(density=0.05, selection='sampled', values='float16', error_feedback=True)
+    """
+    if isinstance(compression, Compressor):
+        return compression
+    if isinstance(compression, type) and issubclass(compression, Compressor):
+        return compression()
+    if isinstance(compression, str):
+        name, _, text = compression.partition(":")
+        pairs = [part.partition("=") for part in text.split(",") if part]
+        for option, equals, _value in pairs:
+            if not equals:
+                raise ConfigError(f"write {name}:{option}=VALUE in {compression!r}")
+        return build(lookup("method", name), {key.strip(): _value(v) for key, _, v in pairs})
+    raise ConfigError(f"{compression!r} is no compression method: pass DGC, DGC(...) or 'dgc'")
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        return {"true": True, "false": False, "none": None}.get(text.strip(), text.strip())

@@ -1,0 +1,42 @@
+"""Everything is sent: as it is, or in half precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from hvd_compress.aggregators import allreduce
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Chain, chain
+from hvd_compress.methods._chained import Chained
+
+
+class _Dense(Chained):
+    wire: ClassVar[str | None]
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        return chain(via=allreduce(wire=self.wire))
+
+
+@dataclasses.dataclass(frozen=True)
+class NoCompression(_Dense, name="none"):
+    """The average as it is: 32 bits an element.  No state."""
+
+    wire = None
+
+
+@dataclasses.dataclass(frozen=True)
+class FP16(_Dense, name="fp16"):
+    """IEEE half precision: 16 bits an element, no state.
+
+    Values beyond 65504 become Inf on every rank, below 6e-8 zero: use loss scaling.
+    """
+
+    wire = "float16"
+
+
+@dataclasses.dataclass(frozen=True)
+class BF16(_Dense, name="bf16"):
+    """bfloat16: 16 bits an element, the range of float32, 8 bits of significand.  No state."""
+
+    wire = "bfloat16"

@@ -1,0 +1,128 @@
+"""Deep Gradient Compression (Lin, Han, Mao, Wang, Dally; ICLR 2018, arXiv 1712.01887)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from hvd_compress import operators
+from hvd_compress.aggregators import allgather, allreduce
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Chain, Transform, chain
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError
+from hvd_compress.methods._chained import Chained
+from hvd_compress.schedules import Density, as_density, by_epoch, density_at
+from hvd_compress.transforms import (
+    clip_by_local_norm,
+    error_feedback,
+    momentum_after_averaging,
+    momentum_correction,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DGC(Chained, name="dgc"):
+    """Send the largest 0.1 % of the accumulated velocity, keep the rest for later.
+
+    For every matrix and larger tensor, on each rank::
+
+        u = m u + g                    momentum correction     (Nesterov: u = m (u + g))
+        v = v + u                      accumulation            (Nesterov: v = v + u + g)
+        send the top k of |v|;  v = 0 and u = 0 where sent     (momentum factor masking)
+        G = sum of what all ranks sent / N;  w = w - lr G
+
+    Momentum lives in ``u``, so the optimizer must not apply its own again; the framework bindings
+    see to that.  One-dimensional and tiny tensors are averaged whole, with momentum afterwards.
+
+    State: ``velocity`` u and ``residual`` v; tensors sent whole have ``velocity`` only.
+    Sent: k values and k int32 indices a tensor (k = ceil(density * n)), in one message.
+
+    Options:
+        density: fraction of elements to send, or a schedule (``warmup_to(0.001, epochs=4)``).
+        momentum, nesterov: ``None`` takes the optimizer's.
+        masking: momentum factor masking.
+        clip_norm: L2 threshold for the summed gradient; each rank clips its own whole gradient to
+            ``clip_norm / sqrt(N)`` before anything is accumulated.  Makes all messages wait for
+            the end of backward.  ``None``: off, as in the paper's vision models.
+        weight_decay: "separate" keeps decay out of the exchange, with a momentum buffer of its own
+            (the released code); "gradient" adds it to the local gradient before accumulation
+            (PaddlePaddle's treatment).  Where the optimizer decays by itself (AdamW), it still does.
+        selection: "sampled" or "exact"; the same elements, found in two ways.
+        values: "float32" or "float16" on the wire.
+        min_size: tensors with fewer elements are sent whole.
+
+    Differs from the paper in: the message has exactly k elements (see ``operators/top_k.py``); 32
+    bits instead of 16 an index; density 1 turns masking off, since masking everything that is sent
+    would turn momentum off.
+    """
+
+    density: Density = 0.001
+    momentum: float | None = None
+    nesterov: bool | None = None
+    masking: bool = True
+    clip_norm: float | None = None
+    weight_decay: str = "separate"
+    selection: str = "sampled"
+    values: str = "float32"
+    min_size: int = 1024
+
+    takes_momentum = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "density", as_density(self.density))
+        check_choice("weight_decay", self.weight_decay, ("separate", "gradient"))
+        if not isinstance(self.min_size, int) or self.min_size < 0:
+            raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
+        assert self._sparse and self._everything and self._whole  # checks the other options
+
+    @property
+    def needs_gradient_norm(self) -> bool:
+        return self.clip_norm is not None
+
+    @property
+    def needs_epoch(self) -> bool:
+        return by_epoch(self.density)
+
+    def compresses(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of that shape is ever sent in part."""
+        return len(shape) > 1 and math.prod(shape) >= max(self.min_size, 1)
+
+    def template(self, gradient: Array) -> Chain:
+        compressed = self.compresses(backend_of(gradient).shape(gradient))
+        return self._sparse if compressed else self._whole
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        if not self.compresses(backend_of(gradient).shape(gradient)):
+            return self._whole
+        if density_at(self.density, context.step, context.epoch) < 1:
+            return self._sparse
+        return self._everything
+
+    @functools.cached_property
+    def _clip(self) -> tuple[Transform, ...]:
+        return () if self.clip_norm is None else (clip_by_local_norm(self.clip_norm),)
+
+    def _accumulate(self, masking: bool) -> tuple[Transform, ...]:
+        return (
+            *self._clip,
+            momentum_correction(self.momentum, self.nesterov, masking),
+            error_feedback(),
+        )
+
+    @functools.cached_property
+    def _sparse(self) -> Chain:
+        via = allgather(operators.top_k(self.density, self.selection), self.values)
+        return chain(*self._accumulate(self.masking), via=via)
+
+    @functools.cached_property
+    def _everything(self) -> Chain:
+        """Density 1, a dense stage of the warm-up: flushes the residual, keeps the velocity."""
+        return chain(*self._accumulate(masking=False), via=allreduce())
+
+    @functools.cached_property
+    def _whole(self) -> Chain:
+        after = momentum_after_averaging(self.momentum, self.nesterov)
+        return chain(*self._clip, after, via=allreduce())

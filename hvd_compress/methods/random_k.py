@@ -1,0 +1,53 @@
+"""Random-k sparsification with shared randomness (Wangni et al., NeurIPS 2018; Stich et al.)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from hvd_compress import operators
+from hvd_compress.aggregators import allreduce
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Chain, chain
+from hvd_compress.methods._chained import Chained
+from hvd_compress.schedules import Density
+from hvd_compress.transforms import error_feedback
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomK(Chained, name="randomk"):
+    """Send k = ceil(density * n) elements that all ranks draw alike.
+
+    The indices need no wire and the values are summed by an ordinary allreduce, so traffic does
+    not grow with the number of ranks.  Picks less telling elements than :class:`TopK`.
+
+    State: ``residual`` with error feedback, which sends the elements unscaled.  Without it they
+    are scaled by n/k, so that the average is unbiased, with (n/k - 1) times the squared norm of
+    the gradient as its variance, and there is no state.
+
+    Options:
+        density: fraction of elements to send, or a schedule.
+        error_feedback: see above.
+        wire: ``None``, "float16" or "bfloat16".
+    """
+
+    density: Density = 0.01
+    error_feedback: bool = True
+    wire: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self._chain  # checks the options
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        select = operators.random_k(self.density)
+        if self.error_feedback:
+            return chain(error_feedback(), via=allreduce(self.wire, select))
+        return chain(via=allreduce(self.wire, select, unbiased=True))
+
+    @property
+    def needs_epoch(self) -> bool:
+        return self._chain.needs_epoch
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        return self._chain

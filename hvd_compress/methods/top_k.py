@@ -1,0 +1,49 @@
+"""Top-k with error feedback (Aji and Heafield, EMNLP 2017; Stich et al., NeurIPS 2018)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from hvd_compress import operators
+from hvd_compress.aggregators import allgather
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Chain, chain
+from hvd_compress.methods._chained import Chained
+from hvd_compress.schedules import Density
+from hvd_compress.transforms import error_feedback
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK(Chained, name="topk"):
+    """Send the k = ceil(density * n) elements of largest magnitude, keep the rest for later.
+
+    State: ``residual``.  Sent: k values and k int32 indices a tensor.  The optimizer's momentum
+    is applied to what arrives, which delays it for elements that wait; :class:`DGC` corrects that.
+
+    Options:
+        density: fraction of elements to send, or a schedule.
+        selection: "sampled" or "exact"; the same elements, found in two ways.
+        values: "float32" or "float16" on the wire.
+        error_feedback: without it, what is not sent is lost; for studies only.
+    """
+
+    density: Density = 0.001
+    selection: str = "sampled"
+    values: str = "float32"
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        assert self._chain  # checks the options
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        via = allgather(operators.top_k(self.density, self.selection), self.values)
+        return chain(error_feedback(), via=via) if self.error_feedback else chain(via=via)
+
+    @property
+    def needs_epoch(self) -> bool:
+        return self._chain.needs_epoch
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        return self._chain

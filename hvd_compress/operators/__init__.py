@@ -1,0 +1,6 @@
+"""Compression operators: which elements to keep, one file each."""
+
+from hvd_compress.operators.random_k import random_k
+from hvd_compress.operators.top_k import top_k
+
+__all__ = ["random_k", "top_k"]

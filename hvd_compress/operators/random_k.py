@@ -1,0 +1,49 @@
+"""Select k = ceil(density * n) elements at random, the same ones on every rank.
+
+The indices come from a counter-based generator keyed by (seed, step, tensor name), so they need no
+wire: ranks, frameworks and devices agree without talking, and a resumed run draws what the
+uninterrupted one would have drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import numpy as np
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context
+from hvd_compress.config import Configurable
+from hvd_compress.operators.top_k import count
+from hvd_compress.schedules import Density, as_density, by_epoch, density_at
+
+
+def shared_generator(context: Context) -> np.random.Generator:
+    """The same random numbers on all ranks, others for every step and tensor."""
+    label = f"{context.seed}/{context.step}/{context.name}".encode()
+    key = int.from_bytes(hashlib.blake2b(label, digest_size=16).digest(), "little")
+    return np.random.Generator(np.random.Philox(key=key))
+
+
+@dataclasses.dataclass(frozen=True)
+class random_k(Configurable, kind="block", name="random_k"):
+    """Options: ``density``, a fraction or a schedule."""
+
+    density: Density = 0.01
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "density", as_density(self.density))
+
+    @property
+    def needs_epoch(self) -> bool:
+        return by_epoch(self.density)
+
+    def count(self, n: int, context: Context) -> int:
+        return count(n, density_at(self.density, context.step, context.epoch))
+
+    def select(self, x: Array, k: int, context: Context) -> Array:
+        """Ascending indices (int64) of ``k`` elements of the flat array ``x``."""
+        xp = backend_of(x)
+        indices = shared_generator(context).choice(xp.size(x), k, replace=False, shuffle=False)
+        return xp.from_numpy(np.sort(indices).astype(np.int64), x)

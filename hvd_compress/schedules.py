@@ -1,0 +1,128 @@
+"""Densities that change during training.
+
+A schedule maps (step, epoch) to the fraction of elements to send.  Sending 0.1 % from the first
+step on hurts: early gradients change fast, and what waits in the residual grows stale.  Lin et al.
+(ICLR 2018) therefore lower the density in stages while the learning rate warms up.
+
+Stages advance by ``unit="step"`` (``stage_length`` optimizer steps each) or by ``unit="epoch"``,
+which needs ``compression.set_epoch(epoch)`` once per epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hvd_compress.config import Configurable, check_choice, check_fraction
+from hvd_compress.errors import ConfigError
+
+#: densities of the paper's warm-up stages: sparsity 75, 93.75, 98.4375, 99.6, 99.9 %
+PAPER_DENSITIES = (0.25, 0.0625, 0.015625, 0.004, 0.001)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Staged(Configurable, kind="schedule"):
+    unit: str = "step"
+    stage_length: int = 1
+
+    def __post_init__(self) -> None:
+        check_choice("unit", self.unit, ("step", "epoch"))
+        if not isinstance(self.stage_length, int) or self.stage_length < 1:
+            raise ConfigError(
+                f"stage_length must be a positive number of {self.unit}s; got {self.stage_length!r}"
+            )
+
+    def stage(self, step: int, epoch: int | None) -> int:
+        if self.unit == "step":
+            return step // self.stage_length
+        if epoch is None:
+            raise ConfigError(
+                f"{type(self).__name__}(unit='epoch') does not know the epoch: call "
+                "compression.set_epoch(epoch) at the start of every epoch, or use unit='step'"
+            )
+        return epoch // self.stage_length
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedWarmup(_Staged, name="staged"):
+    """One density after the other; the last one stays.
+
+    The default is the list of Lin et al. (2018): 25, 6.25, 1.5625, 0.4 and 0.1 %.  Any list of
+    fractions will do; 1.0 stands for dense stages.
+    """
+
+    densities: tuple[float, ...] = PAPER_DENSITIES
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "densities", tuple(self.densities))
+        if not self.densities:
+            raise ConfigError("densities must not be empty; the paper's are the default")
+        for density in self.densities:
+            check_fraction("densities", density)
+
+    def __call__(self, step: int, epoch: int | None = None) -> float:
+        return self.densities[min(self.stage(step, epoch), len(self.densities) - 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExponentialWarmup(_Staged, name="exponential"):
+    """``density ** ((stage + 1) / (stages + 1))`` for ``stages`` stages, then ``density``.
+
+    With 5 stages and density 0.001 this is what the authors' released code does by default:
+    0.3162, 0.1, 0.03162, 0.01, 0.003162, 0.001; which is not the list in their paper.
+    """
+
+    density: float = 0.001
+    stages: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fraction("density", self.density)
+        if not isinstance(self.stages, int) or self.stages < 0:
+            raise ConfigError(f"stages must be a number of stages, 0 or more; got {self.stages!r}")
+
+    def __call__(self, step: int, epoch: int | None = None) -> float:
+        stage = self.stage(step, epoch)
+        if stage >= self.stages:
+            return self.density
+        return float(self.density ** ((stage + 1) / (self.stages + 1)))
+
+
+def warmup_to(density: float, *, steps: int | None = None, epochs: int | None = None) -> StagedWarmup:
+    """The paper's warm-up, ending at any ``density``, spread over ``steps`` or ``epochs``.
+
+    >>> warmup_to(0.01, epochs=3)
+    StagedWarmup(unit='epoch', stage_length=1, densities=(0.25, 0.0625, 0.015625, 0.01))
+    """
+    check_fraction("density", density)
+    if (steps is None) == (epochs is None):
+        raise ConfigError("warmup_to needs its length: steps=... or epochs=..., one of the two")
+    length = steps if epochs is None else epochs
+    if not isinstance(length, int) or length < 0:
+        raise ConfigError(f"the length of the warm-up must be 0 or more; got {length!r}")
+    stages = [d for d in PAPER_DENSITIES if d > density] if length else []
+    # With fewer steps than stages, the first stages, which send most, are left out.
+    stages = stages[-length:] if length else []
+    stage_length = -(-length // len(stages)) if stages else 1
+    unit = "step" if epochs is None else "epoch"
+    return StagedWarmup(unit, stage_length, (*stages, density))
+
+
+Density = float | StagedWarmup | ExponentialWarmup
+
+
+def as_density(value: Any) -> Density:
+    """A fraction or a schedule, checked."""
+    if isinstance(value, StagedWarmup | ExponentialWarmup):
+        return value
+    check_fraction("density", value)
+    return float(value)
+
+
+def density_at(density: Density, step: int, epoch: int | None) -> float:
+    return density if isinstance(density, float) else density(step, epoch)
+
+
+def by_epoch(density: Density) -> bool:
+    return not isinstance(density, float) and density.unit == "epoch"

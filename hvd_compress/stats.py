@@ -1,0 +1,120 @@
+"""What an exchange cost, counted from the messages themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass
+class Record:
+    """Totals of one tensor, or of all, on this rank.
+
+    Attributes:
+        steps: exchanges.
+        bytes_sent: this rank's contributions, as handed to the collectives: a frame for an
+            allgather, the array for an allreduce.
+        bytes_received: what came back: the other ranks' frames, the summed array.  How often bytes
+            cross a link on their way is the collective's affair: a ring sends 2 (P - 1) / P times
+            an allreduced array.
+        dense_bytes: the gradients themselves, uncompressed.
+        elements, elements_sent: of the gradients; their quotient is the density achieved.
+        residual_norm: L2 norm of what waits on this rank, now; 0 without error feedback.
+    """
+
+    steps: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    dense_bytes: int = 0
+    elements: int = 0
+    elements_sent: int = 0
+    residual_norm: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """dense_bytes / bytes_sent; 1 if nothing was sent yet."""
+        return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
+
+    @property
+    def density(self) -> float:
+        """Fraction of the elements that was sent; 1 if there was nothing to send."""
+        return self.elements_sent / self.elements if self.elements else 1.0
+
+    def plus(self, other: Record) -> Record:
+        """The sum of two tensors' records, over the same steps."""
+        return Record(
+            steps=max(self.steps, other.steps),
+            bytes_sent=self.bytes_sent + other.bytes_sent,
+            bytes_received=self.bytes_received + other.bytes_received,
+            dense_bytes=self.dense_bytes + other.dense_bytes,
+            elements=self.elements + other.elements,
+            elements_sent=self.elements_sent + other.elements_sent,
+            residual_norm=(self.residual_norm**2 + other.residual_norm**2) ** 0.5,
+        )
+
+
+class Stats:
+    """Records by tensor name in ``layers``, their sum in ``total``.
+
+    ``print(stats)`` shows a table, ``stats.line()`` one line, ``stats.to_tensorboard(writer, step)``
+    writes scalars.
+    """
+
+    def __init__(self, layers: Mapping[str, Record]) -> None:
+        self.layers = dict(layers)
+        self.total = Record()
+        for record in self.layers.values():
+            self.total = self.total.plus(record)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, for JSON."""
+
+        def plain(record: Record) -> dict[str, Any]:
+            return {
+                **dataclasses.asdict(record),
+                "ratio": record.ratio,
+                "density": record.density,
+            }
+
+        layers = {name: plain(record) for name, record in self.layers.items()}
+        return {"total": plain(self.total), "layers": layers}
+
+    def line(self) -> str:
+        t = self.total
+        per_step = t.bytes_sent / max(t.steps, 1)
+        return (
+            f"{t.steps} steps, {human_bytes(per_step)} sent a step of "
+            f"{human_bytes(t.dense_bytes / max(t.steps, 1))} dense (ratio {t.ratio:.1f}), "
+            f"{human_bytes(t.bytes_received)} received in all, density {t.density:.4%}, "
+            f"residual norm {t.residual_norm:.3g}"
+        )
+
+    def __str__(self) -> str:
+        width = max([len("total"), *map(len, self.layers)])
+        rows = [
+            f"{'tensor':{width}}  {'steps':>7}  {'sent':>10}  {'received':>10}  {'dense':>10}"
+            f"  {'ratio':>8}  {'density':>8}  {'residual':>9}"
+        ]
+        for name, r in [*self.layers.items(), ("total", self.total)]:
+            rows.append(
+                f"{name:{width}}  {r.steps:>7}  {human_bytes(r.bytes_sent):>10}"
+                f"  {human_bytes(r.bytes_received):>10}  {human_bytes(r.dense_bytes):>10}"
+                f"  {r.ratio:>8.1f}  {r.density:>8.3%}  {r.residual_norm:>9.3g}"
+            )
+        return "\n".join(rows)
+
+    def to_tensorboard(self, writer: Any, step: int, prefix: str = "compression") -> None:
+        """Scalars to anything that has ``add_scalar``, such as torch's ``SummaryWriter``."""
+        for name, record in [("total", self.total), *self.layers.items()]:
+            for key in ("bytes_sent", "bytes_received", "ratio", "density", "residual_norm"):
+                writer.add_scalar(f"{prefix}/{name}/{key}", getattr(record, key), step)
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

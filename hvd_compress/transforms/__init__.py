@@ -1,0 +1,12 @@
+"""Local steps before and after an exchange, one file each; the contract is ``chain.Transform``."""
+
+from hvd_compress.transforms.clipping import clip_by_local_norm
+from hvd_compress.transforms.error_feedback import error_feedback
+from hvd_compress.transforms.momentum import momentum_after_averaging, momentum_correction
+
+__all__ = [
+    "clip_by_local_norm",
+    "error_feedback",
+    "momentum_after_averaging",
+    "momentum_correction",
+]

@@ -1,0 +1,43 @@
+"""Local gradient clipping (Lin et al., ICLR 2018, section 3.3)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context, State
+from hvd_compress.chain import Transform
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class clip_by_local_norm(Transform, name="clip_by_local_norm"):
+    """Scale the fresh gradient so that the L2 norm of the rank's whole gradient is at most
+    ``max_norm / sqrt(N)``, before anything is accumulated.
+
+    The factor N^(-1/2) is the paper's: if the gradients of N ranks are independent, the norm of
+    their sum is sqrt(N) times the norm of one.  ``scale="rank"`` leaves it out, for losses that
+    are averaged rather than summed over ranks.  Where the engine does not know the norm over all
+    tensors (``context.gradient_norm``), the tensor's own norm is taken.
+    """
+
+    max_norm: float
+    scale: str = "sqrt_size"
+    needs_gradient_norm = True
+
+    def __post_init__(self) -> None:
+        check_choice("scale", self.scale, ("sqrt_size", "rank"))
+        if not self.max_norm > 0:
+            raise ConfigError(f"max_norm must be positive; got {self.max_norm!r}")
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        norm = context.gradient_norm
+        if norm is None:
+            norm = backend_of(x).norm(x)
+        limit = self.max_norm
+        if self.scale == "sqrt_size":
+            limit /= math.sqrt(context.size)
+        # A NaN norm compares as false: the NaN stays in x and reaches every rank.
+        return (x * (limit / norm) if norm > limit else x), state

@@ -1,0 +1,76 @@
+"""Momentum inside the exchange: before it (per rank) or after it (on the average)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context, Sparse, State
+from hvd_compress.chain import Transform
+from hvd_compress.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Momentum(Transform):
+    """``None`` takes the optimizer's momentum and Nesterov flag from the context."""
+
+    momentum: float | None = None
+    nesterov: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum must be in [0, 1); got {self.momentum!r}")
+
+    keys = ("velocity",)
+    takes_momentum = True
+
+    def _step(self, gradient: Array, velocity: Array, context: Context) -> tuple[Array, Array]:
+        """(direction, new velocity); Lin et al. write Nesterov with the product m * velocity."""
+        m = context.momentum if self.momentum is None else self.momentum
+        nesterov = context.nesterov if self.nesterov is None else self.nesterov
+        if nesterov:
+            velocity = m * (velocity + gradient)
+            return velocity + gradient, velocity
+        velocity = m * velocity + gradient
+        return velocity, velocity
+
+
+@dataclasses.dataclass(frozen=True)
+class momentum_correction(_Momentum, name="momentum_correction"):
+    """Accumulate velocities instead of gradients, per rank, before anything is left out.
+
+    Plain: ``u = m u + g``, passes on ``u``.  Nesterov: ``u = m (u + g)``, passes on ``u + g``.
+    With ``masking`` the velocity is cleared where elements were sent (momentum factor masking),
+    so that a coordinate which waited for hundreds of steps is not driven by stale momentum.
+
+    State: ``velocity``.  Reference: Lin et al., ICLR 2018, sections 3.1 and 3.2.  Must stand before
+    error feedback: behind it, momentum would be applied to the residual again at every step.
+    """
+
+    masking: bool = True
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        direction, velocity = self._step(x, state["velocity"], context)
+        return direction, {"velocity": velocity}
+
+    def settle(self, sent: Array | Sparse, state: State, context: Context) -> State:
+        if not self.masking:
+            return state
+        xp = backend_of(state["velocity"])
+        if isinstance(sent, Sparse):
+            return {"velocity": xp.put(state["velocity"], sent.indices, 0.0)}
+        return {"velocity": xp.full_like(state["velocity"], 0.0)}
+
+
+@dataclasses.dataclass(frozen=True)
+class momentum_after_averaging(_Momentum, name="momentum_after_averaging"):
+    """Ordinary momentum on the averaged gradient, for tensors that travel whole.
+
+    State: ``velocity``, equal on all ranks.
+    """
+
+    per_rank = False
+
+    def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
+        direction, velocity = self._step(mean, state["velocity"], context)
+        return direction, {"velocity": velocity}

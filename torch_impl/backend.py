@@ -1,0 +1,122 @@
+"""Torch tensors on any device; see :class:`hvd_compress.backend.Backend`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hvd_compress.errors import UnsupportedError
+
+Array = torch.Tensor
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def check_gradient(x: Array) -> None:
+    if x.layout is not torch.strided:
+        raise UnsupportedError(f"cannot compress a {x.layout} tensor: pass sparse_as_dense=True")
+    if x.dtype not in (*_HALF, torch.float32, torch.float64):
+        raise UnsupportedError(
+            f"cannot compress a tensor of {x.dtype}: gradients must be float16, bfloat16, float32 "
+            "or float64"
+        )
+
+
+def widen(x: Array) -> Array:
+    flat = x.detach().reshape(-1)
+    return flat.float() if x.dtype in _HALF else flat
+
+
+def restore(flat: Array, like: Array) -> Array:
+    return flat.reshape(like.shape).to(like.dtype)
+
+
+def zeros(n: int, like: Array) -> Array:
+    return torch.zeros(n, dtype=like.dtype, device=like.device)
+
+
+def full_like(x: Array, value: float) -> Array:
+    return torch.full_like(x, value)
+
+
+def size(x: Array) -> int:
+    return x.numel()
+
+
+def shape(x: Array) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def abs(x: Array) -> Array:
+    return x.abs()
+
+
+def maximum(x: Array, y: Array) -> Array:
+    return torch.maximum(x, y)
+
+
+def norm(x: Array) -> float:
+    return torch.linalg.vector_norm(x, dtype=torch.float64).item()
+
+
+def all_finite(x: Array) -> bool:
+    # The infinity norm carries NaN and Inf through one pass, without a temporary.
+    return x.numel() == 0 or bool(torch.isfinite(torch.linalg.vector_norm(x, float("inf"))))
+
+
+def kth_largest(x: Array, k: int) -> Array:
+    return torch.topk(x, k, sorted=False).values.min()
+
+
+def nonzero(mask: Array) -> Array:
+    return torch.nonzero(mask).view(-1)
+
+
+def concat(arrays: list[Array]) -> Array:
+    return torch.cat(arrays)
+
+
+def sort(x: Array) -> Array:
+    return x.sort().values
+
+
+def take(x: Array, indices: Array) -> Array:
+    return x[indices]
+
+
+def put(x: Array, indices: Array, values: Array | float) -> Array:
+    x[indices] = values
+    return x
+
+
+def add_at(x: Array, indices: Array, values: Array) -> Array:
+    x[indices] += values
+    return x
+
+
+def cast(x: Array, dtype: str) -> Array:
+    return x.to(getattr(torch, dtype))
+
+
+def round_to(x: Array, wire: str | None, saturate: bool = False) -> Array:
+    if wire is None or wire == dtype(x):
+        return x
+    if saturate:
+        limit = torch.finfo(getattr(torch, wire)).max
+        x = x.clamp(-limit, limit)
+    return x.to(getattr(torch, wire)).to(x.dtype)
+
+
+def dtype(x: Array) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def from_numpy(x: np.ndarray, like: Array) -> Array:
+    if not x.flags.writeable or not x.flags.aligned:
+        x = x.copy()
+    tensor = torch.from_numpy(x)
+    return tensor.long().to(like.device) if x.dtype == np.int32 else tensor.to(like.device)
+
+
+def to_numpy(x: Array) -> np.ndarray:
+    return x.detach().cpu().numpy()
