@@ -29,7 +29,7 @@ def as_compressor(compression: Any) -> Compressor:
     if isinstance(compression, str):
         name, _, text = compression.partition(":")
         pairs = [part.partition("=") for part in text.split(",") if part]
-        for option, equals, _value in pairs:
+        for option, equals, _ in pairs:
             if not equals:
                 raise ConfigError(f"write {name}:{option}=VALUE in {compression!r}")
         return build(lookup("method", name), {key.strip(): _value(v) for key, _, v in pairs})

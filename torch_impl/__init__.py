@@ -1,0 +1,74 @@
+"""Drop-in for ``horovod.torch`` with gradient compression::
+
+    import hvd_compress.torch as hvd
+
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=..., compression=hvd.DGC)
+
+Everything of ``horovod.torch`` is here.  Horovod's own import line works as well, if this package
+is imported too: ``import horovod.torch as hvd; from hvd_compress.torch import DGC``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from hvd_compress import *  # noqa: F403
+from hvd_compress import __all__ as _core_names
+from hvd_compress.errors import EnvironmentProblem
+
+
+def _find_mpi() -> None:
+    """Open MPI's wheel finds its files under mpirun only; a process started alone needs a hint."""
+    in_environment = (Path(sys.prefix) / "lib" / "libopen-rte.so.40").exists()
+    if in_environment and "OMPI_COMM_WORLD_SIZE" not in os.environ:
+        os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+
+
+def _show_log() -> None:
+    """What moves where is worth a line on the screen, unless the user logs in a way of their own."""
+    logger = logging.getLogger("hvd_compress")
+    if not logging.getLogger().handlers and not logger.handlers and logger.level == logging.NOTSET:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+
+def _load_horovod() -> Any:
+    try:
+        import horovod.torch as horovod_torch
+    except ImportError as error:
+        return error
+    if not hasattr(horovod_torch, "DistributedOptimizer"):
+        return ImportError("Horovod is installed, but it was built without PyTorch")
+    from hvd_compress.torch.registration import register
+
+    register(horovod_torch)
+    return horovod_torch
+
+
+_find_mpi()
+_show_log()
+_horovod = _load_horovod()
+
+
+def __getattr__(name: str) -> Any:
+    """The rest of ``horovod.torch``."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if isinstance(_horovod, ImportError):
+        raise EnvironmentProblem(
+            f"hvd.{name} needs Horovod with PyTorch ({_horovod}); run `hvd-compress "
+            "install-horovod`, and `hvd-compress doctor` to see what is there"
+        ) from _horovod
+    return getattr(_horovod, name)
+
+
+def __dir__() -> list[str]:
+    public = [name for name in dir(_horovod) if not name.startswith("_")]
+    return sorted({*globals(), *_core_names, *public})

@@ -1,0 +1,237 @@
+"""Saving, loading and spreading the state of a compressed optimizer.
+
+Residuals differ between ranks, and Horovod's users save rank 0 only.  What matters for training is
+the mean over the ranks of what waits, and it is kept exactly if every rank goes on with the mean::
+
+    optimizer.consolidate_state_dict()          # on every rank: averages what differs
+    if hvd.rank() == 0:
+        torch.save(optimizer.state_dict(), path)
+
+    optimizer.load_state_dict(torch.load(path)) # on every rank, of any number
+
+(The name is that of PyTorch's ``ZeroRedundancyOptimizer``, which has the same need.)  Without the
+first line a state dict holds one rank's own state.  Loaded by the same rank of as many, it is
+exact; loaded by others, what they had waiting is gone, and they say so.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+
+from hvd_compress.errors import ConfigError
+from hvd_compress.torch.binding import PREFIX
+
+_KEY = "hvd_compress"
+_VERSION = 1
+
+
+def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
+    """In the order in which state dicts number them."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def state_dict(self: Any) -> dict[str, Any]:
+    """The user's optimizer's own state dict, with this package's entries in it.
+
+    The momentum and the Nesterov flag in it are the user's, whoever applies them.
+    """
+    result = local_state_dict(self)
+    if not result[_KEY]["consolidated"] and _differs(self):
+        warnings.warn(
+            "this state_dict() holds the residuals of this rank only. Call "
+            "optimizer.consolidate_state_dict() on every rank before optimizer.state_dict() on "
+            "rank 0; or save every rank's own and load it on the same rank",
+            UserWarning,
+            stacklevel=2,
+        )
+    return result
+
+
+def local_state_dict(optimizer: Any) -> dict[str, Any]:
+    """:func:`state_dict` without the warning."""
+    binding = optimizer.compression
+    result = optimizer._user_class.state_dict(optimizer)
+    for index, p in enumerate(_parameters(optimizer)):
+        if means := binding.consolidated.get(p):
+            result["state"][index] = result["state"][index] | {
+                PREFIX + key: mean for key, mean in means.items()
+            }
+    result[_KEY] = {
+        "version": _VERSION,
+        "method": binding.method.to_config(),
+        "consolidated": binding.is_consolidated,
+        "rank": binding.engine.rank,
+        "size": binding.engine.size,
+        "step": binding.step,
+        "epoch": binding.epoch,
+        "seed": binding.seed,
+    }
+    return result
+
+
+def _differs(optimizer: Any) -> bool:
+    binding = optimizer.compression
+    return binding.engine.size > 1 and any(
+        binding.per_rank_keys(p) & binding.state_of(p).keys() for p in _parameters(optimizer)
+    )
+
+
+def consolidate_state_dict(self: Any) -> None:
+    """Average over the ranks what differs between them, for the next ``state_dict()``.
+
+    A collective: call it on every rank.  Training goes on with the rank's own state.
+    """
+    binding = self.compression
+    own = {
+        (p, key): binding.state_of(p)[key]
+        for p in _parameters(self)
+        for key in sorted(binding.per_rank_keys(p) & binding.state_of(p).keys())
+    }
+    names = {(p, key): f"{self._parameter_names[p]}.{key}" for p, key in own}
+    means = binding.average({names[pair]: x for pair, x in own.items()})
+    binding.consolidated = {}
+    for p, key in own:
+        binding.consolidated.setdefault(p, {})[key] = means[names[p, key]]
+    binding.is_consolidated = True
+
+
+def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = False) -> None:
+    """Load what :func:`state_dict` gave, or the state dict of a plain optimizer.
+
+    Args:
+        state_dict: its momentum buffers, if it comes from a plain SGD, become velocities.
+        exact: take residuals as they are, whichever rank they come from.
+    """
+    binding = self.compression
+    plain = {"param_groups": state_dict["param_groups"], "state": {}}
+    ours: dict[Any, dict[str, Any]] = {}
+    for index, entries in state_dict["state"].items():
+        names = [key for key in entries if isinstance(key, str) and key.startswith(PREFIX)]
+        ours[index] = {key.removeprefix(PREFIX): entries[key] for key in names}
+        if rest := {key: value for key, value in entries.items() if key not in names}:
+            plain["state"][index] = rest
+    binding.abandon()
+    self._horovod_load_state_dict(plain)
+
+    saved = state_dict.get(_KEY, {})
+    if saved.get("version", _VERSION) != _VERSION:
+        raise ConfigError(f"this state dict has version {saved['version']}; known is {_VERSION}")
+    binding.step = saved.get("step", 0)
+    binding.epoch = saved.get("epoch", binding.epoch)
+    binding.seed = saved.get("seed", binding.seed)
+    parameters = _parameters(self)
+    factor = 1.0 if exact else _share(binding.engine, saved)
+    for index, entries in ours.items():
+        p = parameters[index]
+        fresh = binding.method.init(p.detach())
+        for key in [key for key in entries if key not in {*fresh, "decay", "velocity"}]:
+            warnings.warn(f"{binding.method.name} has no use for {key!r}: dropped", stacklevel=2)
+            del entries[key]
+        state = {**fresh, **entries} if entries else {}
+        for key, x in entries.items():
+            if x.numel() != p.numel():
+                raise ConfigError(
+                    f"{key} of {self._parameter_names[p]} has {x.numel()} elements, the parameter "
+                    f"{p.numel()}: the state dict belongs to another model"
+                )
+            state[key] = x.detach().clone().to(p.device)
+            if key in binding.per_rank_keys(p):
+                state[key] *= factor
+        binding._set_state(p, state)
+    adopt_momentum_buffers(self)
+
+
+def _share(engine: Any, saved: dict[str, Any]) -> float:
+    """What becomes of saved residuals on this rank, so that nothing is counted twice."""
+    if not saved or saved["consolidated"] or saved["size"] == 1:
+        return 1.0
+    if saved["size"] == engine.size and saved["rank"] == engine.rank:
+        return 1.0
+    warnings.warn(
+        f"this state dict holds what waited on rank {saved['rank']} of {saved['size']} only; the "
+        "residuals of the other ranks are lost. Before saving on one rank, call "
+        "optimizer.consolidate_state_dict() on every rank",
+        UserWarning,
+        stacklevel=3,
+    )
+    return engine.size / saved["size"] if engine.rank == saved["rank"] else 0.0
+
+
+def adopt_momentum_buffers(optimizer: Any) -> None:
+    """Velocities of a plain SGD go on inside the compressor."""
+    binding = optimizer.compression
+    if not binding.takes_optimizer_momentum:
+        return
+    for p in _parameters(optimizer):
+        buffer = optimizer.state.get(p, {}).pop("momentum_buffer", None)
+        if buffer is not None and "velocity" not in binding.state_of(p):
+            state = binding.method.init(p.detach())
+            state["velocity"] = state["velocity"] + buffer.reshape(-1)
+            binding._set_state(p, state)
+
+
+def broadcast(optimizer: Any, root_rank: int) -> None:
+    """All ranks take over the state of ``root_rank``; of what differs between ranks, the mean over
+    the ranks that have any state yet (new ones in an elastic run have none)."""
+    binding, hvd = optimizer.compression, optimizer.compression.hvd
+    binding.abandon()
+    parameters = _parameters(optimizer)
+    payload = None
+    if hvd.rank() == root_rank:
+        payload = _on_cpu(local_state_dict(optimizer))
+    payload = hvd.broadcast_object(payload, root_rank, name="hvd_compress.state")
+    alive = binding.step > 0 or any(binding.state_of(p) for p in parameters)
+    own = {}
+    for index, entries in payload["state"].items():
+        p = parameters[index]
+        for key in sorted(binding.per_rank_keys(p)):
+            if PREFIX + key in entries:
+                zeros = torch.zeros_like(entries[PREFIX + key])
+                mine = binding.state_of(p).get(key, zeros) if alive else zeros
+                own[f"{index}.{key}"] = mine
+    count = binding.average({"alive": torch.tensor([float(alive)])})["alive"].item()
+    for name, mean in binding.average(own).items():
+        index, key = name.split(".", 1)
+        payload["state"][int(index)][PREFIX + key] = mean / count if count else mean
+    load_state_dict(optimizer, payload, exact=True)
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_cpu(item) for item in value)
+    return value
+
+
+def elastic_handler(base: type[Any]) -> type[Any]:
+    """A handler for ``hvd.elastic.TorchState``.
+
+    Args:
+        base: Horovod's ``StateHandler``.
+    """
+
+    class CompressedOptimizerHandler(base):  # type: ignore[misc]
+        """A commit keeps the rank's own residuals; a new set of workers starts from their mean."""
+
+        def __init__(self, optimizer: Any) -> None:
+            super().__init__(optimizer)
+            self.save()
+
+        def save(self) -> None:
+            self._saved = copy.deepcopy(local_state_dict(self.value))
+
+        def restore(self) -> None:
+            load_state_dict(self.value, copy.deepcopy(self._saved), exact=True)
+
+        def sync(self) -> None:
+            broadcast(self.value, root_rank=0)
+            self.save()
+
+    return CompressedOptimizerHandler

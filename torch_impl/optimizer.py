@@ -1,0 +1,196 @@
+"""``DistributedOptimizer`` for this package's compressors, on top of Horovod's own.
+
+Horovod's factory makes a class per optimizer, with the methods of its ``_DistributedOptimizer``.
+We let it, hooks, names, groups and checks included, and then replace in that one class, which
+nobody else has, the methods that start and finish the exchange.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvd_compress.base import Compressor
+from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.methods import as_compressor
+from hvd_compress.torch import checkpoint
+from hvd_compress.torch.binding import Binding
+
+
+class CompressedOptimizer(abc.ABC):
+    """``isinstance(optimizer, CompressedOptimizer)``: made by :func:`wrap_factory`'s product."""
+
+
+#: those that are alive
+bound_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def is_ours(compression: Any) -> bool:
+    """Whether a value for ``compression=`` means one of this package's methods."""
+    if isinstance(compression, type):
+        return issubclass(compression, Compressor)
+    return isinstance(compression, Compressor | str)
+
+
+def wrap_factory(hvd: Any, factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Horovod's ``DistributedOptimizer`` that understands this package's compressors as well."""
+    signature = inspect.signature(factory)
+
+    @functools.wraps(factory)
+    def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        compression = call.arguments["compression"]
+        if not is_ours(compression):
+            return factory(*args, **kwargs)
+        method = as_compressor(compression)
+        _check(hvd, call.arguments, method)
+        # Horovod's class starts with an empty state; a checkpoint may be in the wrapped one.
+        inner = call.arguments["optimizer"]
+        state = dict(inner.state)
+        call.arguments["compression"] = type(method)
+        optimizer = factory(*call.args, **call.kwargs)
+        optimizer.state.update(state)
+        _take_over(optimizer, method, hvd, sums=call.arguments["op"] == hvd.Sum)
+        return optimizer
+
+    DistributedOptimizer.__wrapped_by_hvd_compress__ = True  # type: ignore[attr-defined]
+    return DistributedOptimizer
+
+
+def _check(hvd: Any, options: dict[str, Any], method: Compressor) -> None:
+    if options["op"] == hvd.Adasum:
+        raise ConfigError(
+            f"op=Adasum cannot be combined with {method.name}: Adasum needs every rank's dense "
+            "update; use op=hvd.Average, or Horovod's own compression"
+        )
+    if options["op"] not in (hvd.Average, hvd.Sum):
+        raise ConfigError(f"op must be hvd.Average or hvd.Sum with {method.name}")
+    if isinstance(options["optimizer"], torch.optim.LBFGS):
+        raise UnsupportedError("LBFGS evaluates gradients inside step(); Horovod cannot average them")
+    if isinstance(options["optimizer"], CompressedOptimizer):
+        raise ConfigError("this optimizer is distributed already; pass the one that it was made from")
+
+
+def _take_over(optimizer: Any, method: Compressor, hvd: Any, sums: bool) -> None:
+    cls = type(optimizer)
+    CompressedOptimizer.register(cls)
+    cls._user_class = cls.__bases__[0]
+    cls._horovod_load_state_dict = cls.load_state_dict
+    for function in _METHODS:
+        setattr(cls, function.__name__, function)
+    optimizer.compression = Binding(optimizer, method, hvd, sums)
+    bound_optimizers.add(optimizer)
+    checkpoint.adopt_momentum_buffers(optimizer)
+    if not optimizer._grad_accs:
+        # One rank, or none of the process set's: Horovod sets no hooks, since it would not
+        # reduce. Momentum lives in the exchange, so a world of one has exchanges too.
+        optimizer._groups = None
+        optimizer._register_hooks()
+
+
+# -- methods of the optimizer's class ---------------------------------------------------------
+
+
+def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Any, None]:
+    self.compression.start([p])
+    return True, None
+
+
+def _grouped_allreduce_grad_async(self: Any, parameters: tuple[Any, ...]) -> tuple[Any, None]:
+    self.compression.start(parameters)
+    return True, None
+
+
+def synchronize(self: Any) -> None:
+    """Finish all exchanges; afterwards every ``p.grad`` holds the average."""
+    if self._synchronized and not self._handles:
+        return  # nothing new since the last time: averages must not be averaged again
+    started: set[Any] = set()
+    for key, (handle, _) in self._handles.items():
+        if handle is not None:
+            started.update(key if isinstance(key, tuple) else (key,))
+    alone = self.compression.engine.size == 1
+    for group in self.param_groups:
+        for p in group["params"]:
+            if not p.requires_grad or p in started:
+                continue
+            if p not in self._requires_update:
+                self._watch(p)  # unfrozen after the optimizer was made
+            if p.grad is None and alone:
+                continue
+            together = (p,) if self._groups is None else self._p_to_group[p]
+            self.compression.start(together)
+            started.update(together)
+    self.compression.finish()
+    self._handles.clear()
+    for p in self._allreduce_delay:
+        self._allreduce_delay[p] = self.backward_passes_per_step
+    for key in self._group_counts:
+        self._group_counts[key] = 0
+    self._synchronized = True
+
+
+def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    """Average the gradients unless told otherwise, then let the user's optimizer step."""
+    loss = None
+    if closure is not None:
+        # Inside the user's step() the gradients would be used before they are averaged.
+        with torch.enable_grad():
+            loss = closure()
+    if self._should_synchronize:
+        self.synchronize()
+    self._synchronized = False
+    self.compression.loss_scale.before_step(self)
+    with self.compression.optimizer_step():
+        result = self._user_class.step(self)
+    return result if closure is None else loss
+
+
+def zero_grad(self: Any, set_to_none: bool = True) -> None:
+    if self._handles:
+        raise AssertionError(
+            "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+            "optimizer.synchronize(): the gradients are still being exchanged"
+        )
+    self._user_class.zero_grad(self, set_to_none)
+
+
+def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+    """Parameters may join later, on all ranks alike; names follow their place in the groups."""
+    self._user_class.add_param_group(self, param_group)
+    index = len(self.param_groups) - 1
+    for j, p in enumerate(self.param_groups[index]["params"]):
+        self._parameter_names[p] = f"added.{index}.{j}"
+        if p.requires_grad:
+            self._watch(p)
+
+
+def _watch(self: Any, p: torch.nn.Parameter) -> None:
+    """Start the exchange of ``p`` when its gradient is ready, as Horovod does at the beginning."""
+    self._allreduce_delay[p] = self.backward_passes_per_step
+    self._requires_update.add(p)
+    if self._groups is not None:
+        self._p_to_group[p] = (p,)
+        self._group_counts[(p,)] = 0
+    p.register_post_accumulate_grad_hook(self._make_hook(p))
+
+
+_METHODS: tuple[Callable[..., Any], ...] = (
+    _allreduce_grad_async,
+    _grouped_allreduce_grad_async,
+    _watch,
+    add_param_group,
+    checkpoint.consolidate_state_dict,
+    checkpoint.load_state_dict,
+    checkpoint.state_dict,
+    step,
+    synchronize,
+    zero_grad,
+)
