@@ -20,8 +20,8 @@ from hvd_compress.config import from_config
 from hvd_compress.errors import (
     CompressionError,
     ConfigError,
-    EnvironmentProblem,
     PayloadError,
+    SetupError,
     UnboundError,
     UnsupportedError,
 )
@@ -55,7 +55,6 @@ __all__ = [
     "Compressor",
     "ConfigError",
     "Context",
-    "EnvironmentProblem",
     "ExponentialWarmup",
     "Gather",
     "Max",
@@ -63,6 +62,7 @@ __all__ = [
     "Outcome",
     "PayloadError",
     "RandomK",
+    "SetupError",
     "Sparse",
     "StagedWarmup",
     "Sum",

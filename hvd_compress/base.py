@@ -196,8 +196,9 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         raise UnboundError(
             f"{cls.__name__} knows neither the optimizer nor the parameters. Import "
             "hvd_compress.torch before you take DistributedOptimizer from Horovod, and write "
-            f"hvd.DistributedOptimizer(optimizer, named_parameters=..., compression={cls.__name__})."
-            " For a single hvd.allreduce use Horovod's own hvd.Compression"
+            "hvd.DistributedOptimizer(optimizer, named_parameters=..., "
+            f"compression={cls.__name__}). For a single hvd.allreduce use Horovod's own "
+            "hvd.Compression"
         )
 
     decompress = compress

@@ -21,5 +21,5 @@ class PayloadError(CompressionError, ValueError):
     """Bytes that came from another rank are not a valid payload."""
 
 
-class EnvironmentProblem(CompressionError, RuntimeError):
+class SetupError(CompressionError, RuntimeError):
     """Something outside this package is missing: a compiler, Horovod, MPI."""

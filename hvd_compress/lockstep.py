@@ -18,25 +18,28 @@ from hvd_compress.base import (
     Gather,
     Max,
     Outcome,
-    Request,
     State,
-    Sum,
 )
 from hvd_compress.errors import CompressionError
 
 
-def reply_to(requests: Sequence[Request]) -> Any:
+def reply_to(requests: Sequence[Any]) -> Any:
     """What every rank gets for its request, given all ranks' requests in rank order."""
     kinds = {type(request) for request in requests}
     if len(kinds) > 1:
         raise CompressionError(f"ranks ask for different things at once: {requests}")
     first = requests[0]
     if isinstance(first, Gather):
-        return [request.payload for request in requests]  # type: ignore[union-attr]
+        return [request.payload for request in requests]
     xp = backend_of(first.array)
-    shapes = {xp.shape(request.array) for request in requests}  # type: ignore[union-attr]
-    if len(shapes) > 1:
-        raise CompressionError(f"ranks meet with arrays of different shapes: {sorted(shapes)}")
+    looks = {
+        (xp.shape(request.array), xp.dtype(request.array), getattr(request, "wire", None))
+        for request in requests
+    }
+    if len(looks) > 1:
+        raise CompressionError(
+            f"ranks meet with arrays that differ in (shape, dtype, wire): {sorted(looks, key=str)}"
+        )
     if isinstance(first, Max):
         result = first.array
         for request in requests[1:]:

@@ -23,7 +23,7 @@ def widen(x: Array) -> Array:
 
 
 def restore(flat: Array, like: Array) -> Array:
-    return flat.reshape(like.shape).astype(like.dtype, copy=False)
+    return cast(flat.reshape(like.shape), like.dtype)
 
 
 def zeros(n: int, like: Array) -> Array:
@@ -32,6 +32,10 @@ def zeros(n: int, like: Array) -> Array:
 
 def full_like(x: Array, value: float) -> Array:
     return np.full_like(x, value)
+
+
+def copy(x: Array) -> Array:
+    return x.copy()
 
 
 def size(x: Array) -> int:
@@ -88,8 +92,9 @@ def add_at(x: Array, indices: Array, values: Array) -> Array:
     return x
 
 
-def cast(x: Array, dtype: str) -> Array:
-    with np.errstate(over="ignore"):  # an overflow must arrive as Inf, not as a warning
+def cast(x: Array, dtype: np.typing.DTypeLike) -> Array:
+    # An overflow must arrive as Inf and a NaN as NaN, not as a warning.
+    with np.errstate(over="ignore", invalid="ignore"):
         return x.astype(dtype, copy=False)
 
 
@@ -106,11 +111,10 @@ def round_to(x: Array, wire: str | None, saturate: bool = False) -> Array:
 
 def _round_to_bfloat16(x: Array) -> Array:
     """Round to nearest even at 8 bits of significand, the result still in x's dtype."""
-    with np.errstate(over="ignore"):
-        bits = x.astype(np.float32).view(np.uint32)
+    bits = cast(x, "float32").view(np.uint32)
     rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
     rounded = (rounded & np.uint32(0xFFFF0000)).view(np.float32)
-    return np.where(np.isnan(x), x, rounded).astype(x.dtype)
+    return cast(np.where(np.isnan(x), x, rounded), dtype(x))
 
 
 def dtype(x: Array) -> str:

@@ -89,7 +89,9 @@ class ExponentialWarmup(_Staged, name="exponential"):
         return float(self.density ** ((stage + 1) / (self.stages + 1)))
 
 
-def warmup_to(density: float, *, steps: int | None = None, epochs: int | None = None) -> StagedWarmup:
+def warmup_to(
+    density: float, *, steps: int | None = None, epochs: int | None = None
+) -> StagedWarmup:
     """The paper's warm-up, ending at any ``density``, spread over ``steps`` or ``epochs``.
 
     >>> warmup_to(0.01, epochs=3)

@@ -57,8 +57,8 @@ class Record:
 class Stats:
     """Records by tensor name in ``layers``, their sum in ``total``.
 
-    ``print(stats)`` shows a table, ``stats.line()`` one line, ``stats.to_tensorboard(writer, step)``
-    writes scalars.
+    ``print(stats)`` shows a table, ``stats.line()`` is one line, and
+    ``stats.to_tensorboard(writer, step)`` writes scalars.
     """
 
     def __init__(self, layers: Mapping[str, Record]) -> None:

@@ -16,9 +16,46 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hvd_compress import *  # noqa: F403
-from hvd_compress import __all__ as _core_names
-from hvd_compress.errors import EnvironmentProblem
+# Not the building blocks: ``hvd.allreduce`` and ``hvd.allgather`` are Horovod's.
+from hvd_compress import (
+    BF16,
+    DGC,
+    FP16,
+    Compressor,
+    NoCompression,
+    RandomK,
+    TopK,
+    as_compressor,
+)
+from hvd_compress.errors import (
+    CompressionError,
+    ConfigError,
+    PayloadError,
+    SetupError,
+    UnboundError,
+    UnsupportedError,
+)
+from hvd_compress.schedules import ExponentialWarmup, StagedWarmup, warmup_to
+
+__all__ = [
+    "BF16",
+    "DGC",
+    "FP16",
+    "CompressionError",
+    "Compressor",
+    "ConfigError",
+    "ExponentialWarmup",
+    "NoCompression",
+    "PayloadError",
+    "RandomK",
+    "SetupError",
+    "StagedWarmup",
+    "TopK",
+    "UnboundError",
+    "UnsupportedError",
+    "as_compressor",
+    "warmup_to",
+]
 
 
 def _find_mpi() -> None:
@@ -29,7 +66,7 @@ def _find_mpi() -> None:
 
 
 def _show_log() -> None:
-    """What moves where is worth a line on the screen, unless the user logs in a way of their own."""
+    """What moves where is worth a line on the screen, unless the user has set up logging."""
     logger = logging.getLogger("hvd_compress")
     if not logging.getLogger().handlers and not logger.handlers and logger.level == logging.NOTSET:
         handler = logging.StreamHandler()
@@ -62,7 +99,7 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     if isinstance(_horovod, ImportError):
-        raise EnvironmentProblem(
+        raise SetupError(
             f"hvd.{name} needs Horovod with PyTorch ({_horovod}); run `hvd-compress "
             "install-horovod`, and `hvd-compress doctor` to see what is there"
         ) from _horovod
@@ -71,4 +108,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     public = [name for name in dir(_horovod) if not name.startswith("_")]
-    return sorted({*globals(), *_core_names, *public})
+    return sorted({*globals(), *public})

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvd_compress.errors import ConfigError
-
 if TYPE_CHECKING:
     from hvd_compress.torch.binding import Binding
 
@@ -84,13 +82,8 @@ class LossScale:
             self._scaler = weakref.ref(scaler)
         self._confirmed = True
 
-    def before_step(self, optimizer: Any) -> None:
+    def before_step(self) -> None:
         """A step without ``unscale_``: the scaler that was used last is somebody else's."""
-        if getattr(optimizer, "grad_scale", None) is not None:
-            raise ConfigError(
-                "a fused optimizer under a GradScaler must be unscaled before the step: call "
-                "scaler.unscale_(optimizer) before scaler.step(optimizer), or use fused=False"
-            )
         if not self._confirmed and self._scaler is not None:
             if (scaler := self._scaler()) is not None:
                 self._others.add(scaler)

@@ -39,6 +39,10 @@ def full_like(x: Array, value: float) -> Array:
     return torch.full_like(x, value)
 
 
+def copy(x: Array) -> Array:
+    return x.clone()
+
+
 def size(x: Array) -> int:
     return x.numel()
 

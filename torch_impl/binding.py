@@ -132,7 +132,6 @@ class Binding:
             self._count(name, outcome.sent)
         self.step += 1
         self.loss_scale.forget()
-        self._groups.clear()
 
     def abandon(self) -> None:
         """Forget what is under way: the collectives failed, or a checkpoint was loaded."""
@@ -141,7 +140,6 @@ class Binding:
         self._horovod.abandon()
         self._local.abandon()
         self.loss_scale.forget()
-        self._groups.clear()
 
     def _launch(self, parameters: list[torch.nn.Parameter]) -> None:
         engine, exchanges = self.engine, {}
@@ -177,7 +175,8 @@ class Binding:
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if self.takes_optimizer_momentum and self.method_option("weight_decay") == "gradient":
-            gradient = gradient.add(p.detach(), alpha=group["weight_decay"])
+            sign = -1 if group["maximize"] else 1
+            gradient = gradient.add(p.detach(), alpha=sign * group["weight_decay"])
         state = self.state_of(p)
         if not state:
             state = self.method.init(gradient)
@@ -273,7 +272,9 @@ class Binding:
         this package's state is out of sight, since Adam and others take a state that is not empty
         for their own."""
         optimizer = self._optimizer
-        hidden = {p: self._pop_state(p) for group in optimizer.param_groups for p in group["params"]}
+        hidden = {
+            p: self._pop_state(p) for group in optimizer.param_groups for p in group["params"]
+        }
         options = []
         if self.takes_optimizer_momentum:
             if self.method_option("weight_decay") != "gradient":
@@ -301,7 +302,7 @@ class Binding:
                 continue
             m = self.method_option("momentum")
             m = group["momentum"] if m is None else m
-            w = p.detach() if not group.get("maximize") else -p.detach()
+            w = p.detach() if not group["maximize"] else -p.detach()
             if "decay" not in state:
                 state["decay"] = torch.zeros_like(p).view(-1)
             q = state["decay"].view(p.shape).mul_(m).add_(w, alpha=wd)
@@ -315,9 +316,13 @@ class Binding:
     # -- state -------------------------------------------------------------------------------
 
     def group_of(self, p: torch.nn.Parameter) -> dict[str, Any]:
-        if not self._groups:  # made anew every step: loading a checkpoint replaces the groups
+        if not self._groups:
             self._groups = {p: g for g in self._optimizer.param_groups for p in g["params"]}
         return self._groups[p]
+
+    def forget_groups(self) -> None:
+        """Parameter groups have changed."""
+        self._groups.clear()
 
     def state_of(self, p: torch.nn.Parameter) -> State:
         """This package's entries of ``optimizer.state[p]``."""

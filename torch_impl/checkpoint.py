@@ -116,6 +116,7 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
             plain["state"][index] = rest
     binding.abandon()
     self._horovod_load_state_dict(plain)
+    binding.forget_groups()
 
     saved = state_dict.get(_KEY, {})
     if saved.get("version", _VERSION) != _VERSION:

@@ -183,9 +183,7 @@ class HorovodEngine:
             return getattr(hvd, f"grouped_{verb}")([op.tensor for op in ops], name=name, **common)
         return getattr(hvd, verb)(ops[0].tensor, name=name, **common)
 
-    def _steps(
-        self, name: str, exchange: Exchange, record: Record
-    ) -> Generator[_Op, Any, Outcome]:
+    def _steps(self, name: str, exchange: Exchange, record: Record) -> Generator[_Op, Any, Outcome]:
         """Requests become collectives named ``hvd_compress.PARAMETER.ROUND``."""
         reply, number = None, 0
         while True:
@@ -196,9 +194,7 @@ class HorovodEngine:
             reply = yield from self._carry(request, f"hvd_compress.{name}.{number}", record)
             number += 1
 
-    def _carry(
-        self, request: Request, name: str, record: Record
-    ) -> Generator[_Op, Any, Any]:
+    def _carry(self, request: Request, name: str, record: Record) -> Generator[_Op, Any, Any]:
         sent = _payload_bytes(request)
         record.bytes_sent += sent
         if isinstance(request, Gather):

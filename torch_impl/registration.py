@@ -13,7 +13,11 @@ from typing import Any
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.torch import checkpoint
 from hvd_compress.torch.amp import watch_grad_scaler
-from hvd_compress.torch.optimizer import CompressedOptimizer, bound_optimizers, wrap_factory
+from hvd_compress.torch.distributed_optimizer import (
+    CompressedOptimizer,
+    bound_optimizers,
+    wrap_factory,
+)
 
 
 def register(hvd: Any) -> None:

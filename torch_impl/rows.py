@@ -32,7 +32,7 @@ def exchange_rows(gradient: torch.Tensor, context: Context) -> Exchange:
     parts = yield Gather(_bytes(values))
     rows = []
     for rank, (index, part) in enumerate(zip(indices, parts, strict=True)):
-        in_range = index.numel() == 0 or (0 <= index.min() and index.max() < gradient.shape[0])
+        in_range = index.numel() == 0 or (index.min() >= 0 and index.max() < gradient.shape[0])
         if not in_range or part.numel() != index.numel() * row:
             raise PayloadError(f"rank {rank} sent sparse rows that do not fit {gradient.shape}")
         rows.append(part.clone().view(values.dtype).view(-1, *gradient.shape[1:]))

@@ -34,7 +34,9 @@ class allgather(Aggregator, name="allgather"):
     def __post_init__(self) -> None:
         check_choice("values", self.values, ("float32", "float16"))
         if not isinstance(self.select, top_k):
-            raise TypeError(f"allgather(select=...) takes an operator such as top_k(); got {self.select!r}")
+            raise TypeError(
+                f"allgather(select=...) takes an operator such as top_k(); got {self.select!r}"
+            )
 
     @property
     def needs_epoch(self) -> bool:

@@ -49,7 +49,7 @@ class DGC(Chained, name="dgc"):
             the end of backward.  ``None``: off, as in the paper's vision models.
         weight_decay: "separate" keeps decay out of the exchange, with a momentum buffer of its own
             (the released code); "gradient" adds it to the local gradient before accumulation
-            (PaddlePaddle's treatment).  Where the optimizer decays by itself (AdamW), it still does.
+            (PaddlePaddle's treatment).  An optimizer that decays by itself (AdamW) still does.
         selection: "sampled" or "exact"; the same elements, found in two ways.
         values: "float32" or "float16" on the wire.
         min_size: tensors with fewer elements are sent whole.
@@ -74,9 +74,13 @@ class DGC(Chained, name="dgc"):
     def __post_init__(self) -> None:
         object.__setattr__(self, "density", as_density(self.density))
         check_choice("weight_decay", self.weight_decay, ("separate", "gradient"))
+        if self.clip_norm is not None:
+            clip = self.clip_norm
+            if isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0:
+                raise ConfigError(f"clip_norm must be positive, or None; got {clip!r}")
         if not isinstance(self.min_size, int) or self.min_size < 0:
             raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
-        assert self._sparse and self._everything and self._whole  # checks the other options
+        assert all((self._sparse, self._everything, self._whole))  # checks the other options
 
     @property
     def needs_gradient_norm(self) -> bool:

@@ -9,6 +9,7 @@ from hvd_compress import operators
 from hvd_compress.aggregators import allgather
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
+from hvd_compress.config import check_choice
 from hvd_compress.methods._chained import Chained
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
@@ -34,7 +35,8 @@ class TopK(Chained, name="topk"):
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
-        assert self._chain  # checks the options
+        check_choice("error_feedback", self.error_feedback, (True, False))
+        assert self._chain  # checks the other options
 
     @functools.cached_property
     def _chain(self) -> Chain:

@@ -62,8 +62,8 @@ class top_k(Configurable, kind="block", name="top_k"):
 
 
 def count(n: int, density: float) -> int:
-    # 1e-9: 0.001 * 3000 is 3.0000000000000004 in floating point, and must stay 3.
-    return min(n, math.ceil(n * density - 1e-9)) if n else 0
+    # 1e-9: 100 * 0.07 is 7.000000000000001 in floating point, and must stay 7.
+    return min(n, max(1, math.ceil(n * density - 1e-9)))
 
 
 def _exact(xp: Any, magnitude: Array, k: int) -> Array:

@@ -33,11 +33,12 @@ class clip_by_local_norm(Transform, name="clip_by_local_norm"):
             raise ConfigError(f"max_norm must be positive; got {self.max_norm!r}")
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
-        norm = context.gradient_norm
-        if norm is None:
-            norm = backend_of(x).norm(x)
+        xp = backend_of(x)
+        norm = xp.norm(x) if context.gradient_norm is None else context.gradient_norm
+        if not math.isfinite(norm):
+            # Some tensor of this rank is spoilt: so is this step for all of them, on all ranks.
+            return xp.full_like(x, math.nan), state
         limit = self.max_norm
         if self.scale == "sqrt_size":
             limit /= math.sqrt(context.size)
-        # A NaN norm compares as false: the NaN stays in x and reaches every rank.
         return (x * (limit / norm) if norm > limit else x), state

@@ -7,6 +7,7 @@ import dataclasses
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Transform
+from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
 
 
@@ -18,7 +19,9 @@ class _Momentum(Transform):
     nesterov: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.momentum is not None and not 0 <= self.momentum < 1:
+        check_choice("nesterov", self.nesterov, (None, True, False))
+        m = 0.0 if self.momentum is None else self.momentum
+        if not isinstance(m, int | float) or not 0 <= m < 1:
             raise ConfigError(f"momentum must be in [0, 1); got {self.momentum!r}")
 
     keys = ("velocity",)
@@ -49,6 +52,10 @@ class momentum_correction(_Momentum, name="momentum_correction"):
 
     masking: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("masking", self.masking, (True, False))
+
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         direction, velocity = self._step(x, state["velocity"], context)
         return direction, {"velocity": velocity}
@@ -73,4 +80,5 @@ class momentum_after_averaging(_Momentum, name="momentum_after_averaging"):
 
     def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
         direction, velocity = self._step(mean, state["velocity"], context)
-        return direction, {"velocity": velocity}
+        # The direction becomes the gradient, which its owner may clip in place.
+        return backend_of(direction).copy(direction), {"velocity": velocity}

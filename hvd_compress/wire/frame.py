@@ -54,7 +54,7 @@ def encode_sparse(indices: np.ndarray, values: np.ndarray, n: int) -> np.ndarray
     body[:split].view(f"<{np.dtype(dtype).str[1:]}")[:] = indices
     body[split : split + values.nbytes].view(f"<{values.dtype.str[1:]}")[:] = values
     codes = _VALUES[values.dtype.name], _INDICES[dtype]
-    header = _HEADER.pack(_MAGIC, _VERSION, _SPARSE, *codes, 0, indices.size, zlib.crc32(body))
+    header = _HEADER.pack(_MAGIC, _VERSION, _SPARSE, *codes, 0, indices.size, zlib.crc32(body.data))
     frame[: _HEADER.size] = np.frombuffer(header, np.uint8)
     return frame
 
@@ -94,7 +94,7 @@ def decode_sparse(
     if frame.size != sparse_size(count, n, values):
         raise fail(f"{frame.size} bytes where {sparse_size(count, n, values)} were expected")
     body = frame[_HEADER.size :]
-    if zlib.crc32(body) != crc:
+    if zlib.crc32(body.data) != crc:
         raise fail("its checksum does not match")
     dtype = np.dtype(index_dtype(n))
     split = count * dtype.itemsize

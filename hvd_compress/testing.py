@@ -1,0 +1,368 @@
+"""The law kit: what every compression method must obey, checked for any method.
+
+    >>> from hvd_compress import TopK
+    >>> check_laws(TopK(density=0.1), sizes=(1, 2), dtypes=("float32",), shapes=((3, 5),))
+
+There is no special case by method: a method of another package is checked like the ones here.  The
+laws stand in :mod:`hvd_compress.base`; each ``_check_*`` function below is one of them.  ``make``
+turns a NumPy array into an array of the framework under test, for instance ``torch.from_numpy``;
+its results are then also compared with NumPy's.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import hvd_compress
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Compressor, Context, Gather, Sparse, State
+from hvd_compress.chain import Chain
+from hvd_compress.config import from_config
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.lockstep import World, run
+from hvd_compress.methods._chained import Chained
+
+#: scalar, empty, one element, vectors, small and larger matrices, and one beyond the size from
+#: which selection works on a sample
+SHAPES: tuple[tuple[int, ...], ...] = (
+    *((), (0,), (3, 0), (1,), (1, 1), (7,), (2, 3, 4), (33, 40), (130, 130)),
+)
+
+WentIn = Callable[[Array, State, Context], Array]
+
+
+@dataclasses.dataclass
+class _Case:
+    """A world of ranks with one tensor, and the inputs of its next steps."""
+
+    compressor: Compressor
+    make: Callable[[np.ndarray], Array]
+    size: int
+    dtype: str
+    shape: tuple[int, ...]
+    tolerance: float
+    agreement: float
+    went_in: WentIn
+    seed: int
+    context: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.world = World(self.compressor, self.size, self.seed)
+        self.random = np.random.default_rng(self.seed)
+
+    def require(self, condition: bool, law: str) -> None:
+        if not condition:
+            raise AssertionError(
+                f"{self.compressor!r} breaks a law: {law} ({self.size} ranks, shape {self.shape}, "
+                f"{self.dtype}, step {self.step})"
+            )
+
+    @property
+    def step(self) -> int:
+        return self.world.steps.get("tensor", 0)
+
+    def numbers(self) -> list[np.ndarray]:
+        """A gradient per rank; every other element is a multiple of 1/4, so that there are ties."""
+        gradients = []
+        for _ in range(self.size):
+            x = np.asarray(self.random.normal(size=self.shape), np.float32).copy()
+            flat = x.reshape(-1)
+            flat[::2] = np.round(4 * flat[::2]) / 4
+            gradients.append(x)
+        return gradients
+
+    def arrays(self, numbers: Sequence[np.ndarray]) -> list[Array]:
+        made = [self.make(x) for x in numbers]
+        return [backend_of(x).cast(x, self.dtype) for x in made]
+
+    def exchange(self, gradients: Sequence[Array]) -> list[Any]:
+        return self.world.exchange(gradients, epoch=self.step, **self.context)
+
+    def rank_context(self, rank: int) -> Context:
+        common = Context("tensor", rank, self.size, self.step, self.step, self.seed)
+        return common._replace(**self.context)
+
+    def states(self, gradients: Sequence[Array]) -> list[State]:
+        fresh = [self.compressor.init(gradient) for gradient in gradients]
+        return self.world.states.get("tensor", fresh)
+
+
+def check_laws(
+    compressor: Compressor,
+    *,
+    make: Callable[[np.ndarray], Array] = np.asarray,
+    sizes: Sequence[int] = (1, 2, 3, 4),
+    dtypes: Sequence[str] = ("float16", "float32", "float64"),
+    shapes: Iterable[tuple[int, ...]] = SHAPES,
+    steps: int = 3,
+    tolerance: float = 0.0,
+    agreement: float = 1e-6,
+    went_in: WentIn | None = None,
+    namespace: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    **context: Any,
+) -> None:
+    """Raise ``AssertionError`` with the broken law unless ``compressor`` obeys all of them.
+
+    Args:
+        make: NumPy array to framework array.
+        sizes: numbers of ranks.  All ``dtypes`` are tried with the last number of ranks, the
+            others with float32 only.
+        dtypes: of gradients, by NumPy's names and "bfloat16" where the framework has it.
+        shapes: of gradients.
+        steps: exchanges in a row.
+        tolerance: how far ``mean`` may be from the average of what was sent, relative to the
+            average magnitude: the rounding error of the type in which the ranks' sum travels,
+            2**-11 for float16 and 2**-8 for bfloat16 at most.  Zero for sums in full precision:
+            the rounding of the gradient's own dtype is always allowed.
+        agreement: largest relative difference between a framework and NumPy.
+        went_in: ``(gradient, old state, context) -> flat array`` that was sent or remains; needed
+            only for a method with a "residual" that is no chain and no plain error feedback.
+        namespace: names beyond this package's in which ``repr`` can be evaluated.
+        context: further fields of :class:`hvd_compress.Context`: ``momentum=0.9``.
+    """
+    _check_options(compressor, {**vars(hvd_compress), **(namespace or {})})
+    went_in = went_in or _reported_by_transforms(compressor)
+    for shape in shapes:
+        for size in sizes:
+            for dtype in dtypes if size == sizes[-1] else ("float32",):
+                common = (compressor, make, size, dtype, shape, tolerance, agreement, went_in)
+                _check_steps(_Case(*common, seed, context), steps)
+                _check_frameworks_agree(_Case(*common, seed, context), steps)
+                _check_spoilt_steps(_Case(*common, seed, context))
+                _check_zeros(_Case(*common, seed, context))
+                _check_strides(_Case(*common, seed, context))
+    _check_integers(compressor, make)
+
+
+def _reported_by_transforms(compressor: Compressor) -> WentIn:
+    def went_in(gradient: Array, state: State, context: Context) -> Array:
+        x = backend_of(gradient).widen(gradient)
+        if isinstance(compressor, Chained):
+            transforms = compressor.chain(gradient, context).transforms
+        elif isinstance(compressor, Chain):
+            transforms = compressor.transforms
+        else:
+            return x + state["residual"]
+        for transform in transforms:
+            x, _ = transform.update(x, {key: state[key] for key in transform.keys}, context)
+        return x
+
+    return went_in
+
+
+def _check_options(compressor: Compressor, names: dict[str, Any]) -> None:
+    copies = {
+        "config -> JSON -> config": from_config(json.loads(json.dumps(compressor.to_config()))),
+        "eval(repr(...))": eval(
+            repr(compressor), {type(compressor).__name__: type(compressor)} | names
+        ),
+        "pickle": pickle.loads(pickle.dumps(compressor)),
+        "deepcopy": copy.deepcopy(compressor),
+    }
+    for way, other in copies.items():
+        if other != compressor or type(other) is not type(compressor):
+            raise AssertionError(f"{compressor!r} became {other!r} through {way}")
+
+
+def _check_steps(case: _Case, steps: int) -> None:
+    for _ in range(steps):
+        gradients = case.arrays(case.numbers())
+        untouched = [_bits(x) for x in gradients]
+        old = case.states(gradients)
+        _check_abandoned(case, gradients, old)
+        entered = [
+            _numbers(case.went_in(gradient, state, case.rank_context(rank)))
+            for rank, (gradient, state) in enumerate(zip(gradients, old, strict=True))
+            if "residual" in state
+        ]
+        outcomes = case.exchange(gradients)
+        case.require([_bits(x) for x in gradients] == untouched, "gradients are not modified")
+        first = outcomes[0]
+        for outcome in outcomes:
+            for result in (outcome.mean, outcome.direction):
+                _check_looks_like(case, result, gradients[0])
+            case.require(_bits(outcome.mean) == _bits(first.mean), "mean is the same on all ranks")
+            case.require(
+                _bits(outcome.direction) == _bits(first.direction),
+                "update is the same on all ranks",
+            )
+        sent = [_dense(outcome.sent, gradients[0]) for outcome in outcomes]
+        _check_mean(case, _numbers(first.mean).reshape(-1), sent)
+        for there, own, outcome in zip(entered, sent, outcomes, strict=False):
+            kept = own + _numbers(outcome.state["residual"])
+            case.require(
+                np.array_equal(kept, there), "what went in = what was sent + what remains, exactly"
+            )
+        _check_states(case, gradients[0], old, [outcome.state for outcome in outcomes])
+
+
+def _check_abandoned(case: _Case, gradients: Sequence[Array], states: Sequence[State]) -> None:
+    """An exchange that breaks off (a rank dies) can be started again from the old state."""
+    before = [_state_bits(state) for state in states]
+    requests: list[Any] = []
+    for rank, (gradient, state) in enumerate(zip(gradients, states, strict=True)):
+        exchange = case.compressor.exchange(gradient, state, case.rank_context(rank))
+        requests.append(next(exchange))
+        exchange.close()
+    after = [_state_bits(state) for state in states]
+    case.require(before == after, "an exchange that breaks off leaves the state as it was")
+    if isinstance(requests[0], Gather):
+        payloads = [request.payload for request in requests]
+        for payload in payloads:
+            xp = backend_of(payload)
+            flat_bytes = len(xp.shape(payload)) == 1 and xp.dtype(payload) == "uint8"
+            case.require(flat_bytes, "payloads are one-dimensional uint8")
+        if any(request.equal_sizes for request in requests):
+            sizes = {backend_of(payload).size(payload) for payload in payloads}
+            case.require(len(sizes) == 1, "payloads that promise equal_sizes have equal sizes")
+
+
+def _check_looks_like(case: _Case, result: Array, gradient: Array) -> None:
+    xp = backend_of(gradient)
+    case.require(isinstance(result, type(gradient)), "results have the gradient's type")
+    case.require(xp.shape(result) == xp.shape(gradient), "the shape of the gradient is kept")
+    case.require(xp.dtype(result) == xp.dtype(gradient), "the dtype of the gradient is kept")
+    there, here = getattr(result, "device", None), getattr(gradient, "device", None)
+    case.require(there == here, "the device of the gradient is kept")
+
+
+def _check_mean(case: _Case, mean: np.ndarray, sent: Sequence[np.ndarray]) -> None:
+    # Errors of a sum are relative to the magnitudes that are added, not to their sum.
+    magnitude = np.mean(np.abs(sent), axis=0)
+    own = _rounding(case.dtype)
+    adding = _rounding("float64" if case.dtype == "float64" else "float32")
+    allowed = (case.tolerance + own + case.size * adding) * magnitude
+    allowed += _smallest(case.dtype)
+    error = np.abs(mean - np.mean(sent, axis=0))
+    case.require(
+        bool(np.all(error <= allowed)),
+        f"mean is the average of what the ranks sent; off by {error.max(initial=0.0):.3g}",
+    )
+
+
+def _check_states(case: _Case, gradient: Array, old: Sequence[State], new: Sequence[State]) -> None:
+    per_rank = case.compressor.per_rank(gradient)
+    case.require(per_rank <= new[0].keys(), "per_rank names keys of the state")
+    for state in new:
+        case.require(state.keys() == old[0].keys(), "the state keeps its keys")
+        for key in state.keys() - per_rank:
+            case.require(
+                _bits(state[key]) == _bits(new[0][key]),
+                f"{key!r}, which per_rank does not name, is equal on all ranks",
+            )
+
+
+def _check_frameworks_agree(case: _Case, steps: int) -> None:
+    if isinstance(case.make(np.zeros(1, np.float32)), np.ndarray):
+        return
+    # NumPy has no bfloat16, but the same numbers in float32.
+    own = "float32" if case.dtype == "bfloat16" else case.dtype
+    reference = dataclasses.replace(case, make=np.asarray, dtype=own)
+    near = case.agreement + (_rounding("bfloat16") if case.dtype == "bfloat16" else 0.0)
+    for _ in range(steps):
+        gradients = case.arrays(case.numbers())
+        ours = case.exchange(gradients)
+        theirs = reference.exchange([_numbers(x).astype(own) for x in gradients])
+        for a, b in zip(ours, theirs, strict=True):
+            pairs = [
+                ("mean", a.mean, b.mean),
+                ("update", a.direction, b.direction),
+                *((f"state {key!r}", a.state[key], b.state[key]) for key in b.state),
+            ]
+            for what, x, y in pairs:
+                x, y = _numbers(x), _numbers(y)
+                error = np.abs(x - y).max(initial=0.0)
+                case.require(
+                    bool(error <= near * np.abs(y).max(initial=0.0)),
+                    f"{what} agrees with NumPy; off by {error:.3g}",
+                )
+
+
+def _check_spoilt_steps(case: _Case) -> None:
+    """NaN and Inf on one rank: seen by all, remembered by none."""
+    if 0 in case.shape:
+        return
+    case.exchange(case.arrays(case.numbers()))
+    for spoilt, rank in ((np.nan, 0), (np.inf, case.size - 1), (-np.inf, case.size // 2)):
+        before = [_state_bits(state) for state in case.world.states["tensor"]]
+        numbers = case.numbers()
+        flat = numbers[rank].reshape(-1)
+        flat[case.random.integers(flat.size)] = spoilt
+        for outcome in case.exchange(case.arrays(numbers)):
+            case.require(
+                not np.isfinite(_numbers(outcome.mean)).all(),
+                f"{spoilt} on rank {rank} makes mean non-finite on every rank",
+            )
+        after = [_state_bits(state) for state in case.world.states["tensor"]]
+        case.require(before == after, f"{spoilt} on rank {rank} leaves all states as they were")
+    for outcome in case.exchange(case.arrays(case.numbers())):
+        case.require(bool(np.isfinite(_numbers(outcome.mean)).all()), "a spoilt step is forgotten")
+
+
+def _check_zeros(case: _Case) -> None:
+    for _ in range(2):
+        zeros = [np.zeros(case.shape, np.float32) for _ in range(case.size)]
+        for outcome in case.exchange(case.arrays(zeros)):
+            case.require(bool(np.isfinite(_numbers(outcome.mean)).all()), "zeros stay finite")
+
+
+def _check_strides(case: _Case) -> None:
+    """Every other element of a larger array counts like an array of its own."""
+    if not case.shape:
+        return
+    numbers = case.numbers()
+    apart = [np.repeat(x, 2, axis=-1) for x in numbers]
+    strided = [x[..., ::2] for x in case.arrays(apart)]
+    together = dataclasses.replace(case).exchange(case.arrays(numbers))
+    for a, b in zip(together, case.exchange(strided), strict=True):
+        case.require(_bits(a.mean) == _bits(b.mean), "strides do not matter")
+
+
+def _check_integers(compressor: Compressor, make: Callable[[np.ndarray], Array]) -> None:
+    gradient = make(np.arange(6).reshape(2, 3))
+    try:
+        run([compressor.exchange(gradient, compressor.init(gradient), Context(epoch=0))])
+    except UnsupportedError:
+        return
+    raise AssertionError(f"{compressor!r} took integers for a gradient: raise UnsupportedError")
+
+
+def _numbers(x: Array) -> np.ndarray:
+    """In float64, which holds every smaller type exactly."""
+    xp = backend_of(x)
+    return np.asarray(xp.to_numpy(xp.cast(x, "float64")))
+
+
+def _bits(x: Array) -> bytes:
+    return _numbers(x).tobytes()
+
+
+def _state_bits(state: State) -> dict[str, bytes]:
+    return {key: _bits(value) for key, value in state.items()}
+
+
+def _dense(sent: Array | Sparse, gradient: Array) -> np.ndarray:
+    if not isinstance(sent, Sparse):
+        return _numbers(sent).reshape(-1)
+    xp = backend_of(gradient)
+    result = np.zeros(xp.size(gradient))
+    result[xp.to_numpy(sent.indices)] = _numbers(sent.values)
+    return result
+
+
+def _rounding(dtype: str) -> float:
+    """Largest relative error of rounding to nearest."""
+    return 2.0**-8 if dtype == "bfloat16" else float(np.finfo(dtype).eps) / 2
+
+
+def _smallest(dtype: str) -> float:
+    """Spacing of the smallest numbers, where errors are no longer relative."""
+    return 2.0**-133 if dtype == "bfloat16" else float(np.finfo(dtype).smallest_subnormal)

@@ -1,0 +1,37 @@
+"""Start an example as ``python example.py``: it starts itself again under horovodrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+_PREFIX = re.compile(rb"\[(?:\d+,)?\d+\]<std(?:out|err)>: ?")
+
+
+def under_horovodrun(ranks: int, controller: str) -> None:
+    """Return if this process is one of Horovod's ranks; otherwise start them, wait, and exit."""
+    if "HOROVOD_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
+        return
+    horovodrun = shutil.which(
+        "horovodrun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    )
+    if horovodrun is None:
+        sys.exit("horovodrun not found: install Horovod with `hvd-compress install-horovod`")
+    command = [horovodrun, f"--{controller}", "-np", str(ranks), "-H", f"localhost:{ranks}"]
+    command += [sys.executable, *sys.argv]
+    print("$", " ".join(command), flush=True)
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+    ) as process:
+        assert process.stdout is not None
+        # horovodrun puts the rank before every piece of output, which tears progress bars apart.
+        while piece := process.stdout.read1(1 << 16):
+            sys.stdout.buffer.write(_PREFIX.sub(b"", piece))
+            sys.stdout.flush()
+    sys.exit(process.returncode)

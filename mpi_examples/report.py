@@ -1,0 +1,104 @@
+"""The table and the picture at the end of an example."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from hvd_compress.stats import human_bytes
+
+
+@dataclasses.dataclass
+class Run:
+    """One training run, as rank 0 saw it."""
+
+    method: str
+    seed: int
+    losses: list[float] = dataclasses.field(default_factory=list)  # one a step
+    accuracies: list[float] = dataclasses.field(default_factory=list)  # one an epoch
+    bytes_sent: list[int] = dataclasses.field(default_factory=list)  # so far, one an epoch
+    dense_bytes: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+    @property
+    def bytes_a_step(self) -> float:
+        """Over the whole run, warm-up included."""
+        return self.bytes_sent[-1] / self.steps
+
+    @property
+    def bytes_a_late_step(self) -> float:
+        """In the last epoch."""
+        epochs = len(self.bytes_sent)
+        before = self.bytes_sent[-2] if epochs > 1 else 0
+        return (self.bytes_sent[-1] - before) / (self.steps / epochs)
+
+
+def table(runs: list[Run]) -> str:
+    """One row a method: accuracy, bytes, ratio and time."""
+    header = (
+        f"{'method':<12} {'test accuracy':>18} {'bytes a step':>14} {'ratio':>8}"
+        f" {'last epoch':>12} {'ratio':>8} {'time a step':>12}"
+    )
+    rows = [header, "-" * len(header)]
+    for method, group in _by_method(runs).items():
+        final = [100 * run.accuracies[-1] for run in group]
+        spread = statistics.stdev(final) if len(final) > 1 else 0.0
+        dense = group[0].dense_bytes / group[0].steps
+        whole = statistics.mean(run.bytes_a_step for run in group)
+        late = statistics.mean(run.bytes_a_late_step for run in group)
+        milliseconds = statistics.median(1000 * run.seconds / run.steps for run in group)
+        accuracy = f"{statistics.mean(final):.2f} +- {spread:.2f} %"
+        rows.append(
+            f"{method:<12} {accuracy:>18} {human_bytes(whole):>14} {dense / whole:>7.1f}x"
+            f" {human_bytes(late):>12} {dense / late:>7.1f}x {milliseconds:>9.1f} ms"
+        )
+    rows.append(
+        f"{len(next(iter(_by_method(runs).values())))} seeds a method; +- is one standard deviation"
+    )
+    return "\n".join(rows)
+
+
+def picture(runs: list[Run], path: Path) -> None:
+    """Test accuracy over bytes sent, and training loss over steps."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for color, (method, group) in zip(
+        plt.colormaps["tab10"].colors, _by_method(runs).items(), strict=False
+    ):
+        for number, run in enumerate(group):
+            label = method if number == 0 else None
+            megabytes = [count / 2**20 for count in run.bytes_sent]
+            accuracy = [100 * a for a in run.accuracies]
+            left.plot(megabytes, accuracy, color=color, alpha=0.8, label=label, marker=".")
+            right.plot(_smooth(run.losses), color=color, alpha=0.8, label=label)
+    left.set(xscale="log", xlabel="sent by one rank [MiB]", ylabel="test accuracy [%]")
+    left.set_title("Accuracy over bytes")
+    right.set(yscale="log", xlabel="step", ylabel="training loss (running mean)")
+    right.set_title("Loss over steps")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _by_method(runs: list[Run]) -> dict[str, list[Run]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.method, []).append(run)
+    return groups
+
+
+def _smooth(values: list[float], keep: float = 0.9) -> list[float]:
+    smoothed, mean = [], values[0]
+    for value in values:
+        mean = keep * mean + (1 - keep) * value
+        smoothed.append(max(mean, 1e-6))
+    return smoothed

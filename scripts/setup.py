@@ -1,0 +1,108 @@
+"""Make .venv: what ``make setup`` runs, on the standard library alone.
+
+The steps are skipped as long as nothing they depend on has changed.
+"""
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "setup.stamp"
+LOG = VENV / "setup.log"
+OLDEST, NEWEST = (3, 10), (3, 13)
+INPUTS = [
+    "pyproject.toml",
+    "setup.py",
+    "constraints.txt",
+    "scripts/setup.py",
+    "hvd_compress/environment.py",
+    "hvd_compress/horovod_build.py",
+    "hvd_compress/horovod_plan.py",
+]
+
+
+def main() -> None:
+    if not OLDEST <= sys.version_info[:2] <= NEWEST:
+        fail(f"Python 3.10 to 3.13 is needed, this is {sys.version.split()[0]}: make PYTHON=...")
+    # A second start must be quick, and an environment that was moved is broken: its scripts hold
+    # its path.  The stamp tells.
+    stamp = f"{ROOT}\n{digest_of_inputs()}\n"
+    written = STAMP.read_text() if STAMP.exists() else f"{ROOT}\n"
+    usable = written.startswith(f"{ROOT}\n") and version_of(PYTHON) == version()
+    if usable and written == stamp:
+        return
+    # What takes no time to find out should not be found out after minutes.
+    compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    if not any(shutil.which(shlex.split(name)[0]) for name in compilers):
+        fail("no C++ compiler: install g++ 9 or newer (apt install g++), or set CXX")
+    if not shutil.which("cmake"):
+        fail("cmake is missing: install CMake 3.13 or newer (pip install cmake, or apt)")
+
+    if not usable:
+        base = getattr(sys, "_base_executable", sys.executable)
+        say("1/4", f".venv for Python {version()}")
+        done = subprocess.run([base, "-m", "venv", "--clear", str(VENV)], capture_output=True)
+        if done.returncode:
+            fail("no virtual environment: install python3-venv, or another Python: make PYTHON=...")
+    LOG.write_text("")
+    pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
+    pip += ["--constraint", "constraints.txt"]
+    logged("2/4", "PyTorch", [*pip, "torch"])
+    extras = "torch,tensorflow,horovod,examples,dev"
+    logged("3/4", "hvd_compress and all it needs", [*pip, "--editable", f".[{extras}]"])
+    say("4/4", "Horovod")
+    command = [str(VENV / "bin" / "hvd-compress"), "install-horovod"]
+    if subprocess.run(command, cwd=ROOT).returncode:
+        sys.exit(1)
+    STAMP.write_text(stamp)
+
+
+def digest_of_inputs() -> str:
+    digest = hashlib.sha256(version().encode())
+    for name in INPUTS:
+        digest.update((ROOT / name).read_bytes())
+    return digest.hexdigest()
+
+
+def version() -> str:
+    return "{}.{}".format(*sys.version_info[:2])
+
+
+def version_of(python: Path) -> str:
+    """Version of the interpreter of an environment that is whole, else an empty text."""
+    code = "import pip, sys; print('{}.{}'.format(*sys.version_info[:2]))"
+    if not python.exists():
+        return ""
+    return subprocess.run([str(python), "-c", code], capture_output=True, text=True).stdout.strip()
+
+
+def logged(step: str, what: str, command: list) -> None:
+    """Run a command with its output in the log; show the end of that if it fails."""
+    say(step, what, end=" ... ")
+    start = time.monotonic()
+    with LOG.open("a") as log:
+        done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    print(f"{time.monotonic() - start:.0f} s" if done.returncode == 0 else "failed", flush=True)
+    if done.returncode:
+        print("\n".join(LOG.read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
+        fail(f"{what} could not be installed; the whole log: {LOG}")
+
+
+def say(step: str, what: str, end: str = "\n") -> None:
+    print(f"setup {step}: {what}", end=end, flush=True)
+
+
+def fail(message: str) -> None:
+    sys.exit(f"setup: error: {message}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Multi-process jobs with a time-out that ends every process of the job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+TESTS = Path(__file__).resolve().parent
+
+
+class JobError(AssertionError):
+    """The job ended badly or not at all; the message shows its last lines."""
+
+
+def environment(**more: str) -> dict[str, str]:
+    return os.environ | {
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "PYTHONPATH": str(TESTS),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+        # Tests run more ranks than there are cores, and containers run as root.
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **more,
+    }
+
+
+def launcher(ranks: int, controller: str) -> list[str]:
+    """The command that starts ``ranks`` copies of what follows it."""
+    if controller == "alone":
+        return []
+    if controller == "mpirun":
+        return ["mpirun", "--oversubscribe", "--bind-to", "none", "--tag-output", "-np", str(ranks)]
+    return ["horovodrun", f"--{controller}", "-np", str(ranks), "-H", f"localhost:{ranks}"]
+
+
+def run(
+    command: Sequence[str], timeout: float, *, check: bool = True, **env: str
+) -> tuple[int, str]:
+    """``(exit status, output)`` of a command; every process of it is gone afterwards.
+
+    Raises:
+        JobError: it took longer than ``timeout`` seconds, or failed and ``check`` is true.
+    """
+    with subprocess.Popen(
+        list(command),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment(**env),
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            output, _ = process.communicate()
+            raise JobError(f"no end after {timeout} s: {command}\n{_tail(output)}") from None
+        finally:
+            _kill(process)
+    if check and process.returncode:
+        raise JobError(f"exit status {process.returncode}: {command}\n{_tail(output)}")
+    return process.returncode, output
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _tail(output: str, lines: int = 60) -> str:
+    return "\n".join(output.splitlines()[-lines:])

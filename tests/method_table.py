@@ -1,0 +1,81 @@
+"""One row per method and set of options that matters; the law kit runs over all of them."""
+
+from typing import Any, NamedTuple
+
+from hvd_compress import (
+    BF16,
+    DGC,
+    FP16,
+    Compressor,
+    NoCompression,
+    RandomK,
+    StagedWarmup,
+    TopK,
+    allgather,
+    allreduce,
+    chain,
+    clip_by_local_norm,
+    error_feedback,
+    momentum_after_averaging,
+    momentum_correction,
+    top_k,
+)
+
+# Largest relative error of rounding a sum to the type in which it travels.
+IN_FLOAT16 = 2.0**-11
+IN_BFLOAT16 = 2.0**-8
+
+
+class Row(NamedTuple):
+    method: Compressor
+    tolerance: float = 0.0
+    context: dict[str, Any] = {}
+
+
+MOMENTUM = {"momentum": 0.9}
+NESTEROV = {"momentum": 0.9, "nesterov": True}
+
+ROWS = {
+    "none": Row(NoCompression()),
+    "fp16": Row(FP16(), IN_FLOAT16),
+    "bf16": Row(BF16(), IN_BFLOAT16),
+    "topk": Row(TopK()),
+    "topk-sampled": Row(TopK(density=0.05)),
+    "topk-exact": Row(TopK(density=0.05, selection="exact")),
+    "topk-half": Row(TopK(density=0.5)),
+    "topk-fp16-values": Row(TopK(density=0.05, values="float16")),
+    "topk-no-error-feedback": Row(TopK(density=0.05, error_feedback=False)),
+    "topk-all": Row(TopK(density=1.0)),
+    "randomk": Row(RandomK(density=0.1)),
+    "randomk-unbiased": Row(RandomK(density=0.1, error_feedback=False)),
+    "randomk-bfloat16": Row(RandomK(density=0.1, wire="bfloat16"), IN_BFLOAT16),
+    "randomk-float16": Row(RandomK(density=0.1, wire="float16"), IN_FLOAT16),
+    "dgc": Row(DGC(density=0.02), context=MOMENTUM),
+    "dgc-nesterov": Row(DGC(density=0.02), context=NESTEROV),
+    "dgc-momentum-given": Row(DGC(density=0.02, momentum=0.5, nesterov=False), context=NESTEROV),
+    "dgc-no-masking": Row(DGC(density=0.02, masking=False), context=MOMENTUM),
+    "dgc-fp16-values": Row(DGC(density=0.02, values="float16", min_size=0), context=MOMENTUM),
+    "dgc-clip-norm": Row(DGC(density=0.02, clip_norm=1.0, min_size=0), context=MOMENTUM),
+    "dgc-min-size-0": Row(DGC(density=0.02, min_size=0), context=MOMENTUM),
+    "dgc-warmup-by-step": Row(
+        DGC(density=StagedWarmup(densities=(1.0, 0.25, 0.02)), min_size=0), context=MOMENTUM
+    ),
+    "dgc-warmup-by-epoch": Row(
+        DGC(density=StagedWarmup("epoch", 1, (0.25, 1.0, 0.02)), min_size=0), context=NESTEROV
+    ),
+    "chain": Row(
+        chain(
+            clip_by_local_norm(2.0, scale="rank"),
+            momentum_correction(0.8, nesterov=True, masking=False),
+            error_feedback(),
+            via=allgather(top_k(0.1, "exact"), values="float16"),
+        )
+    ),
+    "chain-bfloat16-error-feedback": Row(
+        chain(error_feedback(), via=allreduce("bfloat16")), IN_BFLOAT16
+    ),
+    "chain-momentum-after": Row(
+        chain(error_feedback(), momentum_after_averaging(), via=allgather(top_k(0.1))),
+        context=MOMENTUM,
+    ),
+}

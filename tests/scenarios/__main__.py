@@ -1,0 +1,31 @@
+"""See the package's docstring."""
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+
+import hvd_compress.torch as hvd
+from scenarios import scenarios
+
+folder, *modules = sys.argv[1:]
+warnings.simplefilter("error")
+torch.set_num_threads(1)
+hvd.init()
+with (Path(folder) / str(hvd.rank())).open("a") as log:
+    for module in modules:
+        for name, function in scenarios(module).items():
+            problem = None
+            try:
+                function()
+                hvd.barrier()
+            except Exception:
+                problem = traceback.format_exc()
+            print(json.dumps([f"{module}.{name}", problem]), file=log, flush=True)
+            if problem:
+                print(problem, file=sys.stderr, flush=True)
+                os._exit(1)  # the others wait for collectives that will not come

@@ -1,0 +1,452 @@
+"""Every option of Horovod's optimizer is honoured, or refused with the way out."""
+
+from __future__ import annotations
+
+import copy
+
+import horovod.torch
+import torch
+
+import hvd_compress.torch as hvd
+from hvd_compress.torch import DGC, ConfigError, NoCompression, TopK, UnboundError, UnsupportedError
+from scenarios.common import (
+    assert_close,
+    assert_same_everywhere,
+    batch,
+    dense_reference,
+    distribute,
+    loss_of,
+    make_model,
+    raises,
+    sgd,
+    train,
+)
+
+DENSE = DGC(density=1.0)  # momentum SGD, through all of DGC's machinery
+SPARSE = DGC(density=0.05)
+
+
+def names_may_be_missing() -> None:
+    model, reference = make_model(), make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), compression=DENSE)
+    train(model, optimizer, range(5))
+    dense_reference(reference, sgd(reference), range(5))
+    assert_close(model, reference)
+    assert "allreduce.noname.0.0" in optimizer.compression.stats().layers
+
+
+def groups() -> None:
+    for compression in (DENSE, SPARSE, TopK(density=0.05)):
+        results = []
+        for how in (None, 1, 2, "list"):
+            model = make_model()
+            if how == "list":
+                how = [[model[0].weight, model[2].weight], [model[4].weight, model[4].bias]]
+            optimizer = distribute(sgd(model), model, compression, groups=how)
+            train(model, optimizer, range(6))
+            assert_same_everywhere(model)
+            results.append(model)
+        for other in results[1:]:
+            assert_close(other, results[0])
+
+
+def op_sum() -> None:
+    for compression in (DENSE, SPARSE):
+        model, reference = make_model(), make_model()
+        lr = 0.05 / hvd.size()
+        optimizer = distribute(sgd(model, lr=lr), model, compression, op=hvd.Sum)
+        train(model, optimizer, range(6))
+        average = distribute(sgd(reference), reference, compression)
+        train(reference, average, range(6))
+        assert_close(model, reference)
+
+
+def op_sum_does_not_multiply_weight_decay() -> None:
+    model, reference = make_model(), make_model()
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    train(model, distribute(sgd(model, **options), model, DENSE, op=hvd.Sum), range(5))
+    inner = sgd(reference, **options)
+    for step in range(5):
+        inner.zero_grad()
+        sum(loss_of(reference, rank, step) for rank in range(hvd.size())).backward()
+        inner.step()
+    assert_close(model, reference)
+
+
+def adasum_is_refused() -> None:
+    model = make_model()
+    with raises(ConfigError, "Adasum", "hvd.Average"):
+        distribute(sgd(model), model, DGC, op=hvd.Adasum)
+
+
+def backward_passes_per_step() -> None:
+    model, reference = make_model(), make_model()
+    optimizer = distribute(sgd(model, lr=0.02), model, DENSE, backward_passes_per_step=2)
+    inner = sgd(reference, lr=0.02)
+    for step in range(0, 10, 2):
+        optimizer.zero_grad()
+        inner.zero_grad()
+        for part in (step, step + 1):
+            loss_of(model, hvd.rank(), part).backward()
+            (sum(loss_of(reference, r, part) for r in range(hvd.size())) / hvd.size()).backward()
+        optimizer.step()
+        inner.step()
+    assert_close(model, reference)
+    optimizer.zero_grad()
+    for part in (0, 1):
+        loss_of(model, hvd.rank(), part).backward()
+    with raises(AssertionError, "backward_passes_per_step"):
+        loss_of(model, hvd.rank(), 2).backward()
+    optimizer.synchronize()
+
+
+def gradient_predivide_factor() -> None:
+    for compression in (DENSE, SPARSE, NoCompression()):
+        model, reference = make_model(), make_model()
+        factor = float(hvd.size())
+        optimizer = distribute(sgd(model), model, compression, gradient_predivide_factor=factor)
+        train(model, optimizer, range(5))
+        train(reference, distribute(sgd(reference), reference, compression), range(5))
+        assert_close(model, reference)
+    with raises(ValueError, "gradient_predivide_factor"):
+        model = make_model()
+        distribute(sgd(model), model, DGC, op=hvd.Sum, gradient_predivide_factor=2.0)
+
+
+def process_set() -> None:
+    if hvd.size() < 3:
+        return  # a set needs somebody outside; sizes 3 and more run this
+    members = list(range(hvd.size() - 1))
+    subset = hvd.add_process_set(members)
+    try:
+        for compression in (DENSE, SPARSE):
+            model, reference = make_model(), make_model()
+            optimizer = distribute(sgd(model), model, compression, process_set=subset)
+            train(model, optimizer, range(6))
+            if hvd.rank() in members:
+                assert_same_everywhere(model, subset)
+                if compression is DENSE:
+                    dense_reference(reference, sgd(reference), range(6), ranks=len(members))
+                    assert_close(model, reference)
+            elif compression is DENSE:  # trains alone, with its momentum
+                train(reference, sgd(reference), range(6))
+                assert_close(model, reference)
+            hvd.barrier()
+    finally:
+        hvd.remove_process_set(subset)
+
+
+def parameters_without_gradient_on_some_ranks() -> None:
+    for compression in (DENSE, SPARSE, TopK(density=0.1)):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList(torch.nn.Linear(40, 40) for _ in range(3))
+        optimizer = distribute(sgd(model), model, compression)
+        for step in range(6):
+            optimizer.zero_grad()
+            x, _ = batch(hvd.rank(), step)
+            # Layer 2 has no gradient anywhere, layer 1 only on the last rank.
+            y = model[0](x)
+            if hvd.rank() == hvd.size() - 1:
+                y = model[1](y)
+            y.square().mean().backward()
+            optimizer.step()
+        assert_same_everywhere(model)
+        assert (model[2].weight.grad == 0).all() if hvd.size() > 1 else model[2].weight.grad is None
+
+
+def several_parameter_groups() -> None:
+    def inner(m):
+        return torch.optim.SGD(
+            [
+                {"params": m[0].parameters(), "lr": 0.01, "momentum": 0.5, "nesterov": True},
+                {"params": m[2].parameters(), "weight_decay": 0.02},
+                {"params": m[4].parameters(), "momentum": 0.0},
+            ],
+            lr=0.05,
+            momentum=0.9,
+        )
+
+    model, reference = make_model(), make_model()
+    optimizer = distribute(inner(model), model, DENSE)
+    train(model, optimizer, range(8))
+    dense_reference(reference, inner(reference), range(8))
+    assert_close(model, reference)
+    assert [g["momentum"] for g in optimizer.param_groups] == [0.5, 0.9, 0.0]
+
+
+def parameters_added_later() -> None:
+    for options in ({}, {"groups": 2}):
+        model, reference = make_model(), make_model()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model[0].parameters(), lr=0.05, momentum=0.9),
+            compression=DENSE,
+            **options,
+        )
+        inner = torch.optim.SGD(reference[0].parameters(), lr=0.05, momentum=0.9)
+        for step in range(8):
+            if step == 3:
+                optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.02})
+                inner.add_param_group({"params": reference[2].parameters(), "lr": 0.02})
+            train(model, optimizer, [step])
+            dense_reference(reference, inner, [step])
+        assert_close(model, reference)
+        assert "added.1.0" in optimizer.compression.stats().layers
+
+
+def frozen_and_unfrozen_parameters() -> None:
+    model, reference = make_model(), make_model()
+    for m in (model, reference):
+        m[0].weight.requires_grad_(False)
+    optimizer = distribute(sgd(model, weight_decay=0.01), model, DENSE)
+    inner = sgd(reference, weight_decay=0.01)
+    before = model[0].weight.clone()
+    train(model, optimizer, range(3))
+    dense_reference(reference, inner, range(3))
+    assert torch.equal(model[0].weight, before)
+    for m in (model, reference):
+        m[0].weight.requires_grad_(True)
+        m[2].weight.requires_grad_(False)
+        m[2].weight.grad = None
+    before = model[2].weight.clone()
+    train(model, optimizer, range(3, 6))
+    dense_reference(reference, inner, range(3, 6))
+    assert torch.equal(model[2].weight, before)
+    assert_close(model, reference)
+
+
+def tied_weights() -> None:
+    def tied():
+        torch.manual_seed(0)
+        m = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Tanh(), torch.nn.Linear(40, 40))
+        m[2].weight = m[0].weight
+        return m
+
+    for duplicates in (True, False):
+        model, reference = tied(), tied()
+        named = model.named_parameters(remove_duplicate=not duplicates)
+        optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=named, compression=DENSE)
+        inner = sgd(reference)
+        for step in range(5):
+            for m, o, ranks in (
+                (model, optimizer, [hvd.rank()]),
+                (reference, inner, range(hvd.size())),
+            ):
+                o.zero_grad()
+                (sum(m(batch(r, step)[0]).square().mean() for r in ranks) / len(ranks)).backward()
+                o.step()
+        assert_close(model, reference)
+
+
+def synchronize_clip_and_skip() -> None:
+    for compression in (DENSE, SPARSE):
+        model, reference = make_model(), make_model()
+        # Momentum acts before the clipping here and after it in plain SGD, hence without.
+        optimizer, inner = (
+            distribute(sgd(model, momentum=0.0), model, compression),
+            sgd(reference, momentum=0.0),
+        )
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.synchronize()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            assert norm > 0.05
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            total = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
+            torch.testing.assert_close(total, torch.tensor(0.05))
+            dense_reference_step(reference, inner, step)
+        assert_same_everywhere(model)
+        if compression is DENSE:
+            assert_close(model, reference)
+
+
+def dense_reference_step(reference, inner, step, clip=0.05):
+    inner.zero_grad()
+    (sum(loss_of(reference, r, step) for r in range(hvd.size())) / hvd.size()).backward()
+    torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
+    inner.step()
+
+
+def a_second_synchronize_changes_nothing() -> None:
+    model = make_model()
+    optimizer = distribute(sgd(model), model, SPARSE)
+    loss_of(model, hvd.rank(), 0).backward()
+    optimizer.synchronize()
+    before = [p.grad.clone() for p in model.parameters()]
+    optimizer.synchronize()
+    optimizer.step()  # without skip_synchronize: Horovod would average the averages
+    for p, g in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.grad, g)
+
+
+def zero_grad() -> None:
+    for set_to_none in (True, False):
+        model, reference = make_model(), make_model()
+        optimizer, inner = distribute(sgd(model), model, DENSE), sgd(reference)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+        dense_reference(reference, inner, range(4))
+        assert_close(model, reference)
+        loss_of(model, hvd.rank(), 9).backward()
+        with raises(AssertionError, "zero_grad"):
+            optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.synchronize()
+
+
+def closures() -> None:
+    model, reference = make_model(), make_model()
+    optimizer, inner = distribute(sgd(model), model, DENSE), sgd(reference)
+    for step in range(4):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(model, hvd.rank(), step)
+            loss.backward()
+            return loss
+
+        expected = loss_of(model, hvd.rank(), step).item()
+        assert abs(optimizer.step(closure).item() - expected) < 1e-6
+    dense_reference(reference, inner, range(4))
+    assert_close(model, reference)
+
+
+def non_contiguous_gradients() -> None:
+    def convolution():
+        torch.manual_seed(0)
+        return torch.nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
+
+    for compression in (DENSE, SPARSE):
+        model = convolution()
+        optimizer = distribute(sgd(model), model, compression)
+        plain = torch.nn.Conv2d(8, 16, 3)
+        plain.load_state_dict(model.state_dict())
+        other = distribute(sgd(plain), plain, compression)
+        for step in range(4):
+            x = torch.randn(
+                2, 8, 6, 6, generator=torch.Generator().manual_seed(hvd.rank() + 10 * step)
+            )
+            for m, o in ((model, optimizer), (plain, other)):
+                o.zero_grad()
+                m(
+                    x.to(memory_format=torch.channels_last) if m is model else x
+                ).square().mean().backward()
+                o.step()
+        assert not model.weight.grad.is_contiguous()
+        assert_same_everywhere(model)
+        assert_close(model, plain)
+
+
+def half_and_double_precision_parameters() -> None:
+    for dtype, tolerance in ((torch.float16, 3e-2), (torch.bfloat16, 2e-1), (torch.float64, 1e-6)):
+        for compression in (DENSE, SPARSE, NoCompression()):
+            model, reference = make_model(dtype=dtype), make_model(dtype=dtype)
+            optimizer = distribute(sgd(model), model, compression)
+            train(model, optimizer, range(4))
+            assert all(p.grad.dtype == dtype for p in model.parameters())
+            assert_same_everywhere(model)
+            if compression != SPARSE:
+                dense_reference(reference, sgd(reference), range(4))
+                assert_close(model, reference, rtol=tolerance, atol=tolerance)
+            residual = optimizer.compression.state_of(model[0].weight).get("residual")
+            half = dtype in (torch.float16, torch.bfloat16)
+            assert residual is None or residual.dtype == (torch.float32 if half else dtype)
+
+
+def learning_rate_schedulers() -> None:
+    def scheduler(optimizer, kind):
+        if kind == "one cycle":  # moves momentum as well as the learning rate
+            return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    for kind in ("steps", "one cycle"):
+        model, reference = make_model(), make_model()
+        optimizer, inner = distribute(sgd(model), model, DENSE), sgd(reference)
+        mine, theirs = scheduler(optimizer, kind), scheduler(inner, kind)
+        for step in range(9):
+            train(model, optimizer, [step])
+            dense_reference(reference, inner, [step])
+            mine.step()
+            theirs.step()
+            assert optimizer.param_groups[0]["momentum"] == inner.param_groups[0]["momentum"]
+        assert_close(model, reference)
+
+
+def compiled_models() -> None:
+    model, reference = make_model(), make_model()
+    # The default backend compiles C++ for minutes; what matters here is who owns the parameters.
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = distribute(sgd(model), compiled, DENSE)
+    train(compiled, optimizer, range(4))
+    dense_reference(reference, sgd(reference), range(4))
+    assert_close(model, reference)
+    assert "_orig_mod.0.weight" in optimizer.compression.stats().layers
+
+
+def join_is_refused() -> None:
+    model = make_model()
+    optimizer = distribute(sgd(model), model, DGC)
+    for module in (hvd, horovod.torch):
+        with raises(UnsupportedError, "join", "drop_last"):
+            module.join()
+    del optimizer
+
+
+def what_cannot_work_says_what_to_write() -> None:
+    model = make_model()
+    for call in (
+        lambda: hvd.allreduce(torch.ones(3), compression=DGC),
+        lambda: hvd.allreduce(torch.ones(3), compression=DGC()),
+    ):
+        with raises(UnboundError, "DistributedOptimizer", "named_parameters"):
+            call()
+    with raises(UnboundError, "DistributedOptimizer"):
+        DGC().stats()
+    with raises(UnsupportedError, "LBFGS"):
+        distribute(torch.optim.LBFGS(model.parameters()), model, DGC)
+    optimizer = distribute(sgd(model), model, DGC)
+    with raises(ConfigError, "distributed already"):
+        distribute(optimizer, model, DGC)
+    with raises(ConfigError, "dampening"):
+        distribute(sgd(model, dampening=0.1), model, DGC)
+    with raises(ConfigError, "two momenta"):
+        distribute(sgd(model), model, DGC(momentum=0.5))
+    with raises(ConfigError, "method must be one of", "dgc"):
+        distribute(sgd(model), model, "dcg")
+    with raises(ConfigError, "no option 'densty'", "density"):
+        distribute(sgd(model), model, "dgc:densty=0.1")
+    by_epoch = distribute(sgd(model), model, DGC(density=hvd.warmup_to(0.01, epochs=4)))
+    loss_of(model, hvd.rank(), 0).square()
+    with raises(ConfigError, "set_epoch"):
+        by_epoch.compression.start([model[0].weight])
+    complex_model = torch.nn.Linear(4, 4, dtype=torch.complex64)
+    bad = distribute(sgd(complex_model), complex_model, DGC)
+    complex_model.weight.grad = torch.zeros_like(complex_model.weight)
+    with raises(UnsupportedError, "complex64"):
+        bad.compression.start([complex_model.weight])
+
+
+def one_instance_may_serve_two_optimizers() -> None:
+    method = DGC(density=0.05)
+    models = [make_model(), make_model(1)]
+    optimizers = [distribute(sgd(m), m, method) for m in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(3))
+        assert_same_everywhere(model)
+    with raises(UnboundError, "2 optimizers"):
+        method.stats()
+    assert copy.deepcopy(method) == method
+
+
+def empty_parameters() -> None:
+    for compression in (DGC(density=0.5, min_size=0), TopK(density=0.5), NoCompression(), "bf16"):
+        model = torch.nn.ParameterList([torch.zeros(0, 3), torch.zeros(()), torch.zeros(1, 1)])
+        optimizer = distribute(sgd(model, momentum=0.0, lr=1.0), model, compression)
+        optimizer.zero_grad()
+        sum(((hvd.rank() + 1) * p).sum() for p in model).backward()
+        optimizer.step()
+        expected = -(hvd.size() + 1) / 2
+        assert model[1].item() == expected
+        assert model[2].item() == expected

@@ -1,0 +1,318 @@
+"""Momentum that moves, state that is saved, statistics that count."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import tempfile
+import warnings
+
+import torch
+
+import hvd_compress.torch as hvd
+from hvd_compress.torch import DGC, NoCompression, TopK
+from hvd_compress.wire import sparse_size
+from scenarios.common import (
+    assert_close,
+    assert_same_everywhere,
+    dense_reference,
+    distribute,
+    loss_of,
+    make_model,
+    sgd,
+    train,
+)
+
+SPARSE = DGC(density=0.05)
+
+
+def _log_of(action) -> list[str]:
+    records: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            records.append(record.getMessage())
+
+    logger, handler = logging.getLogger("hvd_compress"), Keep()
+    logger.addHandler(handler)
+    try:
+        action()
+    finally:
+        logger.removeHandler(handler)
+    return records
+
+
+def _warnings_of(action) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(w.message) for w in caught]
+
+
+def momentum_moves_once_and_says_so() -> None:
+    model = make_model()
+
+    def make_and_train():
+        optimizer = distribute(sgd(model, nesterov=True), model, DGC)
+        train(model, optimizer, range(3))
+        assert optimizer.param_groups[0]["momentum"] == 0.9
+        assert optimizer.param_groups[0]["nesterov"] is True
+        assert optimizer.state_dict()["param_groups"][0]["momentum"] == 0.9
+        assert all("momentum_buffer" not in s for s in optimizer.state.values())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lines = _log_of(make_and_train)
+    assert len(lines) == (hvd.rank() == 0), lines
+    if lines:
+        assert "momentum 0.9 (Nesterov) of SGD" in lines[0]
+
+
+def adam_gets_error_feedback_and_a_warning() -> None:
+    for method, warns in ((DGC(density=0.05), True), (DGC(density=0.05, momentum=0.0), False)):
+        model = make_model()
+        inner = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.01)
+        box = []
+        messages = _warnings_of(
+            lambda m=model, i=inner, c=method, b=box: b.append(distribute(i, m, c))
+        )
+        assert len(messages) == (warns and hvd.rank() == 0), messages
+        assert not messages or "Adam" in messages[0]
+        assert not messages or "DGC(momentum=0.0)" in messages[0]
+        optimizer = box[0]
+        train(model, optimizer, range(5))
+        assert_same_everywhere(model)
+        state = optimizer.state[model[0].weight]
+        assert {"exp_avg", "compression.residual"} <= state.keys()
+        # Without momentum in the exchange, velocity is the last gradient where it was not sent.
+        assert optimizer.param_groups[0]["weight_decay"] == 0.01
+
+    model, reference = make_model(), make_model()
+    inner = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = distribute(inner, model, DGC(density=1.0, momentum=0.0))
+    train(model, optimizer, range(8))
+    dense_reference(reference, torch.optim.Adam(reference.parameters(), lr=0.01), range(8))
+    assert_close(model, reference, rtol=1e-2, atol=2e-3)
+
+
+def _clone_run(method, **options):
+    model = make_model()
+    optimizer = distribute(sgd(model, **options), model, method)
+    train(model, optimizer, range(5))
+    return model, optimizer
+
+
+def every_rank_may_save_its_own_state() -> None:
+    """Saved and loaded by the same rank, a run goes on as if nothing had happened."""
+    for method in (SPARSE, TopK(density=0.05), DGC(density=0.05, values="float16")):
+        model, optimizer = _clone_run(method, weight_decay=0.01, nesterov=True)
+        saved = io.BytesIO()
+        _warnings_of(
+            lambda o=optimizer, m=model, f=saved: torch.save([m.state_dict(), o.state_dict()], f)
+        )
+        train(model, optimizer, range(5, 9))
+
+        again = make_model(seed=1)
+        resumed = distribute(sgd(again, weight_decay=0.01, nesterov=True), again, method)
+        saved.seek(0)
+        weights, state = torch.load(saved)
+        again.load_state_dict(weights)
+        resumed.load_state_dict(state)
+        train(again, resumed, range(5, 9))
+        for p, q in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+def an_own_state_saved_as_everybodys_warns() -> None:
+    model, optimizer = _clone_run(SPARSE)
+    messages = _warnings_of(optimizer.state_dict)
+    assert len(messages) == (hvd.size() > 1), messages
+    if hvd.size() == 1:
+        return
+    assert "consolidate_state_dict" in messages[0]
+    box = []
+    _warnings_of(lambda: box.append(hvd.broadcast_object(optimizer.state_dict(), 0)))
+    again = make_model()
+    resumed = distribute(sgd(again), again, SPARSE)
+    messages = _warnings_of(lambda: resumed.load_state_dict(box[0]))
+    assert bool(messages) == (hvd.rank() != 0)
+    assert all("lost" in message for message in messages)
+    # Rank 0's share of what waited is kept, nothing is counted P times, and whole tensors agree.
+    mine = resumed.compression.state_of(again[0].weight)["residual"]
+    own = optimizer.compression.state_of(model[0].weight)["residual"]
+    assert torch.equal(mine, own if hvd.rank() == 0 else torch.zeros_like(own))
+    assert_same_everywhere([resumed.compression.state_of(again[0].bias)["velocity"]])
+
+
+def consolidation_leaves_the_run_alone() -> None:
+    model, optimizer = _clone_run(SPARSE)
+    other, undisturbed = _clone_run(SPARSE)
+    optimizer.consolidate_state_dict()
+    assert not _warnings_of(optimizer.state_dict)
+    state = optimizer.state_dict()
+    assert state["hvd_compress"]["consolidated"]
+    assert_same_everywhere(
+        [s["compression.residual"] for s in state["state"].values() if "compression.residual" in s]
+    )
+    train(model, optimizer, range(5, 8))
+    train(other, undisturbed, range(5, 8))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert len(_warnings_of(optimizer.state_dict)) == (hvd.size() > 1)  # those means are stale
+
+
+def a_plain_optimizer_can_take_over_and_hand_over() -> None:
+    model, reference = make_model(), make_model()
+    inner, plain = sgd(model), sgd(reference)
+    dense_reference(model, inner, range(4))
+    dense_reference(reference, plain, range(8))
+    optimizer = distribute(inner, model, DGC(density=1.0))  # with its momentum buffers
+    train(model, optimizer, range(4, 8))
+    assert_close(model, reference)
+
+    loaded = make_model()
+    loaded.load_state_dict(model.state_dict())
+    optimizer.consolidate_state_dict()
+    back = sgd(loaded)
+    back.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert back.param_groups[0]["momentum"] == 0.9
+
+    fresh = make_model()
+    dense = sgd(fresh)
+    dense_reference(fresh, dense, range(4))
+    wrapped = distribute(sgd(fresh), fresh, DGC(density=1.0))
+    wrapped.load_state_dict(copy.deepcopy(dense.state_dict()))
+    train(fresh, wrapped, range(4, 8))
+    assert_close(fresh, reference)
+
+
+def broadcast_optimizer_state() -> None:
+    import horovod.torch
+
+    for function in (hvd.broadcast_optimizer_state, horovod.torch.broadcast_optimizer_state):
+        for make in (sgd, lambda m: torch.optim.AdamW(m.parameters(), lr=0.01)):
+            method = DGC(density=0.05, momentum=None if make is sgd else 0.0)
+            # Rank 0 resumes, the others are new.
+            model = make_model(seed=hvd.rank())
+            optimizer = distribute(make(model), model, method)
+            if hvd.rank() == 0:
+                for p in model.parameters():
+                    binding = optimizer.compression
+                    state = {k: torch.randn_like(x) for k, x in method.init(p.detach()).items()}
+                    binding._set_state(p, state)
+                optimizer.param_groups[0]["lr"] = 0.123
+            function(optimizer, root_rank=0)
+            assert optimizer.param_groups[0]["lr"] == 0.123
+            tensors = [
+                x for p in model.parameters() for x in optimizer.compression.state_of(p).values()
+            ]
+            assert tensors
+            assert any(x.abs().sum() > 0 for x in tensors)
+            assert_same_everywhere(tensors)
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            train(model, optimizer, range(3))
+            assert_same_everywhere(model)
+
+    # In mid-training every rank has residuals; their mean goes on.
+    model, optimizer = _clone_run(SPARSE)
+    residual = optimizer.compression.state_of(model[0].weight)["residual"].clone()
+    mean = hvd.allreduce(residual, name="residual")
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    after = optimizer.compression.state_of(model[0].weight)["residual"]
+    torch.testing.assert_close(after, mean)
+    assert_same_everywhere([after])
+
+
+def statistics_count_every_byte() -> None:
+    density, steps = 0.05, 4
+    model = make_model()
+    optimizer = distribute(sgd(model), model, DGC(density=density))
+    train(model, optimizer, range(steps))
+    stats = optimizer.compression.stats()
+    others = hvd.size() - 1
+    for name, p in model.named_parameters():
+        record, n = stats.layers[name], p.numel()
+        assert record.steps == steps
+        assert record.dense_bytes == 4 * n * steps
+        if p.dim() == 2 and n >= 1024:
+            k = -(-n // 20)
+            frame = sparse_size(k, n, "float32")
+            assert frame == 16 + 8 * k + (8 * k) % 8
+            assert record.bytes_sent == frame * steps
+            assert record.bytes_received == frame * steps * others
+            assert record.elements_sent == k * steps
+            residual = optimizer.compression.state_of(p)["residual"]
+            assert abs(record.residual_norm - residual.norm().item()) < 1e-5
+            assert record.residual_norm > 0
+        else:
+            assert record.bytes_sent == 4 * n * steps
+            assert record.bytes_received == (4 * n * steps if others else 0)
+            assert record.density == 1
+    total = stats.total
+    assert total.bytes_sent == sum(r.bytes_sent for r in stats.layers.values())
+    assert total.ratio == total.dense_bytes / total.bytes_sent > 1
+    assert f"ratio {total.ratio:.1f}" in stats.line()
+    assert "0.weight" in str(stats)
+    # The method that was handed over answers, too.
+    method, model = DGC(density=density), make_model()
+    keep = distribute(sgd(model), model, method)
+    train(model, keep, range(1))
+    assert method.stats().as_dict() == keep.compression.stats().as_dict()
+    model = make_model()
+    half = distribute(sgd(model), model, "fp16")
+    train(model, half, range(1))
+    assert half.compression.stats().total.ratio == 2
+
+
+def statistics_go_to_tensorboard() -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    _, optimizer = _clone_run(SPARSE)
+    with tempfile.TemporaryDirectory() as folder:
+        with SummaryWriter(folder) as writer:
+            optimizer.compression.stats().to_tensorboard(writer, step=5)
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(folder)
+        events.Reload()
+        [ratio] = events.Scalars("compression/total/ratio")
+        assert ratio.step == 5
+        assert abs(ratio.value - optimizer.compression.stats().total.ratio) < 1e-3
+        assert "compression/0.weight/residual_norm" in events.Tags()["scalars"]
+
+
+def alone_momentum_does_not_vanish() -> None:
+    """Where Horovod reduces nothing (one rank), the exchange still applies momentum."""
+    if hvd.size() > 1:
+        return  # what this shows for one rank, the references show for several
+    for method in (DGC(density=1.0), NoCompression()):
+        model, reference = make_model(), make_model()
+        train(model, distribute(sgd(model), model, method), range(6))
+        train(reference, sgd(reference), range(6))
+        assert_close(model, reference)
+
+
+def a_name_for_every_collective() -> None:
+    """Collectives are named after parameters, so ranks may start them in any order."""
+    model = make_model()
+    optimizer = distribute(sgd(model), model, SPARSE)
+    names = [name for name, _ in model.named_parameters()]
+    order = names if hvd.rank() % 2 else names[::-1]
+    parameters = dict(model.named_parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        gradients = torch.autograd.grad(loss_of(model, hvd.rank(), step), list(parameters.values()))
+        for p, g in zip(parameters.values(), gradients, strict=True):
+            p.grad = g
+        for name in order:
+            optimizer.compression.start([parameters[name]])
+        optimizer.compression.finish()
+        optimizer._synchronized = True
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    other = make_model()
+    train(other, distribute(sgd(other), other, SPARSE), range(3))
+    assert_same_everywhere(model)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)

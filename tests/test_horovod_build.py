@@ -1,0 +1,257 @@
+"""Everything about building Horovod but the minutes-long build itself."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvd_compress import environment as env
+from hvd_compress import horovod_build, horovod_plan
+from hvd_compress.errors import SetupError
+
+INSTALL = [sys.executable, "-m", "hvd_compress", "install-horovod"]
+LOG = """\
+  [ 80%] Building CXX object a.cc.o
+  cd /build && c++ -c a.cc
+  a.cc: In function 'int f()':
+  a.cc:3:5: error: 'g' was not declared in this scope
+      3 |     g();
+        |     ^
+  gmake[2]: *** [a.cc.o] Error 1
+"""
+
+
+def install(*options, **variables):
+    return subprocess.run(
+        [*INSTALL, *options], env=os.environ | variables, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return horovod_plan.key_inputs(env.compiler(), "none")
+
+
+@pytest.fixture
+def wrapper(tmp_path):
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    return horovod_build.write_wrapper(folder, env.compiler())
+
+
+@pytest.fixture
+def tools(tmp_path):
+    """Puts programs into a folder that can be all of PATH."""
+
+    def select(*names):
+        for name in names:
+            (tmp_path / name).symlink_to(shutil.which(name))
+        return str(tmp_path)
+
+    return select
+
+
+class TestKey:
+    def test_is_stable(self, inputs):
+        again = horovod_plan.key_inputs(env.compiler(), "none")
+        assert horovod_plan.key_of(again) == horovod_plan.key_of(inputs)
+
+    def test_survives_a_move_of_the_environment(self, inputs):
+        assert sys.prefix not in json.dumps(inputs)
+        assert inputs["mpi"]["mpicxx"]
+
+    def test_depends_on_every_input(self, inputs):
+        keys = {horovod_plan.key_of(inputs)}
+        keys |= {horovod_plan.key_of(inputs | {name: "other"}) for name in inputs}
+        keys |= {
+            horovod_plan.key_of(inputs | {name: inputs[name] | {fact: "other"}})
+            for name in ("torch", "tensorflow", "mpi")
+            if inputs[name]
+            for fact in inputs[name]
+        }
+        facts = sum(len(inputs[name] or ()) for name in ("torch", "tensorflow", "mpi"))
+        assert len(keys) == 1 + len(inputs) + facts
+
+    def test_names_what_is_installed(self, inputs):
+        assert inputs["horovod"] == "0.28.1"
+        if inputs["torch"]:
+            assert inputs["torch"]["version"] == env.version_of("torch")
+            assert isinstance(inputs["torch"]["cxx11_abi"], bool)
+        if inputs["tensorflow"]:
+            assert inputs["tensorflow"]["version"] == env.version_of("tensorflow")
+
+    def test_depends_on_the_compiler(self, inputs, tmp_path):
+        other = tmp_path / "c++"
+        other.write_text("#!/bin/sh\necho another compiler 1.0\n")
+        other.chmod(0o755)
+        assert horovod_plan.key_inputs([str(other)], "none")["compiler"] == "another compiler 1.0"
+
+    def test_depends_on_build_variables_only(self, inputs, monkeypatch):
+        monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1024")
+        assert horovod_plan.key_inputs(env.compiler(), "none") == inputs
+        monkeypatch.setenv("CXXFLAGS", "-O1")
+        monkeypatch.setenv("HOROVOD_BUILD_ARCH_FLAGS", "-march=native")
+        changed = horovod_plan.key_inputs(env.compiler(), "none")
+        assert {"CXXFLAGS", "HOROVOD_BUILD_ARCH_FLAGS"} <= set(changed["variables"])
+
+
+class TestWrapper:
+    def test_turns_cpp14_into_cpp17(self, wrapper, tmp_path):
+        source = tmp_path / "a.cc"
+        source.write_text(env.CPP17 + "static_assert(__cplusplus == 201703L);\n")
+        for standard in ("-std=c++14", "-std=gnu++14"):
+            subprocess.run([wrapper, standard, "-fsyntax-only", source], check=True)
+
+    def test_leaves_other_standards_alone(self, wrapper, tmp_path):
+        source = tmp_path / "a.cc"
+        source.write_text('static_assert(__cplusplus == 201103L, "");\n')
+        subprocess.run([wrapper, "-std=c++11", "-fsyntax-only", source], check=True)
+
+    def test_compiles_nothing_in_place_of_the_xla_op(self, wrapper, tmp_path):
+        source, built = tmp_path / "xla_mpi_ops.cc", tmp_path / "xla.o"
+        source.write_text("#error cannot be compiled\n")
+        subprocess.run([wrapper, "-c", source, "-o", built], check=True)
+        assert built.exists()
+
+    def test_reports_errors(self, wrapper, tmp_path):
+        source = tmp_path / "a.cc"
+        source.write_text("#error no\n")
+        failed = subprocess.run([wrapper, "-c", source], capture_output=True, text=True)
+        assert failed.returncode
+        assert "error" in failed.stderr
+
+    def test_makes_the_library_path_relative(self, wrapper, tmp_path):
+        source, library = tmp_path / "a.cc", tmp_path / "a.so"
+        source.write_text("int f() { return 1; }\n")
+        search = f"-Wl,-rpath,{sys.prefix}/lib:/elsewhere/lib:{sys.prefix}/lib/torch"
+        subprocess.run([wrapper, "-fPIC", "-shared", search, source, "-o", library], check=True)
+        text = subprocess.run(["readelf", "-d", library], capture_output=True, text=True).stdout
+        up = f"$ORIGIN/{horovod_plan.up_to_prefix()}"
+        assert f"[{up}/lib:/elsewhere/lib:{up}/lib/torch]" in text
+
+    def test_runs_the_compiler_that_the_user_chose(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("CXX", "c++ -DCHOSEN")
+        source = tmp_path / "a.cc"
+        source.write_text("#ifndef CHOSEN\n#error not the chosen compiler\n#endif\n")
+        wrapper = horovod_build.write_wrapper(tmp_path, env.compiler())
+        subprocess.run([wrapper, "-fsyntax-only", source], check=True)
+
+
+class TestMissing:
+    def check(self, done, *words):
+        assert done.returncode == 1
+        assert done.stdout == ""
+        assert done.stderr.startswith("hvd-compress: error: ")
+        assert done.stderr.count("\n") == 1
+        for word in words:
+            assert word in done.stderr
+
+    def test_compiler(self):
+        self.check(install(PATH="", CXX=""), "C++17", "install g++")
+
+    def test_chosen_compiler(self):
+        self.check(install(CXX="/no/such/compiler"), "C++17", "tried /no/such/compiler")
+
+    def test_cmake(self, tools):
+        done = install(PATH=tools("c++", "as", "ld"), CXX="")
+        self.check(done, "cmake is missing", "pip install cmake")
+
+    def test_make(self, tools):
+        self.check(install(PATH=tools("c++", "as", "ld", "cmake"), CXX=""), "make is missing")
+
+    def test_cuda(self, tools):
+        path = tools("c++", "as", "ld", "cmake", "make")
+        nowhere = "/no/such/folder"  # also where the usual place has a toolkit
+        done = install(
+            "--gpu", "mpi", PATH=path, CXX="", CUDA_HOME=nowhere, HOROVOD_CUDA_HOME=nowhere
+        )
+        self.check(done, "--gpu mpi needs the CUDA toolkit", "HOROVOD_CUDA_HOME")
+
+    def test_package(self):
+        with pytest.raises(SetupError, match=r"Horovod needs no-such: .* install no-such$"):
+            env.require_packages({"no_such_module": "no-such", "json": "json"}, "Horovod")
+
+
+class TestPlan:
+    def test_dry_run_says_what_it_would_do_and_does_nothing(self, tmp_path):
+        cache = tmp_path / "cache"
+        done = install("--dry-run", "--jobs", "7", HVD_COMPRESS_CACHE=str(cache))
+        assert done.returncode == 0
+        assert done.stderr == ""
+        for word in ("Horovod 0.28.1", "MPI", "compiler", str(cache), "7 jobs", "about 2 minutes"):
+            assert word in done.stdout
+        for name in ("torch", "tensorflow"):
+            assert f"{name} {env.version_of(name)}" in done.stdout or not env.version_of(name)
+        assert not cache.exists()
+
+    def test_cached_wheel_is_taken_unless_told_otherwise(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HVD_COMPRESS_CACHE", str(tmp_path))
+        plan = horovod_plan.make_plan()
+        assert plan.wheel is None
+        plan.folder.mkdir()
+        wheel = plan.folder / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
+        wheel.touch()
+        assert plan.wheel == wheel
+        assert "cached" in plan.describe()
+        assert "cached wheel" not in plan.describe(rebuild=True)
+
+    def test_place_of_the_cache(self, tmp_path, monkeypatch):
+        monkeypatch.delenv("HVD_COMPRESS_CACHE", raising=False)
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        assert horovod_plan.cache_root() == Path.home() / ".cache" / "hvd_compress"
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert horovod_plan.cache_root() == tmp_path / "hvd_compress"
+        monkeypatch.setenv("HVD_COMPRESS_CACHE", str(tmp_path / "own"))
+        assert horovod_plan.cache_root() == tmp_path / "own"
+
+    @pytest.mark.parametrize(
+        ("version", "too_new"),
+        [("Open MPI 4.1.8", False), ("Open MPI 5.0.7", True), ("MPICH 4.2", False), (None, False)],
+    )
+    def test_open_mpi_5(self, version, too_new):
+        assert env.too_new_for_horovodrun(version) is too_new
+
+
+class TestBuild:
+    def test_failure_shows_the_log_and_leaves_no_wheel(self, tmp_path):
+        # No index and nothing to find: pip fails at once, without a network.
+        done = install(
+            HVD_COMPRESS_CACHE=str(tmp_path), PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path)
+        )
+        (log,) = tmp_path.glob("horovod-*/build.log")
+        assert done.returncode == 1
+        assert "No matching distribution found for horovod==0.28.1" in done.stderr
+        assert done.stderr.splitlines()[-1].endswith(f"the whole log: {log}")
+        assert [file.name for file in log.parent.iterdir()] == ["build.log"]
+
+    def test_progress_in_plain_lines(self, tmp_path, capfd):
+        lines = r"printf '[  3%%] a\n[ 12%%] b\n[ 19%%] c\n[100%%] d\n'; exit 3"
+        log = tmp_path / "log"
+        assert horovod_build._run_logged(["sh", "-c", lines], dict(os.environ), log) == 3
+        assert [line.split()[1] for line in capfd.readouterr().out.splitlines()] == ["10%", "100%"]
+        assert log.read_text().endswith("[100%] d\n")
+
+    def test_variables(self, tmp_path):
+        plan = horovod_plan.make_plan(jobs=3)
+        variables = horovod_build.build_environment(plan, tmp_path / "cxx")
+        assert variables["MAKEFLAGS"] == "-j3"
+        assert variables["CXX"] == str(tmp_path / "cxx")
+        for name, variable in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")):
+            switch = "WITH" if env.version_of(name) else "WITHOUT"
+            assert variables[f"HOROVOD_{switch}_{variable}"] == "1"
+        assert "HOROVOD_GPU_OPERATIONS" not in variables
+
+    def test_excerpt_shows_the_first_errors(self):
+        text = horovod_build.excerpt("noise\n" * 50 + LOG + "noise\n" * 50)
+        assert text.splitlines()[0].strip() == "a.cc: In function 'int f()':"
+        assert "a.cc:3:5: error: 'g' was not declared" in text
+        assert "|     ^" in text
+        assert "noise" not in text
+
+    def test_excerpt_without_errors_shows_the_end(self):
+        lines = [f"line {i}" for i in range(100)]
+        assert horovod_build.excerpt("\n".join(lines)).splitlines() == lines[-30:]

@@ -1,0 +1,79 @@
+"""The core loads no framework: a module that did would make ``import hvd_compress`` slow, and
+impossible where the framework is missing."""
+
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import hvd_compress
+
+HEAVY = {"torch", "tensorflow", "keras", "horovod", "mpi4py", "numba", "jax", "scipy"}
+#: packages that may load what their name says
+OPTIONAL = (
+    "hvd_compress.torch",
+    "hvd_compress.tensorflow",
+    "hvd_compress.mpi",
+    "hvd_compress.kernels",
+)
+
+
+def modules():
+    found = [
+        module.name
+        for module in pkgutil.walk_packages(
+            hvd_compress.__path__, "hvd_compress.", onerror=lambda name: None
+        )
+    ]
+    return ["hvd_compress", *(name for name in found if not name.startswith(OPTIONAL))]
+
+
+def loaded_by(code):
+    code += "\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_core_is_found():
+    assert {
+        "hvd_compress.base",
+        "hvd_compress.lockstep",
+        "hvd_compress.methods.dgc",
+        "hvd_compress.operators.top_k",
+        "hvd_compress.testing",
+        "hvd_compress.wire.frame",
+    } <= set(modules())
+
+
+def test_nothing_heavy_with_the_package():
+    loaded = loaded_by("import hvd_compress")
+    assert "numpy" in loaded
+    assert not HEAVY & set(loaded)
+
+
+def test_nothing_heavy_with_any_module_of_the_core():
+    """All in one process first; one by one only to name the culprit."""
+    names = [name for name in modules() if not name.endswith("__main__")]
+    if HEAVY & set(loaded_by("import " + ", ".join(names))):
+        culprits = {name: sorted(HEAVY & set(loaded_by(f"import {name}"))) for name in names}
+        pytest.fail(f"these load too much: { {k: v for k, v in culprits.items() if v} }")
+
+
+def test_this_test_would_notice():
+    assert "mpi4py" in loaded_by("import hvd_compress, mpi4py")
+    assert HEAVY & set(loaded_by("import hvd_compress.backend, torch")) == {"torch"}
+
+
+def test_numpy_work_loads_no_framework():
+    loaded = loaded_by(
+        "import numpy as np\n"
+        "from hvd_compress import DGC\n"
+        "from hvd_compress.lockstep import World\n"
+        "World(DGC(min_size=0), 2).exchange([np.ones((4, 5)), np.ones((4, 5))])"
+    )
+    assert not HEAVY & set(loaded)

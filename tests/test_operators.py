@@ -1,0 +1,298 @@
+"""Selection against plain sorting, random selection against statistics, rounding against torch."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from hvd_compress import ConfigError, Context, RandomK, TopK, numpy_backend, random_k, top_k
+from hvd_compress.backend import backend_of
+from hvd_compress.lockstep import World
+from hvd_compress.operators.random_k import shared_generator
+from hvd_compress.operators.top_k import _SMALL
+from hvd_compress.operators.top_k import count as top_k_count
+
+N = _SMALL + 4099  # large enough for the sampled search
+
+RANDOM = np.random.default_rng(7)
+NORMAL = RANDOM.normal(size=N).astype(np.float32)
+ARRAYS = {
+    "normal": NORMAL,
+    "heavy-tails": RANDOM.standard_cauchy(N).astype(np.float32),
+    "laplace": RANDOM.laplace(size=N).astype(np.float32),
+    "wide-range": (10.0 ** RANDOM.uniform(-30, 30, N)).astype(np.float32),
+    "subnormal": (RANDOM.integers(-9, 9, N) * 1e-45).astype(np.float32),
+    "heavy-ties": RANDOM.integers(-3, 4, N).astype(np.float32),
+    "two-values": np.where(RANDOM.random(N) < 0.001, 2, -1).astype(np.float32),
+    "zeros": np.zeros(N, np.float32),
+    "equal": np.full(N, -2.5, np.float32),
+    "few-nonzeros": np.where(RANDOM.random(N) < 3e-4, NORMAL, 0).astype(np.float32),
+    "one-nonzero": np.eye(1, N, N - 1, dtype=np.float32)[0],
+    "ascending": np.sort(NORMAL),
+    "descending": np.sort(NORMAL)[::-1],
+    "magnitudes-ascending": NORMAL[np.argsort(np.abs(NORMAL))],
+    "signed-zeros": np.where(RANDOM.random(N) < 0.5, 0.0, -0.0).astype(np.float32),
+    "float64": RANDOM.normal(size=N),
+}
+# Peaks at every p-th element: a sample with that stride sees peaks only, or none.
+ARRAYS |= {
+    f"period-{p}": np.where(np.arange(N) % p == phase, 100, NORMAL).astype(np.float32)
+    for p, phase in ((2, 0), (97, 0), (99, 0), (99, 5), (100, 1), (101, 0))
+}
+
+
+def by_sorting(x, k):
+    """The k largest magnitudes; a stable sort leaves ties in order of their index."""
+    return np.sort(np.argsort(-np.abs(x), kind="stable")[:k])
+
+
+def frameworks(x):
+    x = np.ascontiguousarray(x)
+    return x, torch.from_numpy(x.copy())
+
+
+@pytest.mark.parametrize("density", [1e-6, 0.001, 0.01, 0.3, 0.9999, 1.0])
+@pytest.mark.parametrize("x", ARRAYS.values(), ids=ARRAYS)
+def test_sampled_and_exact_selection_are_the_same_in_all_frameworks(x, density):
+    k = top_k_count(N, density)
+    expected = by_sorting(x, k)
+    for array in frameworks(x):
+        for selection, fraction, step in (
+            ("exact", 0.01, 0),
+            ("sampled", 0.01, 0),
+            ("sampled", 0.01, 5),
+            ("sampled", 1e-4, 1),
+            ("sampled", 1.0, 2),
+        ):
+            operator = top_k(density, selection, fraction)
+            indices = operator.select(array, k, Context(step=step))
+            np.testing.assert_array_equal(backend_of(array).to_numpy(indices), expected)
+            assert str(indices.dtype).endswith("int64")
+
+
+@settings(max_examples=100)
+@given(
+    x=hnp.arrays(
+        np.float32,
+        st.integers(1, 60),
+        elements=st.one_of(st.integers(-3, 3).map(float), st.floats(-9, 9, width=32)),
+    ),
+    data=st.data(),
+)
+def test_selection_from_small_arrays(x, data):
+    k = data.draw(st.integers(0, x.size))
+    for array in frameworks(x):
+        indices = top_k().select(array, k, Context())
+        np.testing.assert_array_equal(backend_of(array).to_numpy(indices), by_sorting(x, k))
+
+
+def test_ties_go_to_the_lower_index():
+    x = np.array([1, -2, 2, 0, -2, 1], np.float32)
+    for array in frameworks(x):
+        for k, expected in ((1, [1]), (2, [1, 2]), (3, [1, 2, 4]), (4, [0, 1, 2, 4])):
+            assert top_k(0.5).select(array, k, Context()).tolist() == expected
+
+
+@pytest.mark.parametrize("n", [10, N])
+def test_an_array_of_nan_still_gives_k_indices(n):
+    for array in frameworks(np.full(n, np.nan, np.float32)):
+        assert top_k(0.5).select(array, 3, Context()).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("n", "density", "k"),
+    [(0, 0.5, 0), (1, 1e-9, 1), (3000, 0.001, 3), (3001, 0.001, 4), (100, 0.07, 7), (7, 1.0, 7)],
+)
+def test_count(n, density, k):
+    assert top_k(density).count(n, Context()) == k
+    assert random_k(density).count(n, Context()) == k
+
+
+@given(n=st.integers(0, 10**10), density=st.floats(1e-6, 1))
+def test_count_is_the_fraction_rounded_up(n, density):
+    k = top_k_count(n, density)
+    assert 0 <= k <= n
+    assert (k > 0) == (n > 0)
+    assert k - 1 < n * density + 1e-6
+    assert k >= n * density * (1 - 1e-12) - 1e-6
+
+
+# random_k
+
+
+def draw(context=None, n=1000, k=100):
+    return random_k().select(np.zeros(n, np.float32), k, context or Context())
+
+
+def test_random_indices_are_shared_and_fresh():
+    here = draw(Context("a", rank=0, size=4, step=3, seed=1))
+    there = draw(Context("a", rank=3, size=4, step=3, seed=1))
+    assert np.array_equal(here, there)
+    others = {
+        "step": Context("a", step=4, seed=1),
+        "name": Context("b", step=3, seed=1),
+        "seed": Context("a", step=3, seed=2),
+        # keys that would clash if the parts were only written one after the other
+        "shifted": Context("3/a", step=1, seed=1),
+    }
+    for changed, context in others.items():
+        assert not np.array_equal(here, draw(context)), changed
+
+
+@given(n=st.integers(0, 30000), data=st.data(), step=st.integers(0, 2**40))
+def test_random_indices_are_ascending_and_unique_in_all_frameworks(n, data, step):
+    k = data.draw(st.integers(0, n) if n < 100 else st.sampled_from((1, n // 100, n // 2, n)))
+    indices = draw(Context(step=step), n, k)
+    assert indices.dtype == np.int64
+    assert indices.size == k
+    assert (np.diff(indices) > 0).all()
+    assert k == 0 or (indices[0] >= 0 and indices[-1] < n)
+    in_torch = random_k().select(torch.zeros(n), k, Context(step=step))
+    assert in_torch.dtype == torch.int64
+    assert np.array_equal(in_torch.numpy(), indices)
+
+
+@pytest.mark.parametrize(("n", "k"), [(50, 5), (50, 25), (20000, 20)])
+def test_random_indices_are_uniform(n, k):
+    draws, bins = 2000, 50
+    hits = np.zeros(bins)
+    for step in range(draws):
+        np.add.at(hits, draw(Context(step=step), n, k) * bins // n, 1)
+    expected = draws * k / bins
+    chi_square = ((hits - expected) ** 2 / expected).sum()
+    # Sampling without replacement spreads more evenly than 49 degrees of freedom would.
+    assert chi_square < 49 + 4 * math.sqrt(2 * 49)
+    assert chi_square > (49 - 4 * math.sqrt(2 * 49)) * (1 - k / n)
+
+
+def test_random_numbers_are_the_documented_ones():
+    """Philox keyed by BLAKE2b: other versions of this package must draw the same."""
+    assert shared_generator(Context()).integers(0, 1000, 4).tolist() == [767, 720, 946, 567]
+    assert draw(n=1000, k=5).tolist() == [483, 566, 718, 764, 944]
+
+
+def test_unbiased_random_k_has_the_textbook_variance():
+    """E C(x) = x and E |C(x) - x|^2 = (d/k - 1) |x|^2 exactly; x = (3, -4, 12), k = 1: 338."""
+    x = np.array([3, -4, 12], np.float32)
+    world = World(RandomK(density=1 / 3, error_feedback=False), 1)
+    by_index = {}
+    for _ in range(60):
+        outcome = world.exchange([x])[0]
+        by_index[int(outcome.sent.indices[0])] = outcome.mean.astype(float)
+        assert outcome.state == {}
+    assert sorted(by_index) == [0, 1, 2]  # all outcomes, equally likely
+    values = np.array(list(by_index.values()))
+    np.testing.assert_allclose(values.mean(axis=0), x, rtol=1e-6)
+    assert ((values - x) ** 2).sum(axis=1).mean() == pytest.approx(338)
+
+
+@pytest.mark.parametrize(("d", "k"), [(4, 1), (5, 2), (6, 5)])
+def test_variance_by_enumeration(d, k):
+    x = np.random.default_rng(d).normal(size=d)
+    errors = []
+    for chosen in itertools.combinations(range(d), k):
+        estimate = np.zeros(d)
+        estimate[list(chosen)] = x[list(chosen)] * (d / k)
+        errors.append(((estimate - x) ** 2).sum())
+    assert np.mean(errors) == pytest.approx((d / k - 1) * (x**2).sum())
+    # ... and the method draws from just these outcomes
+    world = World(RandomK(density=k / d, error_feedback=False), 1)
+    drawn = [((world.exchange([x])[0].mean - x) ** 2).sum() for _ in range(50)]
+    assert {round(e, 9) for e in drawn} <= {round(e, 9) for e in errors}
+    assert len({round(e, 9) for e in drawn}) > 1
+
+
+@pytest.mark.parametrize("operator", [top_k, random_k])
+@pytest.mark.parametrize("density", [0, -1, 1.1, math.nan, None, "0.1", True])
+def test_densities_that_make_no_sense(operator, density):
+    with pytest.raises(ConfigError, match="density"):
+        operator(density)
+
+
+# Rounding to the types on the wire
+
+
+def edge_cases(dtype=np.float32):
+    """Every float32 whose upper half is interesting, with all kinds of lower halves."""
+    upper = np.arange(0, 2**16, 3, dtype=np.uint32)
+    upper = np.union1d(upper, [0x0000, 0x0001, 0x007F, 0x0080, 0x7F7F, 0x7F80, 0xFF7F, 0xFF80])
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    x = ((upper[:, None] << 16).astype(np.uint32) | lower).reshape(-1).view(np.float32)
+    with np.errstate(invalid="ignore"):  # some are signalling NaNs
+        return x.astype(dtype)
+
+
+def assert_same_bits(a, b):
+    assert a.dtype == b.dtype
+    nan = np.isnan(a)
+    np.testing.assert_array_equal(nan, np.isnan(b))
+    bits = np.uint32 if a.dtype == np.float32 else np.uint64
+    np.testing.assert_array_equal(a.view(bits)[~nan], b.view(bits)[~nan])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rounding_to_bfloat16_is_torchs_to_the_bit(dtype):
+    x = edge_cases(dtype)
+    in_torch = torch.from_numpy(x).bfloat16().to(torch.from_numpy(x).dtype)
+    assert_same_bits(numpy_backend.round_to(x, "bfloat16"), in_torch.numpy())
+
+
+@pytest.mark.parametrize(
+    ("x", "rounded"),
+    [
+        (1 + 2**-8, 1.0),  # ties go to even
+        (1 + 3 * 2**-8, 1 + 2**-6),
+        (1 + 2**-8 + 2**-20, 1 + 2**-7),
+        (-(1 + 2**-8), -1.0),
+        (2.0**-133, 2.0**-133),  # the smallest subnormal
+        (2.0**-134, 0.0),
+        (1.5 * 2.0**-134, 2.0**-133),
+        (3.4e38, math.inf),  # float32 holds it, bfloat16 does not
+        (3.389e38, 255 * 2.0**120),
+        (-math.inf, -math.inf),
+        (math.nan, math.nan),
+        (-0.0, -0.0),
+    ],
+)
+def test_rounding_to_bfloat16_by_hand(x, rounded):
+    assert_same_bits(
+        numpy_backend.round_to(np.array([x], np.float32), "bfloat16"),
+        np.array([rounded], np.float32),
+    )
+
+
+@pytest.mark.parametrize("saturate", [False, True])
+@pytest.mark.parametrize("wire", ["float16", "float32", None])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rounding_is_torchs(dtype, wire, saturate):
+    x = edge_cases(dtype)
+    ours = numpy_backend.round_to(x, wire, saturate)
+    theirs = backend_of(torch.zeros(1)).round_to(torch.from_numpy(x), wire, saturate)
+    assert_same_bits(ours, theirs.numpy())
+
+
+def test_float16_saturates_where_asked():
+    x = np.array([65504, 65519, 65520, 1e30, -1e30, np.inf, 2**-24, 2**-25, 2**-25 * 1.01])
+    for array in frameworks(x.astype(np.float32)):
+        xp = backend_of(array)
+        saturated = [65504, 65504, 65504, 65504, -65504, 65504, 2**-24, 0, 2**-24]
+        assert xp.round_to(array, "float16", saturate=True).tolist() == saturated
+        infinite = [65504, 65504, math.inf, math.inf, -math.inf, math.inf, 2**-24, 0, 2**-24]
+        assert xp.round_to(array, "float16").tolist() == infinite
+        assert np.isnan(xp.to_numpy(xp.round_to(array * math.nan, "float16", saturate=True))).all()
+
+
+def test_error_feedback_keeps_what_float16_values_cannot_carry():
+    world = World(TopK(density=0.1, values="float16"), 2)
+    gradients = [np.array([1e5] + [0.0] * 99, np.float32), np.zeros(100, np.float32)]
+    first = world.exchange(gradients)
+    assert first[0].mean[0] == 65504 / 2
+    assert first[0].state["residual"][0] == 1e5 - 65504
+    second = world.exchange([np.zeros(100, np.float32)] * 2)
+    assert second[1].mean[0] == (1e5 - 65504) / 2
+    assert not second[0].state["residual"].any()
