@@ -41,6 +41,8 @@ class Transform(Configurable, kind="block"):
     per_rank: ClassVar[bool] = True
     #: applies the optimizer's momentum
     takes_momentum: ClassVar[bool] = False
+    #: must not stand behind a transform that keeps this key
+    before: ClassVar[str | None] = None
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         """Before the exchange.  Never changes ``x`` or the old state in place: if a rank reports
@@ -68,6 +70,9 @@ class Met(NamedTuple):
 class Aggregator(Configurable, abc.ABC, kind="block"):
     """How payloads meet: one file each in ``hvd_compress.aggregators``."""
 
+    #: scales what it sends, so that the expectation is right
+    unbiased: bool = False
+
     @abc.abstractmethod
     def meet(self, x: Array, context: Context) -> Generator[Request, Any, Met]:
         """Average the flat array ``x`` over the ranks; never changes ``x`` in place."""
@@ -92,6 +97,14 @@ class Chain(Compressor, name="chain"):
         if not isinstance(self.via, Aggregator):
             raise ConfigError(f"via={self.via!r} is not an aggregator: allreduce() or allgather()")
         keys = [key for transform in self.transforms for key in transform.keys]
+        for i, transform in enumerate(self.transforms):
+            if any(transform.before in earlier.keys for earlier in self.transforms[:i]):
+                raise ConfigError(
+                    f"{transform.name} must stand before what keeps a {transform.before!r}, or it "
+                    "would act on what waits again at every step"
+                )
+        if self.via.unbiased and "residual" in keys:
+            raise ConfigError("error feedback needs elements as they are: unbiased=False")
         if twice := {key for key in keys if keys.count(key) > 1}:
             raise ConfigError(f"two transforms of one chain keep a {twice.pop()!r}")
 

@@ -138,10 +138,12 @@ def require_tool(name: str, advice: str) -> str:
 
 
 def cuda_home() -> Path | None:
-    """The CUDA toolkit that has nvcc: HOROVOD_CUDA_HOME, CUDA_HOME, PATH, /usr/local/cuda."""
+    """The CUDA toolkit that has nvcc: HOROVOD_CUDA_HOME or CUDA_HOME if one is set, else from
+    PATH, else /usr/local/cuda."""
     nvcc = find_tool("nvcc")
     named = [os.environ.get("HOROVOD_CUDA_HOME"), os.environ.get("CUDA_HOME")]
     homes = [Path(name) for name in named if name]
-    homes += [Path(nvcc).resolve().parent.parent] if nvcc else []
-    homes += [Path("/usr/local/cuda")]
+    if not homes:
+        homes += [Path(nvcc).resolve().parent.parent] if nvcc else []
+        homes += [Path("/usr/local/cuda")]
     return next((home for home in homes if (home / "bin" / "nvcc").exists()), None)

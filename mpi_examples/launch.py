@@ -25,6 +25,8 @@ def under_horovodrun(ranks: int, controller: str) -> None:
     command += [sys.executable, *sys.argv]
     print("$", " ".join(command), flush=True)
     environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
+    # More ranks than cores: who waits must not keep the core busy.
+    environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment

@@ -269,3 +269,10 @@ def test_horovods_own_interface_says_what_to_write():
     for call in (DGC.compress, DGC.decompress, TopK().compress):
         with pytest.raises(UnboundError, match=r"compression=(DGC|TopK)"):
             call(None)
+
+
+def test_blocks_that_would_work_against_each_other():
+    with pytest.raises(ConfigError, match=r"momentum_correction must stand before .*'residual'"):
+        chain(error_feedback(), momentum_correction(0.9), via=allgather(top_k(0.1)))
+    with pytest.raises(ConfigError, match="unbiased=False"):
+        chain(error_feedback(), via=allreduce(select=random_k(0.1), unbiased=True))

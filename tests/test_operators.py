@@ -296,3 +296,10 @@ def test_error_feedback_keeps_what_float16_values_cannot_carry():
     second = world.exchange([np.zeros(100, np.float32)] * 2)
     assert second[1].mean[0] == (1e5 - 65504) / 2
     assert not second[0].state["residual"].any()
+
+
+def test_without_error_feedback_what_is_not_sent_is_lost():
+    world = World(TopK(density=0.5, error_feedback=False), 1)
+    outcome = world.exchange([np.array([3.0, 1.0])])[0]
+    assert (outcome.mean.tolist(), outcome.state) == ([3.0, 0.0], {})
+    assert world.exchange([np.zeros(2)])[0].mean.tolist() == [0.0, 0.0]

@@ -32,9 +32,11 @@ class _Momentum(Transform):
         m = context.momentum if self.momentum is None else self.momentum
         nesterov = context.nesterov if self.nesterov is None else self.nesterov
         if nesterov:
-            velocity = m * (velocity + gradient)
+            velocity = velocity + gradient
+            velocity *= m
             return velocity + gradient, velocity
-        velocity = m * velocity + gradient
+        velocity = m * velocity
+        velocity += gradient
         return velocity, velocity
 
 
@@ -51,6 +53,7 @@ class momentum_correction(_Momentum, name="momentum_correction"):
     """
 
     masking: bool = True
+    before = "residual"
 
     def __post_init__(self) -> None:
         super().__post_init__()
