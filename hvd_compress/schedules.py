@@ -23,24 +23,24 @@ PAPER_DENSITIES = (0.25, 0.0625, 0.015625, 0.004, 0.001)
 @dataclasses.dataclass(frozen=True)
 class _Staged(Configurable, kind="schedule"):
     unit: str = "step"
-    stage_length: int = 1
+    stage_length: float = 1
 
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, ("step", "epoch"))
-        if not isinstance(self.stage_length, int) or self.stage_length < 1:
+        length = self.stage_length
+        if isinstance(length, bool) or not isinstance(length, int | float) or not length > 0:
             raise ConfigError(
-                f"stage_length must be a positive number of {self.unit}s; got {self.stage_length!r}"
+                f"stage_length must be a positive number of {self.unit}s; got {length!r}"
             )
 
     def stage(self, step: int, epoch: int | None) -> int:
-        if self.unit == "step":
-            return step // self.stage_length
-        if epoch is None:
+        if self.unit == "epoch" and epoch is None:
             raise ConfigError(
                 f"{type(self).__name__}(unit='epoch') does not know the epoch: call "
                 "compression.set_epoch(epoch) at the start of every epoch, or use unit='step'"
             )
-        return epoch // self.stage_length
+        count = step if self.unit == "step" or epoch is None else epoch
+        return int(count / self.stage_length + 1e-9)  # 1e-9: thirds are not exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,9 @@ def warmup_to(
     stages = [d for d in PAPER_DENSITIES if d > density] if length else []
     # With fewer steps than stages, the first stages, which send most, are left out.
     stages = stages[-length:] if length else []
-    stage_length = -(-length // len(stages)) if stages else 1
+    stage_length = length / len(stages) if stages else 1
+    if stage_length == int(stage_length):
+        stage_length = int(stage_length)
     unit = "step" if epochs is None else "epoch"
     return StagedWarmup(unit, stage_length, (*stages, density))
 

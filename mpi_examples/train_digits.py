@@ -11,18 +11,20 @@ What turns data-parallel training with Horovod into compressed training is marke
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from pathlib import Path
 
 import torch
-from data import cifar10, digits
-from launch import under_horovodrun
-from models import MODELS
-from report import Run, picture, table
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
+
+from data import cifar10, digits
+from hvd_compress.launch import under_horovodrun
+from models import MODELS
+from report import Run, picture, table
 
 
 def arguments() -> argparse.Namespace:
@@ -42,7 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--warmup-epochs",
         type=int,
-        default=5,
+        default=4,
         help="epochs in which the density falls and the learning rate rises",
     )
     parser.add_argument("--epochs", type=int, default=30)
@@ -122,19 +124,13 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
     return run
 
 
-def compressor(method: str) -> hvd.Compressor:
+def compressor(text: str) -> hvd.Compressor:
     """A method by name; sparse ones get the density of the command line and a warm-up to it."""
-    name, _, _ = method.partition(":")
-    if name in ("dgc", "topk", "randomk") and "density" not in method:
+    method = hvd.as_compressor(text)
+    if hasattr(method, "density") and "density=" not in text:
         density = hvd.warmup_to(options.density, epochs=options.warmup_epochs)
-        return type(hvd.as_compressor(name))(
-            **{**vars_of(hvd.as_compressor(method)), "density": density}
-        )
-    return hvd.as_compressor(method)
-
-
-def vars_of(method: hvd.Compressor) -> dict[str, object]:
-    return {key: value for key, value in method.to_config().items() if key != "method"}
+        method = dataclasses.replace(method, density=density)
+    return method
 
 
 @torch.no_grad()
