@@ -1,0 +1,64 @@
+"""What the documentation shows, runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_compress import as_compressor
+from hvd_compress.config import names
+from hvd_compress.testing import check_laws
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def snippets(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def test_the_method_from_scratch_obeys_the_laws():
+    first, method, laws = snippets("docs/extending.md")
+    scope: dict[str, object] = {"__name__": "a_users_module"}
+    exec(first.split("optimizer =")[0], scope)
+    exec(method, scope)
+    exec(laws, scope)
+    made = as_compressor("scaled-sign")
+    assert made == scope["ScaledSign"]()
+    check_laws(made, make=torch.from_numpy, namespace=scope)
+
+
+@pytest.mark.parametrize("name", [n for n in names("method") if n != "chain"])
+def test_every_method_has_its_row(name):
+    for page in ("README.md", "docs/methods.md"):
+        text = (ROOT / page).read_text()
+        assert f"`{type(as_compressor(name)).__name__}" in text, page
+
+
+def test_links_lead_somewhere():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_figures_are_those_of_real_frames():
+    from hvd_compress.model_shapes import resnet50
+    from hvd_compress.wire import sparse_size
+
+    def count(values, everything_sparse=False):
+        total = 0
+        for shape in resnet50().values():
+            n = int(np.prod(shape))
+            sparse = everything_sparse or (len(shape) > 1 and n >= 1024)
+            total += sparse_size(-(-n // 1000), n, values) if sparse else 4 * n
+        return total
+
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs/methods.md").read_text()
+    assert f"{count('float32'):,} bytes" in text
+    assert f"{count('float16'):,} with" in text
+    for kilobytes in (count("float32"), count("float16"), count("float32", True)):
+        assert f"{kilobytes / 1000:,.0f} kB" in text
