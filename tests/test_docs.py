@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_compress import as_compressor
+from hvd_compress import as_compressor, config
 from hvd_compress.config import names
 from hvd_compress.testing import check_laws
 
@@ -20,7 +20,9 @@ def snippets(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-def test_the_method_from_scratch_obeys_the_laws():
+def test_the_method_from_scratch_obeys_the_laws(monkeypatch):
+    registered = dict(config._REGISTRY["method"])
+    monkeypatch.setitem(config._REGISTRY, "method", registered)  # gone again after the test
     first, method, laws = snippets("docs/extending.md")
     scope: dict[str, object] = {"__name__": "a_users_module"}
     exec(first.split("optimizer =")[0], scope)
