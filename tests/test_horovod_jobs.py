@@ -47,6 +47,7 @@ def test_sixteen_ranks(tmp_path, controller):
     assert {r["steps"] for r in results} == {20}
     assert len({r["digest"] for r in results}) == 1
     assert all(r["ratio"] > 3 for r in results)
+    assert output.count("dgc: 20 steps, ") == 1  # the line at the end, from rank 0 alone
 
 
 @pytest.mark.timeout(200)

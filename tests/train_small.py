@@ -20,6 +20,7 @@ hvd.init()
 model = make_model()
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 optimizer = distribute(sgd(model), model, hvd.DGC)
+optimizer.compression.report_at_exit()
 for step in range(steps):
     if step in killed_at and hvd.rank() == 1:
         print("rank 1 is killed", flush=True)

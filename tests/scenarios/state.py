@@ -11,6 +11,7 @@ import warnings
 import torch
 
 import hvd_compress.torch as hvd
+from hvd_compress import Gather, Outcome, Sum
 from hvd_compress.torch import DGC, NoCompression, TopK
 from hvd_compress.wire import sparse_size
 from scenarios.common import (
@@ -290,6 +291,50 @@ def alone_momentum_does_not_vanish() -> None:
         model, reference = make_model(), make_model()
         train(model, distribute(sgd(model), model, method), range(6))
         train(reference, sgd(reference), range(6))
+        assert_close(model, reference)
+
+
+class TwoRounds(hvd.Compressor, name="test-two-rounds"):
+    """The average, found in two rounds: half of it in each."""
+
+    def init(self, gradient):
+        return {}
+
+    def per_rank(self, gradient):
+        return frozenset()
+
+    def to_config(self):
+        return {"method": self.name}
+
+    def exchange(self, gradient, state, context):
+        first = yield Sum(gradient.reshape(-1) / 2)
+        parts = yield Gather((gradient.reshape(-1) / 2).view(torch.uint8), equal_sizes=True)
+        second = sum(part.view(gradient.dtype) for part in parts)
+        mean = (first + second).view(gradient.shape) / context.size
+        return Outcome(mean, gradient.reshape(-1), {})
+
+
+def several_rounds_advance_together() -> None:
+    """Ranks start and wait in opposite orders; one tensor's second round must not wait for
+    another's first."""
+    for groups in (None, 2):
+        model, reference = make_model(), make_model()
+        optimizer = distribute(sgd(model), model, TwoRounds(), groups=groups)
+        dense_reference(reference, sgd(reference), range(4))
+        for step in range(4):
+            optimizer.zero_grad()
+            if groups is None:
+                gradients = torch.autograd.grad(
+                    loss_of(model, hvd.rank(), step), list(model.parameters())
+                )
+                pairs = list(zip(model.parameters(), gradients, strict=True))
+                for p, g in pairs if hvd.rank() % 2 else pairs[::-1]:
+                    p.grad = g
+                    optimizer._handles[p] = optimizer._allreduce_grad_async(p)
+            else:
+                loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+        assert_same_everywhere(model)
         assert_close(model, reference)
 
 

@@ -1,0 +1,52 @@
+"""The built wheel is whole: it holds the packages that live elsewhere in the repository."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.timeout(200)
+def test_the_wheel_works_from_another_folder(tmp_path):
+    source, wheels, site = tmp_path / "source", tmp_path / "wheels", tmp_path / "site"
+    skip = ignore_patterns(".venv", ".git", "build", "*.egg-info", "__pycache__", ".*_cache")
+    copytree(ROOT, source, ignore=skip)
+    build = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-index"]
+    subprocess.run(
+        [*build, "--no-build-isolation", "-w", str(wheels), "-q"], check=True, timeout=150
+    )
+    [wheel] = wheels.glob("hvd_compress-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = set(archive.namelist())
+        archive.extractall(site)
+    for folder, package in (("hvd_compress", "hvd_compress"), ("torch_impl", "hvd_compress/torch")):
+        for file in (ROOT / folder).rglob("*.py"):
+            assert f"{package}/{file.relative_to(ROOT / folder)}" in packed
+    assert "hvd_compress/py.typed" in packed
+    code = (
+        "import hvd_compress.torch as h, hvd_compress, torch\n"
+        "print(h.__file__, hvd_compress.__file__, h.DGC())"
+    )
+    command = (
+        [sys.executable, "-P", "-c", code]
+        if sys.version_info >= (3, 11)
+        else [sys.executable, "-c", code]
+    )
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(site), "PATH": "", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second, *_ = done.stdout.split()
+    assert Path(first).is_relative_to(site)
+    assert Path(second).is_relative_to(site)
