@@ -120,6 +120,19 @@ class Chain(Compressor, name="chain"):
     def takes_momentum(self) -> bool:  # type: ignore[override]
         return any(t.takes_momentum for t in self.transforms)
 
+    @property
+    def momentum(self) -> float | None:
+        """Of the transform that applies it, like the option of that name of other methods."""
+        return getattr(self._momentum_block, "momentum", None)
+
+    @property
+    def nesterov(self) -> bool | None:
+        return getattr(self._momentum_block, "nesterov", None)
+
+    @property
+    def _momentum_block(self) -> Transform | None:
+        return next((t for t in self.transforms if t.takes_momentum), None)
+
     def per_rank(self, gradient: Array) -> frozenset[str]:
         return frozenset(key for t in self.transforms if t.per_rank for key in t.keys)
 

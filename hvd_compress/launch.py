@@ -33,7 +33,7 @@ def under_horovodrun(ranks: int, controller: str) -> None:
     ) as process:
         assert process.stdout is not None
         # horovodrun puts the rank before every piece of output, which tears progress bars apart.
-        while piece := process.stdout.read1(1 << 16):
+        while piece := os.read(process.stdout.fileno(), 1 << 16):
             sys.stdout.buffer.write(_PREFIX.sub(b"", piece))
             sys.stdout.flush()
     sys.exit(process.returncode)

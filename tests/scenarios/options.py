@@ -8,6 +8,7 @@ import horovod.torch
 import torch
 
 import hvd_compress.torch as hvd
+from hvd_compress import allgather, chain, error_feedback, momentum_correction, top_k
 from hvd_compress.torch import DGC, ConfigError, NoCompression, TopK, UnboundError, UnsupportedError
 from scenarios.common import (
     assert_close,
@@ -413,6 +414,9 @@ def what_cannot_work_says_what_to_write() -> None:
         distribute(sgd(model, dampening=0.1), model, DGC)
     with raises(ConfigError, "two momenta"):
         distribute(sgd(model), model, DGC(momentum=0.5))
+    other = chain(momentum_correction(0.5), error_feedback(), via=allgather(top_k(0.1)))
+    with raises(ConfigError, "two momenta: 0.9", "0.5"):
+        distribute(sgd(model), model, other)
     with raises(ConfigError, "method must be one of", "dgc"):
         distribute(sgd(model), model, "dcg")
     with raises(ConfigError, "no option 'densty'", "density"):

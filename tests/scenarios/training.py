@@ -207,3 +207,16 @@ def learns() -> None:
             losses.append(torch.nn.functional.cross_entropy(m(x), y).item())
     assert losses[0] < 1.5 * losses[1] + 0.05 < 1.2, losses
     assert LR == 0.05
+
+
+def momentum_of_a_chain_goes_for_weight_decay_too() -> None:
+    method = chain(momentum_correction(0.9), error_feedback(), via=allgather(top_k(1.0)))
+    unmasked = chain(
+        momentum_correction(0.9, masking=False), error_feedback(), via=allgather(top_k(1.0))
+    )
+    assert method.momentum == 0.9
+    model, reference = make_model(), make_model()
+    optimizer = distribute(sgd(model, momentum=0.0, weight_decay=0.02), model, unmasked)
+    train(model, optimizer, range(8))
+    dense_reference(reference, sgd(reference, weight_decay=0.02), range(8))
+    assert_close(model, reference)
