@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 _PREFIX = re.compile(rb"\[(?:\d+,)?\d+\]<std(?:out|err)>: ?")
+# Set by horovodrun, Open MPI's mpirun, MPICH's and Slurm's starters.
+_RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 def under_horovodrun(ranks: int, controller: str) -> None:
     """Return if this process is one of Horovod's ranks; otherwise start them, wait, and exit."""
-    if "HOROVOD_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
+    if any(name in os.environ for name in _RANK_VARIABLES):
         return
     horovodrun = shutil.which(
         "horovodrun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
