@@ -116,6 +116,8 @@ class Context(NamedTuple):
         seed: for randomness that ranks share.
         momentum, nesterov: the optimizer's, for methods that take momentum over.
         gradient_norm: L2 norm of the rank's whole gradient, over all tensors; ``None`` if unknown.
+        sums: gradients are added, not averaged, by whoever multiplies ``mean`` by ``size``.
+        dtype: of the gradient as it came, "float16"; set by ``Chain``.
     """
 
     name: str = "tensor"
@@ -127,6 +129,8 @@ class Context(NamedTuple):
     momentum: float = 0.0
     nesterov: bool = False
     gradient_norm: float | None = None
+    sums: bool = False
+    dtype: str | None = None
 
 
 Exchange = Generator[Request, Any, Outcome]

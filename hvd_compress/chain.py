@@ -153,10 +153,11 @@ class Chain(Compressor, name="chain"):
             # Whatever the aggregator picks, the others must see that this step is spoilt.
             x = xp.full_like(x, float("nan"))
 
-        met = yield from self.via.meet(x, context)
+        met = yield from self.via.meet(x, context._replace(dtype=xp.dtype(gradient)))
 
         mean = xp.restore(met.mean, gradient)
-        if not met.finite:
+        # A half-precision gradient may have no room for the mean of what had waited.
+        if not met.finite or (xp.dtype(mean) != xp.dtype(x) and not xp.all_finite(mean)):
             return Outcome(mean, met.sent, state)
         update = met.mean
         new_state: State = {}

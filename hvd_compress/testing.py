@@ -244,7 +244,8 @@ def _check_mean(case: _Case, mean: np.ndarray, sent: Sequence[np.ndarray]) -> No
     magnitude = np.mean(np.abs(sent), axis=0)
     own = _rounding(case.dtype)
     adding = _rounding("float64" if case.dtype == "float64" else "float32")
-    allowed = (case.tolerance + own + case.size * adding) * magnitude
+    # Once on the wire, once in the result: half-precision sums travel as they are.
+    allowed = (case.tolerance + 2 * own + case.size * adding) * magnitude
     allowed += _smallest(case.dtype)
     error = np.abs(mean - np.mean(sent, axis=0))
     case.require(
@@ -268,10 +269,11 @@ def _check_states(case: _Case, gradient: Array, old: Sequence[State], new: Seque
 def _check_frameworks_agree(case: _Case, steps: int) -> None:
     if isinstance(case.make(np.zeros(1, np.float32)), np.ndarray):
         return
-    # NumPy has no bfloat16, but the same numbers in float32.
+    # NumPy has no bfloat16, but the same numbers in float32: what the framework rounds on the wire,
+    # in the result and once more in momentum, NumPy does not.
     own = "float32" if case.dtype == "bfloat16" else case.dtype
     reference = dataclasses.replace(case, make=np.asarray, dtype=own)
-    near = case.agreement + (_rounding("bfloat16") if case.dtype == "bfloat16" else 0.0)
+    near = case.agreement + (4 * _rounding("bfloat16") if case.dtype == "bfloat16" else 0.0)
     for _ in range(steps):
         gradients = case.arrays(case.numbers())
         ours = case.exchange(gradients)

@@ -9,3 +9,6 @@ settings.load_profile("deterministic")
 
 # Small arrays, many processes: threads that wait for each other cost ten times what they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Programs that are started by tests, with arguments.
+collect_ignore = ["elastic_worker.py", "train_small.py"]

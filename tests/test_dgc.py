@@ -220,18 +220,26 @@ def test_agrees_with_the_formulas_over_50_steps(density, ranks, nesterov, maskin
             np.testing.assert_allclose(outcome.state["residual"], v[rank], **near)
 
 
+@pytest.mark.parametrize("sums", [True, False], ids=["summed", "averaged"])
 @pytest.mark.parametrize("size", [1, 4, 9])
-def test_each_rank_clips_to_threshold_over_sqrt_n_before_accumulating(size):
+def test_each_rank_clips_to_threshold_over_sqrt_n_before_accumulating(size, sums):
+    """What a rank adds to the common gradient: g if gradients are summed, else g / N."""
     dgc = DGC(density=0.5, momentum=0.9, clip_norm=3.0, min_size=0)
     state = dgc.init(np.zeros((1, 2)))
     gradients = [np.array([[3.0, 4.0]])] + [np.array([[0.03, 0.04]])] * (size - 1)
     outcomes = run(
         [
-            dgc.exchange(g, {k: v.copy() for k, v in state.items()}, Context(rank=r, size=size))
+            dgc.exchange(
+                g,
+                {k: v.copy() for k, v in state.items()},
+                Context(rank=r, size=size, sums=sums),
+            )
             for r, g in enumerate(gradients)
         ]
     )
     limit = 3.0 / math.sqrt(size)  # rank 0 has norm 5 and is clipped, the others are below
+    if not sums:
+        limit *= size
     clipped = np.array([0.6, 0.8]) * min(limit, 5.0)
     first = outcomes[0]
     entered = dense(first.sent, 2) + first.state["residual"]
@@ -246,7 +254,8 @@ def test_clipping_goes_by_the_norm_over_all_tensors_where_it_is_known():
     dgc = DGC(density=0.5, momentum=0.0, clip_norm=2.0, min_size=0)
     assert dgc.needs_gradient_norm
     assert not DGC().needs_gradient_norm
-    context = Context(size=4, gradient_norm=10.0)  # 2 / sqrt(4) / 10 = 1/10, whatever the tensor
+    # 2 / sqrt(4) / 10 = 1/10, whatever the tensor
+    context = Context(size=4, gradient_norm=10.0, sums=True)
     gradient = np.array([[0.5, 0.25]])
     exchange = dgc.exchange(gradient, dgc.init(gradient), context)
     request = next(exchange)

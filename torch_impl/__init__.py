@@ -16,6 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+try:
+    import torch  # noqa: F401
+except ImportError as error:
+    raise ImportError("hvd_compress.torch needs PyTorch: pip install torch") from error
+
+import hvd_compress
+
 # Not the building blocks: ``hvd.allreduce`` and ``hvd.allgather`` are Horovod's.
 from hvd_compress import (
     BF16,
@@ -103,6 +110,9 @@ def __getattr__(name: str) -> Any:
             f"hvd.{name} needs Horovod with PyTorch ({_horovod}); run `hvd-compress "
             "install-horovod`, and `hvd-compress doctor` to see what is there"
         ) from _horovod
+    if not hasattr(_horovod, name):
+        where = "; building blocks are in hvd_compress" if hasattr(hvd_compress, name) else ""
+        raise AttributeError(f"hvd_compress.torch and horovod.torch have no {name!r}{where}")
     return getattr(_horovod, name)
 
 

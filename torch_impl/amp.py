@@ -1,98 +1,94 @@
-"""Loss scaling: exchanges work in true units, whatever the scale of a ``GradScaler`` is.
+"""Loss scaling: what waits in a residual is kept in true units, whatever the scale is.
 
-The scale changes between steps, and what waits in a residual must not change with it.  So
-gradients are divided by the scale on their way in and averages multiplied on their way out, where
-``scaler.unscale_`` divides them again.
+The scale of a ``GradScaler`` changes between steps, and residuals must not change with it.  So
+methods that keep a state get the gradient divided by the scale, and the average is multiplied by
+it, for ``scaler.unscale_`` to divide it again.
 
-PyTorch does not tell an optimizer of its scaler before the gradients exist.  Two public methods of
-``GradScaler`` are therefore wrapped when this package is imported: ``scale`` leaves a note of the
-scaler that was used last, ``unscale_`` confirms that it is this optimizer's.  ``unscale_`` also
-brings in what is still under way, so that ``scaler.step(optimizer)`` works without an explicit
-``optimizer.synchronize()``.
+PyTorch tells neither gradients nor optimizers of the scale.  Three public methods of ``GradScaler``
+are therefore wrapped when this package is imported: ``scale`` hangs a hook on the scaled loss, so
+that a gradient hook can tell whether the backward pass that calls it is scaled, and by how much;
+``unscale_`` brings in what is still under way, so that ``scaler.step(optimizer)`` works without an
+explicit ``optimizer.synchronize()``; and after ``step``, taken or skipped, the step is over.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from hvd_compress.torch.binding import Binding
+#: scale of the backward pass that is running, if that is scaled
+_running: float | None = None
 
-_last_used: weakref.ref[Any] | None = None
+
+def running_scale() -> float | None:
+    """Inside a gradient hook: the scale of its backward pass, ``None`` without one."""
+    return _running
 
 
 def watch_grad_scaler() -> None:
-    """Wrap ``GradScaler.scale`` and ``GradScaler.unscale_``, once."""
+    """Wrap the three methods, once."""
     cls = torch.amp.GradScaler
-    scale, unscale_ = cls.scale, cls.unscale_
-    if hasattr(scale, "_hvd_compress"):
+    if hasattr(cls.scale, "_hvd_compress"):
         return
+    scale, unscale_, step = cls.scale, cls.unscale_, cls.step
 
     @functools.wraps(scale)
     def watched_scale(self: Any, outputs: Any) -> Any:
-        global _last_used
-        if self.is_enabled():
-            _last_used = weakref.ref(self)
-        return scale(self, outputs)
+        scaled = scale(self, outputs)
+        if not self.is_enabled():
+            return scaled
+        return _for_each(scaled, functools.partial(_hang_hook, factor=self.get_scale()))
 
     @functools.wraps(unscale_)
     def watched_unscale_(self: Any, optimizer: Any) -> None:
-        loss_scale = getattr(getattr(optimizer, "compression", None), "loss_scale", None)
-        if isinstance(loss_scale, LossScale) and self.is_enabled():
+        binding = _binding_of(optimizer)
+        if binding is not None and self.is_enabled():
+            binding.expect_scale(self.get_scale())
             optimizer.synchronize()
-            loss_scale.confirm(self)
+            binding.confirm_scale(self.get_scale())
         unscale_(self, optimizer)
 
+    @functools.wraps(step)
+    def watched_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, optimizer, *args, **kwargs)
+        if _binding_of(optimizer) is not None:
+            optimizer._synchronized = False
+        return result
+
     watched_scale._hvd_compress = True  # type: ignore[attr-defined]
-    cls.scale, cls.unscale_ = watched_scale, watched_unscale_
+    cls.scale, cls.unscale_, cls.step = watched_scale, watched_unscale_, watched_step
 
 
-class LossScale:
-    """The scale of one optimizer's gradients: ``value`` is constant during a step."""
+def _binding_of(optimizer: Any) -> Any:
+    from hvd_compress.torch.binding import Binding
 
-    def __init__(self, binding: Binding) -> None:
-        self._binding = weakref.ref(binding)
-        self._scaler: weakref.ref[Any] | None = None
-        self._confirmed = False
-        self._others: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._used = 1.0
-        self._value: float | None = None
+    binding = getattr(optimizer, "compression", None)
+    return binding if isinstance(binding, Binding) else None
 
-    @property
-    def value(self) -> float:
-        if self._value is None:
-            scaler = self._scaler and self._scaler()
-            if scaler is None and (last := _last_used and _last_used()) not in self._others:
-                scaler, self._scaler, self._confirmed = last, _last_used, False
-            self._value = self._used = float(scaler.get_scale()) if scaler is not None else 1.0
-        return self._value
 
-    def forget(self) -> None:
-        """The step is over; the scale may change now."""
-        self._value = None
+def _for_each(outputs: Any, action: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``outputs`` is what ``GradScaler.scale`` takes: a tensor or an iterable of such."""
+    if isinstance(outputs, torch.Tensor):
+        return action(outputs)
+    mapped = map(functools.partial(_for_each, action=action), outputs)
+    return type(outputs)(mapped) if isinstance(outputs, list | tuple) else mapped
 
-    def confirm(self, scaler: Any) -> None:
-        """This optimizer's gradients carry the scale of ``scaler``."""
-        if self._scaler is None or self._scaler() is not scaler:
-            self._correct(float(scaler.get_scale()))
-            self._scaler = weakref.ref(scaler)
-        self._confirmed = True
 
-    def before_step(self) -> None:
-        """A step without ``unscale_``: the scaler that was used last is somebody else's."""
-        if not self._confirmed and self._scaler is not None:
-            if (scaler := self._scaler()) is not None:
-                self._others.add(scaler)
-            self._scaler = None
-            self._correct(1.0)
+def _hang_hook(loss: torch.Tensor, factor: float) -> torch.Tensor:
+    if loss.requires_grad:
+        loss.register_hook(functools.partial(_enter, factor))
+    return loss
 
-    def _correct(self, scale: float) -> None:
-        """What was accumulated under a wrong guess of the scale gets its true size."""
-        binding = self._binding()
-        if binding is not None and self._used != scale:
-            binding.rescale_states(self._used / scale)
-        self._used = scale
+
+def _enter(factor: float, _: torch.Tensor) -> None:
+    global _running
+    _running = factor
+    torch.autograd.Variable._execution_engine.queue_callback(_leave)
+
+
+def _leave() -> None:
+    global _running
+    _running = None

@@ -5,20 +5,32 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hvd_compress.base import Compressor, Context, Sparse, State
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.stats import Record, Stats
-from hvd_compress.torch.amp import LossScale
+from hvd_compress.torch import backend
+from hvd_compress.torch.amp import running_scale
 from hvd_compress.torch.engine import HorovodEngine, LocalEngine
 from hvd_compress.torch.rows import exchange_rows
 from hvd_compress.transforms import momentum_after_averaging
 
 logger = logging.getLogger("hvd_compress")
+
+
+class _Journey(NamedTuple):
+    """An exchange under way: of whom, as sparse rows or not, divided by which loss scale, ``None``
+    if the scale stays in the gradient."""
+
+    parameter: torch.nn.Parameter
+    is_rows: bool
+    scale: float | None
+
 
 #: prefix of this package's entries in ``optimizer.state[p]``
 PREFIX = "compression."
@@ -47,12 +59,18 @@ class Binding:
         #: averages over the ranks of what differs, if they are those of the last step
         self.consolidated: dict[torch.nn.Parameter, State] = {}
         self.is_consolidated = False
-        self.loss_scale = LossScale(self)
+        self._scale: float | None = None  # of the step under way, None as long as unknown
+        self._last_scale: float | None = None
+        self._saw_backward = False  # since the last exchange
+        self._true_units: list[torch.nn.Parameter] = []  # whose gradients carry no scale
         self._groups: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        self._complete: set[torch.nn.Parameter] = set()  # states with all keys of the method
+        self._stateful: dict[torch.nn.Parameter, bool] = {}
+        self._assigned: dict[torch.nn.Parameter, weakref.ref[torch.Tensor]] = {}
         self._optimizer = optimizer
         self.hvd = hvd
         self._sums = sums
-        self._in_flight: dict[str, torch.nn.Parameter] = {}
+        self._in_flight: dict[str, _Journey] = {}
         self._deferred: list[list[torch.nn.Parameter]] = []
         self._gradient_norm: float | None = None
         self._local = LocalEngine()
@@ -61,6 +79,9 @@ class Binding:
         )
         self.takes_optimizer_momentum = self._check_momentum()
         method.bind(self)
+
+    def __repr__(self) -> str:
+        return f"<{self.method!r} of {type(self._optimizer).__name__}, step {self.step}>"
 
     # -- what users call ---------------------------------------------------------------------
 
@@ -92,18 +113,27 @@ class Binding:
         included = self._optimizer.process_set.included()
         return self._horovod if included and self._horovod.size > 1 else self._local
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._in_flight or self._deferred)
+    def start(self, parameters: Iterable[torch.nn.Parameter], in_backward: bool = False) -> None:
+        """Exchange the gradients of one parameter, or of a group; never waits."""
+        if not self._in_flight and not self._deferred:
+            self._saw_backward = False
+        self._saw_backward |= in_backward
+        try:
+            self._start(list(parameters))
+        except BaseException:  # the optimizer stays usable
+            reset_hooks(self._optimizer)
+            self.abandon()
+            raise
 
-    def start(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Exchange the gradients of one parameter, or of a group, from a hook: never waits."""
-        parameters = list(parameters)
+    def _start(self, parameters: list[torch.nn.Parameter]) -> None:
         self.consolidated, self.is_consolidated = {}, False
+        self._optimizer._synchronized = False
+        if (scale := running_scale()) is not None:
+            self._scale = scale
         if self.method.needs_epoch and self.epoch is None:
             raise ConfigError(
-                f"{self.method!r} advances by epoch: call optimizer.compression.set_epoch(epoch) "
-                "at the start of every epoch"
+                f"the density of {self.method.name} goes by epochs: call "
+                "optimizer.compression.set_epoch(epoch) at the start of every epoch"
             )
         for p in parameters:
             if p.grad is None:  # other ranks may have one
@@ -121,17 +151,30 @@ class Binding:
             for parameters in deferred:
                 self._launch(parameters)
             self._gradient_norm = None
-        factor = (self.engine.size if self._sums else 1) * self.loss_scale.value
-        for name, outcome in self.engine.finish().items():
-            p = self._in_flight.pop(name)
+        outcomes = self.engine.finish()
+        if outcomes.keys() != self._in_flight.keys():
+            raise CompressionError(f"lost on the way: {self._in_flight.keys() - outcomes.keys()}")
+        self._assigned.clear()
+        self._true_units.clear()
+        for name, outcome in outcomes.items():
+            p, is_rows, scale = self._in_flight.pop(name)
             direction, state = outcome.direction, outcome.state
-            if p in self.sparse:
+            if is_rows:
                 direction, state = self._momentum_of_rows(p, outcome.mean)
             self._set_state(p, state)
-            self._assign_gradient(p, direction * factor if factor != 1 else direction)
+            factor = (scale or 1) * (self.engine.size if self._sums else 1)
+            if scale is not None and self._scale is None:
+                self._true_units.append(p)
+            self._assign_gradient(p, direction * factor if factor != 1 else direction, is_rows)
             self._count(name, outcome.sent)
         self.step += 1
-        self.loss_scale.forget()
+        self._last_scale, self._scale = self._scale, None
+
+    def untouched(self) -> bool:
+        """Whether the gradients are those that the last exchange left, clipped perhaps."""
+        return bool(self._assigned) and all(
+            p.grad is not None and p.grad is gradient() for p, gradient in self._assigned.items()
+        )
 
     def abandon(self) -> None:
         """Forget what is under way: the collectives failed, or a checkpoint was loaded."""
@@ -139,13 +182,14 @@ class Binding:
         self._deferred.clear()
         self._horovod.abandon()
         self._local.abandon()
-        self.loss_scale.forget()
+        self._scale = None
+        self._complete.clear()
+        self.consolidated, self.is_consolidated = {}, False
 
     def _launch(self, parameters: list[torch.nn.Parameter]) -> None:
         engine, exchanges = self.engine, {}
         for p in parameters:
             name = self._optimizer._parameter_names[p]
-            self._in_flight[name] = p
             record = self.records.setdefault(name, Record())
             exchanges[name] = (self._exchange(p, name, record, engine), record)
         engine.start(exchanges)
@@ -153,6 +197,7 @@ class Binding:
     def _exchange(self, p: torch.nn.Parameter, name: str, record: Record, engine: Any) -> Any:
         group = self.group_of(p)
         gradient = p.grad.detach()
+        momentum, nesterov = self.momentum_of(group)
         context = Context(
             name=name,
             rank=engine.rank,
@@ -160,26 +205,34 @@ class Binding:
             step=self.step,
             epoch=self.epoch,
             seed=self.seed,
-            momentum=group["momentum"] if self.takes_optimizer_momentum else 0.0,
-            nesterov=group["nesterov"] if self.takes_optimizer_momentum else False,
+            momentum=momentum,
+            nesterov=nesterov,
             gradient_norm=self._gradient_norm,
+            sums=self._sums,
         )
         record.steps += 1
         record.elements += p.numel()
         record.dense_bytes += p.numel() * p.element_size()
-        if (scale := self.loss_scale.value) != 1:
-            gradient = gradient / scale
-        if gradient.is_sparse and not self._optimizer.sparse_as_dense:
-            self.sparse.add(p)
-            return exchange_rows(gradient, context)
+        is_rows = gradient.is_sparse and not self._optimizer.sparse_as_dense
+        (self.sparse.add if is_rows else self.sparse.discard)(p)
+        # Where nothing waits, the scale may stay, and keeps half precisions from underflow.
+        scale = self._known_scale() if is_rows or self._keeps_state(p) else None
+        if scale not in (None, 1):
+            half = gradient.dtype in (torch.float16, torch.bfloat16)
+            gradient = (gradient.float() if half else gradient) / scale
+        self._in_flight[name] = _Journey(p, is_rows, scale)
+        if is_rows:
+            return exchange_rows(self._clip_rows(gradient, context), context)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if self.takes_optimizer_momentum and self.method_option("weight_decay") == "gradient":
             sign = -1 if group["maximize"] else 1
-            gradient = gradient.add(p.detach(), alpha=sign * group["weight_decay"])
+            alpha = sign * group["weight_decay"] / (engine.size if self._sums else 1)
+            gradient = gradient.add(p.detach(), alpha=alpha)
         state = self.state_of(p)
-        if not state:
-            state = self.method.init(gradient)
+        if p not in self._complete:
+            state = {**self.method.init(gradient), **state}
+            self._complete.add(p)
         return self.method.exchange(gradient, state, context)
 
     def _no_gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
@@ -194,22 +247,38 @@ class Binding:
         gradients = (p.grad for group in self._deferred for p in group)
         parts = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in parts]
-        return torch.linalg.vector_norm(torch.stack(norms)).item() / self.loss_scale.value
+        norms = [norm.to(norms[0].device) for norm in norms]
+        return torch.linalg.vector_norm(torch.stack(norms)).item() / self._known_scale()
+
+    def _clip_rows(self, gradient: torch.Tensor, context: Context) -> torch.Tensor:
+        template = getattr(self.method, "template", lambda _: self.method)(gradient[0].to_dense())
+        rows = gradient.coalesce()
+        values = rows.values()
+        for transform in getattr(template, "transforms", ()):
+            if transform.needs_gradient_norm:
+                values, _ = transform.update(values, {}, context)
+        return torch.sparse_coo_tensor(
+            rows.indices(), values, gradient.shape, is_coalesced=True, check_invariants=False
+        )
 
     def _momentum_of_rows(self, p: torch.nn.Parameter, mean: torch.Tensor) -> tuple[Any, State]:
         """Momentum after averaging, for gradients that stay sparse on the wire only."""
         group, state = self.group_of(p), self.state_of(p)
         finite = torch.isfinite(mean.values()).all()
-        if not self.takes_optimizer_momentum or not group["momentum"] or not finite:
+        momentum, nesterov = self.momentum_of(group)
+        if not momentum or not finite:
             return mean, state
-        gradient = mean.to_dense().view(-1)
-        transform = momentum_after_averaging(group["momentum"], group["nesterov"])
+        gradient = backend.widen(mean.to_dense())
+        transform = momentum_after_averaging(momentum, nesterov)
         state = {"velocity": torch.zeros_like(gradient), **state}
         direction, state = transform.finish(gradient, state, Context())
         return direction.view(p.shape), state
 
-    def _assign_gradient(self, p: torch.nn.Parameter, direction: torch.Tensor) -> None:
-        if p in self.sparse:
+    def _assign_gradient(
+        self, p: torch.nn.Parameter, direction: torch.Tensor, is_rows: bool
+    ) -> None:
+        direction = direction.to(p.grad.dtype)
+        if is_rows:
             p.grad = direction
         elif p.grad.is_sparse:  # sparse_as_dense: as sparse as it came
             p.grad = direction.to_sparse(1)
@@ -217,6 +286,7 @@ class Binding:
             p.grad.set_(direction)
         else:
             p.grad.copy_(direction)
+        self._assigned[p] = weakref.ref(p.grad)
 
     def _count(self, name: str, sent: Any) -> None:
         if isinstance(sent, Sparse):
@@ -232,25 +302,14 @@ class Binding:
             return False
         optimizer, own = self._optimizer, self.method_option("momentum")
         wrapped = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.SGD) and own is None:
+            self._warn(
+                f"{self.method.name} corrects the momentum of SGD, and {wrapped} has another "
+                f"kind: it gets error feedback without momentum correction. If that is what "
+                f"you want, say so with {type(self.method).__name__}(momentum=0.0)"
+            )
         if not isinstance(optimizer, torch.optim.SGD):
-            if own is None:
-                self._warn(
-                    f"{self.method.name} corrects the momentum of SGD, and {wrapped} has another "
-                    f"kind: it gets error feedback without momentum correction. If that is what "
-                    f"you want, say so with {type(self.method).__name__}(momentum=0.0)"
-                )
             return False
-        for group in optimizer.param_groups:
-            if group["dampening"]:
-                raise ConfigError(
-                    f"{self.method.name} takes the optimizer's momentum over and knows no "
-                    f"dampening={group['dampening']}; use dampening=0"
-                )
-            if own is not None and group["momentum"] not in (0, own):
-                raise ConfigError(
-                    f"two momenta: {group['momentum']} in the optimizer and {own} in "
-                    f"{type(self.method).__name__}; leave one of them out"
-                )
         momenta = sorted({group["momentum"] for group in optimizer.param_groups})
         if own is None and any(momenta) and self.engine.rank == 0:
             nesterov = any(group["nesterov"] for group in optimizer.param_groups)
@@ -262,6 +321,24 @@ class Binding:
                 self.method.name,
             )
         return True
+
+    def momentum_of(self, group: dict[str, Any]) -> tuple[float, bool]:
+        """(momentum, nesterov) that act inside the exchange, or beside it on rows and decay."""
+        if not self.takes_optimizer_momentum:
+            return 0.0, False
+        own, nesterov = self.method_option("momentum"), self.method_option("nesterov")
+        return (
+            group["momentum"] if own is None else own,
+            group["nesterov"] if nesterov is None else nesterov,
+        )
+
+    def velocity_factor(self, p: torch.nn.Parameter) -> float:
+        """The velocity that acts as a momentum buffer of plain SGD does, per unit of that: Nesterov
+        velocities have a factor m, ours follow the average whatever ``op`` is, and its sign."""
+        group = self.group_of(p)
+        momentum, nesterov = self.momentum_of(group)
+        factor = momentum if nesterov else 1.0 if momentum else 0.0
+        return factor * (-1 if group["maximize"] else 1) / (self.engine.size if self._sums else 1)
 
     def method_option(self, option: str) -> Any:
         return getattr(self.method, option, None)
@@ -276,14 +353,13 @@ class Binding:
             p: self._pop_state(p) for group in optimizer.param_groups for p in group["params"]
         }
         options = []
-        if self.takes_optimizer_momentum:
-            if self.method_option("weight_decay") != "gradient":
-                self._decay(hidden)
-            for group in optimizer.param_groups:
-                off = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
-                options.append((group, {key: group[key] for key in off}))
-                group.update(off)
         try:
+            if self.takes_optimizer_momentum:
+                self._decay(hidden)
+                for group in optimizer.param_groups:
+                    off = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
+                    options.append((group, {key: group[key] for key in off}))
+                    group.update(off)
             yield
         finally:
             for group, kept in options:
@@ -295,23 +371,54 @@ class Binding:
     def _decay(self, states: dict[torch.nn.Parameter, State]) -> None:
         """q = m q + wd w joins the averaged gradient, as in the authors' released code: weights
         are equal on all ranks, so decay needs no wire and no residual."""
+        in_gradient = self.method_option("weight_decay") == "gradient"
         for p, state in states.items():
             group = self.group_of(p)
             wd = group["weight_decay"]
             if p.grad is None or (not wd and "decay" not in state):
                 continue
-            m = self.method_option("momentum")
-            m = group["momentum"] if m is None else m
+            if in_gradient and p not in self.sparse:
+                continue  # rows are exchanged without decay
+            m, nesterov = self.momentum_of(group)
             w = p.detach() if not group["maximize"] else -p.detach()
             if "decay" not in state:
-                state["decay"] = torch.zeros_like(p).view(-1)
+                state["decay"] = p.detach().new_zeros(p.numel())
             q = state["decay"].view(p.shape).mul_(m).add_(w, alpha=wd)
             if p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
-            if group["nesterov"] or self.method_option("nesterov"):
+            if nesterov:
                 p.grad.add_(w, alpha=wd).add_(q, alpha=m)
             else:
                 p.grad.add_(q)
+
+    # -- loss scaling, see amp.py ------------------------------------------------------------
+
+    def _known_scale(self) -> float:
+        return 1.0 if self._scale is None else self._scale
+
+    def _keeps_state(self, p: torch.nn.Parameter) -> bool:
+        if p not in self._stateful:
+            self._stateful[p] = bool(self.method.init(p.detach()))
+        return self._stateful[p]
+
+    def expect_scale(self, scale: float) -> None:
+        """A rank without a backward pass learns the scale of the step from ``unscale_``."""
+        if self._scale is None and not self._in_flight:
+            self._scale = scale
+
+    def confirm_scale(self, scale: float) -> None:
+        """What the last exchange left is about to be divided by ``scale``."""
+        if not self._true_units and self._last_scale is None:
+            return
+        if self._last_scale is None and not self._saw_backward:  # a rank without gradients
+            for p in self._true_units:
+                p.grad.mul_(scale)
+        elif self._last_scale != scale:
+            raise ConfigError(
+                f"the gradients were made with loss scale {self._last_scale} and are now divided "
+                f"by {scale}: use one torch.amp.GradScaler per optimizer, and scaler.scale(loss)"
+            )
+        self._last_scale = scale
 
     # -- state -------------------------------------------------------------------------------
 
@@ -361,11 +468,30 @@ class Binding:
 
     def _warn(self, message: str) -> None:
         if self.engine.rank == 0:
-            warnings.warn(message, UserWarning, stacklevel=5)
+            warnings.warn(message, UserWarning, stacklevel=6)
 
-    def rescale_states(self, factor: float) -> None:
-        """Multiply what was accumulated; all of it is linear in the gradients."""
-        for p in self._optimizer._parameter_names:
-            for key, x in self.state_of(p).items():
-                if key != "decay":
-                    x.mul_(factor)
+
+def check_group(method: Compressor, optimizer: Any, group: dict[str, Any]) -> None:
+    """Raise if the options of a parameter group do not go with the method's momentum."""
+    if not method.takes_momentum:
+        return
+    own, theirs = getattr(method, "momentum", None), group.get("momentum", 0)
+    if own and theirs not in (0, own):
+        raise ConfigError(
+            f"two momenta: {theirs} in the optimizer and {own} in {type(method).__name__}; leave "
+            "one of them out"
+        )
+    if isinstance(optimizer, torch.optim.SGD) and group["dampening"]:
+        raise ConfigError(
+            f"{method.name} takes the optimizer's momentum over and knows no "
+            f"dampening={group['dampening']}; use dampening=0"
+        )
+
+
+def reset_hooks(optimizer: Any) -> None:
+    """Horovod's counters as before the first backward pass of a step."""
+    optimizer._handles.clear()
+    for p in optimizer._allreduce_delay:
+        optimizer._allreduce_delay[p] = optimizer.backward_passes_per_step
+    for key in optimizer._group_counts:
+        optimizer._group_counts[key] = 0

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hvd_compress.errors import ConfigError
-from hvd_compress.torch.binding import PREFIX
+from hvd_compress.torch.binding import PREFIX, reset_hooks
 
 _KEY = "hvd_compress"
 _VERSION = 1
@@ -51,19 +51,27 @@ def state_dict(self: Any) -> dict[str, Any]:
     return result
 
 
-def local_state_dict(optimizer: Any) -> dict[str, Any]:
-    """:func:`state_dict` without the warning."""
+def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
+    """:func:`state_dict` without the warning; ``own``: this rank's state in any case."""
     binding = optimizer.compression
     result = optimizer._user_class.state_dict(optimizer)
-    for index, p in enumerate(_parameters(optimizer)):
-        if means := binding.consolidated.get(p):
-            result["state"][index] = result["state"][index] | {
-                PREFIX + key: mean for key, mean in means.items()
-            }
+    parameters = _parameters(optimizer)
+    for index, p in enumerate(parameters):
+        ours = binding.state_of(p) | ({} if own else binding.consolidated.get(p, {}))
+        entries = {PREFIX + key: x for key, x in ours.items()}
+        if binding.takes_optimizer_momentum and "velocity" in ours:
+            # For a plain SGD that takes over; load_state_dict() prefers the velocity.
+            factor = binding.velocity_factor(p)
+            if factor:
+                buffer = (ours["velocity"] / factor).to(p.dtype).view(p.shape)
+                entries["momentum_buffer"] = buffer
+        if entries:
+            result["state"][index] = result["state"].get(index, {}) | entries
     result[_KEY] = {
         "version": _VERSION,
         "method": binding.method.to_config(),
-        "consolidated": binding.is_consolidated,
+        "sparse": [index for index, p in enumerate(parameters) if p in binding.sparse],
+        "consolidated": binding.is_consolidated and not own,
         "rank": binding.engine.rank,
         "size": binding.engine.size,
         "step": binding.step,
@@ -107,29 +115,38 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
         exact: take residuals as they are, whichever rank they come from.
     """
     binding = self.compression
+    saved = state_dict.get(_KEY, {})
+    if saved.get("version", _VERSION) != _VERSION:
+        raise ConfigError(f"this state dict has version {saved['version']}; known is {_VERSION}")
     plain = {"param_groups": state_dict["param_groups"], "state": {}}
     ours: dict[Any, dict[str, Any]] = {}
     for index, entries in state_dict["state"].items():
         names = [key for key in entries if isinstance(key, str) and key.startswith(PREFIX)]
         ours[index] = {key.removeprefix(PREFIX): entries[key] for key in names}
-        if rest := {key: value for key, value in entries.items() if key not in names}:
+        taken = {*names, "momentum_buffer"} if PREFIX + "velocity" in names else {*names}
+        if not binding.takes_optimizer_momentum:
+            taken.discard("momentum_buffer")  # the optimizer's own momentum goes on
+        if rest := {key: value for key, value in entries.items() if key not in taken}:
             plain["state"][index] = rest
     binding.abandon()
     self._horovod_load_state_dict(plain)
     binding.forget_groups()
 
-    saved = state_dict.get(_KEY, {})
-    if saved.get("version", _VERSION) != _VERSION:
-        raise ConfigError(f"this state dict has version {saved['version']}; known is {_VERSION}")
+    reset_hooks(self)
     binding.step = saved.get("step", 0)
     binding.epoch = saved.get("epoch", binding.epoch)
     binding.seed = saved.get("seed", binding.seed)
     parameters = _parameters(self)
+    binding.sparse = {parameters[index] for index in saved.get("sparse", [])}
     factor = 1.0 if exact else _share(binding.engine, saved)
     for index, entries in ours.items():
         p = parameters[index]
         fresh = binding.method.init(p.detach())
-        for key in [key for key in entries if key not in {*fresh, "decay", "velocity"}]:
+        useful = {*fresh, "decay"} | ({"velocity"} if p in binding.sparse else set())
+        for key in [key for key in entries if key not in useful]:
+            if key == "velocity" and "momentum_buffer" in state_dict["state"][index]:
+                del entries[key]  # goes on as the optimizer's own momentum
+                continue
             warnings.warn(f"{binding.method.name} has no use for {key!r}: dropped", stacklevel=2)
             del entries[key]
         state = {**fresh, **entries} if entries else {}
@@ -171,7 +188,7 @@ def adopt_momentum_buffers(optimizer: Any) -> None:
         buffer = optimizer.state.get(p, {}).pop("momentum_buffer", None)
         if buffer is not None and "velocity" not in binding.state_of(p):
             state = binding.method.init(p.detach())
-            state["velocity"] = state["velocity"] + buffer.reshape(-1)
+            state["velocity"] = state["velocity"] + binding.velocity_factor(p) * buffer.reshape(-1)
             binding._set_state(p, state)
 
 
@@ -179,19 +196,18 @@ def broadcast(optimizer: Any, root_rank: int) -> None:
     """All ranks take over the state of ``root_rank``; of what differs between ranks, the mean over
     the ranks that have any state yet (new ones in an elastic run have none)."""
     binding, hvd = optimizer.compression, optimizer.compression.hvd
-    binding.abandon()
     parameters = _parameters(optimizer)
-    payload = None
-    if hvd.rank() == root_rank:
-        payload = _on_cpu(local_state_dict(optimizer))
-    payload = hvd.broadcast_object(payload, root_rank, name="hvd_compress.state")
+    payload = _broadcast_tree(
+        hvd, local_state_dict(optimizer, own=True) if hvd.rank() == root_rank else None, root_rank
+    )
+    binding.sparse = {parameters[index] for index in payload[_KEY]["sparse"]}
     alive = binding.step > 0 or any(binding.state_of(p) for p in parameters)
     own = {}
     for index, entries in payload["state"].items():
         p = parameters[index]
         for key in sorted(binding.per_rank_keys(p)):
             if PREFIX + key in entries:
-                zeros = torch.zeros_like(entries[PREFIX + key])
+                zeros = torch.zeros_like(entries[PREFIX + key], device=p.device)
                 mine = binding.state_of(p).get(key, zeros) if alive else zeros
                 own[f"{index}.{key}"] = mine
     count = binding.average({"alive": torch.tensor([float(alive)])})["alive"].item()
@@ -201,13 +217,50 @@ def broadcast(optimizer: Any, root_rank: int) -> None:
     load_state_dict(optimizer, payload, exact=True)
 
 
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
+class _Slot(NamedTuple):
+    """Stands for a tensor that travels by itself."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _broadcast_tree(hvd: Any, tree: Any, root_rank: int) -> Any:
+    """A nest of dicts, lists and tensors from the root to all, tensors one by one, on the CPU."""
+    tensors: list[torch.Tensor] = []
+
+    def take(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value.detach().cpu().contiguous())
+            return _Slot(tuple(value.shape), value.dtype)
+        return _map(take, value)
+
+    skeleton = hvd.broadcast_object(take(tree), root_rank, name="hvd_compress.state")
+    sent = iter(tensors)
+    count = 0
+
+    def fill(value: Any) -> Any:
+        nonlocal count
+        if not isinstance(value, _Slot):
+            return _map(fill, value)
+        here = (
+            next(sent) if hvd.rank() == root_rank else torch.empty(value.shape, dtype=value.dtype)
+        )
+        if here.numel():
+            # As bytes: Horovod does not broadcast every dtype.
+            raw = here.reshape(-1).view(torch.uint8)
+            here = hvd.broadcast(raw, root_rank, name=f"hvd_compress.state.{count}")
+            here = here.view(value.dtype).view(value.shape)
+        count += 1
+        return here
+
+    return fill(skeleton)
+
+
+def _map(function: Any, value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _on_cpu(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_on_cpu(item) for item in value)
+        return {key: function(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(function(item) for item in value)
     return value
 
 
@@ -226,7 +279,7 @@ def elastic_handler(base: type[Any]) -> type[Any]:
             self.save()
 
         def save(self) -> None:
-            self._saved = copy.deepcopy(local_state_dict(self.value))
+            self._saved = copy.deepcopy(local_state_dict(self.value, own=True))
 
         def restore(self) -> None:
             load_state_dict(self.value, copy.deepcopy(self._saved), exact=True)

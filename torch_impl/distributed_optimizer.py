@@ -20,7 +20,7 @@ from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import as_compressor
 from hvd_compress.torch import checkpoint
-from hvd_compress.torch.binding import Binding
+from hvd_compress.torch.binding import Binding, check_group, reset_hooks
 
 
 class CompressedOptimizer(abc.ABC):  # noqa: B024
@@ -47,7 +47,7 @@ def wrap_factory(hvd: Any, factory: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         compression = call.arguments["compression"]
-        if not is_ours(compression):
+        if hasattr(compression, "compress") and not is_ours(compression):
             return factory(*args, **kwargs)
         method = as_compressor(compression)
         _check(hvd, call.arguments, method)
@@ -81,6 +81,9 @@ def _check(hvd: Any, options: dict[str, Any], method: Compressor) -> None:
         raise ConfigError(
             "this optimizer is distributed already; pass the one that it was made from"
         )
+    for group in options["optimizer"].param_groups:
+        # Now, since Horovod's factory leaves hooks on the parameters.
+        check_group(method, options["optimizer"], group)
 
 
 def _take_over(optimizer: Any, method: Compressor, hvd: Any, sums: bool) -> None:
@@ -104,18 +107,18 @@ def _take_over(optimizer: Any, method: Compressor, hvd: Any, sums: bool) -> None
 
 
 def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Any, None]:
-    self.compression.start([p])
+    self.compression.start([p], in_backward=True)
     return True, None
 
 
 def _grouped_allreduce_grad_async(self: Any, parameters: tuple[Any, ...]) -> tuple[Any, None]:
-    self.compression.start(parameters)
+    self.compression.start(parameters, in_backward=True)
     return True, None
 
 
 def synchronize(self: Any) -> None:
     """Finish all exchanges; afterwards every ``p.grad`` holds the average."""
-    if self._synchronized and not self._handles:
+    if self._synchronized and not self._handles and self.compression.untouched():
         return  # nothing new since the last time: averages must not be averaged again
     started: set[Any] = set()
     for key, (handle, _) in self._handles.items():
@@ -130,15 +133,13 @@ def synchronize(self: Any) -> None:
                 self._watch(p)  # unfrozen after the optimizer was made
             if p.grad is None and alone:
                 continue
-            together = (p,) if self._groups is None else self._p_to_group[p]
+            together = (p,)
+            if self._groups is not None:  # all ranks must submit the same groups
+                together = tuple(q for q in self._p_to_group[p] if q.requires_grad)
             self.compression.start(together)
             started.update(together)
     self.compression.finish()
-    self._handles.clear()
-    for p in self._allreduce_delay:
-        self._allreduce_delay[p] = self.backward_passes_per_step
-    for key in self._group_counts:
-        self._group_counts[key] = 0
+    reset_hooks(self)
     self._synchronized = True
 
 
@@ -152,10 +153,12 @@ def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     if self._should_synchronize:
         self.synchronize()
     self._synchronized = False
-    self.compression.loss_scale.before_step()
     with self.compression.optimizer_step():
         result = self._user_class.step(self)
     return result if closure is None else loss
+
+
+step.hooked = True  # type: ignore[attr-defined]  # the user's step() calls torch's step hooks
 
 
 def zero_grad(self: Any, set_to_none: bool = True) -> None:
@@ -164,11 +167,13 @@ def zero_grad(self: Any, set_to_none: bool = True) -> None:
             "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
             "optimizer.synchronize(): the gradients are still being exchanged"
         )
+    self._synchronized = False
     self._user_class.zero_grad(self, set_to_none)
 
 
 def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     """Parameters may join later, on all ranks alike; names follow their place in the groups."""
+    check_group(self.compression.method, self, {**self.defaults, **param_group})
     self._user_class.add_param_group(self, param_group)
     index = len(self.param_groups) - 1
     for j, p in enumerate(self.param_groups[index]["params"]):

@@ -20,6 +20,8 @@ from hvd_compress.base import Exchange, Gather, Max, Outcome, Request, Sum
 from hvd_compress.errors import PayloadError
 from hvd_compress.stats import Record
 
+_LENGTH = 8  # bytes before a message of any size
+
 
 class _Op(NamedTuple):
     """One Horovod collective; equal ``kind`` and dtype may travel as one grouped operation."""
@@ -64,10 +66,6 @@ class LocalEngine:
         for name, (exchange, record) in exchanges.items():
             self._outcomes[name] = lockstep.run([_counted(exchange, record)])[0]
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._outcomes)
-
     def finish(self) -> dict[str, Outcome]:
         outcomes, self._outcomes = self._outcomes, {}
         return outcomes
@@ -90,7 +88,7 @@ def _counted(exchange: Exchange, record: Record) -> Exchange:
 
 def _payload_bytes(request: Request) -> int:
     if isinstance(request, Gather):
-        return request.payload.numel()
+        return request.payload.numel() + (0 if request.equal_sizes else _LENGTH)
     wire = getattr(torch, request.wire) if isinstance(request, Sum) and request.wire else None
     return request.array.numel() * (wire or request.array.dtype).itemsize
 
@@ -118,10 +116,6 @@ class HorovodEngine:
     @property
     def size(self) -> int:
         return self._set.size()
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._flights)
 
     def start(self, exchanges: dict[str, tuple[Exchange, Record]]) -> None:
         """Submit the first round of one exchange by name, or of a group that travels together."""
@@ -199,7 +193,8 @@ class HorovodEngine:
         record.bytes_sent += sent
         if isinstance(request, Gather):
             parts = yield from self._gather(request, name)
-            record.bytes_received += sum(part.numel() for part in parts) - sent
+            lengths = 0 if request.equal_sizes else _LENGTH * self.size
+            record.bytes_received += sum(part.numel() for part in parts) + lengths - sent
             return parts
         record.bytes_received += sent
         array = request.array
@@ -240,11 +235,15 @@ def _split_by_length(everything: torch.Tensor, size: int) -> list[torch.Tensor]:
     """Undo the concatenation of messages that start with their length (int64)."""
     parts, start = [], 0
     for rank in range(size):
-        head = everything[start : start + 8]
+        head = everything[start : start + _LENGTH]
         length = int.from_bytes(bytes(head.tolist()), "little", signed=True)
-        start += 8
-        if head.numel() != 8 or not 0 <= length <= everything.numel() - start:
-            raise PayloadError(f"the message of rank {rank} has a damaged length field: {length}")
+        start += _LENGTH
+        if head.numel() != _LENGTH or not 0 <= length <= everything.numel() - start:
+            raise PayloadError(
+                f"the message of rank {rank} starts with a length of {length}, which cannot be: it "
+                "was damaged, or the parameter's gradient is sparse on some ranks and dense on "
+                "others; pass sparse_as_dense=True to hvd.DistributedOptimizer then"
+            )
         parts.append(everything[start : start + length])
         start += length
     return parts

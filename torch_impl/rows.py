@@ -39,9 +39,10 @@ def exchange_rows(gradient: torch.Tensor, context: Context) -> Exchange:
     total = torch.sparse_coo_tensor(
         torch.cat(indices)[None], torch.cat(rows), gradient.shape, check_invariants=False
     )
+    total = total.coalesce()
     mean = torch.sparse_coo_tensor(
-        total.coalesce().indices(),
-        total.coalesce().values() / context.size,
+        total.indices(),
+        total.values() / context.size,
         gradient.shape,
         is_coalesced=True,
         check_invariants=False,

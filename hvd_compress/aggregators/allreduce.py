@@ -18,7 +18,8 @@ class allreduce(Aggregator, name="allreduce"):
     """Sum everything, or the elements that ``select`` picks on every rank alike.
 
     Options:
-        wire: dtype on the wire, ``None`` (the array's own), "float16" or "bfloat16".
+        wire: dtype on the wire: "float16", "bfloat16", "gradient" (the gradient's own) or ``None``,
+            that of the array to be summed, in which half precisions are widened to float32.
         select: an operator whose choice does not depend on the gradient (``random_k``).  One that
             does (``top_k``) is a TypeError: sums of different coordinates mean nothing.
         unbiased: scale what was selected by n/k, so that its expectation is the gradient.  Not to
@@ -30,7 +31,7 @@ class allreduce(Aggregator, name="allreduce"):
     unbiased: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("wire", self.wire, (None, "float16", "bfloat16"))
+        check_choice("wire", self.wire, (None, "gradient", "float16", "bfloat16"))
         if self.select is not None and not isinstance(self.select, random_k):
             raise TypeError(
                 f"allreduce({self.select!r}) would sum different coordinates of different ranks; "
@@ -43,18 +44,21 @@ class allreduce(Aggregator, name="allreduce"):
 
     def meet(self, x: Array, context: Context) -> Generator[Request, Any, Met]:
         xp = backend_of(x)
+        wire = self.wire
+        if wire == "gradient":
+            wire = context.dtype if context.dtype in ("float16", "bfloat16") else None
         if self.select is None:
-            total = yield Sum(x, self.wire)
+            total = yield Sum(x, wire)
             mean = total / context.size
-            return Met(mean, xp.round_to(x, self.wire), xp.all_finite(mean))
+            return Met(mean, xp.round_to(x, wire), xp.all_finite(mean))
         n = xp.size(x)
         k = self.select.count(n, context)
         indices = self.select.select(x, k, context)
         values = xp.take(x, indices)
         if self.unbiased and k:
             values = values * (n / k)
-        total = yield Sum(values, self.wire)
+        total = yield Sum(values, wire)
         values_mean = total / context.size
         mean = xp.put(xp.zeros(n, x), indices, values_mean)
-        sent = Sparse(indices, xp.round_to(values, self.wire))
+        sent = Sparse(indices, xp.round_to(values, wire))
         return Met(mean, sent, xp.all_finite(values_mean))

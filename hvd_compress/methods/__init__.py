@@ -6,6 +6,7 @@ import ast
 from typing import Any
 
 from hvd_compress.base import Compressor
+from hvd_compress.chain import Chain
 from hvd_compress.config import build, lookup
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods.dense import BF16, FP16, NoCompression
@@ -28,12 +29,18 @@ def as_compressor(compression: Any) -> Compressor:
         return compression()
     if isinstance(compression, str):
         name, _, text = compression.partition(":")
+        method = lookup("method", name.strip().lower())
+        if method is Chain:
+            raise ConfigError("a chain cannot be written as a text: pass chain(..., via=...)")
         pairs = [part.partition("=") for part in text.split(",") if part]
-        for option, equals, _ in pairs:
+        for _, equals, _ in pairs:
             if not equals:
-                raise ConfigError(f"write {name}:{option}=VALUE in {compression!r}")
-        return build(lookup("method", name), {key.strip(): _value(v) for key, _, v in pairs})
-    raise ConfigError(f"{compression!r} is no compression method: pass DGC, DGC(...) or 'dgc'")
+                raise ConfigError(f"options in {compression!r} are written {name}:option=value")
+        return build(method, {key.strip(): _value(v) for key, _, v in pairs})
+    raise ConfigError(
+        f"{compression!r} is no compression method: pass DGC, DGC(density=0.01) or "
+        "'dgc:density=0.01'"
+    )
 
 
 def _value(text: str) -> Any:

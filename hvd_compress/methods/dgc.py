@@ -14,7 +14,7 @@ from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import Chained
-from hvd_compress.schedules import Density, as_density, by_epoch, density_at
+from hvd_compress.schedules import Density, as_density, by_epoch
 from hvd_compress.transforms import (
     clip_by_local_norm,
     error_feedback,
@@ -44,8 +44,8 @@ class DGC(Chained, name="dgc"):
         density: fraction of elements to send, or a schedule (``warmup_to(0.001, epochs=4)``).
         momentum, nesterov: ``None`` takes the optimizer's.
         masking: momentum factor masking.
-        clip_norm: L2 threshold for the summed gradient; each rank clips its own whole gradient to
-            ``clip_norm / sqrt(N)`` before anything is accumulated.  Makes all messages wait for
+        clip_norm: L2 threshold for the common gradient; each rank clips what it adds to that to
+            ``clip_norm / sqrt(N)``, before anything is accumulated.  Makes all messages wait for
             the end of backward.  ``None``: off, as in the paper's vision models.
         weight_decay: "separate" keeps decay out of the exchange, with a momentum buffer of its own
             (the released code); "gradient" adds it to the local gradient before accumulation
@@ -101,9 +101,9 @@ class DGC(Chained, name="dgc"):
     def chain(self, gradient: Array, context: Context) -> Chain:
         if not self.compresses(backend_of(gradient).shape(gradient)):
             return self._whole
-        if density_at(self.density, context.step, context.epoch) < 1:
-            return self._sparse
-        return self._everything
+        n = math.prod(backend_of(gradient).shape(gradient))
+        k = self._select.count(n, context)
+        return self._sparse if k < n else self._everything
 
     @functools.cached_property
     def _clip(self) -> tuple[Transform, ...]:
@@ -118,8 +118,11 @@ class DGC(Chained, name="dgc"):
 
     @functools.cached_property
     def _sparse(self) -> Chain:
-        via = allgather(operators.top_k(self.density, self.selection), self.values)
-        return chain(*self._accumulate(self.masking), via=via)
+        return chain(*self._accumulate(self.masking), via=allgather(self._select, self.values))
+
+    @functools.cached_property
+    def _select(self) -> operators.top_k:
+        return operators.top_k(self.density, self.selection)
 
     @functools.cached_property
     def _everything(self) -> Chain:
@@ -129,4 +132,4 @@ class DGC(Chained, name="dgc"):
     @functools.cached_property
     def _whole(self) -> Chain:
         after = momentum_after_averaging(self.momentum, self.nesterov)
-        return chain(*self._clip, after, via=allreduce())
+        return chain(*self._clip, after, via=allreduce("gradient"))

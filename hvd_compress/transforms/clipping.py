@@ -14,13 +14,16 @@ from hvd_compress.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class clip_by_local_norm(Transform, name="clip_by_local_norm"):
-    """Scale the fresh gradient so that the L2 norm of the rank's whole gradient is at most
-    ``max_norm / sqrt(N)``, before anything is accumulated.
+    """Scale the fresh gradient so that what the rank adds to the common gradient has an L2 norm of
+    at most ``max_norm / sqrt(N)``, over all its tensors, before anything is accumulated.
 
-    The factor N^(-1/2) is the paper's: if the gradients of N ranks are independent, the norm of
-    their sum is sqrt(N) times the norm of one.  ``scale="rank"`` leaves it out, for losses that
-    are averaged rather than summed over ranks.  Where the engine does not know the norm over all
-    tensors (``context.gradient_norm``), the tensor's own norm is taken.
+    ``max_norm`` is the threshold for the common gradient.  The factor N^(-1/2) is the paper's: if
+    the gradients of N ranks are independent, the norm of their sum is sqrt(N) times that of one.
+    The paper adds gradients that were divided by N beforehand.  So where gradients are averaged, a
+    rank adds g / N, and g itself is clipped at ``max_norm * sqrt(N)``; where they are added
+    (``context.sums``), at ``max_norm / sqrt(N)``.  ``scale="rank"`` clips g at ``max_norm``.
+    Where the engine does not know the norm over all tensors (``context.gradient_norm``), the
+    tensor's own norm is taken.
     """
 
     max_norm: float
@@ -41,4 +44,6 @@ class clip_by_local_norm(Transform, name="clip_by_local_norm"):
         limit = self.max_norm
         if self.scale == "sqrt_size":
             limit /= math.sqrt(context.size)
+            if not context.sums:
+                limit *= context.size
         return (x * (limit / norm) if norm > limit else x), state

@@ -77,7 +77,8 @@ def decode_sparse(
     def fail(problem: str) -> PayloadError:
         return PayloadError(
             f"bad payload from {sender}: {problem}. Either the message was damaged on its way, or "
-            "the ranks do not run the same version with the same compression options"
+            "the ranks do not run the same version with the same compression options, or a "
+            "gradient is sparse on some ranks and dense on others (sparse_as_dense=True)"
         )
 
     if frame.size < _HEADER.size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import hvd_compress.torch as hvd
-from hvd_compress.torch import DGC, NoCompression, PayloadError, TopK
+from hvd_compress.torch import DGC, ConfigError, NoCompression, PayloadError, TopK
 from scenarios.common import (
     assert_close,
     assert_same_everywhere,
@@ -98,20 +98,85 @@ def overflow_under_a_grad_scaler() -> None:
             assert torch.equal(a, b)
 
 
-def two_optimizers_one_of_them_scaled() -> None:
-    scaled, unscaled, reference = make_model(), make_model(), make_model()
-    a, b = distribute(sgd(scaled), scaled, SPARSE), distribute(sgd(unscaled), unscaled, SPARSE)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    for step in range(6):
-        a.zero_grad()
-        scaler.scale(loss_of(scaled, hvd.rank(), step)).backward()
-        scaler.step(a)
+def _scaled_steps(model, optimizer, scaler, steps) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, hvd.rank(), step)).backward()
+        scaler.step(optimizer)
         scaler.update()
-        train(unscaled, b, [step])
-    train(reference, distribute(sgd(reference), reference, SPARSE), range(6))
-    for model in (scaled, unscaled):
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
+
+
+def a_scaler_that_is_not_ours_or_not_for_ever() -> None:
+    """Which backward pass is scaled is known, not guessed."""
+    other = make_model()
+    foreign = distribute(sgd(other), other, SPARSE)
+    model, reference = make_model(), make_model()
+    optimizer = distribute(sgd(model), model, SPARSE)
+    train(reference, distribute(sgd(reference), reference, SPARSE), range(12))
+    train(model, optimizer, range(3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for step in range(3, 6):  # another optimizer's scaler turns up
+        _scaled_steps(other, foreign, scaler, [step])
+        train(model, optimizer, [step])
+    _scaled_steps(model, optimizer, scaler, range(6, 8))  # it becomes ours
+    second = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    _scaled_steps(model, optimizer, second, range(8, 10))  # a second one replaces it
+    train(model, optimizer, range(10, 12))  # and scaling ends, while both are alive
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, hvd.rank(), 12)).backward()
+    with raises(ConfigError, "one torch.amp.GradScaler per optimizer"):
+        second.unscale_(optimizer)
+
+
+def a_rank_without_gradients_under_a_grad_scaler() -> None:
+    for explicit in (True, False):
+        for method in (SPARSE, "fp16"):
+            model = make_model()
+            optimizer = distribute(sgd(model), model, method)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+            _scaled_steps(model, optimizer, scaler, range(3))
+            for step in range(3, 6):
+                optimizer.zero_grad()
+                loss = scaler.scale(loss_of(model, hvd.rank(), step))
+                if hvd.rank() == 0:
+                    loss.backward()
+                if explicit:
+                    optimizer.synchronize()
+                if hvd.size() > 1 or hvd.rank() == 0:
+                    scaler.step(optimizer)
+                scaler.update()
+            assert_same_everywhere(model)
+
+
+def loss_scaling_keeps_half_precision_from_underflow() -> None:
+    p = torch.nn.Parameter(torch.zeros(40, 40))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), compression="fp16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler.scale((1e-8 * p).sum()).backward()
+    scaler.step(optimizer)
+    torch.testing.assert_close(p.detach(), torch.full_like(p, -1e-8), rtol=1e-2, atol=0)
+
+
+def a_step_that_was_skipped_by_hand() -> None:
+    """What comes after a synchronize() without a step() is exchanged all the same."""
+    for compression in (SPARSE, NoCompression()):
+        model = make_model()
+        optimizer = distribute(sgd(model), model, compression)
+        loss_of(model, hvd.rank(), 0).backward()
+        optimizer.synchronize()
+        model.zero_grad()
+        if hvd.rank() == 0:  # the others have an empty batch
+            loss_of(model, hvd.rank(), 1).backward()
+        optimizer.step()
+        assert_same_everywhere(model)
+        optimizer.synchronize()
+        for p in model.parameters():
+            p.grad = torch.full_like(p, float(hvd.rank()))
+        if isinstance(compression, NoCompression):
+            optimizer.synchronize()
+            assert model[0].weight.grad.mean() == (hvd.size() - 1) / 2
 
 
 def fused_optimizers_under_a_grad_scaler() -> None:
@@ -210,6 +275,57 @@ def sparse_gradients_stay_sparse_for_sparse_adam() -> None:
                 m[1].zero_grad()
                 _train_words(m, optimizer, [step], ranks)
         assert_close(model, reference, rtol=1e-3)
+
+
+def rows_get_momentum_decay_and_clipping_of_the_method() -> None:
+    everyone = range(hvd.size())
+    for options in (
+        {"momentum": 0.0},  # all momentum is the method's
+        {"momentum": 0.9, "weight_decay": 0.1},
+        {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+    ):
+        for decay in ("separate", "gradient"):
+            model, reference = _embedding(True), _embedding(False)
+            own = None if options["momentum"] else 0.9
+            method = DGC(density=1.0, momentum=own, weight_decay=decay)
+            optimizer = distribute(sgd(model, **options), model, method)
+            _train_words(model, optimizer, range(5), [hvd.rank()])
+            inner = sgd(reference, **{**options, "momentum": 0.9})
+            _train_words(reference, inner, range(5), everyone)
+            assert_close(model, reference)
+    model = _embedding(True)
+    before = [p.detach().clone() for p in model.parameters()]
+    method = DGC(density=1.0, momentum=0.0, clip_norm=1e-3)
+    optimizer = distribute(sgd(model, momentum=0.0, lr=1.0), model, method)
+    _train_words(model, optimizer, range(1), [hvd.rank()])
+    moved = [p.detach() - q for p, q in zip(model.parameters(), before, strict=True)]
+    assert 0 < torch.cat([m.view(-1) for m in moved]).norm() <= 1.001e-3 * hvd.size() ** 0.5
+    assert moved[0].norm() > 0
+
+
+def gradients_that_are_sparse_now_and_dense_then() -> None:
+    for momentum in (0.0, 0.9):
+        model = _embedding(True)
+        optimizer = distribute(sgd(model, momentum=momentum), model, SPARSE)
+        _train_words(model, optimizer, range(2), [hvd.rank()])
+        for _ in range(3):
+            # With momentum the gradient was left dense, and stays so.
+            optimizer.zero_grad(set_to_none=False)
+            _train_words_backward(model)
+            optimizer.step()
+        assert_same_everywhere(model)
+
+
+def sparse_here_and_dense_there_is_an_error() -> None:
+    if hvd.size() == 1:
+        return  # one rank agrees with itself
+    model = _embedding(True)
+    optimizer = distribute(sgd(model), model, DGC(density=0.05, min_size=0))
+    if hvd.rank() == 0:
+        _train_words_backward(model)
+    with raises(PayloadError, "sparse_as_dense=True"):
+        optimizer.step()
+    optimizer.compression.abandon()
 
 
 def a_rank_without_words_sends_no_rows() -> None:

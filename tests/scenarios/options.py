@@ -63,15 +63,17 @@ def op_sum() -> None:
 
 
 def op_sum_does_not_multiply_weight_decay() -> None:
-    model, reference = make_model(), make_model()
-    options = {"lr": 0.01, "weight_decay": 0.1}
-    train(model, distribute(sgd(model, **options), model, DENSE, op=hvd.Sum), range(5))
-    inner = sgd(reference, **options)
-    for step in range(5):
-        inner.zero_grad()
-        sum(loss_of(reference, rank, step) for rank in range(hvd.size())).backward()
-        inner.step()
-    assert_close(model, reference)
+    for decay in ("separate", "gradient"):
+        model, reference = make_model(), make_model()
+        options = {"lr": 0.01, "weight_decay": 0.1}
+        method = DGC(density=1.0, weight_decay=decay)
+        train(model, distribute(sgd(model, **options), model, method, op=hvd.Sum), range(5))
+        inner = sgd(reference, **options)
+        for step in range(5):
+            inner.zero_grad()
+            sum(loss_of(reference, rank, step) for rank in range(hvd.size())).backward()
+            inner.step()
+        assert_close(model, reference)
 
 
 def adasum_is_refused() -> None:
@@ -215,6 +217,19 @@ def frozen_and_unfrozen_parameters() -> None:
     assert_close(model, reference)
 
 
+def freezing_a_member_of_a_group() -> None:
+    for groups in (1, 2):
+        model = make_model()
+        optimizer = distribute(sgd(model, weight_decay=0.01), model, SPARSE, groups=groups)
+        train(model, optimizer, range(3))
+        model[2].weight.requires_grad_(False)
+        model[2].weight.grad = None
+        before = model[2].weight.clone()
+        train(model, optimizer, range(3, 6))
+        assert torch.equal(model[2].weight, before)
+        assert_same_everywhere(model)
+
+
 def tied_weights() -> None:
     def tied():
         torch.manual_seed(0)
@@ -321,10 +336,11 @@ def non_contiguous_gradients() -> None:
 
     for compression in (DENSE, SPARSE):
         model = convolution()
-        optimizer = distribute(sgd(model), model, compression)
+        options = {"weight_decay": 0.01}
+        optimizer = distribute(sgd(model, **options), model, compression)
         plain = torch.nn.Conv2d(8, 16, 3)
         plain.load_state_dict(model.state_dict())
-        other = distribute(sgd(plain), plain, compression)
+        other = distribute(sgd(plain, **options), plain, compression)
         for step in range(4):
             x = torch.randn(
                 2, 8, 6, 6, generator=torch.Generator().manual_seed(hvd.rank() + 10 * step)
@@ -412,6 +428,15 @@ def what_cannot_work_says_what_to_write() -> None:
         distribute(optimizer, model, DGC)
     with raises(ConfigError, "dampening"):
         distribute(sgd(model, dampening=0.1), model, DGC)
+    rmsprop = torch.optim.RMSprop(model.parameters(), momentum=0.9)
+    with raises(ConfigError, "two momenta"):
+        distribute(rmsprop, model, DGC(momentum=0.5))
+    later = hvd.DistributedOptimizer(sgd(model[0]), compression=DGC)
+    with raises(ConfigError, "dampening"):
+        later.add_param_group({"params": model[2].parameters(), "dampening": 0.5})
+    for nonsense in (5, None, {"dgc": 1}):
+        with raises(ConfigError, "no compression method", "dgc:density"):
+            distribute(sgd(model), model, nonsense)
     with raises(ConfigError, "two momenta"):
         distribute(sgd(model), model, DGC(momentum=0.5))
     other = chain(momentum_correction(0.5), error_feedback(), via=allgather(top_k(0.1)))
@@ -421,10 +446,13 @@ def what_cannot_work_says_what_to_write() -> None:
         distribute(sgd(model), model, "dcg")
     with raises(ConfigError, "no option 'densty'", "density"):
         distribute(sgd(model), model, "dgc:densty=0.1")
+    model = make_model()
     by_epoch = distribute(sgd(model), model, DGC(density=hvd.warmup_to(0.01, epochs=4)))
-    loss_of(model, hvd.rank(), 0).square()
     with raises(ConfigError, "set_epoch"):
-        by_epoch.compression.start([model[0].weight])
+        loss_of(model, hvd.rank(), 0).backward()
+    by_epoch.compression.set_epoch(0)
+    train(model, by_epoch, range(1))  # and then it works
+    del optimizer
     complex_model = torch.nn.Linear(4, 4, dtype=torch.complex64)
     bad = distribute(sgd(complex_model), complex_model, DGC)
     complex_model.weight.grad = torch.zeros_like(complex_model.weight)
