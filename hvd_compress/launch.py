@@ -26,7 +26,9 @@ def under_horovodrun(ranks: int, controller: str) -> None:
     command = [horovodrun, f"--{controller}", "-np", str(ranks), "-H", f"localhost:{ranks}"]
     command += [sys.executable, *sys.argv]
     print("$", " ".join(command), flush=True)
-    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    # horovodrun imports TensorFlow, which has much to say.
+    environment |= {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
     # More ranks than cores: who waits must not keep the core busy.
     environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))

@@ -41,26 +41,30 @@ class Run:
 
 
 def table(runs: list[Run]) -> str:
-    """One row a method: accuracy, bytes, ratio and time."""
+    """One row a method: accuracy, bytes of the whole run and of its last epoch, and time."""
+    groups = _by_method(runs)
+    width = max(len("method"), *map(len, groups))
+    seeds = max(map(len, groups.values()))
     header = (
-        f"{'method':<12} {'test accuracy':>18} {'bytes a step':>14} {'ratio':>8}"
-        f" {'last epoch':>12} {'ratio':>8} {'time a step':>12}"
+        f"{'method':<{width}} {'test accuracy':>18} {'sent a step':>12} {'ratio':>7}"
+        f" {'in last epoch':>14} {'ratio':>7} {'time a step':>12}"
     )
     rows = [header, "-" * len(header)]
-    for method, group in _by_method(runs).items():
+    for method, group in groups.items():
         final = [100 * run.accuracies[-1] for run in group]
-        spread = statistics.stdev(final) if len(final) > 1 else 0.0
+        accuracy = f"{statistics.mean(final):.2f} %"
+        if len(final) > 1:
+            accuracy = f"{statistics.mean(final):.2f} +- {statistics.stdev(final):.2f} %"
         dense = group[0].dense_bytes / group[0].steps
         whole = statistics.mean(run.bytes_a_step for run in group)
         late = statistics.mean(run.bytes_a_late_step for run in group)
         milliseconds = statistics.median(1000 * run.seconds / run.steps for run in group)
-        accuracy = f"{statistics.mean(final):.2f} +- {spread:.2f} %"
         rows.append(
-            f"{method:<12} {accuracy:>18} {human_bytes(whole):>14} {dense / whole:>7.1f}x"
-            f" {human_bytes(late):>12} {dense / late:>7.1f}x {milliseconds:>9.1f} ms"
+            f"{method:<{width}} {accuracy:>18} {human_bytes(whole):>12} {dense / whole:>6.1f}x"
+            f" {human_bytes(late):>14} {dense / late:>6.1f}x {milliseconds:>9.1f} ms"
         )
     rows.append(
-        f"{len(next(iter(_by_method(runs).values())))} seeds a method; +- is one standard deviation"
+        f"{seeds} runs a method; +- is one standard deviation" if seeds > 1 else "one run a method"
     )
     return "\n".join(rows)
 

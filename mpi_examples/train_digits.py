@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import time
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from data import cifar10, digits
+from hvd_compress import Compressor, ConfigError, as_compressor, warmup_to
 from hvd_compress.launch import under_horovodrun
 from models import MODELS
 from report import Run, picture, table
@@ -39,7 +42,7 @@ def arguments() -> argparse.Namespace:
         help="methods to compare, such as none fp16 topk dgc:values=float16",
     )
     parser.add_argument(
-        "--density", type=float, default=0.001, help="fraction of elements that sparse methods send"
+        "--density", type=float, default=0.001, help="fraction of elements that dgc and topk send"
     )
     parser.add_argument(
         "--warmup-epochs",
@@ -61,7 +64,16 @@ def arguments() -> argparse.Namespace:
         help="when started without horovodrun",
     )
     parser.add_argument("--output", type=Path, default=Path("results/digits.png"))
-    return parser.parse_args()
+    options = parser.parse_args()
+    for name in ("epochs", "seeds", "batch_size", "ranks"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    for method in options.compression:
+        try:
+            as_compressor(method)
+        except ConfigError as error:
+            parser.error(f"--compression {method}: {error}")
+    return options
 
 
 options = arguments()
@@ -78,6 +90,8 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
     sampler = DistributedSampler(train_set, hvd.size(), hvd.rank(), seed=seed, drop_last=True)
     loader = DataLoader(train_set, options.batch_size, sampler=sampler, drop_last=True)
     images, labels = train_set.tensors
+    if not len(loader):
+        raise SystemExit("no full batch for each rank: use a smaller --batch-size")
     model = MODELS[options.model](tuple(images.shape[1:]), int(labels.max()) + 1)
 
     optimizer = torch.optim.SGD(
@@ -124,11 +138,11 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
     return run
 
 
-def compressor(text: str) -> hvd.Compressor:
-    """A method by name; sparse ones get the density of the command line and a warm-up to it."""
-    method = hvd.as_compressor(text)
-    if hasattr(method, "density") and "density=" not in text:
-        density = hvd.warmup_to(options.density, epochs=options.warmup_epochs)
+def compressor(text: str) -> Compressor:
+    """A method by name; top-k methods get the density of the command line and a warm-up to it."""
+    method = as_compressor(text)
+    if hasattr(method, "selection") and "density=" not in text:
+        density = warmup_to(options.density, epochs=options.warmup_epochs)
         method = dataclasses.replace(method, density=density)
     return method
 
@@ -144,12 +158,15 @@ def main() -> None:
     hvd.init()
     total = options.epochs * options.seeds * len(options.compression)
     bar = tqdm(total=total, unit="epoch", disable=hvd.rank() != 0, ncols=90, mininterval=1)
-    runs = [train(m, seed, bar) for seed in range(options.seeds) for m in options.compression]
+    with logging_redirect_tqdm([logging.getLogger("hvd_compress")]):
+        runs = [train(m, seed, bar) for seed in range(options.seeds) for m in options.compression]
     bar.close()
     if hvd.rank() == 0:
         where = "CIFAR-10" if options.data_dir else "scikit-learn's digits"
         print(f"\n{options.model} on {where}, {hvd.size()} ranks, {options.epochs} epochs\n")
         print(table(runs))
+        if options.epochs <= options.warmup_epochs:
+            print("The warm-up was not over: no epoch ran at the density that was asked for.")
         picture(runs, options.output)
         print(f"\npicture: {options.output.resolve()}")
 

@@ -115,7 +115,7 @@ def test_methods_as_text(text, method):
     [
         ("", "method must be one of"),
         ("gzip", "method must be one of"),
-        ("dgc:0.1", "write dgc:0.1=VALUE"),
+        ("dgc:0.1", "dgc:option=value"),
         ("dgc:ratio=0.1", "dgc has no option 'ratio'"),
         ("dgc:density=high", "density"),
         ("dgc:nesterov=no", "nesterov"),

@@ -36,10 +36,24 @@ def test_digits(tmp_path):
     _, output = jobs.run(command, timeout=180)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert str(picture.resolve()) in output
-    rows = {line.split()[0]: line for line in output.splitlines() if " +- " in line}
+    rows = {line.split()[0]: line for line in output.splitlines() if line.endswith(" ms")}
     assert {"none", "dgc:values=float16", "topk", "randomk", "bf16"} <= rows.keys()
     assert "1.0x" in rows["none"]
     assert "2.0x" in rows["bf16"]
+    assert "100.0x" in rows["randomk"]
+    assert "The warm-up was not over" not in output
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [("--compression", "dcg", "method must be one of"), ("--epochs", "0", "--epochs must be 1")],
+)
+def test_bad_options_are_refused_before_ranks_start(option, value, words):
+    command = [sys.executable, str(DIGITS), option, value]
+    status, output = jobs.run(command, timeout=60, check=False)
+    assert status == 2
+    assert words in output
+    assert "horovodrun" not in output.splitlines()[-1]
 
 
 @pytest.mark.timeout(200)
