@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import logging
 import tempfile
@@ -378,6 +379,7 @@ def alone_momentum_does_not_vanish() -> None:
         assert_close(model, reference)
 
 
+@dataclasses.dataclass(frozen=True)
 class TwoRounds(hvd.Compressor, name="test-two-rounds"):
     """The average, found in two rounds: half of it in each."""
 
@@ -386,9 +388,6 @@ class TwoRounds(hvd.Compressor, name="test-two-rounds"):
 
     def per_rank(self, gradient):
         return frozenset()
-
-    def to_config(self):
-        return {"method": self.name}
 
     def exchange(self, gradient, state, context):
         first = yield Sum(gradient.reshape(-1) / 2)
