@@ -23,3 +23,11 @@ class PayloadError(CompressionError, ValueError):
 
 class SetupError(CompressionError, RuntimeError):
     """Something outside this package is missing: a compiler, Horovod, MPI."""
+
+
+class MismatchError(CompressionError, ValueError):
+    """Ranks make different calls, or the same call with arrays that do not fit together."""
+
+
+class CollectiveTimeout(CompressionError, TimeoutError):  # noqa: N818
+    """Another rank did not answer in time; the communicator cannot be used any more."""

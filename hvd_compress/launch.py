@@ -1,4 +1,4 @@
-"""Start an example as ``python example.py``: it starts itself again under horovodrun."""
+"""Starting: find MPI's files, and start an example as ``python example.py``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from pathlib import Path
 _PREFIX = re.compile(rb"\[(?:\d+,)?\d+\]<std(?:out|err)>: ?")
 # Set by horovodrun, Open MPI's mpirun, MPICH's and Slurm's starters.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+
+
+def find_mpi() -> None:
+    """Open MPI's wheel finds its files under mpirun only; a process started alone needs a hint."""
+    in_environment = (Path(sys.prefix) / "lib" / "libopen-rte.so.40").exists()
+    if in_environment and "OMPI_COMM_WORLD_SIZE" not in os.environ:
+        os.environ.setdefault("OPAL_PREFIX", sys.prefix)
 
 
 def under_horovodrun(ranks: int, controller: str) -> None:

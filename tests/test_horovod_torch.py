@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import jobs
-from scenarios import scenarios
+from scenarios import read, scenarios
 
 MODULES = ["training", "options", "numerics", "state"]
 JOBS = [("alone", 1), ("mpirun", 2), ("mpirun", 3), ("mpirun", 4), ("mpirun", 8), ("gloo", 2)]
@@ -31,7 +31,7 @@ def results(tmp_path_factory):
             run_scenarios(folder, MODULES, controller, ranks)
         except jobs.JobError as error:
             (folder / "failure").write_text(str(error))
-        return [read(folder, rank) for rank in range(ranks)]
+        return [read(folder, rank, NAMES) for rank in range(ranks)]
 
     return run
 
@@ -46,17 +46,6 @@ def run_scenarios(
         # are compared bit by bit.
         env["HOROVOD_FUSION_THRESHOLD"] = "0"
     jobs.run(command, timeout=120 + 30 * ranks, **env)
-
-
-def read(folder: Path, rank: int) -> dict[str, str | None]:
-    log, failure = folder / str(rank), folder / "failure"
-    found = dict(map(json.loads, log.read_text().splitlines())) if log.exists() else {}
-    culprits = [name for name, problem in found.items() if problem]
-    if culprits:
-        ended = f"not run, since {culprits[0]} failed"
-    else:
-        ended = failure.read_text() if failure.exists() else "the job ended early"
-    return {name: found.get(name, ended) for name in NAMES}
 
 
 @pytest.mark.timeout(600)

@@ -11,9 +11,6 @@ is imported too: ``import horovod.torch as hvd; from hvd_compress.torch import D
 from __future__ import annotations
 
 import logging
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 try:
@@ -42,6 +39,7 @@ from hvd_compress.errors import (
     UnboundError,
     UnsupportedError,
 )
+from hvd_compress.launch import find_mpi
 from hvd_compress.schedules import ExponentialWarmup, StagedWarmup, warmup_to
 
 __all__ = [
@@ -63,13 +61,6 @@ __all__ = [
     "as_compressor",
     "warmup_to",
 ]
-
-
-def _find_mpi() -> None:
-    """Open MPI's wheel finds its files under mpirun only; a process started alone needs a hint."""
-    in_environment = (Path(sys.prefix) / "lib" / "libopen-rte.so.40").exists()
-    if in_environment and "OMPI_COMM_WORLD_SIZE" not in os.environ:
-        os.environ.setdefault("OPAL_PREFIX", sys.prefix)
 
 
 def _show_log() -> None:
@@ -96,7 +87,7 @@ def _load_horovod() -> Any:
     return horovod_torch
 
 
-_find_mpi()
+find_mpi()
 _show_log()
 _horovod = _load_horovod()
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 
-def scenarios(module: str) -> dict[str, Callable[[], None]]:
+def scenarios(module: str, package: str = "scenarios") -> dict[str, Callable[[], None]]:
     """The public functions that a module defines and that take no arguments, in their order."""
-    loaded = importlib.import_module(f"scenarios.{module}")
+    loaded = importlib.import_module(f"{package}.{module}")
     return {
         name: function
         for name, function in vars(loaded).items()
@@ -22,3 +24,16 @@ def scenarios(module: str) -> dict[str, Callable[[], None]]:
         and not name.startswith("_")
         and not inspect.signature(function).parameters
     }
+
+
+def read(folder: Path, rank: int, names: Sequence[str]) -> dict[str, str | None]:
+    """What a rank of a job found: a problem or ``None`` by scenario name.  ``folder/failure``, if
+    it is there, says how the job ended."""
+    log, failure = folder / str(rank), folder / "failure"
+    found = dict(map(json.loads, log.read_text().splitlines())) if log.exists() else {}
+    culprits = [name for name, problem in found.items() if problem]
+    if culprits:
+        ended = f"not run, since {culprits[0]} failed"
+    else:
+        ended = failure.read_text() if failure.exists() else "the job ended early"
+    return {name: found.get(name, ended) for name in names}

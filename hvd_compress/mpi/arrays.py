@@ -1,0 +1,157 @@
+"""Arrays that collectives can work on: flat, contiguous, and where MPI can read them.
+
+NumPy arrays and torch tensors in host memory are used in place.  GPU arrays (torch tensors, and
+whatever speaks DLPack or the CUDA array interface) go straight to an MPI that can read GPU memory,
+and through pinned host memory to one that cannot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_compress.errors import ConfigError, UnsupportedError
+
+logger = logging.getLogger("hvd_compress")
+
+#: "bfloat16" is carried as uint16 in host memory, since NumPy has none
+DTYPES = (
+    *("float16", "bfloat16", "float32", "float64"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+)
+
+
+class Flat(NamedTuple):
+    """A user's array as the algorithms see it.
+
+    Attributes:
+        array: 1-D, contiguous: NumPy, or a torch tensor that MPI reads on its device.
+        dtype: one of ``DTYPES``.
+        shape: of the user's array.
+        give_back: called with the finished flat array; returns what the user gets.
+    """
+
+    array: Any
+    dtype: str
+    shape: tuple[int, ...]
+    give_back: Callable[[Any], Any]
+
+
+def flatten(x: Any) -> Flat:
+    """Raises ``UnsupportedError`` for dtypes and arrays that cannot be reduced."""
+    if isinstance(x, np.ndarray | np.generic):
+        return _from_numpy(np.asarray(x))
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return _from_torch(x, torch)
+    if hasattr(x, "__cuda_array_interface__") or hasattr(x, "__dlpack__"):
+        return _from_dlpack(x, torch)
+    raise UnsupportedError(
+        f"cannot reduce {type(x).__module__}.{type(x).__qualname__}: pass a NumPy array, a torch "
+        "tensor, or a GPU array with DLPack"
+    )
+
+
+def _known(name: str) -> str:
+    if name not in DTYPES:
+        raise UnsupportedError(f"cannot reduce {name}: convert it to one of {', '.join(DTYPES)}")
+    return name
+
+
+def _from_numpy(x: np.ndarray) -> Flat:
+    dtype = _known(x.dtype.name)
+    if not x.dtype.isnative:
+        raise UnsupportedError("cannot reduce an array of foreign byte order: x.astype('=f4')")
+    flat = np.ascontiguousarray(x).reshape(-1)
+    bits = flat.view(np.uint16) if dtype == "bfloat16" else flat
+    return Flat(bits, dtype, x.shape, lambda done: done.view(x.dtype).reshape(x.shape))
+
+
+def _from_torch(x: Any, torch: Any) -> Flat:
+    dtype = _known(str(x.dtype).removeprefix("torch."))
+    if x.layout != torch.strided:
+        raise UnsupportedError("cannot reduce a sparse tensor: x.to_dense(), or sparse_allreduce")
+    flat = x.detach().contiguous().view(-1)
+    if flat.device.type == "cpu" and gpu_route() != "direct-always":
+        bits = flat.view(torch.int16) if dtype == "bfloat16" else flat
+        array = bits.numpy().view(np.uint16) if dtype == "bfloat16" else bits.numpy()
+
+        def from_host(done: np.ndarray) -> Any:
+            if dtype == "bfloat16":
+                return torch.from_numpy(done.view(np.int16)).view(torch.bfloat16).view(x.shape)
+            return torch.from_numpy(done).view(x.shape)
+
+        return Flat(array, dtype, tuple(x.shape), from_host)
+    if gpu_route() != "staged":
+        return Flat(flat, dtype, tuple(x.shape), lambda done: done.view(x.shape))
+    host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda)
+    host.copy_(flat)
+    staged = _from_torch(host, torch)
+    return Flat(
+        staged.array,
+        dtype,
+        tuple(x.shape),
+        lambda done: staged.give_back(done).to(x.device).view(x.shape),
+    )
+
+
+def _from_dlpack(x: Any, torch: Any) -> Flat:
+    if not hasattr(x, "__dlpack__") or torch is None:
+        raise UnsupportedError(
+            f"{type(x).__qualname__} on a GPU is reduced by way of torch: import torch before, and "
+            "pass an array with __dlpack__"
+        )
+    flat = _from_torch(torch.from_dlpack(x), torch)
+    library = sys.modules[type(x).__module__.partition(".")[0]]
+
+    def give_back(done: Any) -> Any:
+        return library.from_dlpack(flat.give_back(done))
+
+    return Flat(flat.array, flat.dtype, flat.shape, give_back)
+
+
+def describe(flat: Flat) -> str:
+    """float32[3, 4]"""
+    return f"{flat.dtype}{list(flat.shape)}"
+
+
+@functools.cache
+def gpu_route() -> str:
+    """How GPU arrays travel: "direct" or "staged".
+
+    ``$HVD_COMPRESS_CUDA_AWARE`` forces it: ``1`` direct, ``0`` staged; otherwise MPI is asked.
+    (``always`` sends torch tensors in host memory as tensors too, which is how that path is tested
+    without a GPU.)
+    """
+    forced = os.environ.get("HVD_COMPRESS_CUDA_AWARE", "auto")
+    routes = {"1": "direct", "0": "staged", "always": "direct-always"}
+    if forced in routes:
+        route, reason = routes[forced], "HVD_COMPRESS_CUDA_AWARE says so"
+    elif forced == "auto":
+        route = "direct" if mpi_reads_cuda() else "staged"
+        library = MPI.Get_library_version().split(",")[0].splitlines()[0]
+        reason = f"{library} {'reads' if route == 'direct' else 'does not read'} GPU memory"
+    else:
+        raise ConfigError(f"HVD_COMPRESS_CUDA_AWARE={forced!r}: write 1, 0 or auto")
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and MPI.COMM_WORLD.rank == 0:
+        logger.info("GPU arrays travel %s: %s", route, reason)
+    return route
+
+
+def mpi_reads_cuda() -> bool:
+    """What MPI itself says; Open MPI and MPICH have the same function for it."""
+    try:
+        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support
+    except (OSError, AttributeError):
+        return False
+    query.restype = ctypes.c_int
+    return bool(query())

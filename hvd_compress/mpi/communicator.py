@@ -1,0 +1,229 @@
+"""A communicator of this package's own: a duplicate, tags, a time-out, and a check that all ranks
+make the same calls."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_compress.errors import CollectiveTimeout, ConfigError, MismatchError, SetupError
+from hvd_compress.mpi.work import Algorithm, Message, Wait, Work
+
+logger = logging.getLogger("hvd_compress")
+
+#: tags 0 .. _TAGS - 1 exist in every MPI; one call uses one
+_TAGS = 2**15
+#: bytes of a call's description that ranks compare
+_DESCRIPTION = 192
+
+
+class Communicator:
+    """What every collective of this package runs on.
+
+    Functions take an ``MPI.Comm`` as well, and make one of these for it at their first call, which
+    is therefore collective; :meth:`of` is that step.
+
+    Args:
+        comm: an intracommunicator; ``None`` means ``MPI.COMM_WORLD``.  It is duplicated, so that
+            no message of ours meets one of the caller's.
+        timeout: seconds without any progress after which a call raises ``CollectiveTimeout``;
+            ``$HVD_COMPRESS_TIMEOUT`` or 600.  A warning comes after a tenth of it.
+        checks: for so many calls all ranks compare what they call before they do it, so that a
+            difference in order, shape, dtype or option is an error on every rank and not a hang;
+            ``$HVD_COMPRESS_CHECKS`` or 20, -1 for always.
+
+    Raises:
+        SetupError: MPI was initialised without support for threads.
+
+    Attributes:
+        rank, size: of this process, and number of processes.
+        mpi: the duplicate, an ``MPI.Comm``.
+        bytes_sent: payload of all messages that this rank sent through this package so far.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm | None = None,
+        *,
+        timeout: float | None = None,
+        checks: int | None = None,
+    ) -> None:
+        if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+            raise SetupError(
+                "MPI was initialised for one thread only, and autograd may call from its own: set "
+                'mpi4py.rc.thread_level = "multiple" before mpi4py.MPI is imported'
+            )
+        comm = MPI.COMM_WORLD if comm is None else comm
+        if comm == MPI.COMM_NULL or comm.Is_inter():
+            raise ConfigError(f"comm={comm!r}: an intracommunicator is needed")
+        self.timeout = _number("timeout", timeout, "HVD_COMPRESS_TIMEOUT", 600.0)
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout={self.timeout}: seconds, more than 0")
+        self.patience = self.timeout / 10
+        self.checks = int(_number("checks", checks, "HVD_COMPRESS_CHECKS", 20))
+        self.mpi = comm.Dup()
+        self.mpi.Set_errhandler(MPI.ERRORS_RETURN)
+        self.rank, self.size = self.mpi.rank, self.mpi.size
+        self.bytes_sent = 0
+        self.calls = 0
+        self.cost_model: Any = None  # see cost_model.py
+        self._nodes: Any = None  # see hierarchical.py
+        self._problem: str | None = None
+        self._lost: list[Any] = []
+        _alive.append(self)
+
+    @classmethod
+    def of(cls, comm: MPI.Comm | Communicator | None) -> Communicator:
+        """The one that belongs to an ``MPI.Comm``, made at the first call."""
+        if isinstance(comm, cls):
+            return comm
+        comm = MPI.COMM_WORLD if comm is None else comm
+        if not isinstance(comm, MPI.Comm):
+            raise ConfigError(f"comm={comm!r}: pass an mpi4py.MPI.Comm, or None for all ranks")
+        found: Any = comm.Get_attr(_keyval())
+        if found is None:
+            found = cls(comm)
+            comm.Set_attr(_keyval(), found)
+        return found
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank {self.rank} of {self.size})"
+
+    def free(self) -> None:
+        """Give the duplicate back; a collective."""
+        if self in _alive:
+            _alive.remove(self)
+            if self._problem is None:
+                self.mpi.Free()
+
+    # -- messages ----------------------------------------------------------------------------
+
+    def channel(self, tag: int | None = None) -> Channel:
+        """For the messages of one algorithm.  Ranks open channels in the same order, or name the
+        tag."""
+        if tag is None:
+            tag = self.calls
+            self.calls += 1
+        return Channel(self, tag % _TAGS)
+
+    def run(self, call: str, *algorithms: Algorithm, depth: int = 1) -> list[Any]:
+        """Drive algorithms to their end; their results."""
+        return Work(self, call, algorithms, depth).wait()
+
+    # -- agreement ---------------------------------------------------------------------------
+
+    def agree(self, call: str) -> None:
+        """All ranks are about to make the same ``call``.
+
+        Raises:
+            MismatchError: on every rank, if they are not.
+            CollectiveTimeout: some rank makes no call at all, or the communicator is broken.
+        """
+        if self._problem is not None:
+            raise CollectiveTimeout(f"this communicator is broken: {self._problem}")
+        if self.size == 1 or self.checks == 0:
+            return
+        self.checks -= 1 if self.checks > 0 else 0
+        calls = self.run(call, self._compare(call))[0]
+        if len(set(calls)) > 1:
+            who: dict[str, list[int]] = {}
+            for rank, theirs in enumerate(calls):
+                who.setdefault(theirs, []).append(rank)
+            lines = [f"  rank {', '.join(map(str, r))}: {theirs}" for theirs, r in who.items()]
+            raise MismatchError("the ranks make different calls:\n" + "\n".join(lines))
+
+    def _compare(self, call: str) -> Algorithm:
+        text = call.encode()[:_DESCRIPTION].ljust(_DESCRIPTION)
+        everything = np.empty((self.size, _DESCRIPTION), np.uint8)
+        everything[self.rank] = np.frombuffer(text, np.uint8)
+        channel = self.channel()
+        messages = []
+        for other in others(self.rank, self.size):
+            messages.append(channel.receive(everything[other], other))
+            messages.append(channel.send(everything[self.rank], other))
+        yield Wait(messages, "comparing calls")
+        return [row.tobytes().decode(errors="replace").rstrip() for row in everything]
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def give_up(self, problem: str, lost: list[Any]) -> None:
+        """Nothing can be received reliably any more; ``lost`` still owns buffers that MPI may
+        write to."""
+        self._problem = problem
+        self._lost += lost
+
+
+class Channel:
+    """Messages of one algorithm between its ranks: 1-D contiguous arrays, told apart from other
+    algorithms' by a tag and among themselves by their order."""
+
+    def __init__(self, comm: Communicator, tag: int) -> None:
+        self.comm, self.tag = comm, tag
+        self.rank, self.size = comm.rank, comm.size
+
+    def send(self, array: Any, to: int) -> Message:
+        size = nbytes(array)
+        self.comm.bytes_sent += size
+        request = self.comm.mpi.Isend([array, size, MPI.BYTE], to, self.tag)
+        return Message(request, to, size, incoming=False)
+
+    def receive(self, array: Any, source: int) -> Message:
+        size = nbytes(array)
+        request = self.comm.mpi.Irecv([array, size, MPI.BYTE], source, self.tag)
+        return Message(request, source, size, incoming=True)
+
+
+def nbytes(array: Any) -> int:
+    """Of a NumPy array or a torch tensor."""
+    return array.nbytes if isinstance(array, np.ndarray) else array.numel() * array.element_size()
+
+
+def others(rank: int, size: int) -> list[int]:
+    """All ranks but this one, each rank's list starting elsewhere, so that not all of them send to
+    the same one at once."""
+    return [(rank + i) % size for i in range(1, size)]
+
+
+def _number(option: str, value: float | None, variable: str, default: float) -> float:
+    text = os.environ.get(variable)
+    if value is None and text is not None:
+        try:
+            return float(text)
+        except ValueError:
+            raise ConfigError(f"{variable}={text!r} is not a number") from None
+    return default if value is None else value
+
+
+_alive: list[Communicator] = []
+_keyvals: list[int] = []
+
+
+def _keyval() -> int:
+    if not _keyvals:
+        _keyvals.append(MPI.Comm.Create_keyval(delete_fn=_forget))
+    return _keyvals[0]
+
+
+def _forget(comm: MPI.Comm, keyval: int, ours: Communicator) -> None:
+    if not MPI.Is_finalized():
+        ours.free()
+
+
+@atexit.register
+def _leave() -> None:
+    """MPI_Finalize would wait for ranks that do not answer.  Others may be about to report too,
+    and most launchers end the whole job when the first process goes."""
+    broken = [comm for comm in _alive if comm._problem is not None]
+    if broken:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        logging.shutdown()
+        time.sleep(min(5.0, max(comm.timeout for comm in broken) / 2))
+        os._exit(1)

@@ -1,0 +1,32 @@
+"""MPI's own allreduce, behind the same interface and with the same time-out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpi4py import MPI
+
+from hvd_compress.mpi.communicator import Channel
+from hvd_compress.mpi.reduction import Reduction
+from hvd_compress.mpi.work import Algorithm, Message, Wait
+
+_OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "max": MPI.MAX}
+
+
+def native(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
+    """Reduce the flat ``x`` into ``out``, which may be ``x``.
+
+    The non-blocking form is used, since nothing ends a blocking call whose partner has gone.  MPI
+    knows no half precisions: they are added as float32.
+    """
+    total = out
+    source: Any = x
+    if reduction.widens:
+        total = reduction.scratch(len(x))
+        reduction.widen(x, total)
+    if reduction.widens or x is out:
+        source = MPI.IN_PLACE
+    request = channel.comm.mpi.Iallreduce(source, total, _OPS[reduction.op])
+    yield Wait([Message(request, -1, 0, incoming=False)], "MPI_Iallreduce")
+    if reduction.widens or reduction.op == "mean":
+        reduction.finish(total, out)

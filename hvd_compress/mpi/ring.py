@@ -1,0 +1,55 @@
+"""Ring allreduce: reduce-scatter, then allgather, each rank talking to its two neighbours.
+
+2 (P - 1) rounds; every rank sends 2 n (P - 1) / P, which is the least that an allreduce of n bytes
+can do with (Patarasuk and Yuan, 2009).  Every segment is added up on one path around the ring, so
+all ranks hold the same bits; which order of additions that is depends on the segment.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from hvd_compress.mpi.communicator import Channel
+from hvd_compress.mpi.reduction import Reduction
+from hvd_compress.mpi.work import Algorithm, Wait
+
+
+def segments(n: int, parts: int) -> list[slice]:
+    """``n`` elements in ``parts`` pieces that differ by one element at most."""
+    bounds = [n * i // parts for i in range(parts + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+def ring(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
+    """Reduce the flat ``x`` into ``out``, which may be ``x``."""
+    rank, size = channel.rank, channel.size
+    left, right = (rank - 1) % size, (rank + 1) % size
+    parts = segments(len(x), size)
+    largest = max(part.stop - part.start for part in parts)
+    travelling, arriving = reduction.scratch(largest), reduction.scratch(largest)
+
+    reduction.widen(x[parts[rank]], travelling[: _length(parts[rank])])
+    for step in range(1, size):
+        leaves, comes = parts[(rank - step + 1) % size], parts[(rank - step) % size]
+        taken = arriving[: _length(comes)]
+        messages = [
+            channel.receive(taken, left),
+            channel.send(travelling[: _length(leaves)], right),
+        ]
+        yield Wait(messages, "ring reduce-scatter", (step, size - 1))
+        reduction.combine(taken, x[comes])
+        travelling, arriving = arriving, travelling
+
+    mine = (rank + 1) % size
+    reduction.finish(travelling[: _length(parts[mine])], out[parts[mine]])
+    for step in range(1, size):
+        messages = [
+            channel.receive(out[parts[(mine - step) % size]], left),
+            channel.send(out[parts[(mine - step + 1) % size]], right),
+        ]
+        yield Wait(messages, "ring allgather", (step, size - 1))
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start

@@ -1,0 +1,202 @@
+"""How collectives wait: algorithms are generators that say what they wait for.
+
+An algorithm never blocks.  It starts messages and yields a :class:`Wait`; whoever drives it comes
+back when they are complete.  So one algorithm serves blocking calls, several blocks of one array
+in flight at once, and an engine that works behind the backward pass; and every wait ends, because
+:class:`Work` knows who is waited for and for how long.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+from hvd_compress.errors import CollectiveTimeout, MismatchError
+
+logger = logging.getLogger("hvd_compress")
+
+#: waiting ranks first let others run, and begin to sleep after so many seconds without progress
+_SPIN = 5e-4
+_NAP = 5e-5
+
+
+class Message(NamedTuple):
+    """One message on its way: ``size`` bytes to, or ``incoming`` from, rank ``peer``."""
+
+    request: Any
+    peer: int
+    size: int
+    incoming: bool
+
+
+class Wait:
+    """Messages that an algorithm waits for, and words for the day they do not come.
+
+    Args:
+        messages: of point-to-point exchanges, or requests of MPI's own collectives.
+        phase: "reduce-scatter", say.
+        step: number of the round and of all rounds of the phase, counted from 1.
+    """
+
+    __slots__ = ("messages", "phase", "requests", "statuses", "step")
+
+    def __init__(
+        self, messages: Sequence[Message], phase: str, step: tuple[int, int] = (1, 1)
+    ) -> None:
+        self.messages = messages
+        self.phase = phase
+        self.step = step
+        self.requests = [message.request for message in messages]
+        self.statuses = [MPI.Status() for _ in messages]
+
+    def is_over(self) -> bool:
+        """Whether all messages are through; also moves them on."""
+        try:
+            if not MPI.Request.Testall(self.requests, self.statuses):
+                return False
+        except MPI.Exception as error:
+            raise MismatchError(f"{error}; {self.describe()}") from error
+        for message, status in zip(self.messages, self.statuses, strict=True):
+            if message.incoming and status.Get_count(MPI.BYTE) != message.size:
+                raise MismatchError(
+                    f"rank {message.peer} sent {status.Get_count(MPI.BYTE)} bytes where "
+                    f"{message.size} were expected in {self.phase}: the ranks' arrays differ in "
+                    "shape or dtype, or their calls differ"
+                )
+        return True
+
+    def describe(self) -> str:
+        """Whom this rank waits for, and where in the algorithm."""
+        missing = [m for m in self.messages if not m.request.Test()]
+        sources = sorted({m.peer for m in missing if m.incoming and m.peer >= 0})
+        targets = sorted({m.peer for m in missing if not m.incoming and m.peer >= 0})
+        parts = []
+        if sources:
+            parts.append(f"for a message from {_ranks(sources)}")
+        if targets:
+            parts.append(f"for {_ranks(targets)} to take a message")
+        step, steps = self.step
+        where = self.phase if steps == 1 else f"{self.phase}, round {step} of {steps}"
+        return f"waits {' and '.join(parts) or 'for the other ranks'} ({where})"
+
+
+Algorithm = Generator[Wait, None, Any]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+class Work:
+    """Algorithms under way, up to ``depth`` at once.
+
+    Args:
+        comm: a :class:`hvd_compress.mpi.Communicator`.
+        call: what the user called, for messages.
+        algorithms: started in this order, which must be the same on all ranks.
+        depth: so many at once: while one adds, messages of the others are on the wire.
+    """
+
+    def __init__(
+        self, comm: Any, call: str, algorithms: Iterable[Algorithm], depth: int = 1
+    ) -> None:
+        self.comm, self.call, self._depth = comm, call, depth
+        self.results: list[Any] = []
+        self._waiting: Iterator[tuple[int, Algorithm]] = enumerate(algorithms)
+        self._active: list[tuple[int, Algorithm, Wait]] = []
+        self._fill()
+
+    def _fill(self) -> None:
+        while len(self._active) < self._depth:
+            number, algorithm = next(self._waiting, (0, None))
+            if algorithm is None:
+                return
+            self.results.append(None)
+            self._advance(number, algorithm)
+
+    def _advance(self, number: int, algorithm: Algorithm) -> None:
+        try:
+            wait = next(algorithm)
+        except StopIteration as stop:
+            self.results[number] = stop.value
+        else:
+            self._active.append((number, algorithm, wait))
+
+    def poll(self) -> bool:
+        """Move on what can move; whether anything did."""
+        progress = False
+        for entry in list(self._active):
+            number, algorithm, wait = entry
+            try:
+                is_over = wait.is_over()
+            except MismatchError as error:
+                self.comm.give_up(f"{self.call}: {error}", [self])
+                raise
+            if is_over:
+                progress = True
+                self._active.remove(entry)
+                self._advance(number, algorithm)
+        if progress:
+            self._fill()
+        return progress
+
+    @property
+    def is_over(self) -> bool:
+        return not self._active
+
+    def wait(self) -> list[Any]:
+        """Results of the algorithms, in their order.
+
+        Raises:
+            CollectiveTimeout: nothing moved for ``comm.timeout`` seconds.
+        """
+        wait_for(self.comm, [self])
+        return self.results
+
+    def describe(self) -> str:
+        return self._active[0][2].describe() if self._active else "waits for nothing"
+
+
+def wait_for(comm: Any, works: Sequence[Work]) -> None:
+    """Drive several works to their end, whichever moves first."""
+    last = time.monotonic()
+    warned = False
+    open_works = [work for work in works if not work.is_over]
+    while open_works:
+        moved = [work.poll() for work in open_works]  # all of them, not until the first
+        if any(moved):
+            last = time.monotonic()
+            open_works = [work for work in open_works if not work.is_over]
+            continue
+        idle = time.monotonic() - last
+        if idle < _SPIN:
+            os.sched_yield()
+            continue
+        time.sleep(_NAP)
+        if idle > comm.timeout:
+            _give_up(comm, open_works)
+        if idle > comm.patience and not warned:
+            warned = True
+            logger.warning("%s", _report(comm, open_works[0], comm.patience))
+
+
+def _report(comm: Any, work: Work, seconds: float) -> str:
+    return (
+        f"rank {comm.rank} of {comm.size} on {MPI.Get_processor_name()}: nothing has moved for "
+        f"{seconds:g} s in {work.call}; {work.describe()}"
+    )
+
+
+def _give_up(comm: Any, works: list[Work]) -> None:
+    message = (
+        f"{_report(comm, works[0], comm.timeout)}. That rank or the network to it is down or very "
+        "slow, or it waits elsewhere: look for its own message. A longer time-out: "
+        "HVD_COMPRESS_TIMEOUT=seconds, or Communicator(timeout=...)"
+    )
+    comm.give_up(message, works)
+    raise CollectiveTimeout(message)

@@ -1,0 +1,6 @@
+"""What runs inside MPI jobs, one module a topic: every public function without arguments.
+
+Each is valid for any number of ranks; expectations are computed from rank and size.
+"""
+
+MODULES = ["dense", "agreement"]

@@ -1,0 +1,64 @@
+"""Calls that differ between ranks are errors on all of them; waiting has an end."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from hvd_compress import mpi
+from hvd_compress.errors import ConfigError, MismatchError
+from mpi_scenarios.common import raises, world
+
+
+def differing_calls_are_errors_everywhere() -> None:
+    if world.size == 1:
+        return
+    odd = world.rank == world.size - 1
+    comm = mpi.Communicator(world, timeout=20)
+    with raises(MismatchError, r"float32\[3\]", r"float32\[4\]"):
+        mpi.ring_allreduce(np.ones(4 if odd else 3, np.float32), comm=comm)
+    with raises(MismatchError, "rank 0.*float32", "float64"):
+        mpi.ring_allreduce(np.ones(3, np.float64 if odd else np.float32), comm=comm)
+    with raises(MismatchError, "sum", "max"):
+        mpi.ring_allreduce(np.ones(3), op="max" if odd else "sum", comm=comm)
+    with raises(MismatchError, "ring", "direct"):
+        (mpi.direct_allreduce if odd else mpi.ring_allreduce)(np.ones(3), comm=comm)
+    # And afterwards the communicator still works.
+    assert mpi.ring_allreduce(np.ones(1), comm=comm) == world.size
+    comm.free()
+
+
+def options_are_checked() -> None:
+    for options in ({"timeout": 0}, {"timeout": -1}):
+        with raises(ConfigError, "timeout"):
+            mpi.Communicator(world, **options)
+    with raises(ConfigError, "comm=", "mpi4py"):
+        mpi.ring_allreduce(np.ones(1), comm="world")
+    os.environ["HVD_COMPRESS_TIMEOUT"] = "soon"
+    try:
+        with raises(ConfigError, "HVD_COMPRESS_TIMEOUT", "number"):
+            mpi.Communicator(world)
+    finally:
+        del os.environ["HVD_COMPRESS_TIMEOUT"]
+
+
+def one_communicator_for_each_of_mpis() -> None:
+    assert mpi.Communicator.of(world) is mpi.Communicator.of(None)
+    half = world.Split(world.rank % 2)
+    ours = mpi.Communicator.of(half)
+    assert ours is mpi.Communicator.of(half)
+    assert ours.size == half.size
+    assert mpi.ring_allreduce(np.ones(1), comm=half) == half.size
+    half.Free()
+
+
+def names_are_unique_to_ours() -> None:
+    """Messages of the user's on the same communicator are not ours."""
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    theirs = np.empty(5)
+    request = world.Irecv(theirs, left, 0)
+    assert mpi.ring_allreduce(np.ones(1)) == world.size
+    world.Send(np.full(5, world.rank, float), right, 0)
+    request.Wait()
+    assert (theirs == left).all()

@@ -1,0 +1,41 @@
+"""Arrays that differ by rank, and what must come of them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+FLOATS = ("float16", "float32", "float64")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+def array(rank: int, n: int, dtype: str, seed: int = 0) -> np.ndarray:
+    """What ``rank`` brings; every rank can make everyone's."""
+    generator = np.random.default_rng([seed, rank, n])
+    if "int" in dtype:
+        return generator.integers(0, 100 // world.size, n, dtype)
+    return generator.standard_normal(n).astype(dtype)
+
+
+def arrays(n: int, dtype: str, seed: int = 0) -> list[np.ndarray]:
+    return [array(rank, n, dtype, seed) for rank in range(world.size)]
+
+
+def assert_same_everywhere(*values: Any) -> None:
+    """All ranks hold the same bits."""
+    digest = hashlib.sha256()
+    for value in values:
+        digest.update(np.ascontiguousarray(value).tobytes())
+    digests = world.allgather(digest.hexdigest())
+    assert len(set(digests)) == 1, "ranks hold different bits"
+
+
+def raises(error: type[BaseException], *words: str) -> Any:
+    """``with raises(ConfigError, "dampening")``: the message must contain the words."""
+    import pytest
+
+    return pytest.raises(error, match="(?s)" + ".*".join(words))

@@ -1,0 +1,193 @@
+"""Dense allreduce: every algorithm, dtype and size, against sums that NumPy makes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hvd_compress import mpi
+from hvd_compress.errors import ConfigError, UnsupportedError
+from mpi_scenarios.common import (
+    FLOATS,
+    INTEGERS,
+    array,
+    arrays,
+    assert_same_everywhere,
+    raises,
+    world,
+)
+
+SIZES = (0, 1, 2, world.size, world.size + 1, 1000, 10007)
+CHUNK = 1024  # bytes: several blocks, the last one not full
+
+
+def _algorithms():
+    yield "direct", mpi.direct_allreduce
+    yield "ring", mpi.ring_allreduce
+    yield "binary blocks", mpi.halving_doubling_allreduce
+    yield (
+        "fold",
+        lambda x, **more: mpi.halving_doubling_allreduce(x, remainder="fold", **more),
+    )
+    yield "mpi", lambda x, **more: mpi.allreduce(x, algorithm="mpi", **more)
+
+
+def integers_are_exact() -> None:
+    for _, allreduce in _algorithms():
+        for dtype in INTEGERS:
+            for n in SIZES:
+                mine, everyones = array(world.rank, n, dtype), arrays(n, dtype)
+                total = allreduce(mine, chunk=CHUNK)
+                assert total.dtype == dtype
+                np.testing.assert_array_equal(total, np.sum(everyones, 0, dtype))
+                np.testing.assert_array_equal(
+                    allreduce(mine, op="max", chunk=CHUNK), np.max(everyones, 0)
+                )
+                np.testing.assert_array_equal(mine, everyones[world.rank])  # untouched
+
+
+def floats_are_near_the_exact_sum() -> None:
+    for _, allreduce in _algorithms():
+        for dtype in FLOATS:
+            for n in SIZES:
+                everyones = arrays(n, dtype)
+                exact = np.sum(everyones, 0, np.float64)
+                magnitude = np.sum(np.abs(everyones), 0, np.float64)
+                # Each addition in float32 or float64 rounds once, halves once more at the end.
+                unit = np.finfo("float32" if dtype == "float16" else dtype).eps
+                bound = world.size * unit * magnitude
+                if dtype == "float16":
+                    bound += 2.0**-11 * np.abs(exact) + 2.0**-25
+                for op, scale in (("sum", 1), ("mean", world.size)):
+                    got = allreduce(everyones[world.rank], op=op, chunk=CHUNK)
+                    assert got.dtype == dtype
+                    assert (np.abs(got.astype(np.float64) * scale - exact) <= bound * 1.01).all()
+                    assert_same_everywhere(got)
+                largest = allreduce(everyones[world.rank], op="max", chunk=CHUNK)
+                np.testing.assert_array_equal(largest, np.max(everyones, 0))
+
+
+def bfloat16_is_rounded_once() -> None:
+    for name, allreduce in _algorithms():
+        for n in SIZES:
+            everyones = [torch.from_numpy(x).bfloat16() for x in arrays(n, "float32")]
+            mine = everyones[world.rank]
+            exact = torch.stack([x.double() for x in everyones]).sum(0)
+            magnitude = torch.stack([x.double().abs() for x in everyones]).sum(0)
+            total = allreduce(mine, chunk=CHUNK)
+            assert total.dtype == torch.bfloat16
+            assert total.shape == mine.shape
+            bound = 2.0**-8 * exact.abs() + world.size * 2.0**-23 * magnitude
+            assert ((total.double() - exact).abs() <= bound).all(), name
+            assert_same_everywhere(total.float().numpy())
+            largest = allreduce(mine, op="max", chunk=CHUNK)
+            assert torch.equal(largest, torch.stack(everyones).max(0).values)
+
+
+def direct_adds_in_rank_order() -> None:
+    for dtype in ("float32", "float64"):
+        everyones = arrays(3001, dtype)
+        total = everyones[0].copy()
+        for x in everyones[1:]:
+            total += x
+        got = mpi.direct_allreduce(everyones[world.rank], chunk=CHUNK)
+        assert got.tobytes() == total.tobytes()
+
+
+def in_place_and_into_another_array() -> None:
+    for _, allreduce in _algorithms():
+        for dtype in ("float32", "float16", "int32"):
+            want = allreduce(array(world.rank, 1000, dtype), chunk=CHUNK)
+            x = array(world.rank, 1000, dtype)
+            assert allreduce(x, out=x, chunk=CHUNK) is x
+            np.testing.assert_array_equal(x, want)
+            out = np.empty(1000, dtype)
+            assert allreduce(array(world.rank, 1000, dtype), out=out, chunk=CHUNK) is out
+            np.testing.assert_array_equal(out, want)
+
+
+def shapes_views_and_tensors() -> None:
+    base = array(world.rank, 60, "float32")
+    want = mpi.direct_allreduce(base)
+    for x in (base.reshape(3, 4, 5), np.asfortranarray(base.reshape(6, 10)), base[::2], base[:0]):
+        np.testing.assert_allclose(mpi.direct_allreduce(x).shape, x.shape)
+    view = base.reshape(6, 10).T  # not contiguous
+    np.testing.assert_array_equal(mpi.direct_allreduce(view), want.reshape(6, 10).T)
+    kept = base.copy().reshape(6, 10).T
+    assert mpi.direct_allreduce(kept, out=kept) is kept
+    np.testing.assert_array_equal(kept, want.reshape(6, 10).T)
+    tensor = torch.from_numpy(base.copy()).view(6, 10)
+    total = mpi.direct_allreduce(tensor)
+    assert isinstance(total, torch.Tensor)
+    np.testing.assert_array_equal(total.numpy(), want.reshape(6, 10))
+    weight = torch.nn.Parameter(tensor.clone())
+    assert torch.equal(mpi.direct_allreduce(weight), total)
+    assert mpi.direct_allreduce(tensor, out=tensor) is tensor
+    assert torch.equal(tensor, total)
+    scalar = mpi.direct_allreduce(np.float64(world.rank))
+    assert scalar.shape == ()
+    assert scalar == sum(range(world.size))
+
+
+def nan_and_inf_reach_every_rank() -> None:
+    for _, allreduce in _algorithms():
+        for dtype in FLOATS:
+            x = np.ones(100, dtype)
+            if world.rank == world.size - 1:
+                x[7], x[50] = np.nan, np.inf
+            for op in ("sum", "mean", "max"):
+                got = allreduce(x, op=op, chunk=CHUNK)
+                assert np.isnan(got[7])
+                assert np.isposinf(got[50])
+                assert np.isfinite(np.delete(got, [7, 50])).all()
+
+
+def each_rank_sends_what_the_formula_says() -> None:
+    comm = mpi.Communicator(world, checks=0)
+    p, n = world.size, 64 * world.size
+    for name, allreduce in _algorithms():
+        before = comm.bytes_sent
+        allreduce(np.ones(n, np.float32), comm=comm)
+        sent = comm.bytes_sent - before
+        if name in ("ring", "direct") or (name in ("binary blocks", "fold") and p & (p - 1) == 0):
+            assert sent == 2 * 4 * n * (p - 1) // p, name
+        elif name != "mpi":
+            everything = world.allreduce(sent)
+            assert everything <= (2 * 4 * n * (p - 1) + 2 * 4 * n * p), name
+        if name in ("ring", "binary blocks"):
+            before = comm.bytes_sent
+            allreduce(np.ones(n, np.float16), comm=comm)
+            if p & (p - 1) == 0 or name == "ring":  # partial sums travel as float32
+                assert comm.bytes_sent - before == (4 + 2) * n * (p - 1) // p, name
+    comm.free()
+
+
+def auto_gives_the_sum_and_chooses_alike() -> None:
+    for n in (1, 1000, 100000):
+        x = arrays(n, "float32")
+        got = mpi.allreduce(x[world.rank])
+        np.testing.assert_allclose(got, np.sum(x, 0), rtol=1e-4, atol=1e-4)
+        assert_same_everywhere(got)
+
+
+def refusals_name_the_way_out() -> None:
+    with raises(ConfigError, "algorithm='tree'", "ring"):
+        mpi.allreduce(np.ones(3), algorithm="tree")
+    with raises(ConfigError, "op='min'", "sum"):
+        mpi.ring_allreduce(np.ones(3), op="min")
+    with raises(UnsupportedError, "mean of int32", "sum"):
+        mpi.ring_allreduce(np.ones(3, np.int32), op="mean")
+    with raises(UnsupportedError, "complex128", "convert"):
+        mpi.ring_allreduce(np.ones(3, complex))
+    with raises(UnsupportedError, "list", "NumPy"):
+        mpi.ring_allreduce([1.0, 2.0])
+    with raises(UnsupportedError, "byte order"):
+        mpi.ring_allreduce(np.ones(3, ">f4"))
+    with raises(UnsupportedError, "sparse"):
+        mpi.ring_allreduce(torch.eye(3).to_sparse())
+    with raises(ConfigError, "out is", "alike"):
+        mpi.ring_allreduce(np.ones(3), out=np.ones(4))
+    with raises(ConfigError, "remainder", "fold"):
+        mpi.halving_doubling_allreduce(np.ones(3), remainder="tree")
+    with raises(ConfigError, "chunk"):
+        mpi.ring_allreduce(np.ones(3), chunk=1)
