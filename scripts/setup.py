@@ -5,6 +5,7 @@ The steps are skipped as long as nothing they depend on has changed.
 
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+MPICH = VENV / "mpich"
 STAMP = VENV / "setup.stamp"
 LOG = VENV / "setup.log"
 OLDEST, NEWEST = (3, 10), (3, 13)
@@ -48,17 +50,23 @@ def main() -> None:
 
     if not usable:
         base = getattr(sys, "_base_executable", sys.executable)
-        say("1/4", f".venv for Python {version()}")
+        say("1/5", f".venv for Python {version()}")
         done = subprocess.run([base, "-m", "venv", "--clear", str(VENV)], capture_output=True)
         if done.returncode:
             fail("no virtual environment: install python3-venv, or another Python: make PYTHON=...")
     LOG.write_text("")
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
     pip += ["--constraint", "constraints.txt"]
-    logged("2/4", "PyTorch", [*pip, "torch"])
+    logged("2/5", "PyTorch", [*pip, "torch"])
     extras = "torch,tensorflow,horovod,examples,dev"
-    logged("3/4", "hvd_compress and all it needs", [*pip, "--editable", f".[{extras}]"])
-    say("4/4", "Horovod")
+    logged("3/5", "hvd_compress and all it needs", [*pip, "--editable", f".[{extras}]"])
+    if not mpich_is_installed():
+        # In a folder of its own: the programs of both MPIs have the same names.  pip would only
+        # lay a new version over the old one there.
+        shutil.rmtree(MPICH, ignore_errors=True)
+        apart = ["--no-deps", "--ignore-installed", "--prefix", str(MPICH)]
+        logged("4/5", "MPICH beside Open MPI, for the tests", [*pip, *apart, "mpich"])
+    say("5/5", "Horovod")
     command = [str(VENV / "bin" / "hvd-compress"), "install-horovod"]
     if subprocess.run(command, cwd=ROOT).returncode:
         sys.exit(1)
@@ -70,6 +78,12 @@ def digest_of_inputs() -> str:
     for name in INPUTS:
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
+
+
+def mpich_is_installed() -> bool:
+    """The pinned version is there, to its last file; jobs may be running on it."""
+    pinned = re.search(r"^mpich==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    return any(MPICH.glob(f"lib/python*/site-packages/mpich-{pinned}.dist-info/RECORD"))
 
 
 def version() -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 BIN = Path(sys.executable).parent
 TESTS = Path(__file__).resolve().parent
+# Beside Open MPI, whose programs have the same names: see scripts/setup.py.
+MPICH = Path(sys.prefix) / "mpich"
 
 
 class JobError(AssertionError):
@@ -19,7 +21,12 @@ class JobError(AssertionError):
 
 
 def environment(**more: str) -> dict[str, str]:
-    return os.environ | {
+    return os.environ | settings(**more)
+
+
+def settings(**more: str) -> dict[str, str]:
+    """The variables that jobs have beyond those of this process, or with other values."""
+    return {
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "PYTHONPATH": str(TESTS),
         "PYTHONUNBUFFERED": "1",
@@ -41,7 +48,24 @@ def launcher(ranks: int, controller: str) -> list[str]:
         return []
     if controller == "mpirun":
         return ["mpirun", "--oversubscribe", "--bind-to", "none", "--tag-output", "-np", str(ranks)]
+    if controller == "mpich":
+        return [str(MPICH / "bin" / "mpiexec"), "-prepend-rank", "-n", str(ranks)]
     return ["horovodrun", f"--{controller}", "-np", str(ranks), "-H", f"localhost:{ranks}"]
+
+
+def variables(controller: str) -> dict[str, str]:
+    """What ``run`` needs beside ``launcher``: the library for mpi4py, if it is not Open MPI's."""
+    if controller == "mpich":
+        return {"MPI4PY_LIBMPI": str(MPICH / "lib" / "libmpi.so.12")}
+    return {}
+
+
+def mpich_missing() -> str | None:
+    """Why jobs cannot run under MPICH, with the command that helps, or None if they can."""
+    if (MPICH / "bin" / "mpiexec").exists():
+        return None
+    command = f"pip install --no-deps --ignore-installed --prefix {MPICH} mpich"
+    return f"MPICH is not installed: make setup, or {command}"
 
 
 def run(
@@ -64,17 +88,18 @@ def run(
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            _kill(process)
+            kill(process)
             output, _ = process.communicate()
             raise JobError(f"no end after {timeout} s: {command}\n{_tail(output)}") from None
         finally:
-            _kill(process)
+            kill(process)
     if check and process.returncode:
         raise JobError(f"exit status {process.returncode}: {command}\n{_tail(output)}")
     return process.returncode, output
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def kill(process: subprocess.Popen[str]) -> None:
+    """Kill a command that was started in a session of its own, with all it started there."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
