@@ -45,11 +45,18 @@ def reply_to(requests: Sequence[Any]) -> Any:
         for request in requests[1:]:
             result = xp.maximum(result, request.array)
         return result
-    # Like a good allreduce: the wire type between ranks, the array's own type for adding.
-    result = xp.round_to(first.array, first.wire)
-    for request in requests[1:]:
-        result = result + xp.round_to(request.array, first.wire)
-    return xp.round_to(result, first.wire)
+    if first.wire is None:
+        result = first.array
+        for request in requests[1:]:
+            result = result + request.array
+        return result
+    # Like a good allreduce: the wire type between ranks, float32 for adding.
+    dtype = xp.dtype(first.array)
+    parts = [xp.cast(xp.round_to(request.array, first.wire), "float32") for request in requests]
+    result = parts[0]
+    for part in parts[1:]:
+        result = result + part
+    return xp.cast(xp.round_to(result, first.wire), dtype)
 
 
 def run(exchanges: Sequence[Exchange]) -> list[Outcome]:

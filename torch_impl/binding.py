@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from hvd_compress.base import Compressor, Context, Sparse, State
+from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.stats import Record, Stats
 from hvd_compress.torch import backend
 from hvd_compress.torch.amp import running_scale
-from hvd_compress.torch.engine import HorovodEngine, LocalEngine
 from hvd_compress.torch.rows import exchange_rows
 from hvd_compress.transforms import momentum_after_averaging
 
@@ -45,11 +45,14 @@ class Binding:
     Args:
         optimizer: made by Horovod's factory, around the user's class.
         method: the compression method.
-        hvd: the module ``horovod.torch``.
+        hvd: the module ``horovod.torch``, or another with its functions.
         sums: the user asked for ``op=Sum``.
+        engine: carries exchanges between the ranks.
     """
 
-    def __init__(self, optimizer: Any, method: Compressor, hvd: Any, sums: bool) -> None:
+    def __init__(
+        self, optimizer: Any, method: Compressor, hvd: Any, sums: bool, engine: Engine
+    ) -> None:
         self.method = method
         self.epoch: int | None = None
         self.step = 0
@@ -74,9 +77,7 @@ class Binding:
         self._deferred: list[list[torch.nn.Parameter]] = []
         self._gradient_norm: float | None = None
         self._local = LocalEngine()
-        self._horovod = HorovodEngine(
-            hvd, optimizer.process_set, optimizer.gradient_predivide_factor
-        )
+        self._shared = engine
         self.takes_optimizer_momentum = self._check_momentum()
         method.bind(self)
 
@@ -108,10 +109,10 @@ class Binding:
     # -- the exchange ------------------------------------------------------------------------
 
     @property
-    def engine(self) -> HorovodEngine | LocalEngine:
-        """Horovod, or a world of one where Horovod would not reduce."""
+    def engine(self) -> Engine:
+        """Between ranks, or in a world of one where Horovod would not reduce."""
         included = self._optimizer.process_set.included()
-        return self._horovod if included and self._horovod.size > 1 else self._local
+        return self._shared if included and self._shared.size > 1 else self._local
 
     def start(self, parameters: Iterable[torch.nn.Parameter], in_backward: bool = False) -> None:
         """Exchange the gradients of one parameter, or of a group; never waits."""
@@ -180,7 +181,7 @@ class Binding:
         """Forget what is under way: the collectives failed, or a checkpoint was loaded."""
         self._in_flight.clear()
         self._deferred.clear()
-        self._horovod.abandon()
+        self._shared.abandon()
         self._local.abandon()
         self._scale = None
         self._complete.clear()

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from hvd_compress.base import Compressor
+from hvd_compress.engines import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import as_compressor
 from hvd_compress.torch import checkpoint
 from hvd_compress.torch.binding import Binding, check_group, reset_hooks
+from hvd_compress.torch.engine import HorovodEngine
 
 
 class CompressedOptimizer(abc.ABC):  # noqa: B024
@@ -38,8 +40,11 @@ def is_ours(compression: Any) -> bool:
     return isinstance(compression, Compressor | str)
 
 
-def wrap_factory(hvd: Any, factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Horovod's ``DistributedOptimizer`` that understands this package's compressors as well."""
+def wrap_factory(
+    hvd: Any, factory: Callable[..., Any], engine: Callable[..., Engine] = HorovodEngine
+) -> Callable[..., Any]:
+    """Horovod's ``DistributedOptimizer``, or one like it, that takes this package's compressors as
+    well; ``engine`` is called with ``hvd``, the process set and the predivide factor."""
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)
@@ -58,7 +63,8 @@ def wrap_factory(hvd: Any, factory: Callable[..., Any]) -> Callable[..., Any]:
         inner = call.arguments["optimizer"]
         optimizer.state.update(inner.state)
         optimizer.defaults = inner.defaults
-        _take_over(optimizer, method, hvd, sums=call.arguments["op"] == hvd.Sum)
+        shared = engine(hvd, optimizer.process_set, optimizer.gradient_predivide_factor)
+        _take_over(optimizer, method, hvd, call.arguments["op"] == hvd.Sum, shared)
         return optimizer
 
     DistributedOptimizer.__wrapped_by_hvd_compress__ = True  # type: ignore[attr-defined]
@@ -86,14 +92,14 @@ def _check(hvd: Any, options: dict[str, Any], method: Compressor) -> None:
         check_group(method, options["optimizer"], group)
 
 
-def _take_over(optimizer: Any, method: Compressor, hvd: Any, sums: bool) -> None:
+def _take_over(optimizer: Any, method: Compressor, hvd: Any, sums: bool, engine: Engine) -> None:
     cls = type(optimizer)
     CompressedOptimizer.register(cls)
     cls._user_class = cls.__bases__[0]
     cls._horovod_load_state_dict = cls.load_state_dict
     for function in _METHODS:
         setattr(cls, function.__name__, function)
-    optimizer.compression = Binding(optimizer, method, hvd, sums)
+    optimizer.compression = Binding(optimizer, method, hvd, sums, engine)
     bound_optimizers.add(optimizer)
     checkpoint.adopt_momentum_buffers(optimizer)
     if not optimizer._grad_accs:

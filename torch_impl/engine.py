@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvd_compress import lockstep
-from hvd_compress.base import Exchange, Gather, Max, Outcome, Request, Sum
+from hvd_compress.base import Exchange, Gather, Max, Outcome, Request
+from hvd_compress.engines import LENGTH, payload_bytes
 from hvd_compress.errors import PayloadError
 from hvd_compress.stats import Record
-
-_LENGTH = 8  # bytes before a message of any size
 
 
 class _Op(NamedTuple):
@@ -52,45 +50,6 @@ class _Traveller:
 class _Flight:
     travellers: list[_Traveller]
     waiting: list[tuple[int, list[_Traveller]]] = dataclasses.field(default_factory=list)
-
-
-class LocalEngine:
-    """A world of one: every request is its own answer."""
-
-    rank, size = 0, 1
-
-    def __init__(self) -> None:
-        self._outcomes: dict[str, Outcome] = {}
-
-    def start(self, exchanges: dict[str, tuple[Exchange, Record]]) -> None:
-        for name, (exchange, record) in exchanges.items():
-            self._outcomes[name] = lockstep.run([_counted(exchange, record)])[0]
-
-    def finish(self) -> dict[str, Outcome]:
-        outcomes, self._outcomes = self._outcomes, {}
-        return outcomes
-
-    def abandon(self) -> None:
-        self._outcomes.clear()
-
-
-def _counted(exchange: Exchange, record: Record) -> Exchange:
-    """Count what would be sent; alone, nothing is received."""
-    reply = None
-    while True:
-        try:
-            request = exchange.send(reply)
-        except StopIteration as stop:
-            return stop.value
-        record.bytes_sent += _payload_bytes(request)
-        reply = yield request
-
-
-def _payload_bytes(request: Request) -> int:
-    if isinstance(request, Gather):
-        return request.payload.numel() + (0 if request.equal_sizes else _LENGTH)
-    wire = getattr(torch, request.wire) if isinstance(request, Sum) and request.wire else None
-    return request.array.numel() * (wire or request.array.dtype).itemsize
 
 
 class HorovodEngine:
@@ -189,11 +148,11 @@ class HorovodEngine:
             number += 1
 
     def _carry(self, request: Request, name: str, record: Record) -> Generator[_Op, Any, Any]:
-        sent = _payload_bytes(request)
+        sent = payload_bytes(request)
         record.bytes_sent += sent
         if isinstance(request, Gather):
             parts = yield from self._gather(request, name)
-            lengths = 0 if request.equal_sizes else _LENGTH * self.size
+            lengths = 0 if request.equal_sizes else LENGTH * self.size
             record.bytes_received += sum(part.numel() for part in parts) + lengths - sent
             return parts
         record.bytes_received += sent
@@ -235,10 +194,10 @@ def _split_by_length(everything: torch.Tensor, size: int) -> list[torch.Tensor]:
     """Undo the concatenation of messages that start with their length (int64)."""
     parts, start = [], 0
     for rank in range(size):
-        head = everything[start : start + _LENGTH]
+        head = everything[start : start + LENGTH]
         length = int.from_bytes(bytes(head.tolist()), "little", signed=True)
-        start += _LENGTH
-        if head.numel() != _LENGTH or not 0 <= length <= everything.numel() - start:
+        start += LENGTH
+        if head.numel() != LENGTH or not 0 <= length <= everything.numel() - start:
             raise PayloadError(
                 f"the message of rank {rank} starts with a length of {length}, which cannot be: it "
                 "was damaged, or the parameter's gradient is sparse on some ranks and dense on "

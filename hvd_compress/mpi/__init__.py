@@ -29,10 +29,14 @@ from hvd_compress.mpi.allreduce import (
 )
 from hvd_compress.mpi.communicator import Communicator
 from hvd_compress.mpi.cost_model import CostModel, measure
+from hvd_compress.mpi.engine import MpiEngine
+from hvd_compress.mpi.reducer import Reducer
 
 __all__ = [
     "Communicator",
     "CostModel",
+    "MpiEngine",
+    "Reducer",
     "allreduce",
     "direct_allreduce",
     "halving_doubling_allreduce",

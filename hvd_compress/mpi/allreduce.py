@@ -12,7 +12,7 @@ from mpi4py import MPI
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi import cost_model
 from hvd_compress.mpi.arrays import Flat, describe, flatten
-from hvd_compress.mpi.communicator import Communicator, nbytes
+from hvd_compress.mpi.communicator import Channel, Communicator, nbytes
 from hvd_compress.mpi.direct import direct
 from hvd_compress.mpi.halving_doubling import REMAINDERS, halving_doubling
 from hvd_compress.mpi.native import native
@@ -142,8 +142,10 @@ def start(
     out: Any,
     op: str,
     chunk: int = CHUNK,
+    channel: Callable[[], Channel] | None = None,
 ) -> Work:
-    """The allreduce of a flat array as work under way."""
+    """The allreduce of a flat array as work under way; ``channel`` opens one for each block."""
+    channel = channel or comm.channel
     x, reduce = flat.array, reduction(op, flat, comm.size)
     if comm.size == 1 and out is not x:
         out[:] = x
@@ -161,7 +163,7 @@ def start(
         call,
         [
             # A view of its own is not the same object, but in place is in place.
-            algorithm(comm.channel(), part := x[block], part if out is x else out[block], reduce)
+            algorithm(channel(), part := x[block], part if out is x else out[block], reduce)
             for block in blocks
         ],
         DEPTH,

@@ -18,8 +18,8 @@ from hvd_compress.mpi.work import Algorithm, Message, Wait, Work
 
 logger = logging.getLogger("hvd_compress")
 
-#: tags 0 .. _TAGS - 1 exist in every MPI; one call uses one
-_TAGS = 2**15
+#: as many tags as are used at most; every MPI has 2**15
+_TAGS = 2**22
 #: bytes of a call's description that ranks compare
 _DESCRIPTION = 192
 
@@ -45,6 +45,7 @@ class Communicator:
     Attributes:
         rank, size: of this process, and number of processes.
         mpi: the duplicate, an ``MPI.Comm``.
+        tags: number of tags that are used in turn, one for each algorithm under way.
         bytes_sent: payload of all messages that this rank sent through this package so far.
     """
 
@@ -71,6 +72,8 @@ class Communicator:
         self.mpi = comm.Dup()
         self.mpi.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.size = self.mpi.rank, self.mpi.size
+        largest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        self.tags = min(largest + 1, _TAGS)
         self.bytes_sent = 0
         self.calls = 0
         self.cost_model: Any = None  # see cost_model.py
@@ -111,7 +114,7 @@ class Communicator:
         if tag is None:
             tag = self.calls
             self.calls += 1
-        return Channel(self, tag % _TAGS)
+        return Channel(self, tag % self.tags)
 
     def run(self, call: str, *algorithms: Algorithm, depth: int = 1) -> list[Any]:
         """Drive algorithms to their end; their results."""
@@ -152,6 +155,11 @@ class Communicator:
         return [row.tobytes().decode(errors="replace").rstrip() for row in everything]
 
     # -- the end -----------------------------------------------------------------------------
+
+    @property
+    def is_broken(self) -> bool:
+        """A call has timed out, so that later ones cannot work."""
+        return self._problem is not None
 
     def give_up(self, problem: str, lost: list[Any]) -> None:
         """Nothing can be received reliably any more; ``lost`` still owns buffers that MPI may

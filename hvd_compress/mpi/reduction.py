@@ -59,16 +59,14 @@ class Reduction:
                 np.add(partial, other, out=partial)
 
     def _as_number(self, x: Any) -> Any:
-        if self.dtype == "bfloat16":  # the upper half of a float32
-            return np.left_shift(x, 16, dtype=np.uint32).view(np.float32)
-        return x
+        return from_bfloat16(x) if self.dtype == "bfloat16" else x
 
     def finish(self, partial: Any, out: Any) -> None:
         """Partial results over all ranks become the result."""
         if self.op == "mean":
             np.divide(partial, self.size, out=partial)
         if self.dtype == "bfloat16":
-            out[:] = _to_bfloat16(partial)
+            out[:] = to_bfloat16(partial)
         else:
             with np.errstate(over="ignore", invalid="ignore"):
                 out[:] = partial
@@ -128,7 +126,12 @@ def reduction(op: str, flat: Flat, size: int) -> Reduction:
     return DeviceReduction(op, flat.dtype, size, flat.array)
 
 
-def _to_bfloat16(x: np.ndarray) -> np.ndarray:
+def from_bfloat16(x: np.ndarray) -> np.ndarray:
+    """The bits of bfloat16 are the upper half of those of float32."""
+    return np.left_shift(x, 16, dtype=np.uint32).view(np.float32)
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
     """float32 to the bits of bfloat16, to nearest even; NaN stays NaN."""
     bits = x.view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16

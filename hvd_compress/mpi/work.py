@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from mpi4py import MPI
 
@@ -162,8 +162,21 @@ class Work:
         return self._active[0][2].describe() if self._active else "waits for nothing"
 
 
-def wait_for(comm: Any, works: Sequence[Work]) -> None:
-    """Drive several works to their end, whichever moves first."""
+class Job(Protocol):
+    """What can be driven: a :class:`Work`, or several in a row."""
+
+    call: str
+
+    def poll(self) -> bool: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def describe(self) -> str: ...
+
+
+def wait_for(comm: Any, works: Sequence[Job]) -> None:
+    """Drive several jobs to their end, whichever moves first."""
     last = time.monotonic()
     warned = False
     open_works = [work for work in works if not work.is_over]
@@ -185,14 +198,14 @@ def wait_for(comm: Any, works: Sequence[Work]) -> None:
             logger.warning("%s", _report(comm, open_works[0], comm.patience))
 
 
-def _report(comm: Any, work: Work, seconds: float) -> str:
+def _report(comm: Any, work: Job, seconds: float) -> str:
     return (
         f"rank {comm.rank} of {comm.size} on {MPI.Get_processor_name()}: nothing has moved for "
         f"{seconds:g} s in {work.call}; {work.describe()}"
     )
 
 
-def _give_up(comm: Any, works: list[Work]) -> None:
+def _give_up(comm: Any, works: list[Job]) -> None:
     message = (
         f"{_report(comm, works[0], comm.timeout)}. That rank or the network to it is down or very "
         "slow, or it waits elsewhere: look for its own message. A longer time-out: "

@@ -3,4 +3,4 @@
 Each is valid for any number of ranks; expectations are computed from rank and size.
 """
 
-MODULES = ["dense", "agreement"]
+MODULES = ["dense", "agreement", "training"]

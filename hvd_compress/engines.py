@@ -1,0 +1,85 @@
+"""What engines have in common, and the engine of a world of one.
+
+An engine carries exchanges.  ``start`` submits the first round of some and never waits for other
+ranks, so it may be called from autograd hooks; ``finish`` brings everything in and returns the
+outcomes by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from hvd_compress import lockstep
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Exchange, Gather, Outcome, Request, Sum
+from hvd_compress.stats import Record
+
+#: bytes of a message's length, where it travels
+LENGTH = 8
+
+
+class Engine(Protocol):
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def start(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> None:
+        """Submit the first round of exchanges by name, each with the record that counts it."""
+
+    def finish(self) -> dict[str, Outcome]:
+        """Outcomes by name of everything that was started."""
+
+    def abandon(self) -> None:
+        """Forget what is under way, after a failure."""
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element, by NumPy's names and "bfloat16"."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+def payload_bytes(request: Request) -> int:
+    """What a rank hands over for a request, the length of a message of any size included."""
+    if isinstance(request, Gather):
+        size = backend_of(request.payload).size(request.payload)
+        return size + (0 if request.equal_sizes else LENGTH)
+    xp = backend_of(request.array)
+    wire = (isinstance(request, Sum) and request.wire) or xp.dtype(request.array)
+    return xp.size(request.array) * itemsize(wire)
+
+
+class LocalEngine:
+    """A world of one: every request is its own answer."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self._outcomes: dict[str, Outcome] = {}
+
+    def start(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> None:
+        for name, (exchange, record) in exchanges.items():
+            self._outcomes[name] = lockstep.run([_counted(exchange, record)])[0]
+
+    def finish(self) -> dict[str, Outcome]:
+        outcomes, self._outcomes = self._outcomes, {}
+        return outcomes
+
+    def abandon(self) -> None:
+        self._outcomes.clear()
+
+
+def _counted(exchange: Exchange, record: Record) -> Exchange:
+    """Count what would be sent; alone, nothing is received."""
+    reply = None
+    while True:
+        try:
+            request = exchange.send(reply)
+        except StopIteration as stop:
+            return stop.value
+        record.bytes_sent += payload_bytes(request)
+        reply = yield request

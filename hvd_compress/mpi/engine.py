@@ -1,0 +1,343 @@
+"""Carries exchanges over mpi4py, in buckets that leave while backward goes on.
+
+``start`` runs an exchange up to its first request, which is where the compression is done, and
+puts it into its bucket; a full bucket leaves at once, all its payloads in a few messages.  Every
+further ``start`` also moves on what is on its way.  ``finish`` sends what has not left yet and
+waits.  A bucket whose round is over goes on with its next round by itself, so several rounds need
+not wait for each other.
+
+Which tensors make a bucket is decided after the first step, from the order in which their
+gradients became ready on rank 0.  Buckets leave in the same order on all ranks, each round with
+tags of its own, so it does not matter in which order gradients become ready on the others.
+
+Sums are added in the order of the ranks and half precisions in float32: results are those of the
+lockstep world, bit for bit, however tensors are put into buckets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Exchange, Gather, Max, Outcome, Request
+from hvd_compress.engines import LENGTH, payload_bytes
+from hvd_compress.errors import ConfigError, PayloadError
+from hvd_compress.mpi.allreduce import CHUNK, start
+from hvd_compress.mpi.arrays import Flat
+from hvd_compress.mpi.communicator import Channel, Communicator, others
+from hvd_compress.mpi.direct import direct
+from hvd_compress.mpi.reduction import from_bfloat16, to_bfloat16
+from hvd_compress.mpi.work import Algorithm, Wait, Work, wait_for
+from hvd_compress.stats import Record
+
+#: tags of one bucket, and of one of its rounds; a round opens fewer channels than it has tags
+_TAGS, _ROUND = 1024, 256
+#: a bucket leaves when the gradients in it have that many bytes, uncompressed
+BUCKET_BYTES = 8 * 2**20
+#: channels that one sum may open
+_BLOCKS = 24
+
+
+class _Traveller:
+    """One exchange: its request under way, or its outcome."""
+
+    def __init__(self, name: str, exchange: Exchange, record: Record) -> None:
+        self.name, self._exchange, self.record = name, exchange, record
+        self.request: Request | None = None
+        self.outcome: Outcome | None = None
+        self.advance(None)
+
+    def advance(self, reply: Any) -> None:
+        try:
+            self.request = self._exchange.send(reply)
+        except StopIteration as stop:
+            self.request, self.outcome = None, stop.value
+        else:
+            self.record.bytes_sent += payload_bytes(self.request)
+
+
+class MpiEngine:
+    """Exchanges over a communicator, of which it makes a duplicate: a collective.
+
+    Args:
+        comm: ``None`` for all ranks.
+        predivide: sums are scaled by 1 / predivide before and by predivide after adding.
+        bucket_bytes: a bucket leaves when the gradients in it have that many bytes, uncompressed.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm | Communicator | None = None,
+        *,
+        predivide: float = 1.0,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes={bucket_bytes}: at least 1")
+        parent = Communicator.of(comm)
+        self.comm = Communicator(parent.mpi, timeout=parent.timeout, checks=parent.checks)
+        self.predivide = predivide
+        self._bucket_bytes = bucket_bytes
+        self._plan: list[tuple[str, ...]] = []
+        self._flights: list[_Flight] = []
+        self._launched = 0  # flights ever
+        self._next = 0  # bucket of the plan
+        self._ready: dict[str, _Traveller] = {}  # in the order of their arrival
+        self._arrival: list[str] = []
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        return self.comm.size
+
+    def start(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> None:
+        for name, (exchange, record) in exchanges.items():
+            self._ready[name] = _Traveller(name, exchange, record)
+            self._arrival.append(name)
+        while self._next < len(self._plan) and self._ready.keys() >= set(self._plan[self._next]):
+            self._launch(self._plan[self._next])
+            self._next += 1
+        self.poll()
+
+    def poll(self) -> None:
+        """Move on what is on its way, without waiting."""
+        for flight in self._flights:
+            flight.poll()
+
+    def finish(self) -> dict[str, Outcome]:
+        names = sorted(self._arrival)
+        text = ",".join(names)
+        self.comm.agree(f"step with {len(names)} tensors ({zlib.crc32(text.encode()):08x}) {text}")
+        for bucket in self._plan[self._next :]:  # some of it did not come in this step
+            self._launch([name for name in bucket if name in self._ready])
+        for bucket in self._buckets(sorted(self._ready)):
+            self._launch(bucket)
+        wait_for(self.comm, self._flights)
+        travellers = [t for flight in self._flights for t in flight.travellers]
+        if new := set(names) - {name for bucket in self._plan for name in bucket}:
+            records = {t.name: t.record for t in travellers}
+            order = self.comm.run("planning buckets", self._order_of_rank_0(names))[0]
+            self._plan += self._buckets([names[i] for i in order if names[i] in new], records)
+        self._reset()
+        return {t.name: t.outcome for t in travellers if t.outcome is not None}
+
+    def abandon(self) -> None:
+        flights = self._flights
+        self._reset()
+        if not self.comm.is_broken:  # what is on its way must come in: MPI writes to its buffers
+            wait_for(self.comm, [work for flight in flights for work in flight.works])
+
+    def _reset(self) -> None:
+        self._flights, self._ready, self._arrival, self._next = [], {}, [], 0
+
+    def _buckets(
+        self, names: Sequence[str], records: Mapping[str, Record] | None = None
+    ) -> list[tuple[str, ...]]:
+        buckets: list[tuple[str, ...]] = []
+        bucket: list[str] = []
+        size = 0.0
+        for name in names:
+            record = records[name] if records else self._ready[name].record
+            bucket.append(name)
+            size += record.dense_bytes / max(record.steps, 1)
+            if size >= self._bucket_bytes:
+                buckets.append(tuple(bucket))
+                bucket, size = [], 0.0
+        return [*buckets, tuple(bucket)] if bucket else buckets
+
+    def _order_of_rank_0(self, names: list[str]) -> Algorithm:
+        order = np.array([names.index(name) for name in self._arrival], np.int64)
+        channel = self.comm.channel()
+        if self.rank == 0:
+            messages = [channel.send(order, peer) for peer in others(0, self.size)]
+        else:
+            messages = [channel.receive(order, 0)]
+        yield Wait(messages, "order of rank 0")
+        return order.tolist()
+
+    def _launch(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        travellers = [self._ready.pop(name) for name in names]
+        # Tags are used again after a while: whoever had them must be done by then.
+        generations = self.comm.tags // 2 // _TAGS
+        if len(self._flights) >= generations:
+            wait_for(self.comm, self._flights[: len(self._flights) - generations + 1])
+        tag = self.comm.tags // 2 + self._launched % generations * _TAGS
+        self._launched += 1
+        self._flights.append(_Flight(self, travellers, tag))
+
+
+class _Flight:
+    """A bucket on its way, one round after the other."""
+
+    call = "exchange of gradients"
+
+    def __init__(self, engine: MpiEngine, travellers: list[_Traveller], tag: int) -> None:
+        self.comm, self._predivide = engine.comm, engine.predivide
+        self.travellers = travellers
+        self._tag, self._round = tag, 0
+        self._works: list[tuple[Work, Callable[[], None]]] = []
+        self._submit()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._works
+
+    def describe(self) -> str:
+        work = next(work for work, _ in self._works if not work.is_over)
+        names = [t.name for t in self.travellers]
+        return f"{work.describe()}, with {names[0]} and {len(names) - 1} other tensors"
+
+    @property
+    def works(self) -> list[Work]:
+        return [work for work, _ in self._works]
+
+    def poll(self) -> bool:
+        moved = [work.poll() for work, _ in self._works]
+        while self._works and all(work.is_over for work, _ in self._works):
+            works, self._works = self._works, []
+            for _, deliver in works:
+                deliver()
+            self._submit()
+        return any(moved)
+
+    def _submit(self) -> None:
+        """One round: equal requests travel together."""
+        first = self._tag + self._round % (_TAGS // _ROUND) * _ROUND
+        tags = itertools.count(first)
+
+        def channel() -> Channel:
+            return self.comm.channel(next(tags))
+
+        self._round += 1
+        groups: dict[Any, list[_Traveller]] = {}
+        for traveller in self.travellers:
+            if (request := traveller.request) is not None:
+                groups.setdefault(_kind(request), []).append(traveller)
+        self._works = [
+            self._gather(travellers, channel)
+            if kind == "gather"
+            else self._reduce(kind, travellers, channel)
+            for kind, travellers in groups.items()
+        ]
+
+    def _reduce(
+        self, kind: tuple[str, str], travellers: list[_Traveller], channel: Callable[[], Channel]
+    ) -> tuple[Work, Callable[[], None]]:
+        op, dtype = kind
+        requests: list[Any] = [t.request for t in travellers]
+        scale = self._predivide if op == "sum" else 1.0
+        parts = [_on_wire(r.array, dtype, scale) for r in requests]
+        fused = np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
+        flat = Flat(fused, dtype, fused.shape, lambda done: done)
+        chunk = max(CHUNK, -(-fused.nbytes // (self.comm.size * _BLOCKS)))
+        work = start(
+            self.comm, f"{op} of gradients", direct, flat, fused, op, chunk, channel=channel
+        )
+
+        def deliver() -> None:
+            stops = itertools.accumulate(len(part) for part in parts)
+            for traveller, request, part, stop in zip(
+                travellers, requests, parts, stops, strict=True
+            ):
+                xp = backend_of(request.array)
+                result = from_bfloat16(fused) if dtype == "bfloat16" else fused
+                reply = xp.from_numpy(result[stop - len(part) : stop], request.array)
+                reply = xp.cast(reply, xp.dtype(request.array)).reshape(xp.shape(request.array))
+                traveller.record.bytes_received += payload_bytes(request)
+                traveller.advance(reply * scale if scale != 1 else reply)
+
+        return work, deliver
+
+    def _gather(
+        self, travellers: list[_Traveller], channel: Callable[[], Channel]
+    ) -> tuple[Work, Callable[[], None]]:
+        requests: list[Any] = [t.request for t in travellers]
+        payloads = [backend_of(r.payload).to_numpy(r.payload) for r in requests]
+        open_sizes = [i for i, r in enumerate(requests) if not r.equal_sizes]
+        table = np.array([payloads[i].nbytes for i in open_sizes], "<i8").view(np.uint8)
+        message = np.concatenate([table, *payloads])
+        work = Work(
+            self.comm, "gathering of payloads", [_allgather(channel(), message, not open_sizes)]
+        )
+
+        def deliver() -> None:
+            sizes = [payload.nbytes for payload in payloads]
+            messages = work.results[0]
+            by_rank = [_split(m, sizes, open_sizes, rank) for rank, m in enumerate(messages)]
+            for i, (traveller, request) in enumerate(zip(travellers, requests, strict=True)):
+                xp = backend_of(request.payload)
+                parts = [theirs[i] for theirs in by_rank]
+                lengths = 0 if request.equal_sizes else LENGTH * self.comm.size
+                received = sum(part.nbytes for part in parts) + lengths
+                traveller.record.bytes_received += received - payload_bytes(request)
+                traveller.advance([xp.from_numpy(part, request.payload) for part in parts])
+
+        return work, deliver
+
+
+def _kind(request: Request) -> Any:
+    if isinstance(request, Gather):
+        return "gather"
+    dtype = backend_of(request.array).dtype(request.array)
+    if isinstance(request, Max):
+        return "max", dtype
+    return "sum", request.wire or dtype
+
+
+def _on_wire(array: Any, dtype: str, predivide: float) -> np.ndarray:
+    """Flat, in host memory, as it travels; bfloat16 as its bits."""
+    if predivide != 1:
+        array = array / predivide
+    xp = backend_of(array)
+    if dtype == "bfloat16":
+        return to_bfloat16(xp.to_numpy(xp.cast(array, "float32")).reshape(-1))
+    return xp.to_numpy(xp.cast(array, dtype)).reshape(-1)
+
+
+def _allgather(channel: Channel, message: np.ndarray, equal_sizes: bool) -> Algorithm:
+    """Every rank's message, in rank order."""
+    peers = others(channel.rank, channel.size)
+    sizes = np.full(channel.size, message.nbytes, np.int64)
+    if not equal_sizes:
+        mine = sizes[channel.rank : channel.rank + 1].copy()
+        lengths = [channel.receive(sizes[peer : peer + 1], peer) for peer in peers]
+        lengths += [channel.send(mine, peer) for peer in peers]
+        yield Wait(lengths, "sizes of payloads")
+        if sizes.min() < 0 or sizes.max() > 2**31:
+            raise PayloadError(f"ranks announce payloads of {sizes.tolist()} bytes")
+    everything = [np.empty(size, np.uint8) for size in sizes]
+    everything[channel.rank] = message
+    messages = [channel.receive(everything[peer], peer) for peer in peers]
+    messages += [channel.send(message, peer) for peer in peers]
+    yield Wait(messages, "payloads")
+    return everything
+
+
+def _split(
+    message: np.ndarray, sizes: list[int], open_sizes: list[int], rank: int
+) -> list[np.ndarray]:
+    """Undo the concatenation: a table of the sizes that may differ, then all payloads."""
+    start = LENGTH * len(open_sizes)
+    sizes = list(sizes)
+    for i, size in zip(open_sizes, message[:start].view("<i8").tolist(), strict=True):
+        sizes[i] = size
+    if min(sizes) < 0 or start + sum(sizes) != message.nbytes:
+        raise PayloadError(
+            f"the payloads of rank {rank} have sizes that do not fit their message: it was damaged"
+        )
+    parts = []
+    for size in sizes:
+        parts.append(message[start : start + size])
+        start += size
+    return parts

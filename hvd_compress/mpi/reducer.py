@@ -1,0 +1,41 @@
+"""The averaging of gradients over mpi4py for training loops of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpi4py import MPI
+
+from hvd_compress.mpi.communicator import Communicator
+from hvd_compress.mpi.engine import BUCKET_BYTES, MpiEngine
+from hvd_compress.reducer import Reducer as CoreReducer
+
+
+class Reducer(CoreReducer):
+    """:class:`hvd_compress.reducer.Reducer` over MPI; making one is a collective.
+
+    Args:
+        compression: a method, its class, its name, or a text such as "dgc:density=0.01".
+        comm: ``None`` for all ranks.
+        bucket_bytes: gradients of so many bytes leave together.
+        options: ``momentum``, ``nesterov``, ``sums``, ``seed``.
+
+    Example::
+
+        reducer = mpi.Reducer("dgc:density=0.01", momentum=0.9)
+        for x, y in batches:
+            directions = reducer.reduce(gradients(weights, x, y))
+            for name, direction in directions.items():
+                weights[name] -= learning_rate * direction
+        print(reducer.stats())
+    """
+
+    def __init__(
+        self,
+        compression: Any = "none",
+        *,
+        comm: MPI.Comm | Communicator | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        **options: Any,
+    ) -> None:
+        super().__init__(compression, MpiEngine(comm, bucket_bytes=bucket_bytes), **options)

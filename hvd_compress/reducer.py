@@ -1,0 +1,216 @@
+"""Averages the gradients of a training loop that is not a framework's: NumPy, or any backend's.
+
+Bindings to optimizers (``hvd_compress.torch``) do more; a :class:`Reducer` is all that a loop of
+one's own needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Compressor, Context, Sparse, State, Sum
+from hvd_compress.engines import Engine, LocalEngine
+from hvd_compress.errors import CompressionError, ConfigError
+from hvd_compress.methods import as_compressor
+from hvd_compress.stats import Record, Stats
+
+_VERSION = 1
+
+
+class Reducer:
+    """Exchanges of named gradients over an engine, with the state that belongs to them.
+
+    ``reduce`` takes all gradients of a step at once; ``start`` one by one as they become ready, in
+    any order, and ``finish`` the results.  All ranks reduce the same names in a step.
+
+    Args:
+        compression: a method, its class, its name, or a text such as "dgc:density=0.01".
+        engine: carries the exchanges, for instance :class:`hvd_compress.mpi.MpiEngine`.
+        momentum, nesterov: of the optimizer, which must not apply them again, for methods that take
+            momentum over.
+        sums: results are sums instead of averages.
+        seed: for randomness that the ranks share.
+
+    Attributes:
+        method: the compressor.
+        step, epoch: of the next exchange.
+    """
+
+    def __init__(
+        self,
+        compression: Any,
+        engine: Engine,
+        *,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        sums: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.method: Compressor = as_compressor(compression)
+        if momentum and not self.method.takes_momentum:
+            raise ConfigError(
+                f"{self.method.name} leaves momentum to the optimizer: drop momentum={momentum} "
+                "here and apply it to what comes back"
+            )
+        own = getattr(self.method, "momentum", None)
+        if own and momentum not in (0, own):
+            raise ConfigError(f"two momenta, {momentum} and {own} in {self.method!r}")
+        self.engine: Engine = engine if engine.size > 1 else LocalEngine()
+        self.momentum, self.nesterov, self.sums, self.seed = momentum, nesterov, sums, seed
+        self.step = 0
+        self.epoch: int | None = None
+        self.states: dict[str, State] = {}
+        self.records: dict[str, Record] = {}
+        self._per_rank: dict[str, frozenset[str]] = {}  # keys of states that differ between ranks
+        self._deferred: dict[str, Array] = {}
+        self._like: dict[str, Array] = {}  # gradients under way
+        self.method.bind(self)
+
+    def reduce(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
+        """The direction to step along, for each name: the average, or what momentum makes of it;
+        shape and dtype of the gradient, the same bits on all ranks."""
+        for name, gradient in gradients.items():
+            self.start(name, gradient)
+        return self.finish()
+
+    def start(self, name: str, gradient: Array) -> None:
+        """Begin to exchange one gradient; does not wait for other ranks."""
+        if name in self._like or name in self._deferred:
+            raise ConfigError(f"{name!r} was started already: call finish() once a step")
+        if self.method.needs_epoch and self.epoch is None:
+            raise ConfigError(
+                f"the density of {self.method.name} goes by epochs: call set_epoch(epoch) at the "
+                "start of every epoch"
+            )
+        if self.method.needs_gradient_norm:
+            self._deferred[name] = gradient
+        else:
+            self._launch(name, gradient, None)
+
+    def finish(self) -> dict[str, Array]:
+        """What :meth:`reduce` returns, for everything that was started."""
+        if self._deferred:
+            norm = math.hypot(*(backend_of(g).norm(g) for g in self._deferred.values()))
+            deferred, self._deferred = self._deferred, {}
+            for name, gradient in deferred.items():
+                self._launch(name, gradient, norm)
+        try:
+            outcomes = self.engine.finish()
+        except BaseException:
+            self._like = {}
+            self.engine.abandon()
+            raise
+        if outcomes.keys() != self._like.keys():
+            raise CompressionError(f"lost on the way: {self._like.keys() - outcomes.keys()}")
+        self._like = {}
+        self.step += 1
+        result = {}
+        for name, outcome in outcomes.items():
+            self.states[name] = outcome.state
+            sent = outcome.sent.values if isinstance(outcome.sent, Sparse) else outcome.sent
+            self.records[name].elements_sent += backend_of(sent).size(sent)
+            factor = self.engine.size if self.sums else 1
+            result[name] = outcome.direction * factor if factor != 1 else outcome.direction
+        return result
+
+    def _launch(self, name: str, gradient: Array, norm: float | None) -> None:
+        xp = backend_of(gradient)
+        if name not in self.states:
+            self.states[name] = self.method.init(gradient)
+            self._per_rank[name] = self.method.per_rank(gradient)
+        record = self.records.setdefault(name, Record())
+        record.steps += 1
+        record.elements += xp.size(gradient)
+        record.dense_bytes += gradient.nbytes
+        context = Context(
+            name=name,
+            rank=self.engine.rank,
+            size=self.engine.size,
+            step=self.step,
+            epoch=self.epoch,
+            seed=self.seed,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            gradient_norm=norm,
+            sums=self.sums,
+        )
+        self._like[name] = gradient
+        exchange = self.method.exchange(gradient, self.states[name], context)
+        self.engine.start({name: (exchange, record)})
+
+    def stats(self) -> Stats:
+        """Exact bytes so far, by name and in total, and the norm of what waits."""
+        for name, state in self.states.items():
+            if "residual" in state:
+                norm = backend_of(state["residual"]).norm(state["residual"])
+                self.records.setdefault(name, Record()).residual_norm = norm
+        return Stats(self.records)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Announce an epoch, for schedules by epoch."""
+        self.epoch = int(epoch)
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def state_dict(self, *, consolidate: bool = True) -> dict[str, Any]:
+        """Everything that must survive: arrays by name and key, and plain numbers.
+
+        Args:
+            consolidate: average over the ranks what differs between them, which makes this a
+                collective: call it on every rank, save it on one, load it on any number.  Without
+                it, save and load every rank's own.
+        """
+        states = {name: dict(state) for name, state in self.states.items()}
+        if consolidate and self.engine.size > 1:
+            self._consolidate(states)
+        return {
+            "version": _VERSION,
+            "method": self.method.to_config(),
+            "step": self.step,
+            "epoch": self.epoch,
+            "seed": self.seed,
+            "per_rank": {name: sorted(keys) for name, keys in self._per_rank.items()},
+            "states": {
+                name: {key: backend_of(x).copy(x) for key, x in state.items()}
+                for name, state in states.items()
+            },
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken.
+
+        Raises:
+            ConfigError: it was made by another method or version.
+        """
+        if state_dict["version"] != _VERSION:
+            raise ConfigError(f"this state has version {state_dict['version']}, not {_VERSION}")
+        if (saved := state_dict["method"]["method"]) != self.method.name:
+            raise ConfigError(
+                f"this state is of {saved}, and the method here is {self.method.name}"
+            )
+        self.engine.abandon()
+        self._like, self._deferred = {}, {}
+        self.step, self.epoch = state_dict["step"], state_dict["epoch"]
+        self.seed = state_dict["seed"]
+        self._per_rank = {name: frozenset(keys) for name, keys in state_dict["per_rank"].items()}
+        self.states = {
+            name: {key: backend_of(x).copy(x) for key, x in state.items()}
+            for name, state in state_dict["states"].items()
+        }
+
+    def _consolidate(self, states: dict[str, State]) -> None:
+        def averaged(x: Array) -> Any:
+            total = yield Sum(x)
+            return total / self.engine.size
+
+        exchanges = {}
+        for name in sorted(states):
+            for key in sorted(self._per_rank[name]):
+                exchanges[f"{name}\n{key}"] = (averaged(states[name][key]), Record())
+        self.engine.start(exchanges)
+        for label, mean in self.engine.finish().items():
+            name, key = label.split("\n")
+            states[name][key] = mean

@@ -1,0 +1,200 @@
+"""The NumPy path: the bits of the lockstep world, in any order, with any buckets; checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+
+from hvd_compress import DGC, lockstep, mpi, numpy_backend, warmup_to
+from hvd_compress.base import Compressor, Context, Gather, Max, Outcome, State, Sum
+from hvd_compress.errors import ConfigError
+from method_table import ROWS
+from mpi_scenarios.common import assert_same_everywhere, raises, world
+
+SHAPES = {"w1": (40, 30), "b1": (30,), "w2": (30, 20), "b2": (20,), "one": (1,), "none": (0,)}
+
+
+def _gradients(rank: int, step: int, dtype: str = "float32") -> dict[str, np.ndarray]:
+    generator = np.random.default_rng([rank, step])
+    return {name: generator.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def same_bits_as_the_lockstep_world() -> None:
+    for row in ROWS.values():
+        momentum = row.context.get("momentum", 0.0)
+        if not row.method.takes_momentum or getattr(row.method, "momentum", None):
+            momentum = 0.0
+        nesterov = row.context.get("nesterov", False)
+        for dtype, bucket_bytes in (("float32", 3000), ("float16", 10**9), ("float64", 1)):
+            _compare(row.method, momentum, nesterov, dtype, bucket_bytes)
+
+
+def _compare(
+    method: Compressor, momentum: float, nesterov: bool, dtype: str, bucket_bytes: int
+) -> None:
+    reducer = mpi.Reducer(
+        method, bucket_bytes=bucket_bytes, momentum=momentum, nesterov=nesterov, comm=_comm()
+    )
+    reducer.set_epoch(1)
+    states: dict[str, list[State]] = {}
+    for step in range(3):
+        everyones = [_gradients(rank, step, dtype) for rank in range(world.size)]
+        mine = everyones[world.rank]
+        names = list(mine)
+        turn = (step + world.rank) % len(names)  # ready in another order on each rank
+        for name in names[turn:] + names[:turn]:
+            reducer.start(name, mine[name])
+        directions = reducer.finish()
+        norms = [math.hypot(*(numpy_backend.norm(g) for g in own.values())) for own in everyones]
+        for name in names:
+            before = states.get(name) or [method.init(own[name]) for own in everyones]
+            context = Context(
+                name=name,
+                size=world.size,
+                step=step,
+                epoch=1,
+                momentum=momentum,
+                nesterov=nesterov,
+            )
+            outcomes = lockstep.run(
+                [
+                    method.exchange(
+                        everyones[rank][name],
+                        before[rank],
+                        context._replace(rank=rank, gradient_norm=norms[rank]),
+                    )
+                    for rank in range(world.size)
+                ]
+            )
+            states[name] = [outcome.state for outcome in outcomes]
+            want = outcomes[world.rank]
+            assert directions[name].dtype == dtype
+            assert directions[name].tobytes() == want.direction.tobytes(), (method, name, step)
+            for key, value in want.state.items():
+                assert reducer.states[name][key].tobytes() == value.tobytes(), (method, name, key)
+
+
+@functools.cache
+def _comm() -> mpi.Communicator:
+    return mpi.Communicator(world, checks=0)  # hundreds of reducers; checks have their own test
+
+
+def all_at_once_and_one_by_one_agree() -> None:
+    for method in ("dgc:density=0.05", "topk:density=0.05", "none", "fp16"):
+        one, other = mpi.Reducer(method), mpi.Reducer(method, bucket_bytes=500)
+        for step in range(4):
+            gradients = _gradients(world.rank, step)
+            at_once = one.reduce(gradients)
+            for name in reversed(list(gradients)):
+                other.start(name, gradients[name])
+            for name, direction in other.finish().items():
+                assert direction.tobytes() == at_once[name].tobytes()
+            assert_same_everywhere(*(at_once[name] for name in sorted(at_once)))
+
+
+def statistics_are_counted_from_the_messages() -> None:
+    reducer = mpi.Reducer("topk:density=0.1")
+    for step in range(3):
+        reducer.reduce(_gradients(world.rank, step))
+    record = reducer.stats().layers["w1"]
+    k, frame = 120, 16 + 120 * 8
+    assert record.steps == 3
+    assert record.elements == 3 * 1200
+    assert record.dense_bytes == 3 * 4800
+    assert record.elements_sent == 3 * k
+    assert record.bytes_sent == 3 * frame
+    assert record.bytes_received == 3 * frame * (world.size - 1)
+    assert record.residual_norm > 0
+    assert reducer.method.stats().total.steps == 3
+
+
+def checkpoints_keep_the_total() -> None:
+    method = "dgc:density=0.05"
+    reducer = mpi.Reducer(method, momentum=0.9)
+    for step in range(5):
+        reducer.reduce(_gradients(world.rank, step))
+    own = reducer.state_dict(consolidate=False)
+    saved = reducer.state_dict()
+    for name, state in saved["states"].items():
+        for key, mean in state.items():
+            total = world.allreduce(own["states"][name][key].astype("f8"))
+            np.testing.assert_allclose(mean * world.size, total, rtol=1e-4, atol=1e-4)
+    # Consolidating does not touch what goes on here, and own states go on exactly.
+    later = mpi.Reducer(method, momentum=0.9)
+    later.load_state_dict(own)
+    for step in range(5, 8):
+        gradients = _gradients(world.rank, step)
+        here, there = reducer.reduce(gradients), later.reduce(gradients)
+        for name in here:
+            assert here[name].tobytes() == there[name].tobytes()
+    spread = mpi.Reducer(method, momentum=0.9)
+    spread.load_state_dict(world.bcast(saved))
+    assert_same_everywhere(spread.states["w1"]["residual"])
+    assert spread.step == 5
+    assert_same_everywhere(spread.reduce(_gradients(world.rank, 5))["w1"])
+    with raises(ConfigError, "topk", "dgc"):
+        spread.load_state_dict(mpi.Reducer("topk").state_dict())
+
+
+def nan_reaches_all_and_enters_no_state() -> None:
+    reducer = mpi.Reducer("dgc:density=0.05", momentum=0.9)
+    reducer.reduce(_gradients(world.rank, 0))
+    before = {key: x.copy() for key, x in reducer.states["w1"].items()}
+    spoilt = _gradients(world.rank, 1)
+    if world.rank == world.size - 1:
+        spoilt["w1"][3, 4] = np.nan
+    directions = reducer.reduce(spoilt)
+    assert not np.isfinite(directions["w1"]).all()
+    assert np.isfinite(directions["w2"]).all()
+    for key, x in before.items():
+        assert reducer.states["w1"][key].tobytes() == x.tobytes()
+
+
+class _Rounds(Compressor, name="scenario-rounds"):
+    """Several rounds of all kinds, payloads of different sizes; the mean in a complicated way."""
+
+    def init(self, gradient):
+        return {}
+
+    def per_rank(self, gradient):
+        return frozenset()
+
+    def exchange(self, gradient, state, context):
+        largest = yield Max(np.abs(gradient).reshape(-1))
+        parts = yield Gather(gradient.reshape(-1)[: context.rank + 1].copy().view(np.uint8))
+        assert [part.nbytes for part in parts] == [
+            min(rank + 1, gradient.size) * gradient.itemsize for rank in range(context.size)
+        ]
+        total = yield Sum(gradient)  # not flat
+        half = yield Sum(gradient.reshape(-1), "bfloat16")
+        assert (np.abs(half) <= context.size * largest * 1.01).all()
+        return Outcome(total / context.size, gradient, state)
+
+
+def several_rounds_of_all_kinds() -> None:
+    for bucket_bytes in (1, 10**9):
+        reducer = mpi.Reducer(_Rounds(), bucket_bytes=bucket_bytes)
+        for step in range(3):
+            everyones = [_gradients(rank, step) for rank in range(world.size)]
+            directions = reducer.reduce(everyones[world.rank])
+            for name in SHAPES:
+                total = everyones[0][name].copy()
+                for gradients in everyones[1:]:
+                    total += gradients[name]
+                assert directions[name].tobytes() == (total / np.float32(world.size)).tobytes()
+
+
+def refusals_name_the_way_out() -> None:
+    reducer = mpi.Reducer("topk")
+    reducer.start("w", np.ones(10, np.float32))
+    with raises(ConfigError, "w", "finish"):
+        reducer.start("w", np.ones(10, np.float32))
+    reducer.finish()
+    with raises(ConfigError, "fp16", "momentum"):
+        mpi.Reducer("fp16", momentum=0.9)
+    with raises(ConfigError, "bucket_bytes"):
+        mpi.Reducer("topk", bucket_bytes=0)
+    with raises(ConfigError, "set_epoch"):
+        mpi.Reducer(DGC(density=warmup_to(0.001, epochs=2))).reduce({"w": np.ones((9, 9))})
