@@ -37,6 +37,9 @@ class Engine(Protocol):
     def abandon(self) -> None:
         """Forget what is under way, after a failure."""
 
+    def agree(self, text: str) -> None:
+        """Raise ``MismatchError`` if texts differ between ranks, where finding out is cheap."""
+
 
 def itemsize(dtype: str) -> int:
     """Bytes of an element, by NumPy's names and "bfloat16"."""
@@ -71,6 +74,9 @@ class LocalEngine:
 
     def abandon(self) -> None:
         self._outcomes.clear()
+
+    def agree(self, text: str) -> None:
+        pass
 
 
 def _counted(exchange: Exchange, record: Record) -> Exchange:

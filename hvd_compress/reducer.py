@@ -67,6 +67,7 @@ class Reducer:
         self._per_rank: dict[str, frozenset[str]] = {}  # keys of states that differ between ranks
         self._deferred: dict[str, Array] = {}
         self._like: dict[str, Array] = {}  # gradients under way
+        self.engine.agree(f"{self.method!r}, momentum {momentum}, nesterov {nesterov}")
         self.method.bind(self)
 
     def reduce(self, gradients: Mapping[str, Array]) -> dict[str, Array]:

@@ -78,6 +78,7 @@ class Binding:
         self._gradient_norm: float | None = None
         self._local = LocalEngine()
         self._shared = engine
+        self.engine.agree(repr(method))
         self.takes_optimizer_momentum = self._check_momentum()
         method.bind(self)
 
@@ -146,13 +147,18 @@ class Binding:
 
     def finish(self) -> None:
         """Wait for everything that was started and put the averages into ``p.grad``."""
-        if self._deferred:
-            self._gradient_norm = self._norm_of_gradients()
-            deferred, self._deferred = self._deferred, []
-            for parameters in deferred:
-                self._launch(parameters)
-            self._gradient_norm = None
-        outcomes = self.engine.finish()
+        try:
+            if self._deferred:
+                self._gradient_norm = self._norm_of_gradients()
+                deferred, self._deferred = self._deferred, []
+                for parameters in deferred:
+                    self._launch(parameters)
+                self._gradient_norm = None
+            outcomes = self.engine.finish()
+        except BaseException:  # the optimizer stays usable
+            reset_hooks(self._optimizer)
+            self.abandon()
+            raise
         if outcomes.keys() != self._in_flight.keys():
             raise CompressionError(f"lost on the way: {self._in_flight.keys() - outcomes.keys()}")
         self._assigned.clear()

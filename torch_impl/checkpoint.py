@@ -197,7 +197,7 @@ def broadcast(optimizer: Any, root_rank: int) -> None:
     the ranks that have any state yet (new ones in an elastic run have none)."""
     binding, hvd = optimizer.compression, optimizer.compression.hvd
     parameters = _parameters(optimizer)
-    payload = _broadcast_tree(
+    payload = broadcast_tree(
         hvd, local_state_dict(optimizer, own=True) if hvd.rank() == root_rank else None, root_rank
     )
     binding.sparse = {parameters[index] for index in payload[_KEY]["sparse"]}
@@ -224,7 +224,7 @@ class _Slot(NamedTuple):
     dtype: torch.dtype
 
 
-def _broadcast_tree(hvd: Any, tree: Any, root_rank: int) -> Any:
+def broadcast_tree(hvd: Any, tree: Any, root_rank: int) -> Any:
     """A nest of dicts, lists and tensors from the root to all, tensors one by one, on the CPU."""
     tensors: list[torch.Tensor] = []
 

@@ -76,6 +76,9 @@ class HorovodEngine:
     def size(self) -> int:
         return self._set.size()
 
+    def agree(self, text: str) -> None:
+        """Differing options show when frames are decoded."""
+
     def start(self, exchanges: dict[str, tuple[Exchange, Record]]) -> None:
         """Submit the first round of one exchange by name, or of a group that travels together."""
         flight = _Flight(

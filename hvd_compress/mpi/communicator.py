@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+import zlib
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,7 @@ class Communicator:
             raise ConfigError(f"timeout={self.timeout}: seconds, more than 0")
         self.patience = self.timeout / 10
         self.checks = int(_number("checks", checks, "HVD_COMPRESS_CHECKS", 20))
+        self._options: dict[str, Any] = {"timeout": self.timeout, "checks": self.checks}
         self.mpi = comm.Dup()
         self.mpi.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.size = self.mpi.rank, self.mpi.size
@@ -77,7 +79,7 @@ class Communicator:
         self.bytes_sent = 0
         self.calls = 0
         self.cost_model: Any = None  # see cost_model.py
-        self._nodes: Any = None  # see hierarchical.py
+        self._nodes: Any = None  # see nodes.py
         self._problem: str | None = None
         self._lost: list[Any] = []
         _alive.append(self)
@@ -99,11 +101,17 @@ class Communicator:
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
 
+    def duplicate(self) -> Communicator:
+        """Another one of the same ranks, with the options that this one was made with."""
+        return Communicator(self.mpi, **self._options)
+
     def free(self) -> None:
         """Give the duplicate back; a collective."""
         if self in _alive:
             _alive.remove(self)
             if self._problem is None:
+                for nodes in (self._nodes or {}).values():
+                    nodes.free()
                 self.mpi.Free()
 
     # -- messages ----------------------------------------------------------------------------
@@ -143,7 +151,10 @@ class Communicator:
             raise MismatchError("the ranks make different calls:\n" + "\n".join(lines))
 
     def _compare(self, call: str) -> Algorithm:
-        text = call.encode()[:_DESCRIPTION].ljust(_DESCRIPTION)
+        text = call.encode()
+        if len(text) > _DESCRIPTION:  # what is cut off shall count
+            text = text[: _DESCRIPTION - 12] + f" ...{zlib.crc32(text):08x}".encode()
+        text = text.ljust(_DESCRIPTION)
         everything = np.empty((self.size, _DESCRIPTION), np.uint8)
         everything[self.rank] = np.frombuffer(text, np.uint8)
         channel = self.channel()

@@ -17,7 +17,6 @@ lockstep world, bit for bit, however tensors are put into buckets.
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,11 +26,12 @@ from mpi4py import MPI
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Exchange, Gather, Max, Outcome, Request
 from hvd_compress.engines import LENGTH, payload_bytes
-from hvd_compress.errors import ConfigError, PayloadError
+from hvd_compress.errors import ConfigError, MismatchError, PayloadError
 from hvd_compress.mpi.allreduce import CHUNK, start
 from hvd_compress.mpi.arrays import Flat
 from hvd_compress.mpi.communicator import Channel, Communicator, others
 from hvd_compress.mpi.direct import direct
+from hvd_compress.mpi.gather import gather
 from hvd_compress.mpi.reduction import from_bfloat16, to_bfloat16
 from hvd_compress.mpi.work import Algorithm, Wait, Work, wait_for
 from hvd_compress.stats import Record
@@ -50,6 +50,7 @@ class _Traveller:
     def __init__(self, name: str, exchange: Exchange, record: Record) -> None:
         self.name, self._exchange, self.record = name, exchange, record
         self.request: Request | None = None
+        self.kind = ""  # of the first request, for messages
         self.outcome: Outcome | None = None
         self.advance(None)
 
@@ -59,6 +60,7 @@ class _Traveller:
         except StopIteration as stop:
             self.request, self.outcome = None, stop.value
         else:
+            self.kind = self.kind or _describe(self.request)
             self.record.bytes_sent += payload_bytes(self.request)
 
 
@@ -80,8 +82,7 @@ class MpiEngine:
     ) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes={bucket_bytes}: at least 1")
-        parent = Communicator.of(comm)
-        self.comm = Communicator(parent.mpi, timeout=parent.timeout, checks=parent.checks)
+        self.comm = Communicator.of(comm).duplicate()
         self.predivide = predivide
         self._bucket_bytes = bucket_bytes
         self._plan: list[tuple[str, ...]] = []
@@ -99,6 +100,9 @@ class MpiEngine:
     def size(self) -> int:
         return self.comm.size
 
+    def agree(self, text: str) -> None:
+        self.comm.agree(text)
+
     def start(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> None:
         for name, (exchange, record) in exchanges.items():
             self._ready[name] = _Traveller(name, exchange, record)
@@ -115,8 +119,8 @@ class MpiEngine:
 
     def finish(self) -> dict[str, Outcome]:
         names = sorted(self._arrival)
-        text = ",".join(names)
-        self.comm.agree(f"step with {len(names)} tensors ({zlib.crc32(text.encode()):08x}) {text}")
+        if self.comm.checks:
+            self._agree_on_step(names)
         for bucket in self._plan[self._next :]:  # some of it did not come in this step
             self._launch([name for name in bucket if name in self._ready])
         for bucket in self._buckets(sorted(self._ready)):
@@ -129,6 +133,18 @@ class MpiEngine:
             self._plan += self._buckets([names[i] for i in order if names[i] in new], records)
         self._reset()
         return {t.name: t.outcome for t in travellers if t.outcome is not None}
+
+    def _agree_on_step(self, names: Sequence[str]) -> None:
+        kinds = {t.name: t.kind for flight in self._flights for t in flight.travellers}
+        kinds |= {name: traveller.kind for name, traveller in self._ready.items()}
+        text = ", ".join(f"{name} by {kinds[name]}" for name in names)
+        try:
+            self.comm.agree(f"exchange of {len(names)} tensors: {text}")
+        except MismatchError as error:
+            raise MismatchError(
+                f"{error}\nAll ranks must exchange the same tensors in a step. If a gradient is "
+                "sparse on some ranks and dense on others, pass sparse_as_dense=True"
+            ) from None
 
     def abandon(self) -> None:
         flights = self._flights
@@ -268,7 +284,7 @@ class _Flight:
         table = np.array([payloads[i].nbytes for i in open_sizes], "<i8").view(np.uint8)
         message = np.concatenate([table, *payloads])
         work = Work(
-            self.comm, "gathering of payloads", [_allgather(channel(), message, not open_sizes)]
+            self.comm, "gathering of payloads", [gather(channel(), message, not open_sizes)]
         )
 
         def deliver() -> None:
@@ -284,6 +300,14 @@ class _Flight:
                 traveller.advance([xp.from_numpy(part, request.payload) for part in parts])
 
         return work, deliver
+
+
+def _describe(request: Request) -> str:
+    """What must be the same on all ranks."""
+    if not isinstance(request, Gather):
+        return f"{_kind(request)} of {backend_of(request.array).size(request.array)}"
+    size = backend_of(request.payload).size(request.payload) if request.equal_sizes else "some"
+    return f"gather of {size}"
 
 
 def _kind(request: Request) -> Any:
@@ -303,25 +327,6 @@ def _on_wire(array: Any, dtype: str, predivide: float) -> np.ndarray:
     if dtype == "bfloat16":
         return to_bfloat16(xp.to_numpy(xp.cast(array, "float32")).reshape(-1))
     return xp.to_numpy(xp.cast(array, dtype)).reshape(-1)
-
-
-def _allgather(channel: Channel, message: np.ndarray, equal_sizes: bool) -> Algorithm:
-    """Every rank's message, in rank order."""
-    peers = others(channel.rank, channel.size)
-    sizes = np.full(channel.size, message.nbytes, np.int64)
-    if not equal_sizes:
-        mine = sizes[channel.rank : channel.rank + 1].copy()
-        lengths = [channel.receive(sizes[peer : peer + 1], peer) for peer in peers]
-        lengths += [channel.send(mine, peer) for peer in peers]
-        yield Wait(lengths, "sizes of payloads")
-        if sizes.min() < 0 or sizes.max() > 2**31:
-            raise PayloadError(f"ranks announce payloads of {sizes.tolist()} bytes")
-    everything = [np.empty(size, np.uint8) for size in sizes]
-    everything[channel.rank] = message
-    messages = [channel.receive(everything[peer], peer) for peer in peers]
-    messages += [channel.send(message, peer) for peer in peers]
-    yield Wait(messages, "payloads")
-    return everything
 
 
 def _split(

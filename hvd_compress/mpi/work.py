@@ -60,13 +60,21 @@ class Wait:
             if not MPI.Request.Testall(self.requests, self.statuses):
                 return False
         except MPI.Exception as error:
-            raise MismatchError(f"{error}; {self.describe()}") from error
+            bad = [
+                m.peer
+                for m, status in zip(self.messages, self.statuses, strict=True)
+                if m.incoming and status.Get_error() == MPI.ERR_TRUNCATE
+            ]
+            if not bad:
+                raise
+            raise MismatchError(
+                f"{_ranks(bad)} sent more than was expected in {self.phase}: {_DIFFER}"
+            ) from error
         for message, status in zip(self.messages, self.statuses, strict=True):
             if message.incoming and status.Get_count(MPI.BYTE) != message.size:
                 raise MismatchError(
                     f"rank {message.peer} sent {status.Get_count(MPI.BYTE)} bytes where "
-                    f"{message.size} were expected in {self.phase}: the ranks' arrays differ in "
-                    "shape or dtype, or their calls differ"
+                    f"{message.size} were expected in {self.phase}: {_DIFFER}"
                 )
         return True
 
@@ -84,6 +92,11 @@ class Wait:
         where = self.phase if steps == 1 else f"{self.phase}, round {step} of {steps}"
         return f"waits {' and '.join(parts) or 'for the other ranks'} ({where})"
 
+
+_DIFFER = (
+    "the ranks' arrays differ in shape or dtype, or their options or calls, or a gradient is sparse "
+    "on some ranks and dense on others"
+)
 
 Algorithm = Generator[Wait, None, Any]
 

@@ -2,6 +2,7 @@
 
 ``python -m scenarios FOLDER MODULE ...`` is started by ``mpirun`` or ``horovodrun``, runs the
 scenarios of the modules one after the other, and leaves a line per scenario in ``FOLDER/RANK``.
+With ``SCENARIOS_OVER=mpi`` the optimizers are those of ``hvd_compress.torch.mpi``.
 """
 
 from __future__ import annotations
@@ -13,8 +14,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
-def scenarios(module: str, package: str = "scenarios") -> dict[str, Callable[[], None]]:
-    """The public functions that a module defines and that take no arguments, in their order."""
+def horovod_only(function: Callable[[], None]) -> Callable[[], None]:
+    """What is about Horovod itself, and not about an optimizer over whatever."""
+    function.horovod_only = True  # type: ignore[attr-defined]
+    return function
+
+
+def scenarios(
+    module: str, package: str = "scenarios", *, over: str = "horovod"
+) -> dict[str, Callable[[], None]]:
+    """The public functions that a module defines and that take no arguments, in their order.
+
+    ``over`` "mpi" leaves out what is about Horovod itself.
+    """
     loaded = importlib.import_module(f"{package}.{module}")
     return {
         name: function
@@ -23,6 +35,7 @@ def scenarios(module: str, package: str = "scenarios") -> dict[str, Callable[[],
         and function.__module__ == loaded.__name__
         and not name.startswith("_")
         and not inspect.signature(function).parameters
+        and (over == "horovod" or not hasattr(function, "horovod_only"))
     }
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-import hvd_compress.torch as hvd
 from scenarios import scenarios
+from scenarios.common import hvd, over
 
 folder, *modules = sys.argv[1:]
 warnings.simplefilter("error")
@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 hvd.init()
 with (Path(folder) / str(hvd.rank())).open("a") as log:
     for module in modules:
-        for name, function in scenarios(module).items():
+        for name, function in scenarios(module, over=over).items():
             problem = None
             try:
                 function()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-import hvd_compress.torch as hvd
 from scenarios.checkpoint_save import FOLDER, METHOD
-from scenarios.common import assert_same_everywhere, distribute, make_model, sgd, train
+from scenarios.common import assert_same_everywhere, distribute, hvd, make_model, sgd, train
 
 
 def the_mean_of_what_waited_is_kept() -> None:

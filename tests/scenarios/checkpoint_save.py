@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-import hvd_compress.torch as hvd
 from hvd_compress.torch import DGC
-from scenarios.common import distribute, make_model, sgd, train
+from scenarios.common import distribute, hvd, make_model, sgd, train
 
 METHOD = DGC(density=0.05)
 

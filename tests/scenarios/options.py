@@ -7,15 +7,16 @@ import copy
 import horovod.torch
 import torch
 
-import hvd_compress.torch as hvd
 from hvd_compress import allgather, chain, error_feedback, momentum_correction, top_k
 from hvd_compress.torch import DGC, ConfigError, NoCompression, TopK, UnboundError, UnsupportedError
+from scenarios import horovod_only
 from scenarios.common import (
     assert_close,
     assert_same_everywhere,
     batch,
     dense_reference,
     distribute,
+    hvd,
     loss_of,
     make_model,
     raises,
@@ -402,6 +403,7 @@ def compiled_models() -> None:
     assert "_orig_mod.0.weight" in optimizer.compression.stats().layers
 
 
+@horovod_only
 def join_is_refused() -> None:
     model = make_model()
     optimizer = distribute(sgd(model), model, DGC)

@@ -11,15 +11,16 @@ import warnings
 
 import torch
 
-import hvd_compress.torch as hvd
 from hvd_compress import Gather, Outcome, Sum
 from hvd_compress.torch import DGC, NoCompression, TopK
 from hvd_compress.wire import sparse_size
+from scenarios import horovod_only
 from scenarios.common import (
     assert_close,
     assert_same_everywhere,
     dense_reference,
     distribute,
+    hvd,
     loss_of,
     make_model,
     sgd,
@@ -217,6 +218,7 @@ def top_k_goes_on_with_the_momentum_of_dgc() -> None:
     assert_close(again, reference)
 
 
+@horovod_only
 def means_do_not_outlive_what_they_are_of() -> None:
     model, optimizer = _clone_run(SPARSE)
     box = []
@@ -273,6 +275,7 @@ def sparse_parameters_in_checkpoints() -> None:
     assert_same_everywhere(model)
 
 
+@horovod_only
 def broadcast_optimizer_state() -> None:
     import horovod.torch
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import horovod.torch
 import torch
 
-import hvd_compress.torch as hvd
 from hvd_compress import allgather, chain, error_feedback, momentum_correction, top_k
 from hvd_compress.torch import BF16, DGC, FP16, NoCompression, RandomK, TopK
+from scenarios import horovod_only
 from scenarios.common import (
     LR,
     assert_close,
     assert_same_everywhere,
     dense_reference,
     distribute,
+    hvd,
     lockstep_reference,
     make_model,
     sgd,
@@ -31,6 +32,7 @@ METHODS = [
 ]
 
 
+@horovod_only
 def all_spellings_work_and_agree() -> None:
     results = []
     for module in (hvd, horovod.torch):
@@ -47,6 +49,7 @@ def all_spellings_work_and_agree() -> None:
             assert torch.equal(p, q)
 
 
+@horovod_only
 def everything_of_horovod_is_there() -> None:
     wrapped = {"DistributedOptimizer", "broadcast_optimizer_state", "join"}
     for name in dir(horovod.torch):
@@ -56,6 +59,7 @@ def everything_of_horovod_is_there() -> None:
             assert name in wrapped or not hasattr(getattr(hvd, name), "__wrapped__"), name
 
 
+@horovod_only
 def other_compression_passes_through() -> None:
     for compression in (horovod.torch.Compression.none, horovod.torch.Compression.fp16):
         model, reference = make_model(), make_model()

@@ -1,0 +1,163 @@
+"""What holds over MPI without Horovod, beside all that holds with it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+import hvd_compress.mpi.engine
+from hvd_compress.errors import CompressionError, PayloadError, SetupError, UnsupportedError
+from hvd_compress.torch import BF16, DGC, FP16, NoCompression, RandomK, TopK
+from scenarios.common import (
+    assert_same_everywhere,
+    batch,
+    distribute,
+    hvd,
+    lockstep_reference,
+    loss_of,
+    make_model,
+    raises,
+    sgd,
+    train,
+)
+
+
+def same_bits_as_the_lockstep_world() -> None:
+    for method in (
+        NoCompression(),
+        FP16(),
+        BF16(),
+        TopK(density=0.05),
+        RandomK(density=0.1),
+        DGC(density=0.05),
+        DGC(density=0.05, values="float16", min_size=0),
+    ):
+        model, reference = make_model(), make_model()
+        momentum = 0.9 if isinstance(method, DGC) else 0.0
+        optimizer = distribute(sgd(model, momentum=momentum), model, method)
+        train(model, optimizer, range(6))
+        lockstep_reference(reference, method, 6, momentum=momentum)
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert torch.equal(p, q), (method, name)
+
+
+def buckets_leave_while_backward_goes_on() -> None:
+    if hvd.size() == 1:
+        return  # alone, nothing leaves
+    model = make_model()
+    optimizer = distribute(sgd(model), model, TopK(density=0.05))
+    optimizer.compression.engine._bucket_bytes = 1
+    train(model, optimizer, range(2))  # the first step finds out who comes when
+    optimizer.zero_grad()
+    loss_of(model, hvd.rank(), 2).backward()
+    engine = optimizer.compression.engine
+    assert len(engine._flights) == 6, "one bucket a parameter, and all have left"
+    order = [flight.travellers[0].name for flight in engine._flights]
+    assert order[0].startswith("4."), "the last layer's gradients are ready first"
+    optimizer.step()
+    assert_same_everywhere(model)
+
+
+def gradients_may_become_ready_in_another_order() -> None:
+    """Every rank runs two branches in its own order."""
+    torch.manual_seed(0)
+    branches = torch.nn.ModuleList([torch.nn.Linear(40, 30) for _ in range(4)])
+    optimizer = distribute(sgd(branches), branches, DGC(density=0.1, min_size=0))
+    optimizer.compression.engine._bucket_bytes = 1
+    for step in range(4):
+        optimizer.zero_grad()
+        x, _ = batch(hvd.rank(), step)
+        for i in range(4):
+            branches[(i + hvd.rank() + step) % 4](x).square().mean().backward()
+        optimizer.step()
+    assert_same_everywhere(branches)
+
+
+def a_damaged_message_raises_and_training_can_go_on() -> None:
+    if hvd.size() == 1:
+        return  # alone, nothing travels
+    model = make_model()
+    optimizer = distribute(sgd(model), model, TopK(density=0.05))
+    train(model, optimizer, range(2))
+    honest = hvd_compress.mpi.engine.gather
+
+    def damage(channel, message, equal_sizes=False):
+        message[-1] ^= 16
+        return honest(channel, message, equal_sizes)
+
+    if hvd.rank() == 0:
+        hvd_compress.mpi.engine.gather = damage
+    try:
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), 2).backward()
+        with raises(PayloadError, "rank 0", "checksum"):
+            optimizer.step()
+    finally:
+        hvd_compress.mpi.engine.gather = honest
+    optimizer.zero_grad()
+    train(model, optimizer, range(3, 6))
+    assert_same_everywhere(model)
+
+
+def functions_of_horovod() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    x = torch.full((2, 3), float(rank))
+    total = size * (size - 1) / 2
+    assert torch.equal(hvd.allreduce(x), torch.full((2, 3), total / size))
+    assert torch.equal(hvd.allreduce(x, op=hvd.Sum), torch.full((2, 3), total))
+    assert torch.equal(hvd.allreduce(x, op=hvd.Max), torch.full((2, 3), float(size - 1)))
+    half = hvd.allreduce(x, op=hvd.Sum, compression=hvd.Compression.fp16)
+    assert half.dtype == torch.float32
+    assert torch.equal(half, torch.full((2, 3), total))
+    scaled = hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25)
+    assert torch.equal(scaled, torch.full((2, 3), total / 2))
+    assert torch.equal(hvd.allreduce_(x.clone(), op=hvd.Sum), torch.full((2, 3), total))
+    handles = [hvd.allreduce_async(x + i, name=f"x{i}", op=hvd.Sum) for i in range(3)]
+    for i, handle in enumerate(handles):
+        assert torch.equal(hvd.synchronize(handle), torch.full((2, 3), total + size * i))
+    gathered = hvd.allgather(torch.full((rank, 2), rank, dtype=torch.int64))
+    assert gathered.tolist() == [[r, r] for r in range(size) for _ in range(r)]
+    assert hvd.allgather_object({"rank": rank}) == [{"rank": r} for r in range(size)]
+    for root in {0, size - 1}:
+        for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64):
+            sent = torch.tensor([[1, 0], [rank, 1]]).to(dtype)
+            got = hvd.broadcast(sent, root)
+            assert torch.equal(got, torch.tensor([[1, 0], [root, 1]]).to(dtype))
+        assert hvd.broadcast_object([rank, "text"], root) == [root, "text"]
+    model = make_model(seed=rank)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    assert_same_everywhere(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1.0 + rank)
+    train(model, optimizer, range(2))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=size - 1)
+    assert optimizer.param_groups[0]["lr"] == size
+    assert_same_everywhere([optimizer.state[p]["exp_avg"] for p in model.parameters()])
+    assert 0 <= hvd.local_rank() < hvd.local_size() <= size
+
+
+def what_is_not_there_says_so() -> None:
+    with raises(UnsupportedError, "join", "Horovod"):
+        hvd.join()
+    with raises(AttributeError, "nonsense"):
+        hvd.nonsense()
+    with raises(UnsupportedError, "adasum", "Average"):
+        hvd.allreduce(torch.ones(1), op=hvd.Adasum)
+    if hvd.size() > 1:
+        others = hvd.add_process_set([0])
+        if hvd.rank():
+            with raises(SetupError, "not in the process set"):
+                hvd.allreduce(torch.ones(1), process_set=others)
+        hvd.remove_process_set(others)
+    with raises(CompressionError, "there are ranks 0 to"):
+        hvd.add_process_set([hvd.size()])
+
+
+def numpy_random_state_is_left_alone() -> None:
+    """Training does not touch the user's generators."""
+    before = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    model = torch.nn.Linear(3, 2)
+    torch.set_rng_state(torch.tensor(before[1], dtype=torch.uint8))
+    optimizer = distribute(sgd(model), model, RandomK(density=0.5))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
