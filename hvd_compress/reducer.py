@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Array, Compressor, Context, Sparse, State, Sum
+from hvd_compress.base import Array, Compressor, Context, Exchange, Outcome, Sparse, State, Sum
 from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.methods import as_compressor
@@ -73,31 +73,33 @@ class Reducer:
     def reduce(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
         """The direction to step along, for each name: the average, or what momentum makes of it;
         shape and dtype of the gradient, the same bits on all ranks."""
-        for name, gradient in gradients.items():
-            self.start(name, gradient)
+        self.start_together(gradients)
         return self.finish()
 
     def start(self, name: str, gradient: Array) -> None:
         """Begin to exchange one gradient; does not wait for other ranks."""
-        if name in self._like or name in self._deferred:
-            raise ConfigError(f"{name!r} was started already: call finish() once a step")
+        self.start_together({name: gradient})
+
+    def start_together(self, gradients: Mapping[str, Array]) -> None:
+        """:meth:`start` for several that became ready at once."""
+        if twice := gradients.keys() & (self._like.keys() | self._deferred.keys()):
+            raise ConfigError(f"{twice.pop()!r} was started already: call finish() once a step")
         if self.method.needs_epoch and self.epoch is None:
             raise ConfigError(
                 f"the density of {self.method.name} goes by epochs: call set_epoch(epoch) at the "
                 "start of every epoch"
             )
         if self.method.needs_gradient_norm:
-            self._deferred[name] = gradient
+            self._deferred.update(gradients)
         else:
-            self._launch(name, gradient, None)
+            self._launch(gradients, None)
 
     def finish(self) -> dict[str, Array]:
         """What :meth:`reduce` returns, for everything that was started."""
         if self._deferred:
             norm = math.hypot(*(backend_of(g).norm(g) for g in self._deferred.values()))
             deferred, self._deferred = self._deferred, {}
-            for name, gradient in deferred.items():
-                self._launch(name, gradient, norm)
+            self._launch(deferred, norm)
         try:
             outcomes = self.engine.finish()
         except BaseException:
@@ -117,7 +119,15 @@ class Reducer:
             result[name] = outcome.direction * factor if factor != 1 else outcome.direction
         return result
 
-    def _launch(self, name: str, gradient: Array, norm: float | None) -> None:
+    def _launch(self, gradients: Mapping[str, Array], norm: float | None) -> None:
+        exchanges = {}
+        for name, gradient in gradients.items():
+            exchange = self._exchange(name, gradient, norm)
+            exchanges[name] = (exchange, self.records[name])
+        self._like.update(gradients)
+        self.engine.start(exchanges)
+
+    def _exchange(self, name: str, gradient: Array, norm: float | None) -> Exchange:
         xp = backend_of(gradient)
         if name not in self.states:
             self.states[name] = self.method.init(gradient)
@@ -138,9 +148,7 @@ class Reducer:
             gradient_norm=norm,
             sums=self.sums,
         )
-        self._like[name] = gradient
-        exchange = self.method.exchange(gradient, self.states[name], context)
-        self.engine.start({name: (exchange, record)})
+        return self.method.exchange(gradient, self.states[name], context)
 
     def stats(self) -> Stats:
         """Exact bytes so far, by name and in total, and the norm of what waits."""
@@ -203,15 +211,15 @@ class Reducer:
         }
 
     def _consolidate(self, states: dict[str, State]) -> None:
-        def averaged(x: Array) -> Any:
+        def averaged(x: Array) -> Exchange:
             total = yield Sum(x)
-            return total / self.engine.size
+            return Outcome(total / self.engine.size, x, {})
 
         exchanges = {}
         for name in sorted(states):
             for key in sorted(self._per_rank[name]):
                 exchanges[f"{name}\n{key}"] = (averaged(states[name][key]), Record())
         self.engine.start(exchanges)
-        for label, mean in self.engine.finish().items():
+        for label, outcome in self.engine.finish().items():
             name, key = label.split("\n")
-            states[name][key] = mean
+            states[name][key] = outcome.mean

@@ -41,6 +41,7 @@ from hvd_compress.errors import (
 )
 from hvd_compress.launch import find_mpi
 from hvd_compress.schedules import ExponentialWarmup, StagedWarmup, warmup_to
+from hvd_compress.torch.ddp import DDPState, ddp_hook
 
 __all__ = [
     "BF16",
@@ -49,6 +50,7 @@ __all__ = [
     "CompressionError",
     "Compressor",
     "ConfigError",
+    "DDPState",
     "ExponentialWarmup",
     "NoCompression",
     "PayloadError",
@@ -59,6 +61,7 @@ __all__ = [
     "UnboundError",
     "UnsupportedError",
     "as_compressor",
+    "ddp_hook",
     "warmup_to",
 ]
 

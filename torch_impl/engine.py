@@ -1,5 +1,7 @@
 """Carries exchanges over Horovod: asynchronous, every collective named after its parameter.
 
+:class:`FlightEngine` is the part that is not about Horovod; ``ddp.py`` has another one.
+
 A *flight* is one exchange, or the exchanges of a group of parameters, on its way.  ``start``
 submits the first round of a flight and never waits, so it may be called from autograd hooks, in
 whatever order gradients become ready.  ``finish`` brings all flights in: it waits for each in turn
@@ -9,6 +11,7 @@ round of all flights before it waits for any, ranks may wait in different orders
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
@@ -52,32 +55,31 @@ class _Flight:
     waiting: list[tuple[int, list[_Traveller]]] = dataclasses.field(default_factory=list)
 
 
-class HorovodEngine:
-    """Flights over one process set.
+class FlightEngine(abc.ABC):
+    """Flights over the ranks of a library's collectives."""
 
-    Args:
-        hvd: the module ``horovod.torch``.
-        process_set: the ranks that take part; this rank must be one of them.
-        predivide: sums are scaled by 1 / predivide before and by predivide after adding.
-    """
-
-    def __init__(self, hvd: Any, process_set: Any, predivide: float = 1.0) -> None:
-        self._hvd = hvd
-        self._set = process_set
-        self._predivide = predivide
+    def __init__(self) -> None:
         self._flights: list[_Flight] = []
 
-    # Elastic training changes both between steps.
     @property
-    def rank(self) -> int:
-        return self._set.rank()
+    @abc.abstractmethod
+    def rank(self) -> int: ...
 
     @property
-    def size(self) -> int:
-        return self._set.size()
+    @abc.abstractmethod
+    def size(self) -> int: ...
+
+    @abc.abstractmethod
+    def _launch(self, kind: str, ops: Sequence[_Op]) -> Any:
+        """Submit operations of one kind and dtype; a handle."""
+
+    @abc.abstractmethod
+    def _wait(self, handle: Any, count: int) -> list[Any]:
+        """Results of the ``count`` operations behind a handle."""
 
     def agree(self, text: str) -> None:
-        """Differing options show when frames are decoded."""
+        """Differing options show when frames are decoded, without a message more."""
+        del text
 
     def start(self, exchanges: dict[str, tuple[Exchange, Record]]) -> None:
         """Submit the first round of one exchange by name, or of a group that travels together."""
@@ -99,9 +101,9 @@ class HorovodEngine:
             for flight in flights:
                 waiting, flight.waiting = flight.waiting, []
                 for handle, travellers in waiting:
-                    result = self._hvd.synchronize(handle)
-                    results = list(result) if len(travellers) > 1 else [result]
-                    for traveller, own in zip(travellers, results, strict=True):
+                    for traveller, own in zip(
+                        travellers, self._wait(handle, len(travellers)), strict=True
+                    ):
                         traveller.advance(own)
                 self._submit(flight)
         self._flights = []
@@ -120,24 +122,6 @@ class HorovodEngine:
         for (kind, _, _), travellers in buckets.items():
             handle = self._launch(kind, [t.op for t in travellers if t.op is not None])
             flight.waiting.append((handle, travellers))
-
-    def _launch(self, kind: str, ops: Sequence[_Op]) -> int:
-        hvd, name, common = self._hvd, ops[0].name, {"process_set": self._set}
-        if kind == "alltoall":
-            return hvd.alltoall_async(ops[0].tensor, ops[0].splits, name=name, **common)
-        if kind == "sum":
-            common |= {"op": hvd.Sum}
-            if self._predivide != 1:
-                common |= {
-                    "prescale_factor": 1 / self._predivide,
-                    "postscale_factor": self._predivide,
-                }
-        elif kind == "max":
-            common |= {"op": hvd.Max}
-        verb = "allgather_async" if kind == "gather" else "allreduce_async"
-        if len(ops) > 1:
-            return getattr(hvd, f"grouped_{verb}")([op.tensor for op in ops], name=name, **common)
-        return getattr(hvd, verb)(ops[0].tensor, name=name, **common)
 
     def _steps(self, name: str, exchange: Exchange, record: Record) -> Generator[_Op, Any, Outcome]:
         """Requests become collectives named ``hvd_compress.PARAMETER.ROUND``."""
@@ -175,11 +159,62 @@ class HorovodEngine:
         payload = request.payload
         if request.equal_sizes:
             # Other sizes show when the frames are decoded.
-            everything = yield _Op("gather", name, payload)
+            everything = yield _Op("gather_equal", name, payload)
             return list(torch.tensor_split(everything, self.size))
         length = torch.tensor([payload.numel()], dtype=torch.int64).view(torch.uint8)
         everything = yield _Op("gather", name, torch.cat([length.to(payload.device), payload]))
         return _split_by_length(everything, self.size)
+
+    def _sum_bfloat16(self, array: torch.Tensor, name: str) -> Generator[_Op, Any, torch.Tensor]:
+        total = yield _Op("sum", name, array.bfloat16())
+        return total.to(array.dtype)
+
+
+class HorovodEngine(FlightEngine):
+    """Flights over one process set.
+
+    Args:
+        hvd: the module ``horovod.torch``.
+        process_set: the ranks that take part; this rank must be one of them.
+        predivide: sums are scaled by 1 / predivide before and by predivide after adding.
+    """
+
+    def __init__(self, hvd: Any, process_set: Any, predivide: float = 1.0) -> None:
+        super().__init__()
+        self._hvd = hvd
+        self._set = process_set
+        self._predivide = predivide
+
+    # Elastic training changes both between steps.
+    @property
+    def rank(self) -> int:
+        return self._set.rank()
+
+    @property
+    def size(self) -> int:
+        return self._set.size()
+
+    def _launch(self, kind: str, ops: Sequence[_Op]) -> Any:
+        hvd, name, common = self._hvd, ops[0].name, {"process_set": self._set}
+        if kind == "alltoall":
+            return hvd.alltoall_async(ops[0].tensor, ops[0].splits, name=name, **common)
+        if kind == "sum":
+            common |= {"op": hvd.Sum}
+            if self._predivide != 1:
+                common |= {
+                    "prescale_factor": 1 / self._predivide,
+                    "postscale_factor": self._predivide,
+                }
+        elif kind == "max":
+            common |= {"op": hvd.Max}
+        verb = "allgather_async" if kind.startswith("gather") else "allreduce_async"
+        if len(ops) > 1:
+            return getattr(hvd, f"grouped_{verb}")([op.tensor for op in ops], name=name, **common)
+        return getattr(hvd, verb)(ops[0].tensor, name=name, **common)
+
+    def _wait(self, handle: Any, count: int) -> list[Any]:
+        result = self._hvd.synchronize(handle)
+        return list(result) if count > 1 else [result]
 
     def _sum_bfloat16(self, array: torch.Tensor, name: str) -> Generator[_Op, Any, torch.Tensor]:
         """Horovod cannot add bfloat16, but it can carry its bits: every rank adds one part, in

@@ -1,0 +1,222 @@
+"""Scenarios of the DDP hook; ``torchrun tests/ddp_worker.py FOLDER`` runs them on every rank."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from hvd_compress import Gather, Max, Outcome, Sum
+from hvd_compress.base import Compressor
+from hvd_compress.errors import ConfigError
+from hvd_compress.lockstep import World
+from hvd_compress.torch import BF16, DGC, FP16, DDPState, NoCompression, RandomK, TopK, ddp_hook
+
+STEPS = 6
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32), torch.nn.Linear(32, 5)
+    )
+
+
+def _loss(model, rank, step):
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * rank + step))
+    return torch.nn.functional.cross_entropy(model(x), (x[:, :5] + 0.5 * x[:, 5:10]).argmax(1))
+
+
+def _distributed(method, **options):
+    """Small buckets, so that there are several."""
+    model = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
+    state = DDPState(method, model, **options)
+    model.register_comm_hook(state, ddp_hook)
+    return model, state
+
+
+def _train(model, steps, momentum=0.0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    for step in steps:
+        optimizer.zero_grad()
+        _loss(model, dist.get_rank(), step).backward()
+        optimizer.step()
+
+
+def _same_everywhere(model):
+    mine = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine)
+    assert all(torch.equal(theirs, mine) for theirs in everyones)
+
+
+def _lockstep(method, steps, momentum=0.0):
+    model, size = _model(), dist.get_world_size()
+    world = World(method, size)
+    for step in range(steps):
+        gradients = []
+        for rank in range(size):
+            model.zero_grad()
+            _loss(model, rank, step).backward()
+            gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        for name, p in model.named_parameters():
+            outcome = world.exchange([g[name] for g in gradients], name=name, momentum=momentum)[0]
+            with torch.no_grad():
+                p.add_(outcome.direction, alpha=-0.05)
+    return model
+
+
+def _assert_close(model, reference):
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-4, atol=1e-5)
+
+
+def trains_as_the_lockstep_world() -> None:
+    for method in (
+        NoCompression(),
+        FP16(),
+        BF16(),
+        TopK(density=0.05),
+        RandomK(density=0.1),
+        DGC(density=0.05, momentum=0.9, min_size=0),
+    ):
+        model, _ = _distributed(method)
+        _train(model, range(STEPS))
+        _same_everywhere(model)
+        if not isinstance(method, FP16 | BF16):  # which are rounded at every hop here
+            _assert_close(model, _lockstep(method, STEPS))
+
+
+def momentum_and_names() -> None:
+    model, state = _distributed("dgc:density=0.05", momentum=0.9)
+    _train(model, range(STEPS))
+    _assert_close(model, _lockstep(DGC(density=0.05), STEPS, momentum=0.9))
+    record = state.stats().layers["0.weight"]
+    assert record.steps == STEPS
+    assert record.elements_sent == STEPS * 128
+    assert record.bytes_sent == STEPS * (16 + 8 * 128)
+    assert record.bytes_received == record.bytes_sent * (dist.get_world_size() - 1)
+    assert record.residual_norm > 0
+
+
+def dense_is_ddp() -> None:
+    model, _ = _distributed("none")
+    plain = DistributedDataParallel(_model())
+    for each in (model, plain):
+        _train(each, range(STEPS), momentum=0.9)
+    _assert_close(model, plain)
+
+
+def clipping_waits_for_the_last_bucket() -> None:
+    model, _ = _distributed(DGC(density=0.05, momentum=0.9, clip_norm=1.0))
+    _train(model, range(STEPS))
+    _same_everywhere(model)
+
+
+def checkpoints_go_on() -> None:
+    method = DGC(density=0.05, momentum=0.9)
+    model, state = _distributed(method)
+    _train(model, range(3))
+    weights = copy.deepcopy(model.module.state_dict())
+    own, common = state.state_dict(consolidate=False), state.state_dict()
+    residual = common["states"]["0.weight"]["residual"]
+    total = own["states"]["0.weight"]["residual"].clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(residual * dist.get_world_size(), total)
+    _train(model, range(3, 6))
+    again, later = _distributed(method)
+    again.module.load_state_dict(weights)
+    later.load_state_dict(own)
+    _train(again, range(3, 6))
+    _assert_close(model, again)  # DDP fuses in another way in its first steps
+    later.load_state_dict(common)
+    _train(again, range(6, 8))
+    _same_everywhere(again)
+
+
+class _Rounds(Compressor, name="ddp-rounds"):
+    """Three rounds of different kinds; payloads of different sizes."""
+
+    def init(self, gradient):
+        return {}
+
+    def per_rank(self, gradient):
+        return frozenset()
+
+    def exchange(self, gradient, state, context):
+        largest = yield Max(gradient.abs().view(-1))
+        some = gradient.reshape(-1)[: context.rank + 1].clone().view(torch.uint8)
+        parts = yield Gather(some)
+        assert [p.numel() for p in parts] == [4 * (rank + 1) for rank in range(context.size)]
+        total = yield Sum(gradient)
+        assert (total.abs().view(-1) <= context.size * largest * 1.01).all()
+        return Outcome(total / context.size, gradient, state)
+
+
+def several_rounds() -> None:
+    model, _ = _distributed(_Rounds())
+    _train(model, range(3))
+    _same_everywhere(model)
+    _assert_close(model, _lockstep(NoCompression(), 3))
+
+
+def nan_reaches_every_rank_and_no_state() -> None:
+    model, state = _distributed(TopK(density=0.05))
+    _train(model, range(2))
+    before = {n: s["residual"].clone() for n, s in state.reducer.states.items()}
+    loss = _loss(model, dist.get_rank(), 2)
+    (loss * float("nan") if dist.get_rank() == 0 else loss).backward()
+    for p in model.parameters():
+        assert not torch.isfinite(p.grad).all()
+    for name, residual in before.items():
+        assert torch.equal(state.reducer.states[name]["residual"], residual)
+
+
+def mistakes_are_errors() -> None:
+    with pytest.raises(ConfigError, match="give the optimizer momentum=0"):
+        DDPState("dgc", _model())
+    with pytest.raises(ConfigError, match="leaves momentum to the optimizer"):
+        DDPState("topk", _model(), momentum=0.9)
+    with pytest.raises(ConfigError, match="DDPState"):
+        ddp_hook(None, None)
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with (Path(sys.argv[1]) / str(dist.get_rank())).open("a") as log:
+        for name, function in SCENARIOS.items():
+            problem = None
+            try:
+                function()
+                dist.barrier()
+            except Exception:
+                problem = traceback.format_exc()
+            print(json.dumps([name, problem]), file=log, flush=True)
+            if problem:
+                print(problem, file=sys.stderr, flush=True)
+                os._exit(1)
+    dist.destroy_process_group()
+
+
+SCENARIOS = {
+    name: function
+    for name, function in list(globals().items())
+    if inspect.isfunction(function)
+    and not name.startswith("_")
+    and name not in ("main", "ddp_hook")
+}
+
+if __name__ == "__main__":
+    main()

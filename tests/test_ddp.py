@@ -1,0 +1,39 @@
+"""The DDP communication hook in real jobs that torchrun starts."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+from ddp_worker import SCENARIOS
+
+import jobs
+from scenarios import read
+
+WORKER = Path(__file__).with_name("ddp_worker.py")
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory):
+    """``results(ranks)[rank]``: a problem or ``None`` by scenario name."""
+
+    @functools.cache
+    def run(ranks: int) -> list[dict[str, str | None]]:
+        folder = tmp_path_factory.mktemp(f"torchrun-{ranks}")
+        command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)]
+        try:
+            jobs.run([*command, str(WORKER), str(folder)], timeout=150)
+        except jobs.JobError as error:
+            (folder / "failure").write_text(str(error))
+        return [read(folder, rank, list(SCENARIOS)) for rank in range(ranks)]
+
+    return run
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_scenario(results, ranks, name):
+    for rank, found in enumerate(results(ranks)):
+        assert found[name] is None, f"rank {rank} of {ranks}: {found[name]}"
