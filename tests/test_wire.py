@@ -9,16 +9,31 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_compress import DGC, Context, Gather, PayloadError, TopK
+from hvd_compress import DGC, ConfigError, Context, Gather, PayloadError, TopK
 from hvd_compress.lockstep import reply_to
-from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
-from hvd_compress.wire.frame import index_dtype
+from hvd_compress.wire import (
+    decode,
+    decode_sparse,
+    dense_is_shorter,
+    encode_dense,
+    encode_sparse,
+    sparse_size,
+)
+from hvd_compress.wire.frame import CODECS, index_dtype
 
 VALUES = ("float16", "float32", "float64")
 
 
-def frame_of(indices, values, n, dtype="float32"):
-    return encode_sparse(np.array(indices, np.int64), np.array(values, dtype), n)
+def frame_of(indices, values, n, dtype="float32", codec="int32"):
+    return encode_sparse(np.array(indices, np.int64), np.array(values, dtype), n, codec)
+
+
+def sealed(frame):
+    """With the checksum that belongs to its bytes: damage that no checksum tells."""
+    frame = frame.copy()
+    crc = zlib.crc32(frame[:12].tobytes() + frame[16:].tobytes())
+    frame[12:16] = np.frombuffer(struct.pack("<I", crc), np.uint8)
+    return frame
 
 
 def test_the_bytes_of_a_small_frame():
@@ -27,13 +42,34 @@ def test_the_bytes_of_a_small_frame():
         "01000000 05000000 09000000"  # 1, 5, 9
         "0000803f 000000c0 0000003f"  # 1.0, -2.0, 0.5
     )
-    header = (
-        b"HC" + bytes.fromhex("01 01 01 01 0000 03000000") + zlib.crc32(body).to_bytes(4, "little")
-    )
+    header = b"HC" + bytes.fromhex("02 01 01 01 0000 03000000")
     frame = frame_of([1, 5, 9], [1.0, -2.0, 0.5], 10)
     assert frame.dtype == np.uint8
-    assert frame.tobytes() == header + body
-    assert zlib.crc32(body) == 0x9CEBB222
+    assert frame.tobytes() == header + zlib.crc32(header + body).to_bytes(4, "little") + body
+    assert zlib.crc32(header + body) == 0xFB850FBC
+
+
+def test_the_bytes_of_a_small_packed_frame():
+    """Before the indices 3, 10, 20, 40 are gaps of 3, 6, 9, 19.  With b = 2 these are 0, 1, 2, 4
+    times 4, in unary 1 01 001 00001, and the rests 3, 2, 1, 3, lowest bit first 11 01 10 11."""
+    body = bytes.fromhex(
+        "02"  # b
+        "db"  # 11011011, its first bit the lowest
+        "2504"  # 10100100 00100000
+        "00000000"  # padding
+        "003c 00c0 0038 0000"  # 1.0, -2.0, 0.5, 0.0
+    )
+    header = b"HC" + bytes.fromhex("02 01 02 03 0000 04000000")
+    frame = frame_of([3, 10, 20, 40], [1.0, -2.0, 0.5, 0.0], 100, "float16", "packed")
+    assert frame.tobytes() == header + zlib.crc32(header + body).to_bytes(4, "little") + body
+    assert frame.size < sparse_size(4, 100, "float16")
+
+
+def test_the_bytes_of_a_small_dense_frame():
+    header = b"HC" + bytes.fromhex("02 02 03 00 0000 01000000")
+    body = bytes.fromhex("000000000000f03f")
+    frame = encode_dense(np.array([1.0]))
+    assert frame.tobytes() == header + zlib.crc32(header + body).to_bytes(4, "little") + body
 
 
 def test_half_precision_values_are_padded():
@@ -43,18 +79,121 @@ def test_half_precision_values_are_padded():
     assert frame[16:] == bytes.fromhex("07000000 003c 0000")
 
 
-@given(data=st.data(), values=st.sampled_from(VALUES), n=st.integers(0, 200))
-def test_round_trip(data, values, n):
+@given(
+    data=st.data(),
+    values=st.sampled_from(VALUES),
+    n=st.integers(0, 200),
+    codec=st.sampled_from(CODECS),
+)
+def test_round_trip(data, values, n, codec):
     chosen = sorted(data.draw(st.sets(st.integers(0, n - 1)) if n else st.just(set())))
     width = 8 * np.dtype(values).itemsize
     numbers = data.draw(
         st.lists(st.floats(width=width), min_size=len(chosen), max_size=len(chosen))
     )
-    frame = frame_of(chosen, numbers, n, values)
-    assert frame.size == sparse_size(len(chosen), n, values)
-    indices, decoded = decode_sparse(frame, n, values, len(chosen))
-    assert indices.tolist() == chosen
-    assert decoded.tobytes() == np.array(numbers, values).tobytes()  # NaN and -0.0 too
+    frame = frame_of(chosen, numbers, n, values, codec)
+    if codec == "int32":
+        assert frame.size == sparse_size(len(chosen), n, values)
+    else:
+        assert frame.size <= sparse_size(len(chosen), n, values)
+    for count in (len(chosen), None):
+        indices, decoded = decode_sparse(frame, n, values, count)
+        assert indices.tolist() == chosen
+        assert decoded.tobytes() == np.array(numbers, values).tobytes()  # NaN and -0.0 too
+    again, decoded = decode(frame, n, values)
+    assert again.tolist() == chosen
+
+
+@given(
+    n=st.one_of(st.integers(1, 2**40), st.sampled_from([2**31, 2**31 + 1, 2**40])),
+    seed=st.integers(0, 2**32),
+    count=st.integers(0, 300),
+    spread=st.integers(0, 40),
+)
+def test_packed_indices_come_back(n, seed, count, spread):
+    """Evenly spread, in clusters, or all next to each other; from anywhere to the very end."""
+    generator = np.random.default_rng(seed)
+    centres = generator.integers(0, n, 1 + seed % 5)
+    places = generator.choice(centres, count) + generator.integers(0, 1 << spread, count)
+    indices = np.unique(np.append(places[places < n], n - 1))
+    frame = frame_of(indices, np.ones(indices.size), n, "float16", "packed")
+    assert frame.size <= sparse_size(indices.size, n, "float16")
+    assert frame.size % 8 == 0
+    decoded, _ = decode_sparse(frame, n, "float16")
+    np.testing.assert_array_equal(decoded, indices)
+
+
+def bits_per_index(indices, n):
+    """Without header and padding, from above."""
+    frame = frame_of(indices, np.ones(len(indices)), n, "float16", "packed")
+    assert frame[5] == 3
+    return 8 * (frame.size - 16 - 2 * len(indices)) / len(indices)
+
+
+def test_packed_indices_are_near_the_entropy():
+    """log2 C(n, k) / k = 11.40 at k = 1000 of n = 1,000,000."""
+    choose = np.random.default_rng(0).choice
+    assert 11.35 < bits_per_index(np.sort(choose(1_000_000, 1000, replace=False)), 1_000_000) < 11.6
+    n = 25_557_032
+    assert 11.4 < bits_per_index(np.sort(choose(n, n // 1000, replace=False)), n) < 11.55
+    n, k = 100_000, 10_000  # entropy 4.69
+    assert 4.65 < bits_per_index(np.sort(choose(n, k, replace=False)), n) < 4.85
+    assert bits_per_index(np.arange(1000), 1000) < 1.1
+    assert bits_per_index(np.arange(0, 64_000, 64), 64_000) < 7.1
+
+
+@pytest.mark.parametrize("n", [1001, 1_000_000, 2**31, 2**40])
+def test_packed_indices_never_take_more_than_elias_fano(n):
+    """log2(n / k) + 2 bits, wherever they are: one gap may be as long as all others together."""
+    k = 1000
+    for start in (0, n // 3, n - k):
+        frame = frame_of(np.arange(start, start + k), np.ones(k), n, "float16", "packed")
+        assert 8 * (frame.size - 16 - 2 * k - 1 - 7) <= k * (np.log2(n / k) + 2)
+
+
+def test_packing_that_does_not_pay_is_left_out():
+    for indices, n in (([], 10), ([5], 10), ([0, 2**31 - 1], 2**31), ([2**39], 2**40)):
+        values = np.ones(len(indices), np.float32)
+        frame = frame_of(indices, values, n, codec="packed")
+        assert frame.size == sparse_size(len(indices), n, "float32")
+        np.testing.assert_array_equal(frame, frame_of(indices, values, n))
+    packed = frame_of([5], [1], 10, "float16", "packed")  # 16 + 1 + 1 + 2 bytes, padded as well
+    assert packed[5] == 1
+
+
+@given(values=st.sampled_from(VALUES), n=st.integers(0, 50))
+def test_dense_frames_come_back(values, n):
+    x = np.random.default_rng(n).normal(size=n).astype(values)
+    indices, decoded = decode(encode_dense(x), n, values)
+    assert indices is None
+    assert decoded.tobytes() == x.tobytes()
+    with pytest.raises(PayloadError, match="no header of a sparse frame"):
+        decode_sparse(encode_dense(x), n, values)
+    with pytest.raises(PayloadError, match=f"{n} entries where {n + 1}"):
+        decode(encode_dense(x), n + 1, values)
+
+
+@pytest.mark.parametrize(
+    ("count", "n", "values", "codec", "shorter"),
+    [
+        (500, 1000, "float32", "int32", False),
+        (501, 1000, "float32", "int32", True),
+        (333, 1000, "float16", "int32", False),
+        (334, 1000, "float16", "int32", True),
+        (333, 1000, "float32", "packed", False),
+        (900, 1000, "float32", "packed", False),
+        (950, 1000, "float32", "packed", True),
+        (0, 0, "float32", "packed", False),
+        (0, 0, "float32", "int32", False),
+        (1, 1, "float32", "packed", True),
+    ],
+)
+def test_dense_is_shorter(count, n, values, codec, shorter):
+    assert dense_is_shorter(count, n, values, codec) == shorter
+    if not shorter and count:  # a bound
+        places = np.sort(np.random.default_rng(0).choice(n, count, replace=False))
+        frame = frame_of(places, np.ones(count), n, values, codec)
+        assert frame.size <= encode_dense(np.ones(n, values)).size + 8
 
 
 @pytest.mark.parametrize(
@@ -94,25 +233,97 @@ def test_the_last_index_of_a_huge_tensor_is_checked():
         decode_sparse(frame_of([0, 2**31 - 1], [1, 2], 2**31), 2**31 - 1, "float32", 2)
 
 
+@pytest.mark.parametrize("count", [4, None], ids=["count known", "count unknown"])
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("values", VALUES)
-def test_every_flipped_bit_is_noticed(values):
-    frame = frame_of([1, 5, 9], [1.0, -2.0, 0.5], 10, values)
-    decode_sparse(frame, 10, values, 3)
+def test_every_flipped_bit_is_noticed(values, codec, count):
+    frame = frame_of([1, 5, 8, 9], [1.0, -2.0, 0.5, 3], 10, values, codec)
+    assert (frame[5] == 3) == (codec == "packed")
+    decode_sparse(frame, 10, values, count)
     for bit in range(8 * frame.size):
         damaged = frame.copy()
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(PayloadError, match="bad payload from rank 7"):
-            decode_sparse(damaged, 10, values, 3, sender="rank 7")
+            decode_sparse(damaged, 10, values, count, sender="rank 7")
 
 
-def test_every_changed_byte_is_noticed():
-    frame = frame_of([1, 5], [1.0, -2.0], 10)
+@pytest.mark.parametrize("codec", [*CODECS, "dense"])
+def test_every_changed_byte_is_noticed(codec):
+    if codec == "dense":
+        frame = encode_dense(np.arange(4, dtype=np.float16))
+    else:
+        frame = frame_of([0, 1, 2, 3], np.arange(4), 4, "float16", codec)
+    assert decode(frame, 4, "float16")[1].tolist() == [0, 1, 2, 3]
     for at in range(frame.size):
         for value in set(range(256)) - {int(frame[at])}:
             damaged = frame.copy()
             damaged[at] = value
             with pytest.raises(PayloadError):
-                decode_sparse(damaged, 10, "float32", 2)
+                decode(damaged, 4, "float16")
+
+
+@pytest.mark.parametrize("n", [10, 2**31, 2**40])
+def test_packed_bytes_are_checked_behind_a_valid_checksum(n):
+    """Whatever the bytes say, decoding ends in ascending indices within range, or in the error."""
+    good = frame_of([1, 5, 8, 9], [1.0, -2.0, 0.5, 3], n, "float16", "packed")
+    refused = 0
+    for at in range(16, good.size - 8):
+        for value in range(256):
+            frame = good.copy()
+            frame[at] = value
+            try:
+                indices, decoded = decode_sparse(sealed(frame), n, "float16")
+            except PayloadError:
+                refused += 1
+            else:
+                assert indices.size == decoded.size == 4
+                assert (np.diff(indices) > 0).all()
+                assert indices[0] >= 0
+                assert indices[-1] < n
+    assert refused > 1000
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({16: 49}, "without a valid parameter"),
+        ({16: 255}, "without a valid parameter"),
+        ({16: 48}, "packed indices that are not 4"),
+        ({8: 0}, "bytes where 0 packed entries"),
+        ({8: 3}, "packed indices that are not 3"),
+        ({8: 5}, "packed indices that are not 5"),
+        ({8: 40}, "bytes where 40 packed entries"),
+        ({11: 255}, "bytes where 4278190084 packed entries"),
+        ({4: 1}, "another dtype"),
+        ({5: 4}, "another dtype"),
+        ({5: 2}, "another dtype"),
+        ({3: 3}, "no header"),
+        ({6: 1}, "no header"),
+        ({2: 1}, "no header of a sparse frame, version 2"),
+    ],
+    ids=str,
+)
+def test_packed_frames_that_lie(changes, problem):
+    frame = frame_of([1, 5, 8, 9], [1.0, -2.0, 0.5, 3], 10, "float16", "packed")
+    for at, value in changes.items():
+        frame[at] = value
+    with pytest.raises(PayloadError, match=problem):
+        decode_sparse(sealed(frame), 10, "float16")
+
+
+def test_packed_indices_beyond_the_tensor():
+    frame = frame_of([1, 5, 8, 9], [1.0, -2.0, 0.5, 3], 10, "float16", "packed")
+    with pytest.raises(PayloadError, match=r"ascending within 0\.\.8"):
+        decode_sparse(frame, 9, "float16")
+    with pytest.raises(PayloadError, match="4 entries where 3"):
+        decode_sparse(frame, 10, "float16", 3)
+
+
+def test_what_cannot_be_encoded():
+    with pytest.raises(ConfigError, match="codec must be one of 'int32', 'packed'"):
+        frame_of([1], [1], 10, codec="elias")
+    with pytest.raises(ConfigError, match="ascending"):
+        frame_of([5, 1], [1, 2], 10, codec="packed")
 
 
 def test_frames_of_the_wrong_length():

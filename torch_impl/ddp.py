@@ -116,10 +116,11 @@ class DDPState:
         if not dist.is_initialized():
             raise SetupError("call torch.distributed.init_process_group() first")
         method: Compressor = as_compressor(compression)
-        if method.takes_momentum and momentum is None and getattr(method, "momentum", None) is None:
+        own = getattr(method, "momentum", None)
+        if method.takes_momentum and momentum is None and own is None:
             raise ConfigError(
-                f"{method.name} corrects momentum, and a hook knows nothing of the optimizer: write "
-                f"DDPState({type(method).__name__}(momentum=0.9), ...) and give the optimizer "
+                f"{method.name} corrects momentum, and a hook knows nothing of the optimizer: "
+                f"write DDPState({type(method).__name__}(momentum=0.9), ...) and give the optimizer "
                 "momentum=0; or DDPState(..., momentum=0.0) for error feedback alone"
             )
         inner = getattr(model, "module", model)

@@ -30,16 +30,33 @@ from hvd_compress.mpi.allreduce import (
 from hvd_compress.mpi.communicator import Communicator
 from hvd_compress.mpi.cost_model import CostModel, measure
 from hvd_compress.mpi.engine import MpiEngine
+from hvd_compress.mpi.gtop_k import gtop_k_allreduce
+from hvd_compress.mpi.hierarchical import hierarchical_allreduce
+from hvd_compress.mpi.hierarchical_sparse import hierarchical_sparse_allreduce
+from hvd_compress.mpi.ok_topk import OkTopk
+from hvd_compress.mpi.quantized import consolidate, quantized_allreduce
+from hvd_compress.mpi.quantized_state import QuantizedState
 from hvd_compress.mpi.reducer import Reducer
+from hvd_compress.mpi.sparse import Reduced, sparse_allgather, sparse_allreduce
 
 __all__ = [
     "Communicator",
     "CostModel",
     "MpiEngine",
+    "OkTopk",
+    "QuantizedState",
+    "Reduced",
     "Reducer",
     "allreduce",
+    "consolidate",
     "direct_allreduce",
+    "gtop_k_allreduce",
     "halving_doubling_allreduce",
+    "hierarchical_allreduce",
+    "hierarchical_sparse_allreduce",
     "measure",
+    "quantized_allreduce",
     "ring_allreduce",
+    "sparse_allgather",
+    "sparse_allreduce",
 ]

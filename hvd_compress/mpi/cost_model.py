@@ -30,6 +30,8 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.communicator import Communicator, others
 from hvd_compress.mpi.work import Algorithm, Wait
 
+#: merging a sparse entry takes about as long as adding so many dense ones
+_MERGE = 100
 _SMALL, _LARGE = 8, (64 * 1024, 1024 * 1024)
 _NATIVE_SIZES = (8, 4096, 65536, 1 << 20, 1 << 22)
 
@@ -97,7 +99,7 @@ class CostModel:
         k: int,
         n: int,
         *,
-        pair: int = 8,
+        pair: float = 8,
         item: int = 4,
         size: int | None = None,
     ) -> float:
@@ -107,30 +109,32 @@ class CostModel:
         if p == 1:
             return 0.0
 
-        def union(ranks: float) -> float:
+        def union(ranks: int) -> float:
             return n * (1 - (1 - k / n) ** ranks) if n else 0.0
 
-        def message(ranks: float) -> float:
+        def message(ranks: int) -> float:
             return min(pair * union(ranks), item * n)
 
-        fan = self.alpha + (p - 2) * self.overhead
+        def merging(entries: float) -> float:
+            return min(_MERGE * entries, 10 * n) * 4 * self.gamma
+
+        fan = 2 * (self.alpha + (p - 2) * self.overhead)  # sizes go ahead of all messages
         if algorithm == "allgather":
-            return fan + pair * k * (p - 1) * self.beta + pair * k * p * self.gamma
+            return fan + pair * k * (p - 1) * self.beta + merging(k * p)
         if algorithm == "recursive_doubling":
-            rounds = p.bit_length() - 1
-            moved = sum(message(1 << step) for step in range(rounds))
+            steps = [1 << step for step in range(p.bit_length() - 1)]
+            rounds, moved = len(steps), sum(map(message, steps))
             if p & (p - 1):
                 rounds, moved = rounds + 2, moved + pair * k + message(p)
-            return rounds * self.alpha + moved * (self.beta + self.gamma)
-        if algorithm == "split_allgather":
-            moved = (pair * k + message(p)) * (p - 1) / p
-            return 2 * fan + moved * self.beta + (pair * k + message(p)) * self.gamma
-        if algorithm == "ok_topk":
-            moved = 2 * pair * k * (p - 1) / p
-            return 2 * fan + moved * self.beta + 2 * pair * k * self.gamma
+            adding = sum(merging(2 * union(ranks)) for ranks in steps)
+            return 2 * rounds * self.alpha + moved * self.beta + adding
+        if algorithm in ("split_allgather", "ok_topk"):
+            sums = message(p) if algorithm == "split_allgather" else pair * k
+            moved = (pair * k + sums) * (p - 1) / p
+            return 2 * fan + moved * self.beta + merging(k) + sums * self.gamma
         raise ConfigError(f"algorithm={algorithm!r} has no cost model")
 
-    def fastest_sparse(self, k: int, n: int, *, pair: int = 8, item: int = 4) -> str:
+    def fastest_sparse(self, k: int, n: int, *, pair: float = 8, item: int = 4) -> str:
         """The sparse algorithm that is expected to be fastest, of those that lose nothing."""
         names = ("allgather", "recursive_doubling", "split_allgather")
         costs = {name: self.sparse_seconds(name, k, n, pair=pair, item=item) for name in names}

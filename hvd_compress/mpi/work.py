@@ -94,8 +94,8 @@ class Wait:
 
 
 _DIFFER = (
-    "the ranks' arrays differ in shape or dtype, or their options or calls, or a gradient is sparse "
-    "on some ranks and dense on others"
+    "the ranks' arrays differ in shape or dtype, or their options or calls, or a gradient is "
+    "sparse on some ranks and dense on others"
 )
 
 Algorithm = Generator[Wait, None, Any]

@@ -1,34 +1,45 @@
-"""The frame: a header of 16 bytes, then the indices, then the values, padded to 8 bytes.
+"""The frame: a header of 16 bytes, then indices and values, padded to a multiple of 8 bytes.
 
 All numbers are little-endian::
 
     offset  type    field
     0       u8[2]   b"HC"
-    2       u8      version, 1
-    3       u8      kind, 1 = sparse
+    2       u8      version, 2
+    3       u8      kind: 1 = sparse, 2 = dense
     4       u8      dtype of the values: 1 = float32, 2 = float16, 3 = float64
-    5       u8      dtype of the indices: 1 = int32, 2 = int64
+    5       u8      indices: 0 = none (dense), 1 = int32, 2 = int64, 3 = packed
     6       u16     zero
     8       u32     number of entries
-    12      u32     CRC-32 of the bytes behind the header
+    12      u32     CRC-32 of the first 12 bytes and of all behind the header
 
-Indices are ascending.  They are int32 unless the tensor has more than 2**31 elements.  A receiver
-checks everything before a byte of it is used as an index.
+Indices are ascending.  They are int32 unless the tensor has more than 2**31 elements, or packed as
+in :mod:`hvd_compress.wire.indices` where the sender was asked to and that is shorter.  Packed
+indices are padded and the values stand at the end; otherwise zeros follow the values.
+
+A receiver checks everything before a byte of it is used as an index.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 
 import numpy as np
 
-from hvd_compress.errors import PayloadError
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError, PayloadError
+from hvd_compress.wire.indices import best_parameter, gaps_of, pack, unpack
 
-_HEADER = struct.Struct("<2sBBBBHII")
-_MAGIC, _VERSION, _SPARSE = b"HC", 1, 1
+#: what senders can be asked for; "int32" is int64 where indices need that
+CODECS = ("int32", "packed")
+#: dtypes that values can have
+DTYPES = ("float16", "float32", "float64")
+_HEADER = struct.Struct("<2sBBBBHI")
+_START = _HEADER.size + 4
+_MAGIC, _VERSION, _SPARSE, _DENSE = b"HC", 2, 1, 2
 _VALUES = {"float32": 1, "float16": 2, "float64": 3}
-_INDICES = {"int32": 1, "int64": 2}
+_INDICES = {"none": 0, "int32": 1, "int64": 2, "packed": 3}
 
 
 def index_dtype(n: int) -> str:
@@ -37,43 +48,110 @@ def index_dtype(n: int) -> str:
 
 
 def sparse_size(count: int, n: int, values: str) -> int:
-    """Bytes of a frame of ``count`` entries of a tensor of ``n`` elements."""
-    body = count * (np.dtype(values).itemsize + np.dtype(index_dtype(n)).itemsize)
-    return _HEADER.size + body + -body % 8
+    """Bytes of a frame of ``count`` entries of a tensor of ``n`` elements, indices not packed; with
+    packed indices a frame is never larger."""
+    return _padded(count * (np.dtype(values).itemsize + np.dtype(index_dtype(n)).itemsize))
 
 
-def encode_sparse(indices: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
+def dense_is_shorter(count: int, n: int, values: str, codec: str = "int32") -> bool:
+    """Whether all ``n`` values take fewer bytes than ``count`` of them with their indices.
+
+    For packed indices this is a bound on their size, which depends on where they are.
+    """
+    item = np.dtype(values).itemsize
+    index = float(np.dtype(index_dtype(n)).itemsize)
+    if codec == "packed" and count:
+        index = min(index, (math.log2(n / count) + 2) / 8)
+    return count * (item + index) > n * item
+
+
+def _padded(body: int) -> int:
+    return _START + body + -body % 8
+
+
+def encode_sparse(
+    indices: np.ndarray, values: np.ndarray, n: int, codec: str = "int32"
+) -> np.ndarray:
     """A frame (1-D, uint8) of ascending ``indices`` into ``n`` elements and their ``values``
-    (float16, float32 or float64)."""
-    if indices.size >= 2**32:
-        raise PayloadError(f"{indices.size} entries do not fit in one frame; split the tensor")
+    (float16, float32 or float64).  ``codec="packed"``: about log2(n / count) + 1.5 bits an index,
+    and never more bytes than without."""
+    check_choice("codec", codec, CODECS)
+    count, size = indices.size, sparse_size(indices.size, n, values.dtype.name)
+    if codec == "packed":
+        gaps = gaps_of(indices, index_dtype(n))
+        if count and gaps.min() < 0:
+            raise ConfigError(f"indices must be ascending; got {indices!r}")
+        found = best_parameter(gaps, n)
+        if found and (packed_size := _padded(found[1] + values.nbytes)) < size:
+            frame = np.zeros(packed_size, np.uint8)
+            pack(gaps, found[0], frame[_START:])
+            _put(frame, packed_size - values.nbytes, values)
+            return _sealed(frame, _SPARSE, values, "packed", count)
+    frame = np.zeros(size, np.uint8)
     dtype = index_dtype(n)
-    frame = np.zeros(sparse_size(indices.size, n, values.dtype.name), np.uint8)
-    body = frame[_HEADER.size :]
-    split = indices.size * np.dtype(dtype).itemsize
-    body[:split].view(f"<{np.dtype(dtype).str[1:]}")[:] = indices
-    body[split : split + values.nbytes].view(f"<{values.dtype.str[1:]}")[:] = values
-    codes = _VALUES[values.dtype.name], _INDICES[dtype]
-    header = _HEADER.pack(_MAGIC, _VERSION, _SPARSE, *codes, 0, indices.size, zlib.crc32(body.data))
+    end = _put(frame, _START, indices.astype(dtype, copy=False))
+    _put(frame, end, values)
+    return _sealed(frame, _SPARSE, values, dtype, count)
+
+
+def encode_dense(values: np.ndarray) -> np.ndarray:
+    """A frame (1-D, uint8) of all ``values`` of a flat array."""
+    frame = np.zeros(_padded(values.nbytes), np.uint8)
+    _put(frame, _START, values)
+    return _sealed(frame, _DENSE, values, "none", values.size)
+
+
+def _put(frame: np.ndarray, start: int, array: np.ndarray) -> int:
+    stop = start + array.nbytes
+    frame[start:stop].view(f"<{array.dtype.str[1:]}")[:] = array
+    return stop
+
+
+def _sealed(
+    frame: np.ndarray, kind: int, values: np.ndarray, indices: str, count: int
+) -> np.ndarray:
+    if count >= 2**32:
+        raise PayloadError(f"{count} entries do not fit in one frame; split the tensor")
+    codes = _VALUES[values.dtype.name], _INDICES[indices]
+    header = _HEADER.pack(_MAGIC, _VERSION, kind, *codes, 0, count)
     frame[: _HEADER.size] = np.frombuffer(header, np.uint8)
+    frame[_HEADER.size : _START].view("<u4")[0] = _checksum(frame)
     return frame
 
 
+def _checksum(frame: np.ndarray) -> int:
+    return zlib.crc32(frame[_START:].data, zlib.crc32(frame[: _HEADER.size].data))
+
+
 def decode_sparse(
-    frame: np.ndarray, n: int, values: str, count: int, *, sender: str = "a rank"
+    frame: np.ndarray, n: int, values: str, count: int | None = None, *, sender: str = "a rank"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``(indices, values)`` of a frame, views into it.
+    """``(indices, values)`` of a frame, views into it where that is possible.
 
     Args:
         frame: what ``sender`` sent, 1-D uint8.
         n: number of elements of the tensor.
         values: the dtype that the values must have.
-        count: the number of entries that there must be.
+        count: the number of entries that there must be; ``None`` if only the sender knows.
 
     Raises:
         PayloadError: the frame is damaged, or made with other options than this rank's.
     """
+    indices, decoded = _decode(frame, n, values, count, sender, (_SPARSE,))
+    assert indices is not None
+    return indices, decoded
 
+
+def decode(
+    frame: np.ndarray, n: int, values: str, *, sender: str = "a rank"
+) -> tuple[np.ndarray | None, np.ndarray]:
+    """The same for a frame that may be dense: its indices are ``None``, its values ``n``."""
+    return _decode(frame, n, values, None, sender, (_SPARSE, _DENSE))
+
+
+def _decode(
+    frame: np.ndarray, n: int, values: str, count: int | None, sender: str, kinds: tuple[int, ...]
+) -> tuple[np.ndarray | None, np.ndarray]:
     def fail(problem: str) -> PayloadError:
         return PayloadError(
             f"bad payload from {sender}: {problem}. Either the message was damaged on its way, or "
@@ -81,27 +159,48 @@ def decode_sparse(
             "gradient is sparse on some ranks and dense on others (sparse_as_dense=True)"
         )
 
-    if frame.size < _HEADER.size:
+    if frame.size < _START:
         raise fail(f"{frame.size} bytes are less than a header")
-    magic, version, kind, value_code, index_code, zero, entries, crc = _HEADER.unpack(
+    magic, version, kind, value_code, index_code, zero, entries = _HEADER.unpack(
         frame[: _HEADER.size].tobytes()
     )
-    if (magic, version, kind, zero) != (_MAGIC, _VERSION, _SPARSE, 0):
-        raise fail("no header of a sparse frame, version 1, at its start")
-    if value_code != _VALUES[values] or index_code != _INDICES[index_dtype(n)]:
-        raise fail(f"values or indices of another dtype than {values} and {index_dtype(n)}")
-    if entries != count:
-        raise fail(f"{entries} entries where {count} were expected")
-    if frame.size != sparse_size(count, n, values):
-        raise fail(f"{frame.size} bytes where {sparse_size(count, n, values)} were expected")
-    body = frame[_HEADER.size :]
-    if zlib.crc32(body.data) != crc:
+    if (magic, version, zero) != (_MAGIC, _VERSION, 0) or kind not in kinds:
+        raise fail(f"no header of a sparse frame, version {_VERSION}, at its start")
+    plain = index_dtype(n)
+    allowed = ("none",) if kind == _DENSE else (plain, "packed")
+    if value_code != _VALUES[values] or index_code not in [_INDICES[name] for name in allowed]:
+        raise fail(f"values or indices of another dtype than {values} and {plain}")
+    expected = n if kind == _DENSE else count
+    if expected is not None and entries != expected:
+        raise fail(f"{entries} entries where {expected} were expected")
+
+    item, is_packed = np.dtype(values).itemsize, index_code == _INDICES["packed"]
+    if is_packed:
+        start = frame.size - entries * item
+        if start < _START or frame.size % 8 or frame.size >= sparse_size(entries, n, values):
+            raise fail(f"{frame.size} bytes where {entries} packed entries were expected")
+    else:
+        size = _padded(n * item) if kind == _DENSE else sparse_size(entries, n, values)
+        if frame.size != size:
+            raise fail(f"{frame.size} bytes where {size} were expected")
+        start = _START if kind == _DENSE else _START + entries * np.dtype(plain).itemsize
+    if _checksum(frame) != frame[_HEADER.size : _START].view("<u4")[0]:
         raise fail("its checksum does not match")
-    dtype = np.dtype(index_dtype(n))
-    split = count * dtype.itemsize
-    indices = body[:split].view(f"<{dtype.str[1:]}")
-    dtype = np.dtype(values)
-    decoded = body[split : split + count * dtype.itemsize].view(f"<{dtype.str[1:]}")
-    if count and (indices[0] < 0 or indices[-1] >= n or not (indices[1:] > indices[:-1]).all()):
-        raise fail(f"indices that are not ascending within 0..{n - 1}")
-    return indices, decoded
+
+    decoded = frame[start : start + entries * item].view(f"<{np.dtype(values).str[1:]}")
+    if kind == _DENSE:
+        return None, decoded
+    try:
+        code = frame[_START:start]
+        return (unpack(code, entries, n) if is_packed else _plain_indices(code, n)), decoded
+    except ValueError as error:
+        raise fail(str(error)) from None
+
+
+def _plain_indices(code: np.ndarray, n: int) -> np.ndarray:
+    indices = code.view(f"<{np.dtype(index_dtype(n)).str[1:]}")
+    if indices.size and (
+        indices[0] < 0 or indices[-1] >= n or not (indices[1:] > indices[:-1]).all()
+    ):
+        raise ValueError(f"indices that are not ascending within 0..{n - 1}")
+    return indices

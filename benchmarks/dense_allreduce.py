@@ -1,0 +1,106 @@
+"""Dense allreduce over mpi4py: every algorithm against MPI_Allreduce, large and small, in one run.
+
+    mpirun -np 4 python benchmarks/dense_allreduce.py
+    sudo .venv/bin/python tests/cluster --hosts 4 --timeout 600 -- \\
+        python benchmarks/dense_allreduce.py
+
+The second line makes four hosts with links of 1 Gbit/s on this machine.  A sample is the time from
+a barrier until the slowest rank has the sum.  The contenders take turns, in another order each
+round, so that the machine's load hits all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+from mpi4py import MPI
+from tqdm import tqdm
+
+from hvd_compress import mpi
+
+parser = argparse.ArgumentParser(
+    description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+)
+parser.add_argument("--bytes", type=int, default=102_000_000, help="of the large array")
+parser.add_argument("--rounds", type=int, default=5, help="samples of each, large array")
+parser.add_argument("--small", type=int, nargs="*", default=[8, 1024, 16384, 262144])
+parser.add_argument("--small-rounds", type=int, default=100)
+parser.add_argument("--gbit", type=float, default=1.0, help="rate of a link, for the floor")
+options = parser.parse_args()
+
+world = MPI.COMM_WORLD
+#: checks are for the first steps of a training run, and have no place in what is timed
+comm = mpi.Communicator(world, checks=0)
+
+
+def contenders(x: np.ndarray, out: np.ndarray) -> dict[str, Callable[[], object]]:
+    return {
+        "MPI_Allreduce": lambda: world.Allreduce(x, out),
+        "MPI_Iallreduce": lambda: mpi.allreduce(x, algorithm="mpi", out=out, comm=comm),
+        "ring": lambda: mpi.ring_allreduce(x, out=out, comm=comm),
+        "halving-doubling": lambda: mpi.halving_doubling_allreduce(x, out=out, comm=comm),
+        "direct": lambda: mpi.direct_allreduce(x, out=out, comm=comm),
+        "auto": lambda: mpi.allreduce(x, out=out, comm=comm),
+    }
+
+
+def measure(size: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of the slowest rank, by contender."""
+    x = np.random.default_rng(world.rank).standard_normal(max(1, size // 4)).astype(np.float32)
+    out = np.empty_like(x)
+    calls = list(contenders(x, out).items())
+    samples: dict[str, list[float]] = {name: [] for name, _ in calls}
+    # One round more than is counted: the first one opens connections and touches memory.
+    total = (rounds + 1) * len(calls)
+    with tqdm(total=total, disable=world.rank != 0, ncols=90, desc=f"{size} bytes") as bar:
+        for number in range(rounds + 1):
+            turn = number % len(calls)
+            for name, call in calls[turn:] + calls[:turn]:
+                world.Barrier()
+                start = time.perf_counter()
+                call()
+                seconds = world.allreduce(time.perf_counter() - start, MPI.MAX)
+                if number:
+                    samples[name].append(seconds)
+                bar.update()
+    return samples
+
+
+def show(size: int, samples: dict[str, list[float]], floor: float | None) -> None:
+    base = statistics.median(samples["MPI_Allreduce"])
+    unit, name_of_unit = (1e3, "ms") if base > 0.01 else (1e6, "us")
+    print(f"\n{size:,} bytes, {world.size} ranks", end="")
+    print(f"; floor of the links {1e3 * floor:.0f} ms" if floor else "")
+    print(f"{'':18} {'median':>10} {'min':>10} {'max':>10} {'speed-up':>9}", end="")
+    print(f" {'over floor':>11}" if floor else "")
+    for name, seconds in samples.items():
+        median = statistics.median(seconds)
+        line = f"{name:18}"
+        for value in (median, min(seconds), max(seconds)):
+            line += f" {unit * value:7.0f} {name_of_unit}"
+        line += f" {base / median:8.2f}x"
+        if floor:
+            line += f" {100 * (median / floor - 1):10.1f}%"
+        print(line)
+
+
+def main() -> None:
+    mpi.allreduce(np.ones(1, np.float32), comm=comm)  # measures the cost model
+    results = [(options.bytes, measure(options.bytes, options.rounds))]
+    results += [(size, measure(size, options.small_rounds)) for size in options.small]
+    if world.rank:
+        return
+    print(MPI.Get_library_version().split(",")[0].splitlines()[0])
+    for size, samples in results:
+        floor = None
+        if size >= 2**20:
+            floor = 2 * size * (world.size - 1) / world.size / (options.gbit * 1e9 / 8)
+        show(size, samples, floor)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Sparse allreduce of a ResNet-50 gradient at density 0.001: time, and bytes at the interface.
+
+    mpirun -np 4 python benchmarks/sparse_allreduce.py
+    sudo .venv/bin/python tests/cluster --hosts 8 --timeout 600 -- \\
+        python benchmarks/sparse_allreduce.py
+
+The second line makes eight hosts with links of 1 Gbit/s on this machine; the column "interface" is
+what came in at their network interfaces, headers included, the largest of all ranks.  Every rank
+brings the 0.1 % largest of 25,557,032 normal numbers, in places of its own.  Only the allreduce is
+timed, from a barrier until the slowest rank has the sum; the contenders take turns.
+
+The floor is that of coordinate pairs with 4 bytes each for index and value, 2 k (P - 1) / P words
+received by every rank (Li and Hoefler, 2022).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+from tqdm import tqdm
+
+from hvd_compress import Sparse, mpi
+
+parser = argparse.ArgumentParser(
+    description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+)
+parser.add_argument("--elements", type=int, default=25_557_032)
+parser.add_argument("--density", type=float, default=0.001)
+parser.add_argument("--rounds", type=int, default=7, help="samples of each")
+parser.add_argument("--interface", default="eth0", help="whose bytes are counted, if it is there")
+options = parser.parse_args()
+
+world = MPI.COMM_WORLD
+comm = mpi.Communicator(world, checks=0)
+n, k = options.elements, max(1, int(options.elements * options.density))
+received_file = Path("/sys/class/net", options.interface, "statistics/rx_bytes")
+gradient = np.random.default_rng(world.rank).standard_normal(n).astype(np.float32)
+
+
+def shifted(step: int) -> np.ndarray:
+    """Another gradient in every step, without drawing it anew."""
+    return np.roll(gradient, 7919 * (step + 1) * (world.rank + 1))
+
+
+def largest(step: int) -> Sparse:
+    x = np.abs(gradient)
+    chosen = np.argpartition(x, n - k)[n - k :]
+    indices = np.sort((chosen + 7919 * (step + 1) * (world.rank + 1)) % n)
+    return Sparse(indices, shifted(step)[indices])
+
+
+class Contender:
+    def __init__(self, name: str, choose: Callable, reduce: Callable) -> None:
+        self.name, self.choose, self.reduce = name, choose, reduce
+        self.seconds: list[float] = []
+        self.payload: list[int] = []
+        self.wire: list[int] = []
+
+    def step(self, step: int, counted: bool) -> None:
+        chosen = self.choose(step)
+        sent = comm.bytes_sent
+        world.Barrier()
+        before = arrived()
+        start = time.perf_counter()
+        self.reduce(chosen)
+        seconds = time.perf_counter() - start
+        world.Barrier()
+        wire = arrived() - before
+        if counted:
+            self.seconds.append(world.allreduce(seconds, MPI.MAX))
+            everyone_sent = world.allreduce(comm.bytes_sent - sent)
+            self.payload.append(everyone_sent // world.size)
+            self.wire.append(world.allreduce(wire, MPI.MAX))
+
+
+def arrived() -> int:
+    return int(received_file.read_text()) if received_file.exists() else 0
+
+
+def contenders() -> list[Contender]:
+    found = []
+    for values in (None, "float16"):
+        for indices in ("int32", "packed"):
+            wire = f"{indices}, {values or 'float32'}"
+            common = {"comm": comm, "values": values, "indices": indices}
+            for algorithm in ("allgather", "recursive_doubling", "split_allgather"):
+                if (values, indices) not in ((None, "int32"), ("float16", "packed")):
+                    continue
+                found.append(
+                    Contender(
+                        f"{algorithm} ({wire})",
+                        largest,
+                        lambda s, a=algorithm, c=common: mpi.sparse_allreduce(
+                            s, n, algorithm=a, **c
+                        ),
+                    )
+                )
+            ok = mpi.OkTopk(k, values=values, indices=indices)
+            found.append(
+                Contender(
+                    f"Ok-Topk ({wire})",
+                    lambda step, ok=ok: ok.select(shifted(step)),
+                    lambda s, ok=ok: ok.allreduce(s, n, comm=comm),
+                )
+            )
+    found.append(
+        Contender(
+            "gTop-k (int32, float32)", largest, lambda s: mpi.gtop_k_allreduce(s, n, k, comm=comm)
+        )
+    )
+    return found
+
+
+def main() -> None:
+    everyone = contenders()
+    # Two rounds are not counted: connections open, and Ok-Topk finds its thresholds.
+    total = (options.rounds + 2) * len(everyone)
+    with tqdm(total=total, disable=world.rank != 0, ncols=90) as bar:
+        for step in range(options.rounds + 2):
+            turn = step % len(everyone)
+            for contender in everyone[turn:] + everyone[:turn]:
+                contender.step(step, counted=step >= 2)
+                bar.update()
+    if world.rank:
+        return
+    base = statistics.median(everyone[0].seconds)
+    floor = 8 * k * (world.size - 1) / world.size
+    dense = 2 * 4 * n * (world.size - 1) / world.size
+    print(f"\n{n:,} elements, {k:,} chosen on each of {world.size} ranks; floor of pairs", end=" ")
+    print(f"{floor / 1000:,.0f} kB received, of the dense array {dense / 1000:,.0f} kB")
+    print(f"{'':34} {'median':>9} {'min':>9} {'max':>9} {'speed-up':>9}", end="")
+    print(f" {'payload':>11} {'interface':>12}")
+    for c in everyone:
+        line = f"{c.name:34}"
+        for value in (statistics.median(c.seconds), min(c.seconds), max(c.seconds)):
+            line += f" {1e3 * value:6.1f} ms"
+        wire = f"{statistics.median(c.wire) / 1000:9,.0f} kB" if received_file.exists() else "-"
+        payload = statistics.median(c.payload) / 1000
+        print(f"{line} {base / statistics.median(c.seconds):8.2f}x {payload:8,.0f} kB {wire:>12}")
+
+
+if __name__ == "__main__":
+    main()

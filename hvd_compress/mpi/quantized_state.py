@@ -1,0 +1,137 @@
+"""What a quantised allreduce keeps between calls, and where the columns of an array are."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvd_compress.errors import ConfigError
+from hvd_compress.mpi.arrays import Flat, describe
+from hvd_compress.mpi.communicator import Communicator
+from hvd_compress.mpi.ring import segments
+
+#: elements in a column of arrays that have no columns of their own
+BLOCK = 2048
+
+
+class Plan(NamedTuple):
+    """Where the columns of an array are once it is flat."""
+
+    shape: tuple[int, ...]
+    n: int
+    length: int  # of a column; the last one may be shorter
+    is_last: bool
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], columns: str | int) -> Plan:
+        n, is_last = math.prod(shape), False
+        if isinstance(columns, int) and not isinstance(columns, bool) and columns > 0:
+            length = columns
+        elif columns not in ("first", "last"):
+            raise ConfigError(
+                f'columns={columns!r}: write "first", "last", or the number of elements in a column'
+            )
+        elif len(shape) < 2:
+            length = BLOCK
+        else:
+            is_last = columns == "last"
+            length = n // max(1, shape[-1] if is_last else shape[0])
+        return cls(shape, n, max(1, length), is_last)
+
+    def flatten(self, x: np.ndarray) -> np.ndarray:
+        """Column after column; a view if the array lies that way."""
+        return (np.moveaxis(x, -1, 0) if self.is_last else x).reshape(-1)
+
+    def restore(self, flat: np.ndarray) -> np.ndarray:
+        """A view of the flat array in the shape of the array."""
+        if self.is_last:
+            return np.moveaxis(flat.reshape(self.shape[-1:] + self.shape[:-1]), 0, -1)
+        return flat.reshape(self.shape)
+
+    def stripes(self, ranks: int) -> list[slice]:
+        """Each rank's elements."""
+        n, length = self.n, self.length
+        return [
+            slice(min(n, part.start * length), min(n, part.stop * length))
+            for part in segments(-(-n // length), ranks)
+        ]
+
+
+@dataclasses.dataclass
+class QuantizedState:
+    """What quantisation has left behind for one array, on one rank.
+
+    Make an empty one for each array and keep it: ``QuantizedState()``.  The residuals come at the
+    first call, and change only in calls that succeed.
+
+    Attributes:
+        worker: what this rank still has to send, in the shape of the array; float64 for float64,
+            otherwise float32.
+        owner: what this rank still has to send of the *sum* over the ranks (also with
+            ``op="mean"``), for its stripe: 1-D.
+        columns, rank, size: what the stripe depends on.
+
+    When the number of ranks changes, the stripes change with it, and :func:`quantized_allreduce`
+    refuses a state that has an owner's residual.  It belongs to the sum, to which every rank's
+    residual is added in the end; so it may as well wait in a worker's residual.  :meth:`fold` puts
+    it into this rank's, and needs no other rank: enough where ranks drop out and the others go on.
+    :func:`consolidate` is for checkpoints that one rank writes and all read.
+    """
+
+    worker: np.ndarray | None = None
+    owner: np.ndarray | None = None
+    columns: str | int = "first"
+    rank: int = 0
+    size: int = 1
+
+    def fold(self) -> None:
+        """Move the owner's residual into the worker's, where it counts the same."""
+        if self.worker is not None and self.owner is not None:
+            plan = Plan.of(self.worker.shape, self.columns)
+            flat = plan.flatten(self.worker).copy()
+            flat[plan.stripes(self.size)[self.rank]] += self.owner
+            self.worker = plan.restore(flat)
+        self.owner = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the arrays by name, and what they depend on."""
+        values = vars(self)
+        return {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in values.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave, in whatever state this object is."""
+        names = [field.name for field in dataclasses.fields(self)]
+        if sorted(state) != sorted(names):
+            raise ConfigError(
+                f"a state with {', '.join(sorted(state))} where {', '.join(names)} were expected"
+            )
+        for name, value in state.items():
+            setattr(self, name, value.copy() if isinstance(value, np.ndarray) else value)
+
+    def prepare(
+        self, flat: Flat, dtype: np.dtype, columns: str | int, comm: Communicator, plan: Plan
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """``(worker, owner)`` for this array on these ranks."""
+        if self.worker is None:
+            self.worker = np.zeros(flat.shape, dtype)
+        if (self.worker.shape, self.worker.dtype) != (flat.shape, dtype):
+            raise ConfigError(
+                f"state is for an array of {self.worker.dtype}{list(self.worker.shape)} and x is "
+                f"{describe(flat)}: keep one QuantizedState for each array"
+            )
+        theirs, ours = (self.columns, self.rank, self.size), (columns, comm.rank, comm.size)
+        if self.owner is not None and theirs != ours:
+            raise ConfigError(
+                "state has stripes of columns={!r} for rank {} of {}".format(*theirs)
+                + ", and this call has columns={!r} on rank {} of {}".format(*ours)
+                + ": call consolidate(state) before the ranks change, or state.fold() on each"
+            )
+        if self.owner is None:
+            stripe = plan.stripes(comm.size)[comm.rank]
+            self.owner = np.zeros(stripe.stop - stripe.start, dtype)
+            self.columns, self.rank, self.size = ours
+        return self.worker, self.owner

@@ -1,0 +1,134 @@
+"""Ascending indices in few bits: Rice codes of the gaps between them.
+
+Indices that are spread over n places at random cannot be written in less than log2(n/k) + 1.44 bits
+each (k of them; the entropy of their choice).  Rice codes (Golomb, 1966; Rice and Plaunt, 1971)
+come within 0.1 bit of that: a gap g is cut into g >> b, written in unary, and the b bits below.
+At k = n / 1000 that is 11.5 bits, where Elias-Fano, the other code that can be decoded without a
+loop, takes 12; so Rice it is.
+
+The b is the best there is for the very gaps at hand, and never takes more than log2(n/k) + 2 bits.
+Both halves of all gaps stand together, which lets NumPy (or a GPU) handle them as arrays::
+
+    u8       b
+    bits     k fields of b bits, the first bit the lowest; zeros up to a full byte
+    bits     for each gap g >> b zeros and a one; zeros as needed
+
+where gap i is the number of places between index i - 1 and index i, and "index -1" is -1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+#: what 64-bit integers allow with room to spare, and no gaps of real tensors need more
+_MOST_BITS, _MOST_ELEMENTS = 48, 2**56
+
+
+def gaps_of(indices: np.ndarray, dtype: str) -> np.ndarray:
+    """Places between neighbours; ``dtype`` holds the largest of the ascending ``indices``."""
+    gaps = indices.astype(dtype)
+    gaps[1:] -= indices[:-1].astype(dtype, copy=False) + 1
+    return gaps
+
+
+def best_parameter(gaps: np.ndarray, n: int) -> tuple[int, int] | None:
+    """``(b, bytes)`` of the shortest code, ``None`` if there is none; ``n`` as in the tensor."""
+    count = gaps.size
+    if not count or n > _MOST_ELEMENTS:
+        return None
+
+    def bits(b: int) -> int:
+        return count * (b + 1) + int((gaps >> b).sum())
+
+    # Right for geometric gaps.  The number of bits is convex in b, so downhill leads to the least.
+    mean = int(gaps.sum()) / count
+    b = min(int(math.log2(max(1.0, mean * math.log(2)))), _MOST_BITS)
+    best = bits(b)
+    for step in (1, -1):
+        while 0 <= b + step <= _MOST_BITS and (other := bits(b + step)) < best:
+            b, best = b + step, other
+    fields = count * b
+    return b, 1 + _full(fields) + _full(best - fields)
+
+
+def pack(gaps: np.ndarray, b: int, out: np.ndarray) -> None:
+    """Write the code of ``gaps`` to the start of ``out`` (uint8, zeros)."""
+    split = 1 + _full(gaps.size * b)
+    out[0] = b
+    out[1:split] = _pack_fields(gaps & ((1 << b) - 1), b)
+    ends = np.cumsum(gaps >> b, dtype=np.int64)
+    ends += np.arange(gaps.size)
+    unary = np.zeros(int(ends[-1]) + 1, np.uint8)
+    unary[ends] = 1
+    packed = np.packbits(unary, bitorder="little")
+    out[split : split + packed.size] = packed
+
+
+def unpack(code: np.ndarray, count: int, n: int) -> np.ndarray:
+    """The ``count`` ascending indices (int64) within 0..n-1.
+
+    Raises:
+        ValueError: ``code`` is none of ``count`` such indices, with at most 7 bytes of padding.
+    """
+    if not count or not code.size or (b := int(code[0])) > _MOST_BITS:
+        raise ValueError("packed indices without a valid parameter")
+    split = 1 + _full(count * b)
+    unary = np.unpackbits(code[split:], bitorder="little")
+    ends = np.flatnonzero(unary.view(bool))
+    if ends.size != count or unary.size - int(ends[-1]) > 64:
+        raise ValueError(f"packed indices that are not {count}")
+    number = np.arange(count)
+    ends -= number  # zeros so far
+    if (int(ends[-1]) + count) << b >= 2**62:
+        raise ValueError("packed indices that are too large")
+    ends <<= b
+    ends += np.cumsum(_unpack_fields(code[1:split], count, b), dtype=np.int64)
+    ends += number
+    if ends[-1] >= n:
+        raise ValueError(f"indices that are not ascending within 0..{n - 1}")
+    return ends
+
+
+def _full(bits: int) -> int:
+    return -(-bits // 8)
+
+
+def _shifts(b: int) -> list[tuple[int, int, int]]:
+    """Eight fields of b bits are b bytes: ``(field, byte, s)`` wherever the two overlap, the byte
+    being ``field >> s`` there, or ``field << -s``."""
+    return [
+        (field, byte, 8 * byte - field * b)
+        for field in range(8)
+        for byte in range(field * b // 8, _full((field + 1) * b))
+    ]
+
+
+def _field_dtype(b: int) -> np.dtype:
+    # What a shift to the left pushes out was to be cut off anyway.
+    return np.dtype(f"u{next(size for size in (1, 2, 4, 8) if b <= 8 * size)}")
+
+
+def _pack_fields(values: np.ndarray, b: int) -> np.ndarray:
+    groups = -(-values.size // 8)
+    fields = np.zeros((groups, 8), _field_dtype(b))
+    fields.reshape(-1)[: values.size] = values
+    fields = np.ascontiguousarray(fields.T)
+    packed = np.zeros((b, groups), np.uint8)
+    for field, byte, s in _shifts(b):
+        part = fields[field] >> s if s >= 0 else fields[field] << -s
+        packed[byte] |= part.astype(np.uint8)  # the lowest 8 bits
+    return packed.T.reshape(-1)[: _full(values.size * b)]
+
+
+def _unpack_fields(packed: np.ndarray, count: int, b: int) -> np.ndarray:
+    groups = -(-count // 8)
+    padded = np.zeros(groups * b, np.uint8)
+    padded[: packed.size] = packed
+    in_bytes = np.ascontiguousarray(padded.reshape(groups, b).T).astype(_field_dtype(b))
+    fields = np.zeros((8, groups), in_bytes.dtype)
+    for field, byte, s in _shifts(b):
+        fields[field] |= in_bytes[byte] << s if s >= 0 else in_bytes[byte] >> -s
+    fields &= (1 << b) - 1
+    return fields.T.reshape(-1)[:count]

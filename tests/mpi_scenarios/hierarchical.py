@@ -1,0 +1,299 @@
+"""Hierarchical allreduce, on nodes that are made up and on those that there are."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hvd_compress import Sparse, mpi
+from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
+from hvd_compress.mpi import communicator, nodes
+from mpi_scenarios.common import array, arrays, assert_same_everywhere, raises, world
+
+P = world.size
+SIZES = (0, P - 1, 1003)
+CHUNK = 256  # bytes: several blocks, the last one not full
+ALGORITHMS = ("direct", "ring", "halving_doubling", "mpi")
+#: even and uneven nodes, a last one with fewer ranks; one node, where there are few ranks
+LAYOUTS = sorted({2, 3, (P + 1) // 2, max(1, P - 1)})
+
+
+def _sparse(rank: int, n: int, k: int, dtype: str) -> Sparse:
+    generator = np.random.default_rng([rank, n, k])
+    indices = np.sort(generator.choice(n, k, replace=False))
+    return Sparse(indices, generator.integers(1, 9, k).astype(dtype))
+
+
+def _round_robin(comm: mpi.Communicator, number: int) -> None:
+    """Make ``ranks_per_node=1000`` mean ``number`` nodes to which ranks are dealt in turn."""
+    comm._nodes = {1000: nodes.Nodes(comm, [rank % number for rank in range(P)])}
+
+
+def integers_are_exact_on_every_layout() -> None:
+    for ranks_per_node in LAYOUTS:
+        for algorithm in ALGORITHMS:
+            options = {"algorithm": algorithm, "ranks_per_node": ranks_per_node, "chunk": CHUNK}
+            for n in SIZES:
+                mine, everyones = array(world.rank, n, "int32"), arrays(n, "int32")
+                got = mpi.hierarchical_allreduce(mine, **options)
+                np.testing.assert_array_equal(got, np.sum(everyones, 0))
+                assert got.dtype == np.int32
+                np.testing.assert_array_equal(mine, everyones[world.rank])  # untouched
+            got = mpi.hierarchical_allreduce(mine, op="max", **options)
+            np.testing.assert_array_equal(got, np.max(everyones, 0))
+
+
+def ranks_may_be_dealt_to_nodes_in_turn() -> None:
+    for number in range(1, min(P, 5) + 1):
+        comm = mpi.Communicator(world)
+        _round_robin(comm, number)
+        for dtype in ("int64", "float32"):
+            everyones = arrays(1001, dtype)
+            got = mpi.hierarchical_allreduce(
+                everyones[world.rank], comm=comm, ranks_per_node=1000, algorithm="ring", chunk=CHUNK
+            )
+            np.testing.assert_allclose(got, np.sum(everyones, 0), atol=1e-5 * P)
+            assert_same_everywhere(got)
+        comm.free()
+
+
+def floats_are_near_the_exact_sum() -> None:
+    for ranks_per_node in LAYOUTS:
+        for algorithm, dtype in (("direct", "float64"), ("ring", "float32")):
+            everyones = arrays(2003, dtype)
+            exact = np.sum(everyones, 0, np.float64)
+            bound = P * np.finfo(dtype).eps * np.sum(np.abs(everyones), 0, np.float64)
+            for op, scale in (("sum", 1), ("mean", P)):
+                got = mpi.hierarchical_allreduce(
+                    everyones[world.rank],
+                    op=op,
+                    algorithm=algorithm,
+                    ranks_per_node=ranks_per_node,
+                    chunk=CHUNK,
+                )
+                assert got.dtype == dtype
+                assert (np.abs(got.astype(float) * scale - exact) <= bound * 1.01).all()
+                assert_same_everywhere(got)
+
+
+def halves_are_rounded_once_for_both_levels() -> None:
+    """Numbers whose sums are exact in float32 and not in 16 bits: one rounding is all there is."""
+    generator = np.random.default_rng(0)
+    everyones = generator.integers(-(2**7), 2**7, (P, 999)).astype(np.float32)
+    everyones += generator.integers(0, 2, (P, 999))
+    everyones[:, ::3] *= 8
+    exact = everyones.sum(0, dtype=np.float64)
+    for ranks_per_node in LAYOUTS:
+        for algorithm in ALGORITHMS:
+            options = {"algorithm": algorithm, "ranks_per_node": ranks_per_node, "chunk": CHUNK}
+            half = everyones[world.rank].astype(np.float16)
+            got = mpi.hierarchical_allreduce(half, **options)
+            np.testing.assert_array_equal(got, exact.astype(np.float16))
+            short = torch.from_numpy(everyones[world.rank]).bfloat16()
+            got = mpi.hierarchical_allreduce(short, **options)
+            rounded = torch.from_numpy(everyones).bfloat16().double().sum(0)
+            assert torch.equal(got, rounded.bfloat16())
+
+
+def in_place_and_into_another_array() -> None:
+    for ranks_per_node in (2, 3):
+        for dtype in ("float32", "float16", "int32"):
+            # The same order of additions wherever an element lies.
+            options = {"algorithm": "direct", "ranks_per_node": ranks_per_node, "chunk": CHUNK}
+            want = mpi.hierarchical_allreduce(array(world.rank, 1000, dtype), **options)
+            x = array(world.rank, 1000, dtype)
+            assert mpi.hierarchical_allreduce(x, out=x, **options) is x
+            np.testing.assert_array_equal(x, want)
+            out = np.empty(1000, dtype)
+            x = array(world.rank, 1000, dtype)
+            assert mpi.hierarchical_allreduce(x, out=out, **options) is out
+            np.testing.assert_array_equal(out, want)
+            view = array(world.rank, 1000, dtype).reshape(10, 100).T
+            got = mpi.hierarchical_allreduce(view, **options)
+            np.testing.assert_array_equal(got, want.reshape(10, 100).T)
+
+
+def nan_and_inf_reach_every_rank() -> None:
+    for ranks_per_node in LAYOUTS:
+        x = np.ones(100, np.float32)
+        if world.rank == P - 1:
+            x[7], x[50] = np.nan, np.inf
+        for op in ("sum", "mean", "max"):
+            got = mpi.hierarchical_allreduce(
+                x, op=op, algorithm="direct", ranks_per_node=ranks_per_node, chunk=CHUNK
+            )
+            assert np.isnan(got[7])
+            assert np.isposinf(got[50])
+            assert np.isfinite(np.delete(got, [7, 50])).all()
+
+
+def one_node_or_one_rank_on_each_is_flat() -> None:
+    x = array(world.rank, 1000, "float32")
+    want = mpi.direct_allreduce(x)
+    for ranks_per_node in (1, P, P + 1):
+        got = mpi.hierarchical_allreduce(x, algorithm="direct", ranks_per_node=ranks_per_node)
+        assert got.tobytes() == want.tobytes()
+        assert nodes.nodes_of(mpi.Communicator.of(world), ranks_per_node).inside is None
+
+
+def mpi_is_asked_for_the_nodes() -> None:
+    shared = world.Split_type(communicator.MPI.COMM_TYPE_SHARED)
+    mine = tuple(shared.allgather(world.rank))
+    shared.Free()
+    found = nodes.nodes_of(mpi.Communicator.of(world))
+    assert mine in found.members
+    assert sorted(rank for members in found.members for rank in members) == list(range(P))
+    x = array(world.rank, 100, "int64")
+    np.testing.assert_array_equal(mpi.hierarchical_allreduce(x), np.sum(arrays(100, "int64"), 0))
+
+
+def auto_measures_across_nodes() -> None:
+    comm = mpi.Communicator(world)
+    for ranks_per_node in (2, 3):
+        for n in (1, 5000):
+            everyones = arrays(n, "float32")
+            got = mpi.hierarchical_allreduce(
+                everyones[world.rank], comm=comm, ranks_per_node=ranks_per_node
+            )
+            np.testing.assert_allclose(got, np.sum(everyones, 0), atol=1e-5 * P)
+            assert_same_everywhere(got)
+        found = nodes.nodes_of(comm, ranks_per_node)
+        if found.across is not None:
+            assert found.across.cost_model.size == len(found.members)
+    comm.free()
+
+
+def each_rank_sends_what_the_formula_says() -> None:
+    comm = mpi.Communicator(world, checks=0)
+    for inside in range(2, P):
+        if P % inside:
+            continue
+        across, n = P // inside, 4 * P
+        for algorithm in ("direct", "ring"):
+            x = np.ones(n, np.float32)
+            mpi.hierarchical_allreduce(x, comm=comm, algorithm=algorithm, ranks_per_node=inside)
+            before = comm.bytes_sent
+            mpi.hierarchical_allreduce(x, comm=comm, algorithm=algorithm, ranks_per_node=inside)
+            within = 2 * 4 * n * (inside - 1) // inside
+            between = 2 * 4 * (n // inside) * (across - 1) // across
+            assert comm.bytes_sent - before == within + between
+    comm.free()
+
+
+def parts_are_made_once_and_freed_with_the_whole() -> None:
+    alive = len(communicator._alive)
+    comm = mpi.Communicator(world, timeout=50)
+    for _ in range(2):
+        mpi.hierarchical_allreduce(np.ones(10), comm=comm, algorithm="ring", ranks_per_node=2)
+    found = nodes.nodes_of(comm, 2)
+    assert nodes.nodes_of(comm, 2) is found
+    if P > 2:
+        assert found.inside.timeout == 50
+        assert world.rank in found.inside.members
+    comm.free()
+    assert len(communicator._alive) == alive
+
+
+def sparse_sums_are_exact_on_every_layout() -> None:
+    """Integers, so that no order of additions matters."""
+    for ranks_per_node in LAYOUTS:
+        algorithms = ["allgather", "recursive_doubling", "split_allgather"]
+        for algorithm in algorithms + ["auto"] * (ranks_per_node == 2):
+            for n, k, dtype in ((2, 1, "float32"), (501, 20, "float32"), (501, 400, "float16")):
+                everyones = [_sparse(rank, n, k, dtype) for rank in range(P)]
+                want = np.zeros(n)
+                for brought in everyones:
+                    want[brought.indices] += brought.values
+                got = mpi.hierarchical_sparse_allreduce(
+                    everyones[world.rank],
+                    n,
+                    algorithm=algorithm,
+                    ranks_per_node=ranks_per_node,
+                    indices="packed" if k == 20 else "int32",
+                )
+                assert not got.dropped.indices.size
+                dense = got.dense(n)
+                assert dense.dtype == dtype
+                np.testing.assert_array_equal(dense, want)
+                total = got.total
+                assert_same_everywhere(*(total if isinstance(total, Sparse) else [total]))
+
+
+def sparse_means_halves_and_nan() -> None:
+    for ranks_per_node in (2, 3):
+        options = {"algorithm": "split_allgather", "ranks_per_node": ranks_per_node}
+        # In float16, 2048 + 1 is 2048, and P times 2048 may be too large.
+        one = Sparse(np.array([3]), np.array([2048], np.float16))
+        got = mpi.hierarchical_sparse_allreduce(one, 100, op="mean", **options)
+        np.testing.assert_array_equal(got.dense(100)[3], 2048)
+        small = Sparse(np.array([3]), np.array([1 if world.rank else 2048], np.float16))
+        got = mpi.hierarchical_sparse_allreduce(small, 100, **options)
+        np.testing.assert_array_equal(got.dense(100)[3], np.float16(2048 + P - 1))
+        mine = world.rank == P - 1
+        bad = Sparse(np.array([7, 9]), np.array([np.nan if mine else 1, 1], np.float32))
+        got = mpi.hierarchical_sparse_allreduce(bad, 100, **options)
+        assert np.isnan(got.dense(100)[7])
+        assert got.dense(100)[9] == P
+    with raises(ConfigError, "algorithm"):
+        mpi.hierarchical_sparse_allreduce(one, 100, algorithm="ring")
+
+
+def places_that_a_node_shares_cross_once() -> None:
+    """Ranks that all choose the same k places: k go across, and not L k."""
+    n, k = 10_000, 64
+    comm = mpi.Communicator(world, checks=0)
+    same = Sparse(np.arange(k) * (n // k), np.ones(k, np.float32))
+    for inside in range(2, P):
+        if P % inside:
+            continue
+        options = {"comm": comm, "algorithm": "allgather", "ranks_per_node": inside}
+        mpi.hierarchical_sparse_allreduce(same, n, **options)
+        across = nodes.nodes_of(comm, inside).across
+        before = across.bytes_sent
+        mpi.hierarchical_sparse_allreduce(same, n, **options)
+        sent = world.allreduce(across.bytes_sent - before)
+        headers = 8 + 16 + 8  # a size, a header, padding
+        assert sent <= P * (across.size - 1) * headers + 8 * k * across.size * (across.size - 1)
+    comm.free()
+
+
+def messages_name_ranks_of_the_whole() -> None:
+    comm = mpi.Communicator(world)
+    across = nodes.nodes_of(comm, 2).across
+    if across is not None:
+        left, right = (across.rank - 1) % across.size, (across.rank + 1) % across.size
+        channel, before = across.channel(), comm.bytes_sent
+        messages = [
+            channel.receive(np.empty(3, np.uint8), left),
+            channel.send(np.zeros(3, np.uint8), right),
+        ]
+        assert [m.peer for m in messages] == [across.members[left], across.members[right]]
+        for message in messages:
+            message.request.Wait()
+        assert across.members[across.rank] == world.rank
+        assert comm.bytes_sent == before + 3  # counted on the whole
+    comm.free()
+
+
+def refusals_name_the_way_out() -> None:
+    x = np.ones(3)
+    for ranks_per_node in (0, -1, 1.5, "all", True):
+        with raises(ConfigError, "ranks_per_node=", "1 or more"):
+            mpi.hierarchical_allreduce(x, ranks_per_node=ranks_per_node)
+    with raises(ConfigError, "algorithm='tree'", "ring"):
+        mpi.hierarchical_allreduce(x, algorithm="tree")
+    with raises(ConfigError, "chunk"):
+        mpi.hierarchical_allreduce(x, chunk=1)
+    for ranks_per_node in (1, 2):
+        options = {"algorithm": "ring", "ranks_per_node": ranks_per_node}
+        with raises(ConfigError, "op='min'", "sum"):
+            mpi.hierarchical_allreduce(x, op="min", **options)
+        with raises(UnsupportedError, "mean of int32", "sum"):
+            mpi.hierarchical_allreduce(np.ones(3, np.int32), op="mean", **options)
+        with raises(ConfigError, "out is", "alike"):
+            mpi.hierarchical_allreduce(x, out=np.ones(4), **options)
+    if P > 1:
+        comm = mpi.Communicator(world, timeout=20, checks=0)
+        with raises(MismatchError, "ranks_per_node=2", "ranks_per_node=3"):
+            mpi.hierarchical_allreduce(x, comm=comm, ranks_per_node=3 if world.rank else 2)
+        comm.free()

@@ -1,0 +1,757 @@
+"""Sparse collectives against sums that NumPy makes of dense arrays."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from hvd_compress import Sparse, mpi
+from hvd_compress.errors import (
+    CollectiveTimeout,
+    ConfigError,
+    MismatchError,
+    PayloadError,
+    UnsupportedError,
+)
+from hvd_compress.mpi import sparse_messages
+from hvd_compress.mpi.sparse_messages import swap
+from hvd_compress.wire import encode_sparse, sparse_size
+from mpi_scenarios.common import FLOATS, assert_same_everywhere, raises, world
+
+ALGORITHMS = ("allgather", "recursive_doubling", "split_allgather")
+CODECS = ("int32", "packed")
+P, RANK = world.size, world.rank
+SIZE, OVERHEAD = 8, 16 + 7  # bytes that go ahead of a frame; header and most padding
+
+
+def _vector(rank: int, n: int, k: int, dtype: str = "float32", seed: int = 0) -> Sparse:
+    """What ``rank`` brings; every rank can make everyone's."""
+    generator = np.random.default_rng([seed, rank, n, k])
+    indices = np.sort(generator.choice(n, k, replace=False))
+    return Sparse(indices, generator.standard_normal(k).astype(dtype))
+
+
+def _vectors(n: int, k: int, dtype: str = "float32", seed: int = 0) -> list[Sparse]:
+    return [_vector(rank, n, k, dtype, seed) for rank in range(P)]
+
+
+def _sparse(indices: list[int], values: list[float], dtype: str = "float32") -> Sparse:
+    return Sparse(np.array(indices, np.int64), np.array(values, dtype))
+
+
+def _nothing(dtype: str = "float32") -> Sparse:
+    return _sparse([], [], dtype)
+
+
+def _dense(vector: Sparse, n: int, dtype: str = "float64") -> np.ndarray:
+    x = np.zeros(n, dtype)
+    x[vector.indices] = vector.values
+    return x
+
+
+def _everyones(x: np.ndarray) -> np.ndarray:
+    """The sum over the ranks, by MPI."""
+    total = np.array(x, np.float64)
+    world.Allreduce(MPI.IN_PLACE, total)
+    return total
+
+
+def _bits(x: Sparse | np.ndarray) -> list[np.ndarray]:
+    return [x.indices, x.values] if isinstance(x, Sparse) else [x]
+
+
+def _assert_nothing_is_lost(
+    brought: list[Sparse], reduced: mpi.Reduced, n: int, tolerance: float, scale: int = 1
+) -> None:
+    """What the ranks brought = the sum + what they dropped."""
+    assert_same_everywhere(*_bits(reduced.total))
+    exact = sum(_dense(x, n) for x in brought)
+    magnitude = sum(np.abs(_dense(x, n)) for x in brought)
+    got = reduced.dense(n).astype(np.float64) * scale + _everyones(_dense(reduced.dropped, n))
+    assert (np.abs(got - exact) <= tolerance * magnitude).all()
+
+
+def _allreduces():
+    for codec in CODECS:
+        for algorithm in ALGORITHMS:
+            yield functools.partial(mpi.sparse_allreduce, algorithm=algorithm, indices=codec)
+
+
+# -- allgather ---------------------------------------------------------------------------------
+
+
+def allgather_gives_every_rank_everything() -> None:
+    n = 3000
+    for dtype in FLOATS:
+        for codec in CODECS:
+            # Counts differ; ranks 0, 3, 6 ... bring nothing.
+            brought = [_vector(rank, n, 50 * (rank % 3), dtype) for rank in range(P)]
+            got = mpi.sparse_allgather(brought[RANK], n, indices=codec)
+            assert len(got) == P
+            for theirs, want in zip(got, brought, strict=True):
+                assert theirs.values.dtype == dtype
+                np.testing.assert_array_equal(theirs.indices, want.indices)
+                np.testing.assert_array_equal(theirs.values, want.values)
+
+
+def allgather_sends_one_frame_to_each_rank() -> None:
+    comm = mpi.Communicator(world, checks=0)
+    n, k = 100_000, 100 + RANK
+    mine = _vector(RANK, n, k)
+    for codec in CODECS:
+        before = comm.bytes_sent
+        mpi.sparse_allgather(mine, n, comm=comm, indices=codec)
+        frame = encode_sparse(mine.indices, mine.values, n, codec)
+        assert comm.bytes_sent - before == (P - 1) * (SIZE + frame.nbytes)
+    assert frame.nbytes < 0.75 * sparse_size(k, n, "float32")
+    before = comm.bytes_sent
+    mpi.sparse_allreduce(mine, n, algorithm="allgather", comm=comm)
+    assert comm.bytes_sent - before == (P - 1) * (SIZE + sparse_size(k, n, "float32"))
+    comm.free()
+
+
+def allgather_rounds_to_the_dtype_on_the_wire() -> None:
+    brought = [_sparse([0, 2, 4], [1 + 2.0**-12 * rank, 1e6, np.inf]) for rank in range(P)]
+    for rank, theirs in enumerate(mpi.sparse_allgather(brought[RANK], 5, values="float16")):
+        assert theirs.values.dtype == np.float32
+        rounded = np.float16(1 + 2.0**-12 * rank)
+        np.testing.assert_array_equal(theirs.values, np.float32([rounded, 65504, np.inf]))
+
+
+# -- exact allreduces --------------------------------------------------------------------------
+
+
+def allreduces_give_the_dense_sum() -> None:
+    for n, k in ((1000, 20), (1000, 400), (2, 1)):
+        for dtype in FLOATS:
+            brought = _vectors(n, k, dtype)
+            exact = sum(_dense(x, n) for x in brought)
+            magnitude = sum(np.abs(_dense(x, n)) for x in brought)
+            unit = np.finfo("float32" if dtype == "float16" else dtype).eps
+            bound = P * unit * magnitude
+            if dtype == "float16":
+                bound += 2.0**-11 * np.abs(exact)
+            kinds = set()
+            for number, allreduce in enumerate(_allreduces()):
+                op, scale = (("sum", 1), ("mean", P))[number % 2]
+                result = allreduce(brought[RANK], n, op=op)
+                kinds.add(type(result.total))
+                got = result.dense(n)
+                assert got.dtype == dtype
+                more = 2.0**-11 * np.abs(exact) + 2.0**-24 * P if op == "mean" else 0
+                assert (np.abs(got.astype(np.float64) * scale - exact) <= bound + more).all()
+                assert result.dropped.indices.size == 0
+                assert result.dropped.values.dtype == max(dtype, "float32")
+                assert_same_everywhere(*_bits(result.total))
+            if k == 20:
+                assert kinds == {Sparse} or 20 * P > 300
+
+
+def owners_add_in_rank_order() -> None:
+    """So split, allgather and the dense direct allreduce have the same bits."""
+    n = 500
+    for dtype in ("float32", "float64"):
+        brought = _vectors(n, 200, dtype)
+        total = np.zeros(n, dtype)
+        for x in brought:
+            total += _dense(x, n, dtype)
+        for algorithm in ("allgather", "split_allgather"):
+            got = mpi.sparse_allreduce(brought[RANK], n, algorithm=algorithm)
+            np.testing.assert_array_equal(got.dense(n), total)
+        np.testing.assert_array_equal(mpi.direct_allreduce(_dense(brought[RANK], n, dtype)), total)
+
+
+def empty_vectors_on_some_ranks_or_all() -> None:
+    for allreduce in _allreduces():
+        for n in (0, 1, 7):
+            result = allreduce(_nothing(), n)
+            assert result.total.indices.size == 0
+            assert result.dense(n).tolist() == [0] * n
+        for giver in {0, P // 2, P - 1}:
+            mine = _sparse([1, 5], [1.5, -2]) if giver == RANK else _nothing()
+            total = allreduce(mine, 7).total
+            assert total.indices.tolist() == [1, 5]
+            assert total.values.tolist() == [1.5, -2]
+    assert [x.indices.size for x in mpi.sparse_allgather(_nothing(), 0)] == [0] * P
+    assert mpi.gtop_k_allreduce(_nothing(), 5, 2).total.indices.size == 0
+    ok_topk = mpi.OkTopk(2)
+    for _ in range(3):
+        assert ok_topk.allreduce(_nothing(), 5).total.indices.size == 0
+
+
+def all_elements_are_dense() -> None:
+    n = 40
+    everything = np.arange(n)
+    mine = Sparse(everything, (everything * (RANK + 1)).astype(np.float32))
+    want = everything * sum(range(1, P + 1))
+    for allreduce in _allreduces():
+        total = allreduce(mine, n).total
+        assert isinstance(total, np.ndarray)
+        np.testing.assert_array_equal(total, want)
+    total = mpi.gtop_k_allreduce(mine, n, n).total
+    np.testing.assert_array_equal(total.values, want)
+
+
+def vectors_become_dense_when_that_is_shorter() -> None:
+    """n / 2 places for float32 with int32, n / 3 for float16."""
+    n = 24 * P
+    for algorithm in ALGORITHMS:
+        for dtype, most in (("float32", n // 2), ("float16", n // 3)):
+            for count, kind in ((most, Sparse), (most + P, np.ndarray)):
+                places = np.arange(RANK, n, P)[: count // P]  # all ranks' places differ
+                mine = Sparse(places, np.ones(places.size, dtype))
+                total = mpi.sparse_allreduce(mine, n, algorithm=algorithm).total
+                assert isinstance(total, kind), (algorithm, dtype, count, total)
+                same = Sparse(np.arange(count // P), np.ones(count // P, dtype))
+                total = mpi.sparse_allreduce(same, n, algorithm=algorithm).total
+                assert isinstance(total, kind if P == 1 else Sparse)
+                assert (total if P == 1 and kind is np.ndarray else total.values).max() == P
+
+
+def clustered_places() -> None:
+    """One region is full, the others are empty: its owner sends it dense, the total is sparse."""
+    n = 4 * P * P + 3
+    start, stop = n * (P - 1) // P, n
+    mine = Sparse(np.arange(start, stop), np.full(stop - start, RANK + 1.0))
+    for allreduce in _allreduces():
+        total = allreduce(mine, n)
+        assert isinstance(total.total, Sparse) == (P > 1)
+        want = np.zeros(n)
+        want[start:] = sum(range(1, P + 1))
+        np.testing.assert_array_equal(total.dense(n), want)
+
+
+def halves_are_rounded_once() -> None:
+    """In float16, 2048 + 1 is 2048, however often."""
+    mine = _sparse([3], [2048 if RANK == 0 else 1], "float16")
+    total = np.float32(2048 + P - 1)
+    for allreduce in _allreduces():
+        assert allreduce(mine, 9).dense(9)[3] == np.float16(total)
+        assert allreduce(mine, 9, op="mean").dense(9)[3] == np.float16(total / np.float32(P))
+    assert mpi.gtop_k_allreduce(mine, 9, 2).total.values == np.float16(total)
+    assert mpi.OkTopk(2).allreduce(mine, 9).total.values == np.float16(total)
+
+
+def nan_and_inf_reach_every_rank() -> None:
+    for dtype in FLOATS:
+        mine = _vector(RANK, 100, 20, dtype)
+        if RANK == P - 1:
+            mine.values[[3, 9]] = np.nan, -np.inf
+        culprit = world.bcast(mine.indices, P - 1)
+        for options in ({}, {"values": "float16"}):
+            for allreduce in _allreduces():
+                got = allreduce(mine, 100, **options)
+                dense = got.dense(100)
+                assert np.isnan(dense[culprit[3]])
+                assert np.isneginf(dense[culprit[9]])
+                assert np.isfinite(np.delete(dense, culprit[[3, 9]])).all()
+                assert np.isfinite(got.dropped.values).all()
+                assert_same_everywhere(*_bits(got.total))
+        total = mpi.gtop_k_allreduce(mine, 100, 5).total
+        assert np.isnan(total.values[total.indices == culprit[3]])
+        assert np.isneginf(total.values[total.indices == culprit[9]])
+        assert_same_everywhere(*_bits(total))
+    both = _sparse([4], [np.inf if RANK % 2 else -np.inf])
+    for allreduce in _allreduces():
+        value = allreduce(both, 9).dense(9)[4]
+        assert np.isnan(value) if P > 1 else np.isneginf(value)
+
+
+def narrower_values_leave_the_rest_behind() -> None:
+    n = 400
+    for dtype, wire in (("float32", "float16"), ("float64", "float32"), ("float64", "float16")):
+        brought = _vectors(n, 30, dtype)
+        brought[-1].values[0] = 1e6  # beyond the range of float16
+        for number, allreduce in enumerate(_allreduces()):
+            op, scale = (("sum", 1), ("mean", P))[number % 2]
+            result = allreduce(brought[RANK], n, op=op, values=wire)
+            assert result.dense(n).dtype == dtype
+            eps = (P + 3) * np.finfo(dtype).eps
+            _assert_nothing_is_lost(brought, result, n, eps, scale)
+            assert np.abs(result.dropped.values).max() > 0
+        result = mpi.sparse_allreduce(brought[RANK], n, values=dtype)
+        assert result.dropped.indices.size == 0
+
+
+def split_stays_below_its_bound() -> None:
+    """k (P-1)/P entries to owners, and the union of all to the others."""
+    comm = mpi.Communicator(world, checks=0)
+    n, k = 50_000, 400
+    mine, places = _vector(RANK, n, k), [x.indices for x in _vectors(n, k)]
+    union = len(np.unique(np.concatenate(places)))
+    bounds = [n * i // P for i in range(P + 1)]
+    own = sum(((x >= bounds[r]) & (x < bounds[r + 1])).sum() for r, x in enumerate(places))
+    moved = P * k - own + (P - 1) * union
+    for codec in CODECS:
+        before = comm.bytes_sent
+        mpi.sparse_allreduce(mine, n, algorithm="split_allgather", comm=comm, indices=codec)
+        sent = world.allreduce(comm.bytes_sent - before)
+        overhead = 2 * P * (P - 1) * (SIZE + OVERHEAD)
+        assert sent <= {"int32": 8, "packed": 6}[codec] * moved + overhead
+    comm.free()
+
+
+def doubling_sends_what_the_formula_says() -> None:
+    comm = mpi.Communicator(world, checks=0)
+    n, k = 50_000, 300
+    rounds = P.bit_length() - 1
+    same = _vector(0, n, k)
+    mpi.sparse_allreduce(same, n, algorithm="recursive_doubling", comm=comm)
+    if comm.size == 1 << rounds:
+        assert comm.bytes_sent == rounds * (SIZE + sparse_size(k, n, "float32"))
+        comm.bytes_sent = 0
+        places = np.arange(RANK * k, (RANK + 1) * k)
+        apart = Sparse(places, same.values)
+        mpi.sparse_allreduce(apart, n, algorithm="recursive_doubling", comm=comm)
+        frames = [sparse_size(k << step, n, "float32") for step in range(rounds)]
+        assert comm.bytes_sent == sum(SIZE + frame for frame in frames)
+    else:  # the last ranks send and receive once
+        rank, core = comm.rank, 1 << rounds
+        messages = rounds * (rank < core) + (rank < P - core or rank >= core)
+        assert comm.bytes_sent == messages * (SIZE + sparse_size(k, n, "float32"))
+    comm.free()
+
+
+def auto_follows_the_cost_model() -> None:
+    comm = mpi.Communicator(world, checks=0)
+    n = 4096
+    few, many = _vector(RANK, n, 4 + RANK), _vector(RANK, n, n // 2 - RANK)
+    latency = mpi.CostModel(P, 1.0, 0.0, 0.0, 0.0)
+    bandwidth = mpi.CostModel(P, 0.0, 1.0, 0.0, 0.0)
+    for model, mine, name in ((latency, few, "allgather"), (bandwidth, many, "split_allgather")):
+        if P == 2 and name != "allgather":
+            continue  # two ranks exchange what they have
+        comm.cost_model = model
+        before = comm.bytes_sent
+        auto = mpi.sparse_allreduce(mine, n, comm=comm)
+        taken = comm.bytes_sent - before - SIZE * (P - 1)
+        before = comm.bytes_sent
+        named = mpi.sparse_allreduce(mine, n, comm=comm, algorithm=name)
+        assert P == 1 or taken == comm.bytes_sent - before
+        for got, want in zip(_bits(auto.total), _bits(named.total), strict=True):
+            np.testing.assert_array_equal(got, want)
+    comm.free()
+    # And with what is measured: some algorithm, the same everywhere.
+    for mine in (few, many):
+        for codec in CODECS:
+            total = mpi.sparse_allreduce(mine, n, indices=codec).dense(n)
+            np.testing.assert_allclose(total, _everyones(_dense(mine, n)), atol=1e-5)
+            assert_same_everywhere(total)
+
+
+# -- gTop-k ------------------------------------------------------------------------------------
+
+
+def gtop_k_is_not_the_global_top_k() -> None:
+    """x0 = (3, 2), x1 = (0, 2): the sum is (3, 4), the result (3, 0)."""
+    if P == 1:
+        return
+    chosen = [_sparse([0], [3]), _sparse([1], [2])]
+    mine = chosen[RANK] if RANK < 2 else _nothing()
+    for op, value in (("sum", 3), ("mean", np.float32(3) / np.float32(P))):
+        total, dropped = mpi.gtop_k_allreduce(mine, 2, 1, op=op)
+        assert total.indices.tolist() == [0]
+        assert total.values.tolist() == [value]
+        assert dropped.indices.tolist() == ([1] if RANK == 0 else [])
+        assert dropped.values.tolist() == ([2] if RANK == 0 else [])
+    whole = _sparse([0, 1], [3, 2]) if RANK == 0 else mine
+    total, dropped = mpi.gtop_k_allreduce(whole, 2, 1)
+    assert (total.indices.tolist(), total.values.tolist()) == ([0], [3])
+    assert dropped.values.tolist() == ([4] if RANK == 0 else [])
+
+
+def gtop_k_loses_nothing() -> None:
+    """Also what was dropped in one branch of the tree and survives in another."""
+    for n, k, brought_k in ((300, 10, 10), (300, 25, 60), (12, 3, 6), (50, 50, 20)):
+        for dtype, tolerance in (("float16", 1e-3), ("float32", 1e-6), ("float64", 1e-14)):
+            brought = _vectors(n, brought_k, dtype)
+            for op, scale in (("sum", 1), ("mean", P)):
+                for codec in CODECS:
+                    reduced = mpi.gtop_k_allreduce(brought[RANK], n, k, op=op, indices=codec)
+                    assert reduced.total.indices.size <= k
+                    assert reduced.total.values.dtype == dtype
+                    _assert_nothing_is_lost(brought, reduced, n, P * tolerance, scale)
+            if k == n:
+                assert reduced.dropped.indices.size == 0
+
+
+def gtop_k_keeps_lower_indices_of_equals() -> None:
+    n = 3 * P + 5
+    for values in (np.ones(n), np.where(np.arange(n) % 2, -1.0, 1.0)):
+        total = mpi.gtop_k_allreduce(Sparse(np.arange(n), values), n, 4).total
+        assert total.indices.tolist() == [0, 1, 2, 3]
+        np.testing.assert_array_equal(total.values, P * values[:4])
+    mine = _sparse([RANK, n - 1], [1, 1])  # the last place gathers support only if it is kept
+    total = mpi.gtop_k_allreduce(mine, n, 1).total
+    assert total.indices.tolist() == [0]
+
+
+def gtop_k_sends_k_entries_at_most() -> None:
+    comm = mpi.Communicator(world, checks=0)
+    n, k = 10_000, 50
+    mpi.gtop_k_allreduce(_vector(RANK, n, k), n, k, comm=comm)
+    frame = sparse_size(k, n, "float32")
+    children = sum(
+        1 for step in range(P.bit_length()) if RANK % (2 << step) == 0 and RANK + (1 << step) < P
+    )
+    assert comm.bytes_sent == (children + (RANK > 0)) * (SIZE + frame)
+    comm.free()
+
+
+# -- Ok-Topk -----------------------------------------------------------------------------------
+
+
+def ok_topk_is_exact_when_thresholds_are() -> None:
+    n, k = 500, 30
+    for codec in CODECS:
+        for dtype in ("float32", "float64"):
+            ok_topk = mpi.OkTopk(k, threshold_every=2, boundaries_every=3, indices=codec)
+            for step in range(4):
+                brought = _vectors(n, 100, dtype, seed=step)
+                reduced = ok_topk.allreduce(brought[RANK], n)
+                total = sum(_dense(x, n, dtype) for x in brought)
+                assert isinstance(reduced.total, Sparse)
+                np.testing.assert_array_equal(reduced.total.values, total[reduced.total.indices])
+                if step % 2 == 0:
+                    places = np.sort(np.argsort(-np.abs(total), kind="stable")[:k])
+                    np.testing.assert_array_equal(reduced.total.indices, places)
+                    threshold = np.abs(total[places]).min()
+                    assert ok_topk.state.global_threshold == threshold
+                else:
+                    places = np.flatnonzero(np.abs(total) >= threshold)
+                    np.testing.assert_array_equal(reduced.total.indices, places)
+                kept = np.isin(brought[RANK].indices, reduced.total.indices)
+                left = brought[RANK].indices[~kept]
+                np.testing.assert_array_equal(reduced.dropped.indices, left)
+                _assert_nothing_is_lost(brought, reduced, n, P * np.finfo(dtype).eps)
+
+
+def ok_topk_with_error_feedback_loses_nothing() -> None:
+    n, k = 600, 20
+    for dtype, wire in (("float32", None), ("float32", "float16"), ("float16", None)):
+        ok_topk = mpi.OkTopk(k, threshold_every=4, boundaries_every=8, values=wire)
+        residual, given, taken = np.zeros(n, dtype), np.zeros(n), np.zeros(n)
+        for step in range(8):
+            gradient = np.random.default_rng([RANK, step]).standard_normal(n).astype(dtype)
+            x = gradient + residual
+            chosen = ok_topk.select(x)
+            assert chosen.values.dtype == dtype
+            assert chosen.indices.size <= 2 * k
+            mean, dropped = ok_topk.allreduce(chosen, n, op="mean")
+            assert_same_everywhere(*_bits(mean))
+            residual = x.copy()
+            residual[chosen.indices] = 0
+            residual[dropped.indices] += dropped.values.astype(dtype)
+            given += gradient
+            taken[mean.indices] += mean.values
+        everything = P * taken + _everyones(residual.astype(np.float64))
+        tolerance = {"float32": 1e-4, "float16": 0.1}[dtype]
+        np.testing.assert_allclose(everything, _everyones(given), atol=tolerance * P)
+        assert ok_topk.state.iteration == 8
+
+
+def ok_topk_sends_less_than_six_k() -> None:
+    """6 k (P-1)/P values and indices of 4 bytes on steps that reuse thresholds and boundaries."""
+    comm = mpi.Communicator(world, checks=0)
+    n, k = 40_000, 800
+    sent = {}
+    for codec in CODECS:
+        ok_topk = mpi.OkTopk(k, indices=codec)
+        for step in range(4):
+            x = np.random.default_rng([RANK, step]).standard_normal(n, np.float32)
+            before = comm.bytes_sent
+            ok_topk.allreduce(ok_topk.select(x), n, comm=comm)
+            if step:
+                sent[codec] = comm.bytes_sent - before
+                overhead = 2 * (P - 1) * (SIZE + OVERHEAD)
+                assert sent[codec] <= 4 * 6 * k * (P - 1) / P + overhead
+    assert P == 1 or sent["packed"] < sent["int32"]
+    comm.free()
+
+
+def ok_topk_thresholds_drift_slowly() -> None:
+    n, k = 1000, 100
+    x = np.float32(np.arange(n, 0, -1) * (-1) ** np.arange(n))
+    ok_topk = mpi.OkTopk(k)
+    state = ok_topk.state
+    assert ok_topk.select(x).indices.tolist() == list(range(k))
+    assert state.local_threshold == n - k + 1
+    state.iteration = 1
+    for count, factor in ((66, 1 / 1.012), (67, 1), (100, 1), (125, 1), (126, 1.012), (200, 1.012)):
+        state.local_threshold = n - count + 1.0
+        assert ok_topk.select(x).indices.size == count
+        assert state.local_threshold == (n - count + 1) * factor
+    state.local_threshold = n - 200.0  # 201 pass: exact at once
+    assert ok_topk.select(x).indices.size == k
+    assert state.local_threshold == n - k + 1
+
+    mine = Sparse(np.arange(n), x) if RANK == 0 else _nothing()
+    assert ok_topk.allreduce(mine, n).total.indices.size == k
+    assert state.global_threshold == n - k + 1
+    for count, factor in ((66, 1 / 1.008), (67, 1), (133, 1), (134, 1.008), (200, 1.008)):
+        state.global_threshold = n - count + 1.0
+        assert ok_topk.allreduce(mine, n).total.indices.size == count
+        assert state.global_threshold == (n - count + 1) * factor
+    state.global_threshold = n - 200.0
+    assert ok_topk.allreduce(mine, n).total.indices.size == 201
+    assert state.global_threshold == n - k + 1
+    for _ in range(3):  # means are rounded, and those at the threshold stay in
+        state.global_threshold = None
+        for _ in range(2):
+            assert ok_topk.allreduce(mine, n, op="mean").total.indices.size == k
+
+
+def ok_topk_lets_nan_and_inf_pass() -> None:
+    n, k = 400, 10
+    for bad in (np.nan, np.inf, -np.inf):
+        for when in (0, 1):  # exact thresholds, reused ones
+            ok_topk = mpi.OkTopk(k)
+            for step in range(3):
+                x = np.random.default_rng([RANK, step]).standard_normal(n, np.float32)
+                before = ok_topk.state_dict()
+                if step == when and RANK == P - 1:
+                    x[17] = bad
+                total, dropped = ok_topk.allreduce(ok_topk.select(x), n)
+                assert np.isfinite(dropped.values).all()
+                assert_same_everywhere(*_bits(total))
+                if step == when:
+                    assert not np.isfinite(total.values[total.indices == 17]).any()
+                    assert np.isfinite(total.values[total.indices != 17]).all()
+                    after = ok_topk.state_dict()
+                    assert after["global_threshold"] == before["global_threshold"]
+                    if RANK == P - 1:
+                        assert after["local_threshold"] == before["local_threshold"]
+                else:
+                    assert np.isfinite(total.values).all()
+            assert ok_topk.state.global_threshold > 0
+    ok_topk = mpi.OkTopk(k)
+    for _ in range(2):  # nothing but NaN: k of them tell
+        chosen = ok_topk.select(np.full(n, np.nan, np.float32))
+        assert chosen.indices.tolist() == list(range(k))
+        assert np.isnan(ok_topk.allreduce(chosen, n).total.values).all()
+
+
+def ok_topk_with_zeros_and_ties() -> None:
+    n = 90
+    ok_topk = mpi.OkTopk(20)
+    assert ok_topk.select(np.zeros(n)).indices.size == 0
+    ok_topk.allreduce(_nothing("float64"), n)
+    few = np.zeros(n)
+    few[[3, 80]] = 1
+    assert ok_topk.select(few).indices.tolist() == [3, 80]
+    assert ok_topk.allreduce(ok_topk.select(few), n).total.values.tolist() == [P, P]
+    assert ok_topk.select(np.ones(n)).indices.tolist() == list(range(20))
+    for _ in range(2):  # what has been 0 does not let everything pass for long
+        everything = Sparse(np.arange(n), np.arange(n) + 1.0)
+        count = ok_topk.allreduce(everything, n).total.indices.size
+    assert count == 20
+    assert ok_topk.select(np.zeros(0)).indices.size == 0
+    everything = mpi.OkTopk(n + 5)
+    for _ in range(2):
+        chosen = everything.select(np.arange(n) + 1.0)
+        assert chosen.indices.size == n
+        np.testing.assert_array_equal(
+            everything.allreduce(chosen, n).total.values, P * (np.arange(n) + 1.0)
+        )
+
+
+def ok_topk_goes_on_from_its_state() -> None:
+    n, k = 300, 15
+    first = mpi.OkTopk(k, threshold_every=4, boundaries_every=4)
+
+    def step(ok_topk: mpi.OkTopk, number: int) -> mpi.Reduced:
+        x = np.random.default_rng([RANK, number]).standard_normal(n)
+        return ok_topk.allreduce(ok_topk.select(x), n)
+
+    for number in range(2):
+        step(first, number)
+    saved = first.state_dict()
+    second = mpi.OkTopk(k, threshold_every=4, boundaries_every=4)
+    assert first == second
+    second.load_state_dict(saved)
+    for number in range(2, 6):
+        one, other = step(first, number), step(second, number)
+        for got, want in zip(_bits(one.total), _bits(other.total), strict=True):
+            np.testing.assert_array_equal(got, want)
+    assert first.state_dict() == second.state_dict()
+    assert saved["iteration"] == 2  # a copy
+    # As saved by a job of another size.
+    second.load_state_dict(saved | {"boundaries": [10 * (i + 1) for i in range(P)]})
+    step(second, 3)
+    assert len(second.state.boundaries) == P - 1
+    with raises(ConfigError, "iteration", "step"):
+        first.load_state_dict({"step": 3})
+
+
+def ok_topk_regions_follow_the_entries() -> None:
+    """All entries in the first tenth: every rank owns as many of them."""
+    n, k = 1000 * P, 20 * P
+    ok_topk = mpi.OkTopk(k)
+    mine = Sparse(np.arange(k), np.ones(k))
+    ok_topk.allreduce(mine, n)
+    assert ok_topk.state.boundaries == [20 * (i + 1) for i in range(P - 1)]
+    ok_topk = mpi.OkTopk(k)
+    ok_topk.allreduce(_nothing(), n)
+    assert ok_topk.state.boundaries == [1000 * (i + 1) for i in range(P - 1)]
+
+
+# -- what users see ----------------------------------------------------------------------
+
+
+def the_documentation_runs() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "sparse-collectives.md"
+    first, second = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(first, scope)
+    want = np.zeros(1000, np.float32)
+    want[:P], want[500], want[900] = 1 / P, 2, 0.5
+    np.testing.assert_allclose(scope["mean"], want, rtol=1e-6)
+    exec(second, scope)
+    assert scope["ok_topk"].state.iteration == 5
+
+
+def tensors_come_back_as_tensors() -> None:
+    n = 200
+    brought = _vectors(n, 20)
+    mine = Sparse(torch.from_numpy(brought[RANK].indices), torch.from_numpy(brought[RANK].values))
+    narrow = Sparse(mine.indices.int(), mine.values.half())
+    for algorithm in ALGORITHMS:
+        got = mpi.sparse_allreduce(mine, n, algorithm=algorithm)
+        want = mpi.sparse_allreduce(brought[RANK], n, algorithm=algorithm)
+        assert isinstance(got.dense(n), torch.Tensor)
+        np.testing.assert_array_equal(got.dense(n).numpy(), want.dense(n))
+        assert mpi.sparse_allreduce(narrow, n, algorithm=algorithm).dense(n).dtype == torch.float16
+    for theirs, want in zip(mpi.sparse_allgather(mine, n), brought, strict=True):
+        assert theirs.indices.dtype == torch.int64
+        np.testing.assert_array_equal(theirs.values.numpy(), want.values)
+    total, dropped = mpi.gtop_k_allreduce(mine, n, 5)
+    assert isinstance(total.values, torch.Tensor)
+    assert isinstance(dropped.values, torch.Tensor)
+    ok_topk = mpi.OkTopk(10)
+    x = torch.randn(4, 50, generator=torch.Generator().manual_seed(RANK))
+    for _ in range(3):
+        chosen = ok_topk.select(x)
+        assert torch.equal(x.view(-1)[chosen.indices], chosen.values)
+        total, dropped = ok_topk.allreduce(chosen, n)
+        assert isinstance(total.values, torch.Tensor)
+        assert isinstance(dropped.indices, torch.Tensor)
+
+
+def inputs_are_left_alone() -> None:
+    mine, copy = _vector(RANK, 100, 30), _vector(RANK, 100, 30)
+    for array in mine:
+        array.flags.writeable = False
+    for allreduce in _allreduces():
+        result = allreduce(mine, 100, values="float16")
+        result.dense(100)[:] = 7
+        for array in _bits(result.total) + _bits(result.dropped):
+            array[:] = 0
+    for theirs in mpi.sparse_allgather(mine, 100):
+        theirs.values[:] = 0
+    mpi.gtop_k_allreduce(mine, 100, 5).total.values[:] = 0
+    np.testing.assert_array_equal(mine.indices, copy.indices)
+    np.testing.assert_array_equal(mine.values, copy.values)
+
+
+def refusals_name_the_way_out() -> None:
+    mine = _sparse([1, 4], [1, 2])
+    with raises(ConfigError, "algorithm", "split_allgather"):
+        mpi.sparse_allreduce(mine, 5, algorithm="ring")
+    with raises(ConfigError, "op", "mean"):
+        mpi.sparse_allreduce(mine, 5, op="max")
+    with raises(ConfigError, "indices", "packed"):
+        mpi.sparse_allgather(mine, 5, indices="bitmap")
+    with raises(ConfigError, "values", "float16"):
+        mpi.sparse_allgather(mine, 5, values="bfloat16")
+    with raises(ConfigError, "values='float64' is wider", "float32"):
+        mpi.sparse_allgather(mine, 5, values="float64")
+    for n in (-1, 2.5, True):
+        with raises(ConfigError, "n=", "number of elements"):
+            mpi.sparse_allreduce(mine, n)
+    for indices in ([1, 5], [-1, 3], [3, 1], [2, 2]):
+        with raises(ConfigError, "ascending", r"0\.\.4"):
+            mpi.sparse_allreduce(_sparse(indices, [1, 2]), 5)
+    with raises(ConfigError, "float64", "integers"):
+        mpi.sparse_allreduce(Sparse(np.ones(1), np.ones(1)), 5)
+    with raises(ConfigError, "one length"):
+        mpi.sparse_allreduce(Sparse(np.arange(2), np.ones(3)), 5)
+    with raises(ConfigError, "one length"):
+        mpi.sparse_allreduce(Sparse(np.zeros((1, 1), int), np.ones((1, 1))), 5)
+    with raises(UnsupportedError, "int64", "float32"):
+        mpi.sparse_allreduce(Sparse(np.arange(2), np.arange(2)), 5)
+    with raises(UnsupportedError, "bfloat16", "float32"):
+        mpi.sparse_allreduce(Sparse(torch.arange(2), torch.ones(2).bfloat16()), 5)
+    with raises(ConfigError, "n=6", "5 elements"):
+        mpi.Reduced(np.zeros(5), mine).dense(6)
+    for k in (0, -1, 1.5, True):
+        with raises(ConfigError, "k must be"):
+            mpi.gtop_k_allreduce(mine, 5, k)
+        with raises(ConfigError, "k must be"):
+            mpi.OkTopk(k)
+    with raises(ConfigError, "threshold_every"):
+        mpi.OkTopk(1, threshold_every=0)
+    with raises(ConfigError, "values"):
+        mpi.OkTopk(1, values="int8")
+    with raises(ConfigError, "indices"):
+        mpi.OkTopk(1, indices="rice")
+
+
+def differing_calls_are_errors_everywhere() -> None:
+    if P == 1:
+        return
+    odd = RANK == P - 1
+    comm = mpi.Communicator(world, timeout=20)
+    mine = _sparse([1], [1])
+    with raises(MismatchError, r"\[5\]", r"\[6\]"):
+        mpi.sparse_allreduce(mine, 6 if odd else 5, comm=comm)
+    with raises(MismatchError, "allgather", "auto"):
+        mpi.sparse_allreduce(mine, 5, algorithm="auto" if odd else "allgather", comm=comm)
+    with raises(MismatchError, "float32", "float16"):
+        mpi.sparse_allgather(mine, 5, values="float16" if odd else None, comm=comm)
+    with raises(MismatchError, "k=2", "k=3"):
+        mpi.gtop_k_allreduce(mine, 5, 3 if odd else 2, comm=comm)
+    ok_topk = mpi.OkTopk(2)
+    ok_topk.state.iteration = int(odd)
+    with raises(MismatchError, "iteration 0", "iteration 1"):
+        ok_topk.allreduce(mine, 5, comm=comm)
+    assert mpi.sparse_allreduce(mine, 5, comm=comm).dense(5).tolist() == [0, P, 0, 0, 0]
+    comm.free()
+
+
+def damage_is_noticed_by_all_who_read_it() -> None:
+    comm = mpi.Communicator(world, timeout=20)
+
+    def damaged(*args):
+        frame = encode_sparse(*args)
+        frame[-9] ^= 16
+        return frame
+
+    honest = sparse_messages.encode_sparse
+    encode = damaged if RANK == P - 1 else honest
+    with (
+        mock.patch.object(sparse_messages, "encode_sparse", encode),
+        raises(PayloadError, f"rank {P - 1}", "checksum"),
+    ):
+        mpi.sparse_allgather(_vector(RANK, 100, 10), 100, comm=comm)
+    with raises(CollectiveTimeout, "broken", "checksum"):
+        mpi.sparse_allgather(_vector(RANK, 100, 10), 100, comm=comm)
+    comm.free()
+
+
+def announced_sizes_are_checked() -> None:
+    if P == 1:
+        return
+    comm = mpi.Communicator(world, timeout=20)
+    peer = (RANK + 1) % P
+    source = (RANK - 1) % P
+    frame = {peer: np.zeros(32, np.uint8)}
+    with raises(PayloadError, f"rank {source}", "32 bytes", "31"):
+        comm.run("a test", swap(comm.channel(), frame, [source], 31, "a test"))
+    comm.free()
