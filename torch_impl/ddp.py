@@ -120,8 +120,8 @@ class DDPState:
         if method.takes_momentum and momentum is None and own is None:
             raise ConfigError(
                 f"{method.name} corrects momentum, and a hook knows nothing of the optimizer: "
-                f"write DDPState({type(method).__name__}(momentum=0.9), ...) and give the optimizer "
-                "momentum=0; or DDPState(..., momentum=0.0) for error feedback alone"
+                f"write DDPState({type(method).__name__}(momentum=0.9), ...) and give the "
+                "optimizer momentum=0; or DDPState(..., momentum=0.0) for error feedback alone"
             )
         inner = getattr(model, "module", model)
         self._names = {p: name for name, p in inner.named_parameters()}
