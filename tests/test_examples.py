@@ -1,8 +1,9 @@
-"""The examples and benchmarks run, under horovodrun, and say what they should."""
+"""The examples and benchmarks run, by themselves and under a starter, and say what they should."""
 
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import pytest
 import jobs
 
 ROOT = Path(__file__).resolve().parent.parent
-DIGITS = ROOT / "mpi_examples" / "train_digits.py"
+EXAMPLES = ROOT / "mpi_examples"
+DIGITS = EXAMPLES / "train_digits.py"
+PNG = b"\x89PNG"
 
 
 def fake_cifar10(folder: Path) -> Path:
@@ -34,7 +37,7 @@ def test_digits(tmp_path):
     options += ["--compression", "none", "dgc:values=float16", "topk", "randomk", "bf16"]
     command = [sys.executable, str(DIGITS), *options, "--output", str(picture)]
     _, output = jobs.run(command, timeout=180)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(PNG)
     assert str(picture.resolve()) in output
     rows = {line.split()[0]: line for line in output.splitlines() if line.endswith(" ms")}
     assert {"none", "dgc:values=float16", "topk", "randomk", "bf16"} <= rows.keys()
@@ -45,15 +48,25 @@ def test_digits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "words"),
-    [("--compression", "dcg", "method must be one of"), ("--epochs", "0", "--epochs must be 1")],
+    ("example", "option", "value", "words"),
+    [
+        ("train_digits", "--compression", "dcg", "method must be one of"),
+        ("train_digits", "--epochs", "0", "--epochs must be 1"),
+        ("train_digits_mpi", "--compression", "dcg", "method must be one of"),
+        ("train_digits_mpi", "--density", "7", "density must be"),
+        ("train_digits_mpi", "--framework", "tensorflow", "invalid choice"),
+        ("allreduce_steps", "--algorithms", "rong", "invalid choice"),
+        ("allreduce_steps", "--ranks", "0", "--ranks must be 1 to 32"),
+        ("sparse_allgather", "--density", "1.5", "--density must be 0 to 1"),
+        ("cost_model", "--bytes", "0", "--bytes and --predict must be 4"),
+    ],
 )
-def test_bad_options_are_refused_before_ranks_start(option, value, words):
-    command = [sys.executable, str(DIGITS), option, value]
+def test_bad_options_are_refused_before_ranks_start(example, option, value, words):
+    command = [sys.executable, str(EXAMPLES / f"{example}.py"), option, value]
     status, output = jobs.run(command, timeout=60, check=False)
     assert status == 2
     assert words in output
-    assert "horovodrun" not in output.splitlines()[-1]
+    assert not output.startswith("$"), "ranks were started"
 
 
 @pytest.mark.timeout(200)
@@ -78,3 +91,121 @@ def test_benchmark():
     rows = [line for line in output.splitlines() if line.rstrip().endswith("x")]
     assert len(rows) == 6
     assert any(row.startswith("dgc ") and "421.6 kB" in row for row in rows), output
+
+
+def start(example: str, *options: str, launcher: str = "alone", ranks: int = 0) -> str:
+    """What an example prints; ``alone`` it starts its ranks by itself."""
+    command = [*jobs.launcher(ranks, launcher), sys.executable, str(EXAMPLES / f"{example}.py")]
+    _, output = jobs.run([*command, *options], timeout=100, **jobs.variables(launcher))
+    return output
+
+
+ALGORITHMS = ["ring", "halving_doubling", "fold", "direct"]
+SUMMARIES = {  # by the number of ranks, in the order of the algorithms
+    4: [
+        "6 rounds, 24 messages; every rank sent 192 bytes",
+        "4 rounds, 16 messages; every rank sent 192 bytes",
+        "4 rounds, 16 messages; every rank sent 192 bytes",
+        "2 rounds, 24 messages; every rank sent 192 bytes",
+    ],
+    6: [
+        "10 rounds, 60 messages; every rank sent 208 to 216 bytes",
+        "5 rounds, 28 messages; every rank sent 192 to 224 bytes",  # blocks of 4 and of 2
+        "7 rounds, 24 messages; every rank sent 128 to 384 bytes",  # two pairs fold
+        "2 rounds, 60 messages; every rank sent 192 to 224 bytes",
+    ],
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ranks", SUMMARIES)
+def test_allreduce_steps(tmp_path, ranks):
+    picture = tmp_path / "steps.png"
+    options = ["--ranks", str(ranks), "--output", str(picture)]
+    output = start("allreduce_steps", *options, "--algorithms", *ALGORITHMS)
+    assert output.startswith("$ ")
+    found = [line for line in output.splitlines() if line.endswith("have the right sum")]
+    for line, summary in zip(found, SUMMARIES[ranks], strict=True):
+        assert line.startswith(f"{summary}, for a vector of 128")
+    assert re.search(r"^ +1 +0 +1 +\d+ +\S+ +0 +ring reduce-scatter$", output, re.MULTILINE)
+    assert picture.read_bytes().startswith(PNG)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("launcher", ["mpirun", "mpich"])
+def test_allreduce_steps_under_a_starter(tmp_path, launcher):
+    if launcher == "mpich" and (problem := jobs.mpich_missing()):
+        pytest.skip(problem)
+    output = start(
+        "allreduce_steps", "--output", str(tmp_path / "steps.png"), launcher=launcher, ranks=3
+    )
+    assert "$ " not in output
+    assert "4 rounds, 12 messages" in output
+
+
+@pytest.mark.timeout(120)
+def test_an_example_starts_itself_under_mpich(tmp_path):
+    if problem := jobs.mpich_missing():
+        pytest.skip(problem)
+    command = [sys.executable, str(EXAMPLES / "allreduce_steps.py"), "--ranks", "3"]
+    command += ["--output", str(tmp_path / "steps.png")]
+    _, output = jobs.run(command, timeout=100, **jobs.variables("mpich"))
+    assert output.startswith(f"$ {jobs.MPICH}")
+    assert "4 rounds, 12 messages" in output
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sparse_allgather(ranks):
+    output = start("sparse_allgather", "--ranks", str(ranks), "--elements", "48000")
+    shown = [line.split()[2:] for line in output.splitlines() if line.startswith("rank ")]
+    total = next(line.split()[1:] for line in output.splitlines() if line.startswith("sum "))
+    columns = zip(*shown, strict=True)
+    sums = [sum(float(value) for value in column if value != ".") for column in columns]
+    assert sums == [0.0 if value == "." else float(value) for value in total]
+    rows = [line for line in output.splitlines() if line.endswith(("yes", "NO"))]
+    assert len(rows) == 7
+    assert all(row.endswith("yes") for row in rows)
+    sent = [int(re.search(r"([\d,]+) B", row)[1].replace(",", "")) for row in rows]
+    assert sent[0] == 2 * 192_000 * (ranks - 1) // ranks
+    assert sent[1] == (ranks - 1) * (48 * 8 + 16 + 8)  # a frame, and its length ahead of it
+    assert sent[6] < sent[5] < sent[4] < sent[0] / 50
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_digits_over_mpi(tmp_path, framework):
+    picture = tmp_path / "digits.png"
+    options = ["--framework", framework, "--ranks", "2", "--epochs", "5", "--warmup-epochs", "2"]
+    output = start("train_digits_mpi", *options, "--output", str(picture))
+    lines = [line.split() for line in output.splitlines() if line.endswith(" ms")]
+    rows = {name: columns for name, *columns in lines}
+    assert rows.keys() == {"none", "dgc"}
+    for row in rows.values():
+        assert float(row[0]) > 90, output
+    assert rows["none"][4] == "1.0x"
+    assert float(rows["dgc"][7].rstrip("x")) > 250
+    assert "same weights, bit for bit" in output
+    assert picture.read_bytes().startswith(PNG)
+
+
+@pytest.mark.timeout(120)
+def test_slurm_script(tmp_path):
+    """All of it but srun."""
+    command = ["bash", str(EXAMPLES / "slurm.sh"), "--framework", "numpy", "--epochs", "1"]
+    command += ["--compression", "topk", "--output", str(tmp_path / "digits.png")]
+    launcher = " ".join(jobs.launcher(2, "mpirun"))
+    _, output = jobs.run(command, timeout=100, START=launcher, SLURM_SUBMIT_DIR=str(ROOT))
+    assert "numpy, 2 ranks, 1 epochs" in output
+
+
+@pytest.mark.timeout(120)
+def test_cost_model(tmp_path):
+    picture = tmp_path / "cost.png"
+    options = ["--ranks", "2", "--bytes", "8", "65536", "--samples", "3"]
+    output = start("cost_model", *options, "--output", str(picture))
+    rows = [line for line in output.splitlines() if re.search(r"[+-]\d+%", line)]
+    assert len(rows) == 2 * 4
+    assert sum("fastest" in row for row in rows) == 2
+    assert sum("chosen" in row for row in rows) == 2
+    assert picture.read_bytes().startswith(PNG)

@@ -291,7 +291,7 @@ def _broadcast(comm: mpi.Communicator, raw: np.ndarray, root_rank: int) -> Any:
     """MPI's own, in pieces that its counts can express."""
     for first in range(0, raw.size, 2**30):
         request = comm.mpi.Ibcast(raw[first : first + 2**30], root_rank)
-        yield Wait([Message(request, -1, 0, incoming=False)], "MPI_Ibcast")
+        yield Wait([Message.collective(request)], "MPI_Ibcast")
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
@@ -307,7 +307,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """All ranks come here before any goes on."""
     comm = process_set._needed()
     request = comm.mpi.Ibarrier()
-    comm.run("barrier", iter([Wait([Message(request, -1, 0, incoming=False)], "MPI_Ibarrier")]))
+    comm.run("barrier", iter([Wait([Message.collective(request)], "MPI_Ibarrier")]))
 
 
 def broadcast_parameters(parameters: Any, root_rank: int) -> None:

@@ -28,11 +28,12 @@ from hvd_compress.mpi.allreduce import (
     ring_allreduce,
 )
 from hvd_compress.mpi.communicator import Communicator
-from hvd_compress.mpi.cost_model import CostModel, measure
+from hvd_compress.mpi.cost_model import CostModel
 from hvd_compress.mpi.engine import MpiEngine
 from hvd_compress.mpi.gtop_k import gtop_k_allreduce
 from hvd_compress.mpi.hierarchical import hierarchical_allreduce
 from hvd_compress.mpi.hierarchical_sparse import hierarchical_sparse_allreduce
+from hvd_compress.mpi.measuring import measure
 from hvd_compress.mpi.ok_topk import OkTopk
 from hvd_compress.mpi.quantized import consolidate, quantized_allreduce
 from hvd_compress.mpi.quantized_state import QuantizedState

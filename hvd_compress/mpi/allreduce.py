@@ -10,11 +10,11 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi import cost_model
 from hvd_compress.mpi.arrays import Flat, describe, flatten
 from hvd_compress.mpi.communicator import Channel, Communicator, nbytes
 from hvd_compress.mpi.direct import direct
 from hvd_compress.mpi.halving_doubling import REMAINDERS, halving_doubling
+from hvd_compress.mpi.measuring import model_of
 from hvd_compress.mpi.native import native
 from hvd_compress.mpi.reduction import reduction
 from hvd_compress.mpi.ring import ring, segments
@@ -71,7 +71,7 @@ def allreduce(
     if algorithm == "auto":
         flat = flatten(x)
         communicator.agree(f"allreduce({describe(flat)}, {op}, auto)")
-        algorithm = cost_model.of(communicator).fastest(nbytes(flat.array), flat.dtype)
+        algorithm = model_of(communicator).fastest(nbytes(flat.array), flat.dtype)
     return _run(ALGORITHMS[algorithm], algorithm, x, op, out, communicator, chunk)
 
 
@@ -129,6 +129,8 @@ def _run(
     call = f"allreduce({describe(flat)}, {op}, {name})"
     comm.agree(call)
     target = flat if out is x else _target(out, flat)
+    if is_same(target.array, flat.array):  # a view of x, say
+        target = flat
     start(comm, call, algorithm, flat, target.array, op, chunk).wait()
     done = target.give_back(target.array)
     return done if out is None else _assign(out, done)
@@ -184,6 +186,13 @@ def _target(out: Any, like: Flat) -> Flat:
             f"out is {describe(target)} and x is {describe(like)}: they must be alike"
         )
     return target
+
+
+def is_same(x: Any, y: Any) -> bool:
+    """Whether flat arrays are the same memory."""
+    if isinstance(x, np.ndarray):
+        return isinstance(y, np.ndarray) and len(x) > 0 and x.ctypes.data == y.ctypes.data
+    return x.data_ptr() == y.data_ptr()
 
 
 def _assign(out: Any, done: Any) -> Any:

@@ -9,6 +9,8 @@ import os
 import sys
 import time
 import zlib
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,12 @@ from hvd_compress.mpi.work import Algorithm, Message, Wait, Work
 
 logger = logging.getLogger("hvd_compress")
 
-#: as many tags as are used at most; every MPI has 2**15
-_TAGS = 2**22
+#: as many tags as are used in turn at most, in bits; every MPI has 2**15
+_TAG_BITS = 20
+#: further bits of a tag say which size the message has, if MPI has tags of so many bits
+_SIZE_BITS = 8
+#: below the size from which MPIs announce a message over TCP before they send it, 64 KiB mostly
+_SEGMENT = 60 * 1024
 #: bytes of a call's description that ranks compare
 _DESCRIPTION = 192
 
@@ -39,6 +45,10 @@ class Communicator:
         checks: for so many calls all ranks compare what they call before they do it, so that a
             difference in order, shape, dtype or option is an error on every rank and not a hang;
             ``$HVD_COMPRESS_CHECKS`` or 20, -1 for always.
+        segment: bytes of the pieces that longer messages travel in, 0 for whole;
+            ``$HVD_COMPRESS_SEGMENT``.  By default 60 KiB between hosts that have Ethernet only,
+            where pieces that need no handshake keep the link busy, and whole within a host or where
+            there is RDMA, which takes messages as they are.
 
     Raises:
         SetupError: MPI was initialised without support for threads.
@@ -56,6 +66,7 @@ class Communicator:
         *,
         timeout: float | None = None,
         checks: int | None = None,
+        segment: int | None = None,
     ) -> None:
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise SetupError(
@@ -70,13 +81,23 @@ class Communicator:
             raise ConfigError(f"timeout={self.timeout}: seconds, more than 0")
         self.patience = self.timeout / 10
         self.checks = int(_number("checks", checks, "HVD_COMPRESS_CHECKS", 20))
-        self._options: dict[str, Any] = {"timeout": self.timeout, "checks": self.checks}
+        self._options: dict[str, Any] = {
+            "timeout": self.timeout,
+            "checks": self.checks,
+            "segment": segment,
+        }
         self.mpi = comm.Dup()
         self.mpi.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.size = self.mpi.rank, self.mpi.size
         largest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-        self.tags = min(largest + 1, _TAGS)
+        bits = (largest + 1).bit_length() - 1
+        self.tags = 1 << min(bits, _TAG_BITS)
+        self.size_bits = max(0, min(bits - _TAG_BITS, _SIZE_BITS))
         self.bytes_sent = 0
+        self.spin = 1e-4  # see work.py
+        self.segment = int(_number("segment", segment, "HVD_COMPRESS_SEGMENT", -1))
+        if self.segment < 0:
+            self.segment = self._best_segment()
         self.calls = 0
         self.cost_model: Any = None  # see cost_model.py
         self._nodes: Any = None  # see nodes.py
@@ -97,6 +118,13 @@ class Communicator:
             found = cls(comm)
             comm.Set_attr(_keyval(), found)
         return found
+
+    def _best_segment(self) -> int:
+        has_rdma = any(Path("/sys/class/infiniband").glob("*"))
+        hosts = self.mpi.allgather((MPI.Get_processor_name(), has_rdma))
+        if len({name for name, _ in hosts}) == 1 or any(rdma for _, rdma in hosts):
+            return 0
+        return _SEGMENT
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
@@ -172,10 +200,10 @@ class Communicator:
         """A call has timed out, so that later ones cannot work."""
         return self._problem is not None
 
-    def give_up(self, problem: str, lost: list[Any]) -> None:
+    def give_up(self, problem: str, lost: Iterable[Any]) -> None:
         """Nothing can be received reliably any more; ``lost`` still owns buffers that MPI may
         write to."""
-        self._problem = problem
+        self._problem = self._problem or problem
         self._lost += lost
 
 
@@ -188,15 +216,38 @@ class Channel:
         self.rank, self.size = comm.rank, comm.size
 
     def send(self, array: Any, to: int) -> Message:
-        size = nbytes(array)
-        self.comm.bytes_sent += size
-        request = self.comm.mpi.Isend([array, size, MPI.BYTE], to, self.tag)
-        return Message(request, to, size, incoming=False)
+        self.comm.bytes_sent += nbytes(array)
+        pieces, sizes = self._pieces(array)
+        start = self.comm.mpi.Isend
+        requests = [
+            start([piece, size, MPI.BYTE], to, self._tag(size))
+            for piece, size in zip(pieces, sizes, strict=True)
+        ]
+        return Message(tuple(requests), to, sizes, incoming=False)
 
     def receive(self, array: Any, source: int) -> Message:
-        size = nbytes(array)
-        request = self.comm.mpi.Irecv([array, size, MPI.BYTE], source, self.tag)
-        return Message(request, source, size, incoming=True)
+        pieces, sizes = self._pieces(array)
+        start = self.comm.mpi.Irecv
+        requests = [
+            start([piece, size, MPI.BYTE], source, self._tag(size))
+            for piece, size in zip(pieces, sizes, strict=True)
+        ]
+        return Message(tuple(requests), source, sizes, incoming=True)
+
+    def _pieces(self, array: Any) -> tuple[list[Any], tuple[int, ...]]:
+        size, segment = nbytes(array), self.comm.segment
+        if not segment or size <= segment:
+            return [array], (size,)
+        raw = array.view(np.uint8 if isinstance(array, np.ndarray) else sys.modules["torch"].uint8)
+        pieces = [raw[start : start + segment] for start in range(0, size, segment)]
+        sizes = (segment,) * (len(pieces) - 1) + (size - segment * (len(pieces) - 1),)
+        return pieces, sizes
+
+    def _tag(self, size: int) -> int:
+        """A message of another size shall not match: Open MPI 4.1 writes what is too long behind
+        the end of the buffer.  It is missed until the time-out instead."""
+        mixed = size * 0x9E3779B97F4A7C15 % 2**64 >> 64 - _SIZE_BITS
+        return self.tag + self.comm.tags * (mixed % (1 << self.comm.size_bits))
 
 
 def nbytes(array: Any) -> int:

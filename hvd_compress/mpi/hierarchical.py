@@ -21,7 +21,6 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi import cost_model
 from hvd_compress.mpi.allreduce import (
     ALGORITHMS,
     CHUNK,
@@ -33,6 +32,7 @@ from hvd_compress.mpi.allreduce import (
 )
 from hvd_compress.mpi.arrays import Flat, describe, flatten
 from hvd_compress.mpi.communicator import Channel, Communicator, nbytes, others
+from hvd_compress.mpi.measuring import model_of
 from hvd_compress.mpi.nodes import Nodes, named, nodes_of
 from hvd_compress.mpi.reduction import Reduction, reduction
 from hvd_compress.mpi.ring import segments
@@ -98,7 +98,7 @@ def _start(
     itemsize = 4 if reduce.widens else nbytes(x[:1])
     share = inside.size if nodes.is_even else 1
     if algorithm == "auto" and across is not None:
-        algorithm = cost_model.of(across).fastest(len(x) * itemsize // share, wide)
+        algorithm = model_of(across).fastest(len(x) * itemsize // share, wide)
     # Not by the algorithm: ranks that are not across together may have chosen different ones.
     per_block = max(1, chunk // itemsize) * len(nodes.members) * share
     steps = []

@@ -18,9 +18,9 @@ import numpy as np
 
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
-from hvd_compress.mpi import cost_model
 from hvd_compress.mpi.communicator import Communicator
 from hvd_compress.mpi.cost_model import CostModel
+from hvd_compress.mpi.measuring import model_of
 from hvd_compress.mpi.nodes import Nodes, named, nodes_of
 from hvd_compress.mpi.sparse import (
     ALGORITHMS,
@@ -73,7 +73,7 @@ def hierarchical_sparse_allreduce(
 
     model = None
     if algorithm == "auto" and nodes.across is not None:
-        model = cost_model.of(nodes.across)
+        model = model_of(nodes.across)
 
     def start() -> Algorithm:
         return _by_nodes(nodes, mine, form, algorithm, model)

@@ -27,6 +27,6 @@ def native(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorith
     if reduction.widens or x is out:
         source = MPI.IN_PLACE
     request = channel.comm.mpi.Iallreduce(source, total, _OPS[reduction.op])
-    yield Wait([Message(request, -1, 0, incoming=False)], "MPI_Iallreduce")
+    yield Wait([Message.collective(request)], "MPI_Iallreduce")
     if reduction.widens or reduction.op == "mean":
         reduction.finish(total, out)

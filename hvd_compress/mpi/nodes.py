@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from mpi4py import MPI
@@ -25,7 +26,7 @@ class Part(Communicator):
     def channel(self, tag: int | None = None) -> Channel:
         return _PartChannel(self, super().channel(tag).tag)
 
-    def give_up(self, problem: str, lost: list[Any]) -> None:
+    def give_up(self, problem: str, lost: Iterable[Any]) -> None:
         super().give_up(problem, lost)
         self.whole.give_up(problem, [])
 

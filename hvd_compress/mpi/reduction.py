@@ -31,10 +31,21 @@ class Reduction:
                 f'the mean of {dtype} is not an integer: use op="sum" and divide, or float arrays'
             )
         self.op, self.dtype, self.size = op, dtype, size
+        self._free: dict[int, list[Any]] = {}
         self.widens = dtype in ("float16", "bfloat16")
 
     def scratch(self, n: int) -> Any:
-        """For ``n`` partial results."""
+        """For ``n`` partial results; comes again after :meth:`give_back`, since the first touch of
+        fresh memory costs more than an addition."""
+        free = self._free.get(n)
+        return free.pop() if free else self._new(n)
+
+    def give_back(self, *arrays: Any) -> None:
+        """What :meth:`scratch` returned and nobody uses any more."""
+        for array in arrays:
+            self._free.setdefault(len(array), []).append(array)
+
+    def _new(self, n: int) -> Any:
         return np.empty(n, self._wide)
 
     def scratch_of_dtype(self, n: int) -> Any:
@@ -60,6 +71,17 @@ class Reduction:
 
     def _as_number(self, x: Any) -> Any:
         return from_bfloat16(x) if self.dtype == "bfloat16" else x
+
+    def complete(self, partial: Any, x: Any, out: Any) -> None:
+        """The last :meth:`combine`, and :meth:`finish`; ``out`` may be ``x``."""
+        if self.widens:
+            self.combine(partial, x)
+            self.finish(partial, out)
+            return
+        with np.errstate(invalid="ignore", over="ignore"):
+            (np.maximum if self.op == "max" else np.add)(partial, x, out=out)
+            if self.op == "mean":
+                np.divide(out, self.size, out=out)
 
     def finish(self, partial: Any, out: Any) -> None:
         """Partial results over all ranks become the result."""
@@ -95,8 +117,12 @@ class DeviceReduction(Reduction):
         if self._like.is_cuda:  # MPI knows nothing of streams
             self._torch.cuda.current_stream(self._like.device).synchronize()
 
-    def scratch(self, n: int) -> Any:
+    def _new(self, n: int) -> Any:
         return self._like.new_empty(n, dtype=self._torch.float32 if self.widens else None)
+
+    def complete(self, partial: Any, x: Any, out: Any) -> None:
+        self.combine(partial, x)
+        self.finish(partial, out)
 
     def scratch_of_dtype(self, n: int) -> Any:
         return self._like.new_empty(n)

@@ -27,29 +27,28 @@ def ring(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
     left, right = (rank - 1) % size, (rank + 1) % size
     parts = segments(len(x), size)
     largest = max(part.stop - part.start for part in parts)
-    travelling, arriving = reduction.scratch(largest), reduction.scratch(largest)
+    buffers = [reduction.scratch(largest), reduction.scratch(largest)]
 
-    reduction.widen(x[parts[rank]], travelling[: _length(parts[rank])])
-    for step in range(1, size):
-        leaves, comes = parts[(rank - step + 1) % size], parts[(rank - step) % size]
-        taken = arriving[: _length(comes)]
-        messages = [
-            channel.receive(taken, left),
-            channel.send(travelling[: _length(leaves)], right),
-        ]
-        yield Wait(messages, "ring reduce-scatter", (step, size - 1))
-        reduction.combine(taken, x[comes])
-        travelling, arriving = arriving, travelling
-
+    leaving = x[parts[rank]]
+    if reduction.widens:
+        leaving = buffers[0][: len(leaving)]
+        reduction.widen(x[parts[rank]], leaving)
     mine = (rank + 1) % size
-    reduction.finish(travelling[: _length(parts[mine])], out[parts[mine]])
+    for step in range(1, size):
+        comes = parts[(rank - step) % size]
+        arriving = buffers[step % 2][: comes.stop - comes.start]
+        messages = [channel.receive(arriving, left), channel.send(leaving, right)]
+        yield Wait(messages, "ring reduce-scatter", (step, size - 1))
+        if step < size - 1:
+            reduction.combine(arriving, x[comes])
+            leaving = arriving
+        else:
+            reduction.complete(arriving, x[comes], out[parts[mine]])
+    reduction.give_back(*buffers)
+
     for step in range(1, size):
         messages = [
             channel.receive(out[parts[(mine - step) % size]], left),
             channel.send(out[parts[(mine - step + 1) % size]], right),
         ]
         yield Wait(messages, "ring allgather", (step, size - 1))
-
-
-def _length(part: slice) -> int:
-    return part.stop - part.start

@@ -15,8 +15,9 @@ from hvd_compress.backend import backend_of
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError, PayloadError
-from hvd_compress.mpi import cost_model
 from hvd_compress.mpi.communicator import Channel, Communicator, others
+from hvd_compress.mpi.cost_model import CostModel
+from hvd_compress.mpi.measuring import model_of
 from hvd_compress.mpi.sparse_doubling import recursive_doubling
 from hvd_compress.mpi.sparse_gather import allgather, gather
 from hvd_compress.mpi.sparse_messages import Format
@@ -134,7 +135,7 @@ def sparse_allreduce(
     def start() -> Algorithm:
         if algorithm != "auto":
             return ALGORITHMS[algorithm](communicator.channel(), brought, form)
-        model = cost_model.of(communicator)
+        model = model_of(communicator)
         return _fastest(communicator.channel(), brought, form, model)
 
     call = f"sparse_allreduce({form}, {algorithm})"
@@ -162,7 +163,7 @@ def reduced(form: Format, total: Vector, dropped: list[Sparse], like: Any) -> Re
 
 
 def _fastest(
-    channel: Channel, mine: Sparse, form: Format, model: cost_model.CostModel
+    channel: Channel, mine: Sparse, form: Format, model: CostModel
 ) -> Generator[Wait, None, tuple[Vector, Sparse]]:
     counts = np.full(channel.size, mine.indices.size, "<i8")
     own = counts[channel.rank : channel.rank + 1].copy()

@@ -16,22 +16,36 @@ from typing import Any, NamedTuple, Protocol
 
 from mpi4py import MPI
 
-from hvd_compress.errors import CollectiveTimeout, MismatchError
+from hvd_compress.errors import CollectiveTimeout, CompressionError, MismatchError
 
 logger = logging.getLogger("hvd_compress")
 
-#: waiting ranks first let others run, and begin to sleep after so many seconds without progress
-_SPIN = 5e-4
-_NAP = 5e-5
+#: seconds: waiting ranks look again and again for a while, and then sleep between looks.  How long
+#: each pays depends on how soon messages come, so both follow what has happened lately.
+_SPIN, _NAP = (2e-5, 5e-4), (3e-5, 5e-4)
 
 
 class Message(NamedTuple):
-    """One message on its way: ``size`` bytes to, or ``incoming`` from, rank ``peer``."""
+    """One message on its way, in one piece or several, to or ``incoming`` from rank ``peer``.
 
-    request: Any
+    Attributes:
+        requests: MPI's, one for each piece.
+        sizes: bytes of the pieces, which are checked where they come in.
+    """
+
+    requests: tuple[Any, ...]
     peer: int
-    size: int
+    sizes: tuple[int, ...]
     incoming: bool
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes)
+
+    @classmethod
+    def collective(cls, request: Any) -> Message:
+        """Of one of MPI's own collectives, which have no peer."""
+        return cls((request,), -1, (0,), incoming=False)
 
 
 class Wait:
@@ -51,8 +65,8 @@ class Wait:
         self.messages = messages
         self.phase = phase
         self.step = step
-        self.requests = [message.request for message in messages]
-        self.statuses = [MPI.Status() for _ in messages]
+        self.requests = [request for message in messages for request in message.requests]
+        self.statuses = [MPI.Status() for _ in self.requests]
 
     def is_over(self) -> bool:
         """Whether all messages are through; also moves them on."""
@@ -60,27 +74,35 @@ class Wait:
             if not MPI.Request.Testall(self.requests, self.statuses):
                 return False
         except MPI.Exception as error:
-            bad = [
-                m.peer
-                for m, status in zip(self.messages, self.statuses, strict=True)
-                if m.incoming and status.Get_error() == MPI.ERR_TRUNCATE
-            ]
+            bad = {
+                peer
+                for peer, _, status in self._arrived()
+                if MPI.Get_error_class(status.Get_error()) == MPI.ERR_TRUNCATE
+            }
             if not bad:
                 raise
             raise MismatchError(
-                f"{_ranks(bad)} sent more than was expected in {self.phase}: {_DIFFER}"
+                f"{_ranks(sorted(bad))} sent more than was expected in {self.phase}: {_DIFFER}"
             ) from error
-        for message, status in zip(self.messages, self.statuses, strict=True):
-            if message.incoming and status.Get_count(MPI.BYTE) != message.size:
+        for peer, size, status in self._arrived():
+            if status.Get_count(MPI.BYTE) != size:
                 raise MismatchError(
-                    f"rank {message.peer} sent {status.Get_count(MPI.BYTE)} bytes where "
-                    f"{message.size} were expected in {self.phase}: {_DIFFER}"
+                    f"rank {peer} sent {status.Get_count(MPI.BYTE)} bytes where {size} were "
+                    f"expected in {self.phase}: {_DIFFER}"
                 )
         return True
 
+    def _arrived(self) -> Iterator[tuple[int, int, Any]]:
+        """(rank, bytes expected, status) of the pieces that come in."""
+        statuses = iter(self.statuses)
+        for message in self.messages:
+            for size, status in zip(message.sizes, statuses, strict=False):
+                if message.incoming:
+                    yield message.peer, size, status
+
     def describe(self) -> str:
         """Whom this rank waits for, and where in the algorithm."""
-        missing = [m for m in self.messages if not m.request.Test()]
+        missing = [m for m in self.messages if not all(r.Test() for r in m.requests)]
         sources = sorted({m.peer for m in missing if m.incoming and m.peer >= 0})
         targets = sorted({m.peer for m in missing if not m.incoming and m.peer >= 0})
         parts = []
@@ -146,14 +168,13 @@ class Work:
         for entry in list(self._active):
             number, algorithm, wait = entry
             try:
-                is_over = wait.is_over()
-            except MismatchError as error:
-                self.comm.give_up(f"{self.call}: {error}", [self])
+                if wait.is_over():
+                    progress = True
+                    self._active.remove(entry)
+                    self._advance(number, algorithm)
+            except BaseException as error:  # messages may be under way still, here or elsewhere
+                self.comm.give_up(f"{self.call}: {error!r}", [self, algorithm])
                 raise
-            if is_over:
-                progress = True
-                self._active.remove(entry)
-                self._advance(number, algorithm)
         if progress:
             self._fill()
         return progress
@@ -190,20 +211,34 @@ class Job(Protocol):
 
 def wait_for(comm: Any, works: Sequence[Job]) -> None:
     """Drive several jobs to their end, whichever moves first."""
+    try:
+        _drive(comm, works)
+    except CompressionError:
+        raise
+    except BaseException as error:  # Ctrl-C: MPI goes on writing to the buffers of these
+        comm.give_up(f"interrupted by {error!r}", works)
+        raise
+
+
+def _drive(comm: Any, works: Sequence[Job]) -> None:
     last = time.monotonic()
     warned = False
+    spin, nap = comm.spin, _NAP[0]
     open_works = [work for work in works if not work.is_over]
     while open_works:
         moved = [work.poll() for work in open_works]  # all of them, not until the first
         if any(moved):
-            last = time.monotonic()
+            now = time.monotonic()
+            spin = min(2 * spin, _SPIN[1]) if now - last < spin else max(spin / 2, _SPIN[0])
+            last, nap, comm.spin = now, _NAP[0], spin
             open_works = [work for work in open_works if not work.is_over]
             continue
         idle = time.monotonic() - last
-        if idle < _SPIN:
+        if idle < spin:
             os.sched_yield()
             continue
-        time.sleep(_NAP)
+        time.sleep(nap)
+        nap = min(1.5 * nap, _NAP[1])
         if idle > comm.timeout:
             _give_up(comm, open_works)
         if idle > comm.patience and not warned:
@@ -221,8 +256,8 @@ def _report(comm: Any, work: Job, seconds: float) -> str:
 def _give_up(comm: Any, works: list[Job]) -> None:
     message = (
         f"{_report(comm, works[0], comm.timeout)}. That rank or the network to it is down or very "
-        "slow, or it waits elsewhere: look for its own message. A longer time-out: "
-        "HVD_COMPRESS_TIMEOUT=seconds, or Communicator(timeout=...)"
+        "slow, or it waits elsewhere: look for its own message; or its arrays have other sizes. A "
+        "longer time-out: HVD_COMPRESS_TIMEOUT=seconds, or Communicator(timeout=...)"
     )
     comm.give_up(message, works)
     raise CollectiveTimeout(message)

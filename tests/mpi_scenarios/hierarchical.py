@@ -269,7 +269,8 @@ def messages_name_ranks_of_the_whole() -> None:
         ]
         assert [m.peer for m in messages] == [across.members[left], across.members[right]]
         for message in messages:
-            message.request.Wait()
+            for request in message.requests:
+                request.Wait()
         assert across.members[across.rank] == world.rank
         assert comm.bytes_sent == before + 3  # counted on the whole
     comm.free()

@@ -1,0 +1,128 @@
+"""``mpirun -np 3 python mpi_failures.py CASE FOLDER``: jobs that go wrong.
+
+Each rank writes the errors that it meets to ``FOLDER/RANK``, a line of JSON for each: what it
+called, the error, its message, the seconds until then.  ``test_mpi_failures.py`` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_compress import mpi
+
+TIMEOUT = 3.0
+#: the rank that does what it should not
+CULPRIT = 1
+
+
+def report(what: str, call: Callable[[], Any]) -> Exception:
+    """The error that a call ends with."""
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        line = [what, type(error).__name__, str(error), time.monotonic() - start]
+        with (Path(sys.argv[2]) / str(mpi.MPI.COMM_WORLD.rank)).open("a") as log:
+            print(json.dumps(line), file=log)
+        return error
+    sys.exit(f"{what}: no error")
+
+
+def stay_until_all_have_reported() -> None:
+    """A launcher ends the job when the first rank leaves."""
+    mpi.MPI.COMM_WORLD.Barrier()
+    sys.exit(1)
+
+
+def sizes_differ() -> None:
+    """And nobody compares the calls."""
+    functions: dict[str, Callable[..., Any]] = {
+        "ring": mpi.ring_allreduce,
+        "direct": mpi.direct_allreduce,
+        "halving_doubling": mpi.halving_doubling_allreduce,
+        "quantized": lambda x, comm: mpi.quantized_allreduce(x, mpi.QuantizedState(), comm=comm),
+        "hierarchical": lambda x, comm: mpi.hierarchical_allreduce(
+            x, comm=comm, ranks_per_node=2, algorithm="ring"
+        ),
+    }
+    for name, function in functions.items():
+        for n in (450, 90_000):  # MPI sends short and long messages in different ways
+            comm = mpi.Communicator(timeout=TIMEOUT / 2, checks=0)
+            x = np.ones(n + n // 9 if comm.rank == CULPRIT else n, np.float32)
+            report(f"{name} {n}", lambda f=function, x=x, comm=comm: f(x, comm=comm))
+            mpi.MPI.COMM_WORLD.Barrier()
+    stay_until_all_have_reported()
+
+
+def a_rank_sleeps(checks: int) -> None:
+    comm = mpi.Communicator(timeout=TIMEOUT, checks=checks)
+    if comm.rank == CULPRIT:
+        time.sleep(300)
+    raise report("ring", lambda: mpi.ring_allreduce(np.ones(1000), comm=comm))
+
+
+def a_rank_is_killed() -> None:
+    comm = mpi.Communicator(timeout=TIMEOUT)
+    x = np.ones(4_000_000, np.float32)
+    mpi.ring_allreduce(x, comm=comm)
+    if comm.rank == CULPRIT:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def on_and_on() -> None:
+        while True:
+            mpi.ring_allreduce(x, comm=comm)
+
+    raise report("ring", on_and_on)
+
+
+def broken_is_broken() -> None:
+    """Catching the error does not mend the communicator."""
+    comm = mpi.Communicator(timeout=TIMEOUT)
+    x = np.ones(10)
+    calls = {
+        "first": lambda: mpi.hierarchical_allreduce(x, comm=comm, ranks_per_node=2),
+        "ring": lambda: mpi.ring_allreduce(x, comm=comm),
+        "hierarchical": lambda: mpi.hierarchical_allreduce(x, comm=comm, ranks_per_node=2),
+        "quantized": lambda: mpi.quantized_allreduce(x, mpi.QuantizedState(), comm=comm),
+    }
+    if comm.rank != CULPRIT:
+        for what, call in calls.items():
+            report(what, call)
+        comm.free()  # waits for nobody
+    stay_until_all_have_reported()
+
+
+def a_node_breaks_the_whole() -> None:
+    comm = mpi.Communicator(timeout=TIMEOUT, checks=0)
+
+    def call() -> None:
+        mpi.hierarchical_allreduce(np.ones(1000), comm=comm, ranks_per_node=2, algorithm="ring")
+
+    call()
+    if comm.rank != CULPRIT:
+        report("first", call)
+        report("second", call)
+    stay_until_all_have_reported()
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "sizes": sizes_differ,
+    "sleeps": lambda: a_rank_sleeps(checks=20),
+    "sleeps-unchecked": lambda: a_rank_sleeps(checks=0),
+    "killed": a_rank_is_killed,
+    "broken": broken_is_broken,
+    "node": a_node_breaks_the_whole,
+}
+
+if __name__ == "__main__":
+    CASES[sys.argv[1]]()

@@ -1,0 +1,134 @@
+"""Jobs that go wrong end, soon, and say why: under both MPIs."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from mpi_failures import CULPRIT, TIMEOUT
+
+import jobs
+
+RANKS = 3
+OTHERS = [rank for rank in range(RANKS) if rank != CULPRIT]
+#: beyond the time-out, on a busy machine
+SLACK = 8
+
+
+class Job:
+    """What came of a case: ``found[rank]``, ``(called, error, message, seconds)`` one by one."""
+
+    def __init__(self, launcher: str, case: str, folder: Path, *options: str) -> None:
+        command = jobs.launcher(RANKS, launcher)
+        command[1:1] = options
+        command += [sys.executable, jobs.TESTS / "mpi_failures.py", case, folder]
+        self.status, self.output = jobs.run(
+            list(map(str, command)), timeout=90, check=False, **jobs.variables(launcher)
+        )
+        self.found = [
+            [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+            for log in (folder / str(rank) for rank in range(RANKS))
+        ]
+        ended = [log.stat().st_mtime for log in folder.iterdir()]
+        self.seconds_to_end = time.time() - max(ended, default=0)
+
+
+@pytest.fixture(params=["mpirun", "mpich"])
+def launcher(request):
+    if request.param == "mpich" and (problem := jobs.mpich_missing()):
+        pytest.skip(problem)
+    return request.param
+
+
+@pytest.mark.timeout(120)
+def test_arrays_of_different_size_are_an_error_on_every_rank(launcher, tmp_path):
+    job = Job(launcher, "sizes", tmp_path)
+    assert job.status != 0
+    names = [line[0] for line in job.found[0]]
+    assert len(names) == 10, job.output
+    for rank in range(RANKS):
+        assert [line[0] for line in job.found[rank]] == names, job.output
+        for name, error, message, seconds in job.found[rank]:
+            assert error in ("MismatchError", "CollectiveTimeout"), (name, message)
+            assert seconds < TIMEOUT / 2 + SLACK
+            assert re.search(r"ranks? \d", message), (name, message)
+            assert re.search(r"reduce-scatter|halving|folding|reduce|broadcast|sums", message)
+            if error == "CollectiveTimeout":
+                assert "other sizes" in message
+                assert "ring" not in name or re.search(r"round [12] of 2", message), message
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", ["sleeps", "sleeps-unchecked"])
+def test_a_rank_that_makes_no_call_is_named(launcher, case, tmp_path):
+    job = Job(launcher, case, tmp_path)
+    assert job.status != 0
+    assert job.seconds_to_end < SLACK
+    assert f"nothing has moved for {TIMEOUT / 10:g} s" in job.output  # the warning before
+    assert "CollectiveTimeout: rank" in job.output
+    named = 0
+    for rank in OTHERS:
+        ((_, error, message, seconds),) = job.found[rank]
+        assert error == "CollectiveTimeout"
+        assert TIMEOUT <= seconds < TIMEOUT + SLACK
+        assert f"rank {rank} of {RANKS} on " in message
+        assert "HVD_COMPRESS_TIMEOUT" in message
+        named += bool(re.search(rf"waits for a message from rank {CULPRIT}\b", message))
+    # Where calls are compared everyone hears from everyone; a ring has one neighbour.
+    assert named == (len(OTHERS) if case == "sleeps" else 1)
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_is_killed_ends_the_job(launcher, tmp_path):
+    job = Job(launcher, "killed", tmp_path)
+    assert job.status != 0
+    if launcher == "mpirun":
+        assert re.search(rf"process rank {CULPRIT} .*signal 9", job.output), job.output
+    else:  # MPICH's launcher knows the process, not the rank
+        assert re.search(r"PID \d+ RUNNING AT", job.output), job.output
+        assert "signal 9" in job.output
+
+
+@pytest.mark.timeout(120)
+def test_survivors_name_the_rank_that_was_killed(tmp_path):
+    """If the launcher does not end the job, the time-out does."""
+    job = Job("mpirun", "killed", tmp_path, "--enable-recovery")
+    assert job.seconds_to_end < SLACK
+    messages = []
+    for rank in OTHERS:
+        ((_, error, message, _),) = job.found[rank]
+        assert error == "CollectiveTimeout"
+        messages.append(message)
+    assert any(re.search(rf"waits .*rank {CULPRIT}\b", message) for message in messages), messages
+
+
+@pytest.mark.timeout(120)
+def test_a_broken_communicator_fails_at_once(launcher, tmp_path):
+    job = Job(launcher, "broken", tmp_path)
+    assert job.status != 0
+    for rank in OTHERS:
+        first, *later = job.found[rank]
+        assert f"rank {CULPRIT}" in first[2]
+        assert TIMEOUT <= first[3] < TIMEOUT + SLACK
+        assert len(later) == 3
+        for _, error, message, seconds in later:
+            assert error == "CollectiveTimeout"
+            assert "broken" in message
+            assert first[2] in message  # and why
+            assert seconds < 1
+
+
+@pytest.mark.timeout(120)
+def test_messages_inside_a_node_name_ranks_of_the_whole(launcher, tmp_path):
+    job = Job(launcher, "node", tmp_path)
+    assert job.status != 0
+    inside, across = (job.found[rank] for rank in OTHERS)
+    assert "waits for a message from rank 1 (inside the node, reduce)" in inside[0][2]
+    assert "waits for a message from rank 0 (across nodes, ring" in across[0][2]
+    for lines in (inside, across):
+        assert lines[0][1] == "CollectiveTimeout"
+        assert "broken" in lines[1][2]
