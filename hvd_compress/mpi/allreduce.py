@@ -156,7 +156,8 @@ def start(
     itemsize = nbytes(x[:1]) or 1
     per_block = max(1, chunk // itemsize) * comm.size
     if algorithm is native:
-        per_block = 2**30  # elements, since counts of MPI-3 are 32-bit integers
+        # Counts of MPI-3 are 32-bit integers; and what is copied should be small.
+        per_block = max(1, 16 * chunk // itemsize) if out is x or reduce.widens else 2**30
     elif algorithm not in (ring, direct):
         per_block = max(1, 2 * chunk // itemsize)  # the first message is half of a block
     blocks = segments(len(x), -(-len(x) // per_block))

@@ -94,7 +94,6 @@ class Communicator:
         self.tags = 1 << min(bits, _TAG_BITS)
         self.size_bits = max(0, min(bits - _TAG_BITS, _SIZE_BITS))
         self.bytes_sent = 0
-        self.spin = 1e-4  # see work.py
         self.segment = int(_number("segment", segment, "HVD_COMPRESS_SEGMENT", -1))
         if self.segment < 0:
             self.segment = self._best_segment()

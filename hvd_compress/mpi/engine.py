@@ -209,6 +209,10 @@ class _Flight:
     def is_over(self) -> bool:
         return not self._works
 
+    @property
+    def is_bulk(self) -> bool:
+        return all(work.is_bulk for work, _ in self._works)
+
     def describe(self) -> str:
         work = next(work for work, _ in self._works if not work.is_over)
         names = [t.name for t in self.travellers]

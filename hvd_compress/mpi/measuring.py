@@ -101,7 +101,7 @@ def _exchange(comm: Communicator, pattern: Pattern, size: int) -> Algorithm:
 
 def _native(comm: Communicator, size: int) -> list[Algorithm]:
     x = np.zeros(max(1, size // 4), np.float32)
-    return [native(comm.channel(), x, x, Reduction("sum", "float32", comm.size))]
+    return [native(comm.channel(), x, np.empty_like(x), Reduction("sum", "float32", comm.size))]
 
 
 def _share(comm: Communicator, rows: np.ndarray) -> Algorithm:

@@ -20,9 +20,12 @@ from hvd_compress.errors import CollectiveTimeout, CompressionError, MismatchErr
 
 logger = logging.getLogger("hvd_compress")
 
-#: seconds: waiting ranks look again and again for a while, and then sleep between looks.  How long
-#: each pays depends on how soon messages come, so both follow what has happened lately.
-_SPIN, _NAP = (2e-5, 5e-4), (3e-5, 5e-4)
+#: seconds for which waiting ranks look again and again, before they sleep between looks: small
+#: messages come soon, and large ones need the processor themselves
+_SPIN, _SPIN_BULK = 5e-4, 5e-5
+_BULK = 32 * 1024
+#: seconds of a sleep, and the part of the time already waited that it may take when that is more
+_NAP, _NAP_SHARE = 5e-5, 2e-4
 
 
 class Message(NamedTuple):
@@ -57,7 +60,7 @@ class Wait:
         step: number of the round and of all rounds of the phase, counted from 1.
     """
 
-    __slots__ = ("messages", "phase", "requests", "statuses", "step")
+    __slots__ = ("is_bulk", "messages", "phase", "requests", "statuses", "step")
 
     def __init__(
         self, messages: Sequence[Message], phase: str, step: tuple[int, int] = (1, 1)
@@ -67,6 +70,7 @@ class Wait:
         self.step = step
         self.requests = [request for message in messages for request in message.requests]
         self.statuses = [MPI.Status() for _ in self.requests]
+        self.is_bulk = any(message.size > _BULK for message in messages)
 
     def is_over(self) -> bool:
         """Whether all messages are through; also moves them on."""
@@ -183,6 +187,11 @@ class Work:
     def is_over(self) -> bool:
         return not self._active
 
+    @property
+    def is_bulk(self) -> bool:
+        """Only large messages are awaited."""
+        return all(wait.is_bulk for _, _, wait in self._active)
+
     def wait(self) -> list[Any]:
         """Results of the algorithms, in their order.
 
@@ -206,6 +215,9 @@ class Job(Protocol):
     @property
     def is_over(self) -> bool: ...
 
+    @property
+    def is_bulk(self) -> bool: ...
+
     def describe(self) -> str: ...
 
 
@@ -223,22 +235,18 @@ def wait_for(comm: Any, works: Sequence[Job]) -> None:
 def _drive(comm: Any, works: Sequence[Job]) -> None:
     last = time.monotonic()
     warned = False
-    spin, nap = comm.spin, _NAP[0]
     open_works = [work for work in works if not work.is_over]
     while open_works:
         moved = [work.poll() for work in open_works]  # all of them, not until the first
         if any(moved):
-            now = time.monotonic()
-            spin = min(2 * spin, _SPIN[1]) if now - last < spin else max(spin / 2, _SPIN[0])
-            last, nap, comm.spin = now, _NAP[0], spin
+            last = time.monotonic()
             open_works = [work for work in open_works if not work.is_over]
             continue
         idle = time.monotonic() - last
-        if idle < spin:
+        if idle < (_SPIN_BULK if all(work.is_bulk for work in open_works) else _SPIN):
             os.sched_yield()
             continue
-        time.sleep(nap)
-        nap = min(1.5 * nap, _NAP[1])
+        time.sleep(max(_NAP, min(_NAP_SHARE * idle, 20 * _NAP)))
         if idle > comm.timeout:
             _give_up(comm, open_works)
         if idle > comm.patience and not warned:
