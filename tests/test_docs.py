@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import jobs
 from hvd_compress import as_compressor, config
 from hvd_compress.testing import check_laws
 
@@ -37,6 +39,24 @@ def test_every_method_has_its_row(name):
     for page in ("README.md", "docs/methods.md"):
         text = (ROOT / page).read_text()
         assert f"`{type(as_compressor(name)).__name__}" in text, page
+
+
+PAGES_OVER_MPI = ("docs/mpi.md", "docs/mpi-training.md", "docs/sparse-collectives.md")
+BLOCKS = [(page, i) for page in PAGES_OVER_MPI for i in range(len(snippets(page)))]
+
+
+@pytest.mark.parametrize(("page", "number"), BLOCKS)
+def test_what_pages_show_runs_on_two_ranks(tmp_path, page, number):
+    script = tmp_path / "example.py"
+    script.write_text(snippets(page)[number])
+    start = jobs.launcher(2, "mpirun")
+    if "init_process_group" in script.read_text():
+        start = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+        command = [*start, str(script)]
+    else:
+        command = [*start, sys.executable, str(script)]
+    # In a folder of its own: some write files.
+    jobs.run(["env", "-C", str(tmp_path), *command], timeout=90)
 
 
 def test_links_lead_somewhere():

@@ -344,6 +344,7 @@ def _make_optimizer(
     backward_passes_per_step: int = 1,
     op: str = Average,
     gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
     groups: int | list[list[torch.nn.Parameter]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
@@ -357,7 +358,7 @@ def _make_optimizer(
         backward_passes_per_step: gradients of so many passes add up before they are exchanged.
         op: ``hvd.Average`` or ``hvd.Sum``.
         gradient_predivide_factor: divide by it before adding and by the rest afterwards.
-        groups: parameters that travel together: a number of groups, or lists.
+        num_groups, groups: parameters that travel together: a number of groups, or lists.
         sparse_as_dense: make sparse gradients dense before they are exchanged.
         process_set: the ranks that take part.
     """
@@ -372,7 +373,7 @@ def _make_optimizer(
         named_parameters,
         backward_passes_per_step,
         gradient_predivide_factor,
-        groups,
+        groups if groups is not None else num_groups or None,
         sparse_as_dense,
         process_set,
     )
