@@ -176,8 +176,9 @@ class Work:
                     progress = True
                     self._active.remove(entry)
                     self._advance(number, algorithm)
-            except BaseException as error:  # messages may be under way still, here or elsewhere
-                self.comm.give_up(f"{self.call}: {error!r}", [self, algorithm])
+            except BaseException as error:
+                if self._active:  # messages are under way, to buffers that these own
+                    self.comm.give_up(f"{self.call}: {error!r}", [self])
                 raise
         if progress:
             self._fill()
