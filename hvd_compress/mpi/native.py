@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
+from mpi4py.util.dtlib import to_numpy_dtype
 
 from hvd_compress.mpi.communicator import Channel
 from hvd_compress.mpi.reduction import Reduction
 from hvd_compress.mpi.work import Algorithm, Message, Wait
 
-_OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "max": MPI.MAX}
+
+def _maximum(incoming: Any, result: Any, datatype: MPI.Datatype) -> None:
+    """MPICH's own MPI.MAX loses a NaN."""
+    dtype = to_numpy_dtype(datatype)
+    x, y = np.frombuffer(incoming, dtype), np.frombuffer(result, dtype)
+    np.maximum(x, y, out=y)
+
+
+_OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "max": MPI.Op.Create(_maximum, commute=True)}
 
 
 def native(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
