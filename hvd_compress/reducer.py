@@ -67,7 +67,8 @@ class Reducer:
         self._per_rank: dict[str, frozenset[str]] = {}  # keys of states that differ between ranks
         self._deferred: dict[str, Array] = {}
         self._like: dict[str, Array] = {}  # gradients under way
-        self.engine.agree(f"{self.method!r}, momentum {momentum}, nesterov {nesterov}")
+        options = {"momentum": momentum, "nesterov": nesterov, "sums": sums, "seed": seed}
+        self.engine.agree(f"{self.method!r}, {options}")
         self.method.bind(self)
 
     def reduce(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
@@ -106,9 +107,9 @@ class Reducer:
             self._like = {}
             self.engine.abandon()
             raise
-        if outcomes.keys() != self._like.keys():
-            raise CompressionError(f"lost on the way: {self._like.keys() - outcomes.keys()}")
-        self._like = {}
+        expected, self._like = self._like, {}
+        if outcomes.keys() != expected.keys():
+            raise CompressionError(f"lost on the way: {expected.keys() - outcomes.keys()}")
         self.step += 1
         result = {}
         for name, outcome in outcomes.items():
@@ -132,6 +133,12 @@ class Reducer:
         if name not in self.states:
             self.states[name] = self.method.init(gradient)
             self._per_rank[name] = self.method.per_rank(gradient)
+        for key, value in self.states[name].items():
+            if xp.size(value) != xp.size(gradient):
+                raise ConfigError(
+                    f"the gradient of {name!r} has {xp.size(gradient)} elements, and its {key} "
+                    f"{xp.size(value)}: one name belongs to one tensor"
+                )
         record = self.records.setdefault(name, Record())
         record.steps += 1
         record.elements += xp.size(gradient)
@@ -172,6 +179,8 @@ class Reducer:
                 collective: call it on every rank, save it on one, load it on any number.  Without
                 it, save and load every rank's own.
         """
+        if self._like or self._deferred:
+            raise ConfigError("gradients are under way: call finish() before state_dict()")
         states = {name: dict(state) for name, state in self.states.items()}
         if consolidate and self.engine.size > 1:
             self._consolidate(states)

@@ -3,7 +3,7 @@
     python mpi_examples/cost_model.py
     mpirun -np 16 -H node1:8,node2:8 python mpi_examples/cost_model.py --bytes 8 65536 100000000
 
-The model has four constants, measured on the ranks that the script runs with.  Its predictions
+The model has a few constants, measured on the ranks that the script runs with.  Its predictions
 decide what ``mpi.allreduce(x)`` does with an array; here they are put beside the time that each
 algorithm takes, and carried on to numbers of ranks that are not there.
 """
@@ -48,13 +48,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--most-ranks", type=int, default=256, help="to look ahead to")
     parser.add_argument("--output", type=Path, default=Path("results/cost_model.png"))
     options = parser.parse_args()
-    for name in ("ranks", "samples"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be 1 or more")
+    for name, least in (("ranks", 2), ("samples", 1), ("most_ranks", 4)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be {least} or more")
     if min(options.bytes + options.predict) < 4:
         parser.error("--bytes and --predict must be 4 or more: the size of a float32")
-    if options.most_ranks < 4:
-        parser.error("--most-ranks must be 4 or more")
     return options
 
 
@@ -98,8 +96,9 @@ def measure() -> dict[int, dict[str, float]]:
 def show(model: mpi.CostModel, measured: dict[int, dict[str, float]]) -> None:
     print(
         f"\n{model.size} ranks: a round costs {_time(model.alpha)}, one more message in it "
-        f"{_time(model.overhead)};\nsending a megabyte {_time(1e6 * model.beta)}, adding one "
-        f"{_time(1e6 * model.gamma)}\n"
+        f"{_time(model.overhead)};\na megabyte around the ring {_time(1e6 * model.beta)}, between "
+        f"two {_time(1e6 * (model.beta_pair or model.beta))}, to all others "
+        f"{_time(1e6 * (model.beta_fan or model.beta))}; adding one {_time(1e6 * model.gamma)}\n"
     )
     header = f"{'bytes':>11}  {'algorithm':17} {'measured':>9} {'predicted':>10} {'error':>8}"
     print(header)

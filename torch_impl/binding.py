@@ -78,7 +78,14 @@ class Binding:
         self._gradient_norm: float | None = None
         self._local = LocalEngine()
         self._shared = engine
-        self.engine.agree(repr(method))
+        groups = optimizer.param_groups
+        options = {
+            "sums": sums,
+            "predivide": optimizer.gradient_predivide_factor,
+            "passes": optimizer.backward_passes_per_step,
+            "momentum": [(g.get("momentum"), g.get("nesterov")) for g in groups],
+        }
+        self.engine.agree(f"{method!r}, {options}")
         self.takes_optimizer_momentum = self._check_momentum()
         method.bind(self)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError, SetupError
@@ -123,7 +124,7 @@ class DDPState:
                 f"write DDPState({type(method).__name__}(momentum=0.9), ...) and give the "
                 "optimizer momentum=0; or DDPState(..., momentum=0.0) for error feedback alone"
             )
-        inner = getattr(model, "module", model)
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
         self._names = {p: name for name, p in inner.named_parameters()}
         self.reducer = Reducer(
             method,
@@ -157,6 +158,10 @@ class DDPState:
 
     def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
+        if any(p not in self._names for p in bucket.parameters()):
+            raise ConfigError(
+                "DDPState was made for another model than the one it is registered with"
+            )
         gradients = {
             self._names[p]: g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
         }

@@ -93,7 +93,9 @@ class GradientHooks:
 
     def _make_hook(self, p: torch.nn.Parameter) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
-            if self._handles.get(p, (None,))[0] is not None and self._allreduce_delay[p] <= 0:
+            key = p if self._groups is None else self._p_to_group[p]
+            under_way = self._handles.get(key, (None, None))[0] is not None
+            if under_way and self._allreduce_delay[p] <= 0:
                 raise AssertionError(
                     "a gradient was computed more than backward_passes_per_step times before "
                     "step(): pass the number of backward passes as backward_passes_per_step, or "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from mpi4py import MPI
 
 from hvd_compress import mpi
 from hvd_compress.base import Compressor
-from hvd_compress.errors import ConfigError, SetupError, UnsupportedError
+from hvd_compress.errors import ConfigError, MismatchError, SetupError, UnsupportedError
 from hvd_compress.methods import FP16, NoCompression
 from hvd_compress.mpi.allreduce import ALGORITHMS, start
 from hvd_compress.mpi.arrays import flatten
@@ -189,18 +190,18 @@ class _Handle:
 
 def allreduce_async(
     tensor: torch.Tensor,
+    average: bool | None = None,
     name: str | None = None,
-    op: str = Average,
-    *,
+    op: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> _Handle:
     """Begin an allreduce; :func:`synchronize` returns its result."""
-    comm = process_set._needed()
+    comm, op = process_set._needed(), _checked(op, average)
     flat = flatten(tensor)
     call = f"allreduce({name or flat.dtype}{list(flat.shape)}, {op})"
     comm.agree(call)
     out = flat.array.copy() if isinstance(flat.array, np.ndarray) else flat.array.clone()
-    work = start(comm, call, ALGORITHMS["direct"], flat, out, _checked(op))
+    work = start(comm, call, ALGORITHMS["direct"], flat, out, op)
     return _Handle(work, lambda: flat.give_back(out))
 
 
@@ -212,9 +213,10 @@ def synchronize(handle: _Handle) -> torch.Tensor:
 
 def allreduce(
     tensor: torch.Tensor,
+    average: bool | None = None,
     name: str | None = None,
     compression: Any = None,
-    op: str = Average,
+    op: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -224,21 +226,25 @@ def allreduce(
     if method not in (None, NoCompression, FP16):
         return method.compress(tensor)  # which says that it needs an optimizer
     dtype = tensor.dtype
-    if method is FP16:
+    if method is FP16 and tensor.is_floating_point():
         tensor = tensor.half()
     if prescale_factor != 1:
         tensor = tensor * prescale_factor
-    result = mpi.allreduce(tensor, op=_checked(op), comm=process_set._needed())
+    result = mpi.allreduce(tensor, op=_checked(op, average), comm=process_set._needed())
     return (result * postscale_factor if postscale_factor != 1 else result).to(dtype)
 
 
-def allreduce_(tensor: torch.Tensor, name: str | None = None, **options: Any) -> torch.Tensor:
+def allreduce_(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """:func:`allreduce` in place."""
     with torch.no_grad():
-        return tensor.copy_(allreduce(tensor, name, **options))
+        return tensor.copy_(allreduce(tensor, *args, **options))
 
 
-def _checked(op: str) -> str:
+def _checked(op: str | None, average: Any) -> str:
+    if not isinstance(average, bool | None):
+        raise ConfigError(f"average={average!r}: True, False, or write op=; names go to name=")
+    if op is None:
+        op = Sum if average is False else Average
     if op not in (Average, Sum, Max):
         raise UnsupportedError(f"op={op!r}: over MPI there are hvd.Average, hvd.Sum and hvd.Max")
     return op
@@ -248,8 +254,14 @@ def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """All ranks' tensors one after the other along the first dimension, which may differ."""
+    comm = process_set._needed()
+    kind = f"allgather of {tensor.dtype} rows of {list(tensor.shape[1:])}"
+    head = np.array([zlib.crc32(kind.encode())], "<u4").view(np.uint8)
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    parts = gather_bytes(raw, comm=process_set._needed())
+    messages = gather_bytes(np.concatenate([head, raw]), comm=comm)
+    if any((message[:4] != head).any() for message in messages):
+        raise MismatchError(f"ranks gather rows of different dtype or shape; here it is {kind}")
+    parts = [message[4:] for message in messages]
     rows = []
     for part in parts:
         row = torch.empty(part.size // tensor.element_size(), dtype=tensor.dtype)
@@ -273,10 +285,14 @@ def broadcast_(
 ) -> torch.Tensor:
     """The tensor of ``root_rank`` for all, in place."""
     comm = process_set._needed()
+    members = range(comm.size) if process_set.ranks is None else process_set.ranks
+    if root_rank not in members:
+        raise ConfigError(f"root_rank={root_rank} is not one of the ranks {list(members)}")
+    root = list(members).index(root_rank)
     with torch.no_grad():
         host = tensor.detach().cpu().contiguous()
         comm.agree(f"broadcast({host.dtype}{list(host.shape)}, root {root_rank})")
-        comm.run("broadcast", _broadcast(comm, host.view(-1).view(torch.uint8).numpy(), root_rank))
+        comm.run("broadcast", _broadcast(comm, host.view(-1).view(torch.uint8).numpy(), root))
         if host.data_ptr() != tensor.data_ptr():
             tensor.copy_(host)
     return tensor
@@ -296,7 +312,9 @@ def _broadcast(comm: mpi.Communicator, raw: np.ndarray, root_rank: int) -> Any:
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """What ``root_rank`` has, on all ranks."""
-    raw = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    raw = torch.empty(0, dtype=torch.uint8)
+    if rank() == root_rank:
+        raw = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
     length = broadcast(torch.tensor([raw.numel()]), root_rank)
     if rank() != root_rank:
         raw = torch.empty(int(length), dtype=torch.uint8)
@@ -328,8 +346,16 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int) -> None:
         optimizer.load_state_dict(checkpoint.broadcast_tree(this, state, root_rank))
 
 
+_ONLY_WITH_HOROVOD = {
+    *("join", "elastic", "SyncBatchNorm", "Min", "Product", "poll", "cross_rank", "cross_size"),
+    *("allreduce_async_", "allgather_async", "broadcast_async", "broadcast_async_"),
+    *("start_timeline", "stop_timeline", "is_homogeneous"),
+}
+_FAMILIES_ONLY_WITH_HOROVOD = ("grouped_", "sparse_", "alltoall", "reducescatter")
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("join", "elastic", "SyncBatchNorm", "alltoall", "reducescatter"):
+    if name in _ONLY_WITH_HOROVOD or name.startswith(_FAMILIES_ONLY_WITH_HOROVOD):
         raise UnsupportedError(f"hvd.{name} needs Horovod: import hvd_compress.torch as hvd")
     raise AttributeError(f"hvd_compress.torch.mpi has no {name!r}")
 
@@ -368,7 +394,10 @@ def _make_optimizer(
         raise ConfigError("gradient_predivide_factor needs op=hvd.Average")
     cls: Any = type(type(optimizer).__name__, (type(optimizer), GradientHooks), {})
     distributed = cls.__new__(cls)
-    distributed.__dict__.update(optimizer.__dict__)  # options, state and schedulers go on
+    # Options and state go on.  A scheduler that was made before has put its own step() in the way.
+    distributed.__dict__.update(
+        {key: value for key, value in vars(optimizer).items() if not hasattr(type(optimizer), key)}
+    )
     distributed._set_up(
         named_parameters,
         backward_passes_per_step,

@@ -131,6 +131,8 @@ def _run(
     target = flat if out is x else _target(out, flat)
     if is_same(target.array, flat.array):  # a view of x, say
         target = flat
+    elif _overlap(target.array, flat.array):
+        target = _target(None, flat)
     start(comm, call, algorithm, flat, target.array, op, chunk).wait()
     done = target.give_back(target.array)
     return done if out is None else _assign(out, done)
@@ -181,6 +183,8 @@ def _target(out: Any, like: Flat) -> Flat:
             np.empty_like(array) if isinstance(array, np.ndarray) else array.new_empty(len(array))
         )
         return like._replace(array=fresh)
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ConfigError("out is read-only: pass an array that can be written, or out=None")
     target = flatten(out)
     if (target.dtype, target.shape) != (like.dtype, like.shape):
         raise ConfigError(
@@ -196,11 +200,15 @@ def is_same(x: Any, y: Any) -> bool:
     return x.data_ptr() == y.data_ptr()
 
 
+def _overlap(x: Any, y: Any) -> bool:
+    return isinstance(x, np.ndarray) and isinstance(y, np.ndarray) and np.may_share_memory(x, y)
+
+
 def _assign(out: Any, done: Any) -> Any:
     """Put the result into ``out``, unless it was made there."""
     if isinstance(out, np.ndarray):
-        if not np.may_share_memory(out, done):
+        if not is_same(out, done):
             out[...] = done
-    elif out.data_ptr() != done.data_ptr():
-        out.copy_(done)
+    elif not is_same(out, done):
+        out.detach().copy_(done)
     return out

@@ -28,7 +28,7 @@ _SIZE_BITS = 8
 #: below the size from which MPIs announce a message over TCP before they send it, 64 KiB mostly
 _SEGMENT = 60 * 1024
 #: bytes of a call's description that ranks compare
-_DESCRIPTION = 192
+_DESCRIPTION = 384
 
 
 class Communicator:
@@ -74,7 +74,7 @@ class Communicator:
                 'mpi4py.rc.thread_level = "multiple" before mpi4py.MPI is imported'
             )
         comm = MPI.COMM_WORLD if comm is None else comm
-        if comm == MPI.COMM_NULL or comm.Is_inter():
+        if not isinstance(comm, MPI.Comm) or comm == MPI.COMM_NULL or comm.Is_inter():
             raise ConfigError(f"comm={comm!r}: an intracommunicator is needed")
         self.timeout = _number("timeout", timeout, "HVD_COMPRESS_TIMEOUT", 600.0)
         if not self.timeout > 0:
@@ -95,13 +95,14 @@ class Communicator:
         self.size_bits = max(0, min(bits - _TAG_BITS, _SIZE_BITS))
         self.bytes_sent = 0
         self.segment = int(_number("segment", segment, "HVD_COMPRESS_SEGMENT", -1))
-        if self.segment < 0:
-            self.segment = self._best_segment()
+        self._settle()
         self.calls = 0
         self.cost_model: Any = None  # see cost_model.py
         self._nodes: Any = None  # see nodes.py
         self._problem: str | None = None
         self._lost: list[Any] = []
+        #: work that is not over: MPI writes to its buffers, even if nobody waits for it
+        self.under_way: set[Work] = set()
         _alive.append(self)
 
     @classmethod
@@ -118,12 +119,18 @@ class Communicator:
             comm.Set_attr(_keyval(), found)
         return found
 
-    def _best_segment(self) -> int:
+    def _settle(self) -> None:
+        """Options that must be the same on all ranks."""
         has_rdma = any(Path("/sys/class/infiniband").glob("*"))
-        hosts = self.mpi.allgather((MPI.Get_processor_name(), has_rdma))
-        if len({name for name, _ in hosts}) == 1 or any(rdma for _, rdma in hosts):
-            return 0
-        return _SEGMENT
+        mine = (self.checks, self.segment), MPI.Get_processor_name(), has_rdma
+        everyones = self.mpi.allgather(mine)
+        if len({options for options, _, _ in everyones}) > 1:
+            found = [f"rank {r}: {o}" for r, (o, _, _) in enumerate(everyones)]
+            raise MismatchError(f"ranks differ in (checks, segment): {', '.join(found)}")
+        if self.segment < 0:
+            same_host = len({host for _, host, _ in everyones}) == 1
+            is_whole = same_host or any(rdma for _, _, rdma in everyones)
+            self.segment = 0 if is_whole else _SEGMENT
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
@@ -136,7 +143,7 @@ class Communicator:
         """Give the duplicate back; a collective."""
         if self in _alive:
             _alive.remove(self)
-            if self._problem is None:
+            if self._problem is None and not self.under_way:
                 for nodes in (self._nodes or {}).values():
                     nodes.free()
                 self.mpi.Free()
@@ -147,12 +154,13 @@ class Communicator:
         """For the messages of one algorithm.  Ranks open channels in the same order, or name the
         tag."""
         if tag is None:
-            tag = self.calls
+            tag = self.calls % (self.tags // 2)  # the other half is for those who name theirs
             self.calls += 1
         return Channel(self, tag % self.tags)
 
     def run(self, call: str, *algorithms: Algorithm, depth: int = 1) -> list[Any]:
         """Drive algorithms to their end; their results."""
+        self.check()
         return Work(self, call, algorithms, depth).wait()
 
     # -- agreement ---------------------------------------------------------------------------
@@ -164,8 +172,7 @@ class Communicator:
             MismatchError: on every rank, if they are not.
             CollectiveTimeout: some rank makes no call at all, or the communicator is broken.
         """
-        if self._problem is not None:
-            raise CollectiveTimeout(f"this communicator is broken: {self._problem}")
+        self.check()
         if self.size == 1 or self.checks == 0:
             return
         self.checks -= 1 if self.checks > 0 else 0
@@ -194,10 +201,12 @@ class Communicator:
 
     # -- the end -----------------------------------------------------------------------------
 
-    @property
-    def is_broken(self) -> bool:
-        """A call has timed out, so that later ones cannot work."""
-        return self._problem is not None
+    def check(self) -> None:
+        """Raise if nothing can be received any more."""
+        if self._problem is not None:
+            raise CollectiveTimeout(f"this communicator is broken: {self._problem}")
+        if self.mpi == MPI.COMM_NULL:
+            raise ConfigError("this communicator was freed")
 
     def give_up(self, problem: str, lost: Iterable[Any]) -> None:
         """Nothing can be received reliably any more; ``lost`` still owns buffers that MPI may

@@ -104,7 +104,10 @@ class MpiEngine:
         self.comm.agree(text)
 
     def start(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> None:
+        self.comm.check()
         for name, (exchange, record) in exchanges.items():
+            if name in self._arrival:
+                raise ConfigError(f"{name!r} was started twice in one step")
             self._ready[name] = _Traveller(name, exchange, record)
             self._arrival.append(name)
         while self._next < len(self._plan) and self._ready.keys() >= set(self._plan[self._next]):
@@ -118,6 +121,7 @@ class MpiEngine:
             flight.poll()
 
     def finish(self) -> dict[str, Outcome]:
+        self.comm.check()
         names = sorted(self._arrival)
         if self.comm.checks:
             self._agree_on_step(names)
@@ -127,10 +131,10 @@ class MpiEngine:
             self._launch(bucket)
         wait_for(self.comm, self._flights)
         travellers = [t for flight in self._flights for t in flight.travellers]
-        if new := set(names) - {name for bucket in self._plan for name in bucket}:
+        if set(names) != {name for bucket in self._plan for name in bucket}:
             records = {t.name: t.record for t in travellers}
             order = self.comm.run("planning buckets", self._order_of_rank_0(names))[0]
-            self._plan += self._buckets([names[i] for i in order if names[i] in new], records)
+            self._plan = self._buckets([names[i] for i in order], records)
         self._reset()
         return {t.name: t.outcome for t in travellers if t.outcome is not None}
 
@@ -147,10 +151,16 @@ class MpiEngine:
             ) from None
 
     def abandon(self) -> None:
+        """Others may go on with the step, and what they send must never meet what is sent later:
+        if anything has left, this engine cannot be used again."""
         flights = self._flights
         self._reset()
-        if not self.comm.is_broken:  # what is on its way must come in: MPI writes to its buffers
-            wait_for(self.comm, [work for flight in flights for work in flight.works])
+        if flights:
+            self.comm.give_up("a step was abandoned in the middle", flights)
+
+    def close(self) -> None:
+        """Give the duplicate of the communicator back: a collective."""
+        self.comm.free()
 
     def _reset(self) -> None:
         self._flights, self._ready, self._arrival, self._next = [], {}, [], 0
@@ -214,22 +224,21 @@ class _Flight:
         return all(work.is_bulk for work, _ in self._works)
 
     def describe(self) -> str:
-        work = next(work for work, _ in self._works if not work.is_over)
         names = [t.name for t in self.travellers]
+        work = next((work for work, _ in self._works if not work.is_over), None)
+        if work is None:
+            return f"waits for nothing, with {names[0]}"
         return f"{work.describe()}, with {names[0]} and {len(names) - 1} other tensors"
 
-    @property
-    def works(self) -> list[Work]:
-        return [work for work, _ in self._works]
-
     def poll(self) -> bool:
-        moved = [work.poll() for work, _ in self._works]
+        moved = any([work.poll() for work, _ in self._works])  # noqa: C419, all of them
         while self._works and all(work.is_over for work, _ in self._works):
+            moved = True
             works, self._works = self._works, []
             for _, deliver in works:
                 deliver()
             self._submit()
-        return any(moved)
+        return moved
 
     def _submit(self) -> None:
         """One round: equal requests travel together."""
@@ -266,12 +275,12 @@ class _Flight:
         )
 
         def deliver() -> None:
+            result = from_bfloat16(fused) if dtype == "bfloat16" else fused
             stops = itertools.accumulate(len(part) for part in parts)
             for traveller, request, part, stop in zip(
                 travellers, requests, parts, stops, strict=True
             ):
                 xp = backend_of(request.array)
-                result = from_bfloat16(fused) if dtype == "bfloat16" else fused
                 reply = xp.from_numpy(result[stop - len(part) : stop], request.array)
                 reply = xp.cast(reply, xp.dtype(request.array)).reshape(xp.shape(request.array))
                 traveller.record.bytes_received += payload_bytes(request)

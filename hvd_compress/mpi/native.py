@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,10 @@ def _maximum(incoming: Any, result: Any, datatype: MPI.Datatype) -> None:
     np.maximum(x, y, out=y)
 
 
-_OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "max": MPI.Op.Create(_maximum, commute=True)}
+@functools.cache
+def _op(name: str) -> MPI.Op:
+    """Made when it is needed: MPI may be initialised after the import."""
+    return MPI.Op.Create(_maximum, commute=True) if name == "max" else MPI.SUM
 
 
 def native(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
@@ -36,7 +40,7 @@ def native(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorith
         reduction.widen(x, source)
     if reduction.widens:
         total = reduction.scratch(len(x))
-    request = channel.comm.mpi.Iallreduce(source, total, _OPS[reduction.op])
+    request = channel.comm.mpi.Iallreduce(source, total, _op(reduction.op))
     yield Wait([Message.collective(request)], "MPI_Iallreduce")
     if reduction.widens or reduction.op == "mean":
         reduction.finish(total, out)

@@ -20,7 +20,7 @@ class Part(Communicator):
     """
 
     def __init__(self, whole: Communicator, comm: MPI.Comm, members: tuple[int, ...]) -> None:
-        super().__init__(comm, timeout=whole.timeout, checks=0)
+        super().__init__(comm, timeout=whole.timeout, checks=0, segment=whole.segment)
         self.whole, self.members = whole, members
 
     def channel(self, tag: int | None = None) -> Channel:

@@ -22,7 +22,7 @@ from hvd_compress.mpi.sparse_doubling import recursive_doubling
 from hvd_compress.mpi.sparse_gather import allgather, gather
 from hvd_compress.mpi.sparse_messages import Format
 from hvd_compress.mpi.sparse_split import split_allgather
-from hvd_compress.mpi.sparse_vectors import Vector, add_up, give_back, take_in
+from hvd_compress.mpi.sparse_vectors import Vector, add_up, give_back, pick, take_in
 from hvd_compress.mpi.work import Algorithm, Wait
 
 Comm = MPI.Comm | Communicator | None
@@ -157,8 +157,10 @@ def run(comm: Communicator, call: str, start: Callable[[], Algorithm]) -> Any:
 
 
 def reduced(form: Format, total: Vector, dropped: list[Sparse], like: Any) -> Reduced:
-    """As the caller gets it."""
-    rest = add_up(dropped, form.n, form.wide)
+    """As the caller gets it.  What is not finite has reached everyone, by the k of them that are
+    largest if there are more; it must not enter a residual."""
+    finite = [pick(part, np.isfinite(part.values)) for part in dropped]
+    rest = add_up(finite, form.n, form.wide)
     return Reduced(give_back(form.present(total), like), give_back(rest, like))
 
 

@@ -149,6 +149,8 @@ class Work:
         self._waiting: Iterator[tuple[int, Algorithm]] = enumerate(algorithms)
         self._active: list[tuple[int, Algorithm, Wait]] = []
         self._fill()
+        if self._active:
+            comm.under_way.add(self)
 
     def _fill(self) -> None:
         while len(self._active) < self._depth:
@@ -182,6 +184,8 @@ class Work:
                 raise
         if progress:
             self._fill()
+        if not self._active:
+            self.comm.under_way.discard(self)
         return progress
 
     @property
@@ -236,10 +240,15 @@ def wait_for(comm: Any, works: Sequence[Job]) -> None:
 def _drive(comm: Any, works: Sequence[Job]) -> None:
     last = time.monotonic()
     warned = False
+    looks = 0
     open_works = [work for work in works if not work.is_over]
     while open_works:
         moved = [work.poll() for work in open_works]  # all of them, not until the first
-        if any(moved):
+        looks += 1
+        if looks % 16 == 0:  # another rank may wait for what was begun before
+            for other in comm.under_way.difference(open_works):
+                other.poll()
+        if any(moved) or any(work.is_over for work in open_works):
             last = time.monotonic()
             open_works = [work for work in open_works if not work.is_over]
             continue

@@ -111,8 +111,22 @@ def in_place_and_into_another_array() -> None:
 def shapes_views_and_tensors() -> None:
     base = array(world.rank, 60, "float32")
     want = mpi.direct_allreduce(base)
-    for x in (base.reshape(3, 4, 5), np.asfortranarray(base.reshape(6, 10)), base[::2], base[:0]):
-        np.testing.assert_allclose(mpi.direct_allreduce(x).shape, x.shape)
+    read_only = np.broadcast_to(base[:10], (6, 10))
+    for x, same in (
+        (base.reshape(3, 4, 5), want.reshape(3, 4, 5)),
+        (np.asfortranarray(base.reshape(6, 10)), want.reshape(6, 10)),
+        (base[::2], want[::2]),
+        (base[:0], want[:0]),
+        (read_only, np.broadcast_to(want[:10], (6, 10))),
+    ):
+        np.testing.assert_array_equal(mpi.direct_allreduce(x), same)
+    with raises(ConfigError, "read-only"):
+        mpi.direct_allreduce(base.reshape(6, 10), out=read_only)
+    for _, allreduce in _algorithms():
+        both = np.concatenate([base, base[:1]])
+        total = allreduce(both[:-1].copy())
+        allreduce(both[:-1], out=both[1:])  # they overlap
+        np.testing.assert_array_equal(both[1:], total)
     view = base.reshape(6, 10).T  # not contiguous
     np.testing.assert_array_equal(mpi.direct_allreduce(view), want.reshape(6, 10).T)
     kept = base.copy().reshape(6, 10).T
@@ -135,13 +149,17 @@ def nan_and_inf_reach_every_rank() -> None:
     for _, allreduce in _algorithms():
         for dtype in FLOATS:
             x = np.ones(100, dtype)
-            if world.rank == world.size - 1:
-                x[7], x[50] = np.nan, np.inf
+            x[7] = np.nan if world.rank == world.size - 1 else world.rank
+            x[50] = np.inf
+            x[60 + world.rank] = np.nan  # on every rank elsewhere
+            spoilt = [7, 50, *range(60, 60 + world.size)]
             for op in ("sum", "mean", "max"):
                 got = allreduce(x, op=op, chunk=CHUNK)
                 assert np.isnan(got[7])
                 assert np.isposinf(got[50])
-                assert np.isfinite(np.delete(got, [7, 50])).all()
+                assert np.isnan(got[spoilt[2:]]).all()
+                assert np.isfinite(np.delete(got, spoilt)).all()
+                assert_same_everywhere(got)
 
 
 def each_rank_sends_what_the_formula_says() -> None:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import torch
 
 import hvd_compress.mpi.engine
-from hvd_compress.errors import CompressionError, PayloadError, SetupError, UnsupportedError
+from hvd_compress.errors import (
+    CollectiveTimeout,
+    CompressionError,
+    MismatchError,
+    PayloadError,
+    SetupError,
+    UnsupportedError,
+)
 from hvd_compress.torch import BF16, DGC, FP16, NoCompression, RandomK, TopK
 from scenarios.common import (
+    LR,
     assert_same_everywhere,
     batch,
     distribute,
@@ -73,7 +83,8 @@ def gradients_may_become_ready_in_another_order() -> None:
     assert_same_everywhere(branches)
 
 
-def a_damaged_message_raises_and_training_can_go_on() -> None:
+def a_damaged_message_ends_the_use_of_the_optimizer() -> None:
+    """Others may not have noticed, and what they send must not meet what is sent later."""
     if hvd.size() == 1:
         return  # alone, nothing travels
     model = make_model()
@@ -95,8 +106,80 @@ def a_damaged_message_raises_and_training_can_go_on() -> None:
     finally:
         hvd_compress.mpi.engine.gather = honest
     optimizer.zero_grad()
-    train(model, optimizer, range(3, 6))
+    with raises(CollectiveTimeout, "broken", "abandoned"):
+        train(model, optimizer, range(3, 4))
+    optimizer.compression.engine.close()
+
+
+def schedulers_made_before_and_after() -> None:
+    for before in (True, False):
+        model = make_model()
+        inner = sgd(model)
+        schedulers = [torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)] if before else []
+        optimizer = distribute(inner, model, TopK(density=0.05))
+        schedulers = schedulers or [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first scheduler watches the inner optimizer
+            for step in range(3):
+                train(model, optimizer, range(step, step + 1))
+                schedulers[0].step()
+        assert optimizer.compression.step == 3
+        assert optimizer.param_groups[0]["lr"] == LR / 8
+        assert_same_everywhere(model)
+
+
+def a_tensor_without_elements_alone_in_its_bucket() -> None:
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(n)) for n in (0, 5)])
+    optimizer = distribute(sgd(model), model, NoCompression())
+    if hvd.size() > 1:
+        optimizer.compression.engine._bucket_bytes = 1
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum(((p - 1 - hvd.rank()) ** 2).sum() for p in model).backward()
+        optimizer.step()
     assert_same_everywhere(model)
+
+
+def options_that_differ_are_errors() -> None:
+    if hvd.size() == 1:
+        return  # one rank agrees with itself
+    odd = hvd.rank() == 1
+    for options in (
+        {"op": hvd.Sum if odd else hvd.Average},
+        {"gradient_predivide_factor": 3.0 if odd else 1.0},
+        {"backward_passes_per_step": 2 if odd else 1},
+    ):
+        model = make_model()
+        with raises(MismatchError, "different calls"):
+            distribute(sgd(model), model, DGC, **options)
+    with raises(MismatchError, "0.5"):
+        model = make_model()
+        distribute(sgd(model, momentum=0.5 if odd else 0.9), model, DGC)
+    with raises(MismatchError, "allgather"):
+        hvd.allgather(torch.ones(2, 3 if odd else 2))
+
+
+def groups_notice_too_many_backward_passes() -> None:
+    if hvd.size() == 1:
+        return  # covered by the scenarios without groups
+    model = make_model()
+    optimizer = distribute(sgd(model), model, TopK(density=0.05), groups=2)
+    loss_of(model, hvd.rank(), 0).backward()
+    with raises(AssertionError, "backward_passes_per_step"):
+        loss_of(model, hvd.rank(), 1).backward()
+    optimizer.compression.abandon()
+    optimizer.compression.engine.close()
+
+
+def handles_may_be_finished_in_any_order_or_dropped() -> None:
+    x = torch.arange(50_000.0) + hvd.rank()
+    handles = [hvd.allreduce_async(x + i, op=hvd.Sum) for i in range(6)]
+    hvd.allreduce_async(x)  # nobody waits for it
+    total = hvd.size() * torch.arange(50_000.0) + sum(range(hvd.size()))
+    order = range(6) if hvd.rank() % 2 else reversed(range(6))
+    for i in order:
+        assert torch.equal(hvd.synchronize(handles[i]), total + hvd.size() * i)
+    hvd.barrier()
 
 
 def functions_of_horovod() -> None:
@@ -112,6 +195,10 @@ def functions_of_horovod() -> None:
     scaled = hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25)
     assert torch.equal(scaled, torch.full((2, 3), total / 2))
     assert torch.equal(hvd.allreduce_(x.clone(), op=hvd.Sum), torch.full((2, 3), total))
+    assert torch.equal(hvd.allreduce(x, False), torch.full((2, 3), total))
+    many = torch.full((2,), 3001, dtype=torch.int32)
+    summed = hvd.allreduce(many, op=hvd.Sum, compression=hvd.Compression.fp16)
+    assert summed.tolist() == [3001 * size] * 2
     handles = [hvd.allreduce_async(x + i, name=f"x{i}", op=hvd.Sum) for i in range(3)]
     for i, handle in enumerate(handles):
         assert torch.equal(hvd.synchronize(handle), torch.full((2, 3), total + size * i))
