@@ -9,17 +9,23 @@ from hvd_compress import mpi
 
 N = 2**31 + 11
 
-rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-x = np.empty(N, np.uint8)
-for allreduce in (
-    mpi.ring_allreduce,
-    mpi.halving_doubling_allreduce,
-    mpi.direct_allreduce,
-    lambda x, out: mpi.allreduce(x, out=out, algorithm="mpi"),
-):
-    x[:] = rank + 1
-    x[[0, N // 2, N - 1]] = [10 + rank, 20 + rank, 30 + rank]
-    allreduce(x, out=x)
-    assert (x[1 : N // 2] == sum(range(1, size + 1))).all()
-    assert (x[N // 2 + 1 : -1] == sum(range(1, size + 1))).all()
-    assert x[[0, N // 2, N - 1]].tolist() == [sum(range(a, a + size)) for a in (10, 20, 30)]
+
+def main() -> None:
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    x = np.empty(N, np.uint8)
+    for allreduce in (
+        mpi.ring_allreduce,
+        mpi.halving_doubling_allreduce,
+        mpi.direct_allreduce,
+        lambda x, out: mpi.allreduce(x, out=out, algorithm="mpi"),
+    ):
+        x[:] = rank + 1
+        x[[0, N // 2, N - 1]] = [10 + rank, 20 + rank, 30 + rank]
+        allreduce(x, out=x)
+        assert (x[1 : N // 2] == sum(range(1, size + 1))).all()
+        assert (x[N // 2 + 1 : -1] == sum(range(1, size + 1))).all()
+        assert x[[0, N // 2, N - 1]].tolist() == [sum(range(a, a + size)) for a in (10, 20, 30)]
+
+
+if __name__ == "__main__":
+    main()

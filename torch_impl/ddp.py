@@ -10,6 +10,8 @@ it leaves; what has more than one round finishes when the last bucket has left.
 
 # No postponed annotations here: DDP looks at those of its hook.
 
+import atexit
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +28,9 @@ from hvd_compress.torch.engine import FlightEngine, _Op
 
 # Its name before PyTorch 2.13 was another one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Gloo's threads let go of the last collective a moment after it is over, and abort if Python has
+# ended by then; PyTorch alone does so too, if rarely.
+atexit.register(time.sleep, 0.05)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 

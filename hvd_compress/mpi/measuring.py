@@ -52,7 +52,7 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
 
     def seconds(make: Callable[[], list[Algorithm]], times: int) -> float:
         samples = []
-        for _ in range(times + 1):  # the first one opens connections
+        for _ in range(times + 1):  # the first one opens connections and touches memory
             comm.run("measuring, barrier", _exchange(comm, fan, 0))
             start = time.perf_counter()
             comm.run("measuring the cost model", *make(), depth=_DEPTH)
@@ -61,7 +61,9 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
 
     def throughput(pattern: Pattern) -> float:
         chunk = _CHUNK // max(1, len(pattern[0]))
-        return seconds(lambda: [_exchange(comm, pattern, chunk) for _ in range(_CHUNKS)], repeats)
+        # As many as are under way at once, so that what is timed is not the first touch of memory.
+        rows = [np.zeros((len(pattern[1]) + 1, chunk), np.uint8) for _ in range(_CHUNKS)]
+        return seconds(lambda: [_exchange(comm, pattern, chunk, r) for r in rows], repeats)
 
     local = [
         seconds(lambda: [_exchange(comm, ring, _SMALL)], 4 * repeats),
@@ -89,13 +91,16 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
     )
 
 
-def _exchange(comm: Communicator, pattern: Pattern, size: int) -> Algorithm:
-    """``size`` bytes to each, and from each."""
+def _exchange(
+    comm: Communicator, pattern: Pattern, size: int, rows: np.ndarray | None = None
+) -> Algorithm:
+    """``size`` bytes to each, and from each; ``rows`` to receive in, and the last one to send."""
     channel = comm.channel()
     to, sources = pattern
-    there = np.zeros(size, np.uint8)
-    messages = [channel.receive(np.empty(size, np.uint8), peer) for peer in sources]
-    messages += [channel.send(there, peer) for peer in to]
+    if rows is None:
+        rows = np.zeros((len(sources) + 1, size), np.uint8)
+    messages = [channel.receive(row, peer) for row, peer in zip(rows, sources, strict=False)]
+    messages += [channel.send(rows[-1], peer) for peer in to]
     yield Wait(messages, "measuring")
 
 
