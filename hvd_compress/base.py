@@ -168,10 +168,6 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         """Whether the user has to announce epochs."""
         return False
 
-    def __repr__(self) -> str:
-        """Without options: a dataclass that has some makes its own."""
-        return f"{type(self).__name__}()"
-
     def __reduce__(self) -> tuple[Any, ...]:
         return from_config, (self.to_config(),)  # what it is bound to stays behind
 

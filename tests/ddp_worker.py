@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import json
 import os
@@ -144,6 +145,7 @@ def checkpoints_go_on() -> None:
     _same_everywhere(again)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Rounds(Compressor, name="ddp-rounds"):
     """Three rounds of different kinds; payloads of different sizes."""
 

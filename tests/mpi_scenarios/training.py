@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -154,6 +155,7 @@ def nan_reaches_all_and_enters_no_state() -> None:
         assert reducer.states["w1"][key].tobytes() == x.tobytes()
 
 
+@dataclasses.dataclass(frozen=True)
 class _Rounds(Compressor, name="scenario-rounds"):
     """Several rounds of all kinds, payloads of different sizes; the mean in a complicated way."""
 
