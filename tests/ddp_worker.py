@@ -146,7 +146,7 @@ def checkpoints_go_on() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rounds(Compressor, name="ddp-rounds"):
+class _Rounds(Compressor, name="test-ddp-rounds"):
     """Three rounds of different kinds; payloads of different sizes."""
 
     def init(self, gradient):

@@ -156,7 +156,7 @@ def nan_reaches_all_and_enters_no_state() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rounds(Compressor, name="scenario-rounds"):
+class _Rounds(Compressor, name="test-mpi-rounds"):
     """Several rounds of all kinds, payloads of different sizes; the mean in a complicated way."""
 
     def init(self, gradient):
