@@ -12,6 +12,7 @@ from scenarios import read, scenarios
 
 MODULES = ["training", "options", "numerics", "state", "over_mpi"]
 JOBS = [("mpirun", 1), ("mpirun", 2), ("mpirun", 3), ("mpirun", 4), ("mpirun", 8)]
+JOBS += [("mpich", 2), ("mpich", 4)]
 NAMES = [f"{module}.{name}" for module in MODULES for name in scenarios(module, over="mpi")]
 
 

@@ -10,7 +10,9 @@ is imported too: ``import horovod.torch as hvd; from hvd_compress.torch import D
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from typing import Any
 
 try:
@@ -78,6 +80,11 @@ def _show_log() -> None:
 
 
 def _load_horovod() -> Any:
+    if "PMI_RANK" in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ:
+        # Started by MPICH, and Horovod may be built with Open MPI: who loads its MPI first decides
+        # which one mpi4py talks to, and with the wrong one every process is a world of its own.
+        with contextlib.suppress(ImportError, RuntimeError):
+            import mpi4py.MPI  # noqa: F401
     try:
         import horovod.torch as horovod_torch
     except ImportError as error:

@@ -74,6 +74,12 @@ class Communicator:
                 'mpi4py.rc.thread_level = "multiple" before mpi4py.MPI is imported'
             )
         comm = MPI.COMM_WORLD if comm is None else comm
+        started = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or "1"
+        if comm == MPI.COMM_WORLD and comm.size == 1 and started not in ("0", "1"):
+            raise SetupError(
+                f"{started} processes were started, and mpi4py sees only this one: it uses another "
+                "MPI than the one of mpirun or mpiexec. Import mpi4py first, or set MPI4PY_LIBMPI"
+            )
         if not isinstance(comm, MPI.Comm) or comm == MPI.COMM_NULL or comm.Is_inter():
             raise ConfigError(f"comm={comm!r}: an intracommunicator is needed")
         self.timeout = _number("timeout", timeout, "HVD_COMPRESS_TIMEOUT", 600.0)
