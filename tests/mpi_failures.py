@@ -115,12 +115,21 @@ def a_node_breaks_the_whole() -> None:
     stay_until_all_have_reported()
 
 
+def a_rank_has_an_error_of_its_own() -> None:
+    """The others wait for it, with a time-out that is longer than anybody's patience."""
+    comm = mpi.Communicator(timeout=600)
+    if comm.rank == CULPRIT:
+        raise RuntimeError("an error of this rank alone")
+    mpi.ring_allreduce(np.ones(10), comm=comm)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "sizes": sizes_differ,
     "sleeps": lambda: a_rank_sleeps(checks=20),
     "sleeps-unchecked": lambda: a_rank_sleeps(checks=0),
     "killed": a_rank_is_killed,
     "broken": broken_is_broken,
+    "error": a_rank_has_an_error_of_its_own,
     "node": a_node_breaks_the_whole,
 }
 

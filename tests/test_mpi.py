@@ -6,7 +6,6 @@ A job starts once per size and runs all scenarios of its modules; the tests read
 from __future__ import annotations
 
 import functools
-import os
 import sys
 
 import pytest
@@ -15,10 +14,8 @@ import jobs
 from mpi_scenarios import MODULES
 from scenarios import read, scenarios
 
-JOBS = [("mpirun", ranks) for ranks in (1, 2, 3, 4, 5, 7, 8, 13, 16)]
-# MPICH's waiting ranks keep the cores busy: more of them take minutes, set ALL_SIZES=1 for those.
-SIZES_OF_MPICH = (1, 2, 3, 4, 5, 7, 8, *((13, 16) if "ALL_SIZES" in os.environ else ()))
-JOBS += [("mpich", ranks) for ranks in SIZES_OF_MPICH]
+SIZES = (1, 2, 3, 4, 5, 7, 8, 13, 16)
+JOBS = [(launcher, ranks) for launcher in ("mpirun", "mpich") for ranks in SIZES]
 NAMES = [f"{module}.{name}" for module in MODULES for name in scenarios(module, "mpi_scenarios")]
 
 

@@ -123,6 +123,28 @@ def test_a_broken_communicator_fails_at_once(launcher, tmp_path):
 
 
 @pytest.mark.timeout(120)
+def test_an_error_of_one_rank_ends_the_job(launcher, tmp_path):
+    start = time.monotonic()
+    job = Job(launcher, "error", tmp_path)
+    assert job.status != 0
+    assert "an error of this rank alone" in job.output
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.timeout(120)
+def test_the_wrong_mpi_is_an_error(tmp_path):
+    """Each process would be a world of its own, and train alone."""
+    if problem := jobs.mpich_missing():
+        pytest.skip(problem)
+    program = "from hvd_compress.mpi import Communicator; Communicator()"
+    command = [*jobs.launcher(2, "mpich"), sys.executable, "-c", program]
+    status, output = jobs.run(command, timeout=60, check=False)  # mpi4py finds Open MPI
+    assert status != 0
+    assert "SetupError: 2 processes were started, and mpi4py sees only this one" in output
+    assert "MPI4PY_LIBMPI" in output
+
+
+@pytest.mark.timeout(120)
 def test_messages_inside_a_node_name_ranks_of_the_whole(launcher, tmp_path):
     job = Job(launcher, "node", tmp_path)
     assert job.status != 0

@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.errors import CollectiveTimeout, ConfigError, MismatchError, SetupError
-from hvd_compress.mpi.work import Algorithm, Message, Wait, Work
+from hvd_compress.mpi.work import Algorithm, Job, Message, Wait, Work
 
 logger = logging.getLogger("hvd_compress")
 
@@ -107,8 +107,8 @@ class Communicator:
         self._nodes: Any = None  # see nodes.py
         self._problem: str | None = None
         self._lost: list[Any] = []
-        #: work that is not over: MPI writes to its buffers, even if nobody waits for it
-        self.under_way: set[Work] = set()
+        #: what is not over: MPI writes to its buffers, even if nobody waits for it
+        self.under_way: set[Job] = set()
         _alive.append(self)
 
     @classmethod
@@ -302,12 +302,14 @@ def _forget(comm: MPI.Comm, keyval: int, ours: Communicator) -> None:
 
 @atexit.register
 def _leave() -> None:
-    """MPI_Finalize would wait for ranks that do not answer.  Others may be about to report too,
-    and most launchers end the whole job when the first process goes."""
-    broken = [comm for comm in _alive if comm._problem is not None]
-    if broken:
+    """MPI_Finalize would wait for ranks that do not answer, and after an error of this rank alone
+    the others would wait for it until the time-out.  Others may be about to report too, and most
+    launchers end the whole job when the first process goes."""
+    is_broken = any(comm._problem is not None for comm in _alive)
+    ends_by_error = hasattr(sys, "last_value") and not hasattr(sys, "ps1")  # and not interactive
+    if is_broken or (ends_by_error and any(comm.size > 1 for comm in _alive)):
         sys.stdout.flush()
         sys.stderr.flush()
         logging.shutdown()
-        time.sleep(min(5.0, max(comm.timeout for comm in broken) / 2))
+        time.sleep(min(5.0 if is_broken else 1.0, max(comm.timeout for comm in _alive) / 2))
         os._exit(1)

@@ -214,6 +214,7 @@ class _Flight:
         self._tag, self._round = tag, 0
         self._works: list[tuple[Work, Callable[[], None]]] = []
         self._submit()
+        self.comm.under_way.add(self)  # so it moves, and reports damage, whatever is waited for
 
     @property
     def is_over(self) -> bool:
@@ -238,6 +239,8 @@ class _Flight:
             for _, deliver in works:
                 deliver()
             self._submit()
+        if not self._works:
+            self.comm.under_way.discard(self)
         return moved
 
     def _submit(self) -> None:
