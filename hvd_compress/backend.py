@@ -6,11 +6,16 @@ methods over all backends).
 
 Primitives work on flat arrays.  ``put`` and ``add_at`` may modify their first argument and return
 it: callers pass only arrays that they have made themselves.
+
+TensorFlow traces: there, arrays are symbols without values, what is called a bool or a float here
+is a symbol too, and Python must not branch on it.  So the algorithms say ``choose`` instead of
+``if``, and ``on_host`` where they leave arrays for bytes.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,9 +23,14 @@ import numpy as np
 from hvd_compress.errors import UnsupportedError
 
 Array = Any
+HostFunction = Callable[..., Sequence[np.ndarray]]
+Output = tuple[str, int | None]
 
 
 class Backend(Protocol):
+    #: arrays may be symbols
+    traces: bool
+
     def check_gradient(self, x: Array) -> None:
         """Raise ``UnsupportedError`` unless ``x`` is a dense array of floats."""
 
@@ -46,10 +56,17 @@ class Backend(Protocol):
 
     def norm(self, x: Array) -> float: ...
 
+    def scale(self, x: Array, factor: float) -> Array:
+        """``x`` times a number, such as a quotient of norms."""
+
     def all_finite(self, x: Array) -> bool: ...
 
     def kth_largest(self, x: Array, k: int) -> float:
         """The k-th largest value (k from 1); NaN counts as larger than everything."""
+
+    def top_k(self, x: Array, k: int) -> Array:
+        """Ascending indices of the k largest elements, of equal ones the first; int64.  Only where
+        arrays may be symbols: elsewhere ``operators.top_k`` is made of other primitives."""
 
     def nonzero(self, mask: Array) -> Array:
         """Ascending indices, int64."""
@@ -74,6 +91,24 @@ class Backend(Protocol):
     def dtype(self, x: Array) -> str:
         """A NumPy name: "float32"."""
 
+    def choose(self, condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+        """``yes()`` if ``condition`` else ``no()``: arrays, or equal nests of them."""
+
+    def on_host(
+        self,
+        function: HostFunction,
+        inputs: Sequence[Any],
+        outputs: Sequence[Output],
+        like: Array,
+    ) -> list[Array]:
+        """``function`` of NumPy arrays: of ``inputs``, arrays or plain numbers.
+
+        Args:
+            function: returns as many arrays as there are ``outputs``, and has no side effects.
+            outputs: (dtype, length) of the flat results; length ``None`` if unknown.
+            like: an array on whose device the results shall be.
+        """
+
     def from_numpy(self, x: np.ndarray, like: Array) -> Array:
         """On the device of ``like``; shares the memory where it can."""
 
@@ -81,7 +116,11 @@ class Backend(Protocol):
         """Shares the memory where it can."""
 
 
-_MODULES = {"numpy": "hvd_compress.numpy_backend", "torch": "hvd_compress.torch.backend"}
+_MODULES = {
+    "numpy": "hvd_compress.numpy_backend",
+    "torch": "hvd_compress.torch.backend",
+    "tensorflow": "hvd_compress.tensorflow.backend",
+}
 
 
 def backend_of(x: Array) -> Any:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
+import math
 from collections.abc import Generator
 from typing import Any, ClassVar, NamedTuple
 
@@ -60,11 +62,11 @@ class Transform(Configurable, kind="block"):
 
 class Met(NamedTuple):
     """What an aggregator returns: the flat average, this rank's contribution to it, and whether
-    all ranks' contributions were finite."""
+    all ranks' contributions were finite (a bool, or a symbol of one)."""
 
     mean: Array
     sent: Array | Sparse
-    finite: bool
+    finite: Any
 
 
 class Aggregator(Configurable, abc.ABC, kind="block"):
@@ -149,24 +151,32 @@ class Chain(Compressor, name="chain"):
         for transform in self.transforms:
             x, own = transform.update(x, {key: state[key] for key in transform.keys}, context)
             states.append(own)
-        if not xp.all_finite(x):
-            # Whatever the aggregator picks, the others must see that this step is spoilt.
-            x = xp.full_like(x, float("nan"))
+        # Whatever the aggregator picks, the others must see that this step is spoilt.
+        fresh = x
+        x = xp.choose(xp.all_finite(x), lambda: fresh, lambda: xp.full_like(fresh, math.nan))
 
         met = yield from self.via.meet(x, context._replace(dtype=xp.dtype(gradient)))
 
         mean = xp.restore(met.mean, gradient)
         # A half-precision gradient may have no room for the mean of what had waited.
-        if not met.finite or (xp.dtype(mean) != xp.dtype(x) and not xp.all_finite(mean)):
-            return Outcome(mean, met.sent, state)
-        update = met.mean
-        new_state: State = {}
-        for transform, own in zip(reversed(self.transforms), reversed(states), strict=True):
-            own = transform.settle(met.sent, own, context)
-            update, own = transform.finish(update, own, context)
-            new_state.update(own)
-        changed = update is not met.mean
-        return Outcome(mean, met.sent, new_state, xp.restore(update, gradient) if changed else None)
+        finite = met.finite if xp.dtype(mean) == xp.dtype(x) else xp.all_finite(mean)
+
+        def settled() -> tuple[Array, State]:
+            update, new_state = met.mean, {}
+            for transform, own in zip(reversed(self.transforms), reversed(states), strict=True):
+                own = transform.settle(met.sent, own, context)
+                update, own = transform.finish(update, own, context)
+                new_state.update(own)
+            return update, {key: new_state[key] for key in state}
+
+        update, new_state = xp.choose(finite, settled, lambda: (met.mean, state))
+        return Outcome(
+            mean, met.sent, new_state, xp.restore(update, gradient) if self._has_update else None
+        )
+
+    @functools.cached_property
+    def _has_update(self) -> bool:
+        return any(type(t).finish is not Transform.finish for t in self.transforms)
 
 
 def chain(*transforms: Transform, via: Aggregator) -> Chain:

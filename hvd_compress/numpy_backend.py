@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 
+from hvd_compress.backend import HostFunction, Output
 from hvd_compress.errors import UnsupportedError
 
 Array = np.ndarray
+
+traces = False
 
 
 def check_gradient(x: Array) -> None:
@@ -56,6 +62,10 @@ def maximum(x: Array, y: Array) -> Array:
 
 def norm(x: Array) -> float:
     return float(np.sqrt(np.sum(np.square(x, dtype=np.float64))))
+
+
+def scale(x: Array, factor: float) -> Array:
+    return x * factor
 
 
 def all_finite(x: Array) -> bool:
@@ -119,6 +129,16 @@ def _round_to_bfloat16(x: Array) -> Array:
 
 def dtype(x: Array) -> str:
     return x.dtype.name
+
+
+def choose(condition: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    return yes() if condition else no()
+
+
+def on_host(
+    function: HostFunction, inputs: Sequence[Any], outputs: Sequence[Output], like: Array
+) -> Sequence[Array]:
+    return function(*inputs)
 
 
 def from_numpy(x: Array, like: Array) -> Array:

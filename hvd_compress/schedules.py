@@ -11,6 +11,7 @@ which needs ``compression.set_epoch(epoch)`` once per epoch.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hvd_compress.config import Configurable, check_choice, check_fraction
@@ -32,6 +33,18 @@ class _Staged(Configurable, kind="schedule"):
             raise ConfigError(
                 f"stage_length must be a positive number of {self.unit}s; got {length!r}"
             )
+
+    @property
+    def stages_in_all(self) -> int:
+        """The last stage stays."""
+        raise NotImplementedError
+
+    def in_stage(self, stage: int) -> float:
+        """The density of a stage, counted from 0."""
+        raise NotImplementedError
+
+    def __call__(self, step: int, epoch: int | None = None) -> float:
+        return self.in_stage(min(self.stage(step, epoch), self.stages_in_all - 1))
 
     def stage(self, step: int, epoch: int | None) -> int:
         if self.unit == "epoch" and epoch is None:
@@ -61,8 +74,12 @@ class StagedWarmup(_Staged, name="staged"):
         for density in self.densities:
             check_fraction("densities", density)
 
-    def __call__(self, step: int, epoch: int | None = None) -> float:
-        return self.densities[min(self.stage(step, epoch), len(self.densities) - 1)]
+    @property
+    def stages_in_all(self) -> int:
+        return len(self.densities)
+
+    def in_stage(self, stage: int) -> float:
+        return self.densities[stage]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +99,11 @@ class ExponentialWarmup(_Staged, name="exponential"):
         if not isinstance(self.stages, int) or self.stages < 0:
             raise ConfigError(f"stages must be a number of stages, 0 or more; got {self.stages!r}")
 
-    def __call__(self, step: int, epoch: int | None = None) -> float:
-        stage = self.stage(step, epoch)
-        if stage >= self.stages:
-            return self.density
+    @property
+    def stages_in_all(self) -> int:
+        return self.stages + 1
+
+    def in_stage(self, stage: int) -> float:
         return float(self.density ** ((stage + 1) / (self.stages + 1)))
 
 
@@ -126,6 +144,35 @@ def as_density(value: Any) -> Density:
 
 def density_at(density: Density, step: int, epoch: int | None) -> float:
     return density if isinstance(density, float) else density(step, epoch)
+
+
+def schedules_of(thing: Any) -> list[StagedWarmup | ExponentialWarmup]:
+    """Those in the options of a method, at any depth; each once."""
+    if isinstance(thing, StagedWarmup | ExponentialWarmup):
+        return [thing]
+    found: list[StagedWarmup | ExponentialWarmup] = []
+    for part in _parts(thing):
+        found += [schedule for schedule in schedules_of(part) if schedule not in found]
+    return found
+
+
+def with_densities(thing: Any, densities: Mapping[Any, float]) -> Any:
+    """A copy of a method in which every schedule has given way to its density."""
+    if isinstance(thing, StagedWarmup | ExponentialWarmup):
+        return densities[thing]
+    if isinstance(thing, tuple):
+        return tuple(with_densities(part, densities) for part in thing)
+    if isinstance(thing, Configurable):
+        names = [field.name for field in dataclasses.fields(thing)]  # type: ignore[arg-type]
+        options = {name: with_densities(getattr(thing, name), densities) for name in names}
+        return dataclasses.replace(thing, **options)  # type: ignore[type-var]
+    return thing
+
+
+def _parts(thing: Any) -> Iterable[Any]:
+    if isinstance(thing, Configurable):
+        return [getattr(thing, f.name) for f in dataclasses.fields(thing)]  # type: ignore[arg-type]
+    return thing if isinstance(thing, tuple) else ()
 
 
 def by_epoch(density: Density) -> bool:

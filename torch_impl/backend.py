@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 import torch
 
+from hvd_compress.backend import HostFunction, Output
 from hvd_compress.errors import UnsupportedError
 
 Array = torch.Tensor
+
+traces = False
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -61,6 +67,10 @@ def maximum(x: Array, y: Array) -> Array:
 
 def norm(x: Array) -> float:
     return torch.linalg.vector_norm(x, dtype=torch.float64).item()
+
+
+def scale(x: Array, factor: float) -> Array:
+    return x * factor
 
 
 def all_finite(x: Array) -> bool:
@@ -117,6 +127,17 @@ def round_to(x: Array, wire: str | None, saturate: bool = False) -> Array:
 
 def dtype(x: Array) -> str:
     return str(x.dtype).removeprefix("torch.")
+
+
+def choose(condition: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    return yes() if condition else no()
+
+
+def on_host(
+    function: HostFunction, inputs: Sequence[Any], outputs: Sequence[Output], like: Array
+) -> list[Array]:
+    arrays = [to_numpy(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+    return [from_numpy(result, like) for result in function(*arrays)]
 
 
 def from_numpy(x: np.ndarray, like: Array) -> Array:

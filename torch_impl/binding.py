@@ -14,6 +14,7 @@ import torch
 from hvd_compress.base import Compressor, Context, Sparse, State
 from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
+from hvd_compress.momentum import another_kind, check_one_momentum, moved
 from hvd_compress.stats import Record, Stats
 from hvd_compress.torch import backend
 from hvd_compress.torch.amp import running_scale
@@ -317,23 +318,13 @@ class Binding:
         optimizer, own = self._optimizer, self.method_option("momentum")
         wrapped = type(optimizer).__name__
         if not isinstance(optimizer, torch.optim.SGD) and own is None:
-            self._warn(
-                f"{self.method.name} corrects the momentum of SGD, and {wrapped} has another "
-                f"kind: it gets error feedback without momentum correction. If that is what "
-                f"you want, say so with {type(self.method).__name__}(momentum=0.0)"
-            )
+            self._warn(another_kind(self.method, wrapped))
         if not isinstance(optimizer, torch.optim.SGD):
             return False
         momenta = sorted({group["momentum"] for group in optimizer.param_groups})
         if own is None and any(momenta) and self.engine.rank == 0:
             nesterov = any(group["nesterov"] for group in optimizer.param_groups)
-            logger.info(
-                "momentum %s%s of %s now acts inside %s; the optimizer's own is off during step()",
-                ", ".join(map(str, momenta)),
-                " (Nesterov)" if nesterov else "",
-                wrapped,
-                self.method.name,
-            )
+            logger.info("%s", moved(self.method, momenta, nesterov, wrapped))
         return True
 
     def momentum_of(self, group: dict[str, Any]) -> tuple[float, bool]:
@@ -489,12 +480,7 @@ def check_group(method: Compressor, optimizer: Any, group: dict[str, Any]) -> No
     """Raise if the options of a parameter group do not go with the method's momentum."""
     if not method.takes_momentum:
         return
-    own, theirs = getattr(method, "momentum", None), group.get("momentum", 0)
-    if own and theirs not in (0, own):
-        raise ConfigError(
-            f"two momenta: {theirs} in the optimizer and {own} in {type(method).__name__}; leave "
-            "one of them out"
-        )
+    check_one_momentum(method, group.get("momentum", 0))
     if isinstance(optimizer, torch.optim.SGD) and group["dampening"]:
         raise ConfigError(
             f"{method.name} takes the optimizer's momentum over and knows no "

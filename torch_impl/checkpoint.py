@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hvd_compress.checkpoints import share, unconsolidated
 from hvd_compress.errors import ConfigError
 from hvd_compress.torch.binding import PREFIX, reset_hooks
 
@@ -42,11 +43,7 @@ def state_dict(self: Any) -> dict[str, Any]:
     result = local_state_dict(self)
     if not result[_KEY]["consolidated"] and _differs(self):
         warnings.warn(
-            "this state_dict() holds the residuals of this rank only. Call "
-            "optimizer.consolidate_state_dict() on every rank before optimizer.state_dict() on "
-            "rank 0; or save every rank's own and load it on the same rank",
-            UserWarning,
-            stacklevel=2,
+            unconsolidated("optimizer.consolidate_state_dict()"), UserWarning, stacklevel=2
         )
     return result
 
@@ -138,7 +135,7 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
     binding.seed = saved.get("seed", binding.seed)
     parameters = _parameters(self)
     binding.sparse = {parameters[index] for index in saved.get("sparse", [])}
-    factor = 1.0 if exact else _share(binding.engine, saved)
+    factor = 1.0 if exact else share(binding.engine, saved)
     for index, entries in ours.items():
         p = parameters[index]
         fresh = binding.method.init(p.detach())
@@ -161,22 +158,6 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
                 state[key] *= factor
         binding._set_state(p, state)
     adopt_momentum_buffers(self)
-
-
-def _share(engine: Any, saved: dict[str, Any]) -> float:
-    """What becomes of saved residuals on this rank, so that nothing is counted twice."""
-    if not saved or saved["consolidated"] or saved["size"] == 1:
-        return 1.0
-    if saved["size"] == engine.size and saved["rank"] == engine.rank:
-        return 1.0
-    warnings.warn(
-        f"this state dict holds what waited on rank {saved['rank']} of {saved['size']} only; the "
-        "residuals of the other ranks are lost. Before saving on one rank, call "
-        "optimizer.consolidate_state_dict() on every rank",
-        UserWarning,
-        stacklevel=3,
-    )
-    return engine.size / saved["size"] if engine.rank == saved["rank"] else 0.0
 
 
 def adopt_momentum_buffers(optimizer: Any) -> None:

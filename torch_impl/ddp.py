@@ -24,7 +24,8 @@ from hvd_compress.errors import ConfigError, SetupError
 from hvd_compress.methods import as_compressor
 from hvd_compress.reducer import Reducer
 from hvd_compress.stats import Stats
-from hvd_compress.torch.engine import FlightEngine, _Op
+from hvd_compress.flights import Op
+from hvd_compress.torch.engine import TorchFlightEngine
 
 # Its name before PyTorch 2.13 was another one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,7 +35,7 @@ atexit.register(time.sleep, 0.05)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-class ProcessGroupEngine(FlightEngine):
+class ProcessGroupEngine(TorchFlightEngine):
     """Flights over a process group of ``torch.distributed``.
 
     All ranks start the same flights in the same order, as DDP's buckets do.
@@ -52,7 +53,7 @@ class ProcessGroupEngine(FlightEngine):
     def size(self) -> int:
         return dist.get_world_size(self._group)
 
-    def _launch(self, kind: str, ops: Sequence[_Op]) -> Any:
+    def _launch(self, kind: str, ops: Sequence[Op]) -> Any:
         """Tensors of several operations travel as one."""
         tensors = [op.tensor.reshape(-1) for op in ops]
         fused = torch.cat(tensors)  # a copy: reductions are in place

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Generator
 from typing import Any
+
+import numpy as np
 
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context, Gather, Request, Sparse, Sum
@@ -12,6 +15,7 @@ from hvd_compress.chain import Aggregator, Met
 from hvd_compress.config import check_choice
 from hvd_compress.operators import top_k
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
+from hvd_compress.wire.frame import index_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +65,35 @@ class allgather(Aggregator, name="allgather"):
             mean = total / context.size
             return Met(mean, sent, xp.all_finite(mean))
 
-        on_wire = xp.to_numpy(xp.cast(values, self.values))
-        frame = encode_sparse(xp.to_numpy(indices), on_wire, n)
-        frames = yield Gather(xp.from_numpy(frame, x), equal_sizes=True)
+        size = sparse_size(k, n, self.values)
+        (frame,) = xp.on_host(
+            functools.partial(_encode, n),
+            [indices, xp.cast(values, self.values)],
+            [("uint8", size)],
+            x,
+        )
+        frames = yield Gather(frame, equal_sizes=True)
+        parts = xp.on_host(
+            functools.partial(_decode, n, self.values, k),
+            frames,
+            [(index_dtype(n), k), (self.values, k)] * context.size,
+            x,
+        )
         mean = xp.zeros(n, x)
-        finite = True
-        for rank, frame in enumerate(frames):
-            theirs = decode_sparse(xp.to_numpy(frame), n, self.values, k, sender=f"rank {rank}")
-            at, what = (xp.from_numpy(part, x) for part in theirs)
-            finite = finite and xp.all_finite(what)
+        for at, what in zip(parts[::2], parts[1::2], strict=True):
             mean = xp.add_at(mean, at, xp.cast(what, xp.dtype(x)))
         # Dividing the few nonzero elements would be cheaper, but they are not unique.
         mean /= context.size
-        return Met(mean, sent, finite)
+        return Met(mean, sent, xp.all_finite(xp.concat(parts[1::2])))
+
+
+def _encode(n: int, indices: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
+    return [encode_sparse(indices, values, n)]
+
+
+def _decode(n: int, values: str, k: int, *frames: np.ndarray) -> list[np.ndarray]:
+    """Indices and values of every frame in turn."""
+    parts: list[np.ndarray] = []
+    for rank, frame in enumerate(frames):
+        parts += decode_sparse(frame, n, values, k, sender=f"rank {rank}")
+    return parts

@@ -21,7 +21,7 @@ from hvd_compress.schedules import Density, as_density, by_epoch, density_at
 
 def shared_generator(context: Context) -> np.random.Generator:
     """The same random numbers on all ranks, others for every step and tensor."""
-    label = f"{context.seed}/{context.step}/{context.name}".encode()
+    label = f"{context.seed}/{int(context.step)}/{context.name}".encode()
     key = int.from_bytes(hashlib.blake2b(label, digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key))
 
@@ -45,5 +45,10 @@ class random_k(Configurable, kind="block", name="random_k"):
     def select(self, x: Array, k: int, context: Context) -> Array:
         """Ascending indices (int64) of ``k`` elements of the flat array ``x``."""
         xp = backend_of(x)
-        indices = shared_generator(context).choice(xp.size(x), k, replace=False, shuffle=False)
-        return xp.from_numpy(np.sort(indices).astype(np.int64), x)
+        n = xp.size(x)
+
+        def draw(step: int) -> list[np.ndarray]:
+            random = shared_generator(context._replace(step=step))
+            return [np.sort(random.choice(n, k, replace=False, shuffle=False)).astype(np.int64)]
+
+        return xp.on_host(draw, [context.step], [("int64", k)], x)[0]

@@ -38,12 +38,15 @@ class clip_by_local_norm(Transform, name="clip_by_local_norm"):
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         xp = backend_of(x)
         norm = xp.norm(x) if context.gradient_norm is None else context.gradient_norm
-        if not math.isfinite(norm):
-            # Some tensor of this rank is spoilt: so is this step for all of them, on all ranks.
-            return xp.full_like(x, math.nan), state
         limit = self.max_norm
         if self.scale == "sqrt_size":
             limit /= math.sqrt(context.size)
             if not context.sums:
                 limit *= context.size
-        return (x * (limit / norm) if norm > limit else x), state
+
+        def clipped() -> Array:
+            return xp.choose(norm > limit, lambda: xp.scale(x, limit / norm), lambda: x)
+
+        # Some tensor of this rank is spoilt: so is this step for all of them, on all ranks.
+        clean = norm < math.inf
+        return xp.choose(clean, clipped, lambda: xp.full_like(x, math.nan)), state

@@ -1,0 +1,181 @@
+"""An engine over a library of collectives that are asynchronous and have names.
+
+A *flight* is one exchange, or the exchanges of a group of parameters, on its way.  ``start``
+submits the first round of a flight and never waits, so it may be called from autograd hooks, in
+whatever order gradients become ready.  ``finish`` brings all flights in: it waits for each in turn
+and submits its next round before it turns to the following one.  Since every rank has submitted a
+round of all flights before it waits for any, ranks may wait in different orders without deadlock.
+
+Horovod's engines for PyTorch and TensorFlow are made of this, and that of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Exchange, Gather, Max, Outcome, Request
+from hvd_compress.engines import LENGTH, payload_bytes
+from hvd_compress.stats import Record
+
+
+class Op(NamedTuple):
+    """One collective: "sum", "max", "gather" or "gather_equal", or a kind that a library adds.
+    Equal kinds of one dtype may travel as one grouped operation."""
+
+    kind: str
+    name: str
+    tensor: Array
+    splits: Array | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Traveller:
+    """One exchange: ``steps`` yields collectives and returns the outcome."""
+
+    name: str
+    steps: Generator[Op, Any, Outcome]
+    op: Op | None = None
+    outcome: Outcome | None = None
+
+    def advance(self, result: Any) -> None:
+        try:
+            self.op = self.steps.send(result)
+        except StopIteration as stop:
+            self.op, self.outcome = None, stop.value
+
+
+@dataclasses.dataclass(eq=False)
+class _Flight:
+    travellers: list[_Traveller]
+    waiting: list[tuple[int, list[_Traveller]]] = dataclasses.field(default_factory=list)
+
+
+class FlightEngine(abc.ABC):
+    """Flights over the ranks of a library's collectives."""
+
+    def __init__(self) -> None:
+        self._flights: list[_Flight] = []
+
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int: ...
+
+    @abc.abstractmethod
+    def _launch(self, kind: str, ops: Sequence[Op]) -> Any:
+        """Submit operations of one kind and dtype; a handle."""
+
+    @abc.abstractmethod
+    def _wait(self, handle: Any, count: int) -> list[Any]:
+        """Results of the ``count`` operations behind a handle."""
+
+    def agree(self, text: str) -> None:
+        """Differing options show when frames are decoded, without a message more."""
+        del text
+
+    def start(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> None:
+        """Submit the first round of one exchange by name, or of a group that travels together."""
+        flight = _Flight(
+            [
+                _Traveller(name, self._steps(name, exchange, record))
+                for name, (exchange, record) in exchanges.items()
+            ]
+        )
+        self._flights.append(flight)
+        for traveller in flight.travellers:
+            traveller.advance(None)
+        self._submit(flight)
+
+    def finish(self) -> dict[str, Outcome]:
+        """Outcomes by name of everything that was started."""
+        flights = self._flights
+        while any(flight.waiting for flight in flights):
+            for flight in flights:
+                waiting, flight.waiting = flight.waiting, []
+                for handle, travellers in waiting:
+                    for traveller, own in zip(
+                        travellers, self._wait(handle, len(travellers)), strict=True
+                    ):
+                        traveller.advance(own)
+                self._submit(flight)
+        self._flights = []
+        return {t.name: t.outcome for flight in flights for t in flight.travellers if t.outcome}
+
+    def abandon(self) -> None:
+        """Forget what is under way, after a failure of the collectives themselves."""
+        self._flights = []
+
+    def _submit(self, flight: _Flight) -> None:
+        buckets: dict[Any, list[_Traveller]] = {}
+        for traveller in flight.travellers:
+            if (op := traveller.op) is not None:
+                single = traveller.name if op.kind == "alltoall" else None
+                buckets.setdefault((op.kind, op.tensor.dtype, single), []).append(traveller)
+        for (kind, _, _), travellers in buckets.items():
+            handle = self._launch(kind, [t.op for t in travellers if t.op is not None])
+            flight.waiting.append((handle, travellers))
+
+    def _steps(self, name: str, exchange: Exchange, record: Record) -> Generator[Op, Any, Outcome]:
+        """Requests become collectives named ``hvd_compress.PARAMETER.ROUND``."""
+        reply, number = None, 0
+        while True:
+            try:
+                request = exchange.send(reply)
+            except StopIteration as stop:
+                return stop.value
+            reply = yield from self._carry(request, f"hvd_compress.{name}.{number}", record)
+            number += 1
+
+    def _carry(self, request: Request, name: str, record: Record) -> Generator[Op, Any, Any]:
+        sent = payload_bytes(request)
+        record.bytes_sent += sent
+        if isinstance(request, Gather):
+            parts = yield from self._gather(request, name)
+            lengths = 0 if request.equal_sizes else LENGTH * self.size
+            received = sum(backend_of(part).size(part) for part in parts)
+            record.bytes_received += received + lengths - sent
+            return parts
+        record.bytes_received += sent
+        array, xp = request.array, backend_of(request.array)
+        if xp.size(array) == 0:
+            return array
+        if isinstance(request, Max):
+            return (yield Op("max", name, array))
+        if request.wire is None:
+            return (yield Op("sum", name, array))
+        in_bfloat16 = request.wire == "bfloat16"
+        add = self._sum_bfloat16 if in_bfloat16 else self._sum
+        total = yield from add(xp.cast(array, request.wire), name)
+        return xp.cast(total, xp.dtype(array))
+
+    def _gather(self, request: Gather, name: str) -> Generator[Op, Any, list[Array]]:
+        if request.equal_sizes:
+            return self._split(request.payload, (yield Op("gather_equal", name, request.payload)))
+        message = self._with_length(request.payload)
+        return self._split_by_length((yield Op("gather", name, message)))
+
+    @abc.abstractmethod
+    def _split(self, own: Array, everything: Array) -> list[Array]:
+        """All ranks' payloads, which have the size of this rank's ``own``."""
+
+    @abc.abstractmethod
+    def _with_length(self, payload: Array) -> Array:
+        """A message that starts with its length, 8 bytes."""
+
+    @abc.abstractmethod
+    def _split_by_length(self, everything: Array) -> list[Array]:
+        """Undo the concatenation of all ranks' messages."""
+
+    def _sum(self, array: Array, name: str) -> Generator[Op, Any, Array]:
+        return (yield Op("sum", name, array))
+
+    def _sum_bfloat16(self, array: Array, name: str) -> Generator[Op, Any, Array]:
+        """For libraries that cannot add bfloat16."""
+        return (yield Op("sum", name, array))

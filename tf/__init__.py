@@ -1,0 +1,82 @@
+"""Drop-in for ``horovod.tensorflow`` with gradient compression::
+
+    import hvd_compress.tensorflow as hvd
+
+    tape = hvd.DistributedGradientTape(tape, compression=hvd.DGC(momentum=0.9))
+
+Everything of ``horovod.tensorflow`` is here.  Horovod's own import line works as well, if this
+package is imported too: ``import horovod.tensorflow as hvd``, ``import hvd_compress.tensorflow``.
+For Keras see ``hvd_compress.tensorflow.keras``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    import tensorflow  # noqa: F401
+except ImportError as error:
+    raise ImportError("hvd_compress.tensorflow needs TensorFlow: pip install tensorflow") from error
+
+# Not the building blocks: ``hvd.allreduce`` and ``hvd.allgather`` are Horovod's.
+from hvd_compress import (
+    BF16,
+    DGC,
+    FP16,
+    Compressor,
+    NoCompression,
+    RandomK,
+    TopK,
+    as_compressor,
+)
+from hvd_compress.drop_in import load_horovod, names_of, rest_of, show_log
+from hvd_compress.errors import (
+    CompressionError,
+    ConfigError,
+    PayloadError,
+    SetupError,
+    UnboundError,
+    UnsupportedError,
+)
+from hvd_compress.launch import find_mpi
+from hvd_compress.schedules import ExponentialWarmup, StagedWarmup, warmup_to
+
+__all__ = [
+    "BF16",
+    "DGC",
+    "FP16",
+    "CompressionError",
+    "Compressor",
+    "ConfigError",
+    "ExponentialWarmup",
+    "NoCompression",
+    "PayloadError",
+    "RandomK",
+    "SetupError",
+    "StagedWarmup",
+    "TopK",
+    "UnboundError",
+    "UnsupportedError",
+    "as_compressor",
+    "warmup_to",
+]
+
+
+def _register(horovod_tensorflow: Any) -> None:
+    from hvd_compress.tensorflow.registration import register
+
+    register(horovod_tensorflow)
+
+
+find_mpi()
+show_log()
+_horovod = load_horovod("horovod.tensorflow", "TensorFlow", _register)
+
+
+def __getattr__(name: str) -> Any:
+    """The rest of ``horovod.tensorflow``."""
+    return rest_of(_horovod, name, __name__, "TensorFlow")
+
+
+def __dir__() -> list[str]:
+    return names_of(_horovod, globals())

@@ -1,0 +1,167 @@
+"""TensorFlow tensors, with values or symbolic; see :class:`hvd_compress.backend.Backend`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_compress.backend import HostFunction, Output
+from hvd_compress.errors import UnsupportedError
+
+Array = tf.Tensor
+
+traces = True
+
+_HALF = (tf.float16, tf.bfloat16)
+# Below this size ranking everything is as fast as looking at a sample first.
+_SMALL = 1 << 14
+
+
+def check_gradient(x: Array) -> None:
+    if x.dtype not in (*_HALF, tf.float32, tf.float64):
+        raise UnsupportedError(
+            f"cannot compress a tensor of {x.dtype.name}: gradients must be float16, bfloat16, "
+            "float32 or float64"
+        )
+
+
+def widen(x: Array) -> Array:
+    flat = tf.reshape(x, [-1])
+    return tf.cast(flat, tf.float32) if x.dtype in _HALF else flat
+
+
+def restore(flat: Array, like: Array) -> Array:
+    return tf.cast(tf.reshape(flat, like.shape), like.dtype)
+
+
+def zeros(n: int, like: Array) -> Array:
+    return tf.zeros([n], like.dtype)
+
+
+def full_like(x: Array, value: float) -> Array:
+    return tf.fill(tf.shape(x), tf.constant(value, x.dtype))
+
+
+def copy(x: Array) -> Array:
+    return tf.identity(x)
+
+
+def size(x: Array) -> Any:
+    """A number where the shape is known, else a symbol."""
+    known = x.shape.num_elements()
+    return tf.size(x, tf.int64) if known is None else known
+
+
+def shape(x: Array) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def abs(x: Array) -> Array:
+    return tf.abs(x)
+
+
+def maximum(x: Array, y: Array) -> Array:
+    return tf.maximum(x, y)
+
+
+def norm(x: Array) -> Array:
+    return tf.sqrt(tf.reduce_sum(tf.square(tf.cast(x, tf.float64))))
+
+
+def scale(x: Array, factor: Any) -> Array:
+    return x * tf.cast(factor, x.dtype)
+
+
+def all_finite(x: Array) -> Array:
+    return tf.reduce_all(tf.math.is_finite(x))
+
+
+def top_k(x: Array, k: int) -> Array:
+    n = x.shape.num_elements()
+    if n <= _SMALL or 4 * k >= n:
+        return _exact(x, k)
+    # The threshold of a sample lets a few more than k elements pass, which are ranked exactly.
+    stride = max(1, int(min(100.0, n / (16 * n / k))))
+    stride -= stride % 2 == 0
+    sample = x[::stride]
+    expected = k * sample.shape[0] / n
+    rank = min(sample.shape[0], int(expected + 3 * expected**0.5) + 2)
+    threshold = tf.math.top_k(sample, rank, sorted=True).values[-1]
+    survivors = tf.reshape(tf.where(x >= threshold), [-1])
+
+    def among_survivors() -> Array:
+        return tf.gather(survivors, _exact(tf.gather(x, survivors), k))
+
+    return tf.cond(tf.size(survivors) >= k, among_survivors, lambda: _exact(x, k))
+
+
+def _exact(x: Array, k: int) -> Array:
+    indices = tf.math.top_k(x, k, sorted=False).indices
+    return tf.cast(tf.sort(tf.ensure_shape(indices, [k])), tf.int64)
+
+
+def concat(arrays: list[Array]) -> Array:
+    return tf.concat(arrays, 0)
+
+
+def take(x: Array, indices: Array) -> Array:
+    return tf.gather(x, indices)
+
+
+def put(x: Array, indices: Array, values: Array | float) -> Array:
+    if isinstance(values, float):
+        values = tf.fill(tf.shape(indices), tf.constant(values, x.dtype))
+    return tf.tensor_scatter_nd_update(x, indices[:, None], values)
+
+
+def add_at(x: Array, indices: Array, values: Array) -> Array:
+    return tf.tensor_scatter_nd_add(x, indices[:, None], values)
+
+
+def cast(x: Array, dtype: str) -> Array:
+    return tf.cast(x, dtype)
+
+
+def round_to(x: Array, wire: str | None, saturate: bool = False) -> Array:
+    if wire is None or wire == dtype(x):
+        return x
+    if saturate:
+        limit = tf.constant(tf.as_dtype(wire).max, x.dtype)
+        x = tf.clip_by_value(x, -limit, limit)
+    return tf.cast(tf.cast(x, wire), x.dtype)
+
+
+def dtype(x: Array) -> str:
+    return x.dtype.name
+
+
+def choose(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    if isinstance(condition, bool):
+        return yes() if condition else no()
+    return tf.cond(condition, yes, no)
+
+
+def on_host(
+    function: HostFunction, inputs: Sequence[Any], outputs: Sequence[Output], like: Array
+) -> list[Array]:
+    if tf.executing_eagerly():  # errors keep their type
+        arrays = [x.numpy() if isinstance(x, tf.Tensor) else x for x in inputs]
+        return [tf.convert_to_tensor(result) for result in function(*arrays)]
+    # Not stateful: those would wait for each other, and other ranks with them.
+    results = tf.numpy_function(
+        function, list(inputs), [tf.as_dtype(dtype) for dtype, _ in outputs], stateful=False
+    )
+    for result, (_, length) in zip(results, outputs, strict=True):
+        result.set_shape([length])
+    return results
+
+
+def from_numpy(x: np.ndarray, like: Array) -> Array:
+    return tf.convert_to_tensor(x)
+
+
+def to_numpy(x: Array) -> np.ndarray:
+    return x.numpy()

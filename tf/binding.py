@@ -1,0 +1,445 @@
+"""Ties a compressor to some variables: their state, and the graph that averages their gradients."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import horovod.tensorflow as horovod
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvd_compress.base import Compressor, Context, Exchange, Outcome, Sparse, State
+from hvd_compress.engines import Engine, LocalEngine
+from hvd_compress.checkpoints import share
+from hvd_compress.errors import ConfigError
+from hvd_compress.methods import as_compressor
+from hvd_compress.schedules import schedules_of, with_densities
+from hvd_compress.stats import Record, Stats
+from hvd_compress.tensorflow import backend
+from hvd_compress.tensorflow.engine import HorovodEngine
+from hvd_compress.tensorflow.rows import exchange_rows, merged
+from hvd_compress.tensorflow.xla import refuse_xla
+from hvd_compress.transforms import momentum_after_averaging
+
+logger = logging.getLogger("hvd_compress")
+
+Gradient = tf.Tensor | tf.IndexedSlices | None
+
+#: what is counted in the graph: these fields of a Record
+_COUNTED = ("steps", "bytes_sent", "bytes_received", "dense_bytes", "elements", "elements_sent")
+
+
+class Slot(NamedTuple):
+    """What is known of a variable."""
+
+    name: str
+    shape: tf.TensorShape
+    dtype: tf.DType
+
+
+def slots_of(variables: Sequence[Any]) -> list[Slot]:
+    """Of TensorFlow's or Keras's variables; names are made unique."""
+    slots: list[Slot] = []
+    taken: set[str] = set()
+    for variable in variables:
+        base = name = str(getattr(variable, "path", variable.name)).removesuffix(":0")
+        numbers = itertools.count(1)
+        while name in taken:
+            name = f"{base}_{next(numbers)}"
+        taken.add(name)
+        slots.append(Slot(name, tf.TensorShape(variable.shape), tf.as_dtype(variable.dtype)))
+    return slots
+
+
+class Binding(tf.Module):
+    """A method, and the state of it that belongs to some variables.
+
+    ``tf.train.Checkpoint(model=model, compression=binding)`` saves and restores it.
+
+    Args:
+        compression: a method, its class, its name, or a text such as "dgc:density=0.01".
+        slots: the variables.
+        op: ``Average`` or ``Sum`` of Horovod.
+        momentum, nesterov: of the optimizer, which must not apply them again.
+        groups: lists of indices into ``slots`` that travel together, or how many such lists.
+        process_set, gradient_predivide_factor, sparse_as_dense: as Horovod's.
+
+    Attributes:
+        method: the compressor.
+        step, epoch: of the next exchange; variables.
+        states: variables by index of the slot and key.
+    """
+
+    #: those that exist
+    alive: ClassVar[weakref.WeakSet[Binding]] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        compression: Any,
+        slots: Sequence[Slot],
+        *,
+        op: int = mpi_ops.Average,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        process_set: Any = mpi_ops.global_process_set,
+        gradient_predivide_factor: float = 1.0,
+        groups: Sequence[Sequence[int]] | int | None = None,
+        sparse_as_dense: bool = False,
+    ) -> None:
+        super().__init__(name="hvd_compress")
+        self.method: Compressor = as_compressor(compression)
+        if op not in (mpi_ops.Average, mpi_ops.Sum):
+            raise ConfigError(
+                f"op must be hvd.Average or hvd.Sum with {self.method.name}: Adasum and others "
+                "need every rank's dense gradient"
+            )
+        self.slots = list(slots)
+        self.seed = 0
+        self.momentum, self.nesterov = momentum, nesterov
+        self._sums = op == mpi_ops.Sum
+        self._set, self._predivide = process_set, gradient_predivide_factor
+        self._groups, self._sparse_as_dense = groups, sparse_as_dense
+        self._schedules = schedules_of(self.method)
+        with tf.init_scope():
+            self.step = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
+            self.epoch = tf.Variable(-1, trainable=False, dtype=tf.int64, name="epoch")
+            self._counts = tf.Variable(
+                tf.zeros([len(slots), len(_COUNTED)], tf.int64), trainable=False, name="counts"
+            )
+            self.states: dict[str, dict[str, tf.Variable]] = {
+                str(i): self._fresh(slot) for i, slot in enumerate(slots)
+            }
+        self._consolidated_at = 0
+        self._traced = tf.function(self._reduce, autograph=False)
+        self.method.bind(self)
+        Binding.alive.add(self)
+
+    # -- what users call ---------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Exact bytes so far, by variable and in total, and the norm of what waits."""
+        records = {}
+        for i, (slot, row) in enumerate(zip(self.slots, self._counts.numpy(), strict=True)):
+            records[slot.name] = Record(**dict(zip(_COUNTED, map(int, row), strict=True)))
+            if (residual := self.states.get(str(i), {}).get("residual")) is not None:
+                records[slot.name].residual_norm = float(backend.norm(residual.value()))
+        return Stats(records)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Announce an epoch, for schedules by epoch."""
+        self.epoch.assign(int(epoch))
+
+    def report_at_exit(self) -> None:
+        """Log one line of statistics when the program ends, on rank 0."""
+        import atexit
+
+        if self.engine.rank == 0:
+            atexit.register(lambda: logger.info("%s: %s", self.method.name, self.stats().line()))
+
+    def consolidate(self) -> None:
+        """Give every rank the mean over the ranks of what differs between them: what waits stays
+        the same in all, and a checkpoint of one rank serves any number of ranks.
+
+        A collective: call it on every rank before rank 0 saves.
+        """
+        engine = self.engine
+        own = self._differing()
+        self._consolidated_at = int(self.step.numpy())
+        if engine.size == 1 or not own:
+            return
+        options = {"op": mpi_ops.Sum, "process_set": self._set, "ignore_name_scope": True}
+
+        @tf.function(autograph=False)
+        def average() -> None:
+            totals = [mpi_ops._allreduce(v.value(), name=name, **options) for name, v in own]
+            for (_, variable), total in zip(own, totals, strict=True):
+                variable.assign(total / engine.size)
+
+        average()
+
+    @property
+    def is_consolidated(self) -> bool:
+        """Whether what this rank has is what all have."""
+        alone = self.engine.size == 1 or not self._differing()
+        return alone or self._consolidated_at == int(self.step.numpy())
+
+    def broadcast(self, root_rank: int = 0) -> None:
+        """If ranks have come to different steps, because not all have loaded a checkpoint, all
+        take over the state of ``root_rank``.  A collective."""
+        if self.engine.size == 1:
+            return
+        steps = mpi_ops.allgather(self.step.value()[None], process_set=self._set).numpy()
+        if len(set(steps.tolist())) > 1:
+            own = [v for state in self.states.values() for v in state.values()]
+            horovod.broadcast_variables([self.step, self.epoch, *own], root_rank, self._set)
+
+    def _differing(self) -> list[tuple[str, tf.Variable]]:
+        """What differs between ranks, with names, in the same order on all of them."""
+        return [
+            (f"hvd_compress.mean.{i}.{key}", self.states[str(i)][key])
+            for i, slot in enumerate(self.slots)
+            for key in sorted(self.states[str(i)].keys() & self._per_rank(slot))
+        ]
+
+    # -- the exchange ------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """Between ranks, or in a world of one where Horovod would not reduce."""
+        if self._set.included() and self._set.size() > 1:
+            return HorovodEngine(self._set, self._predivide)
+        return LocalEngine()
+
+    def reduce(
+        self,
+        gradients: Sequence[Gradient],
+        indices: Sequence[int] | None = None,
+        scale: tf.Tensor | None = None,
+    ) -> list[Gradient]:
+        """The directions to step along.
+
+        Args:
+            gradients: ``None`` stays ``None``, on all ranks alike.
+            indices: of the slots that they belong to; all of them, in order, if ``None``.
+            scale: the loss scale that is in the gradients and shall be in the results.
+        """
+        refuse_xla()
+        places = tuple(range(len(self.slots)) if indices is None else indices)
+        if len(places) != len(gradients):
+            raise ConfigError(f"{len(gradients)} gradients for {len(places)} variables")
+        for i, gradient in zip(places, gradients, strict=True):
+            self._check(self.slots[i], gradient)
+        reduce = self._traced if tf.executing_eagerly() else self._reduce
+        return reduce(list(gradients), places, scale)
+
+    def _check(self, slot: Slot, gradient: Gradient) -> None:
+        if gradient is not None and not slot.shape.is_compatible_with(gradient.shape):
+            raise ConfigError(
+                f"the gradient of {slot.name} has shape {gradient.shape}, the variable {slot.shape}"
+            )
+        if isinstance(gradient, tf.Tensor):
+            backend.check_gradient(gradient)
+
+    def _reduce(
+        self, gradients: list[Gradient], places: tuple[int, ...], scale: tf.Tensor | None
+    ) -> list[Gradient]:
+        present = {i: g for i, g in zip(places, gradients, strict=True) if g is not None}
+        if self._sparse_as_dense:
+            present = {i: tf.convert_to_tensor(g) for i, g in present.items()}
+        if scale is not None:
+            present = {i: _scaled(g, 1 / scale) for i, g in present.items()}
+        common = self._context(present)
+        results: dict[int, Gradient] = {}
+        for group in self._split(list(present)):
+            own = {i: present[i] for i in group}
+            for i, (direction, state, counts) in self._in_phase(own, common).items():
+                for key, value in state.items():
+                    self._state(i, own[i])[key].assign(value)
+                self._counts.scatter_nd_add([[i]], counts[None])
+                results[i] = direction if scale is None else _scaled(direction, scale)
+        self.step.assign_add(1)
+        return [results.get(i) for i in places]
+
+    def _context(self, gradients: Mapping[int, Gradient]) -> Context:
+        engine, norm = self.engine, None
+        if self.method.needs_gradient_norm:
+            parts = [
+                tf.square(backend.norm(merged(g).values if _is_rows(g) else g))
+                for g in gradients.values()
+            ]
+            norm = tf.sqrt(tf.add_n(parts)) if parts else None
+        return Context(
+            rank=engine.rank,
+            size=engine.size,
+            step=self.step.value(),
+            seed=self.seed,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            gradient_norm=norm,
+            sums=self._sums,
+        )
+
+    def _split(self, places: list[int]) -> list[list[int]]:
+        if self._groups is None:
+            return [[i] for i in places]
+        if isinstance(self._groups, int):
+            count = min(self._groups, len(places))
+            bounds = [len(places) * j // count for j in range(count + 1)] if count else []
+            return [places[a:b] for a, b in itertools.pairwise(bounds)]
+        together = [[i for i in group if i in places] for group in self._groups]
+        alone = [[i] for i in places if not any(i in group for group in together)]
+        return [group for group in together if group] + alone
+
+    def _in_phase(self, gradients: Mapping[int, Any], common: Context) -> dict[int, Any]:
+        """Exchange with the densities of now: a graph has a branch for each stage of a schedule."""
+        if not self._schedules:
+            return self._exchange(self.method, gradients, common)
+        index = tf.constant(0)
+        for schedule in self._schedules:
+            count = self.step if schedule.unit == "step" else self._known_epoch()
+            stage = tf.cast(tf.cast(count, tf.float64) / schedule.stage_length + 1e-9, tf.int32)
+            last = schedule.stages_in_all - 1
+            index = index * schedule.stages_in_all + tf.minimum(stage, last)
+        stages = itertools.product(*(range(s.stages_in_all) for s in self._schedules))
+        densities = [
+            {s: s.in_stage(i) for s, i in zip(self._schedules, chosen, strict=True)}
+            for chosen in stages
+        ]
+
+        def branch(of: Mapping[Any, float]) -> Callable[[], Any]:
+            method = with_densities(self.method, of)
+            return lambda: self._exchange(method, gradients, common)
+        return tf.switch_case(index, [branch(of) for of in densities])
+
+    def _known_epoch(self) -> tf.Tensor:
+        check = tf.debugging.assert_greater_equal(
+            self.epoch,
+            tf.constant(0, tf.int64),
+            message=f"ConfigError: the density of {self.method.name} goes by epochs: call "
+            "compression.set_epoch(epoch) at the start of every epoch, or add "
+            "hvd.callbacks.SetEpochCallback() to model.fit",
+        )
+        with tf.control_dependencies([] if check is None else [check]):
+            return self.epoch.value()
+
+    def _exchange(
+        self, method: Compressor, gradients: Mapping[int, Any], common: Context
+    ) -> dict[int, Any]:
+        """(direction, state, counts) by index."""
+        engine = self.engine
+        records = {i: Record() for i in gradients}
+        exchanges = {}
+        for i, gradient in gradients.items():
+            slot = self.slots[i]
+            context = common._replace(name=slot.name)
+            state = {key: v.value() for key, v in self._state(i, gradient).items()}
+            if _is_rows(gradient):
+                exchange = self._exchange_rows(method, slot, gradient, state, context)
+            else:
+                exchange = method.exchange(gradient, state, context)
+            exchanges[slot.name] = (exchange, records[i])
+        engine.start(exchanges)
+        outcomes = engine.finish()
+        results = {}
+        for i, record in records.items():
+            slot, outcome = self.slots[i], outcomes[self.slots[i].name]
+            sent = outcome.sent.values if isinstance(outcome.sent, Sparse) else outcome.sent
+            record.steps = 1
+            record.elements = slot.shape.num_elements()
+            record.dense_bytes = record.elements * slot.dtype.size
+            record.elements_sent = backend.size(sent)
+            counts = tf.stack([tf.cast(getattr(record, name), tf.int64) for name in _COUNTED])
+            direction = outcome.direction
+            if self._sums and engine.size > 1:
+                direction = _scaled(direction, engine.size)
+            results[i] = (direction, outcome.state, counts)
+        return results
+
+    def _exchange_rows(
+        self,
+        method: Compressor,
+        slot: Slot,
+        gradient: tf.IndexedSlices,
+        state: State,
+        context: Context,
+    ) -> Exchange:
+        """Rows are clipped like all, travel whole, and take momentum after averaging."""
+        rows = merged(gradient)
+        template = getattr(method, "template", lambda _: method)(tf.zeros(slot.shape, slot.dtype))
+        values = rows.values
+        for transform in getattr(template, "transforms", ()):
+            if transform.needs_gradient_norm:
+                values, _ = transform.update(values, {}, context)
+        rows = tf.IndexedSlices(values, rows.indices, rows.dense_shape)
+        outcome = yield from exchange_rows(rows, slot.shape, context)
+        if not state:
+            return outcome
+        mean = backend.widen(tf.convert_to_tensor(outcome.mean))
+        transform = momentum_after_averaging(*self.momentum_used())
+        direction, new = backend.choose(
+            backend.all_finite(mean),
+            lambda: transform.finish(mean, state, context),
+            lambda: (mean, state),
+        )
+        direction = tf.cast(tf.reshape(direction, slot.shape), slot.dtype)
+        return Outcome(outcome.mean, outcome.sent, new, direction)
+
+    def momentum_used(self) -> tuple[float, bool]:
+        """(momentum, nesterov) that act inside the exchange."""
+        if not self.method.takes_momentum:
+            return 0.0, False
+        own = getattr(self.method, "momentum", None), getattr(self.method, "nesterov", None)
+        return (
+            self.momentum if own[0] is None else own[0],
+            self.nesterov if own[1] is None else own[1],
+        )
+
+    # -- state -------------------------------------------------------------------------------
+
+    def _fresh(self, slot: Slot) -> dict[str, tf.Variable]:
+        name = re.sub(r"[^\w.-]", ".", slot.name)
+        state = self.method.init(tf.zeros(slot.shape, slot.dtype))
+        return {
+            key: tf.Variable(x, trainable=False, name=f"{name}.{key}") for key, x in state.items()
+        }
+
+    def _per_rank(self, slot: Slot) -> frozenset[str]:
+        return self.method.per_rank(tf.zeros(slot.shape, slot.dtype))
+
+    def _state(self, i: int, gradient: Any) -> Mapping[str, tf.Variable]:
+        state = self.states[str(i)]
+        if _is_rows(gradient):  # which travel whole
+            useful = {"velocity"} if self.momentum_used()[0] else set()
+            for key in state.keys() - useful:
+                del state[key]
+        return state
+
+    def values(self) -> dict[str, Any]:
+        """All state as NumPy arrays, by flat names: for formats that are not TensorFlow's own."""
+        arrays = {
+            "step": self.step.numpy(),
+            "epoch": self.epoch.numpy(),
+            "consolidated": np.int64(self.is_consolidated),
+            "rank": np.int64(self.engine.rank),
+            "size": np.int64(self.engine.size),
+        }
+        for i, state in self.states.items():
+            arrays |= {f"{i}.{key}": variable.numpy() for key, variable in state.items()}
+        return arrays
+
+    def load_values(self, arrays: Mapping[str, Any]) -> None:
+        """Take up what :meth:`values` gave."""
+        saved = {key: int(arrays[key]) for key in ("consolidated", "rank", "size")}
+        factor = share(self.engine, saved)
+        self.step.assign(int(arrays["step"]))
+        self.epoch.assign(int(arrays["epoch"]))
+        self._consolidated_at = int(arrays["step"]) if saved["consolidated"] else -1
+        for name in arrays.keys() - saved.keys() - {"step", "epoch"}:
+            i, key = name.split(".", 1)
+            slot = self.slots[int(i)] if int(i) < len(self.slots) else None
+            if slot is None or arrays[name].size != slot.shape.num_elements():
+                raise ConfigError(
+                    f"saved compression state {name} has {arrays[name].size} elements and fits no "
+                    "variable: it belongs to another model"
+                )
+            if key in self.states[i]:
+                differs = key in self._per_rank(slot)
+                self.states[i][key].assign(arrays[name] * (factor if differs else 1.0))
+
+
+def _is_rows(gradient: Any) -> bool:
+    return isinstance(gradient, tf.IndexedSlices)
+
+
+def _scaled(gradient: Any, factor: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = backend.scale(gradient.values, factor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return backend.scale(gradient, factor)
+

@@ -1,0 +1,112 @@
+"""Horovod under TensorFlow: exchanges are traced into a graph.
+
+Requests become nodes named after the variable, and replies are symbols.  Nothing waits while a
+graph is traced; when it runs, a collective starts as soon as its input is there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvd_compress.engines import LENGTH
+from hvd_compress.flights import FlightEngine, Op
+
+_OPS = {"sum": mpi_ops.Sum, "max": mpi_ops.Max}
+
+
+class HorovodEngine(FlightEngine):
+    """Flights over one process set.
+
+    Args:
+        process_set: the ranks that take part; this rank must be one of them.
+        predivide: sums are scaled by 1 / predivide before and by predivide after adding.
+    """
+
+    def __init__(self, process_set: Any = mpi_ops.global_process_set, predivide: float = 1.0):
+        super().__init__()
+        self._set = process_set
+        self._predivide = predivide
+
+    @property
+    def rank(self) -> int:
+        return self._set.rank()
+
+    @property
+    def size(self) -> int:
+        return self._set.size()
+
+    def _launch(self, kind: str, ops: Sequence[Op]) -> list[Any]:
+        tensors = [op.tensor for op in ops]
+        # Horovod would take what stands before a slash for a scope, and drop it.
+        name = re.sub(r"[^\w.-]", ".", ops[0].name)
+        common = {"name": name, "ignore_name_scope": True, "process_set": self._set}
+        if kind == "alltoall":
+            return [mpi_ops.alltoall(tensors[0], ops[0].splits, **common)]
+        if kind in _OPS:
+            common["op"] = _OPS[kind]
+            if kind == "sum" and self._predivide != 1:
+                common["prescale_factor"] = 1 / self._predivide
+                common["postscale_factor"] = self._predivide
+            if len(tensors) > 1:
+                return list(mpi_ops._grouped_allreduce(tensors, **common))
+            return [mpi_ops._allreduce(tensors[0], **common)]
+        if len(tensors) > 1:
+            return list(mpi_ops.grouped_allgather(tensors, **common))
+        return [mpi_ops.allgather(tensors[0], **common)]
+
+    def _wait(self, handle: list[Any], count: int) -> list[Any]:
+        return handle
+
+    def _split(self, own: tf.Tensor, everything: tf.Tensor) -> list[tf.Tensor]:
+        each = own.shape[0]
+        check = tf.debugging.assert_equal(
+            tf.size(everything),
+            each * self.size,
+            message="PayloadError: the ranks' payloads differ in size: do all run the same "
+            "version with the same compression options?",
+        )
+        with tf.control_dependencies([] if check is None else [check]):
+            rows = tf.reshape(everything, [self.size, each])
+        return tf.unstack(rows)
+
+    def _with_length(self, payload: tf.Tensor) -> tf.Tensor:
+        length = tf.bitcast(tf.size(payload, tf.int64)[None], tf.uint8)
+        return tf.concat([tf.reshape(length, [-1]), payload], 0)
+
+    def _split_by_length(self, everything: tf.Tensor) -> list[tf.Tensor]:
+        parts, start = [], tf.constant(0, tf.int64)
+        total = tf.size(everything, tf.int64)
+        for rank in range(self.size):
+            length = tf.bitcast(everything[start : start + LENGTH], tf.int64)
+            start += LENGTH
+            check = tf.debugging.Assert(
+                (length >= 0) & (length <= total - start),
+                [
+                    f"PayloadError: the message of rank {rank} starts with a length that cannot "
+                    "be: it was damaged, or a gradient is sparse on some ranks and dense on "
+                    "others; pass sparse_as_dense=True then"
+                ],
+            )
+            with tf.control_dependencies([] if check is None else [check]):
+                parts.append(everything[start : start + length])
+            start += length
+        return parts
+
+    def _sum_bfloat16(self, array: tf.Tensor, name: str) -> Generator[Op, Any, tf.Tensor]:
+        """Horovod cannot add bfloat16, but it can carry its bits: every rank adds one part, in
+        float32, and gives the rounded sum to all.  Moves as many bytes as a ring."""
+        n, size = array.shape[0], self.size
+        each = -(-n // size)
+        bits = tf.bitcast(tf.pad(array, [[0, each * size - n]]), tf.int16)
+        splits = tf.fill([size], each)
+        mine, _ = yield Op("alltoall", f"{name}.scatter", bits, splits)
+        rows = tf.bitcast(tf.reshape(mine, [size, each]), tf.bfloat16)
+        summed = tf.reduce_sum(tf.cast(rows, tf.float32), 0)
+        bits = tf.bitcast(tf.cast(summed, tf.bfloat16), tf.int16)
+        total = yield Op("gather_equal", f"{name}.gather", bits)
+        return tf.bitcast(total, tf.bfloat16)[:n]

@@ -1,0 +1,35 @@
+"""Drop-in for ``horovod.tensorflow.keras`` and ``horovod.keras`` with gradient compression::
+
+    import hvd_compress.tensorflow.keras as hvd
+
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression=hvd.DGC)
+
+For Keras 3 on TensorFlow, where Horovod's own optimizer trains without exchanging gradients, and
+for tf_keras (``TF_USE_LEGACY_KERAS=1``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_compress import drop_in
+from hvd_compress.tensorflow import *  # noqa: F403
+from hvd_compress.tensorflow import __all__ as _methods
+from hvd_compress.tensorflow.keras import callbacks
+from hvd_compress.tensorflow.keras.models import load_model
+from hvd_compress.tensorflow.optimizer import distribute as DistributedOptimizer  # noqa: N812
+from hvd_compress.tensorflow.registration import register_keras
+
+__all__ = [*_methods, "DistributedOptimizer", "callbacks", "load_model"]  # noqa: PLE0604
+
+
+_horovod = drop_in.load_horovod("horovod.tensorflow.keras", "TensorFlow", register_keras)
+
+
+def __getattr__(name: str) -> Any:
+    """The rest of ``horovod.tensorflow.keras``."""
+    return drop_in.rest_of(_horovod, name, __name__, "TensorFlow")
+
+
+def __dir__() -> list[str]:
+    return drop_in.names_of(_horovod, globals())

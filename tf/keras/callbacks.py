@@ -1,0 +1,205 @@
+"""Callbacks for ``model.fit``, for Keras 3 and tf_keras: Horovod's names, and one more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as horovod
+import numpy as np
+import tensorflow as tf
+from tensorflow import keras
+
+from hvd_compress.errors import ConfigError
+from hvd_compress.tensorflow.optimizer import CompressedOptimizer
+from hvd_compress.tensorflow.tape import native
+
+_Callback = keras.callbacks.Callback
+
+
+class CompressionCallback(_Callback):
+    """Announces epochs to schedules by epoch, and at the end of each gives every rank the mean of
+    what waits, so that whatever rank 0 saves then is complete.
+
+    Must stand before ``ModelCheckpoint``, on every rank.
+
+    Args:
+        consolidate: see above.
+    """
+
+    def __init__(self, consolidate: bool = True) -> None:
+        super().__init__()
+        self._consolidate = consolidate
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if hasattr(self._compression, "set_epoch"):
+            self._compression.set_epoch(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._consolidate and self._compression is not None:
+            self._compression.consolidate()
+
+    @property
+    def _compression(self) -> Any:
+        optimizer = self.model.optimizer
+        if not isinstance(optimizer, CompressedOptimizer):
+            raise ConfigError(
+                "CompressionCallback needs an optimizer made by hvd.DistributedOptimizer of "
+                "hvd_compress.tensorflow.keras"
+            )
+        return getattr(optimizer, "compression", None)
+
+
+class BroadcastGlobalVariablesCallback(_Callback):
+    """All ranks start with the weights and the optimizer's variables of ``root_rank``.
+
+    What exists when training starts is sent then, what comes to be with the first batch after it.
+    """
+
+    def __init__(self, root_rank: int = 0, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self._device = device
+        self._sent: set[int] | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._sent is None:
+            self._sent = set()
+            self._send()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._sent is not None and batch == 0:
+            self._send()
+
+    def _send(self) -> None:
+        optimizer = self.model.optimizer
+        known = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+        variables = [native(v) for v in [*self.model.variables, *known]]
+        new = [v for v in variables if id(v) not in self._sent]  # type: ignore[operator]
+        with tf.device(self._device):
+            if new:
+                horovod.broadcast_variables(new, self.root_rank)
+            if (binding := getattr(optimizer, "compression", None)) is not None:
+                binding.broadcast(self.root_rank)
+        self._sent.update(map(id, new))  # type: ignore[union-attr]
+
+
+class MetricAverageCallback(_Callback):
+    """At the end of an epoch metrics become their averages over the ranks.
+
+    Must stand before callbacks that read them: ``ReduceLROnPlateau``, ``TensorBoard``.
+    """
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if not logs:
+            return
+        names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
+        values = tf.constant([float(logs[name]) for name in names], tf.float64)
+        means = horovod.allreduce(values, op=horovod.Average, name=f"metrics.{','.join(names)}")
+        logs.update(zip(names, means.numpy().tolist(), strict=True))
+
+
+class LearningRateScheduleCallback(_Callback):
+    """The learning rate is ``initial_lr`` times a multiplier, from ``start_epoch`` to
+    ``end_epoch``.
+
+    Args:
+        initial_lr: for multiplier 1.
+        multiplier: a number, or a function of the epoch, which is a fraction during an epoch
+            unless ``staircase``.
+        momentum_correction: scale the velocities of an SGD whose momentum has the learning rate in
+            it when that changes (Goyal et al., 2017, section 2.1).  Momentum that acts inside
+            the exchange has no learning rate in it and needs none.
+        steps_per_epoch: taken from ``fit`` where it knows.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.initial_lr = initial_lr
+        self.start_epoch, self.end_epoch = start_epoch, end_epoch
+        self.staircase = staircase
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.epoch = 0
+        if callable(multiplier):
+            self.multiplier = multiplier
+        else:
+            self.staircase, constant = True, float(multiplier)
+            self.multiplier = lambda epoch: constant
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.steps_per_epoch is None and not self.staircase:
+            self.steps_per_epoch = (self.params or {}).get("steps")
+            if not self.steps_per_epoch:
+                raise ConfigError("fit() does not know steps_per_epoch: pass it to this callback")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        after_end = self.end_epoch is not None and self.epoch >= self.end_epoch
+        if self.epoch < self.start_epoch or after_end:
+            return
+        if self.staircase and batch == 0:
+            self._adjust(self.epoch)
+        elif not self.staircase:
+            self._adjust(self.epoch + batch / self.steps_per_epoch)  # type: ignore[operator]
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs["lr"] = float(np.asarray(self.model.optimizer.learning_rate))
+
+    def _adjust(self, epoch: float) -> None:
+        optimizer = self.model.optimizer
+        old = float(np.asarray(optimizer.learning_rate))
+        new = self.initial_lr * self.multiplier(epoch)
+        if new == old:
+            return
+        optimizer.learning_rate = new
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if self.momentum_correction and old > 0:
+            for velocity in getattr(inner, "momentums", None) or []:
+                if type(inner).__name__ == "SGD":
+                    velocity.assign(native(velocity).value() * (new / old))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """From ``initial_lr / size`` to ``initial_lr`` in ``warmup_epochs``, batch by batch.
+
+    ``initial_lr`` is the rate for all ranks together, as a rule that of one rank times their
+    number (Goyal et al., 2017).
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            if self.steps_per_epoch:  # the last batch of the warm-up has the whole rate
+                epoch += 1 / self.steps_per_epoch
+            size = horovod.size()
+            return (epoch * (size - 1) / warmup_epochs + 1) / size if warmup_epochs else 1.0
+
+        super().__init__(
+            initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self.verbose and self.end_epoch is not None and epoch == self.end_epoch - 1:
+            rate = float(np.asarray(self.model.optimizer.learning_rate))
+            print(f"\nEpoch {epoch + 1}: warm-up is over, learning rate {rate:g}.")

@@ -1,0 +1,383 @@
+"""``DistributedOptimizer`` for Keras 3 and for tf_keras.
+
+Horovod's own relies on hooks that Keras 3 no longer calls: ``model.fit`` trains, and every rank for
+itself.  Here a class is made from the class of the user's optimizer, with its name, so that saved
+models load without this package; it averages the gradients where all of Keras's ways lead through,
+in ``apply``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvd_compress.base import Compressor
+from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.methods import FP16, NoCompression, as_compressor
+from hvd_compress.momentum import another_kind, check_one_momentum, moved
+from hvd_compress.tensorflow.binding import Binding, slots_of
+from hvd_compress.tensorflow.state_on_disk import state_on_disk
+from hvd_compress.tensorflow.tape import is_ours, native
+
+logger = logging.getLogger("hvd_compress")
+
+
+def is_keras_3(optimizer: Any) -> bool:
+    """Of the package ``keras``, version 3 or later."""
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(optimizer, keras.optimizers.Optimizer)
+
+
+def is_tf_keras(optimizer: Any) -> bool:
+    """Of the package ``tf_keras``, Keras 2."""
+    tf_keras = sys.modules.get("tf_keras")
+    return tf_keras is not None and isinstance(optimizer, tf_keras.optimizers.Optimizer)
+
+
+def as_ours(compression: Any) -> Compressor:
+    """This package's method for a value of ``compression=``, Horovod's own included."""
+    if is_ours(compression):
+        return as_compressor(compression)
+    name = getattr(compression, "__name__", type(compression).__name__)
+    known = {"NoneCompressor": NoCompression(), "FP16Compressor": FP16()}
+    if name not in known:
+        raise ConfigError(
+            f"compression={compression!r}: pass a method such as DGC, or hvd.Compression.fp16"
+        )
+    return known[name]
+
+
+def distribute(
+    optimizer: Any,
+    *,
+    name: str | None = None,
+    compression: Any = NoCompression,
+    op: int = mpi_ops.Average,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    groups: Any = None,
+    process_set: Any = mpi_ops.global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A new optimizer like ``optimizer`` that averages gradients over the ranks.
+
+    Args: as Horovod's; ``compression`` also takes this package's methods.
+
+    Raises:
+        ConfigError, UnsupportedError: options that do not go together.
+    """
+    method = as_ours(compression)
+    if isinstance(optimizer, CompressedOptimizer):
+        raise ConfigError(
+            "this optimizer is distributed already; pass the one that it was made from"
+        )
+    if backward_passes_per_step < 1:
+        raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}: at least 1")
+    if getattr(method, "weight_decay", None) == "gradient":
+        raise ConfigError(
+            "weight_decay='gradient' has no meaning with Keras, whose optimizers keep decay out of "
+            "the gradient: leave it out"
+        )
+    if is_keras_3(optimizer):
+        mixin: type[CompressedOptimizer] = Keras3Optimizer
+        optimizer = _with_loss_scale(optimizer)
+    elif is_tf_keras(optimizer):
+        mixin = TfKerasOptimizer
+        if hasattr(optimizer, "_create_slots"):
+            raise UnsupportedError(
+                "optimizers of keras.optimizers.legacy are not supported: use "
+                f"keras.optimizers.{type(optimizer).__name__}"
+            )
+    else:
+        raise UnsupportedError(
+            f"{type(optimizer).__module__}.{type(optimizer).__name__} is no Keras optimizer; for "
+            "others use hvd.DistributedGradientTape"
+        )
+    base = type(optimizer)
+    cls = type(base.__name__, (mixin, base), {"__module__": base.__module__})
+    new = cls.from_config(optimizer.get_config())
+    if name is not None:
+        new.name = name
+    new._hvd_setup(
+        method,
+        {
+            "op": op,
+            "process_set": process_set,
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "sparse_as_dense": sparse_as_dense,
+        },
+        groups,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        scale_local_gradients,
+    )
+    if optimizer.built:
+        new._hvd_take_over(optimizer)
+    return new
+
+
+def _with_loss_scale(optimizer: Any) -> Any:
+    """Keras wraps optimizers of float16 models later, and would then look for NaN and Inf before
+    the gradients have met: some ranks would step, and others wait for them."""
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        raise UnsupportedError(
+            f"Keras runs on {keras.backend.backend()} here, and its gradients never pass through "
+            "TensorFlow: set KERAS_BACKEND=tensorflow; or, with torch, write the training loop "
+            "yourself and use hvd_compress.torch"
+        )
+    half = keras.config.dtype_policy().name == "mixed_float16"
+    if half and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer
+
+
+class CompressedOptimizer:
+    """``isinstance(optimizer, CompressedOptimizer)``: made by :func:`distribute`.
+
+    Attributes:
+        compression: a :class:`hvd_compress.tensorflow.binding.Binding`, once it is built.
+    """
+
+    def _hvd_setup(
+        self,
+        method: Compressor,
+        options: dict[str, Any],
+        groups: Any,
+        passes: int,
+        average_passes: bool,
+        scale_local: bool,
+    ) -> None:
+        self._hvd_method = method
+        self._hvd_options = options
+        self._hvd_groups = groups
+        self._hvd_passes = passes
+        self._hvd_average_passes = average_passes
+        self._hvd_scale_local = scale_local
+        self._hvd_local: set[int] = set()
+        self._hvd_places: dict[int, int] = {}
+        self._hvd_check_momentum()
+
+    def register_local_var(self, variable: Any) -> None:
+        """The gradient of this variable stays on this rank.  Before the optimizer is built."""
+        if self._hvd_places:
+            raise ConfigError("register_local_var() must be called before the first step")
+        self._hvd_local.add(id(native(variable)))
+
+    def _hvd_inner(self) -> Any:  # no property: Keras would look for variables behind it
+        """The optimizer that steps, behind loss scaling."""
+        return getattr(self, "inner_optimizer", self)
+
+    def _hvd_check_momentum(self) -> None:
+        method, inner = self._hvd_method, self._hvd_inner()
+        if not method.takes_momentum:
+            return
+        own, momentum = getattr(method, "momentum", None), getattr(inner, "momentum", 0.0)
+        wrapped = type(inner).__name__
+        is_chief = self._hvd_options["process_set"].rank() == 0
+        if not self._hvd_takes_momentum:
+            if own is None and is_chief:
+                warnings.warn(another_kind(method, wrapped), UserWarning, stacklevel=5)
+            return
+        check_one_momentum(method, momentum)
+        if own is None and momentum and is_chief:
+            logger.info("%s", moved(method, [momentum], inner.nesterov, wrapped))
+
+    @property
+    def _hvd_takes_momentum(self) -> bool:
+        is_sgd = any(cls.__name__ == "SGD" for cls in type(self._hvd_inner()).__mro__)
+        return self._hvd_method.takes_momentum and is_sgd
+
+    def _hvd_bind(self, variables: Sequence[Any]) -> None:
+        shared = [v for v in variables if id(native(v)) not in self._hvd_local]
+        self._hvd_places = {id(native(v)): i for i, v in enumerate(shared)}
+        inner, takes = self._hvd_inner(), self._hvd_takes_momentum
+        groups = self._hvd_groups
+        if isinstance(groups, list | tuple):
+            groups = [[self._hvd_places[id(native(v))] for v in group] for group in groups]
+        self.compression = Binding(
+            self._hvd_method,
+            slots_of(shared),
+            momentum=inner.momentum if takes else 0.0,
+            nesterov=inner.nesterov if takes else False,
+            groups=groups,
+            **self._hvd_options,
+        )
+        if self._hvd_passes > 1:
+            with tf.init_scope():
+                self._hvd_sums = [
+                    tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables
+                ]
+                self._hvd_count = tf.Variable(0, trainable=False, dtype=tf.int64)
+
+    def _hvd_average(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Averages in place of gradients, but for local variables."""
+        results = list(gradients)
+        shared = []
+        for j, variable in enumerate(variables):
+            if id(native(variable)) in self._hvd_places:
+                shared.append(j)
+            elif id(native(variable)) not in self._hvd_local:
+                raise ConfigError(
+                    f"{variable.name} came after this optimizer was built: build the model first, "
+                    "or make a new optimizer"
+                )
+            elif self._hvd_scale_local and results[j] is not None:
+                size = self.compression.engine.size
+                results[j] = tf.convert_to_tensor(results[j]) / size
+        places = [self._hvd_places[id(native(variables[j]))] for j in shared]
+        scale = native(self.dynamic_scale) if hasattr(self, "dynamic_scale") else None
+        averages = self.compression.reduce(
+            [_plain(results[j]) for j in shared],
+            places,
+            None if scale is None else scale.value(),
+        )
+        for j, average in zip(shared, averages, strict=True):
+            results[j] = average
+        return results
+
+    @contextlib.contextmanager
+    def _hvd_momentum_off(self) -> Iterator[None]:
+        """What acted inside the exchange shall not act again."""
+        inner = self._hvd_inner()
+        if not self._hvd_takes_momentum:
+            yield
+            return
+        own = inner.momentum, inner.nesterov
+        inner.momentum, inner.nesterov = 0.0, False
+        try:
+            yield
+        finally:
+            inner.momentum, inner.nesterov = own
+
+    def _hvd_step(
+        self, gradients: list[Any], variables: list[Any], step: Callable[[list[Any]], Any]
+    ) -> None:
+        """Average and step; after as many backward passes as the user asked for."""
+
+        def exchange(gradients: list[Any]) -> None:
+            averages = self._hvd_average(gradients, variables)
+            with self._hvd_momentum_off():
+                step(averages)
+
+        if self._hvd_passes == 1:
+            exchange(gradients)
+            return
+        for total, gradient in zip(self._hvd_sums, gradients, strict=True):
+            if isinstance(gradient, tf.IndexedSlices):
+                if not self._hvd_options["sparse_as_dense"]:
+                    raise ConfigError(
+                        "gradients of some rows cannot be added up over backward passes: pass "
+                        "sparse_as_dense=True, or backward_passes_per_step=1"
+                    )
+                gradient = tf.convert_to_tensor(gradient)
+            if gradient is not None:
+                total.assign_add(gradient)
+        self._hvd_count.assign_add(1)
+
+        def all_passes() -> tf.Tensor:
+            passes = self._hvd_passes if self._hvd_average_passes else 1
+            exchange(
+                [
+                    None if gradient is None else total.value() / passes
+                    for total, gradient in zip(self._hvd_sums, gradients, strict=True)
+                ]
+            )
+            for total in self._hvd_sums:
+                total.assign(tf.zeros_like(total))
+            return tf.constant(True)
+
+        tf.cond(
+            tf.equal(self._hvd_count % self._hvd_passes, 0), all_passes, lambda: tf.constant(False)
+        )
+
+    def _hvd_take_over(self, optimizer: Any) -> None:
+        """The state of the optimizer that this one is made from."""
+        raise NotImplementedError
+
+
+class Keras3Optimizer(CompressedOptimizer):
+    """Mixed into the class of an optimizer of Keras 3."""
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if self._hvd_places:
+            return
+        super().build(variables)  # type: ignore[misc]
+        self._hvd_bind(variables)
+        self.compression_on_disk = state_on_disk(self.compression)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        _check_place()
+        if trainable_variables is None and not self._hvd_places:
+            super().apply(grads)  # type: ignore[misc]  # raises
+        variables = list(
+            self._trainable_variables if trainable_variables is None else trainable_variables
+        )
+        if not self._hvd_places:
+            import keras
+
+            with keras.name_scope(self.name):
+                self.build(variables)
+        step = super().apply  # type: ignore[misc]
+        self._hvd_step(list(grads), variables, lambda averages: step(averages, variables))
+
+    def _hvd_take_over(self, optimizer: Any) -> None:
+        self.build(optimizer._trainable_variables)
+        for own, theirs in zip(self.variables, optimizer.variables, strict=True):
+            own.assign(theirs)
+
+
+class TfKerasOptimizer(CompressedOptimizer):
+    """Mixed into the class of an optimizer of tf_keras."""
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        super().build(var_list)  # type: ignore[misc]
+        if not self._hvd_places:
+            self._hvd_bind(var_list)
+
+    def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs = list(grads_and_vars)
+        gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        with tf.init_scope():
+            self.build(variables)
+        step = super().apply_gradients  # type: ignore[misc]
+        self._hvd_step(
+            gradients,
+            variables,
+            lambda averages: step(zip(averages, variables, strict=True), *args, **kwargs),
+        )
+        return self.iterations
+
+    def _hvd_take_over(self, optimizer: Any) -> None:
+        raise UnsupportedError(
+            "this optimizer has been used already, and its state would be lost: pass a new one, "
+            "and load its state from a checkpoint"
+        )
+
+
+def _plain(gradient: Any) -> Any:
+    if gradient is None or isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.convert_to_tensor(gradient)
+
+
+def _check_place() -> None:
+    """Inside a branch not all ranks may come by."""
+    graph = tf.compat.v1.get_default_graph()
+    if type(graph).__name__ == "CondBranchFuncGraph":
+        raise UnsupportedError(
+            "a distributed optimizer stands inside of LossScaleOptimizer, which lets it step on "
+            "some ranks only: write hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer("
+            "optimizer)) before model.compile, or keras.config.set_dtype_policy('mixed_float16') "
+            "before hvd.DistributedOptimizer"
+        )

@@ -1,0 +1,94 @@
+"""Makes Horovod's own import line work: ``import horovod.tensorflow as hvd``.
+
+The public functions that meet a compressor are wrapped when this package is imported; calls that
+have nothing to do with this package's compressors pass through.  No file of Horovod is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.tensorflow.binding import Binding
+from hvd_compress.tensorflow.optimizer import distribute, is_keras_3
+from hvd_compress.tensorflow.tape import is_ours, native, wrap_allreduce, wrap_tape
+
+_DONE = "__wrapped_by_hvd_compress__"
+
+
+def register(hvd: Any) -> None:
+    """Wrap the public functions of ``horovod.tensorflow``, once per process."""
+    if hasattr(hvd, _DONE):
+        return
+    setattr(hvd, _DONE, True)
+    hvd.allreduce = wrap_allreduce(hvd.allreduce, several=False)
+    hvd.grouped_allreduce = wrap_allreduce(hvd.grouped_allreduce, several=True)
+    hvd.DistributedGradientTape = wrap_tape(hvd.DistributedGradientTape)
+    hvd.DistributedOptimizer = wrap_optimizer(hvd.DistributedOptimizer)
+    broadcast = hvd.broadcast_variables
+
+    @functools.wraps(broadcast)
+    def broadcast_variables(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        return broadcast([native(variable) for variable in variables], *args, **kwargs)
+
+    hvd.broadcast_variables = broadcast_variables
+    join = hvd.join
+
+    @functools.wraps(join)
+    def checked_join(*args: Any, **kwargs: Any) -> Any:
+        if Binding.alive:
+            raise UnsupportedError(
+                "hvd.join() cannot be used with compressed gradients: Horovod's allgather does not "
+                "support it. Give every rank the same number of batches"
+            )
+        return join(*args, **kwargs)
+
+    hvd.join = checked_join
+    for name in ("horovod.tensorflow.keras", "horovod.keras"):
+        register_keras(importlib.import_module(name))
+
+
+def register_keras(hvd: Any) -> None:
+    """Wrap ``DistributedOptimizer`` of ``horovod.tensorflow.keras``, or of ``horovod.keras``."""
+    if hasattr(hvd, _DONE):
+        return
+    setattr(hvd, _DONE, True)
+    hvd.DistributedOptimizer = wrap_optimizer(hvd.DistributedOptimizer)
+
+
+def wrap_optimizer(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Horovod's ``DistributedOptimizer`` that takes this package's compressors as well, and says so
+    where it would not reduce."""
+    signature = inspect.signature(factory)
+
+    @functools.wraps(factory)
+    def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        options = dict(call.arguments)
+        optimizer = options.pop("optimizer")
+        if is_ours(options["compression"]):
+            if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+                raise UnsupportedError(
+                    "optimizers of tf.compat.v1 are not supported: use keras.optimizers, or "
+                    "hvd.DistributedGradientTape"
+                )
+            taken = inspect.signature(distribute).parameters
+            groups = options.get("groups") or options.get("num_groups") or None
+            known = {name: value for name, value in options.items() if name in taken}
+            return distribute(optimizer, **{**known, "groups": groups})
+        if is_keras_3(optimizer):
+            raise UnsupportedError(
+                "Horovod's own DistributedOptimizer does not exchange gradients under Keras 3: "
+                "every rank would train for itself. Write `import hvd_compress.tensorflow.keras as "
+                "hvd`, whose DistributedOptimizer does; or compression=hvd_compress.NoCompression"
+            )
+        return factory(*args, **kwargs)
+
+    return DistributedOptimizer

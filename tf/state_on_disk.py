@@ -1,0 +1,38 @@
+"""The state of a compressed optimizer in Keras's own files (``.keras``, ``.weights.h5``).
+
+Keras saves an optimizer's attributes that can be saved, each in a place of its own, and looks when
+loading only for those that it knows: a plain optimizer finds its own variables, no more and no
+less, and does not notice these.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.checkpoints import unconsolidated
+from hvd_compress.tensorflow.binding import Binding
+
+
+def state_on_disk(binding: Binding) -> Any:
+    """Something that Keras saves."""
+    import keras
+
+    class StateOnDisk(keras.layers.Layer):
+        """No layer; but layers are what Keras lets others define the saving of."""
+
+        def save_own_variables(self, store: Any) -> None:
+            if binding.engine.size > 1 and not binding.is_consolidated:
+                warnings.warn(
+                    unconsolidated("optimizer.compression.consolidate()"), stacklevel=2
+                )
+            for name, array in binding.values().items():
+                store[name] = array
+
+        def load_own_variables(self, store: Any) -> None:
+            arrays = {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118
+            binding.load_values(arrays)
+
+    return StateOnDisk(name="compression_on_disk")

@@ -1,0 +1,256 @@
+"""``DistributedGradientTape`` and ``allreduce`` for this package's compressors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_compress.base import Compressor
+from hvd_compress.errors import ConfigError
+from hvd_compress.methods import as_compressor
+from hvd_compress.tensorflow.binding import Binding, Slot, slots_of
+
+_BINDINGS = "_hvd_compress_bindings"
+
+
+def is_ours(compression: Any) -> bool:
+    """Whether a value for ``compression=`` means one of this package's methods."""
+    if isinstance(compression, type):
+        return issubclass(compression, Compressor)
+    return isinstance(compression, Compressor | Binding | str)
+
+
+def native(variable: Any) -> Any:
+    """The ``tf.Variable`` inside of one of Keras 3, which Horovod does not know."""
+    inner = getattr(variable, "_value", None)
+    return inner if isinstance(inner, tf.Variable) else variable
+
+
+def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
+    """The state of a method for some variables: made at the first call, found again at others.
+
+    A tape lives for one step, so what has to stay from step to step belongs to the variables.
+    ``tf.train.Checkpoint(model=model, compression=hvd.bind(DGC, model.trainable_variables))`` saves
+    it; ``DistributedGradientTape(tape, compression=...)`` takes it in place of a method.
+
+    Args:
+        options: of :class:`hvd_compress.tensorflow.binding.Binding`.
+    """
+    if isinstance(compression, Binding):
+        known = [slot.name for slot in compression.slots]
+        asked = [slot.name for slot in slots_of(variables)]
+        if known != asked:
+            raise ConfigError(
+                f"this compression is bound to {len(known)} variables, {', '.join(known[:3])} ..., "
+                f"and not to the {len(asked)} that are used here, {', '.join(asked[:3])} ..."
+            )
+        return compression
+    variables = [native(variable) for variable in variables]
+    if not variables:
+        raise ConfigError("there are no variables whose gradients could be exchanged")
+    method = as_compressor(compression)
+    groups = options.get("groups")
+    frozen = tuple(map(tuple, groups)) if isinstance(groups, list) else groups
+    key = (
+        method,
+        tuple(map(id, variables)),
+        tuple(sorted((k, id(v) if k == "process_set" else v) for k, v in options.items() if k != "groups")),
+        frozen,
+    )
+    # Held by a variable: it lives as long as the state makes sense.
+    table = variables[0].__dict__.setdefault(_BINDINGS, {})
+    if key not in table:
+        table[key] = Binding(method, slots_of(variables), **options)
+        _warn_about_momentum(table[key])
+    return table[key]
+
+
+def _warn_about_momentum(binding: Binding) -> None:
+    method = binding.method
+    if method.takes_momentum and getattr(method, "momentum", None) is None:
+        if binding.engine.rank == 0:
+            warnings.warn(
+                f"{method.name} corrects momentum, and a tape knows nothing of the optimizer: it "
+                f"gets error feedback alone. For momentum correction write "
+                f"{type(method).__name__}(momentum=0.9) and give the optimizer momentum=0, or use "
+                "hvd.DistributedOptimizer; if error feedback alone is what you want, write "
+                f"{type(method).__name__}(momentum=0.0)",
+                UserWarning,
+                stacklevel=4,
+            )
+
+
+class CompressedTape:
+    """Mixed into the class of a tape."""
+
+    _hvd_compression: Any
+    _hvd_options: dict[str, Any]
+    _hvd_scale_local: bool
+    _hvd_local: set[int]
+
+    def register_local_source(self, source: Any) -> None:
+        """The gradient of this variable stays on this rank."""
+        self._hvd_local.add(id(native(source)))
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """As ``tf.GradientTape.gradient``, averaged over the ranks.
+
+        ``use_generic_names`` is there for Horovod's callers; names follow the variables.
+        """
+        del use_generic_names
+        gradients = super().gradient(  # type: ignore[misc]
+            target, tf.nest.map_structure(native, sources), output_gradients, unconnected_gradients
+        )
+        flat = tf.nest.flatten(sources)
+        variables = [native(source) for source in flat]
+        parts = dict(enumerate(_flatten_up_to(sources, gradients)))
+        shared = [i for i, v in enumerate(variables) if id(v) not in self._hvd_local]
+        binding = bind(self._hvd_compression, [flat[i] for i in shared], **self._hvd_options)
+        self.compression = binding
+        size = binding.engine.size
+        for i in parts.keys() - set(shared):
+            if self._hvd_scale_local and parts[i] is not None:
+                parts[i] = _divided(parts[i], size)
+        parts.update(zip(shared, binding.reduce([parts[i] for i in shared]), strict=True))
+        return tf.nest.pack_sequence_as(sources, [parts[i] for i in range(len(flat))])
+
+
+def _flatten_up_to(sources: Any, gradients: Any) -> list[Any]:
+    """Gradients one by one; IndexedSlices are not taken apart."""
+    if isinstance(sources, dict):
+        return [g for key in sorted(sources) for g in _flatten_up_to(sources[key], gradients[key])]
+    if isinstance(sources, list | tuple):
+        pairs = zip(sources, gradients, strict=True)
+        return [g for source, own in pairs for g in _flatten_up_to(source, own)]
+    return [gradients]
+
+
+def _divided(gradient: Any, size: int) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
+    return gradient / size
+
+
+def wrap_tape(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Horovod's ``DistributedGradientTape`` that takes this package's compressors as well."""
+    signature = inspect.signature(factory)
+
+    @functools.wraps(factory)
+    def DistributedGradientTape(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        options = call.arguments
+        if not is_ours(options["compression"]):
+            return _with_keras_variables(factory(*args, **kwargs))
+        tape = options["gradtape"]
+        cls = type(type(tape).__name__, (CompressedTape, type(tape)), {})
+        new = cls(
+            persistent=tape._persistent, watch_accessed_variables=tape._watch_accessed_variables
+        )
+        new._tape = tape._tape
+        new._hvd_compression = options["compression"]
+        new._hvd_options = (
+            {} if isinstance(options["compression"], Binding) else binding_options(options)
+        )
+        new._hvd_scale_local = options["scale_local_gradients"]
+        new._hvd_local = set()
+        return new
+
+    return DistributedGradientTape
+
+
+def binding_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Of Horovod's options those that a Binding takes."""
+    names = ("op", "process_set", "gradient_predivide_factor", "groups", "sparse_as_dense")
+    return {name: options[name] for name in names}
+
+
+def _with_keras_variables(tape: Any) -> Any:
+    """Horovod's own tape, which does not know the variables of Keras 3, shall do so."""
+    horovods = type(tape).gradient
+
+    def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        return horovods(self, target, [native(source) for source in sources], *args, **kwargs)
+
+    type(tape).gradient = gradient
+    return tape
+
+
+# -- single tensors ---------------------------------------------------------------------------
+
+_by_name: dict[Any, Binding] = {}
+
+
+def _binding_for(compression: Any, tensors: Sequence[Any], name: str | None, **options: Any) -> Any:
+    method = as_compressor(compression)
+    if name is None:
+        if any(method.init(tf.zeros(t.shape, t.dtype)) for t in tensors):
+            raise ConfigError(
+                f"{method.name} remembers what it did not send, from one call to the next: name "
+                "the tensor, hvd.allreduce(tensor, name='...', compression=...), with another name "
+                "for each"
+            )
+        name = "allreduce"
+    shapes = tuple((tuple(t.shape), t.dtype.name) for t in tensors)
+    key = (method, name, shapes, *((k, id(v) if k == "process_set" else v) for k, v in options.items()))
+    if key not in _by_name:
+        slots = [
+            Slot(name if len(tensors) == 1 else f"{name}.{i}", tf.TensorShape(t.shape), t.dtype)
+            for i, t in enumerate(tensors)
+        ]
+        groups = [list(range(len(slots)))] if len(slots) > 1 else None
+        with tf.init_scope():
+            _by_name[key] = Binding(method, slots, groups=groups, **options)
+    return _by_name[key]
+
+
+def _check_scales(options: dict[str, Any], method: Any) -> None:
+    for name in ("prescale_factor", "postscale_factor"):
+        if options[name] != 1.0:
+            raise ConfigError(
+                f"{name}={options[name]} cannot be combined with {method!r}: scale the tensor "
+                "before the call, or the result after it"
+            )
+
+
+def wrap_allreduce(function: Callable[..., Any], several: bool) -> Callable[..., Any]:
+    """Horovod's ``allreduce`` or ``grouped_allreduce`` that takes this package's compressors as
+    well.  Methods with state keep it by ``name``, tensor's shape and dtype."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def allreduce(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        options = call.arguments
+        if not is_ours(options["compression"]):
+            return function(*args, **kwargs)
+        import horovod.tensorflow as hvd
+
+        given = options["tensors"] if several else [options["tensor"]]
+        tensors = [t if isinstance(t, tf.IndexedSlices) else tf.convert_to_tensor(t) for t in given]
+        _check_scales(options, options["compression"])
+        op = hvd.handle_average_backwards_compatibility(options["op"], options["average"])
+        binding = _binding_for(
+            options["compression"],
+            tensors,
+            options["name"],
+            op=op,
+            process_set=options["process_set"],
+        )
+        results = binding.reduce(tensors)
+        return results if several else results[0]
+
+    return allreduce
