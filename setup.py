@@ -3,7 +3,12 @@
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["hvd_compress", "hvd_compress.*"]), "hvd_compress.torch"],
-    package_dir={"hvd_compress.torch": "torch_impl"},
+    packages=[
+        *find_packages(include=["hvd_compress", "hvd_compress.*"]),
+        "hvd_compress.torch",
+        "hvd_compress.tensorflow",
+        "hvd_compress.tensorflow.keras",
+    ],
+    package_dir={"hvd_compress.torch": "torch_impl", "hvd_compress.tensorflow": "tf"},
     package_data={"hvd_compress": ["*.in", "py.typed"]},
 )

@@ -161,15 +161,17 @@ class Chain(Compressor, name="chain"):
         # A half-precision gradient may have no room for the mean of what had waited.
         finite = met.finite if xp.dtype(mean) == xp.dtype(x) else xp.all_finite(mean)
 
+        old = {key: state[key] for transform in self.transforms for key in transform.keys}
+
         def settled() -> tuple[Array, State]:
             update, new_state = met.mean, {}
             for transform, own in zip(reversed(self.transforms), reversed(states), strict=True):
                 own = transform.settle(met.sent, own, context)
                 update, own = transform.finish(update, own, context)
                 new_state.update(own)
-            return update, {key: new_state[key] for key in state}
+            return update, new_state
 
-        update, new_state = xp.choose(finite, settled, lambda: (met.mean, state))
+        update, new_state = xp.choose(finite, settled, lambda: (met.mean, old))
         return Outcome(
             mean, met.sent, new_state, xp.restore(update, gradient) if self._has_update else None
         )

@@ -15,8 +15,8 @@ from typing import Any
 def unconsolidated(call: str) -> str:
     """A warning for those who save what is one rank's own."""
     return (
-        f"this state holds the residuals of this rank only. Call {call} on every rank before rank 0 "
-        "saves; or save every rank's own and load it on the same rank"
+        f"this state holds the residuals of this rank only. Call {call} on every rank before "
+        "rank 0 saves; or save every rank's own and load it on the same rank"
     )
 
 

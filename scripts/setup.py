@@ -50,23 +50,25 @@ def main() -> None:
 
     if not usable:
         base = getattr(sys, "_base_executable", sys.executable)
-        say("1/5", f".venv for Python {version()}")
+        say("1/6", f".venv for Python {version()}")
         done = subprocess.run([base, "-m", "venv", "--clear", str(VENV)], capture_output=True)
         if done.returncode:
             fail("no virtual environment: install python3-venv, or another Python: make PYTHON=...")
     LOG.write_text("")
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
     pip += ["--constraint", "constraints.txt"]
-    logged("2/5", "PyTorch", [*pip, "torch"])
+    logged("2/6", "PyTorch", [*pip, "torch"])
     extras = "torch,tensorflow,horovod,examples,dev"
-    logged("3/5", "hvd_compress and all it needs", [*pip, "--editable", f".[{extras}]"])
+    logged("3/6", "hvd_compress and all it needs", [*pip, "--editable", f".[{extras}]"])
+    # It asks for the large TensorFlow, and is content with any.
+    logged("4/6", "Keras 2, for the tests", [*pip, "--no-deps", "tf_keras"])
     if not mpich_is_installed():
         # In a folder of its own: the programs of both MPIs have the same names.  pip would only
         # lay a new version over the old one there.
         shutil.rmtree(MPICH, ignore_errors=True)
         apart = ["--no-deps", "--ignore-installed", "--prefix", str(MPICH)]
-        logged("4/5", "MPICH beside Open MPI, for the tests", [*pip, *apart, "mpich"])
-    say("5/5", "Horovod")
+        logged("5/6", "MPICH beside Open MPI, for the tests", [*pip, *apart, "mpich"])
+    say("6/6", "Horovod")
     command = [str(VENV / "bin" / "hvd-compress"), "install-horovod"]
     if subprocess.run(command, cwd=ROOT).returncode:
         sys.exit(1)

@@ -71,6 +71,10 @@ def _register(horovod_tensorflow: Any) -> None:
 find_mpi()
 show_log()
 _horovod = load_horovod("horovod.tensorflow", "TensorFlow", _register)
+if not isinstance(_horovod, ImportError):
+    from hvd_compress.tensorflow.tape import bind
+
+    __all__ += ["bind"]
 
 
 def __getattr__(name: str) -> Any:

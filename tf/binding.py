@@ -15,8 +15,8 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, Sparse, State
-from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.checkpoints import share
+from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import as_compressor
 from hvd_compress.schedules import schedules_of, with_densities
@@ -55,6 +55,22 @@ def slots_of(variables: Sequence[Any]) -> list[Slot]:
         taken.add(name)
         slots.append(Slot(name, tf.TensorShape(variable.shape), tf.as_dtype(variable.dtype)))
     return slots
+
+
+def native(variable: Any) -> Any:
+    """The ``tf.Variable`` inside of one of Keras 3, which Horovod does not know."""
+    inner = getattr(variable, "_value", None)
+    return inner if isinstance(inner, tf.Variable) else variable
+
+
+def places_of_groups(groups: Any, variables: Sequence[Any]) -> Any:
+    """Horovod's ``groups``, lists of variables or a number of lists, with indices for variables."""
+    if groups is None or groups == 0:
+        return None
+    if isinstance(groups, int):
+        return groups
+    places = {id(native(variable)): i for i, variable in enumerate(variables)}
+    return [[places[id(native(v))] for v in group if id(native(v)) in places] for group in groups]
 
 
 class Binding(tf.Module):
@@ -196,6 +212,7 @@ class Binding(tf.Module):
             return HorovodEngine(self._set, self._predivide)
         return LocalEngine()
 
+    @tf.autograph.experimental.do_not_convert
     def reduce(
         self,
         gradients: Sequence[Gradient],
@@ -295,6 +312,7 @@ class Binding(tf.Module):
         def branch(of: Mapping[Any, float]) -> Callable[[], Any]:
             method = with_densities(self.method, of)
             return lambda: self._exchange(method, gradients, common)
+
         return tf.switch_case(index, [branch(of) for of in densities])
 
     def _known_epoch(self) -> tf.Tensor:
@@ -442,4 +460,3 @@ def _scaled(gradient: Any, factor: Any) -> Any:
         values = backend.scale(gradient.values, factor)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return backend.scale(gradient, factor)
-

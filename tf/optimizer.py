@@ -22,9 +22,9 @@ from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import FP16, NoCompression, as_compressor
 from hvd_compress.momentum import another_kind, check_one_momentum, moved
-from hvd_compress.tensorflow.binding import Binding, slots_of
+from hvd_compress.tensorflow.binding import Binding, native, places_of_groups, slots_of
 from hvd_compress.tensorflow.state_on_disk import state_on_disk
-from hvd_compress.tensorflow.tape import is_ours, native
+from hvd_compress.tensorflow.tape import is_ours
 
 logger = logging.getLogger("hvd_compress")
 
@@ -184,7 +184,7 @@ class CompressedOptimizer:
             return
         own, momentum = getattr(method, "momentum", None), getattr(inner, "momentum", 0.0)
         wrapped = type(inner).__name__
-        is_chief = self._hvd_options["process_set"].rank() == 0
+        is_chief = mpi_ops.rank() == 0
         if not self._hvd_takes_momentum:
             if own is None and is_chief:
                 warnings.warn(another_kind(method, wrapped), UserWarning, stacklevel=5)
@@ -202,15 +202,12 @@ class CompressedOptimizer:
         shared = [v for v in variables if id(native(v)) not in self._hvd_local]
         self._hvd_places = {id(native(v)): i for i, v in enumerate(shared)}
         inner, takes = self._hvd_inner(), self._hvd_takes_momentum
-        groups = self._hvd_groups
-        if isinstance(groups, list | tuple):
-            groups = [[self._hvd_places[id(native(v))] for v in group] for group in groups]
         self.compression = Binding(
             self._hvd_method,
             slots_of(shared),
             momentum=inner.momentum if takes else 0.0,
             nesterov=inner.nesterov if takes else False,
-            groups=groups,
+            groups=places_of_groups(self._hvd_groups, shared),
             **self._hvd_options,
         )
         if self._hvd_passes > 1:
@@ -316,6 +313,7 @@ class Keras3Optimizer(CompressedOptimizer):
         self._hvd_bind(variables)
         self.compression_on_disk = state_on_disk(self.compression)
 
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         _check_place()
         if trainable_variables is None and not self._hvd_places:
@@ -345,6 +343,7 @@ class TfKerasOptimizer(CompressedOptimizer):
         if not self._hvd_places:
             self._hvd_bind(var_list)
 
+    @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = list(grads_and_vars)
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]

@@ -15,9 +15,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.tensorflow.binding import Binding
+from hvd_compress.tensorflow.binding import Binding, native
 from hvd_compress.tensorflow.optimizer import distribute, is_keras_3
-from hvd_compress.tensorflow.tape import is_ours, native, wrap_allreduce, wrap_tape
+from hvd_compress.tensorflow.tape import is_ours, wrap_allreduce, wrap_tape
 
 _DONE = "__wrapped_by_hvd_compress__"
 

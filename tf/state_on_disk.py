@@ -25,9 +25,7 @@ def state_on_disk(binding: Binding) -> Any:
 
         def save_own_variables(self, store: Any) -> None:
             if binding.engine.size > 1 and not binding.is_consolidated:
-                warnings.warn(
-                    unconsolidated("optimizer.compression.consolidate()"), stacklevel=2
-                )
+                warnings.warn(unconsolidated("optimizer.compression.consolidate()"), stacklevel=2)
             for name, array in binding.values().items():
                 store[name] = array
 

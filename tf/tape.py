@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from horovod.tensorflow import mpi_ops
 
 from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import as_compressor
-from hvd_compress.tensorflow.binding import Binding, Slot, slots_of
+from hvd_compress.tensorflow.binding import Binding, Slot, native, places_of_groups, slots_of
 
 _BINDINGS = "_hvd_compress_bindings"
 
@@ -25,12 +26,6 @@ def is_ours(compression: Any) -> bool:
     return isinstance(compression, Compressor | Binding | str)
 
 
-def native(variable: Any) -> Any:
-    """The ``tf.Variable`` inside of one of Keras 3, which Horovod does not know."""
-    inner = getattr(variable, "_value", None)
-    return inner if isinstance(inner, tf.Variable) else variable
-
-
 def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
     """The state of a method for some variables: made at the first call, found again at others.
 
@@ -39,7 +34,8 @@ def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
     it; ``DistributedGradientTape(tape, compression=...)`` takes it in place of a method.
 
     Args:
-        options: of :class:`hvd_compress.tensorflow.binding.Binding`.
+        options: of :class:`hvd_compress.tensorflow.binding.Binding`; ``momentum`` for methods that
+            take it over, which the optimizer must not apply again.
     """
     if isinstance(compression, Binding):
         known = [slot.name for slot in compression.slots]
@@ -54,35 +50,30 @@ def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
     if not variables:
         raise ConfigError("there are no variables whose gradients could be exchanged")
     method = as_compressor(compression)
-    groups = options.get("groups")
-    frozen = tuple(map(tuple, groups)) if isinstance(groups, list) else groups
-    key = (
-        method,
-        tuple(map(id, variables)),
-        tuple(sorted((k, id(v) if k == "process_set" else v) for k, v in options.items() if k != "groups")),
-        frozen,
-    )
+    options["groups"] = places_of_groups(options.get("groups"), variables)
+    key = (method, tuple(map(id, variables)), repr(sorted(options.items())))
     # Held by a variable: it lives as long as the state makes sense.
     table = variables[0].__dict__.setdefault(_BINDINGS, {})
     if key not in table:
         table[key] = Binding(method, slots_of(variables), **options)
-        _warn_about_momentum(table[key])
+        if "momentum" not in options:
+            _warn_about_momentum(table[key])
     return table[key]
 
 
 def _warn_about_momentum(binding: Binding) -> None:
     method = binding.method
-    if method.takes_momentum and getattr(method, "momentum", None) is None:
-        if binding.engine.rank == 0:
-            warnings.warn(
-                f"{method.name} corrects momentum, and a tape knows nothing of the optimizer: it "
-                f"gets error feedback alone. For momentum correction write "
-                f"{type(method).__name__}(momentum=0.9) and give the optimizer momentum=0, or use "
-                "hvd.DistributedOptimizer; if error feedback alone is what you want, write "
-                f"{type(method).__name__}(momentum=0.0)",
-                UserWarning,
-                stacklevel=4,
-            )
+    is_open = method.takes_momentum and getattr(method, "momentum", None) is None
+    if is_open and mpi_ops.rank() == 0:
+        warnings.warn(
+            f"{method.name} corrects momentum, and a tape knows nothing of the optimizer: it gets "
+            f"error feedback alone. For momentum correction write "
+            f"{type(method).__name__}(momentum=0.9) and give the optimizer momentum=0, or use "
+            "hvd.DistributedOptimizer; if error feedback alone is what you want, write "
+            f"{type(method).__name__}(momentum=0.0)",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 class CompressedTape:
@@ -97,6 +88,7 @@ class CompressedTape:
         """The gradient of this variable stays on this rank."""
         self._hvd_local.add(id(native(source)))
 
+    @tf.autograph.experimental.do_not_convert
     def gradient(
         self,
         target: Any,
@@ -148,6 +140,7 @@ def wrap_tape(factory: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)
+    @tf.autograph.experimental.do_not_convert
     def DistributedGradientTape(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
@@ -204,7 +197,7 @@ def _binding_for(compression: Any, tensors: Sequence[Any], name: str | None, **o
             )
         name = "allreduce"
     shapes = tuple((tuple(t.shape), t.dtype.name) for t in tensors)
-    key = (method, name, shapes, *((k, id(v) if k == "process_set" else v) for k, v in options.items()))
+    key = (method, name, shapes, repr(sorted(options.items())))
     if key not in _by_name:
         slots = [
             Slot(name if len(tensors) == 1 else f"{name}.{i}", tf.TensorShape(t.shape), t.dtype)
@@ -231,6 +224,7 @@ def wrap_allreduce(function: Callable[..., Any], several: bool) -> Callable[...,
     signature = inspect.signature(function)
 
     @functools.wraps(function)
+    @tf.autograph.experimental.do_not_convert
     def allreduce(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()

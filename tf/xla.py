@@ -1,4 +1,4 @@
-"""``jit_compile=True``: XLA has no collectives of Horovod's and no Python, and says so in riddles."""
+"""``jit_compile=True``: XLA knows neither Horovod's collectives nor Python; say so clearly."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError, SetupError
+from hvd_compress.flights import Op
 from hvd_compress.methods import as_compressor
 from hvd_compress.reducer import Reducer
 from hvd_compress.stats import Stats
-from hvd_compress.flights import Op
 from hvd_compress.torch.engine import TorchFlightEngine
 
 # Its name before PyTorch 2.13 was another one.

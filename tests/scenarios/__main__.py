@@ -7,14 +7,11 @@ import traceback
 import warnings
 from pathlib import Path
 
-import torch
-
 from scenarios import scenarios
-from scenarios.common import hvd, over
+from scenarios.driver import barrier, hvd, over
 
 folder, *modules = sys.argv[1:]
 warnings.simplefilter("error")
-torch.set_num_threads(1)
 hvd.init()
 with (Path(folder) / str(hvd.rank())).open("a") as log:
     for module in modules:
@@ -22,7 +19,7 @@ with (Path(folder) / str(hvd.rank())).open("a") as log:
             problem = None
             try:
                 function()
-                hvd.barrier()
+                barrier()
             except Exception:
                 problem = traceback.format_exc()
             print(json.dumps([f"{module}.{name}", problem]), file=log, flush=True)

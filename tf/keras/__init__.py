@@ -2,7 +2,8 @@
 
     import hvd_compress.tensorflow.keras as hvd
 
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression=hvd.DGC)
+    sgd = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(sgd, compression=hvd.DGC)
 
 For Keras 3 on TensorFlow, where Horovod's own optimizer trains without exchanging gradients, and
 for tf_keras (``TF_USE_LEGACY_KERAS=1``).
@@ -20,7 +21,7 @@ from hvd_compress.tensorflow.keras.models import load_model
 from hvd_compress.tensorflow.optimizer import distribute as DistributedOptimizer  # noqa: N812
 from hvd_compress.tensorflow.registration import register_keras
 
-__all__ = [*_methods, "DistributedOptimizer", "callbacks", "load_model"]  # noqa: PLE0604
+__all__ = [*_methods, "DistributedOptimizer", "callbacks", "load_model"]
 
 
 _horovod = drop_in.load_horovod("horovod.tensorflow.keras", "TensorFlow", register_keras)

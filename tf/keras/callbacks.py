@@ -11,8 +11,8 @@ import tensorflow as tf
 from tensorflow import keras
 
 from hvd_compress.errors import ConfigError
+from hvd_compress.tensorflow.binding import native
 from hvd_compress.tensorflow.optimizer import CompressedOptimizer
-from hvd_compress.tensorflow.tape import native
 
 _Callback = keras.callbacks.Callback
 

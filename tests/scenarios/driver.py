@@ -1,0 +1,92 @@
+"""The framework under test, behind one small interface: ``SCENARIOS_OVER`` says which.
+
+"horovod" is PyTorch over Horovod, "mpi" PyTorch over MPI without Horovod, "tensorflow" a Keras
+optimizer in a ``tf.function``, "tape" a gradient tape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+from typing import Any, Protocol
+
+import numpy as np
+
+over = os.environ.get("SCENARIOS_OVER", "horovod")
+_MODULES = {"horovod": "torch", "mpi": "torch", "tensorflow": "tensorflow", "tape": "tensorflow"}
+_driver: Any = importlib.import_module(f"scenarios.driver_{_MODULES[over]}")
+#: the drop-in for Horovod's module
+hvd: Any = _driver.hvd
+#: the framework's Adam
+adam: Any = _driver.adam
+
+
+class Run(Protocol):
+    """Training of the oracle's network on this rank.
+
+    Attributes:
+        compression: what users meet under that name.
+    """
+
+    compression: Any
+
+    def step(self, number: int, *, passes: int = 1, spoilt: bool = False) -> None:
+        """One optimizer step on the batches of this rank; ``spoilt``: the input is NaN."""
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """By the oracle's names, in its layout."""
+
+    def set_weights(self, weights: dict[str, np.ndarray]) -> None: ...
+
+    def states(self) -> dict[str, np.ndarray]:
+        """All of the compression's state."""
+
+
+def make(method: Any, **options: Any) -> Run:
+    """A run from the oracle's initial weights.
+
+    Args:
+        method: a value for ``compression=``.
+        options: ``kind``, ``dtype``, ``lr``, ``momentum``, ``nesterov``, ``optimizer`` (a class of
+            the framework's), ``groups="two"`` for a group of the first two variables; all others
+            go to ``DistributedOptimizer``.
+    """
+    return _driver.make(method, **options)
+
+
+def barrier() -> None:
+    _driver.allgather(np.zeros(1, np.uint8))
+
+
+def train(run: Run, steps: Any, **options: Any) -> Run:
+    for step in steps:
+        run.step(step, **options)
+    return run
+
+
+def assert_same_everywhere(weights: dict[str, np.ndarray], process_set: Any = None) -> None:
+    """All ranks hold the same bits."""
+    data = b"".join(np.ascontiguousarray(w).tobytes() for w in weights.values())
+    digest = np.frombuffer(hashlib.sha256(data).digest(), np.uint8)
+    options = {} if process_set is None else {"process_set": process_set}
+    digests = np.reshape(_driver.allgather(digest, **options), (-1, digest.size))
+    assert (digests == digests[0]).all(), "ranks diverged"
+
+
+def assert_close(
+    weights: dict[str, np.ndarray],
+    other: dict[str, np.ndarray],
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+) -> None:
+    assert weights.keys() == other.keys()
+    for name, w in weights.items():
+        np.testing.assert_allclose(w, other[name], rtol=rtol, atol=atol, err_msg=name)
+
+
+def raises(error: type[BaseException], *words: str) -> Any:
+    """``with raises(ConfigError, "dampening")``: the message must contain the words."""
+    import pytest
+
+    return pytest.raises(error, match="(?s)" + ".*".join(words))

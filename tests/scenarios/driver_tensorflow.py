@@ -1,0 +1,117 @@
+"""TensorFlow behind the interface of driver.py: a Keras optimizer, or a tape."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvd_compress.tensorflow as hvd
+import hvd_compress.tensorflow.keras as hvd_keras
+from hvd_compress import as_compressor
+from scenarios import oracle
+
+tf.config.threading.set_inter_op_parallelism_threads(2)
+tf.config.threading.set_intra_op_parallelism_threads(1)
+tf.get_logger().setLevel("ERROR")  # each run has a graph of its own, and is not retracing
+over = os.environ.get("SCENARIOS_OVER", "tensorflow")
+
+
+def _layers(kind: str) -> list[Any]:
+    if kind == "words":
+        return [
+            keras.Input((oracle.LENGTH,), dtype="int64"),
+            keras.layers.Embedding(oracle.WORDS, oracle.DIMENSIONS),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(oracle.WIDTHS[-1], use_bias=False),
+        ]
+    hidden = [keras.layers.Dense(width, activation="tanh") for width in oracle.WIDTHS[1:-1]]
+    inputs = keras.Input((oracle.WIDTHS[0],), dtype=keras.config.dtype_policy().compute_dtype)
+    return [inputs, *hidden, keras.layers.Dense(oracle.WIDTHS[-1])]
+
+
+def model_of(kind: str, dtype: str = "float32") -> Any:
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(dtype)  # of the model too, which casts its inputs
+    try:
+        model = keras.Sequential(_layers(kind))
+    finally:
+        keras.config.set_dtype_policy(policy)
+    model.set_weights(list(oracle.initial_weights(kind, dtype).values()))
+    return model
+
+
+class Run:
+    def __init__(
+        self,
+        method: Any,
+        kind: str = "mlp",
+        dtype: str = "float32",
+        lr: float = oracle.LR,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        optimizer: Any = None,
+        **options: Any,
+    ) -> None:
+        self.kind, self.dtype = kind, dtype
+        self.model = model_of(kind, dtype)
+        self.names = list(oracle.initial_weights(kind))
+        if options.get("groups") == "two":
+            options["groups"] = [list(self.model.trainable_variables[:2])]
+        self._method, self._options = method, options
+        if over == "tape":
+            # A tape knows no optimizer: momentum is the method's, or the plain optimizer's.
+            if as_compressor(method).takes_momentum:
+                self._options |= {"momentum": momentum, "nesterov": nesterov}
+                momentum = 0.0
+            self._options.setdefault("op", hvd.Average)
+            self.compression = hvd.bind(method, self.model.trainable_variables, **self._options)
+            self.optimizer = keras.optimizers.SGD(lr, momentum=momentum)
+        else:
+            inner = (
+                keras.optimizers.SGD(lr, momentum=momentum, nesterov=nesterov)
+                if optimizer is None
+                else optimizer(lr)
+            )
+            self.optimizer = hvd_keras.DistributedOptimizer(inner, compression=method, **options)
+            self.optimizer.build(self.model.trainable_variables)
+            self.compression = self.optimizer.compression
+        self.graph = tf.function(self._step)
+
+    def step(self, number: int, *, passes: int = 1, spoilt: bool = False) -> None:
+        for part in range(passes):
+            x, y = oracle.batch(self.kind, hvd.rank(), number * passes + part, self.dtype)
+            self.graph(tf.constant(np.full_like(x, np.nan) if spoilt else x), tf.constant(y))
+
+    def _step(self, x: tf.Tensor, y: tf.Tensor) -> None:
+        variables = self.model.trainable_variables
+        with tf.GradientTape() as tape:
+            z = self.model(x, training=True)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, z))
+        if over == "tape":
+            tape = hvd.DistributedGradientTape(tape, compression=self.compression)
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return dict(zip(self.names, self.model.get_weights(), strict=True))
+
+    def set_weights(self, weights: dict[str, np.ndarray]) -> None:
+        self.model.set_weights(list(weights.values()))
+
+    def states(self) -> dict[str, np.ndarray]:
+        return {
+            f"{self.names[int(i)]}.{key}": variable.numpy()
+            for i, state in self.compression.states.items()
+            for key, variable in state.items()
+        }
+
+
+make = Run
+adam = keras.optimizers.Adam
+
+
+def allgather(x: np.ndarray, **options: Any) -> np.ndarray:
+    return hvd.allgather(tf.constant(x), **options).numpy()

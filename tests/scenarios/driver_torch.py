@@ -1,0 +1,110 @@
+"""PyTorch behind the interface of driver.py."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from scenarios import oracle
+
+torch.set_num_threads(1)
+over = os.environ.get("SCENARIOS_OVER", "horovod")
+hvd: Any = importlib.import_module(
+    "hvd_compress.torch.mpi" if over == "mpi" else "hvd_compress.torch"
+)
+
+
+class Words(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(oracle.WORDS, oracle.DIMENSIONS, sparse=True)
+        self.linear = torch.nn.Linear(oracle.DIMENSIONS, oracle.WIDTHS[-1], bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.embedding(x).mean(1))
+
+
+def _model(kind: str, dtype: str) -> torch.nn.Module:
+    if kind == "words":
+        return Words().to(getattr(torch, dtype))
+    layers: list[torch.nn.Module] = []
+    for inputs, outputs in zip(oracle.WIDTHS, oracle.WIDTHS[1:], strict=False):
+        layers += [torch.nn.Linear(inputs, outputs), torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers[:-1]).to(getattr(torch, dtype))
+
+
+class Run:
+    def __init__(
+        self,
+        method: Any,
+        kind: str = "mlp",
+        dtype: str = "float32",
+        lr: float = oracle.LR,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        optimizer: Any = None,
+        **options: Any,
+    ) -> None:
+        self.kind, self.dtype = kind, dtype
+        self.model = _model(kind, dtype)
+        self.names = list(oracle.initial_weights(kind))
+        self.set_weights(oracle.initial_weights(kind, dtype))
+        if options.get("groups") == "two":
+            options["groups"] = [list(self.model.parameters())[:2]]
+        inner = (
+            torch.optim.SGD(self.model.parameters(), lr, momentum=momentum, nesterov=nesterov)
+            if optimizer is None
+            else optimizer(self.model.parameters(), lr)
+        )
+        self.optimizer = hvd.DistributedOptimizer(
+            inner,
+            named_parameters=self.model.named_parameters(),
+            compression=method,
+            **options,
+        )
+        self.compression = getattr(self.optimizer, "compression", None)
+
+    def step(self, number: int, *, passes: int = 1, spoilt: bool = False) -> None:
+        self.optimizer.zero_grad()
+        for part in range(passes):
+            x, y = oracle.batch(self.kind, hvd.rank(), number * passes + part, self.dtype)
+            if spoilt:
+                x = np.full_like(x, np.nan)
+            loss = torch.nn.functional.cross_entropy(self.model(torch.tensor(x)), torch.tensor(y))
+            loss.backward()
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {
+            name: _turned(name, p.detach().numpy()).copy()
+            for name, p in zip(self.names, self.model.parameters(), strict=True)
+        }
+
+    def set_weights(self, weights: dict[str, np.ndarray]) -> None:
+        with torch.no_grad():
+            for name, p in zip(self.names, self.model.parameters(), strict=True):
+                p.copy_(torch.tensor(_turned(name, weights[name])))
+
+    def states(self) -> dict[str, np.ndarray]:
+        return {
+            f"{name}.{key}": x.numpy().copy()
+            for name, p in zip(self.names, self.model.parameters(), strict=True)
+            for key, x in self.compression.state_of(p).items()
+        }
+
+
+def _turned(name: str, weight: np.ndarray) -> np.ndarray:
+    """torch.nn.Linear has outputs first."""
+    return weight.T if name.startswith("kernel") else weight
+
+
+make = Run
+adam = torch.optim.Adam
+
+
+def allgather(x: np.ndarray, **options: Any) -> np.ndarray:
+    return hvd.allgather(torch.tensor(x), name="allgather", **options).numpy()

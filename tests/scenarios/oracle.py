@@ -1,0 +1,129 @@
+"""A small network in NumPy, with gradients by hand: what every framework must agree with.
+
+Training of all ranks happens in this one process: exchanges in the lockstep world, or plain
+momentum SGD on the average gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.lockstep import World
+
+WIDTHS = (40, 64, 32, 5)
+WORDS, LENGTH, DIMENSIONS = 30, 6, 8
+LR = 0.0625  # the same number in every precision
+
+Weights = dict[str, np.ndarray]
+
+
+def initial_weights(kind: str, dtype: str = "float32") -> Weights:
+    """``kind`` "mlp": kernels (inputs, outputs) and biases; "words": an embedding and a kernel."""
+    random = np.random.default_rng(0)
+    weights = {}
+    if kind == "words":
+        weights["embedding"] = random.normal(size=(WORDS, DIMENSIONS))
+        weights["kernel0"] = random.normal(size=(DIMENSIONS, WIDTHS[-1])) / DIMENSIONS**0.5
+    else:
+        for i, (inputs, outputs) in enumerate(itertools.pairwise(WIDTHS)):
+            weights[f"kernel{i}"] = random.normal(size=(inputs, outputs)) / inputs**0.5
+            weights[f"bias{i}"] = 0.1 * random.normal(size=outputs)
+    return {name: w.astype(dtype) for name, w in weights.items()}
+
+
+def batch(kind: str, rank: int, step: int, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
+    """Inputs, and labels 0..4; others for every rank and step."""
+    random = np.random.default_rng(1000 * rank + step)
+    if kind == "words":
+        words = random.integers(0, WORDS // 2, size=(8, LENGTH))  # many of them twice, half never
+        return words, words.sum(1) % WIDTHS[-1]
+    x = random.normal(size=(8, WIDTHS[0])).astype(dtype)
+    return x, (x[:, :5] + 0.5 * x[:, 5:10]).argmax(1)
+
+
+def gradients(kind: str, weights: Weights, rank: int, step: int) -> Weights:
+    """Of the mean cross-entropy of a batch."""
+    dtype = next(iter(weights.values())).dtype.name
+    x, labels = batch(kind, rank, step, dtype)
+    if kind == "words":
+        mean = weights["embedding"][x].mean(1)
+        d = _softmax_minus_one_hot(mean @ weights["kernel0"], labels)
+        found = {"embedding": np.zeros_like(weights["embedding"]), "kernel0": mean.T @ d}
+        np.add.at(found["embedding"], x, (d @ weights["kernel0"].T / LENGTH)[:, None, :])
+        return found
+    layers = len(WIDTHS) - 1
+    inputs = [x]
+    for i in range(layers):
+        z = inputs[-1] @ weights[f"kernel{i}"] + weights[f"bias{i}"]
+        inputs.append(np.tanh(z) if i < layers - 1 else z)
+    d = _softmax_minus_one_hot(inputs[-1], labels)
+    found = {}
+    for i in reversed(range(layers)):
+        found |= {f"kernel{i}": inputs[i].T @ d, f"bias{i}": d.sum(0)}
+        d = (d @ weights[f"kernel{i}"].T) * (1 - inputs[i] ** 2)
+    return {name: found[name] for name in weights}
+
+
+def _softmax_minus_one_hot(z: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    p = np.exp(z - z.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    p[np.arange(len(labels)), labels] -= 1
+    return p / z.dtype.type(len(labels))
+
+
+def compressed(
+    method: Any,
+    steps: Iterable[int],
+    ranks: int,
+    *,
+    kind: str = "mlp",
+    dtype: str = "float32",
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    lr: float = LR,
+) -> Weights:
+    """Weights after ``w = w - lr * direction``, or momentum SGD on the averages for methods that
+    leave momentum to the optimizer."""
+    world = World(method, ranks)
+    weights = initial_weights(kind, dtype)
+    velocity = {name: np.zeros_like(w) for name, w in weights.items()}
+    own = 0.0 if method.takes_momentum else momentum
+    for step in steps:
+        found = [gradients(kind, weights, rank, step) for rank in range(ranks)]
+        for name in weights:
+            outcome = world.exchange(
+                [g[name] for g in found], name=name, momentum=momentum, nesterov=nesterov
+            )[0]
+            velocity[name] = own * velocity[name] + outcome.direction
+            weights[name] = weights[name] - weights[name].dtype.type(lr) * velocity[name]
+    return weights
+
+
+def dense(
+    steps: Iterable[int],
+    ranks: int,
+    *,
+    kind: str = "mlp",
+    dtype: str = "float32",
+    momentum: float = 0.9,
+    lr: float = LR,
+    passes: int = 1,
+) -> Weights:
+    """Momentum SGD on the average over the ranks of the sum over ``passes`` batches."""
+    weights = initial_weights(kind, dtype)
+    velocity = {name: np.zeros_like(w) for name, w in weights.items()}
+    for step in steps:
+        found = [
+            gradients(kind, weights, rank, step * passes + part)
+            for rank in range(ranks)
+            for part in range(passes)
+        ]
+        for name in weights:
+            average = sum(g[name] for g in found) / ranks
+            velocity[name] = momentum * velocity[name] + average
+            weights[name] = weights[name] - weights[name].dtype.type(lr) * velocity[name]
+    return weights
