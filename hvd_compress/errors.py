@@ -4,6 +4,9 @@
 class CompressionError(Exception):
     """Base class: ``except CompressionError`` catches all errors of this package."""
 
+    # What TensorFlow looks for before it raises an error of a traced function again, as it was.
+    __init__ = Exception.__init__
+
 
 class ConfigError(CompressionError, ValueError):
     """An option has a value that cannot be honoured, alone or beside another option."""

@@ -321,7 +321,7 @@ class Binding(tf.Module):
             tf.constant(0, tf.int64),
             message=f"ConfigError: the density of {self.method.name} goes by epochs: call "
             "compression.set_epoch(epoch) at the start of every epoch, or add "
-            "hvd.callbacks.SetEpochCallback() to model.fit",
+            "hvd.callbacks.CompressionCallback() to model.fit",
         )
         with tf.control_dependencies([] if check is None else [check]):
             return self.epoch.value()

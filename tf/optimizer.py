@@ -120,7 +120,7 @@ def distribute(
         average_aggregated_gradients,
         scale_local_gradients,
     )
-    if optimizer.built:
+    if getattr(optimizer, "built", getattr(optimizer, "_built", False)):
         new._hvd_take_over(optimizer)
     return new
 

@@ -12,6 +12,7 @@ from scenarios.driver import barrier, hvd, over
 
 folder, *modules = sys.argv[1:]
 warnings.simplefilter("error")
+warnings.filterwarnings("ignore", ".*__array__ implementation", DeprecationWarning)  # in Keras
 hvd.init()
 with (Path(folder) / str(hvd.rank())).open("a") as log:
     for module in modules:

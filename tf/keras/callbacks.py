@@ -32,14 +32,12 @@ class CompressionCallback(_Callback):
         self._consolidate = consolidate
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if hasattr(self._compression, "set_epoch"):
-            self._compression.set_epoch(epoch)
+        self._compression().set_epoch(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._consolidate and self._compression is not None:
-            self._compression.consolidate()
+        if self._consolidate:
+            self._compression().consolidate()
 
-    @property
     def _compression(self) -> Any:
         optimizer = self.model.optimizer
         if not isinstance(optimizer, CompressedOptimizer):
@@ -47,7 +45,9 @@ class CompressionCallback(_Callback):
                 "CompressionCallback needs an optimizer made by hvd.DistributedOptimizer of "
                 "hvd_compress.tensorflow.keras"
             )
-        return getattr(optimizer, "compression", None)
+        if not hasattr(optimizer, "compression"):
+            optimizer.build(self.model.trainable_variables)
+        return optimizer.compression
 
 
 class BroadcastGlobalVariablesCallback(_Callback):

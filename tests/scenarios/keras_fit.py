@@ -1,0 +1,493 @@
+"""What users of TensorFlow and Keras do beside what all frameworks share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import horovod.keras
+import horovod.tensorflow
+import horovod.tensorflow.keras
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvd_compress.tensorflow as hvd
+import hvd_compress.tensorflow.keras as hvd_keras
+from hvd_compress import BF16, DGC, FP16, NoCompression, StagedWarmup, TopK
+from hvd_compress.errors import ConfigError, UnsupportedError
+from scenarios import oracle
+from scenarios.driver import assert_close, assert_same_everywhere, barrier, make, raises, train
+from scenarios.driver_tensorflow import model_of
+
+SPARSE = DGC(density=0.05)
+DENSE = DGC(density=1.0)
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def _sgd(lr: float = oracle.LR, **options) -> keras.optimizers.SGD:
+    return keras.optimizers.SGD(lr, **{"momentum": 0.9, **options})
+
+
+def _weights(model) -> dict[str, np.ndarray]:
+    return dict(zip(oracle.initial_weights("mlp"), model.get_weights(), strict=True))
+
+
+def _data(steps: int) -> tuple[np.ndarray, np.ndarray]:
+    batches = [oracle.batch("mlp", hvd.rank(), step) for step in range(steps)]
+    return np.concatenate([x for x, _ in batches]), np.concatenate([y for _, y in batches])
+
+
+def _fit(optimizer, steps: int = 8, *, model=None, callbacks=(), **options):
+    model = model or model_of("mlp")
+    model.compile(optimizer, loss=LOSS, **options)
+    x, y = _data(steps)
+    history = model.fit(
+        x, y, batch_size=8, shuffle=False, verbose=0, callbacks=list(callbacks)
+    ).history
+    return model, history
+
+
+def fit_is_the_oracle() -> None:
+    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=DENSE)
+    model, _ = _fit(optimizer)
+    assert_close(_weights(model), oracle.dense(range(8), hvd.size()))
+    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
+    model, _ = _fit(optimizer)
+    assert_same_everywhere(_weights(model))
+    assert_close(_weights(model), oracle.compressed(SPARSE, range(8), hvd.size()), 1e-3, 1e-4)
+
+
+def without_compression_it_reduces() -> None:
+    for compression in ({}, {"compression": hvd.Compression.none}):
+        model, _ = _fit(hvd_keras.DistributedOptimizer(_sgd(), **compression))
+        assert_close(_weights(model), oracle.dense(range(8), hvd.size()))
+    model, _ = _fit(hvd_keras.DistributedOptimizer(_sgd(), compression=hvd.Compression.fp16))
+    assert_same_everywhere(_weights(model))
+
+
+def horovods_own_import_lines_work() -> None:
+    for module in (horovod.tensorflow, horovod.tensorflow.keras, horovod.keras):
+        optimizer = module.DistributedOptimizer(_sgd(), compression=DENSE)
+        model, _ = _fit(optimizer)
+        assert_close(_weights(model), oracle.dense(range(8), hvd.size()))
+
+
+def horovods_own_optimizer_says_that_it_would_not_reduce() -> None:
+    for module in (horovod.tensorflow, horovod.tensorflow.keras, horovod.keras):
+        with raises(UnsupportedError, "Keras 3", "import hvd_compress.tensorflow.keras as hvd"):
+            module.DistributedOptimizer(_sgd())
+
+
+def the_graph_is_traced_once() -> None:
+    run = train(make(SPARSE), range(6))
+    assert run.graph.experimental_get_tracing_count() == 1
+    method = DGC(density=StagedWarmup(densities=(1.0, 0.25, 0.02)), min_size=0)
+    run = train(make(method), range(6))
+    assert run.graph.experimental_get_tracing_count() == 1
+    model = model_of("mlp")
+    for step in range(4):  # a tape in an eager loop
+        _tape_step(model, SPARSE, step)
+    binding = hvd.bind(DGC(density=0.05, momentum=0.0), model.trainable_variables)
+    assert binding._traced.experimental_get_tracing_count() <= 1
+
+
+def _tape_step(model, method, step, **options):
+    x, y = oracle.batch("mlp", hvd.rank(), step)
+    method = DGC(density=method.density, momentum=0.0) if isinstance(method, DGC) else method
+    with tf.GradientTape() as tape:
+        loss = LOSS(y, model(x, training=True))
+    tape = hvd.DistributedGradientTape(tape, compression=method, **options)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+        variable.assign_sub(oracle.LR * gradient)
+    return tape.compression
+
+
+def tapes_in_eager_loops() -> None:
+    model = model_of("mlp")
+    for step in range(5):
+        binding = _tape_step(model, DENSE, step)
+    assert_close(_weights(model), oracle.dense(range(5), hvd.size(), momentum=0.0))
+    assert int(binding.step) == 5
+    other = model_of("mlp")
+    assert _tape_step(other, DENSE, 0) is not binding, "two models do not share state"
+
+
+def a_tape_without_a_word_on_momentum_warns() -> None:
+    variable = tf.Variable(tf.ones([40, 40]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                y = tf.reduce_sum(variable**2)
+            hvd.DistributedGradientTape(tape, compression=DGC).gradient(y, variable)
+    messages = [str(w.message) for w in caught if "momentum=0.9" in str(w.message)]
+    assert len(messages) == (1 if hvd.rank() == 0 else 0), messages
+
+
+def tapes_take_any_nest_of_sources() -> None:
+    a, b = tf.Variable(tf.ones([3]) * (hvd.rank() + 1)), tf.Variable(2.0)
+    mean = (hvd.size() + 1) / 2
+    for sources in ([a, b], (a, b), {"a": a, "b": b}):
+        with tf.GradientTape(persistent=True) as tape:
+            y = tf.reduce_sum(a**2) * b
+        tape = hvd.DistributedGradientTape(tape, compression=NoCompression)
+        found = tape.gradient(y, sources)
+        assert type(found) is type(sources)
+        ga = found["a"] if isinstance(sources, dict) else found[0]
+        np.testing.assert_allclose(ga, np.full(3, 4 * mean), rtol=1e-6)
+    np.testing.assert_allclose(tape.gradient(y, a), np.full(3, 4 * mean), rtol=1e-6)
+    assert tape.gradient(y, [tf.Variable(1.0), a])[0] is None
+
+
+def parts_of_a_model_stay_local() -> None:
+    model = model_of("mlp")
+    x, y = oracle.batch("mlp", hvd.rank(), 0)
+    own = oracle.gradients("mlp", oracle.initial_weights("mlp"), hvd.rank(), 0)
+    everyones = [
+        oracle.gradients("mlp", oracle.initial_weights("mlp"), rank, 0)
+        for rank in range(hvd.size())
+    ]
+    for scale in (True, False):
+        with tf.GradientTape() as tape:
+            loss = LOSS(y, model(x, training=True))
+        tape = hvd.PartialDistributedGradientTape(
+            tape,
+            compression=NoCompression,
+            local_layers=model.layers[0],
+            scale_local_gradients=scale,
+        )
+        found = tape.gradient(loss, model.trainable_variables)
+        for name, gradient in zip(own, found, strict=True):
+            local = own[name] / (hvd.size() if scale else 1)
+            mean = sum(g[name] for g in everyones) / hvd.size()
+            expected = local if name in ("kernel0", "bias0") else mean
+            np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
+    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=DENSE)
+    for variable in model.layers[0].trainable_variables:
+        optimizer.register_local_var(variable)
+    model, _ = _fit(optimizer, model=model)
+    assert len(optimizer.compression.slots) == 4
+
+
+def single_tensors() -> None:
+    x = tf.constant([[1.0, -2.0, 3.0], [4.0, 5.0, -6.0]]) * float(hvd.rank() + 1)
+    mean = np.array([[1, -2, 3], [4, 5, -6]]) * (hvd.size() + 1) / 2
+    for method in (NoCompression, FP16(), BF16, "fp16"):
+        np.testing.assert_allclose(hvd.allreduce(x, compression=method), mean, rtol=1e-2)
+        total = hvd.allreduce(x, compression=method, op=hvd.Sum)
+        np.testing.assert_allclose(total, mean * hvd.size(), rtol=1e-2)
+        for y in hvd.grouped_allreduce([x, 2 * x], compression=method)[:1]:
+            np.testing.assert_allclose(y, mean, rtol=1e-2)
+    with raises(ConfigError, "name"):
+        hvd.allreduce(x, compression=TopK(density=0.5))
+    sums = sum(hvd.allreduce(x, compression=TopK(density=0.5), name="x").numpy() for _ in range(9))
+    assert np.abs(sums / 9 - mean).max() < np.abs(mean).max() / 2, "what waits is sent later"
+    with raises(ConfigError, "prescale_factor"):
+        hvd.allreduce(x, compression=FP16, prescale_factor=2.0)
+    rows = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([1, 1]), tf.constant([4, 3]))
+    found = tf.convert_to_tensor(hvd.allreduce(rows, compression=NoCompression))
+    np.testing.assert_allclose(found, [[0] * 3, [2] * 3, [0] * 3, [0] * 3])
+    untouched = hvd.allreduce(x, compression=hvd.Compression.fp16)
+    np.testing.assert_allclose(untouched, mean, rtol=1e-2)
+
+
+def models_are_saved_and_go_on() -> None:
+    """Plain Keras loads them, without this package; and so do we, with the state."""
+    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
+    model, _ = _fit(optimizer, callbacks=[hvd_keras.callbacks.CompressionCallback()])
+    folder = os.environ.get("SCENARIOS_FOLDER", tempfile.gettempdir())
+    path = Path(folder) / f"model-{os.getppid()}.keras"
+    if hvd.rank() == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            model.save(path)
+    barrier()
+    loaded = hvd_keras.load_model(path, compression=SPARSE)
+    binding = loaded.optimizer.compression
+    assert int(binding.step) == 8
+    for i, state in optimizer.compression.states.items():
+        for key, variable in state.items():
+            np.testing.assert_array_equal(binding.states[i][key], variable)
+    for m in (model, loaded):
+        x, y = _data(4)
+        m.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        assert_same_everywhere(_weights(m))
+    assert_close(_weights(loaded), _weights(model), 1e-5, 1e-6)
+    if hvd.rank() == 0:
+        code = (
+            "import sys, warnings, keras; warnings.simplefilter('error', UserWarning)\n"
+            f"m = keras.models.load_model({str(path)!r})\n"
+            "assert type(m.optimizer) is keras.optimizers.SGD, type(m.optimizer)\n"
+            "assert m.optimizer.momentum == 0.9 and int(m.optimizer.iterations) == 8\n"
+            "assert not any(name.startswith('hvd_compress') for name in sys.modules)\n"
+        )
+        alone = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI", "PMIX"))}
+        subprocess.run([sys.executable, "-c", code], check=True, env=alone, timeout=100)
+        path.unlink()
+    barrier()
+
+
+def one_ranks_state_saved_as_everybodys_warns() -> None:
+    if hvd.size() == 1:
+        return  # one rank is everybody
+    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
+    model, _ = _fit(optimizer)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.keras"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.save(path)
+            loaded = hvd_keras.load_model(path, compression=SPARSE)
+        messages = [str(w.message) for w in caught]
+    assert any("compression.consolidate()" in m for m in messages), messages
+    # Each rank has loaded its own.
+    mine = optimizer.compression.states["0"]["residual"].numpy()
+    np.testing.assert_array_equal(loaded.optimizer.compression.states["0"]["residual"], mine)
+
+
+def checkpoints_of_tensorflow() -> None:
+    run = train(make(SPARSE), range(4))
+    run.compression.consolidate()
+    with tempfile.TemporaryDirectory() as folder:
+        saved = tf.train.Checkpoint(model=run.model, compression=run.compression).save(
+            f"{folder}/checkpoint"
+        )
+        other = make(SPARSE)
+        tf.train.Checkpoint(model=other.model, compression=other.compression).restore(
+            saved
+        ).assert_consumed()
+    assert int(other.compression.step) == 4
+    for r in (run, other):
+        train(r, range(4, 8))
+    assert_close(other.weights(), run.weights(), 1e-6, 1e-7)
+
+
+def consolidation_keeps_the_sum() -> None:
+    run = train(make(TopK(density=0.05)), range(4))
+    before = run.states()
+    total = {k: hvd.allreduce(tf.constant(v), op=hvd.Sum, name=f"t.{k}") for k, v in before.items()}
+    run.compression.consolidate()
+    assert_same_everywhere(run.states())
+    for key, state in run.states().items():
+        np.testing.assert_allclose(state * hvd.size(), total[key], rtol=1e-5, atol=1e-6)
+
+
+def _scaled_step(model, optimizer):
+    variables = model.trainable_variables
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(LOSS(y, model(x, training=True)))
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    return step
+
+
+def loss_scaling() -> None:
+    """Overflow on one rank: all skip the step, none remembers it, and the scale falls."""
+    policy = keras.config.dtype_policy()
+    for optimizer in (keras.optimizers.LossScaleOptimizer(_sgd(), initial_scale=2.0**10), "policy"):
+        if optimizer == "policy":
+            keras.config.set_dtype_policy("mixed_float16")
+            optimizer = _sgd()
+        try:
+            distributed = hvd_keras.DistributedOptimizer(optimizer, compression=SPARSE)
+        finally:
+            keras.config.set_dtype_policy(policy)
+        assert isinstance(distributed, keras.optimizers.LossScaleOptimizer)
+        model = model_of("mlp")
+        step = _scaled_step(model, distributed)
+        for number in range(4):
+            step(*map(tf.constant, oracle.batch("mlp", hvd.rank(), number)))
+        assert_close(_weights(model), oracle.compressed(SPARSE, range(4), hvd.size()), 1e-3, 1e-4)
+        weights, scale = _weights(model), float(np.asarray(distributed.dynamic_scale))
+        states = {k: v.numpy() for k, v in distributed.compression.states["0"].items()}
+        x, y = oracle.batch("mlp", hvd.rank(), 4)
+        step(tf.constant(np.full_like(x, np.inf) if hvd.rank() == 0 else x), tf.constant(y))
+        assert_close(_weights(model), weights, 0, 0)
+        assert float(np.asarray(distributed.dynamic_scale)) == scale / 2
+        for key, state in states.items():
+            np.testing.assert_array_equal(distributed.compression.states["0"][key], state)
+        step(tf.constant(x), tf.constant(y))
+        assert_same_everywhere(_weights(model))
+
+
+def loss_scaling_the_other_way_round_is_refused() -> None:
+    inner = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
+    model = model_of("mlp")
+    model.compile(keras.optimizers.LossScaleOptimizer(inner), loss=LOSS)
+    with raises(UnsupportedError, "hvd.DistributedOptimizer", "LossScaleOptimizer"):
+        model.fit(*_data(1), batch_size=8, verbose=0)
+
+
+def gradients_may_be_clipped() -> None:
+    for clip in ({"clipnorm": 0.01}, {"global_clipnorm": 0.01}, {"clipvalue": 1e-3}):
+        optimizer = hvd_keras.DistributedOptimizer(
+            _sgd(momentum=0.0, **clip), compression=DGC(density=1.0)
+        )
+        model, _ = _fit(optimizer, steps=1)
+        change = {k: w - oracle.initial_weights("mlp")[k] for k, w in _weights(model).items()}
+        flat = np.concatenate([c.reshape(-1) for c in change.values()]) / oracle.LR
+        norm = np.linalg.norm(change["kernel0"]) / oracle.LR
+        largest = {"clipnorm": norm, "global_clipnorm": np.linalg.norm(flat)}.get(
+            next(iter(clip)), np.abs(flat).max()
+        )
+        np.testing.assert_allclose(largest, next(iter(clip.values())), rtol=1e-2)
+        assert_same_everywhere(_weights(model))
+
+
+def xla_is_refused() -> None:
+    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
+    with raises(UnsupportedError, "jit_compile=False"):
+        _fit(optimizer, jit_compile=True)
+    model = model_of("mlp")
+
+    @tf.function(jit_compile=True)
+    def step():
+        _tape_step(model, SPARSE, 0)
+
+    with raises(UnsupportedError, "jit_compile"):
+        step()
+
+
+def eager_models_train_too() -> None:
+    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=DENSE)
+    model, _ = _fit(optimizer, steps=4, run_eagerly=True)
+    assert_close(_weights(model), oracle.dense(range(4), hvd.size()))
+
+
+def callbacks_of_horovod() -> None:
+    optimizer = hvd_keras.DistributedOptimizer(_sgd(lr=0.4), compression=SPARSE)
+    model = model_of("mlp")
+    if hvd.rank() > 0:
+        model.set_weights([w + 1 for w in model.get_weights()])
+    callbacks = [
+        hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd_keras.callbacks.MetricAverageCallback(),
+        hvd_keras.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=1),
+    ]
+    model, history = _fit(optimizer, model=model, callbacks=callbacks, metrics=["accuracy"])
+    assert_same_everywhere(_weights(model))
+    assert_same_everywhere({"loss": np.array(history["loss"]), "a": np.array(history["accuracy"])})
+    np.testing.assert_allclose(history["lr"], [0.4], rtol=1e-6)
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(float(np.asarray(self.model.optimizer.learning_rate)))
+
+    schedule = hvd_keras.callbacks.LearningRateScheduleCallback(
+        0.1, lambda epoch: 0.5**epoch, staircase=False
+    )
+    _fit(_sgd(), steps=4, callbacks=[schedule, Watch()])
+    np.testing.assert_allclose(seen, [0.1 * 0.5 ** (i / 4) for i in range(4)], rtol=1e-6)
+
+
+def velocities_follow_the_learning_rate() -> None:
+    """Momentum correction: with the rate halved in mid-training, Keras's velocity, which has the
+    rate in it, goes on as if it had been gathered with the new one."""
+
+    class Halve(hvd_keras.callbacks.LearningRateScheduleCallback):
+        pass
+
+    for correct in (True, False):
+        callback = Halve(
+            oracle.LR,
+            lambda e: 1.0 if e < 0.5 else 0.5,
+            staircase=False,
+            momentum_correction=correct,
+        )
+        model, _ = _fit(_sgd(), steps=4, callbacks=[callback])
+        weights = oracle.initial_weights("mlp")
+        velocity = {k: 0 * w for k, w in weights.items()}
+        for step in range(4):
+            lr = oracle.LR * (1.0 if step < 2 else 0.5)
+            g = oracle.gradients("mlp", weights, hvd.rank(), step)
+            for k in weights:
+                velocity[k] = 0.9 * velocity[k] + g[k]
+                weights[k] = weights[k] - np.float32(lr) * velocity[k]
+        error = max(np.abs(w - weights[k]).max() for k, w in _weights(model).items())
+        assert (error < 1e-5) == correct
+
+
+def schedules_by_epoch_need_epochs() -> None:
+    method = DGC(density=StagedWarmup("epoch", 1, (0.5, 0.05)))
+    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=method)
+    with raises(tf.errors.InvalidArgumentError, "set_epoch"):
+        _fit(optimizer, steps=1)
+    barrier()
+    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=method)
+    _fit(optimizer, steps=2, callbacks=[hvd_keras.callbacks.CompressionCallback()])
+    assert int(optimizer.compression.epoch) == 0
+
+
+def a_damaged_message_is_an_error() -> None:
+    if hvd.size() == 1:
+        return  # alone, nothing travels
+    from hvd_compress.tensorflow.engine import HorovodEngine
+
+    honest = HorovodEngine._launch
+
+    def damage(self, kind, ops):
+        ops = [op._replace(tensor=op.tensor ^ tf.constant(16, tf.uint8)) for op in ops]
+        return honest(self, kind, ops)
+
+    variable = tf.Variable(tf.random.stateless_normal([64, 64], [hvd.rank(), 1]))
+    if hvd.rank() == 1:
+        HorovodEngine._launch = damage
+    try:
+        with tf.GradientTape() as tape:
+            y = tf.reduce_sum(variable**2)
+        tape = hvd.DistributedGradientTape(tape, compression=TopK(density=0.05))
+        with raises(tf.errors.OpError, "PayloadError", "rank 1"):
+            tape.gradient(y, [variable])
+    finally:
+        HorovodEngine._launch = honest
+
+
+def what_cannot_work_says_what_to_write() -> None:
+    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
+    with raises(ConfigError, "distributed already"):
+        hvd_keras.DistributedOptimizer(optimizer, compression=SPARSE)
+    with raises(UnsupportedError, "tf.compat.v1"):
+        horovod.tensorflow.DistributedOptimizer(
+            tf.compat.v1.train.GradientDescentOptimizer(0.1), compression=SPARSE
+        )
+    with raises(UnsupportedError, "no Keras optimizer"):
+        hvd_keras.DistributedOptimizer(object(), compression=SPARSE)
+    with raises(ConfigError, "backward_passes_per_step"):
+        hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE, backward_passes_per_step=0)
+    with raises(ConfigError, "weight_decay"):
+        hvd_keras.DistributedOptimizer(_sgd(), compression=DGC(weight_decay="gradient"))
+    with raises(ConfigError, "compression"):
+        hvd_keras.DistributedOptimizer(_sgd(), compression=3)
+    with raises(UnsupportedError, "integers|int32"):
+        hvd.allreduce(tf.constant([1, 2]), compression=FP16)
+    with raises(UnsupportedError, "join"):
+        hvd.join()
+    run = make(DENSE, kind="words", backward_passes_per_step=2)
+    with raises(ConfigError, "sparse_as_dense=True"):
+        run.step(0)
+    run = make(SPARSE)
+    with raises(ConfigError, "came after"):
+        run.optimizer.apply([tf.ones([2])], [keras.Variable(tf.ones([2]))])
+    with raises(AttributeError, "no_such_thing"):
+        _ = hvd.no_such_thing
+    assert {"init", "rank", "allreduce", "DGC", "bind"} <= set(dir(hvd))
+
+
+def state_of_an_optimizer_that_was_used() -> None:
+    inner = _sgd()
+    model = model_of("mlp")
+    inner.build(model.trainable_variables)
+    inner.apply([tf.ones(v.shape) for v in model.trainable_variables], model.trainable_variables)
+    new = hvd_keras.DistributedOptimizer(inner, compression=TopK(density=0.1))
+    assert int(np.asarray(new.iterations)) == 1
+    np.testing.assert_array_equal(np.asarray(new.momentums[0]), np.asarray(inner.momentums[0]))

@@ -1,0 +1,77 @@
+"""tf_keras, Keras 2: ``TF_USE_LEGACY_KERAS=1``."""
+
+from __future__ import annotations
+
+import horovod.tensorflow.keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+import hvd_compress.tensorflow as hvd
+import hvd_compress.tensorflow.keras as hvd_keras
+from hvd_compress import DGC, TopK
+from hvd_compress.errors import UnsupportedError
+from scenarios import oracle
+from scenarios.driver import assert_close, assert_same_everywhere, raises
+
+
+def _model():
+    hidden = [tf_keras.layers.Dense(width, activation="tanh") for width in oracle.WIDTHS[1:-1]]
+    model = tf_keras.Sequential(
+        [tf_keras.Input((oracle.WIDTHS[0],)), *hidden, tf_keras.layers.Dense(oracle.WIDTHS[-1])]
+    )
+    model.set_weights(list(oracle.initial_weights("mlp").values()))
+    return model
+
+
+def _fit(optimizer, callbacks=(), **options):
+    model = _model()
+    loss = tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss=loss, **options)
+    batches = [oracle.batch("mlp", hvd.rank(), step) for step in range(6)]
+    x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return dict(zip(oracle.initial_weights("mlp"), model.get_weights(), strict=True))
+
+
+def _sgd():
+    return tf_keras.optimizers.SGD(oracle.LR, momentum=0.9)
+
+
+def it_is_keras_2() -> None:
+    assert tf.keras.layers.Dense is tf_keras.layers.Dense
+
+
+def fit_is_the_oracle() -> None:
+    for module in (hvd_keras, horovod.tensorflow.keras):
+        weights = _fit(module.DistributedOptimizer(_sgd(), compression=DGC(density=1.0)))
+        assert_close(weights, oracle.dense(range(6), hvd.size()))
+    method = DGC(density=0.05)
+    weights = _fit(hvd_keras.DistributedOptimizer(_sgd(), compression=method))
+    assert_same_everywhere(weights)
+    assert_close(weights, oracle.compressed(method, range(6), hvd.size()), 1e-3, 1e-4)
+    adam = tf_keras.optimizers.Adam(0.001)
+    assert_same_everywhere(_fit(hvd_keras.DistributedOptimizer(adam, compression=TopK)))
+
+
+def callbacks_work() -> None:
+    callbacks = [
+        hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd_keras.callbacks.MetricAverageCallback(),
+        hvd_keras.callbacks.CompressionCallback(),
+        hvd_keras.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=1),
+    ]
+    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=DGC(density=0.05))
+    assert_same_everywhere(_fit(optimizer, callbacks, metrics=["accuracy"]))
+    assert abs(float(optimizer.learning_rate) - 0.1) < 1e-6
+
+
+def older_optimizers_are_refused() -> None:
+    old = tf_keras.optimizers.legacy.SGD(0.1)
+    with raises(UnsupportedError, "legacy"):
+        hvd_keras.DistributedOptimizer(old, compression=DGC)
+
+
+def horovods_own_still_works() -> None:
+    weights = _fit(horovod.tensorflow.keras.DistributedOptimizer(_sgd()))
+    assert_close(weights, oracle.dense(range(6), hvd.size()))
