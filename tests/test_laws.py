@@ -1,9 +1,10 @@
-"""The law kit over the table of methods, in NumPy and in torch; and over methods that cheat."""
+"""The law kit over the table of methods, in every framework; and over methods that cheat."""
 
 import dataclasses
 
 import numpy as np
 import pytest
+import tensorflow as tf
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +19,6 @@ from hvd_compress.lockstep import World
 from hvd_compress.testing import check_laws
 from method_table import ROWS
 
-TORCH_DTYPES = ("float16", "bfloat16", "float32", "float64")
-
 
 def test_the_table_has_every_method():
     here = {row.method.name for row in ROWS.values()}
@@ -31,12 +30,16 @@ def test_laws_in_numpy(row):
     check_laws(row.method, tolerance=row.tolerance, **row.context)
 
 
+FRAMEWORKS = {"torch": torch.from_numpy, "tensorflow": tf.convert_to_tensor}
+
+
+@pytest.mark.parametrize("make", FRAMEWORKS.values(), ids=FRAMEWORKS)
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_laws_in_torch(row):
+def test_laws_in_frameworks(row, make):
     check_laws(
         row.method,
-        make=torch.from_numpy,
-        dtypes=TORCH_DTYPES,
+        make=make,
+        dtypes=("float16", "bfloat16", "float32", "float64"),
         sizes=(1, 3),
         tolerance=row.tolerance,
         **row.context,

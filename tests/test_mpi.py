@@ -12,11 +12,11 @@ import pytest
 
 import jobs
 from mpi_scenarios import MODULES
-from scenarios import read, scenarios
+from scenarios import names, read
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 13, 16)
 JOBS = [(launcher, ranks) for launcher in ("mpirun", "mpich") for ranks in SIZES]
-NAMES = [f"{module}.{name}" for module in MODULES for name in scenarios(module, "mpi_scenarios")]
+NAMES = [f"{module}.{name}" for module in MODULES for name in names(module, "mpi_scenarios")]
 
 
 @pytest.fixture(scope="session")

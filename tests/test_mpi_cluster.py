@@ -18,10 +18,10 @@ from cluster_worker import TIMEOUT
 import jobs
 from cluster import Network, unavailable
 from mpi_scenarios import MODULES
-from scenarios import read, scenarios
+from scenarios import names, read
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "")
-NAMES = [f"{module}.{name}" for module in MODULES for name in scenarios(module, "mpi_scenarios")]
+NAMES = [f"{module}.{name}" for module in MODULES for name in names(module, "mpi_scenarios")]
 WORKER = Path(__file__).with_name("cluster_worker.py")
 
 

@@ -26,7 +26,12 @@ def test_the_wheel_works_from_another_folder(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
         archive.extractall(site)
-    for folder, package in (("hvd_compress", "hvd_compress"), ("torch_impl", "hvd_compress/torch")):
+    homes = {
+        "hvd_compress": "hvd_compress",
+        "torch_impl": "hvd_compress/torch",
+        "tf": "hvd_compress/tensorflow",
+    }
+    for folder, package in homes.items():
         for file in (ROOT / folder).rglob("*.py"):
             assert f"{package}/{file.relative_to(ROOT / folder)}" in packed
     assert "hvd_compress/py.typed" in packed

@@ -2,13 +2,13 @@
 
 ``python -m scenarios FOLDER MODULE ...`` is started by ``mpirun`` or ``horovodrun``, runs the
 scenarios of the modules one after the other, and leaves a line per scenario in ``FOLDER/RANK``.
-With ``SCENARIOS_OVER=mpi`` the optimizers are those of ``hvd_compress.torch.mpi``.
+``SCENARIOS_OVER`` says over what; see ``driver.py``.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
-import inspect
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +16,6 @@ from pathlib import Path
 
 def horovod_only(function: Callable[[], None]) -> Callable[[], None]:
     """What is about Horovod itself, and not about an optimizer over whatever."""
-    function.horovod_only = True  # type: ignore[attr-defined]
     return function
 
 
@@ -28,15 +27,20 @@ def scenarios(
     ``over`` "mpi" leaves out what is about Horovod itself.
     """
     loaded = importlib.import_module(f"{package}.{module}")
-    return {
-        name: function
-        for name, function in vars(loaded).items()
-        if inspect.isfunction(function)
-        and function.__module__ == loaded.__name__
-        and not name.startswith("_")
-        and not inspect.signature(function).parameters
-        and (over == "horovod" or not hasattr(function, "horovod_only"))
-    }
+    return {name: getattr(loaded, name) for name in names(module, package, over=over)}
+
+
+def names(module: str, package: str = "scenarios", *, over: str = "horovod") -> list[str]:
+    """Their names, without an import of the module and of its framework."""
+    source = (Path(__file__).parent.parent / package / f"{module}.py").read_text()
+    return [
+        node.name
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and not node.args.args
+        and (over != "mpi" or "horovod_only" not in map(ast.unparse, node.decorator_list))
+    ]
 
 
 def read(folder: Path, rank: int, names: Sequence[str]) -> dict[str, str | None]:

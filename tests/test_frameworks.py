@@ -1,0 +1,109 @@
+"""Every framework on real Horovod and real MPI: all scenarios, in jobs of several sizes.
+
+A job starts once and runs all scenarios of its modules; the tests read its results.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import jobs
+from scenarios import names, read
+
+TORCH = ("training", "options", "numerics", "state", "shared")
+KERAS = ("shared", "keras_fit")
+
+
+class Job(NamedTuple):
+    """``over`` is ``SCENARIOS_OVER``; see ``scenarios/driver.py``."""
+
+    over: str
+    modules: tuple[str, ...]
+    controller: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.over}-{self.controller}-{self.ranks}"
+
+
+JOBS = [
+    *(Job("horovod", TORCH, "mpirun", ranks) for ranks in (2, 3, 4, 8)),
+    *(Job("horovod", TORCH, *how) for how in (("alone", 1), ("gloo", 2))),
+    *(Job("mpi", (*TORCH, "over_mpi"), "mpirun", ranks) for ranks in (1, 2, 3, 4, 8)),
+    *(Job("mpi", (*TORCH, "over_mpi"), "mpich", ranks) for ranks in (2, 4)),
+    *(Job("tensorflow", KERAS, "mpirun", ranks) for ranks in (2, 3, 4)),
+    *(Job("tensorflow", KERAS, *how) for how in (("alone", 1), ("gloo", 2))),
+    *(Job("tape", ("shared",), "mpirun", ranks) for ranks in (1, 2, 4)),
+    Job("tf_keras", ("keras_legacy",), "mpirun", 2),
+]
+
+
+@functools.cache
+def names_of(job: Job) -> list[str]:
+    return [f"{m}.{name}" for m in job.modules for name in names(m, over=job.over)]
+
+
+def run_scenarios(folder: Path, job: Job, **env: str) -> None:
+    command = jobs.launcher(job.ranks, job.controller)
+    command += [sys.executable, "-m", "scenarios", str(folder), *job.modules]
+    env |= {"SCENARIOS_OVER": job.over, **jobs.variables(job.controller)}
+    if job.over == "tf_keras":
+        env |= {"SCENARIOS_OVER": "tensorflow", "TF_USE_LEGACY_KERAS": "1"}
+    if job.ranks == 3:
+        # The order of additions of three numbers depends on where fusion puts them; here, runs
+        # are compared bit by bit.
+        env["HOROVOD_FUSION_THRESHOLD"] = "0"
+    jobs.run(command, timeout=120 + 30 * job.ranks, **env)
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory):
+    """``results(job)[rank]``: a problem or ``None`` by scenario name."""
+
+    @functools.cache
+    def run(job: Job) -> list[dict[str, str | None]]:
+        folder = tmp_path_factory.mktemp(str(job))
+        try:
+            run_scenarios(folder, job)
+        except jobs.JobError as error:
+            (folder / "failure").write_text(str(error))
+        return [read(folder, rank, names_of(job)) for rank in range(job.ranks)]
+
+    return run
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("job", "name"),
+    [pytest.param(job, name, id=f"{job}-{name}") for job in JOBS for name in names_of(job)],
+)
+def test_scenario(results, job, name):
+    if job.controller == "mpich" and (problem := jobs.mpich_missing()):
+        pytest.skip(problem)
+    for rank, found in enumerate(results(job)):
+        assert found[name] is None, f"rank {rank} of {job}: {found[name]}"
+
+
+@pytest.mark.timeout(400)
+def test_checkpoints_change_hands(tmp_path):
+    """Saved on rank 0 of 4 and of 2; loaded by 4 and by 2."""
+    for ranks in (4, 2):
+        folder = tmp_path / f"save-{ranks}"
+        folder.mkdir()
+        job = Job("horovod", ("checkpoint_save",), "mpirun", ranks)
+        run_scenarios(folder, job, CHECKPOINTS=str(tmp_path))
+    assert {file.name for file in tmp_path.glob("*.pt")} == {"2.pt", "4.pt"}
+    for ranks in (4, 2, 3):
+        folder = tmp_path / f"load-{ranks}"
+        folder.mkdir()
+        job = Job("horovod", ("checkpoint_load",), "mpirun", ranks)
+        run_scenarios(folder, job, CHECKPOINTS=str(tmp_path))
+        for rank in range(ranks):
+            [[_, problem]] = map(json.loads, (folder / str(rank)).read_text().splitlines())
+            assert problem is None
