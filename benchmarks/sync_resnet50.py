@@ -1,27 +1,29 @@
 """Time to synchronise ResNet-50's gradients: Horovod dense and fp16, and this package, in one run.
 
     python benchmarks/sync_resnet50.py                      # 4 ranks on this machine
+    python benchmarks/sync_resnet50.py --framework tensorflow
     horovodrun -np 4 -H a:1,b:1,c:1,d:1 python benchmarks/sync_resnet50.py
 
-Every optimizer gets the same random gradients in the real 161 shapes, from a real ``backward()``.
-A sample is the time from the start of backward, which is one multiplication a tensor here, to the
-last averaged gradient; the slowest rank counts. The optimizers take turns, in another order each
-round, so that the machine's load and caches hit all alike.
+Every method gets the same random gradients in the real 161 shapes, from a real backward pass, which
+is one multiplication a tensor here; the slowest rank counts. The methods take turns, in another
+order each round, so that the machine's load and caches hit all alike. Under TensorFlow the time
+that graphs spend in Python is shown too.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import math
 import statistics
-import time
 
-import torch
 from tqdm import tqdm
 
 from hvd_compress.launch import under_horovodrun
 from hvd_compress.model_shapes import resnet50
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--framework", choices=["torch", "tensorflow"], default="torch")
 parser.add_argument("--rounds", type=int, default=15, help="samples per optimizer")
 parser.add_argument("--warmup", type=int, default=3, help="rounds that are not counted")
 parser.add_argument("--density", type=float, default=0.001)
@@ -30,45 +32,20 @@ parser.add_argument("--controller", choices=["gloo", "mpi"], default="mpi")
 options = parser.parse_args()
 under_horovodrun(options.ranks, options.controller)
 
-import hvd_compress.torch as hvd  # noqa: E402
-
-
-class Contender:
-    """One optimizer over parameters of its own."""
-
-    def __init__(self, name: str, compression: object) -> None:
-        self.name, self.seconds = name, []
-        self.parameters = {
-            key: torch.nn.Parameter(torch.zeros(shape)) for key, shape in resnet50().items()
-        }
-        self.optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(self.parameters.values(), lr=0.01, momentum=0.9),
-            named_parameters=[(f"{name}.{key}", p) for key, p in self.parameters.items()],
-            compression=compression,
-        )
-
-    def sample(self, gradients: dict[str, torch.Tensor]) -> float:
-        self.optimizer.zero_grad()
-        loss = sum((p * gradients[key]).sum() for key, p in self.parameters.items())
-        hvd.barrier()
-        start = time.perf_counter()
-        loss.backward()
-        self.optimizer.synchronize()
-        seconds = torch.tensor(time.perf_counter() - start)
-        with self.optimizer.skip_synchronize():
-            self.optimizer.step()
-        return hvd.allreduce(seconds, op=hvd.Max, name="seconds").item()
+backend = importlib.import_module(f"contender_{options.framework}")
+hvd, Contender = backend.hvd, backend.Contender
 
 
 def main() -> None:
     hvd.init()
-    torch.manual_seed(hvd.rank())
-    elements = sum(torch.Size(shape).numel() for shape in resnet50().values())
+    backend.seed(hvd.rank())
+    elements = sum(math.prod(shape) for shape in resnet50().values())
     dense = 4.0 * elements
     contenders = [
         Contender("Horovod dense", hvd.Compression.none),
         Contender("Horovod fp16", hvd.Compression.fp16),
         Contender("none", hvd.NoCompression),
+        Contender("fp16", hvd.FP16),
         Contender("dgc", hvd.DGC(density=options.density)),
         Contender("dgc, fp16 values", hvd.DGC(density=options.density, values="float16")),
         Contender("topk", hvd.TopK(density=options.density)),
@@ -77,7 +54,7 @@ def main() -> None:
     rounds = options.warmup + options.rounds
     with tqdm(total=rounds * len(contenders), disable=hvd.rank() != 0, ncols=90) as bar:
         for number in range(rounds):
-            gradients = {key: torch.randn(shape) for key, shape in resnet50().items()}
+            gradients = backend.random_gradients()
             turn = number % len(contenders)
             for contender in contenders[turn:] + contenders[:turn]:
                 seconds = contender.sample(gradients)
@@ -89,18 +66,22 @@ def main() -> None:
     base = statistics.median(contenders[0].seconds)
     print(f"\nResNet-50: {elements:,} gradients in {len(resnet50())} tensors, {hvd.size()} ranks")
     print(f"{'':18} {'median':>9} {'min':>9} {'max':>9}", end="")
-    print(f" {'speed-up':>9} {'sent a step':>13} {'ratio':>8}")
+    print(f" {'speed-up':>9} {'sent a step':>13} {'ratio':>8}", end="")
+    print(f" {'in Python':>10}" if contenders[0].python else "")
     for contender in contenders:
-        if hasattr(contender.optimizer, "compression"):
-            total = contender.optimizer.compression.stats().total
+        if contender.compression is not None:
+            total = contender.compression.stats().total
             sent[contender.name] = total.bytes_sent / total.steps
         median = statistics.median(contender.seconds)
         count = sent[contender.name]
         print(
             f"{contender.name:18} {1000 * median:6.0f} ms {1000 * min(contender.seconds):6.0f} ms"
             f" {1000 * max(contender.seconds):6.0f} ms {base / median:8.1f}x"
-            f" {count / 1000:10,.1f} kB {dense / count:7.1f}x"
+            f" {count / 1000:10,.1f} kB {dense / count:7.1f}x",
+            end="",
         )
+        own = contender.python[options.warmup :]
+        print(f" {1000 * statistics.median(own):7.1f} ms" if own else "")
 
 
 if __name__ == "__main__":
