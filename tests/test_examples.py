@@ -14,7 +14,6 @@ import jobs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "mpi_examples"
-DIGITS = EXAMPLES / "train_digits.py"
 PNG = b"\x89PNG"
 
 
@@ -31,12 +30,13 @@ def fake_cifar10(folder: Path) -> Path:
 
 
 @pytest.mark.timeout(200)
-def test_digits(tmp_path):
+@pytest.mark.parametrize("example", ["train_digits", "train_digits_keras"])
+def test_digits(tmp_path, example):
     picture = tmp_path / "new folder" / "digits.png"
     options = ["--ranks", "2", "--epochs", "2", "--seeds", "1", "--warmup-epochs", "1"]
     options += ["--compression", "none", "dgc:values=float16", "topk", "randomk", "bf16"]
-    command = [sys.executable, str(DIGITS), *options, "--output", str(picture)]
-    _, output = jobs.run(command, timeout=180)
+    command = [sys.executable, str(EXAMPLES / f"{example}.py"), *options]
+    _, output = jobs.run([*command, "--output", str(picture)], timeout=180)
     assert picture.read_bytes().startswith(PNG)
     assert str(picture.resolve()) in output
     rows = {line.split()[0]: line for line in output.splitlines() if line.endswith(" ms")}
@@ -51,6 +51,7 @@ def test_digits(tmp_path):
     ("example", "option", "value", "words"),
     [
         ("train_digits", "--compression", "dcg", "method must be one of"),
+        ("train_digits_keras", "--model", "vgg", "invalid choice"),
         ("train_digits", "--epochs", "0", "--epochs must be 1"),
         ("train_digits_mpi", "--compression", "dcg", "method must be one of"),
         ("train_digits_mpi", "--density", "7", "density must be"),
@@ -70,13 +71,21 @@ def test_bad_options_are_refused_before_ranks_start(example, option, value, word
 
 
 @pytest.mark.timeout(200)
-def test_cifar10(tmp_path):
+@pytest.mark.parametrize("example", ["train_digits", "train_digits_keras"])
+def test_cifar10(tmp_path, example):
     folder = fake_cifar10(tmp_path)
-    command = [sys.executable, str(DIGITS), "--data-dir", str(folder), "--model", "resnet20"]
+    command = [
+        sys.executable,
+        str(EXAMPLES / f"{example}.py"),
+        "--data-dir",
+        str(folder),
+        "--model",
+        "resnet20",
+    ]
     command += ["--ranks", "2", "--epochs", "1", "--seeds", "1", "--batch-size", "10"]
     command += ["--output", str(tmp_path / "cifar.png"), "--controller", "gloo"]
     _, output = jobs.run(command, timeout=180)
-    assert "resnet20 on CIFAR-10, 2 ranks" in output
+    assert re.search("resnet20 on CIFAR-10( with Keras)?, 2 ranks", output)
     (folder / "data_batch_3").unlink()
     status, output = jobs.run(command, timeout=180, check=False)
     assert status != 0
@@ -84,12 +93,13 @@ def test_cifar10(tmp_path):
 
 
 @pytest.mark.timeout(200)
-def test_benchmark():
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_benchmark(framework):
     script = ROOT / "benchmarks" / "sync_resnet50.py"
     command = [sys.executable, str(script), "--ranks", "2", "--rounds", "1", "--warmup", "1"]
-    _, output = jobs.run(command, timeout=180)
-    rows = [line for line in output.splitlines() if line.rstrip().endswith("x")]
-    assert len(rows) == 6
+    _, output = jobs.run([*command, "--framework", framework], timeout=180)
+    rows = [line for line in output.splitlines() if re.search(r"kB +[\d.]+x", line)]
+    assert len(rows) == 7
     assert any(row.startswith("dgc ") and "421.6 kB" in row for row in rows), output
 
 

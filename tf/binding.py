@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import horovod.tensorflow as horovod
@@ -19,6 +20,7 @@ from hvd_compress.checkpoints import share
 from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import as_compressor
+from hvd_compress.methods._chained import Chained
 from hvd_compress.schedules import schedules_of, with_densities
 from hvd_compress.stats import Record, Stats
 from hvd_compress.tensorflow import backend
@@ -297,23 +299,26 @@ class Binding(tf.Module):
         """Exchange with the densities of now: a graph has a branch for each stage of a schedule."""
         if not self._schedules:
             return self._exchange(self.method, gradients, common)
+        stages = itertools.product(*(range(s.stages_in_all) for s in self._schedules))
+        methods = [
+            with_densities(
+                self.method,
+                {s: s.in_stage(i) for s, i in zip(self._schedules, chosen, strict=True)},
+            )
+            for chosen in stages
+        ]
+        if _agree(methods, gradients, common):
+            return self._exchange(methods[0], gradients, common)
         index = tf.constant(0)
         for schedule in self._schedules:
             count = self.step if schedule.unit == "step" else self._known_epoch()
             stage = tf.cast(tf.cast(count, tf.float64) / schedule.stage_length + 1e-9, tf.int32)
             last = schedule.stages_in_all - 1
             index = index * schedule.stages_in_all + tf.minimum(stage, last)
-        stages = itertools.product(*(range(s.stages_in_all) for s in self._schedules))
-        densities = [
-            {s: s.in_stage(i) for s, i in zip(self._schedules, chosen, strict=True)}
-            for chosen in stages
-        ]
-
-        def branch(of: Mapping[Any, float]) -> Callable[[], Any]:
-            method = with_densities(self.method, of)
-            return lambda: self._exchange(method, gradients, common)
-
-        return tf.switch_case(index, [branch(of) for of in densities])
+        return tf.switch_case(
+            index,
+            [functools.partial(self._exchange, m, gradients, common) for m in methods],
+        )
 
     def _known_epoch(self) -> tf.Tensor:
         check = tf.debugging.assert_greater_equal(
@@ -449,6 +454,20 @@ class Binding(tf.Module):
             if key in self.states[i]:
                 differs = key in self._per_rank(slot)
                 self.states[i][key].assign(arrays[name] * (factor if differs else 1.0))
+
+
+def _agree(methods: Sequence[Compressor], gradients: Mapping[int, Any], context: Context) -> bool:
+    """Whether the methods do the same to these gradients: a density means nothing to rows, and
+    to tensors that are sent whole."""
+    chains = [
+        [
+            m.chain(g, context) if isinstance(m, Chained) else m
+            for g in gradients.values()
+            if not _is_rows(g)
+        ]
+        for m in methods
+    ]
+    return all(chain == chains[0] for chain in chains)
 
 
 def _is_rows(gradient: Any) -> bool:

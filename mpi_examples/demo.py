@@ -1,0 +1,102 @@
+"""What the training examples have in common: options, methods to compare, the table at the end."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from hvd_compress import Compressor, ConfigError, as_compressor, warmup_to
+from report import Run, picture, table
+
+
+def parser_of(doc: str, output: str, *, epochs: int, seeds: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--compression",
+        nargs="+",
+        default=["none", "dgc"],
+        metavar="METHOD",
+        help="methods to compare, such as none fp16 topk dgc:values=float16",
+    )
+    parser.add_argument(
+        "--density", type=float, default=0.001, help="fraction of elements that dgc and topk send"
+    )
+    parser.add_argument(
+        "--warmup-epochs",
+        type=int,
+        default=4,
+        help="epochs in which the density falls and the learning rate rises",
+    )
+    parser.add_argument("--epochs", type=int, default=epochs)
+    parser.add_argument("--seeds", type=int, default=seeds, help="runs per method")
+    parser.add_argument("--batch-size", type=int, default=16, help="per rank")
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--ranks", type=int, default=4, help="when started without a launcher")
+    parser.add_argument("--output", type=Path, default=Path(output))
+    return parser
+
+
+def horovod_parser(doc: str, models: list[str]) -> argparse.ArgumentParser:
+    """For the examples that run on Horovod."""
+    parser = parser_of(doc, "results/digits.png", epochs=30, seeds=3)
+    parser.add_argument("--model", choices=models, default="cnn")
+    parser.add_argument("--data-dir", type=Path, help="CIFAR-10 in its usual files")
+    parser.add_argument(
+        "--controller",
+        choices=["gloo", "mpi"],
+        default="mpi",
+        help="when started without horovodrun",
+    )
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line, checked, with ``methods`` by what the user called them."""
+    options = parser.parse_args()
+    for name in ("epochs", "seeds", "batch_size", "ranks"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    try:
+        options.methods = {text: _compressor(text, options) for text in options.compression}
+    except ConfigError as error:
+        parser.error(f"--compression or --density: {error}")
+    return options
+
+
+def _compressor(text: str, options: argparse.Namespace) -> Compressor:
+    """A method by name; top-k methods get the density of the command line and a warm-up to it."""
+    method = as_compressor(text)
+    if hasattr(method, "selection") and "density=" not in text:
+        density = warmup_to(options.density, epochs=options.warmup_epochs)
+        method = dataclasses.replace(method, density=density)
+    return method
+
+
+def compare(
+    train: Callable[[str, int, tqdm], Run], options: argparse.Namespace, rank: int, title: str
+) -> None:
+    """Train with every method and seed; rank 0 shows what came of it.
+
+    Args:
+        train: of a method's text, a seed, and the progress bar, which it advances every epoch.
+    """
+    total = options.epochs * options.seeds * len(options.methods)
+    bar = tqdm(total=total, unit="epoch", disable=rank != 0, ncols=90, mininterval=1)
+    with logging_redirect_tqdm([logging.getLogger("hvd_compress")]):
+        runs = [train(m, seed, bar) for seed in range(options.seeds) for m in options.methods]
+    bar.close()
+    if rank == 0:
+        print(f"\n{title}\n")
+        print(table(runs))
+        if options.epochs <= options.warmup_epochs:
+            print("The warm-up was not over: no epoch ran at the density that was asked for.")
+        picture(runs, options.output)
+        print(f"\npicture: {options.output.resolve()}")

@@ -1,0 +1,113 @@
+"""Train a convolutional network on real scans with Keras, dense and compressed.
+
+    python mpi_examples/train_digits_keras.py
+    python mpi_examples/train_digits_keras.py --compression dgc topk --density 0.01 --epochs 10
+    horovodrun -np 16 -H node1:8,node2:8 python mpi_examples/train_digits_keras.py
+
+The same job as in train_digits.py.  What turns ``model.fit`` into compressed data-parallel training
+is marked with (1) to (4).
+"""
+# ruff: noqa: E402  A process that is no rank need not load TensorFlow.
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from tqdm import tqdm
+
+from data import cifar10, digits
+from demo import compare, horovod_parser, parse
+from hvd_compress.launch import under_horovodrun
+from report import Run
+
+options = parse(horovod_parser(__doc__, ["cnn", "mlp", "resnet20"]))
+under_horovodrun(options.ranks, options.controller)
+
+import keras
+import tensorflow as tf
+
+# (1) Everything of horovod.tensorflow.keras, plus the compressors.
+import hvd_compress.tensorflow.keras as hvd
+from models_keras import MODELS
+
+
+def train(method: str, seed: int, bar: tqdm) -> Run:
+    """One run; the returned record means something on rank 0."""
+    keras.utils.set_random_seed(seed)
+    arrays = cifar10(options.data_dir) if options.data_dir else digits(seed)
+    x, x_test, y, y_test = (np.moveaxis(a, 1, -1) if a.ndim == 4 else a for a in arrays)
+    batches = len(x) // hvd.size() // options.batch_size
+    if not batches:
+        raise SystemExit("no full batch for each rank: use a smaller --batch-size")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=seed)
+    data = data.shard(hvd.size(), hvd.rank()).batch(options.batch_size, drop_remainder=True)
+    model = MODELS[options.model](x.shape[1:], int(y.max()) + 1)
+
+    warmup = max(options.warmup_epochs * batches, 1)
+    rate = keras.optimizers.schedules.CosineDecay(
+        0.1 * options.lr,
+        max(options.epochs * batches - warmup, 1),
+        warmup_target=options.lr,
+        warmup_steps=warmup,
+    )
+    sgd = keras.optimizers.SGD(rate, momentum=0.9, nesterov=True, weight_decay=1e-4)
+    # (2) The compressor takes the optimizer's momentum over and corrects it.
+    optimizer = hvd.DistributedOptimizer(sgd, compression=options.methods[method])
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+    run = Run(method, seed)
+    start = time.perf_counter()
+    model.fit(
+        data.take(batches),
+        epochs=options.epochs,
+        verbose=0,
+        callbacks=[
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            # (3) The density of the warm-up goes by epochs.
+            hvd.callbacks.CompressionCallback(),
+            Record(run, (x_test, y_test), bar),
+        ],
+    )
+    run.seconds = time.perf_counter() - start
+    run.steps = len(run.losses)
+    run.dense_bytes = optimizer.compression.stats().total.dense_bytes
+    return run
+
+
+class Record(keras.callbacks.Callback):
+    """Losses of all steps; on rank 0 the accuracy and the bytes sent so far after each epoch."""
+
+    def __init__(self, run: Run, test: tuple[np.ndarray, np.ndarray], bar: tqdm) -> None:
+        super().__init__()
+        self.run, self.test, self.bar = run, test, bar
+        self.sum = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        self.sum = 0.0
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
+        total = (batch + 1) * logs["loss"]  # Keras shows the mean since the epoch began
+        self.run.losses.append(total - self.sum)
+        self.sum = total
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        if hvd.rank() > 0:
+            return
+        x, y = self.test
+        found = np.concatenate(
+            [self.model.predict_on_batch(part) for part in np.array_split(x, -(-len(x) // 512))]
+        )
+        self.run.accuracies.append(float((found.argmax(1) == y).mean()))
+        # (4) Exact bytes, counted from the messages.
+        self.run.bytes_sent.append(self.model.optimizer.compression.stats().total.bytes_sent)
+        run = self.run
+        self.bar.set_postfix_str(f"{run.method}, seed {run.seed}: {run.accuracies[-1]:.1%}")
+        self.bar.update()
+
+
+if __name__ == "__main__":
+    hvd.init()
+    where = "CIFAR-10" if options.data_dir else "scikit-learn's digits"
+    title = f"{options.model} on {where} with Keras, {hvd.size()} ranks, {options.epochs} epochs"
+    compare(train, options, hvd.rank(), title)
