@@ -54,7 +54,11 @@ class Backend(Protocol):
 
     def maximum(self, x: Array, y: Array) -> Array: ...
 
-    def norm(self, x: Array) -> float: ...
+    def norm(self, x: Array) -> float:
+        """L2 norm, added up in float64."""
+
+    def sum(self, x: Array) -> float:
+        """Of all elements, added up in float64."""
 
     def scale(self, x: Array, factor: float) -> Array:
         """``x`` times a number, such as a quotient of norms."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 import torch
 
 import jobs
@@ -32,6 +33,7 @@ def test_the_method_from_scratch_obeys_the_laws(monkeypatch):
     made = as_compressor("scaled-sign")
     assert made == scope["ScaledSign"]()
     check_laws(made, make=torch.from_numpy, namespace=scope)
+    check_laws(made, make=tf.convert_to_tensor, namespace=scope)
 
 
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16", "topk", "randomk", "dgc"])
@@ -41,8 +43,13 @@ def test_every_method_has_its_row(name):
         assert f"`{type(as_compressor(name)).__name__}" in text, page
 
 
-PAGES_OVER_MPI = ("docs/mpi.md", "docs/mpi-training.md", "docs/sparse-collectives.md")
-BLOCKS = [(page, i) for page in PAGES_OVER_MPI for i in range(len(snippets(page)))]
+PAGES_THAT_RUN = (
+    "docs/mpi.md",
+    "docs/mpi-training.md",
+    "docs/sparse-collectives.md",
+    "docs/tensorflow.md",
+)
+BLOCKS = [(page, i) for page in PAGES_THAT_RUN for i in range(len(snippets(page)))]
 
 
 @pytest.mark.parametrize(("page", "number"), BLOCKS)

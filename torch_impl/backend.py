@@ -69,6 +69,10 @@ def norm(x: Array) -> float:
     return torch.linalg.vector_norm(x, dtype=torch.float64).item()
 
 
+def sum(x: Array) -> float:
+    return x.sum(dtype=torch.float64).item()
+
+
 def scale(x: Array, factor: float) -> Array:
     return x * factor
 
