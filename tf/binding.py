@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import re
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -87,6 +88,7 @@ class Binding(tf.Module):
         momentum, nesterov: of the optimizer, which must not apply them again.
         groups: lists of indices into ``slots`` that travel together, or how many such lists.
         process_set, gradient_predivide_factor, sparse_as_dense: as Horovod's.
+        device_dense, device_sparse: where exchanges are computed, as for ``tf.device``.
 
     Attributes:
         method: the compressor.
@@ -109,6 +111,8 @@ class Binding(tf.Module):
         gradient_predivide_factor: float = 1.0,
         groups: Sequence[Sequence[int]] | int | None = None,
         sparse_as_dense: bool = False,
+        device_dense: str = "",
+        device_sparse: str = "",
     ) -> None:
         super().__init__(name="hvd_compress")
         self.method: Compressor = as_compressor(compression)
@@ -123,6 +127,7 @@ class Binding(tf.Module):
         self._sums = op == mpi_ops.Sum
         self._set, self._predivide = process_set, gradient_predivide_factor
         self._groups, self._sparse_as_dense = groups, sparse_as_dense
+        self._devices = device_dense, device_sparse
         self._schedules = schedules_of(self.method)
         with tf.init_scope():
             self.step = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
@@ -347,8 +352,10 @@ class Binding(tf.Module):
             else:
                 exchange = method.exchange(gradient, state, context)
             exchanges[slot.name] = (exchange, records[i])
-        engine.start(exchanges)
-        outcomes = engine.finish()
+        all_rows = all(_is_rows(gradient) for gradient in gradients.values())
+        with tf.device(self._devices[all_rows]):
+            engine.start(exchanges)
+            outcomes = engine.finish()
         results = {}
         for i, record in records.items():
             slot, outcome = self.slots[i], outcomes[self.slots[i].name]
@@ -451,7 +458,9 @@ class Binding(tf.Module):
                     f"saved compression state {name} has {arrays[name].size} elements and fits no "
                     "variable: it belongs to another model"
                 )
-            if key in self.states[i]:
+            if key not in self.states[i]:
+                warnings.warn(f"{self.method.name} has no use for {key!r}: dropped", stacklevel=2)
+            else:
                 differs = key in self._per_rank(slot)
                 self.states[i][key].assign(arrays[name] * (factor if differs else 1.0))
 

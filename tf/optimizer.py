@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
@@ -56,14 +57,17 @@ def as_ours(compression: Any) -> Compressor:
 
 def distribute(
     optimizer: Any,
-    *,
     name: str | None = None,
+    *,
+    device_dense: str = "",
+    device_sparse: str = "",
     compression: Any = NoCompression,
     op: int = mpi_ops.Average,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
     groups: Any = None,
     process_set: Any = mpi_ops.global_process_set,
     scale_local_gradients: bool = True,
@@ -114,8 +118,10 @@ def distribute(
             "process_set": process_set,
             "gradient_predivide_factor": gradient_predivide_factor,
             "sparse_as_dense": sparse_as_dense,
+            "device_dense": device_dense,
+            "device_sparse": device_sparse,
         },
-        groups,
+        groups or num_groups,
         backward_passes_per_step,
         average_aggregated_gradients,
         scale_local_gradients,
@@ -329,10 +335,35 @@ class Keras3Optimizer(CompressedOptimizer):
         step = super().apply  # type: ignore[misc]
         self._hvd_step(list(grads), variables, lambda averages: step(averages, variables))
 
+    def save_own_variables(self, store: Any) -> None:
+        """With momentum as plain Keras would have it, so that it can go on."""
+        own: dict[str, Any] = {}
+        super().save_own_variables(own)  # type: ignore[misc]
+        places = {id(variable): str(i) for i, variable in enumerate(self.variables)}
+        for slot, velocity, factor in self._hvd_velocities():
+            own[places[id(slot)]] = (velocity.numpy() * factor).reshape(slot.shape)
+        for name, array in own.items():
+            store[name] = array
+
     def _hvd_take_over(self, optimizer: Any) -> None:
         self.build(optimizer._trainable_variables)
         for own, theirs in zip(self.variables, optimizer.variables, strict=True):
             own.assign(theirs)
+        for slot, velocity, factor in self._hvd_velocities():
+            velocity.assign(tf.reshape(native(slot).value(), [-1]) / factor)
+
+    def _hvd_velocities(self) -> Iterator[tuple[Any, tf.Variable, float]]:
+        """Momentum slots that are off, the velocities that act in their place, and a slot per
+        velocity: Keras's have the learning rate in them, and ours, if Nesterov, the momentum."""
+        inner = self._hvd_inner()
+        if not self._hvd_takes_momentum or not getattr(inner, "momentums", None):
+            return
+        momentum, nesterov = self.compression.momentum_used()
+        factor = -float(np.asarray(inner.learning_rate)) / (momentum if nesterov else 1.0)
+        for variable, slot in zip(self._trainable_variables, inner.momentums, strict=True):
+            place = self._hvd_places.get(id(native(variable)))
+            if place is not None and "velocity" in self.compression.states[str(place)]:
+                yield slot, self.compression.states[str(place)]["velocity"], factor
 
 
 class TfKerasOptimizer(CompressedOptimizer):

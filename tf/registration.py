@@ -50,6 +50,7 @@ def register(hvd: Any) -> None:
         return join(*args, **kwargs)
 
     hvd.join = checked_join
+    _guard(importlib.import_module("horovod._keras"))
     for name in ("horovod.tensorflow.keras", "horovod.keras"):
         register_keras(importlib.import_module(name))
 
@@ -62,9 +63,27 @@ def register_keras(hvd: Any) -> None:
     hvd.DistributedOptimizer = wrap_optimizer(hvd.DistributedOptimizer)
 
 
+def _guard(impl: Any) -> None:
+    """Horovod's optimizers for Keras are all made here, also by those who took the function before
+    it was wrapped."""
+    make = impl.create_distributed_optimizer
+
+    @functools.wraps(make)
+    def create_distributed_optimizer(keras: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_keras_3(optimizer):
+            raise UnsupportedError(
+                "Horovod's own DistributedOptimizer does not exchange gradients under Keras 3: "
+                "every rank would train for itself. Write `import hvd_compress.tensorflow.keras as "
+                "hvd`, whose DistributedOptimizer does; or, behind the import of hvd_compress, "
+                "compression=hvd_compress.NoCompression"
+            )
+        return make(keras, optimizer, *args, **kwargs)
+
+    impl.create_distributed_optimizer = create_distributed_optimizer
+
+
 def wrap_optimizer(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Horovod's ``DistributedOptimizer`` that takes this package's compressors as well, and says so
-    where it would not reduce."""
+    """Horovod's ``DistributedOptimizer`` that takes this package's compressors as well."""
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)
@@ -79,16 +98,8 @@ def wrap_optimizer(factory: Callable[..., Any]) -> Callable[..., Any]:
                     "optimizers of tf.compat.v1 are not supported: use keras.optimizers, or "
                     "hvd.DistributedGradientTape"
                 )
-            taken = inspect.signature(distribute).parameters
-            groups = options.get("groups") or options.get("num_groups") or None
-            known = {name: value for name, value in options.items() if name in taken}
-            return distribute(optimizer, **{**known, "groups": groups})
-        if is_keras_3(optimizer):
-            raise UnsupportedError(
-                "Horovod's own DistributedOptimizer does not exchange gradients under Keras 3: "
-                "every rank would train for itself. Write `import hvd_compress.tensorflow.keras as "
-                "hvd`, whose DistributedOptimizer does; or compression=hvd_compress.NoCompression"
-            )
+            options.pop("use_locking", None)
+            return distribute(optimizer, **options)
         return factory(*args, **kwargs)
 
     return DistributedOptimizer

@@ -30,6 +30,8 @@ def state_on_disk(binding: Binding) -> Any:
                 store[name] = array
 
         def load_own_variables(self, store: Any) -> None:
+            if not store.keys():
+                return  # saved by a plain optimizer
             arrays = {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118
             binding.load_values(arrays)
 

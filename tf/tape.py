@@ -166,8 +166,12 @@ def wrap_tape(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def binding_options(options: dict[str, Any]) -> dict[str, Any]:
     """Of Horovod's options those that a Binding takes."""
-    names = ("op", "process_set", "gradient_predivide_factor", "groups", "sparse_as_dense")
-    return {name: options[name] for name in names}
+    names = (
+        *("op", "process_set", "gradient_predivide_factor", "groups", "sparse_as_dense"),
+        *("device_dense", "device_sparse"),
+    )
+    own = {name: options[name] for name in names}
+    return own | {"groups": options["groups"] or options["num_groups"]}
 
 
 def _with_keras_variables(tape: Any) -> Any:

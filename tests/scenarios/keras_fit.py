@@ -83,6 +83,28 @@ def horovods_own_optimizer_says_that_it_would_not_reduce() -> None:
             module.DistributedOptimizer(_sgd())
 
 
+def horovods_own_optimizer_taken_early_says_so_too() -> None:
+    factory = horovod.tensorflow.keras.DistributedOptimizer.__wrapped__
+    with raises(UnsupportedError, "behind the import"):
+        factory(_sgd(), compression=SPARSE)
+
+
+def drop_ins_take_horovods_options() -> None:
+    for module in (hvd, hvd_keras):
+        optimizer = module.DistributedOptimizer(
+            _sgd(), "mine", device_dense="/cpu:0", device_sparse="/cpu:0", num_groups=2
+        )
+        assert optimizer.name == "mine"
+        model, _ = _fit(optimizer)
+        assert_close(_weights(model), oracle.dense(range(8), hvd.size()))
+    # Horovod's own drops op here.
+    optimizer = horovod.tensorflow.DistributedOptimizer(
+        _sgd(oracle.LR / hvd.size()), compression=DENSE, op=hvd.Sum
+    )
+    model, _ = _fit(optimizer)
+    assert_close(_weights(model), oracle.dense(range(8), hvd.size()))
+
+
 def the_graph_is_traced_once() -> None:
     run = train(make(SPARSE), range(6))
     assert run.graph.experimental_get_tracing_count() == 1
@@ -211,6 +233,7 @@ def models_are_saved_and_go_on() -> None:
     loaded = hvd_keras.load_model(path, compression=SPARSE)
     binding = loaded.optimizer.compression
     assert int(binding.step) == 8
+    velocity = binding.states["0"]["velocity"].numpy().reshape(40, -1)
     for i, state in optimizer.compression.states.items():
         for key, variable in state.items():
             np.testing.assert_array_equal(binding.states[i][key], variable)
@@ -219,6 +242,22 @@ def models_are_saved_and_go_on() -> None:
         m.fit(x, y, batch_size=8, shuffle=False, verbose=0)
         assert_same_everywhere(_weights(m))
     assert_close(_weights(loaded), _weights(model), 1e-5, 1e-6)
+    plain = keras.models.load_model(path)
+    np.testing.assert_allclose(plain.optimizer.momentums[0], -oracle.LR * velocity, rtol=1e-5)
+    plain.compile(_sgd(), loss=LOSS)
+    own = path.with_name(f"plain-{os.getppid()}-{hvd.rank()}.keras")
+    plain.fit(*_data(1), batch_size=8, verbose=0)
+    plain.save(own)  # and one of plain Keras can be taken over
+    taken = hvd_keras.load_model(own, compression=TopK(density=0.1))
+    assert int(np.asarray(taken.optimizer.iterations)) == 1
+    assert int(taken.optimizer.compression.step) == 0
+    for a, b in zip(taken.optimizer.momentums, plain.optimizer.momentums, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hvd_keras.load_model(path, compression=TopK(density=0.1))
+    assert any("no use for 'velocity'" in str(w.message) for w in caught)
+    own.unlink()
     if hvd.rank() == 0:
         code = (
             "import sys, warnings, keras; warnings.simplefilter('error', UserWarning)\n"
@@ -231,6 +270,32 @@ def models_are_saved_and_go_on() -> None:
         subprocess.run([sys.executable, "-c", code], check=True, env=alone, timeout=100)
         path.unlink()
     barrier()
+
+
+def momentum_goes_on_in_the_exchange_and_back() -> None:
+    """Three steps of plain SGD, three of ours, three of plain SGD: nine steps of SGD."""
+    if hvd.size() > 1:
+        return  # plain SGD trains one rank
+    for nesterov in (False, True):
+        model, reference = model_of("mlp"), model_of("mlp")
+        plain = _sgd(nesterov=nesterov)
+        _apply(plain, model, range(3))
+        ours = hvd_keras.DistributedOptimizer(plain, compression=DENSE)
+        _apply(ours, model, range(3, 6))
+        store: dict[str, np.ndarray] = {}
+        ours.save_own_variables(store)
+        again = _sgd(nesterov=nesterov)
+        again.build(model.trainable_variables)
+        again.load_own_variables(store)
+        _apply(again, model, range(6, 9))
+        _apply(_sgd(nesterov=nesterov), reference, range(9))
+        assert_close(_weights(model), _weights(reference), 1e-5, 1e-6)
+
+
+def _apply(optimizer, model, steps) -> None:
+    for step in steps:
+        found = oracle.gradients("mlp", _weights(model), hvd.rank(), step)
+        optimizer.apply([tf.constant(g) for g in found.values()], model.trainable_variables)
 
 
 def one_ranks_state_saved_as_everybodys_warns() -> None:

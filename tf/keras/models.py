@@ -7,8 +7,9 @@ from typing import Any
 
 from tensorflow import keras
 
+from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import NoCompression
-from hvd_compress.tensorflow.optimizer import distribute
+from hvd_compress.tensorflow.optimizer import distribute, is_tf_keras
 
 
 def load_model(
@@ -18,28 +19,30 @@ def load_model(
     compression: Any = NoCompression,
     **options: Any,
 ) -> Any:
-    """A saved model whose optimizer is distributed, with its state and that of the compression.
+    """A saved model whose optimizer is distributed, with its state and, if it has been saved, that
+    of the compression.
 
     Args:
+        filepath: of a ``.keras`` file.
         custom_optimizers: classes beyond those of ``keras.optimizers``.
         custom_objects: as for ``keras.models.load_model``.
         options: of :func:`DistributedOptimizer`.
+
+    Raises:
+        ConfigError: the model was saved without an optimizer.
     """
-    base = keras.optimizers.Optimizer
-    classes = [
-        thing
-        for thing in vars(keras.optimizers).values()
-        if isinstance(thing, type) and issubclass(thing, base) and thing is not base
-    ]
-
-    def wrap(cls: Any) -> Any:
-        class Loader(cls):  # type: ignore[misc]
-            @classmethod
-            def from_config(own, config: Any, custom_objects: Any = None) -> Any:  # noqa: N804
-                return distribute(cls.from_config(config), compression=compression, **options)
-
-        Loader.__name__, Loader.__module__ = cls.__name__, cls.__module__
-        return Loader
-
-    wrapped = {cls.__name__: wrap(cls) for cls in [*classes, *(custom_optimizers or [])]}
-    return keras.models.load_model(filepath, custom_objects={**wrapped, **(custom_objects or {})})
+    known = {cls.__name__: cls for cls in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
+    if getattr(model, "optimizer", None) is None:
+        raise ConfigError(
+            f"{filepath} has no optimizer: load it with keras.models.load_model, and compile it "
+            "with hvd.DistributedOptimizer"
+        )
+    if is_tf_keras(model.optimizer):
+        raise UnsupportedError(
+            "load_model is for Keras 3: load the model with tf_keras, and compile it with "
+            "hvd.DistributedOptimizer"
+        )
+    model.optimizer = distribute(model.optimizer, compression=compression, **options)
+    model.load_weights(filepath)  # once more, for what a plain optimizer does not look for
+    return model
