@@ -5,7 +5,7 @@ The frameworks have packages of their own: ``hvd_compress.torch``.
 
 from importlib.metadata import PackageNotFoundError, version
 
-from hvd_compress.aggregators import allgather, allreduce
+from hvd_compress.aggregators import allgather, allreduce, power_sgd
 from hvd_compress.base import (
     Compressor,
     Context,
@@ -25,10 +25,20 @@ from hvd_compress.errors import (
     UnboundError,
     UnsupportedError,
 )
-from hvd_compress.methods import BF16, DGC, FP16, NoCompression, RandomK, TopK, as_compressor
+from hvd_compress.methods import (
+    BF16,
+    DGC,
+    FP16,
+    NoCompression,
+    PowerSGD,
+    RandomK,
+    TopK,
+    as_compressor,
+)
 from hvd_compress.operators import random_k, top_k
 from hvd_compress.schedules import (
     PAPER_DENSITIES,
+    After,
     ExponentialWarmup,
     StagedWarmup,
     warmup_to,
@@ -50,6 +60,7 @@ __all__ = [
     "DGC",
     "FP16",
     "PAPER_DENSITIES",
+    "After",
     "Chain",
     "CompressionError",
     "Compressor",
@@ -61,6 +72,7 @@ __all__ = [
     "NoCompression",
     "Outcome",
     "PayloadError",
+    "PowerSGD",
     "RandomK",
     "SetupError",
     "Sparse",
@@ -79,6 +91,7 @@ __all__ = [
     "from_config",
     "momentum_after_averaging",
     "momentum_correction",
+    "power_sgd",
     "random_k",
     "top_k",
     "warmup_to",

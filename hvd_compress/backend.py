@@ -75,6 +75,14 @@ class Backend(Protocol):
     def nonzero(self, mask: Array) -> Array:
         """Ascending indices, int64."""
 
+    def reshape(self, x: Array, shape: tuple[int, ...]) -> Array: ...
+
+    def matmul(self, x: Array, y: Array) -> Array:
+        """Of two matrices."""
+
+    def transpose(self, x: Array) -> Array:
+        """Of a matrix."""
+
     def concat(self, arrays: list[Array]) -> Array: ...
 
     def sort(self, x: Array) -> Array: ...

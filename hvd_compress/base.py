@@ -117,7 +117,7 @@ class Context(NamedTuple):
         momentum, nesterov: the optimizer's, for methods that take momentum over.
         gradient_norm: L2 norm of the rank's whole gradient, over all tensors; ``None`` if unknown.
         sums: gradients are added, not averaged, by whoever multiplies ``mean`` by ``size``.
-        dtype: of the gradient as it came, "float16"; set by ``Chain``.
+        dtype, shape: of the gradient as it came, "float16"; set by ``Chain``.
     """
 
     name: str = "tensor"
@@ -131,6 +131,7 @@ class Context(NamedTuple):
     gradient_norm: float | None = None
     sums: bool = False
     dtype: str | None = None
+    shape: tuple[int, ...] = ()
 
 
 Exchange = Generator[Request, Any, Outcome]

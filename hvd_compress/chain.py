@@ -61,12 +61,13 @@ class Transform(Configurable, kind="block"):
 
 
 class Met(NamedTuple):
-    """What an aggregator returns: the flat average, this rank's contribution to it, and whether
-    all ranks' contributions were finite (a bool, or a symbol of one)."""
+    """What an aggregator returns: the flat average, this rank's contribution to it, whether all
+    ranks' contributions were finite (a bool, or a symbol of one), and its new state."""
 
     mean: Array
     sent: Array | Sparse
     finite: Any
+    state: State = {}
 
 
 class Aggregator(Configurable, abc.ABC, kind="block"):
@@ -74,10 +75,19 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
 
     #: scales what it sends, so that the expectation is right
     unbiased: bool = False
+    #: what the aggregator remembers, arrays of any size; unique within a chain
+    keys: ClassVar[tuple[str, ...]] = ()
+    #: what is remembered differs between ranks
+    per_rank: ClassVar[bool] = True
+
+    def init(self, x: Array, shape: tuple[int, ...]) -> State:
+        """The state before the first exchange of a tensor of ``shape``, of which ``x`` is flat."""
+        return {}
 
     @abc.abstractmethod
-    def meet(self, x: Array, context: Context) -> Generator[Request, Any, Met]:
-        """Average the flat array ``x`` over the ranks; never changes ``x`` in place."""
+    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+        """Average the flat array ``x`` over the ranks; never changes ``x`` or ``state`` in place.
+        ``context.shape`` is that of the tensor."""
 
     @property
     def needs_epoch(self) -> bool:
@@ -98,7 +108,7 @@ class Chain(Compressor, name="chain"):
                 raise ConfigError(f"{transform!r} is not a transform; aggregators go behind via=")
         if not isinstance(self.via, Aggregator):
             raise ConfigError(f"via={self.via!r} is not an aggregator: allreduce() or allgather()")
-        keys = [key for transform in self.transforms for key in transform.keys]
+        keys = [key for part in (*self.transforms, self.via) for key in part.keys]
         for i, transform in enumerate(self.transforms):
             if any(transform.before in earlier.keys for earlier in self.transforms[:i]):
                 raise ConfigError(
@@ -108,7 +118,7 @@ class Chain(Compressor, name="chain"):
         if self.via.unbiased and "residual" in keys:
             raise ConfigError("error feedback needs elements as they are: unbiased=False")
         if twice := {key for key in keys if keys.count(key) > 1}:
-            raise ConfigError(f"two transforms of one chain keep a {twice.pop()!r}")
+            raise ConfigError(f"two blocks of one chain keep a {twice.pop()!r}")
 
     @property
     def needs_gradient_norm(self) -> bool:
@@ -136,12 +146,14 @@ class Chain(Compressor, name="chain"):
         return next((t for t in self.transforms if t.takes_momentum), None)
 
     def per_rank(self, gradient: Array) -> frozenset[str]:
-        return frozenset(key for t in self.transforms if t.per_rank for key in t.keys)
+        parts = (*self.transforms, self.via)
+        return frozenset(key for part in parts if part.per_rank for key in part.keys)
 
     def init(self, gradient: Array) -> State:
         xp = backend_of(gradient)
         x = xp.widen(gradient)
-        return {key: xp.zeros(xp.size(x), x) for t in self.transforms for key in t.keys}
+        state = {key: xp.zeros(xp.size(x), x) for t in self.transforms for key in t.keys}
+        return state | self.via.init(x, xp.shape(gradient))
 
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
         xp = backend_of(gradient)
@@ -155,16 +167,19 @@ class Chain(Compressor, name="chain"):
         fresh = x
         x = xp.choose(xp.all_finite(x), lambda: fresh, lambda: xp.full_like(fresh, math.nan))
 
-        met = yield from self.via.meet(x, context._replace(dtype=xp.dtype(gradient)))
+        own = {key: state[key] for key in self.via.keys}
+        context = context._replace(dtype=xp.dtype(gradient), shape=xp.shape(gradient))
+        met = yield from self.via.meet(x, own, context)
 
         mean = xp.restore(met.mean, gradient)
         # A half-precision gradient may have no room for the mean of what had waited.
         finite = met.finite if xp.dtype(mean) == xp.dtype(x) else xp.all_finite(mean)
 
-        old = {key: state[key] for transform in self.transforms for key in transform.keys}
+        parts = (*self.transforms, self.via)
+        old = {key: state[key] for part in parts for key in part.keys}
 
         def settled() -> tuple[Array, State]:
-            update, new_state = met.mean, {}
+            update, new_state = met.mean, dict(met.state)
             for transform, own in zip(reversed(self.transforms), reversed(states), strict=True):
                 own = transform.settle(met.sent, own, context)
                 update, own = transform.finish(update, own, context)

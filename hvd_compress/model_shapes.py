@@ -37,6 +37,24 @@ def resnet50(classes: int = 1000) -> Shapes:
     return shapes | _linear("fc", classes, inputs)
 
 
+def resnet18_cifar(classes: int = 10) -> Shapes:
+    """ResNet-18 for images of 32 x 32 pixels, as in experiments on CIFAR-10: a first convolution of
+    3 x 3, and no pooling behind it."""
+    shapes: Shapes = {"conv1.weight": (64, 3, 3, 3), **_norm("bn1", 64)}
+    inputs = 64
+    for stage, width in enumerate((64, 128, 256, 512), start=1):
+        for block in range(2):
+            at = f"layer{stage}.{block}"
+            for i, channels in enumerate((inputs, width), start=1):
+                shapes[f"{at}.conv{i}.weight"] = (width, channels, 3, 3)
+                shapes |= _norm(f"{at}.bn{i}", width)
+            if inputs != width:
+                shapes[f"{at}.shortcut.0.weight"] = (width, inputs, 1, 1)
+                shapes |= _norm(f"{at}.shortcut.1", width)
+            inputs = width
+    return shapes | _linear("linear", classes, inputs)
+
+
 def alexnet(classes: int = 1000) -> Shapes:
     """AlexNet (Krizhevsky et al., NeurIPS 2012) with two groups in conv2, conv4 and conv5."""
     convolutions = (
@@ -60,7 +78,8 @@ def alexnet(classes: int = 1000) -> Shapes:
 
 def ptb_lstm(vocabulary: int = 10_000, width: int = 1500, layers: int = 2) -> Shapes:
     """The word model of Lin et al. (2018) for the Penn Treebank: LSTM layers of 1500 units with
-    two bias vectors each, and a decoder that shares the embedding's matrix."""
+    two bias vectors each, and a decoder that shares the embedding's matrix.  That of Vogels et al.
+    (2019) for WikiText-2 is ``ptb_lstm(28_869, 650, 3)``."""
     shapes: Shapes = {"encoder.weight": (vocabulary, width)}
     for layer in range(layers):
         for side in ("ih", "hh"):

@@ -84,6 +84,18 @@ def nonzero(mask: Array) -> Array:
     return np.flatnonzero(mask)
 
 
+def reshape(x: Array, shape: tuple[int, ...]) -> Array:
+    return x.reshape(shape)
+
+
+def matmul(x: Array, y: Array) -> Array:
+    return x @ y
+
+
+def transpose(x: Array) -> Array:
+    return x.T
+
+
 def concat(arrays: list[Array]) -> Array:
     return np.concatenate(arrays)
 

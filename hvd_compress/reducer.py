@@ -67,6 +67,7 @@ class Reducer:
         self._per_rank: dict[str, frozenset[str]] = {}  # keys of states that differ between ranks
         self._deferred: dict[str, Array] = {}
         self._like: dict[str, Array] = {}  # gradients under way
+        self._shapes: dict[str, tuple[int, ...]] = {}  # that fit the states
         options = {"momentum": momentum, "nesterov": nesterov, "sums": sums, "seed": seed}
         self.engine.agree(f"{self.method!r}, {options}")
         self.method.bind(self)
@@ -133,12 +134,9 @@ class Reducer:
         if name not in self.states:
             self.states[name] = self.method.init(gradient)
             self._per_rank[name] = self.method.per_rank(gradient)
-        for key, value in self.states[name].items():
-            if xp.size(value) != xp.size(gradient):
-                raise ConfigError(
-                    f"the gradient of {name!r} has {xp.size(gradient)} elements, and its {key} "
-                    f"{xp.size(value)}: one name belongs to one tensor"
-                )
+        if self._shapes.get(name) != xp.shape(gradient):
+            self._check_state(name, gradient)
+            self._shapes[name] = xp.shape(gradient)
         record = self.records.setdefault(name, Record())
         record.steps += 1
         record.elements += xp.size(gradient)
@@ -156,6 +154,16 @@ class Reducer:
             sums=self.sums,
         )
         return self.method.exchange(gradient, self.states[name], context)
+
+    def _check_state(self, name: str, gradient: Array) -> None:
+        xp = backend_of(gradient)
+        for key, fresh in self.method.init(gradient).items():
+            if xp.size(self.states[name][key]) != xp.size(fresh):
+                raise ConfigError(
+                    f"the gradient of {name!r} has {xp.size(gradient)} elements, and its {key} "
+                    f"{xp.size(self.states[name][key])} instead of {xp.size(fresh)}: one name "
+                    "belongs to one tensor"
+                )
 
     def stats(self) -> Stats:
         """Exact bytes so far, by name and in total, and the norm of what waits."""
@@ -210,7 +218,7 @@ class Reducer:
                 f"this state is of {saved}, and the method here is {self.method.name}"
             )
         self.engine.abandon()
-        self._like, self._deferred = {}, {}
+        self._like, self._deferred, self._shapes = {}, {}, {}
         self.step, self.epoch = state_dict["step"], state_dict["epoch"]
         self.seed = state_dict["seed"]
         self._per_rank = {name: frozenset(keys) for name, keys in state_dict["per_rank"].items()}

@@ -39,11 +39,11 @@ class _Staged(Configurable, kind="schedule"):
         """The last stage stays."""
         raise NotImplementedError
 
-    def in_stage(self, stage: int) -> float:
-        """The density of a stage, counted from 0."""
+    def in_stage(self, stage: int) -> Any:
+        """The value of a stage, counted from 0."""
         raise NotImplementedError
 
-    def __call__(self, step: int, epoch: int | None = None) -> float:
+    def __call__(self, step: int, epoch: int | None = None) -> Any:
         return self.in_stage(min(self.stage(step, epoch), self.stages_in_all - 1))
 
     def stage(self, step: int, epoch: int | None) -> int:
@@ -131,7 +131,35 @@ def warmup_to(
     return StagedWarmup(unit, stage_length, (*stages, density))
 
 
+@dataclasses.dataclass(frozen=True)
+class After(_Staged, name="after"):
+    """False for the first ``stage_length`` steps or epochs, then True."""
+
+    @property
+    def stages_in_all(self) -> int:
+        return 2
+
+    def in_stage(self, stage: int) -> bool:
+        return stage > 0
+
+
+Schedule = StagedWarmup | ExponentialWarmup | After
 Density = float | StagedWarmup | ExponentialWarmup
+#: when something begins: at once, or after so many steps
+Start = bool | int | After
+
+
+def as_start(value: Any) -> bool | After:
+    """``True``, or a schedule; a number counts steps."""
+    if isinstance(value, bool | After):
+        return value
+    if not isinstance(value, int) or value < 0:
+        raise ConfigError(f"start must be a number of steps, 0 or more; got {value!r}")
+    return After("step", value) if value else True
+
+
+def started(start: bool | After, step: int, epoch: int | None) -> bool:
+    return start if isinstance(start, bool) else bool(start(step, epoch))
 
 
 def as_density(value: Any) -> Density:
@@ -146,25 +174,25 @@ def density_at(density: Density, step: int, epoch: int | None) -> float:
     return density if isinstance(density, float) else density(step, epoch)
 
 
-def schedules_of(thing: Any) -> list[StagedWarmup | ExponentialWarmup]:
+def schedules_of(thing: Any) -> list[Schedule]:
     """Those in the options of a method, at any depth; each once."""
-    if isinstance(thing, StagedWarmup | ExponentialWarmup):
-        return [thing]
-    found: list[StagedWarmup | ExponentialWarmup] = []
+    if isinstance(thing, _Staged):
+        return [thing]  # type: ignore[list-item]
+    found: list[Schedule] = []
     for part in _parts(thing):
         found += [schedule for schedule in schedules_of(part) if schedule not in found]
     return found
 
 
-def with_densities(thing: Any, densities: Mapping[Any, float]) -> Any:
-    """A copy of a method in which every schedule has given way to its density."""
-    if isinstance(thing, StagedWarmup | ExponentialWarmup):
-        return densities[thing]
+def with_values(thing: Any, values: Mapping[Any, Any]) -> Any:
+    """A copy of a method in which every schedule has given way to its value."""
+    if isinstance(thing, _Staged):
+        return values[thing]
     if isinstance(thing, tuple):
-        return tuple(with_densities(part, densities) for part in thing)
+        return tuple(with_values(part, values) for part in thing)
     if isinstance(thing, Configurable):
         names = [field.name for field in dataclasses.fields(thing)]  # type: ignore[arg-type]
-        options = {name: with_densities(getattr(thing, name), densities) for name in names}
+        options = {name: with_values(getattr(thing, name), values) for name in names}
         return dataclasses.replace(thing, **options)  # type: ignore[type-var]
     return thing
 
@@ -175,5 +203,6 @@ def _parts(thing: Any) -> Iterable[Any]:
     return thing if isinstance(thing, tuple) else ()
 
 
-def by_epoch(density: Density) -> bool:
-    return not isinstance(density, float) and density.unit == "epoch"
+def by_epoch(option: Any) -> bool:
+    """Whether it is a schedule that counts epochs."""
+    return isinstance(option, _Staged) and option.unit == "epoch"

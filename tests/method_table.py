@@ -8,6 +8,7 @@ from hvd_compress import (
     FP16,
     Compressor,
     NoCompression,
+    PowerSGD,
     RandomK,
     StagedWarmup,
     TopK,
@@ -24,12 +25,20 @@ from hvd_compress import (
 # Largest relative error of rounding a sum to the type in which it travels.
 IN_FLOAT16 = 2.0**-11
 IN_BFLOAT16 = 2.0**-8
+# Sums of products in float32, in another order on each side.
+LOW_RANK: dict[str, Any] = {"tolerance": 1e-5, "agreement": 1e-3}
 
 
 class Row(NamedTuple):
     method: Compressor
     tolerance: float = 0.0
     context: dict[str, Any] = {}
+    agreement: float = 1e-6
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For ``check_laws``."""
+        return {"tolerance": self.tolerance, "agreement": self.agreement, **self.context}
 
 
 MOMENTUM = {"momentum": 0.9}
@@ -63,6 +72,12 @@ ROWS = {
     "dgc-warmup-by-epoch": Row(
         DGC(density=StagedWarmup("epoch", 1, (0.25, 1.0, 0.02)), min_size=0), context=NESTEROV
     ),
+    "powersgd": Row(PowerSGD(), **LOW_RANK),
+    "powersgd-rank-4": Row(PowerSGD(rank=4, min_compression_rate=1), **LOW_RANK),
+    "powersgd-cold": Row(
+        PowerSGD(rank=2, warm_start=False, error_feedback=False), LOW_RANK, agreement=1e-3
+    ),
+    "powersgd-later": Row(PowerSGD(rank=2, start=2), **LOW_RANK),
     "chain": Row(
         chain(
             clip_by_local_norm(2.0, scale="rank"),

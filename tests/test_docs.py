@@ -36,7 +36,7 @@ def test_the_method_from_scratch_obeys_the_laws(monkeypatch):
     check_laws(made, make=tf.convert_to_tensor, namespace=scope)
 
 
-@pytest.mark.parametrize("name", ["none", "fp16", "bf16", "topk", "randomk", "dgc"])
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16", "topk", "randomk", "dgc", "powersgd"])
 def test_every_method_has_its_row(name):
     for page in ("README.md", "docs/methods.md"):
         text = (ROOT / page).read_text()

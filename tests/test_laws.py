@@ -27,7 +27,7 @@ def test_the_table_has_every_method():
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_laws_in_numpy(row):
-    check_laws(row.method, tolerance=row.tolerance, **row.context)
+    check_laws(row.method, **row.options)
 
 
 FRAMEWORKS = {"torch": torch.from_numpy, "tensorflow": tf.convert_to_tensor}
@@ -41,8 +41,7 @@ def test_laws_in_frameworks(row, make):
         make=make,
         dtypes=("float16", "bfloat16", "float32", "float64"),
         sizes=(1, 3),
-        tolerance=row.tolerance,
-        **row.context,
+        **row.options,
     )
 
 
@@ -62,8 +61,7 @@ def test_laws_for_drawn_shapes(row, size, shape, dtype, seed):
         dtypes=(dtype,),
         steps=2,
         seed=seed,
-        tolerance=row.tolerance,
-        **row.context,
+        **row.options,
     )
 
 
@@ -308,7 +306,7 @@ class half_of_it(Transform, name="test-half-of-it"):
 
 @dataclasses.dataclass(frozen=True)
 class plain_sum(Aggregator, name="test-plain-sum"):
-    def meet(self, x, context):
+    def meet(self, x, state, context):
         total = yield Sum(x)
         mean = total / context.size
         return Met(mean, x, backend_of(x).all_finite(mean))

@@ -107,6 +107,18 @@ def _exact(x: Array, k: int) -> Array:
     return tf.cast(tf.sort(tf.ensure_shape(indices, [k])), tf.int64)
 
 
+def reshape(x: Array, shape: tuple[int, ...]) -> Array:
+    return tf.reshape(x, shape)
+
+
+def matmul(x: Array, y: Array) -> Array:
+    return tf.matmul(x, y)
+
+
+def transpose(x: Array) -> Array:
+    return tf.transpose(x)
+
+
 def concat(arrays: list[Array]) -> Array:
     return tf.concat(arrays, 0)
 

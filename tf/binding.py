@@ -22,7 +22,7 @@ from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import as_compressor
 from hvd_compress.methods._chained import Chained
-from hvd_compress.schedules import schedules_of, with_densities
+from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.stats import Record, Stats
 from hvd_compress.tensorflow import backend
 from hvd_compress.tensorflow.engine import HorovodEngine
@@ -306,7 +306,7 @@ class Binding(tf.Module):
             return self._exchange(self.method, gradients, common)
         stages = itertools.product(*(range(s.stages_in_all) for s in self._schedules))
         methods = [
-            with_densities(
+            with_values(
                 self.method,
                 {s: s.in_stage(i) for s, i in zip(self._schedules, chosen, strict=True)},
             )
@@ -452,15 +452,15 @@ class Binding(tf.Module):
         self._consolidated_at = int(arrays["step"]) if saved["consolidated"] else -1
         for name in arrays.keys() - saved.keys() - {"step", "epoch"}:
             i, key = name.split(".", 1)
-            slot = self.slots[int(i)] if int(i) < len(self.slots) else None
-            if slot is None or arrays[name].size != slot.shape.num_elements():
+            if key not in self.states.get(i, {key: None}):
+                warnings.warn(f"{self.method.name} has no use for {key!r}: dropped", stacklevel=2)
+            elif i not in self.states or arrays[name].size != backend.size(self.states[i][key]):
                 raise ConfigError(
                     f"saved compression state {name} has {arrays[name].size} elements and fits no "
-                    "variable: it belongs to another model"
+                    "variable: it belongs to another model, or to other options"
                 )
-            if key not in self.states[i]:
-                warnings.warn(f"{self.method.name} has no use for {key!r}: dropped", stacklevel=2)
             else:
+                slot = self.slots[int(i)]
                 differs = key in self._per_rank(slot)
                 self.states[i][key].assign(arrays[name] * (factor if differs else 1.0))
 

@@ -94,6 +94,18 @@ def nonzero(mask: Array) -> Array:
     return torch.nonzero(mask).view(-1)
 
 
+def reshape(x: Array, shape: tuple[int, ...]) -> Array:
+    return x.reshape(shape)
+
+
+def matmul(x: Array, y: Array) -> Array:
+    return x @ y
+
+
+def transpose(x: Array) -> Array:
+    return x.T
+
+
 def concat(arrays: list[Array]) -> Array:
     return torch.cat(arrays)
 

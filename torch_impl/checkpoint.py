@@ -148,10 +148,11 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
             del entries[key]
         state = {**fresh, **entries} if entries else {}
         for key, x in entries.items():
-            if x.numel() != p.numel():
+            wanted = fresh.get(key, p).numel()
+            if x.numel() != wanted:
                 raise ConfigError(
-                    f"{key} of {self._parameter_names[p]} has {x.numel()} elements, the parameter "
-                    f"{p.numel()}: the state dict belongs to another model"
+                    f"{key} of {self._parameter_names[p]} has {x.numel()} elements instead of "
+                    f"{wanted}: the state dict belongs to another model, or to other options"
                 )
             state[key] = x.detach().clone().to(p.device)
             if key in binding.per_rank_keys(p):

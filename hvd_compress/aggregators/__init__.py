@@ -2,5 +2,6 @@
 
 from hvd_compress.aggregators.allgather import allgather
 from hvd_compress.aggregators.allreduce import allreduce
+from hvd_compress.aggregators.power_sgd import power_sgd
 
-__all__ = ["allgather", "allreduce"]
+__all__ = ["allgather", "allreduce", "power_sgd"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Array, Context, Gather, Request, Sparse, Sum
+from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregator, Met
 from hvd_compress.config import check_choice
 from hvd_compress.operators import top_k
@@ -46,7 +46,7 @@ class allgather(Aggregator, name="allgather"):
     def needs_epoch(self) -> bool:
         return self.select.needs_epoch
 
-    def meet(self, x: Array, context: Context) -> Generator[Request, Any, Met]:
+    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
         xp = backend_of(x)
         n = xp.size(x)
         k = self.select.count(n, context)

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from typing import Any
 
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Array, Context, Request, Sparse, Sum
+from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregator, Met
 from hvd_compress.config import check_choice
 from hvd_compress.operators import random_k
@@ -42,7 +42,7 @@ class allreduce(Aggregator, name="allreduce"):
     def needs_epoch(self) -> bool:
         return self.select is not None and self.select.needs_epoch
 
-    def meet(self, x: Array, context: Context) -> Generator[Request, Any, Met]:
+    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
         xp = backend_of(x)
         wire = self.wire
         if wire == "gradient":

@@ -1,0 +1,117 @@
+"""Low rank: all ranks take one step of the power method on the average matrix, in two sums."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context, Request, State, Sum
+from hvd_compress.chain import Aggregator, Met
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError
+from hvd_compress.schedules import Start, as_start, by_epoch, started
+
+_TINY = 1e-30
+
+
+@dataclasses.dataclass(frozen=True)
+class power_sgd(Aggregator, name="power_sgd"):
+    """For a matrix M of n rows (the first dimension) and m columns (all others), on each rank::
+
+        P = M Q           summed over the ranks, orthonormalised
+        Q = M^T P         summed over the ranks
+        average of the M  ~  P Q^T / N
+
+    Options:
+        rank: columns of P and Q; at most min(n, m).
+        warm_start: the next step begins with this step's Q instead of a random one, so that steps
+            together are a power iteration.
+        start: for so many steps everything is sent as it is.
+
+    State: ``factor`` Q^T, equal on all ranks.  Reference: Vogels, Karimireddy and Jaggi, NeurIPS
+    2019.  Differs from it in: rows are orthonormalised by Gram-Schmidt done twice, without an
+    epsilon that would matter to small gradients; columns of Q that come out as zero (a gradient
+    that is zero, or of lower rank) keep their old direction, or they would stay zero for ever.
+    """
+
+    rank: int = 1
+    warm_start: bool = True
+    start: Start = True
+
+    keys = ("factor",)
+    per_rank = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise ConfigError(f"rank must be a number of columns, 1 or more; got {self.rank!r}")
+        check_choice("warm_start", self.warm_start, (True, False))
+        object.__setattr__(self, "start", as_start(self.start))
+
+    @property
+    def needs_epoch(self) -> bool:
+        return by_epoch(self.start)
+
+    def init(self, x: Array, shape: tuple[int, ...]) -> State:
+        xp = backend_of(x)
+        n, m = matrix_shape(shape)
+        rank = min(n, m, self.rank)
+        # The same on all ranks, and for all tensors of a shape.
+        factor = np.random.default_rng(0).standard_normal((rank, m)).astype(np.float32)
+        return {"factor": xp.cast(xp.from_numpy(factor.reshape(-1), x), xp.dtype(x))}
+
+    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+        xp = backend_of(x)
+        n, m = matrix_shape(context.shape)
+        if not started(self.start, context.step, context.epoch) or n * m == 0:
+            total = yield Sum(x)
+            mean = total / context.size
+            return Met(mean, x, xp.all_finite(mean), state)
+        # Products of matrices depend in their last bits on where in memory these begin; fresh ones
+        # begin alike on all ranks.
+        matrix = xp.reshape(xp.copy(x), (n, m))
+        q = xp.reshape(state["factor"], (-1, m))
+        rank = xp.shape(q)[0]
+        total = yield Sum(xp.reshape(xp.matmul(q, xp.transpose(matrix)), (-1,)))
+        p = orthonormal_rows(xp, xp.reshape(total / context.size, (rank, n)))
+        own = xp.matmul(p, matrix)
+        total = yield Sum(xp.reshape(own, (-1,)))
+        new = xp.reshape(total / context.size, (rank, m))
+        mean = xp.reshape(xp.matmul(xp.transpose(p), new), (-1,))
+        sent = xp.reshape(xp.matmul(xp.transpose(p), own), (-1,))
+        factor = _without_zeros(xp, new, q) if self.warm_start else q
+        return Met(mean, sent, xp.all_finite(mean), {"factor": xp.reshape(factor, (-1,))})
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(rows, columns) of a tensor as a matrix: a convolution's output channels, and the rest."""
+    return (shape[0] if shape else 1), math.prod(shape[1:])
+
+
+def orthonormal_rows(xp: Any, rows: Array) -> Array:
+    """Gram-Schmidt, row by row, each row twice: once is not enough where rows are nearly alike."""
+    basis: list[Array] = []
+    for i in range(xp.shape(rows)[0]):
+        row = rows[i : i + 1]
+        for _ in range(2):
+            if basis:
+                known = xp.concat(basis)
+                row = row - xp.matmul(xp.matmul(row, xp.transpose(known)), known)
+            norm = xp.matmul(row, xp.transpose(row)) ** 0.5
+            row = row / xp.maximum(norm, xp.full_like(norm, _TINY))
+        basis.append(row)
+    return xp.concat(basis)
+
+
+def _without_zeros(xp: Any, new: Array, old: Array) -> Array:
+    rows = []
+    for i in range(xp.shape(new)[0]):
+        row = new[i : i + 1]
+        square = xp.matmul(row, xp.transpose(row))
+        alive = xp.cast(square > 0, xp.dtype(row))
+        rows.append(alive * row + (1 - alive) * old[i : i + 1])
+    return xp.concat(rows)

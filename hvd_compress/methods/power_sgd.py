@@ -1,0 +1,73 @@
+"""PowerSGD (Vogels, Karimireddy, Jaggi; NeurIPS 2019, arXiv 1905.13727)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from hvd_compress.aggregators import allreduce, power_sgd
+from hvd_compress.aggregators.power_sgd import matrix_shape
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Chain, chain
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError
+from hvd_compress.methods._chained import Chained
+from hvd_compress.schedules import Start, as_start, by_epoch
+from hvd_compress.transforms import error_feedback
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerSGD(Chained, name="powersgd"):
+    """Send two thin factors of every matrix, which sums can travel as.
+
+    A tensor is a matrix of its first dimension by all others.  Vectors, and matrices that would
+    hardly shrink, are averaged as they are.  Traffic does not grow with the number of ranks.
+
+    State: ``residual`` with error feedback, and ``factor`` Q^T, equal on all ranks.  Sent:
+    rank * (n + m) values a matrix, in two sums.  The optimizer's momentum and weight decay act on
+    the average, as in the paper.
+
+    Options:
+        rank: 1 to 4 for image models, up to 32 for language models.
+        error_feedback, warm_start: without one of them much accuracy is lost; for studies.
+        min_compression_rate: matrices that would shrink by less are sent whole.
+        start: so many steps send everything; PyTorch's hook advises a tenth of the training.
+
+    Differs from the paper in: a rank subtracts its own part of the sum from its residual where the
+    paper's code subtracts the average, which has the same mean over the ranks, and makes what was
+    sent plus what remains exactly what went in; see also ``aggregators/power_sgd.py``.
+    """
+
+    rank: int = 1
+    error_feedback: bool = True
+    warm_start: bool = True
+    min_compression_rate: float = 2.0
+    start: Start = True
+
+    def __post_init__(self) -> None:
+        check_choice("error_feedback", self.error_feedback, (True, False))
+        rate = self.min_compression_rate
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate >= 1:
+            raise ConfigError(f"min_compression_rate must be 1 or more; got {rate!r}")
+        object.__setattr__(self, "start", as_start(self.start))
+        assert self._low_rank  # checks the other options
+
+    @property
+    def needs_epoch(self) -> bool:
+        return by_epoch(self.start)
+
+    def compresses(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of that shape is ever sent as two factors."""
+        n, m = matrix_shape(shape)
+        rank = min(n, m, self.rank)
+        return len(shape) > 1 and (n + m) * rank * self.min_compression_rate < n * m
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        low_rank = self.compresses(backend_of(gradient).shape(gradient))
+        return self._low_rank if low_rank else chain(via=allreduce("gradient"))
+
+    @functools.cached_property
+    def _low_rank(self) -> Chain:
+        via = power_sgd(self.rank, self.warm_start, self.start)
+        return chain(error_feedback(), via=via) if self.error_feedback else chain(via=via)

@@ -1,0 +1,179 @@
+"""PowerSGD: cases by hand, laws of the power method, sizes of the paper, and PyTorch's own hook."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_compress import ConfigError, Context, PowerSGD, chain, error_feedback, power_sgd
+from hvd_compress.aggregators.power_sgd import orthonormal_rows
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Sum
+from hvd_compress.lockstep import World
+from hvd_compress.model_shapes import ptb_lstm, resnet18_cifar
+
+M = np.array([[3.0, 0.0], [0.0, 1.0]])
+
+
+def world_from(factor, size: int = 1, **options) -> World:
+    world = World(chain(via=power_sgd(**options)), size)
+    world.states["tensor"] = [{"factor": np.array(factor, float)} for _ in range(size)]
+    return world
+
+
+def test_one_step_by_hand():
+    world = world_from([1, 1])
+    [outcome] = world.exchange([M])
+    np.testing.assert_allclose(outcome.mean, [[2.7, 0.3], [0.9, 0.1]], rtol=1e-12)
+    np.testing.assert_allclose(outcome.state["factor"], np.array([9, 1]) / 10**0.5, rtol=1e-12)
+    assert np.square(M - outcome.mean).sum() == pytest.approx(1.8)
+
+
+def test_warm_starts_are_a_power_iteration():
+    world = world_from([1, 1])
+    errors = [np.square(M - world.exchange([M])[0].mean).sum() for _ in range(6)]
+    assert errors[1:4] == pytest.approx([1.0109589, 1.0001354781, 1.0000016726], abs=1e-7)
+    excess = np.array(errors) - 1  # over the best of rank 1
+    np.testing.assert_allclose(excess[2:] / excess[1:-1], 1 / 81, rtol=0.02)
+
+
+def test_cold_starts_stay_cold():
+    world = world_from([1, 1], warm_start=False)
+    for _ in range(3):
+        [outcome] = world.exchange([M])
+        assert np.square(M - outcome.mean).sum() == pytest.approx(1.8)
+
+
+def test_the_error_is_orthogonal_to_what_was_sent():
+    random = np.random.default_rng(0)
+    matrix = random.normal(size=(30, 20))
+    world = World(chain(via=power_sgd(3)), 1)
+    mean = world.exchange([matrix])[0].mean
+    assert np.linalg.matrix_rank(mean) == 3
+    np.testing.assert_allclose(mean.T @ (matrix - mean), 0, atol=1e-12)
+
+
+def test_a_matrix_of_that_rank_is_recovered_at_once():
+    random = np.random.default_rng(1)
+    matrix = random.normal(size=(40, 3)) @ random.normal(size=(3, 30))
+    mean = World(chain(via=power_sgd(3)), 1).exchange([matrix])[0].mean
+    np.testing.assert_allclose(mean, matrix, atol=1e-12)
+
+
+def test_several_ranks_are_one_rank_on_the_mean():
+    random = np.random.default_rng(2)
+    matrices = random.normal(size=(5, 12, 9))
+    several = World(chain(via=power_sgd(2)), 5)
+    one = World(chain(via=power_sgd(2)), 1)
+    for _ in range(3):
+        mean = several.exchange(list(matrices))[0].mean
+        np.testing.assert_allclose(mean, one.exchange([matrices.mean(0)])[0].mean, atol=1e-13)
+
+
+def test_error_feedback_tends_to_a_constant_matrix():
+    world = World(chain(error_feedback(), via=power_sgd(1)), 1)
+    total = sum(world.exchange([M])[0].mean for _ in range(2000))
+    np.testing.assert_allclose(total / 2000, M, atol=2e-3)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e15])
+def test_rows_that_are_nearly_alike_become_orthonormal(scale):
+    rows = np.ones((4, 50)) + 1e-9 * np.random.default_rng(3).normal(size=(4, 50))
+    found = orthonormal_rows(backend_of(rows), scale * rows)
+    np.testing.assert_allclose(found @ found.T, np.eye(4), atol=1e-12)
+
+
+def test_a_step_of_zeros_ends_nothing():
+    """The factor would be zero for ever after."""
+    world = World(PowerSGD(rank=2), 2)
+    matrices = list(np.random.default_rng(4).normal(size=(2, 30, 20)).astype(np.float32))
+    world.exchange([np.zeros_like(m) for m in matrices])
+    assert np.abs(world.exchange(matrices)[0].mean).max() > 0.01
+
+
+def test_everything_is_sent_before_the_start():
+    world = World(PowerSGD(start=2), 2)
+    matrices = np.random.default_rng(5).normal(size=(2, 30, 20))
+    for step in range(3):
+        mean = world.exchange(list(matrices))[0].mean
+        assert np.allclose(mean, matrices.mean(0)) == (step < 2)
+
+
+def floats(shapes, method: PowerSGD) -> int:
+    """Of one step, counted from the requests."""
+    total = 0
+    for shape in shapes.values():
+        gradient = np.zeros(shape, np.float32)
+        exchange = method.exchange(gradient, method.init(gradient), Context())
+        reply = None
+        while True:
+            try:
+                request = exchange.send(reply)
+            except StopIteration:
+                break
+            assert isinstance(request, Sum)
+            total += request.array.size
+            reply = request.array
+    return total
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dense", "by_rank"),
+    [
+        (resnet18_cifar(), 11_173_962, {1: 243.26, 2: 135.84, 4: 72.13, 7: 42.34}),
+        (ptb_lstm(28_869, 650, 3), 28_949_319, {1: 309.66, 2: 203.14, 4: 120.35}),
+    ],
+)
+def test_ratios_are_those_of_the_paper(shapes, dense, by_rank):
+    assert sum(map(math.prod, shapes.values())) == dense
+    for rank, ratio in by_rank.items():
+        sent = floats(shapes, PowerSGD(rank, min_compression_rate=1))
+        assert dense / sent == pytest.approx(ratio, abs=0.005)
+
+
+def test_matrices_that_would_hardly_shrink_are_sent_whole():
+    assert PowerSGD(rank=1).compresses((100, 100))
+    assert not PowerSGD(rank=30).compresses((100, 100))
+    assert not PowerSGD(rank=1).compresses((4, 4))  # 8 floats of 16 are not less than half
+    assert not PowerSGD(rank=1).compresses((1000,))
+    assert PowerSGD(rank=2).compresses((64, 3, 7, 7))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rank": 0}, "rank must be"),
+        ({"rank": 1.5}, "rank must be"),
+        ({"start": -1}, "start must be"),
+        ({"min_compression_rate": 0.5}, "min_compression_rate"),
+        ({"warm_start": "no"}, "warm_start"),
+    ],
+)
+def test_bad_options_are_errors(options, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        PowerSGD(**options)
+
+
+def test_it_follows_the_hook_of_pytorch():
+    """In a world of one, from the same factor, matrix by matrix."""
+    hook = pytest.importorskip("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(30, 20, generator=generator) for _ in range(4)]
+    world = World(chain(error_feedback(), via=power_sgd(2)), 1)
+    world.states["tensor"] = [PowerSGD(rank=2).init(gradients[0])]
+    q = world.states["tensor"][0]["factor"].reshape(2, 20).T.clone()
+    error = torch.zeros(30, 20)
+    for gradient in gradients:
+        # What the hook does between its collectives, with its own functions.
+        x = gradient + error
+        hook._orthogonalize(q[None])
+        p = x @ q
+        hook._orthogonalize(p[None])
+        q = x.T @ p
+        theirs = p @ q.T
+        error = x - theirs
+        torch.testing.assert_close(world.exchange([gradient])[0].mean, theirs, rtol=1e-3, atol=1e-4)
