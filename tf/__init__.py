@@ -74,7 +74,9 @@ find_mpi()
 show_log()
 _horovod = load_horovod("horovod.tensorflow", "TensorFlow", _register)
 if not isinstance(_horovod, ImportError):
-    from hvd_compress.tensorflow.optimizer import distribute as DistributedOptimizer  # noqa: N812
+    from hvd_compress.tensorflow.registration import (
+        drop_in_optimizer as DistributedOptimizer,  # noqa: N812
+    )
     from hvd_compress.tensorflow.tape import bind
 
     __all__ += ["DistributedOptimizer", "bind"]

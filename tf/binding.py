@@ -8,7 +8,7 @@ import logging
 import re
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import horovod.tensorflow as horovod
@@ -51,6 +51,8 @@ def slots_of(variables: Sequence[Any]) -> list[Slot]:
     slots: list[Slot] = []
     taken: set[str] = set()
     for variable in variables:
+        if not hasattr(variable, "assign"):
+            raise ConfigError(f"gradients belong to variables; got {type(variable).__name__}")
         base = name = str(getattr(variable, "path", variable.name)).removesuffix(":0")
         numbers = itertools.count(1)
         while name in taken:
@@ -89,6 +91,7 @@ class Binding(tf.Module):
         groups: lists of indices into ``slots`` that travel together, or how many such lists.
         process_set, gradient_predivide_factor, sparse_as_dense: as Horovod's.
         device_dense, device_sparse: where exchanges are computed, as for ``tf.device``.
+        alone: a world of one, for gradients that stay on their rank.
 
     Attributes:
         method: the compressor.
@@ -96,6 +99,7 @@ class Binding(tf.Module):
         states: variables by index of the slot and key.
     """
 
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
     #: those that exist
     alive: ClassVar[weakref.WeakSet[Binding]] = weakref.WeakSet()
 
@@ -113,6 +117,7 @@ class Binding(tf.Module):
         sparse_as_dense: bool = False,
         device_dense: str = "",
         device_sparse: str = "",
+        alone: bool = False,
     ) -> None:
         super().__init__(name="hvd_compress")
         self.method: Compressor = as_compressor(compression)
@@ -123,8 +128,10 @@ class Binding(tf.Module):
             )
         self.slots = list(slots)
         self.seed = 0
+        self._number: int | None = None
         self.momentum, self.nesterov = momentum, nesterov
         self._sums = op == mpi_ops.Sum
+        self._alone = alone
         self._set, self._predivide = process_set, gradient_predivide_factor
         self._groups, self._sparse_as_dense = groups, sparse_as_dense
         self._devices = device_dense, device_sparse
@@ -138,8 +145,10 @@ class Binding(tf.Module):
             self.states: dict[str, dict[str, tf.Variable]] = {
                 str(i): self._fresh(slot) for i, slot in enumerate(slots)
             }
-        self._consolidated_at = 0
-        self._traced = tf.function(self._reduce, autograph=False)
+            self._consolidated_at = tf.Variable(0, trainable=False, dtype=tf.int64)
+        object.__setattr__(self, "_averages", {})  # functions, which no checkpoint shall look at
+        # Rows come in any number.
+        self._traced = tf.function(self._reduce, autograph=False, reduce_retracing=True)
         self.method.bind(self)
         Binding.alive.add(self)
 
@@ -173,24 +182,27 @@ class Binding(tf.Module):
         """
         engine = self.engine
         own = self._differing()
-        self._consolidated_at = int(self.step.numpy())
+        self._consolidated_at.assign(self.step)
         if engine.size == 1 or not own:
             return
+        names = tuple(name for name, _ in own)
+        if names not in self._averages:
+            self._averages[names] = tf.function(
+                functools.partial(self._average, own, engine.size), autograph=False
+            )
+        self._averages[names]()
+
+    def _average(self, own: Sequence[tuple[str, tf.Variable]], size: int) -> None:
         options = {"op": mpi_ops.Sum, "process_set": self._set, "ignore_name_scope": True}
-
-        @tf.function(autograph=False)
-        def average() -> None:
-            totals = [mpi_ops._allreduce(v.value(), name=name, **options) for name, v in own]
-            for (_, variable), total in zip(own, totals, strict=True):
-                variable.assign(total / engine.size)
-
-        average()
+        totals = [mpi_ops._allreduce(v.value(), name=name, **options) for name, v in own]
+        for (_, variable), total in zip(own, totals, strict=True):
+            variable.assign(total / size)
 
     @property
     def is_consolidated(self) -> bool:
         """Whether what this rank has is what all have."""
         alone = self.engine.size == 1 or not self._differing()
-        return alone or self._consolidated_at == int(self.step.numpy())
+        return alone or bool(self._consolidated_at == self.step)
 
     def broadcast(self, root_rank: int = 0) -> None:
         """If ranks have come to different steps, because not all have loaded a checkpoint, all
@@ -205,7 +217,7 @@ class Binding(tf.Module):
     def _differing(self) -> list[tuple[str, tf.Variable]]:
         """What differs between ranks, with names, in the same order on all of them."""
         return [
-            (f"hvd_compress.mean.{i}.{key}", self.states[str(i)][key])
+            (f"hvd_compress.{self.number}.mean.{i}.{key}", self.states[str(i)][key])
             for i, slot in enumerate(self.slots)
             for key in sorted(self.states[str(i)].keys() & self._per_rank(slot))
         ]
@@ -213,9 +225,17 @@ class Binding(tf.Module):
     # -- the exchange ------------------------------------------------------------------------
 
     @property
+    def number(self) -> int:
+        """Of this binding among all, by first use, which is in the same order on all ranks: names
+        of collectives begin with it, since variables of two models may have the same names."""
+        if self._number is None:
+            self._number = next(Binding._numbers)
+        return self._number
+
+    @property
     def engine(self) -> Engine:
         """Between ranks, or in a world of one where Horovod would not reduce."""
-        if self._set.included() and self._set.size() > 1:
+        if not self._alone and self._set.included() and self._set.size() > 1:
             return HorovodEngine(self._set, self._predivide)
         return LocalEngine()
 
@@ -257,16 +277,20 @@ class Binding(tf.Module):
         if self._sparse_as_dense:
             present = {i: tf.convert_to_tensor(g) for i, g in present.items()}
         if scale is not None:
-            present = {i: _scaled(g, 1 / scale) for i, g in present.items()}
+            # In half precision what is left would vanish, or the factor be infinite.
+            wide = {i: _cast(g, tf.float32) if g.dtype.size < 4 else g for i, g in present.items()}
+            present = {i: _scaled(g, 1 / scale) for i, g in wide.items()}
         common = self._context(present)
         results: dict[int, Gradient] = {}
         for group in self._split(list(present)):
             own = {i: present[i] for i in group}
             for i, (direction, state, counts) in self._in_phase(own, common).items():
                 for key, value in state.items():
-                    self._state(i, own[i])[key].assign(value)
+                    self.states[str(i)][key].assign(value)
                 self._counts.scatter_nd_add([[i]], counts[None])
-                results[i] = direction if scale is None else _scaled(direction, scale)
+                if scale is not None:
+                    direction = _scaled(direction, scale)
+                results[i] = _cast(direction, self.slots[i].dtype)
         self.step.assign_add(1)
         return [results.get(i) for i in places]
 
@@ -351,14 +375,14 @@ class Binding(tf.Module):
                 exchange = self._exchange_rows(method, slot, gradient, state, context)
             else:
                 exchange = method.exchange(gradient, state, context)
-            exchanges[slot.name] = (exchange, records[i])
+            exchanges[f"{self.number}.{slot.name}"] = (exchange, records[i])
         all_rows = all(_is_rows(gradient) for gradient in gradients.values())
         with tf.device(self._devices[all_rows]):
             engine.start(exchanges)
             outcomes = engine.finish()
         results = {}
         for i, record in records.items():
-            slot, outcome = self.slots[i], outcomes[self.slots[i].name]
+            slot, outcome = self.slots[i], outcomes[f"{self.number}.{self.slots[i].name}"]
             sent = outcome.sent.values if isinstance(outcome.sent, Sparse) else outcome.sent
             record.steps = 1
             record.elements = slot.shape.num_elements()
@@ -423,12 +447,13 @@ class Binding(tf.Module):
         return self.method.per_rank(tf.zeros(slot.shape, slot.dtype))
 
     def _state(self, i: int, gradient: Any) -> Mapping[str, tf.Variable]:
+        """What an exchange of this gradient needs.  Rows travel whole: what waits goes on waiting
+        for a dense gradient."""
         state = self.states[str(i)]
-        if _is_rows(gradient):  # which travel whole
-            useful = {"velocity"} if self.momentum_used()[0] else set()
-            for key in state.keys() - useful:
-                del state[key]
-        return state
+        if not _is_rows(gradient):
+            return state
+        useful = {"velocity"} if self.momentum_used()[0] else set()
+        return {key: variable for key, variable in state.items() if key in useful}
 
     def values(self) -> dict[str, Any]:
         """All state as NumPy arrays, by flat names: for formats that are not TensorFlow's own."""
@@ -449,7 +474,7 @@ class Binding(tf.Module):
         factor = share(self.engine, saved)
         self.step.assign(int(arrays["step"]))
         self.epoch.assign(int(arrays["epoch"]))
-        self._consolidated_at = int(arrays["step"]) if saved["consolidated"] else -1
+        self._consolidated_at.assign(int(arrays["step"]) if saved["consolidated"] else -1)
         for name in arrays.keys() - saved.keys() - {"step", "epoch"}:
             i, key = name.split(".", 1)
             if key not in self.states.get(i, {key: None}):
@@ -481,6 +506,13 @@ def _agree(methods: Sequence[Compressor], gradients: Mapping[int, Any], context:
 
 def _is_rows(gradient: Any) -> bool:
     return isinstance(gradient, tf.IndexedSlices)
+
+
+def _cast(gradient: Any, dtype: tf.DType) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.cast(gradient.values, dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.cast(gradient, dtype)
 
 
 def _scaled(gradient: Any, factor: Any) -> Any:

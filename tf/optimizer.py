@@ -19,13 +19,16 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvd_compress.aggregators import allreduce
 from hvd_compress.base import Compressor
+from hvd_compress.chain import chain
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import FP16, NoCompression, as_compressor
 from hvd_compress.momentum import another_kind, check_one_momentum, moved
 from hvd_compress.tensorflow.binding import Binding, native, places_of_groups, slots_of
 from hvd_compress.tensorflow.state_on_disk import state_on_disk
 from hvd_compress.tensorflow.tape import is_ours
+from hvd_compress.transforms import momentum_after_averaging
 
 logger = logging.getLogger("hvd_compress")
 
@@ -86,6 +89,14 @@ def distribute(
         )
     if backward_passes_per_step < 1:
         raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}: at least 1")
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if getattr(inner, "gradient_accumulation_steps", None):
+        raise ConfigError(
+            "gradient_accumulation_steps adds up what was exchanged already, and momentum would "
+            "act at every part of a step: pass backward_passes_per_step="
+            f"{inner.gradient_accumulation_steps} and average_aggregated_gradients=True to "
+            "hvd.DistributedOptimizer instead"
+        )
     if getattr(method, "weight_decay", None) == "gradient":
         raise ConfigError(
             "weight_decay='gradient' has no meaning with Keras, whose optimizers keep decay out of "
@@ -108,7 +119,14 @@ def distribute(
         )
     base = type(optimizer)
     cls = type(base.__name__, (mixin, base), {"__module__": base.__module__})
-    new = cls.from_config(optimizer.get_config())
+    config = optimizer.get_config()
+    rate = getattr(optimizer, "_learning_rate", None)
+    if callable(rate):  # a schedule of the user's own, which Keras would not find by its name
+        config["learning_rate"] = rate
+    new = cls.from_config(config)
+    for excluded in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+        if hasattr(inner, excluded):  # not in the configuration
+            setattr(new._hvd_inner(), excluded, getattr(inner, excluded))
     if name is not None:
         new.name = name
     new._hvd_setup(
@@ -126,7 +144,8 @@ def distribute(
         average_aggregated_gradients,
         scale_local_gradients,
     )
-    if getattr(optimizer, "built", getattr(optimizer, "_built", False)):
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if getattr(inner, "built", getattr(inner, "_built", False)):
         new._hvd_take_over(optimizer)
     return new
 
@@ -172,11 +191,25 @@ class CompressedOptimizer:
         self._hvd_scale_local = scale_local
         self._hvd_local: set[int] = set()
         self._hvd_places: dict[int, int] = {}
+        self._hvd_epoch: int | None = None
+        self._hvd_built = False
         self._hvd_check_momentum()
+
+    def __getattr__(self, name: str) -> Any:
+        hint = ""
+        if name == "compression":
+            hint = ": it is there after the first step, or optimizer.build(trainable_variables)"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    def set_compression_epoch(self, epoch: int) -> None:
+        """Announce an epoch, for schedules by epoch, also before the optimizer is built."""
+        self._hvd_epoch = epoch
+        if self._hvd_built:
+            self.compression.set_epoch(epoch)
 
     def register_local_var(self, variable: Any) -> None:
         """The gradient of this variable stays on this rank.  Before the optimizer is built."""
-        if self._hvd_places:
+        if self._hvd_built:
             raise ConfigError("register_local_var() must be called before the first step")
         self._hvd_local.add(id(native(variable)))
 
@@ -216,35 +249,49 @@ class CompressedOptimizer:
             groups=places_of_groups(self._hvd_groups, shared),
             **self._hvd_options,
         )
+        local = [v for v in variables if id(native(v)) in self._hvd_local]
+        self._hvd_local_places = {id(native(v)): i for i, v in enumerate(local)}
+        if takes and local:  # their momentum is off with that of all others
+            after = momentum_after_averaging(*self.compression.momentum_used())
+            self.local_compression = Binding(
+                chain(after, via=allreduce()), slots_of(local), alone=True
+            )
+        if self._hvd_epoch is not None:
+            with tf.init_scope():
+                self.compression.set_epoch(self._hvd_epoch)
+        self._hvd_built = True
         if self._hvd_passes > 1:
             with tf.init_scope():
-                self._hvd_sums = [
-                    tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables
-                ]
+                self._hvd_sums = {
+                    id(native(v)): tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
+                    for v in variables
+                }
                 self._hvd_count = tf.Variable(0, trainable=False, dtype=tf.int64)
 
     def _hvd_average(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Averages in place of gradients, but for local variables."""
-        results = list(gradients)
-        shared = []
-        for j, variable in enumerate(variables):
-            if id(native(variable)) in self._hvd_places:
-                shared.append(j)
-            elif id(native(variable)) not in self._hvd_local:
+        results = [_plain(gradient) for gradient in gradients]
+        keys = [id(native(variable)) for variable in variables]
+        for key, variable in zip(keys, variables, strict=True):
+            if key not in self._hvd_places and key not in self._hvd_local_places:
                 raise ConfigError(
                     f"{variable.name} came after this optimizer was built: build the model first, "
                     "or make a new optimizer"
                 )
-            elif self._hvd_scale_local and results[j] is not None:
-                size = self.compression.engine.size
-                results[j] = tf.convert_to_tensor(results[j]) / size
-        places = [self._hvd_places[id(native(variables[j]))] for j in shared]
-        scale = native(self.dynamic_scale) if hasattr(self, "dynamic_scale") else None
+        shared = [j for j, key in enumerate(keys) if key in self._hvd_places]
+        local = [j for j, key in enumerate(keys) if key in self._hvd_local_places]
+        scale = native(self.dynamic_scale).value() if hasattr(self, "dynamic_scale") else None
         averages = self.compression.reduce(
-            [_plain(results[j]) for j in shared],
-            places,
-            None if scale is None else scale.value(),
+            [results[j] for j in shared], [self._hvd_places[keys[j]] for j in shared], scale
         )
+        for j in local:
+            if self._hvd_scale_local and results[j] is not None:
+                results[j] = tf.convert_to_tensor(results[j]) / self.compression.engine.size
+        if hasattr(self, "local_compression"):
+            own = self.local_compression.reduce(
+                [results[j] for j in local], [self._hvd_local_places[keys[j]] for j in local], scale
+            )
+            averages, shared = [*averages, *own], [*shared, *local]
         for j, average in zip(shared, averages, strict=True):
             results[j] = average
         return results
@@ -276,7 +323,8 @@ class CompressedOptimizer:
         if self._hvd_passes == 1:
             exchange(gradients)
             return
-        for total, gradient in zip(self._hvd_sums, gradients, strict=True):
+        sums = [self._hvd_sums[id(native(variable))] for variable in variables]
+        for total, gradient in zip(sums, gradients, strict=True):
             if isinstance(gradient, tf.IndexedSlices):
                 if not self._hvd_options["sparse_as_dense"]:
                     raise ConfigError(
@@ -293,10 +341,10 @@ class CompressedOptimizer:
             exchange(
                 [
                     None if gradient is None else total.value() / passes
-                    for total, gradient in zip(self._hvd_sums, gradients, strict=True)
+                    for total, gradient in zip(sums, gradients, strict=True)
                 ]
             )
-            for total in self._hvd_sums:
+            for total in sums:
                 total.assign(tf.zeros_like(total))
             return tf.constant(True)
 
@@ -313,21 +361,23 @@ class Keras3Optimizer(CompressedOptimizer):
     """Mixed into the class of an optimizer of Keras 3."""
 
     def build(self, variables: Sequence[Any]) -> None:
-        if self._hvd_places:
+        if self._hvd_built:
             return
         super().build(variables)  # type: ignore[misc]
         self._hvd_bind(variables)
         self.compression_on_disk = state_on_disk(self.compression)
+        if hasattr(self, "local_compression"):
+            self.local_compression_on_disk = state_on_disk(self.local_compression)
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         _check_place()
-        if trainable_variables is None and not self._hvd_places:
+        if trainable_variables is None and not self._hvd_built:
             super().apply(grads)  # type: ignore[misc]  # raises
         variables = list(
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
-        if not self._hvd_places:
+        if not self._hvd_built:
             import keras
 
             with keras.name_scope(self.name):
@@ -346,11 +396,16 @@ class Keras3Optimizer(CompressedOptimizer):
             store[name] = array
 
     def _hvd_take_over(self, optimizer: Any) -> None:
-        self.build(optimizer._trainable_variables)
-        for own, theirs in zip(self.variables, optimizer.variables, strict=True):
+        old, new = getattr(optimizer, "inner_optimizer", optimizer), self._hvd_inner()
+        self.build(old._trainable_variables)
+        pairs = list(zip(new.variables, old.variables, strict=True))
+        if old is not optimizer and optimizer.built:  # the scale
+            pairs += zip(self._variables, optimizer._variables, strict=True)
+        for own, theirs in pairs:
             own.assign(theirs)
         for slot, velocity, factor in self._hvd_velocities():
-            velocity.assign(tf.reshape(native(slot).value(), [-1]) / factor)
+            if factor:  # at the start of a warm-up the rate may be zero, and so is the slot
+                velocity.assign(tf.reshape(native(slot).value(), [-1]) / factor)
 
     def _hvd_velocities(self) -> Iterator[tuple[Any, tf.Variable, float]]:
         """Momentum slots that are off, the velocities that act in their place, and a slot per
@@ -359,6 +414,8 @@ class Keras3Optimizer(CompressedOptimizer):
         if not self._hvd_takes_momentum or not getattr(inner, "momentums", None):
             return
         momentum, nesterov = self.compression.momentum_used()
+        if not momentum:
+            return
         factor = -float(np.asarray(inner.learning_rate)) / (momentum if nesterov else 1.0)
         for variable, slot in zip(self._trainable_variables, inner.momentums, strict=True):
             place = self._hvd_places.get(id(native(variable)))
@@ -371,11 +428,12 @@ class TfKerasOptimizer(CompressedOptimizer):
 
     def build(self, var_list: Sequence[Any]) -> None:
         super().build(var_list)  # type: ignore[misc]
-        if not self._hvd_places:
+        if not self._hvd_built:
             self._hvd_bind(var_list)
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_place()
         pairs = list(grads_and_vars)
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
         with tf.init_scope():
@@ -402,12 +460,16 @@ def _plain(gradient: Any) -> Any:
 
 
 def _check_place() -> None:
-    """Inside a branch not all ranks may come by."""
-    graph = tf.compat.v1.get_default_graph()
-    if type(graph).__name__ == "CondBranchFuncGraph":
-        raise UnsupportedError(
-            "a distributed optimizer stands inside of LossScaleOptimizer, which lets it step on "
-            "some ranks only: write hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer("
-            "optimizer)) before model.compile, or keras.config.set_dtype_policy('mixed_float16') "
-            "before hvd.DistributedOptimizer"
-        )
+    """A LossScaleOptimizer around this one looks for NaN and Inf before the gradients have met."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        is_scaler = "LossScaleOptimizer" in [cls.__name__[:18] for cls in type(owner).__mro__]
+        if is_scaler and not isinstance(owner, CompressedOptimizer):
+            raise UnsupportedError(
+                "a distributed optimizer stands inside of a LossScaleOptimizer, which lets it step "
+                "on some ranks only: write hvd.DistributedOptimizer(LossScaleOptimizer(optimizer)) "
+                "before model.compile, or set the policy mixed_float16 before "
+                "hvd.DistributedOptimizer"
+            )
+        frame = frame.f_back  # type: ignore[assignment]

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensorflow.binding import Binding, native
-from hvd_compress.tensorflow.optimizer import distribute, is_keras_3
+from hvd_compress.tensorflow.optimizer import distribute, is_keras_3, is_tf_keras
 from hvd_compress.tensorflow.tape import is_ours, wrap_allreduce, wrap_tape
 
 _DONE = "__wrapped_by_hvd_compress__"
@@ -80,6 +80,16 @@ def _guard(impl: Any) -> None:
         return make(keras, optimizer, *args, **kwargs)
 
     impl.create_distributed_optimizer = create_distributed_optimizer
+
+
+def drop_in_optimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """``DistributedOptimizer`` of our own modules: ours for Keras, Horovod's for the rest."""
+    is_legacy = is_tf_keras(optimizer) and hasattr(optimizer, "_create_slots")
+    if is_keras_3(optimizer) or (is_tf_keras(optimizer) and not is_legacy):
+        return distribute(optimizer, *args, **kwargs)
+    import horovod.tensorflow as hvd
+
+    return hvd.DistributedOptimizer(optimizer, *args, **kwargs)
 
 
 def wrap_optimizer(factory: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,7 +43,7 @@ def exchange_rows(gradient: tf.IndexedSlices, shape: tf.TensorShape, context: Co
         )
         with tf.control_dependencies([] if check is None else [check]):
             raw = tf.reshape(part, [-1, dtype.size])
-        values.append(tf.reshape(tf.bitcast(raw, dtype), [-1, *shape[1:]]))
+        values.append(tf.reshape(tf.bitcast(raw, dtype), [count, *shape[1:]]))
     total = merged(
         tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), gradient.dense_shape)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,11 @@ from hvd_compress.methods import as_compressor
 from hvd_compress.tensorflow.binding import Binding, Slot, native, places_of_groups, slots_of
 
 _BINDINGS = "_hvd_compress_bindings"
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(Binding.__init__).parameters.items()
+    if parameter.default is not inspect.Parameter.empty
+}
 
 
 def is_ours(compression: Any) -> bool:
@@ -50,15 +56,26 @@ def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
     if not variables:
         raise ConfigError("there are no variables whose gradients could be exchanged")
     method = as_compressor(compression)
+    names_momentum = "momentum" in options
     options["groups"] = places_of_groups(options.get("groups"), variables)
-    key = (method, tuple(map(id, variables)), repr(sorted(options.items())))
+    options = {**_DEFAULTS, **options}
+    key = (method, repr(sorted(options.items())))
     # Held by a variable: it lives as long as the state makes sense.
-    table = variables[0].__dict__.setdefault(_BINDINGS, {})
-    if key not in table:
-        table[key] = Binding(method, slots_of(variables), **options)
-        if "momentum" not in options:
-            _warn_about_momentum(table[key])
-    return table[key]
+    table = variables[0].__dict__.setdefault(_BINDINGS, [])
+    for known_key, references, binding in table:
+        if known_key == key and _same([r() for r in references], variables):
+            return binding
+    table[:] = [entry for entry in table if all(r() is not None for r in entry[1])]
+    binding = Binding(method, slots_of(variables), **options)
+    table.append((key, [weakref.ref(v) for v in variables], binding))
+    if not names_momentum:
+        _warn_about_momentum(binding)
+    return binding
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """The same objects: variables compare by value."""
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 def _warn_about_momentum(binding: Binding) -> None:
@@ -176,24 +193,34 @@ def binding_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def _with_keras_variables(tape: Any) -> Any:
     """Horovod's own tape, which does not know the variables of Keras 3, shall do so."""
-    horovods = type(tape).gradient
+    horovods, register = type(tape).gradient, type(tape).register_local_source
 
     def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        return horovods(self, target, [native(source) for source in sources], *args, **kwargs)
+        return horovods(self, target, tf.nest.map_structure(native, sources), *args, **kwargs)
+
+    def register_local_source(self: Any, source: Any) -> None:
+        register(self, native(source))
 
     type(tape).gradient = gradient
+    type(tape).register_local_source = register_local_source
     return tape
 
 
 # -- single tensors ---------------------------------------------------------------------------
 
 _by_name: dict[Any, Binding] = {}
+_stateless: dict[Any, Binding] = {}
 
 
 def _binding_for(compression: Any, tensors: Sequence[Any], name: str | None, **options: Any) -> Any:
     method = as_compressor(compression)
+    if not all(t.shape.is_fully_defined() for t in tensors):
+        raise ConfigError(
+            f"compression needs shapes that are known; got {[t.shape for t in tensors]}"
+        )
+    remembers = any(method.init(tf.zeros(t.shape, t.dtype)) for t in tensors)
     if name is None:
-        if any(method.init(tf.zeros(t.shape, t.dtype)) for t in tensors):
+        if remembers:
             raise ConfigError(
                 f"{method.name} remembers what it did not send, from one call to the next: name "
                 "the tensor, hvd.allreduce(tensor, name='...', compression=...), with another name "
@@ -202,15 +229,23 @@ def _binding_for(compression: Any, tensors: Sequence[Any], name: str | None, **o
         name = "allreduce"
     shapes = tuple((tuple(t.shape), t.dtype.name) for t in tensors)
     key = (method, name, shapes, repr(sorted(options.items())))
-    if key not in _by_name:
+    if key not in _by_name and key not in _stateless:
         slots = [
             Slot(name if len(tensors) == 1 else f"{name}.{i}", tf.TensorShape(t.shape), t.dtype)
             for i, t in enumerate(tensors)
         ]
         groups = [list(range(len(slots)))] if len(slots) > 1 else None
         with tf.init_scope():
-            _by_name[key] = Binding(method, slots, groups=groups, **options)
-    return _by_name[key]
+            binding = Binding(method, slots, groups=groups, **options)
+        if remembers:
+            _by_name[key] = binding
+            return binding
+        Binding.alive.discard(binding)
+        if len(_stateless) >= 100:  # their graphs are worth keeping, within limits
+            _stateless.pop(next(iter(_stateless)))
+        _stateless[key] = binding
+        return binding
+    return _by_name.get(key) or _stateless[key]
 
 
 def _check_scales(options: dict[str, Any], method: Any) -> None:

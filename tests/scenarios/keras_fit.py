@@ -115,7 +115,8 @@ def the_graph_is_traced_once() -> None:
     for step in range(4):  # a tape in an eager loop
         _tape_step(model, SPARSE, step)
     binding = hvd.bind(DGC(density=0.05, momentum=0.0), model.trainable_variables)
-    assert binding._traced.experimental_get_tracing_count() <= 1
+    assert int(binding.step) == 4, "the one of the tapes"
+    assert binding._traced.experimental_get_tracing_count() == 1
 
 
 def _tape_step(model, method, step, **options):
@@ -190,11 +191,25 @@ def parts_of_a_model_stay_local() -> None:
             mean = sum(g[name] for g in everyones) / hvd.size()
             expected = local if name in ("kernel0", "bias0") else mean
             np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
-    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=DENSE)
+    optimizer = hvd_keras.DistributedOptimizer(
+        _sgd(), compression=DENSE, scale_local_gradients=False
+    )
     for variable in model.layers[0].trainable_variables:
         optimizer.register_local_var(variable)
-    model, _ = _fit(optimizer, model=model)
+    weights, velocity = oracle.initial_weights("mlp"), {}
+    for step in range(4):
+        found = oracle.gradients("mlp", weights, hvd.rank(), step)
+        shared = {k: g for k, g in found.items() if k not in ("kernel0", "bias0")}
+        sums = hvd.grouped_allreduce(
+            [tf.constant(g) for g in shared.values()], op=hvd.Average, name=f"reference.{step}"
+        )
+        found |= {k: g.numpy() for k, g in zip(shared, sums, strict=True)}
+        for k, g in found.items():
+            velocity[k] = 0.9 * velocity.get(k, 0) + g
+            weights[k] = weights[k] - oracle.LR * velocity[k]
+    _apply_own(optimizer, model, range(4))
     assert len(optimizer.compression.slots) == 4
+    assert_close(_weights(model), weights, 1e-4, 1e-5)
 
 
 def single_tensors() -> None:
@@ -215,6 +230,11 @@ def single_tensors() -> None:
     rows = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([1, 1]), tf.constant([4, 3]))
     found = tf.convert_to_tensor(hvd.allreduce(rows, compression=NoCompression))
     np.testing.assert_allclose(found, [[0] * 3, [2] * 3, [0] * 3, [0] * 3])
+    variable = tf.Variable(x)
+    with tf.GradientTape() as tape:  # Horovod's own, with one source
+        y = tf.reduce_sum(variable)
+    tape = hvd.DistributedGradientTape(tape, compression=hvd.Compression.none)
+    np.testing.assert_allclose(tape.gradient(y, [variable])[0], np.ones([2, 3]))
     untouched = hvd.allreduce(x, compression=hvd.Compression.fp16)
     np.testing.assert_allclose(untouched, mean, rtol=1e-2)
 
@@ -290,6 +310,11 @@ def momentum_goes_on_in_the_exchange_and_back() -> None:
         _apply(again, model, range(6, 9))
         _apply(_sgd(nesterov=nesterov), reference, range(9))
         assert_close(_weights(model), _weights(reference), 1e-5, 1e-6)
+
+
+def _apply_own(optimizer, model, steps) -> None:
+    model.set_weights(list(oracle.initial_weights("mlp").values()))
+    _apply(optimizer, model, steps)
 
 
 def _apply(optimizer, model, steps) -> None:
@@ -385,11 +410,108 @@ def loss_scaling() -> None:
 
 
 def loss_scaling_the_other_way_round_is_refused() -> None:
-    inner = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
+    for eager in (False, True):
+        inner = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
+        model = model_of("mlp")
+        model.compile(keras.optimizers.LossScaleOptimizer(inner), loss=LOSS, run_eagerly=eager)
+        with raises(UnsupportedError, "hvd.DistributedOptimizer", "LossScaleOptimizer"):
+            model.fit(*_data(1), batch_size=8, verbose=0)
+
+
+def branches_of_the_users_own_may_step() -> None:
+    run = make(DENSE)
+
+    @tf.function
+    def every_other(x, y, number):
+        if number % 2 == 0:
+            run._step(x, y)
+
+    for number in range(6):
+        x, y = oracle.batch("mlp", hvd.rank(), number // 2)
+        every_other(tf.constant(x), tf.constant(y), tf.constant(number))
+    assert_close(run.weights(), oracle.dense(range(3), hvd.size()))
+
+
+def half_precision_variables_under_a_scale() -> None:
+    variable = keras.Variable(np.zeros([4, 4], "float16"), dtype="float16")
+    inner = keras.optimizers.LossScaleOptimizer(_sgd(1.0, momentum=0.0), initial_scale=2.0**15)
+    optimizer = hvd_keras.DistributedOptimizer(inner, compression=TopK(density=1.0))
+    gradient = tf.fill([4, 4], tf.constant(3.3e-4 * 2**15, tf.float16))
+    optimizer.apply([gradient], [variable])
+    np.testing.assert_allclose(np.asarray(variable), -3.3e-4, rtol=1e-2)
+
+
+def two_models_with_the_same_names() -> None:
+    """One inside the other's graph, under options that make graphs of their own."""
+    runs = [make(DENSE, backward_passes_per_step=2, lr=0.02) for _ in range(2)]
+    method = DGC(density=StagedWarmup(densities=(1.0, 0.25)), min_size=0)
+    runs += [make(method), make(method)]
+
+    @tf.function
+    def step(x, y):
+        for run in runs:
+            run.graph(x, y)
+
+    for number in range(4):
+        step(*map(tf.constant, oracle.batch("mlp", hvd.rank(), number)))
+    for run in runs:
+        assert_same_everywhere(run.weights())
+    assert_close(runs[0].weights(), runs[1].weights(), 0, 0)
+    assert_close(runs[0].weights(), oracle.dense(range(2), hvd.size(), lr=0.02, passes=2))
+
+
+def passes_are_added_by_variable() -> None:
+    a, b = (keras.Variable(np.zeros(3, "float32"), name=name) for name in "ab")
+    optimizer = hvd_keras.DistributedOptimizer(
+        _sgd(1.0, momentum=0.0), compression=NoCompression, backward_passes_per_step=2
+    )
+    optimizer.build([a, b])
+    optimizer.apply([tf.ones(3), 2 * tf.ones(3)], [a, b])
+    optimizer.apply([2 * tf.ones(3), tf.ones(3)], [b, a])
+    np.testing.assert_allclose([np.asarray(a), np.asarray(b)], [[-2] * 3, [-4] * 3])
+
+
+def rows_now_and_dense_then() -> None:
+    variable = tf.Variable(tf.zeros([40, 40]))
+    rows = tf.IndexedSlices(tf.ones([1, 40]), tf.constant([3]), tf.constant([40, 40]))
+    dense = tf.random.stateless_normal([40, 40], [1, hvd.rank()])
+    binding = hvd.bind(TopK(density=0.05), [variable])
+    for gradient in (rows, dense, rows):
+        [found] = binding.reduce([gradient])
+        waits = binding.states["0"]["residual"].numpy()
+    np.testing.assert_allclose(tf.convert_to_tensor(found)[3], np.ones(40))
+    assert np.abs(waits).sum() > 0, "what waits goes on waiting"
+
+
+def a_learning_rate_that_begins_at_zero() -> None:
+    rate = keras.optimizers.schedules.CosineDecay(0.0, 100, warmup_target=0.1, warmup_steps=10)
+    inner, model = _sgd(rate), model_of("mlp")
+    inner.build(model.trainable_variables)
+    optimizer = hvd_keras.DistributedOptimizer(inner, compression=DENSE)
+    _apply(optimizer, model, range(3))
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+class Rate(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return oracle.LR
+
+    def get_config(self):
+        return {}
+
+
+def what_is_not_in_the_configuration_comes_along() -> None:
+    inner = _sgd(Rate(), weight_decay=0.1)
+    inner.exclude_from_weight_decay(var_names=["bias"])
+    optimizer = hvd_keras.DistributedOptimizer(inner, compression=DENSE)
     model = model_of("mlp")
-    model.compile(keras.optimizers.LossScaleOptimizer(inner), loss=LOSS)
-    with raises(UnsupportedError, "hvd.DistributedOptimizer", "LossScaleOptimizer"):
-        model.fit(*_data(1), batch_size=8, verbose=0)
+    optimizer.build(model.trainable_variables)
+    zeros = [tf.zeros(v.shape) for v in model.trainable_variables]
+    before = _weights(model)
+    optimizer.apply(zeros, model.trainable_variables)
+    for name, weight in _weights(model).items():
+        changed = np.abs(weight - before[name]).max() > 0
+        assert changed == name.startswith("kernel"), name
 
 
 def gradients_may_be_clipped() -> None:
@@ -533,6 +655,15 @@ def what_cannot_work_says_what_to_write() -> None:
         hvd_keras.DistributedOptimizer(_sgd(), compression=DGC(weight_decay="gradient"))
     with raises(ConfigError, "compression"):
         hvd_keras.DistributedOptimizer(_sgd(), compression=3)
+    with raises(ConfigError, "two momenta"):
+        hvd_keras.DistributedOptimizer(_sgd(), compression=DGC(momentum=0.0))
+    accumulating = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    with raises(ConfigError, "backward_passes_per_step=2"):
+        hvd_keras.DistributedOptimizer(accumulating, compression=SPARSE)
+    with raises(AttributeError, "optimizer.build"):
+        _ = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE).compression
+    with raises(ConfigError, "variables"):
+        hvd.bind(FP16, [tf.constant(1.0)])
     with raises(UnsupportedError, "integers|int32"):
         hvd.allreduce(tf.constant([1, 2]), compression=FP16)
     with raises(UnsupportedError, "join"):

@@ -18,7 +18,9 @@ from hvd_compress.tensorflow import *  # noqa: F403
 from hvd_compress.tensorflow import __all__ as _methods
 from hvd_compress.tensorflow.keras import callbacks
 from hvd_compress.tensorflow.keras.models import load_model
-from hvd_compress.tensorflow.optimizer import distribute as DistributedOptimizer  # noqa: N812
+from hvd_compress.tensorflow.registration import (
+    drop_in_optimizer as DistributedOptimizer,  # noqa: N812
+)
 from hvd_compress.tensorflow.registration import register_keras
 
 __all__ = [*_methods, "DistributedOptimizer", "callbacks", "load_model"]

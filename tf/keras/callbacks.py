@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -32,22 +33,20 @@ class CompressionCallback(_Callback):
         self._consolidate = consolidate
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._compression().set_epoch(epoch)
+        self._optimizer().set_compression_epoch(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._consolidate:
-            self._compression().consolidate()
+            self._optimizer().compression.consolidate()
 
-    def _compression(self) -> Any:
+    def _optimizer(self) -> CompressedOptimizer:
         optimizer = self.model.optimizer
         if not isinstance(optimizer, CompressedOptimizer):
             raise ConfigError(
                 "CompressionCallback needs an optimizer made by hvd.DistributedOptimizer of "
                 "hvd_compress.tensorflow.keras"
             )
-        if not hasattr(optimizer, "compression"):
-            optimizer.build(self.model.trainable_variables)
-        return optimizer.compression
+        return optimizer
 
 
 class BroadcastGlobalVariablesCallback(_Callback):
@@ -60,34 +59,38 @@ class BroadcastGlobalVariablesCallback(_Callback):
         super().__init__()
         self.root_rank = root_rank
         self._device = device
-        self._sent: set[int] | None = None
+        self._sent: set[int] = set()
+        self._rounds = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self._sent is None:
-            self._sent = set()
-            self._send()
+        self._send_once(0)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._sent is not None and batch == 0:
+        self._send_once(1)
+
+    def _send_once(self, number: int) -> None:
+        if self._rounds == number:
+            self._rounds += 1
             self._send()
 
     def _send(self) -> None:
         optimizer = self.model.optimizer
         known = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
         variables = [native(v) for v in [*self.model.variables, *known]]
-        new = [v for v in variables if id(v) not in self._sent]  # type: ignore[operator]
+        new = [v for v in variables if id(v) not in self._sent]
         with tf.device(self._device):
             if new:
                 horovod.broadcast_variables(new, self.root_rank)
             if (binding := getattr(optimizer, "compression", None)) is not None:
                 binding.broadcast(self.root_rank)
-        self._sent.update(map(id, new))  # type: ignore[union-attr]
+        self._sent.update(map(id, new))
 
 
 class MetricAverageCallback(_Callback):
     """At the end of an epoch metrics become their averages over the ranks.
 
-    Must stand before callbacks that read them: ``ReduceLROnPlateau``, ``TensorBoard``.
+    Must stand before callbacks that read them: ``ReduceLROnPlateau``, ``TensorBoard``.  All ranks
+    must have the same metrics: validate on all of them, or on none.
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -95,7 +98,7 @@ class MetricAverageCallback(_Callback):
             return
         names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
-        means = horovod.allreduce(values, op=horovod.Average, name=f"metrics.{','.join(names)}")
+        means = horovod.allreduce(values, op=horovod.Average, name="hvd_compress.metrics")
         logs.update(zip(names, means.numpy().tolist(), strict=True))
 
 
@@ -203,3 +206,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         if self.verbose and self.end_epoch is not None and epoch == self.end_epoch - 1:
             rate = float(np.asarray(self.model.optimizer.learning_rate))
             print(f"\nEpoch {epoch + 1}: warm-up is over, learning rate {rate:g}.")
+
+
+def __getattr__(name: str) -> Any:
+    """The rest of Horovod's callbacks."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(importlib.import_module("horovod.tensorflow.keras.callbacks"), name)
