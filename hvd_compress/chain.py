@@ -108,7 +108,7 @@ class Chain(Compressor, name="chain"):
                 raise ConfigError(f"{transform!r} is not a transform; aggregators go behind via=")
         if not isinstance(self.via, Aggregator):
             raise ConfigError(f"via={self.via!r} is not an aggregator: allreduce() or allgather()")
-        keys = [key for part in (*self.transforms, self.via) for key in part.keys]
+        keys = [key for part in self._parts for key in part.keys]
         for i, transform in enumerate(self.transforms):
             if any(transform.before in earlier.keys for earlier in self.transforms[:i]):
                 raise ConfigError(
@@ -142,12 +142,15 @@ class Chain(Compressor, name="chain"):
         return getattr(self._momentum_block, "nesterov", None)
 
     @property
+    def _parts(self) -> tuple[Transform | Aggregator, ...]:
+        return (*self.transforms, self.via)
+
+    @property
     def _momentum_block(self) -> Transform | None:
         return next((t for t in self.transforms if t.takes_momentum), None)
 
     def per_rank(self, gradient: Array) -> frozenset[str]:
-        parts = (*self.transforms, self.via)
-        return frozenset(key for part in parts if part.per_rank for key in part.keys)
+        return frozenset(key for part in self._parts if part.per_rank for key in part.keys)
 
     def init(self, gradient: Array) -> State:
         xp = backend_of(gradient)
@@ -175,8 +178,7 @@ class Chain(Compressor, name="chain"):
         # A half-precision gradient may have no room for the mean of what had waited.
         finite = met.finite if xp.dtype(mean) == xp.dtype(x) else xp.all_finite(mean)
 
-        parts = (*self.transforms, self.via)
-        old = {key: state[key] for part in parts for key in part.keys}
+        old = {key: state[key] for part in self._parts for key in part.keys}
 
         def settled() -> tuple[Array, State]:
             update, new_state = met.mean, dict(met.state)

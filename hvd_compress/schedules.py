@@ -158,8 +158,8 @@ def as_start(value: Any) -> bool | After:
     return After("step", value) if value else True
 
 
-def started(start: bool | After, step: int, epoch: int | None) -> bool:
-    return start if isinstance(start, bool) else bool(start(step, epoch))
+def started(start: Start, step: int, epoch: int | None) -> bool:
+    return start(step, epoch) if isinstance(start, After) else bool(start)
 
 
 def as_density(value: Any) -> Density:

@@ -272,12 +272,6 @@ class CompressedOptimizer:
         """Averages in place of gradients, but for local variables."""
         results = [_plain(gradient) for gradient in gradients]
         keys = [id(native(variable)) for variable in variables]
-        for key, variable in zip(keys, variables, strict=True):
-            if key not in self._hvd_places and key not in self._hvd_local_places:
-                raise ConfigError(
-                    f"{variable.name} came after this optimizer was built: build the model first, "
-                    "or make a new optimizer"
-                )
         shared = [j for j, key in enumerate(keys) if key in self._hvd_places]
         local = [j for j, key in enumerate(keys) if key in self._hvd_local_places]
         scale = native(self.dynamic_scale).value() if hasattr(self, "dynamic_scale") else None
@@ -314,6 +308,12 @@ class CompressedOptimizer:
         self, gradients: list[Any], variables: list[Any], step: Callable[[list[Any]], Any]
     ) -> None:
         """Average and step; after as many backward passes as the user asked for."""
+        for variable in variables:
+            if id(native(variable)) not in self._hvd_places | self._hvd_local_places:
+                raise ConfigError(
+                    f"{variable.name} came after this optimizer was built: build the model first, "
+                    "or make a new optimizer"
+                )
 
         def exchange(gradients: list[Any]) -> None:
             averages = self._hvd_average(gradients, variables)
@@ -417,6 +417,8 @@ class Keras3Optimizer(CompressedOptimizer):
         if not momentum:
             return
         factor = -float(np.asarray(inner.learning_rate)) / (momentum if nesterov else 1.0)
+        if self._hvd_options["op"] == mpi_ops.Sum:  # velocities are of averages
+            factor *= self.compression.engine.size
         for variable, slot in zip(self._trainable_variables, inner.momentums, strict=True):
             place = self._hvd_places.get(id(native(variable)))
             if place is not None and "velocity" in self.compression.states[str(place)]:
