@@ -126,6 +126,11 @@ class Binding(tf.Module):
                 f"op must be hvd.Average or hvd.Sum with {self.method.name}: Adasum and others "
                 "need every rank's dense gradient"
             )
+        if op == mpi_ops.Sum and gradient_predivide_factor != 1:
+            raise ConfigError(
+                f"gradient_predivide_factor={gradient_predivide_factor} has no meaning with "
+                "op=hvd.Sum: use op=hvd.Average"
+            )
         self.slots = list(slots)
         self.seed = 0
         self._number: int | None = None

@@ -37,32 +37,6 @@ def names_may_be_missing() -> None:
     assert "allreduce.noname.0.0" in optimizer.compression.stats().layers
 
 
-def groups() -> None:
-    for compression in (DENSE, SPARSE, TopK(density=0.05)):
-        results = []
-        for how in (None, 1, 2, "list"):
-            model = make_model()
-            if how == "list":
-                how = [[model[0].weight, model[2].weight], [model[4].weight, model[4].bias]]
-            optimizer = distribute(sgd(model), model, compression, groups=how)
-            train(model, optimizer, range(6))
-            assert_same_everywhere(model)
-            results.append(model)
-        for other in results[1:]:
-            assert_close(other, results[0])
-
-
-def op_sum() -> None:
-    for compression in (DENSE, SPARSE):
-        model, reference = make_model(), make_model()
-        lr = 0.05 / hvd.size()
-        optimizer = distribute(sgd(model, lr=lr), model, compression, op=hvd.Sum)
-        train(model, optimizer, range(6))
-        average = distribute(sgd(reference), reference, compression)
-        train(reference, average, range(6))
-        assert_close(model, reference)
-
-
 def op_sum_does_not_multiply_weight_decay() -> None:
     for decay in ("separate", "gradient"):
         model, reference = make_model(), make_model()
@@ -75,12 +49,6 @@ def op_sum_does_not_multiply_weight_decay() -> None:
             sum(loss_of(reference, rank, step) for rank in range(hvd.size())).backward()
             inner.step()
         assert_close(model, reference)
-
-
-def adasum_is_refused() -> None:
-    model = make_model()
-    with raises(ConfigError, "Adasum", "hvd.Average"):
-        distribute(sgd(model), model, DGC, op=hvd.Adasum)
 
 
 def backward_passes_per_step() -> None:
@@ -102,42 +70,6 @@ def backward_passes_per_step() -> None:
     with raises(AssertionError, "backward_passes_per_step"):
         loss_of(model, hvd.rank(), 2).backward()
     optimizer.synchronize()
-
-
-def gradient_predivide_factor() -> None:
-    for compression in (DENSE, SPARSE, NoCompression()):
-        model, reference = make_model(), make_model()
-        factor = float(hvd.size())
-        optimizer = distribute(sgd(model), model, compression, gradient_predivide_factor=factor)
-        train(model, optimizer, range(5))
-        train(reference, distribute(sgd(reference), reference, compression), range(5))
-        assert_close(model, reference)
-    with raises(ValueError, "gradient_predivide_factor"):
-        model = make_model()
-        distribute(sgd(model), model, DGC, op=hvd.Sum, gradient_predivide_factor=2.0)
-
-
-def process_set() -> None:
-    if hvd.size() < 3:
-        return  # a set needs somebody outside; sizes 3 and more run this
-    members = list(range(hvd.size() - 1))
-    subset = hvd.add_process_set(members)
-    try:
-        for compression in (DENSE, SPARSE):
-            model, reference = make_model(), make_model()
-            optimizer = distribute(sgd(model), model, compression, process_set=subset)
-            train(model, optimizer, range(6))
-            if hvd.rank() in members:
-                assert_same_everywhere(model, subset)
-                if compression is DENSE:
-                    dense_reference(reference, sgd(reference), range(6), ranks=len(members))
-                    assert_close(model, reference)
-            elif compression is DENSE:  # trains alone, with its momentum
-                train(reference, sgd(reference), range(6))
-                assert_close(model, reference)
-            hvd.barrier()
-    finally:
-        hvd.remove_process_set(subset)
 
 
 def parameters_without_gradient_on_some_ranks() -> None:

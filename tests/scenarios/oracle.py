@@ -7,7 +7,7 @@ momentum SGD on the average gradient.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,7 +105,7 @@ def compressed(
 
 def dense(
     steps: Iterable[int],
-    ranks: int,
+    ranks: int | Sequence[int],
     *,
     kind: str = "mlp",
     dtype: str = "float32",
@@ -113,17 +113,19 @@ def dense(
     lr: float = LR,
     passes: int = 1,
 ) -> Weights:
-    """Momentum SGD on the average over the ranks of the sum over ``passes`` batches."""
+    """Momentum SGD on the average over the ranks, those named or so many, of the sum over
+    ``passes`` batches."""
+    ranks = range(ranks) if isinstance(ranks, int) else ranks
     weights = initial_weights(kind, dtype)
     velocity = {name: np.zeros_like(w) for name, w in weights.items()}
     for step in steps:
         found = [
             gradients(kind, weights, rank, step * passes + part)
-            for rank in range(ranks)
+            for rank in ranks
             for part in range(passes)
         ]
         for name in weights:
-            average = sum(g[name] for g in found) / ranks
+            average = sum(g[name] for g in found) / len(ranks)
             velocity[name] = momentum * velocity[name] + average
             weights[name] = weights[name] - weights[name].dtype.type(lr) * velocity[name]
     return weights
