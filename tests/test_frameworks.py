@@ -17,6 +17,7 @@ import jobs
 from scenarios import names, read
 
 TORCH = ("training", "options", "numerics", "state", "shared")
+SHARED = ("shared",)
 KERAS = ("shared", "keras_fit")
 
 
@@ -37,9 +38,9 @@ JOBS = [
     *(Job("horovod", TORCH, *how) for how in (("alone", 1), ("gloo", 2))),
     *(Job("mpi", (*TORCH, "over_mpi"), "mpirun", ranks) for ranks in (1, 2, 3, 4, 8)),
     *(Job("mpi", (*TORCH, "over_mpi"), "mpich", ranks) for ranks in (2, 4)),
-    *(Job("tensorflow", KERAS, "mpirun", ranks) for ranks in (2, 3, 4)),
-    *(Job("tensorflow", KERAS, *how) for how in (("alone", 1), ("gloo", 2))),
-    *(Job("tape", ("shared",), "mpirun", ranks) for ranks in (1, 2, 4)),
+    *(Job("tensorflow", KERAS, *how) for how in (("alone", 1), ("mpirun", 2))),
+    *(Job("tensorflow", SHARED, *how) for how in (("mpirun", 3), ("mpirun", 4), ("gloo", 2))),
+    *(Job("tape", SHARED, "mpirun", ranks) for ranks in (2, 4)),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),
 ]
 
