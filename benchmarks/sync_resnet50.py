@@ -26,6 +26,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--framework", choices=["torch", "tensorflow"], default="torch")
 parser.add_argument("--rounds", type=int, default=15, help="samples per optimizer")
 parser.add_argument("--warmup", type=int, default=3, help="rounds that are not counted")
+parser.add_argument("--methods", nargs="+", metavar="NAME", help="a selection of the rows")
 parser.add_argument("--density", type=float, default=0.001)
 parser.add_argument("--ranks", type=int, default=4, help="when started without horovodrun")
 parser.add_argument("--controller", choices=["gloo", "mpi"], default="mpi")
@@ -41,15 +42,20 @@ def main() -> None:
     backend.seed(hvd.rank())
     elements = sum(math.prod(shape) for shape in resnet50().values())
     dense = 4.0 * elements
-    contenders = [
-        Contender("Horovod dense", hvd.Compression.none),
-        Contender("Horovod fp16", hvd.Compression.fp16),
-        Contender("none", hvd.NoCompression),
-        Contender("fp16", hvd.FP16),
-        Contender("dgc", hvd.DGC(density=options.density)),
-        Contender("dgc, fp16 values", hvd.DGC(density=options.density, values="float16")),
-        Contender("topk", hvd.TopK(density=options.density)),
-    ]
+    methods = {
+        "Horovod dense": hvd.Compression.none,
+        "Horovod fp16": hvd.Compression.fp16,
+        "none": hvd.NoCompression,
+        "fp16": hvd.FP16,
+        "dgc": hvd.DGC(density=options.density),
+        "dgc, fp16 values": hvd.DGC(density=options.density, values="float16"),
+        "topk": hvd.TopK(density=options.density),
+        "powersgd": hvd.PowerSGD(rank=2),
+    }
+    chosen = options.methods or list(methods)
+    if unknown := [name for name in chosen if name not in methods]:
+        raise SystemExit(f"--methods {unknown[0]}: known are {', '.join(methods)}")
+    contenders = [Contender(name, methods[name]) for name in chosen]
     sent = {"Horovod dense": dense, "Horovod fp16": dense / 2}
     rounds = options.warmup + options.rounds
     with tqdm(total=rounds * len(contenders), disable=hvd.rank() != 0, ncols=90) as bar:
