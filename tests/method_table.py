@@ -74,9 +74,7 @@ ROWS = {
     ),
     "powersgd": Row(PowerSGD(), **LOW_RANK),
     "powersgd-rank-4": Row(PowerSGD(rank=4, min_compression_rate=1), **LOW_RANK),
-    "powersgd-cold": Row(
-        PowerSGD(rank=2, warm_start=False, error_feedback=False), LOW_RANK, agreement=1e-3
-    ),
+    "powersgd-cold": Row(PowerSGD(rank=2, warm_start=False, error_feedback=False), **LOW_RANK),
     "powersgd-later": Row(PowerSGD(rank=2, start=2), **LOW_RANK),
     "chain": Row(
         chain(
