@@ -243,8 +243,8 @@ def models_are_saved_and_go_on() -> None:
     """Plain Keras loads them, without this package; and so do we, with the state."""
     optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
     model, _ = _fit(optimizer, callbacks=[hvd_keras.callbacks.CompressionCallback()])
-    folder = os.environ.get("SCENARIOS_FOLDER", tempfile.gettempdir())
-    path = Path(folder) / f"model-{os.getppid()}.keras"
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp(), root_rank=0, name="folder"))
+    path = folder / "model.keras"
     if hvd.rank() == 0:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
@@ -265,7 +265,7 @@ def models_are_saved_and_go_on() -> None:
     plain = keras.models.load_model(path)
     np.testing.assert_allclose(plain.optimizer.momentums[0], -oracle.LR * velocity, rtol=1e-5)
     plain.compile(_sgd(), loss=LOSS)
-    own = path.with_name(f"plain-{os.getppid()}-{hvd.rank()}.keras")
+    own = folder / f"plain-{hvd.rank()}.keras"
     plain.fit(*_data(1), batch_size=8, verbose=0)
     plain.save(own)  # and one of plain Keras can be taken over
     taken = hvd_keras.load_model(own, compression=TopK(density=0.1))
