@@ -179,3 +179,27 @@ class FlightEngine(abc.ABC):
     def _sum_bfloat16(self, array: Array, name: str) -> Generator[Op, Any, Array]:
         """For libraries that cannot add bfloat16."""
         return (yield Op("sum", name, array))
+
+
+class ProcessSetEngine(FlightEngine):
+    """Flights over one process set of Horovod's.
+
+    Args:
+        process_set: the ranks that take part; this rank must be one of them.
+        predivide: sums are scaled by 1 / predivide before and by predivide after adding.
+    """
+
+    def __init__(self, process_set: Any, predivide: float = 1.0) -> None:
+        super().__init__()
+        self._set = process_set
+        scales = {"prescale_factor": 1 / predivide, "postscale_factor": predivide}
+        self._scales = scales if predivide != 1 else {}
+
+    # Elastic training changes both between steps.
+    @property
+    def rank(self) -> int:
+        return self._set.rank()
+
+    @property
+    def size(self) -> int:
+        return self._set.size()

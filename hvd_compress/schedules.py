@@ -10,6 +10,7 @@ which needs ``compression.set_epoch(epoch)`` once per epoch.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,7 +23,7 @@ PAPER_DENSITIES = (0.25, 0.0625, 0.015625, 0.004, 0.001)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Staged(Configurable, kind="schedule"):
+class _Staged(Configurable, abc.ABC, kind="schedule"):
     unit: str = "step"
     stage_length: float = 1
 
@@ -35,13 +36,13 @@ class _Staged(Configurable, kind="schedule"):
             )
 
     @property
+    @abc.abstractmethod
     def stages_in_all(self) -> int:
         """The last stage stays."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def in_stage(self, stage: int) -> Any:
         """The value of a stage, counted from 0."""
-        raise NotImplementedError
 
     def __call__(self, step: int, epoch: int | None = None) -> Any:
         return self.in_stage(min(self.stage(step, epoch), self.stages_in_all - 1))

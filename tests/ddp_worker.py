@@ -5,12 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import json
-import os
 import sys
-import traceback
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +18,7 @@ from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError
 from hvd_compress.lockstep import World
 from hvd_compress.torch import BF16, DGC, FP16, DDPState, NoCompression, RandomK, TopK, ddp_hook
+from scenarios import run_all
 
 STEPS = 6
 
@@ -197,18 +194,7 @@ def main() -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    with (Path(sys.argv[1]) / str(dist.get_rank())).open("a") as log:
-        for name, function in SCENARIOS.items():
-            problem = None
-            try:
-                function()
-                dist.barrier()
-            except Exception:
-                problem = traceback.format_exc()
-            print(json.dumps([name, problem]), file=log, flush=True)
-            if problem:
-                print(problem, file=sys.stderr, flush=True)
-                os._exit(1)
+    run_all(sys.argv[1], dist.get_rank(), SCENARIOS, dist.barrier)
     dist.destroy_process_group()
 
 
@@ -216,8 +202,9 @@ SCENARIOS = {
     name: function
     for name, function in list(globals().items())
     if inspect.isfunction(function)
+    and function.__module__ == __name__
     and not name.startswith("_")
-    and name not in ("main", "ddp_hook")
+    and name != "main"
 }
 
 if __name__ == "__main__":

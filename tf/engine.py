@@ -14,44 +14,23 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_compress.engines import LENGTH
-from hvd_compress.flights import FlightEngine, Op
+from hvd_compress.flights import Op, ProcessSetEngine
 
 _OPS = {"sum": mpi_ops.Sum, "max": mpi_ops.Max}
 
 
-class HorovodEngine(FlightEngine):
-    """Flights over one process set.
-
-    Args:
-        process_set: the ranks that take part; this rank must be one of them.
-        predivide: sums are scaled by 1 / predivide before and by predivide after adding.
-    """
-
-    def __init__(self, process_set: Any = mpi_ops.global_process_set, predivide: float = 1.0):
-        super().__init__()
-        self._set = process_set
-        self._predivide = predivide
-
-    @property
-    def rank(self) -> int:
-        return self._set.rank()
-
-    @property
-    def size(self) -> int:
-        return self._set.size()
+class HorovodEngine(ProcessSetEngine):
+    """Collectives become nodes of the graph."""
 
     def _launch(self, kind: str, ops: Sequence[Op]) -> list[Any]:
         tensors = [op.tensor for op in ops]
         # Horovod would take what stands before a slash for a scope, and drop it.
         name = re.sub(r"[^\w.-]", ".", ops[0].name)
-        common = {"name": name, "ignore_name_scope": True, "process_set": self._set}
+        common: dict[str, Any] = {"name": name, "ignore_name_scope": True, "process_set": self._set}
         if kind == "alltoall":
             return [mpi_ops.alltoall(tensors[0], ops[0].splits, **common)]
         if kind in _OPS:
-            common["op"] = _OPS[kind]
-            if kind == "sum" and self._predivide != 1:
-                common["prescale_factor"] = 1 / self._predivide
-                common["postscale_factor"] = self._predivide
+            common |= {"op": _OPS[kind], **(self._scales if kind == "sum" else {})}
             if len(tensors) > 1:
                 return list(mpi_ops._grouped_allreduce(tensors, **common))
             return [mpi_ops._allreduce(tensors[0], **common)]

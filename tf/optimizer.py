@@ -352,10 +352,6 @@ class CompressedOptimizer:
             tf.equal(self._hvd_count % self._hvd_passes, 0), all_passes, lambda: tf.constant(False)
         )
 
-    def _hvd_take_over(self, optimizer: Any) -> None:
-        """The state of the optimizer that this one is made from."""
-        raise NotImplementedError
-
 
 class Keras3Optimizer(CompressedOptimizer):
     """Mixed into the class of an optimizer of Keras 3."""
@@ -396,6 +392,7 @@ class Keras3Optimizer(CompressedOptimizer):
             store[name] = array
 
     def _hvd_take_over(self, optimizer: Any) -> None:
+        """The state of the optimizer that this one is made from."""
         old, new = getattr(optimizer, "inner_optimizer", optimizer), self._hvd_inner()
         self.build(old._trainable_variables)
         pairs = list(zip(new.variables, old.variables, strict=True))

@@ -17,53 +17,13 @@ try:
 except ImportError as error:
     raise ImportError("hvd_compress.torch needs PyTorch: pip install torch") from error
 
-# Not the building blocks: ``hvd.allreduce`` and ``hvd.allgather`` are Horovod's.
-from hvd_compress import (
-    BF16,
-    DGC,
-    FP16,
-    Compressor,
-    NoCompression,
-    PowerSGD,
-    RandomK,
-    TopK,
-    as_compressor,
-)
 from hvd_compress.drop_in import load_horovod, names_of, rest_of, show_log
-from hvd_compress.errors import (
-    CompressionError,
-    ConfigError,
-    PayloadError,
-    SetupError,
-    UnboundError,
-    UnsupportedError,
-)
+from hvd_compress.exports import *  # noqa: F403
+from hvd_compress.exports import __all__ as _common
 from hvd_compress.launch import find_mpi
-from hvd_compress.schedules import ExponentialWarmup, StagedWarmup, warmup_to
 from hvd_compress.torch.ddp import DDPState, ddp_hook
 
-__all__ = [
-    "BF16",
-    "DGC",
-    "FP16",
-    "CompressionError",
-    "Compressor",
-    "ConfigError",
-    "DDPState",
-    "ExponentialWarmup",
-    "NoCompression",
-    "PayloadError",
-    "PowerSGD",
-    "RandomK",
-    "SetupError",
-    "StagedWarmup",
-    "TopK",
-    "UnboundError",
-    "UnsupportedError",
-    "as_compressor",
-    "ddp_hook",
-    "warmup_to",
-]
+__all__ = [*_common, "DDPState", "ddp_hook"]
 
 
 def _register(horovod_torch: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from hvd_compress.engines import LENGTH
 from hvd_compress.errors import PayloadError
-from hvd_compress.flights import FlightEngine, Op
+from hvd_compress.flights import FlightEngine, Op, ProcessSetEngine
 
 
 class TorchFlightEngine(FlightEngine):
@@ -40,41 +40,19 @@ class TorchFlightEngine(FlightEngine):
         return parts
 
 
-class HorovodEngine(TorchFlightEngine):
-    """Flights over one process set.
-
-    Args:
-        hvd: the module ``horovod.torch``.
-        process_set: the ranks that take part; this rank must be one of them.
-        predivide: sums are scaled by 1 / predivide before and by predivide after adding.
-    """
+class HorovodEngine(TorchFlightEngine, ProcessSetEngine):
+    """Collectives of ``horovod.torch``, which is ``hvd``; see :class:`ProcessSetEngine`."""
 
     def __init__(self, hvd: Any, process_set: Any, predivide: float = 1.0) -> None:
-        super().__init__()
+        super().__init__(process_set, predivide)
         self._hvd = hvd
-        self._set = process_set
-        self._predivide = predivide
-
-    # Elastic training changes both between steps.
-    @property
-    def rank(self) -> int:
-        return self._set.rank()
-
-    @property
-    def size(self) -> int:
-        return self._set.size()
 
     def _launch(self, kind: str, ops: Sequence[Op]) -> Any:
         hvd, name, common = self._hvd, ops[0].name, {"process_set": self._set}
         if kind == "alltoall":
             return hvd.alltoall_async(ops[0].tensor, ops[0].splits, name=name, **common)
         if kind == "sum":
-            common |= {"op": hvd.Sum}
-            if self._predivide != 1:
-                common |= {
-                    "prescale_factor": 1 / self._predivide,
-                    "postscale_factor": self._predivide,
-                }
+            common |= {"op": hvd.Sum, **self._scales}
         elif kind == "max":
             common |= {"op": hvd.Max}
         verb = "allgather_async" if kind.startswith("gather") else "allreduce_async"

@@ -10,7 +10,10 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-from collections.abc import Callable, Sequence
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 
@@ -41,6 +44,27 @@ def names(module: str, package: str = "scenarios", *, over: str = "horovod") -> 
         and not node.args.args
         and (over != "mpi" or "horovod_only" not in map(ast.unparse, node.decorator_list))
     ]
+
+
+def run_all(
+    folder: str,
+    rank: int,
+    functions: Mapping[str, Callable[[], None]],
+    barrier: Callable[[], None],
+) -> None:
+    """Run them one after the other, and write what this rank found: a line of JSON for each."""
+    with (Path(folder) / str(rank)).open("a") as log:
+        for name, function in functions.items():
+            problem = None
+            try:
+                function()
+                barrier()
+            except Exception:
+                problem = traceback.format_exc()
+            print(json.dumps([name, problem]), file=log, flush=True)
+            if problem:
+                print(problem, file=sys.stderr, flush=True)
+                os._exit(1)  # the others wait for messages that will not come
 
 
 def read(folder: Path, rank: int, names: Sequence[str]) -> dict[str, str | None]:

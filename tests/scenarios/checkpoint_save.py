@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from hvd_compress.torch import DGC
-from scenarios.common import distribute, hvd, make_model, sgd, train
+from scenarios.common import distribute, make_model, sgd, train
+from scenarios.driver import hvd
 
 METHOD = DGC(density=0.05)
 

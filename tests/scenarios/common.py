@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from hvd_compress.lockstep import World
+from scenarios.driver import hvd
 
-over = os.environ.get("SCENARIOS_OVER", "horovod")
-hvd: Any = importlib.import_module(
-    "hvd_compress.torch.mpi" if over == "mpi" else "hvd_compress.torch"
-)
 Model = torch.nn.Module
 LR = 0.05
 
@@ -117,10 +112,3 @@ def assert_same_everywhere(
     options = {} if process_set is None else {"process_set": process_set}
     digests = hvd.allgather(digest, name="digest", **options).view(-1, 32)
     assert (digests == digests[0]).all(), "ranks diverged"
-
-
-def raises(error: type[BaseException], *words: str) -> Any:
-    """``with raises(ConfigError, "dampening")``: the message must contain the words."""
-    import pytest
-
-    return pytest.raises(error, match="(?s)" + ".*".join(words))

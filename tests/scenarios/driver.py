@@ -6,12 +6,15 @@ optimizer in a ``tf.function``, "tape" a gradient tape.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
 import os
 from typing import Any, Protocol
 
 import numpy as np
+
+from scenarios.oracle import Setup
 
 over = os.environ.get("SCENARIOS_OVER", "horovod")
 _MODULES = {"horovod": "torch", "mpi": "torch", "tensorflow": "tensorflow", "tape": "tensorflow"}
@@ -48,11 +51,12 @@ def make(method: Any, **options: Any) -> Run:
 
     Args:
         method: a value for ``compression=``.
-        options: ``kind``, ``dtype``, ``lr``, ``momentum``, ``nesterov``, ``optimizer`` (a class of
-            the framework's), ``groups="two"`` for a group of the first two variables; all others
-            go to ``DistributedOptimizer``.
+        options: those of :class:`oracle.Setup`, ``groups="two"`` for a group of the first two
+            variables; all others go to ``DistributedOptimizer``.
     """
-    return _driver.make(method, **options)
+    own = {field.name for field in dataclasses.fields(Setup)} & options.keys()
+    setup = Setup(**{name: options.pop(name) for name in own})
+    return _driver.Run(method, setup, options)
 
 
 def barrier() -> None:

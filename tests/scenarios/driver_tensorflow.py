@@ -45,36 +45,24 @@ def model_of(kind: str, dtype: str = "float32") -> Any:
 
 
 class Run:
-    def __init__(
-        self,
-        method: Any,
-        kind: str = "mlp",
-        dtype: str = "float32",
-        lr: float = oracle.LR,
-        momentum: float = 0.9,
-        nesterov: bool = False,
-        optimizer: Any = None,
-        **options: Any,
-    ) -> None:
-        self.kind, self.dtype = kind, dtype
-        self.model = model_of(kind, dtype)
-        self.names = list(oracle.initial_weights(kind))
+    def __init__(self, method: Any, setup: oracle.Setup, options: dict[str, Any]) -> None:
+        self.kind, self.dtype = setup.kind, setup.dtype
+        self.model = model_of(setup.kind, setup.dtype)
+        self.names = list(oracle.initial_weights(setup.kind))
         if options.get("groups") == "two":
             options["groups"] = [list(self.model.trainable_variables[:2])]
-        self._method, self._options = method, options
+        momentum = {"momentum": setup.momentum, "nesterov": setup.nesterov}
         if over == "tape":
             # A tape knows no optimizer: momentum is the method's, or the plain optimizer's.
             if as_compressor(method).takes_momentum:
-                self._options |= {"momentum": momentum, "nesterov": nesterov}
-                momentum = 0.0
-            self._options.setdefault("op", hvd.Average)
-            self.compression = hvd.bind(method, self.model.trainable_variables, **self._options)
-            self.optimizer = keras.optimizers.SGD(lr, momentum=momentum)
+                options, momentum = options | momentum, {}
+            self.compression = hvd.bind(method, self.model.trainable_variables, **options)
+            self.optimizer = keras.optimizers.SGD(setup.lr, **momentum)
         else:
             inner = (
-                keras.optimizers.SGD(lr, momentum=momentum, nesterov=nesterov)
-                if optimizer is None
-                else optimizer(lr)
+                keras.optimizers.SGD(setup.lr, **momentum)
+                if setup.optimizer is None
+                else setup.optimizer(setup.lr)
             )
             self.optimizer = hvd_keras.DistributedOptimizer(inner, compression=method, **options)
             self.optimizer.build(self.model.trainable_variables)
@@ -109,7 +97,6 @@ class Run:
         }
 
 
-make = Run
 adam = keras.optimizers.Adam
 
 

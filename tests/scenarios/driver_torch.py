@@ -38,27 +38,18 @@ def _model(kind: str, dtype: str) -> torch.nn.Module:
 
 
 class Run:
-    def __init__(
-        self,
-        method: Any,
-        kind: str = "mlp",
-        dtype: str = "float32",
-        lr: float = oracle.LR,
-        momentum: float = 0.9,
-        nesterov: bool = False,
-        optimizer: Any = None,
-        **options: Any,
-    ) -> None:
-        self.kind, self.dtype = kind, dtype
-        self.model = _model(kind, dtype)
-        self.names = list(oracle.initial_weights(kind))
-        self.set_weights(oracle.initial_weights(kind, dtype))
+    def __init__(self, method: Any, setup: oracle.Setup, options: dict[str, Any]) -> None:
+        self.kind, self.dtype = setup.kind, setup.dtype
+        self.model = _model(setup.kind, setup.dtype)
+        self.names = list(oracle.initial_weights(setup.kind))
+        self.set_weights(oracle.initial_weights(setup.kind, setup.dtype))
         if options.get("groups") == "two":
             options["groups"] = [list(self.model.parameters())[:2]]
+        momentum = {"momentum": setup.momentum, "nesterov": setup.nesterov}
         inner = (
-            torch.optim.SGD(self.model.parameters(), lr, momentum=momentum, nesterov=nesterov)
-            if optimizer is None
-            else optimizer(self.model.parameters(), lr)
+            torch.optim.SGD(self.model.parameters(), setup.lr, **momentum)
+            if setup.optimizer is None
+            else setup.optimizer(self.model.parameters(), setup.lr)
         )
         self.optimizer = hvd.DistributedOptimizer(
             inner,
@@ -102,7 +93,6 @@ def _turned(name: str, weight: np.ndarray) -> np.ndarray:
     return weight.T if name.startswith("kernel") else weight
 
 
-make = Run
 adam = torch.optim.Adam
 
 

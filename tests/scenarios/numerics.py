@@ -12,14 +12,12 @@ from scenarios.common import (
     assert_same_everywhere,
     dense_reference,
     distribute,
-    hvd,
     loss_of,
     make_model,
-    over,
-    raises,
     sgd,
     train,
 )
+from scenarios.driver import hvd, over, raises
 
 SPARSE = DGC(density=0.05)
 

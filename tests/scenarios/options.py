@@ -16,13 +16,12 @@ from scenarios.common import (
     batch,
     dense_reference,
     distribute,
-    hvd,
     loss_of,
     make_model,
-    raises,
     sgd,
     train,
 )
+from scenarios.driver import hvd, raises
 
 DENSE = DGC(density=1.0)  # momentum SGD, through all of DGC's machinery
 SPARSE = DGC(density=0.05)

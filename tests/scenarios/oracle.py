@@ -6,6 +6,7 @@ momentum SGD on the average gradient.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,6 +20,19 @@ WORDS, LENGTH, DIMENSIONS = 30, 6, 8
 LR = 0.0625  # the same number in every precision
 
 Weights = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass
+class Setup:
+    """What is trained and how: the network, and the options of the inner optimizer, which is SGD
+    unless it is another class of the framework's."""
+
+    kind: str = "mlp"
+    dtype: str = "float32"
+    lr: float = LR
+    momentum: float = 0.9
+    nesterov: bool = False
+    optimizer: Any = None
 
 
 def initial_weights(kind: str, dtype: str = "float32") -> Weights:

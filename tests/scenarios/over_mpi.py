@@ -22,14 +22,13 @@ from scenarios.common import (
     assert_same_everywhere,
     batch,
     distribute,
-    hvd,
     lockstep_reference,
     loss_of,
     make_model,
-    raises,
     sgd,
     train,
 )
+from scenarios.driver import hvd, raises
 
 
 def same_bits_as_the_lockstep_world() -> None:

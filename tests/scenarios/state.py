@@ -22,12 +22,12 @@ from scenarios.common import (
     assert_same_everywhere,
     dense_reference,
     distribute,
-    hvd,
     loss_of,
     make_model,
     sgd,
     train,
 )
+from scenarios.driver import hvd
 
 SPARSE = DGC(density=0.05)
 

@@ -14,12 +14,12 @@ from scenarios.common import (
     assert_same_everywhere,
     dense_reference,
     distribute,
-    hvd,
     lockstep_reference,
     make_model,
     sgd,
     train,
 )
+from scenarios.driver import hvd
 
 METHODS = [
     NoCompression(),
