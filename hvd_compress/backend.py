@@ -14,6 +14,7 @@ is a symbol too, and Python must not branch on it.  So the algorithms say ``choo
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -137,11 +138,16 @@ _MODULES = {
 
 def backend_of(x: Array) -> Any:
     """The backend module for an array (a module that has the functions of :class:`Backend`)."""
-    for cls in type(x).__mro__:  # parameters and the like are subclasses of tensors
-        name = _MODULES.get(cls.__module__.partition(".")[0])
+    return _backend_of_class(type(x))
+
+
+@functools.cache
+def _backend_of_class(cls: type) -> Any:
+    for parent in cls.__mro__:  # parameters and the like are subclasses of tensors
+        name = _MODULES.get(parent.__module__.partition(".")[0])
         if name is not None:
             return importlib.import_module(name)
     raise UnsupportedError(
-        f"no array backend for {type(x).__module__}.{type(x).__qualname__}; "
+        f"no array backend for {cls.__module__}.{cls.__qualname__}; "
         f"pass an array of {' or '.join(_MODULES)}"
     )

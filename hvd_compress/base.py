@@ -15,17 +15,19 @@ process (:mod:`hvd_compress.lockstep`), Horovod under PyTorch, and whatever come
 
 The type of a request says how ranks meet:
 
-=============  ===========================================  ======================================
-request        reply, the same on every rank                used by
-=============  ===========================================  ======================================
-``Sum``        sum of the arrays over the ranks             linear methods (casts, random-k)
-``Max``        element-wise maximum                         shared scales
-``Gather``     list of every rank's bytes, in rank order    sparse and quantised methods
-=============  ===========================================  ======================================
+=============  ============================================  ======================================
+request        reply                                         used by
+=============  ============================================  ======================================
+``Sum``        sum of the arrays over the ranks              linear methods (casts, random-k)
+``Max``        element-wise maximum                          shared scales
+``Gather``     list of every rank's bytes, in rank order     sparse and quantised methods
+``Alltoall``   list of the bytes each rank has for this one  quantised sums
+=============  ============================================  ======================================
 
 The laws that every method obeys (checked by :func:`hvd_compress.testing.check_laws`):
 
-* ``mean`` is the average over the ranks of what each of them ``sent``;
+* ``mean`` is the average over the ranks of what each of them ``sent``, but for what stays with the
+  owner of a stripe (state ``owner_residual``, see :mod:`hvd_compress.aggregators.alltoall`);
 * with error feedback nothing is lost: what went in = what was sent + what remains in the state;
 * all ranks compute bitwise equal ``mean`` and ``update``;
 * shape, dtype and device of the gradient are kept;
@@ -73,7 +75,14 @@ class Gather(NamedTuple):
     equal_sizes: bool = False
 
 
-Request = Sum | Max | Gather
+class Alltoall(NamedTuple):
+    """One payload (1-D, uint8) for each rank, in rank order; the reply is what each rank has for
+    this one.  All ranks must have equally many bytes for the same rank."""
+
+    payloads: list[Array]
+
+
+Request = Sum | Max | Gather | Alltoall
 
 
 class Sparse(NamedTuple):

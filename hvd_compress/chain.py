@@ -89,6 +89,10 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
         """Average the flat array ``x`` over the ranks; never changes ``x`` or ``state`` in place.
         ``context.shape`` is that of the tensor."""
 
+    def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
+        """Raise ``ConfigError`` unless error feedback may stand before it, for a tensor of that
+        shape."""
+
     @property
     def needs_epoch(self) -> bool:
         return False
@@ -172,6 +176,8 @@ class Chain(Compressor, name="chain"):
 
         own = {key: state[key] for key in self.via.keys}
         context = context._replace(dtype=xp.dtype(gradient), shape=xp.shape(gradient))
+        if "residual" in state:
+            self.via.check_feedback(context.shape, context)
         met = yield from self.via.meet(x, own, context)
 
         mean = xp.restore(met.mean, gradient)

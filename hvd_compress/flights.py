@@ -17,14 +17,15 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Array, Exchange, Gather, Max, Outcome, Request
+from hvd_compress.base import Alltoall, Array, Exchange, Gather, Max, Outcome, Request
 from hvd_compress.engines import LENGTH, payload_bytes
 from hvd_compress.stats import Record
 
 
 class Op(NamedTuple):
-    """One collective: "sum", "max", "gather" or "gather_equal", or a kind that a library adds.
-    Equal kinds of one dtype may travel as one grouped operation."""
+    """One collective: "sum", "max", "gather", "gather_equal" or "alltoall".  Equal kinds of one
+    dtype may travel as one grouped operation, but for "alltoall", which has ``splits``: how many
+    elements of the tensor are for each rank."""
 
     kind: str
     name: str
@@ -142,6 +143,12 @@ class FlightEngine(abc.ABC):
             received = sum(backend_of(part).size(part) for part in parts)
             record.bytes_received += received + lengths - sent
             return parts
+        if isinstance(request, Alltoall):
+            mine = request.payloads[self.rank]
+            parts = yield from self._alltoall(request.payloads, name)
+            own = backend_of(mine).size(mine)
+            record.bytes_received += own * (self.size - 1)
+            return parts
         record.bytes_received += sent
         array, xp = request.array, backend_of(request.array)
         if xp.size(array) == 0:
@@ -160,6 +167,17 @@ class FlightEngine(abc.ABC):
             return self._split(request.payload, (yield Op("gather_equal", name, request.payload)))
         message = self._with_length(request.payload)
         return self._split_by_length((yield Op("gather", name, message)))
+
+    def _alltoall(self, payloads: list[Array], name: str) -> Generator[Op, Any, list[Array]]:
+        xp, mine = backend_of(payloads[0]), payloads[self.rank]
+        splits = self._splits([xp.size(payload) for payload in payloads])
+        # What arrived, and how much of it came from whom.
+        everything, _ = yield Op("alltoall", name, xp.concat(payloads), splits)
+        return self._split(mine, everything)
+
+    @abc.abstractmethod
+    def _splits(self, sizes: Sequence[int]) -> Array:
+        """As the library's all-to-all wants them."""
 
     @abc.abstractmethod
     def _split(self, own: Array, everything: Array) -> list[Array]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from hvd_compress.backend import backend_of
 from hvd_compress.base import (
+    Alltoall,
     Array,
     Compressor,
     Context,
@@ -23,12 +24,18 @@ from hvd_compress.base import (
 from hvd_compress.errors import CompressionError
 
 
-def reply_to(requests: Sequence[Any]) -> Any:
-    """What every rank gets for its request, given all ranks' requests in rank order."""
+def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
+    """What a rank gets for its request, given all ranks' requests in rank order."""
     kinds = {type(request) for request in requests}
     if len(kinds) > 1:
         raise CompressionError(f"ranks ask for different things at once: {requests}")
     first = requests[0]
+    if isinstance(first, Alltoall):
+        mine = [request.payloads[rank] for request in requests]
+        sizes = {backend_of(payload).size(payload) for payload in mine}
+        if len(sizes) > 1:
+            raise CompressionError(f"payloads for rank {rank} differ in size: {sorted(sizes)}")
+        return mine
     if isinstance(first, Gather):
         return [request.payload for request in requests]
     xp = backend_of(first.array)
@@ -64,9 +71,12 @@ def run(exchanges: Sequence[Exchange]) -> list[Outcome]:
     outcomes: list[Outcome] = []
     requests = [next(exchange) for exchange in exchanges]
     while not outcomes:
-        reply = reply_to(requests)
+        common = None if isinstance(requests[0], Alltoall) else reply_to(requests)
+        replies = [
+            reply_to(requests, rank) if common is None else common for rank in range(len(requests))
+        ]
         requests = []
-        for exchange in exchanges:
+        for exchange, reply in zip(exchanges, replies, strict=True):
             try:
                 requests.append(exchange.send(reply))
             except StopIteration as stop:

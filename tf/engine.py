@@ -53,6 +53,9 @@ class HorovodEngine(ProcessSetEngine):
             rows = tf.reshape(everything, [self.size, each])
         return tf.unstack(rows)
 
+    def _splits(self, sizes: Sequence[int]) -> tf.Tensor:
+        return tf.constant(sizes, tf.int32)
+
     def _with_length(self, payload: tf.Tensor) -> tf.Tensor:
         length = tf.bitcast(tf.size(payload, tf.int64)[None], tf.uint8)
         return tf.concat([tf.reshape(length, [-1]), payload], 0)
@@ -82,7 +85,7 @@ class HorovodEngine(ProcessSetEngine):
         n, size = array.shape[0], self.size
         each = -(-n // size)
         bits = tf.bitcast(tf.pad(array, [[0, each * size - n]]), tf.int16)
-        splits = tf.fill([size], each)
+        splits = self._splits([each] * size)
         mine, _ = yield Op("alltoall", f"{name}.scatter", bits, splits)
         rows = tf.bitcast(tf.reshape(mine, [size, each]), tf.bfloat16)
         summed = tf.reduce_sum(tf.cast(rows, tf.float32), 0)

@@ -55,6 +55,8 @@ class ProcessGroupEngine(TorchFlightEngine):
 
     def _launch(self, kind: str, ops: Sequence[Op]) -> Any:
         """Tensors of several operations travel as one."""
+        if kind == "alltoall":
+            return self._alltoall_single(ops)
         tensors = [op.tensor.reshape(-1) for op in ops]
         fused = torch.cat(tensors)  # a copy: reductions are in place
         if kind in _OPS:
@@ -68,12 +70,24 @@ class ProcessGroupEngine(TorchFlightEngine):
         everyones = sizes.new_empty(self.size * len(ops))
         return kind, ops, fused, everyones, self._all_gather(everyones, sizes)
 
+    def _alltoall_single(self, ops: Sequence[Op]) -> Any:
+        (op,) = ops
+        sizes = op.splits.tolist()
+        received = op.tensor.new_empty(sizes[self.rank] * self.size)
+        mine = [sizes[self.rank]] * self.size
+        work = dist.all_to_all_single(
+            received, op.tensor, mine, sizes, group=self._group, async_op=True
+        )
+        return "alltoall", ops, op.tensor, received, work
+
     def _all_gather(self, into: torch.Tensor, x: torch.Tensor) -> Any:
         return _all_gather_single(into, x, group=self._group, async_op=True)
 
     def _wait(self, handle: Any, count: int) -> list[Any]:
         kind, ops, fused, received, work = handle
         work.wait()
+        if kind == "alltoall":
+            return [(received, None)]
         shapes = [op.tensor.shape for op in ops]
         if kind in _OPS:
             parts = fused.split([shape.numel() for shape in shapes])

@@ -19,6 +19,9 @@ class TorchFlightEngine(FlightEngine):
         # Other sizes show when the frames are decoded.
         return list(torch.tensor_split(everything, self.size))
 
+    def _splits(self, sizes: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(sizes, dtype=torch.int32)
+
     def _with_length(self, payload: torch.Tensor) -> torch.Tensor:
         length = torch.tensor([payload.numel()], dtype=torch.int64).view(torch.uint8)
         return torch.cat([length.to(payload.device), payload])
@@ -68,9 +71,8 @@ class HorovodEngine(TorchFlightEngine, ProcessSetEngine):
         """Horovod cannot add bfloat16, but it can carry its bits: every rank adds one part, in
         float32, and gives the rounded sum to all.  Moves as many bytes as a ring."""
         size, parts = self.size, torch.tensor_split(array.view(torch.int16), self.size)
-        splits = torch.tensor([part.numel() for part in parts], dtype=torch.int32)
-        # Horovod returns what arrived and how much of it came from whom.
-        mine = yield Op("alltoall", f"{name}.scatter", torch.cat(parts), splits)
-        summed = mine[0].view(torch.bfloat16).view(size, -1).float().sum(0)
+        splits = self._splits([part.numel() for part in parts])
+        mine, _ = yield Op("alltoall", f"{name}.scatter", torch.cat(parts), splits)
+        summed = mine.view(torch.bfloat16).view(size, -1).float().sum(0)
         total = yield Op("gather", f"{name}.gather", summed.bfloat16().view(torch.int16))
         return total.view(torch.bfloat16)

@@ -1,9 +1,10 @@
-"""Sparse methods: every rank's choice goes to every rank, which adds them up in rank order."""
+"""Every rank's choice or code goes to every rank, which adds them up in rank order."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Generator
 from typing import Any
 
@@ -12,86 +13,174 @@ import numpy as np
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregator, Met
+from hvd_compress.codecs import Codec
 from hvd_compress.config import check_choice
-from hvd_compress.operators import top_k
+from hvd_compress.operators import Selector, random_k, top_k
+from hvd_compress.operators.random_k import own_generator
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
+from hvd_compress.wire.coded import coded_size, decode_coded, encode_coded
 from hvd_compress.wire.frame import index_dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class allgather(Aggregator, name="allgather"):
-    """Gather the elements that ``select`` picks.
+    """Gather the elements that ``select`` picks, or all of them, coded.
 
     Options:
-        select: ``top_k``.
-        values: dtype of the values on the wire, "float32" or "float16".  Values beyond the range
-            of float16 are sent as its largest, and error feedback keeps the rest.
+        select: an operator that picks elements, such as ``top_k``; or a codec, which takes all.
+        values: what becomes of the picked values: "float32", "float16" (values beyond its range
+            are sent as its largest, and error feedback keeps the rest), or a codec.
 
     An allgather delivers P messages to everyone, an allreduce about two dense arrays.  Where the
     former is more (density 25 % on more than 4 ranks, say), the same choice of elements travels in
-    a dense sum: the result is the same up to the order of additions.
+    a dense sum, uncoded values only: the result is the same up to the order of additions.
     """
 
-    select: top_k = top_k()
-    values: str = "float32"
+    select: Selector | Codec = top_k()
+    values: str | Codec = "float32"
 
     def __post_init__(self) -> None:
-        check_choice("values", self.values, ("float32", "float16"))
-        if not isinstance(self.select, top_k):
+        if isinstance(self.values, str):
+            check_choice("values", self.values, ("float32", "float16"))
+        elif not isinstance(self.values, Codec):
             raise TypeError(
-                f"allgather(select=...) takes an operator such as top_k(); got {self.select!r}"
+                f"values must be 'float32', 'float16' or a codec such as natural(); got "
+                f"{self.values!r}"
+            )
+        if not isinstance(self.select, Selector | Codec) or isinstance(self.select, random_k):
+            raise TypeError(
+                "allgather(select=...) takes an operator such as top_k(), or a codec; got "
+                f"{self.select!r}"
+            )
+        if isinstance(self.select, Codec) and self.values != "float32":
+            raise TypeError(
+                f"allgather({self.select.name}(), values=...): the values are coded already"
             )
 
     @property
     def needs_epoch(self) -> bool:
-        return self.select.needs_epoch
+        return isinstance(self.select, Selector) and self.select.needs_epoch
+
+    def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
+        n = math.prod(shape)
+        if isinstance(self.select, Codec):
+            self.select.for_shape(shape).check_feedback(n)
+        elif isinstance(self.values, Codec):
+            self.values.check_feedback(self.select.count(n, context) or n)
 
     def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+        if isinstance(self.select, Codec):
+            return (yield from _everything(self.select.for_shape(context.shape), x, context))
         xp = backend_of(x)
         n = xp.size(x)
         k = self.select.count(n, context)
+        if k == n and isinstance(self.values, Codec):
+            return (yield from _everything(self.values, x, context))
         if k == n:
             total = yield Sum(x)
             mean = total / context.size
             return Met(mean, x, xp.all_finite(mean))
-
         indices = self.select.select(x, k, context)
-        values = xp.round_to(xp.take(x, indices), self.values, saturate=True)
-        sent = Sparse(indices, values)
-        # A header and an entry more or less do not decide.
-        entries = sparse_size(k, n, self.values) - sparse_size(1, n, self.values)
-        if context.size * entries > 2 * 4 * n:
-            total = yield Sum(xp.put(xp.zeros(n, x), indices, values))
-            mean = total / context.size
-            return Met(mean, sent, xp.all_finite(mean))
-
-        size = sparse_size(k, n, self.values)
-        (frame,) = xp.on_host(
-            functools.partial(_encode, n),
-            [indices, xp.cast(values, self.values)],
-            [("uint8", size)],
-            x,
-        )
-        frames = yield Gather(frame, equal_sizes=True)
-        parts = xp.on_host(
-            functools.partial(_decode, n, self.values, k),
-            frames,
-            [(index_dtype(n), k), (self.values, k)] * context.size,
-            x,
-        )
-        mean = xp.zeros(n, x)
-        for at, what in zip(parts[::2], parts[1::2], strict=True):
-            mean = xp.add_at(mean, at, xp.cast(what, xp.dtype(x)))
-        # Dividing the few nonzero elements would be cheaper, but they are not unique.
-        mean /= context.size
-        return Met(mean, sent, xp.all_finite(xp.concat(parts[1::2])))
+        values = xp.take(x, indices)
+        if isinstance(self.values, Codec):
+            return (yield from _coded(self.values, x, indices, values, k, context))
+        return (yield from _plain(self.values, x, indices, values, k, context))
 
 
-def _encode(n: int, indices: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
+def _plain(
+    dtype: str, x: Array, indices: Array, values: Array, k: int | None, context: Context
+) -> Generator[Request, Any, Met]:
+    xp = backend_of(x)
+    n = xp.size(x)
+    values = xp.round_to(values, dtype, saturate=True)
+    sent = Sparse(indices, values)
+    # A header and an entry more or less do not decide.
+    item = sparse_size(n, n, dtype) - sparse_size(0, n, dtype)
+    if k is not None and context.size * item * k > 2 * 4 * n * n:
+        total = yield Sum(xp.put(xp.zeros(n, x), indices, values))
+        mean = total / context.size
+        return Met(mean, sent, xp.all_finite(mean))
+    (frame,) = xp.on_host(
+        functools.partial(_encode_plain, n),
+        [indices, xp.cast(values, dtype)],
+        [("uint8", None if k is None else sparse_size(k, n, dtype))],
+        x,
+    )
+    frames = yield Gather(frame, equal_sizes=k is not None)
+    parts = xp.on_host(
+        functools.partial(_decode_plain, n, dtype, k),
+        frames,
+        [(index_dtype(n), k), (dtype, k)] * context.size,
+        x,
+    )
+    return _added(x, parts, sent, context)
+
+
+def _coded(
+    codec: Codec, x: Array, indices: Array, values: Array, k: int | None, context: Context
+) -> Generator[Request, Any, Met]:
+    """The values as codes behind their indices."""
+    xp = backend_of(x)
+    n, dtype = xp.size(x), np.dtype(xp.dtype(x))
+
+    def encode(step: int, indices: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
+        random = own_generator(context._replace(step=step))
+        frame = encode_coded(codec, values, random, indices, n)
+        return [frame, decode_coded(codec, frame, values.size, dtype, n)[1]]
+
+    def decode(*frames: np.ndarray) -> list[np.ndarray]:
+        parts: list[Any] = []
+        for rank, frame in enumerate(frames):
+            parts += decode_coded(codec, frame, k, dtype, n, sender=f"rank {rank}")
+        return parts
+
+    size = None if k is None else coded_size(codec, k, dtype, n)
+    frame, decoded = xp.on_host(
+        encode, [context.step, indices, values], [("uint8", size), (dtype.name, k)], x
+    )
+    frames = yield Gather(frame, equal_sizes=k is not None)
+    parts = xp.on_host(decode, frames, [(index_dtype(n), k), (dtype.name, k)] * context.size, x)
+    return _added(x, parts, Sparse(indices, decoded), context)
+
+
+def _added(x: Array, parts: list[Array], sent: Sparse, context: Context) -> Met:
+    """``parts``: every rank's indices and values in turn."""
+    xp = backend_of(x)
+    mean = xp.zeros(xp.size(x), x)
+    for at, what in zip(parts[::2], parts[1::2], strict=True):
+        mean = xp.add_at(mean, at, xp.cast(what, xp.dtype(x)))
+    # Dividing the few nonzero elements would be cheaper, but they are not unique.
+    mean /= context.size
+    return Met(mean, sent, xp.all_finite(xp.concat(parts[1::2])))
+
+
+def _everything(codec: Codec, x: Array, context: Context) -> Generator[Request, Any, Met]:
+    xp = backend_of(x)
+    n, dtype = xp.size(x), np.dtype(xp.dtype(x))
+
+    def encode(step: int, x: np.ndarray) -> list[np.ndarray]:
+        frame = encode_coded(codec, x, own_generator(context._replace(step=step)))
+        return [frame, decode_coded(codec, frame, n, dtype)[1]]
+
+    def add_up(*frames: np.ndarray) -> list[np.ndarray]:
+        total = np.zeros(n, dtype)
+        for rank, frame in enumerate(frames):
+            total += decode_coded(codec, frame, n, dtype, sender=f"rank {rank}")[1]
+        return [total]
+
+    size = coded_size(codec, n, dtype)
+    frame, sent = xp.on_host(encode, [context.step, x], [("uint8", size), (dtype.name, n)], x)
+    frames = yield Gather(frame, equal_sizes=True)
+    (total,) = xp.on_host(add_up, frames, [(dtype.name, n)], x)
+    mean = total / context.size
+    return Met(mean, sent, xp.all_finite(mean))
+
+
+def _encode_plain(n: int, indices: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
     return [encode_sparse(indices, values, n)]
 
 
-def _decode(n: int, values: str, k: int, *frames: np.ndarray) -> list[np.ndarray]:
+def _decode_plain(n: int, values: str, k: int | None, *frames: np.ndarray) -> list[np.ndarray]:
     """Indices and values of every frame in turn."""
     parts: list[np.ndarray] = []
     for rank, frame in enumerate(frames):

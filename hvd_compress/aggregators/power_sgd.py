@@ -14,7 +14,6 @@ from hvd_compress.base import Array, Context, Request, State, Sum
 from hvd_compress.chain import Aggregator, Met
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
-from hvd_compress.schedules import Start, as_start, by_epoch, started
 
 _TINY = 1e-30
 
@@ -31,7 +30,6 @@ class power_sgd(Aggregator, name="power_sgd"):
         rank: columns of P and Q; at most min(n, m).
         warm_start: the next step begins with this step's Q instead of a random one, so that steps
             together are a power iteration.
-        start: for so many steps everything is sent as it is.
 
     State: ``factor`` Q^T, equal on all ranks.  Reference: Vogels, Karimireddy and Jaggi, NeurIPS
     2019.  Differs from it in: rows are orthonormalised by Gram-Schmidt done twice, without an
@@ -41,7 +39,6 @@ class power_sgd(Aggregator, name="power_sgd"):
 
     rank: int = 1
     warm_start: bool = True
-    start: Start = True
 
     keys = ("factor",)
     per_rank = False
@@ -50,11 +47,6 @@ class power_sgd(Aggregator, name="power_sgd"):
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise ConfigError(f"rank must be a number of columns, 1 or more; got {self.rank!r}")
         check_choice("warm_start", self.warm_start, (True, False))
-        object.__setattr__(self, "start", as_start(self.start))
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.start)
 
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         xp = backend_of(x)
@@ -67,10 +59,9 @@ class power_sgd(Aggregator, name="power_sgd"):
     def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
         xp = backend_of(x)
         n, m = matrix_shape(context.shape)
-        if not started(self.start, context.step, context.epoch) or n * m == 0:
+        if n * m == 0:
             total = yield Sum(x)
-            mean = total / context.size
-            return Met(mean, x, xp.all_finite(mean), state)
+            return Met(total, x, True, state)
         # Products of matrices depend in their last bits on where in memory these begin; fresh ones
         # begin alike on all ranks.
         matrix = xp.reshape(xp.copy(x), (n, m))

@@ -11,11 +11,33 @@ from hvd_compress.config import build, lookup
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods.dense import BF16, FP16, NoCompression
 from hvd_compress.methods.dgc import DGC
+from hvd_compress.methods.float8 import FP8
+from hvd_compress.methods.one_bit import OneBit
 from hvd_compress.methods.power_sgd import PowerSGD
+from hvd_compress.methods.quantised import QSGD, NaturalCompression, NaturalDithering, TernGrad
 from hvd_compress.methods.random_k import RandomK
+from hvd_compress.methods.sign import EFSignSGD, SignSGD, Signum
 from hvd_compress.methods.top_k import TopK
 
-__all__ = ["BF16", "DGC", "FP16", "NoCompression", "PowerSGD", "RandomK", "TopK", "as_compressor"]
+__all__ = [
+    "BF16",
+    "DGC",
+    "FP8",
+    "FP16",
+    "QSGD",
+    "EFSignSGD",
+    "NaturalCompression",
+    "NaturalDithering",
+    "NoCompression",
+    "OneBit",
+    "PowerSGD",
+    "RandomK",
+    "SignSGD",
+    "Signum",
+    "TernGrad",
+    "TopK",
+    "as_compressor",
+]
 
 
 def as_compressor(compression: Any) -> Compressor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from hvd_compress.aggregators import allreduce, power_sgd
+from hvd_compress.aggregators import allreduce, dense_until, power_sgd
 from hvd_compress.aggregators.power_sgd import matrix_shape
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context
@@ -69,5 +69,5 @@ class PowerSGD(Chained, name="powersgd"):
 
     @functools.cached_property
     def _low_rank(self) -> Chain:
-        via = power_sgd(self.rank, self.warm_start, self.start)
+        via = dense_until(self.start, power_sgd(self.rank, self.warm_start))
         return chain(error_feedback(), via=via) if self.error_feedback else chain(via=via)

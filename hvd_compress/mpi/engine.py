@@ -24,10 +24,11 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Exchange, Gather, Max, Outcome, Request
+from hvd_compress.base import Alltoall, Exchange, Gather, Max, Outcome, Request
 from hvd_compress.engines import LENGTH, payload_bytes
 from hvd_compress.errors import ConfigError, MismatchError, PayloadError
 from hvd_compress.mpi.allreduce import CHUNK, start
+from hvd_compress.mpi.alltoall import swap
 from hvd_compress.mpi.arrays import Flat
 from hvd_compress.mpi.communicator import Channel, Communicator, others
 from hvd_compress.mpi.direct import direct
@@ -257,8 +258,8 @@ class _Flight:
             if (request := traveller.request) is not None:
                 groups.setdefault(_kind(request), []).append(traveller)
         self._works = [
-            self._gather(travellers, channel)
-            if kind == "gather"
+            _CARRIERS[kind](self, travellers, channel)
+            if kind in _CARRIERS
             else self._reduce(kind, travellers, channel)
             for kind, travellers in groups.items()
         ]
@@ -317,9 +318,32 @@ class _Flight:
 
         return work, deliver
 
+    def _alltoall(
+        self, travellers: list[_Traveller], channel: Callable[[], Channel]
+    ) -> tuple[Work, Callable[[], None]]:
+        requests: list[Any] = [t.request for t in travellers]
+        rows = [[backend_of(p).to_numpy(p) for p in r.payloads] for r in requests]
+        messages = [np.concatenate(column) for column in zip(*rows, strict=True)]
+        work = Work(self.comm, "all-to-all of payloads", [swap(channel(), messages)])
+
+        def deliver() -> None:
+            sizes = [row[self.comm.rank].nbytes for row in rows]
+            by_rank = [_split(m, sizes, [], rank) for rank, m in enumerate(work.results[0])]
+            for i, (traveller, request) in enumerate(zip(travellers, requests, strict=True)):
+                traveller.record.bytes_received += sizes[i] * (self.comm.size - 1)
+                xp, like = backend_of(request.payloads[0]), request.payloads[0]
+                traveller.advance([xp.from_numpy(theirs[i], like) for theirs in by_rank])
+
+        return work, deliver
+
+
+_CARRIERS = {"gather": _Flight._gather, "alltoall": _Flight._alltoall}
+
 
 def _describe(request: Request) -> str:
     """What must be the same on all ranks."""
+    if isinstance(request, Alltoall):
+        return f"alltoall of {[backend_of(p).size(p) for p in request.payloads]}"
     if not isinstance(request, Gather):
         return f"{_kind(request)} of {backend_of(request.array).size(request.array)}"
     size = backend_of(request.payload).size(request.payload) if request.equal_sizes else "some"
@@ -329,6 +353,8 @@ def _describe(request: Request) -> str:
 def _kind(request: Request) -> Any:
     if isinstance(request, Gather):
         return "gather"
+    if isinstance(request, Alltoall):
+        return "alltoall"
     dtype = backend_of(request.array).dtype(request.array)
     if isinstance(request, Max):
         return "max", dtype

@@ -1,6 +1,7 @@
 """Compression operators: which elements to keep, one file each."""
 
+from hvd_compress.operators.base import Selector
 from hvd_compress.operators.random_k import random_k
 from hvd_compress.operators.top_k import top_k
 
-__all__ = ["random_k", "top_k"]
+__all__ = ["Selector", "random_k", "top_k"]

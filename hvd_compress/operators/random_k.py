@@ -14,20 +14,30 @@ import numpy as np
 
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context
-from hvd_compress.config import Configurable
+from hvd_compress.operators.base import Selector
 from hvd_compress.operators.top_k import count
 from hvd_compress.schedules import Density, as_density, by_epoch, density_at
 
 
 def shared_generator(context: Context) -> np.random.Generator:
     """The same random numbers on all ranks, others for every step and tensor."""
-    label = f"{context.seed}/{int(context.step)}/{context.name}".encode()
-    key = int.from_bytes(hashlib.blake2b(label, digest_size=16).digest(), "little")
+    return _generator(f"{context.seed}/{int(context.step)}/{context.name}")
+
+
+def own_generator(context: Context, turn: int = 0) -> np.random.Generator:
+    """The same, but others for every rank, and for every ``turn`` within a step."""
+    return _generator(
+        f"{context.seed}/{int(context.step)}/{context.name}/rank {context.rank}/{turn}"
+    )
+
+
+def _generator(label: str) -> np.random.Generator:
+    key = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key))
 
 
 @dataclasses.dataclass(frozen=True)
-class random_k(Configurable, kind="block", name="random_k"):
+class random_k(Selector, name="random_k"):
     """Options: ``density``, a fraction or a schedule."""
 
     density: Density = 0.01
@@ -42,7 +52,7 @@ class random_k(Configurable, kind="block", name="random_k"):
     def count(self, n: int, context: Context) -> int:
         return count(n, density_at(self.density, context.step, context.epoch))
 
-    def select(self, x: Array, k: int, context: Context) -> Array:
+    def select(self, x: Array, k: int | None, context: Context) -> Array:
         """Ascending indices (int64) of ``k`` elements of the flat array ``x``."""
         xp = backend_of(x)
         n = xp.size(x)

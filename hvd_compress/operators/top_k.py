@@ -21,7 +21,8 @@ from typing import Any
 
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context
-from hvd_compress.config import Configurable, check_choice, check_fraction
+from hvd_compress.config import check_choice, check_fraction
+from hvd_compress.operators.base import Selector
 from hvd_compress.schedules import Density, as_density, by_epoch, density_at
 
 # Below this size ranking everything is as fast as sampling first.
@@ -31,7 +32,7 @@ _HITS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class top_k(Configurable, kind="block", name="top_k"):
+class top_k(Selector, name="top_k"):
     """Options: ``density``, a fraction or a schedule; ``selection``; ``sample_fraction`` of the
     elements that the sampled search looks at (the paper: 0.1 to 1 %)."""
 
@@ -52,8 +53,9 @@ class top_k(Configurable, kind="block", name="top_k"):
         """How many of ``n`` elements are sent, the same on all ranks."""
         return count(n, density_at(self.density, context.step, context.epoch))
 
-    def select(self, x: Array, k: int, context: Context) -> Array:
+    def select(self, x: Array, k: int | None, context: Context) -> Array:
         """Ascending indices (int64) of ``k`` elements of the flat array ``x``."""
+        assert k is not None
         xp = backend_of(x)
         magnitude = xp.abs(x)
         if xp.traces:

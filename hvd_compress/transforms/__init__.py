@@ -2,11 +2,18 @@
 
 from hvd_compress.transforms.clipping import clip_by_local_norm
 from hvd_compress.transforms.error_feedback import error_feedback
-from hvd_compress.transforms.momentum import momentum_after_averaging, momentum_correction
+from hvd_compress.transforms.majority_vote import majority_vote
+from hvd_compress.transforms.momentum import (
+    momentum_after_averaging,
+    momentum_correction,
+    moving_average,
+)
 
 __all__ = [
     "clip_by_local_norm",
     "error_feedback",
+    "majority_vote",
     "momentum_after_averaging",
     "momentum_correction",
+    "moving_average",
 ]

@@ -11,6 +11,12 @@ from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
 
 
+def check_momentum(momentum: float | None) -> None:
+    m = 0.0 if momentum is None else momentum
+    if not isinstance(m, int | float) or not 0 <= m < 1:
+        raise ConfigError(f"momentum must be in [0, 1); got {momentum!r}")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Momentum(Transform):
     """``None`` takes the optimizer's momentum and Nesterov flag from the context."""
@@ -20,9 +26,7 @@ class _Momentum(Transform):
 
     def __post_init__(self) -> None:
         check_choice("nesterov", self.nesterov, (None, True, False))
-        m = 0.0 if self.momentum is None else self.momentum
-        if not isinstance(m, int | float) or not 0 <= m < 1:
-            raise ConfigError(f"momentum must be in [0, 1); got {self.momentum!r}")
+        check_momentum(self.momentum)
 
     keys = ("velocity",)
     takes_momentum = True
@@ -70,6 +74,31 @@ class momentum_correction(_Momentum, name="momentum_correction"):
         if isinstance(sent, Sparse):
             return {"velocity": xp.put(state["velocity"], sent.indices, 0.0)}
         return {"velocity": xp.full_like(state["velocity"], 0.0)}
+
+
+@dataclasses.dataclass(frozen=True)
+class moving_average(Transform, name="moving_average"):
+    """``m = beta m + (1 - beta) g``, per rank, passes on ``m``.
+
+    State: ``velocity`` m.
+
+    Options:
+        momentum: beta; ``None`` takes the optimizer's momentum from the context.
+    """
+
+    momentum: float | None = None
+
+    keys = ("velocity",)
+    takes_momentum = True
+    before = "residual"
+
+    def __post_init__(self) -> None:
+        check_momentum(self.momentum)
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        beta = context.momentum if self.momentum is None else self.momentum
+        average = beta * state["velocity"] + (1 - beta) * x
+        return average, {"velocity": average}
 
 
 @dataclasses.dataclass(frozen=True)

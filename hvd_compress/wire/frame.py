@@ -5,7 +5,7 @@ All numbers are little-endian::
     offset  type    field
     0       u8[2]   b"HC"
     2       u8      version, 2
-    3       u8      kind: 1 = sparse, 2 = dense
+    3       u8      kind: 1 = sparse, 2 = dense; 3 is that of hvd_compress.wire.coded
     4       u8      dtype of the values: 1 = float32, 2 = float16, 3 = float64
     5       u8      indices: 0 = none (dense), 1 = int32, 2 = int64, 3 = packed
     6       u16     zero
@@ -36,9 +36,9 @@ CODECS = ("int32", "packed")
 #: dtypes that values can have
 DTYPES = ("float16", "float32", "float64")
 _HEADER = struct.Struct("<2sBBBBHI")
-_START = _HEADER.size + 4
-_MAGIC, _VERSION, _SPARSE, _DENSE = b"HC", 2, 1, 2
-_VALUES = {"float32": 1, "float16": 2, "float64": 3}
+START = _HEADER.size + 4
+MAGIC, VERSION, _SPARSE, _DENSE = b"HC", 2, 1, 2
+VALUES = {"float32": 1, "float16": 2, "float64": 3}
 _INDICES = {"none": 0, "int32": 1, "int64": 2, "packed": 3}
 
 
@@ -50,7 +50,7 @@ def index_dtype(n: int) -> str:
 def sparse_size(count: int, n: int, values: str) -> int:
     """Bytes of a frame of ``count`` entries of a tensor of ``n`` elements, indices not packed; with
     packed indices a frame is never larger."""
-    return _padded(count * (np.dtype(values).itemsize + np.dtype(index_dtype(n)).itemsize))
+    return padded(count * (np.dtype(values).itemsize + np.dtype(index_dtype(n)).itemsize))
 
 
 def dense_is_shorter(count: int, n: int, values: str, codec: str = "int32") -> bool:
@@ -65,8 +65,8 @@ def dense_is_shorter(count: int, n: int, values: str, codec: str = "int32") -> b
     return count * (item + index) > n * item
 
 
-def _padded(body: int) -> int:
-    return _START + body + -body % 8
+def padded(body: int) -> int:
+    return START + body + -body % 8
 
 
 def encode_sparse(
@@ -82,22 +82,22 @@ def encode_sparse(
         if count and gaps.min() < 0:
             raise ConfigError(f"indices must be ascending; got {indices!r}")
         found = best_parameter(gaps, n)
-        if found and (packed_size := _padded(found[1] + values.nbytes)) < size:
+        if found and (packed_size := padded(found[1] + values.nbytes)) < size:
             frame = np.zeros(packed_size, np.uint8)
-            pack(gaps, found[0], frame[_START:])
+            pack(gaps, found[0], frame[START:])
             _put(frame, packed_size - values.nbytes, values)
             return _sealed(frame, _SPARSE, values, "packed", count)
     frame = np.zeros(size, np.uint8)
     dtype = index_dtype(n)
-    end = _put(frame, _START, indices.astype(dtype, copy=False))
+    end = _put(frame, START, indices.astype(dtype, copy=False))
     _put(frame, end, values)
     return _sealed(frame, _SPARSE, values, dtype, count)
 
 
 def encode_dense(values: np.ndarray) -> np.ndarray:
     """A frame (1-D, uint8) of all ``values`` of a flat array."""
-    frame = np.zeros(_padded(values.nbytes), np.uint8)
-    _put(frame, _START, values)
+    frame = np.zeros(padded(values.nbytes), np.uint8)
+    _put(frame, START, values)
     return _sealed(frame, _DENSE, values, "none", values.size)
 
 
@@ -112,15 +112,15 @@ def _sealed(
 ) -> np.ndarray:
     if count >= 2**32:
         raise PayloadError(f"{count} entries do not fit in one frame; split the tensor")
-    codes = _VALUES[values.dtype.name], _INDICES[indices]
-    header = _HEADER.pack(_MAGIC, _VERSION, kind, *codes, 0, count)
+    codes = VALUES[values.dtype.name], _INDICES[indices]
+    header = _HEADER.pack(MAGIC, VERSION, kind, *codes, 0, count)
     frame[: _HEADER.size] = np.frombuffer(header, np.uint8)
-    frame[_HEADER.size : _START].view("<u4")[0] = _checksum(frame)
+    frame[_HEADER.size : START].view("<u4")[0] = _checksum(frame)
     return frame
 
 
 def _checksum(frame: np.ndarray) -> int:
-    return zlib.crc32(frame[_START:].data, zlib.crc32(frame[: _HEADER.size].data))
+    return zlib.crc32(frame[START:].data, zlib.crc32(frame[: _HEADER.size].data))
 
 
 def decode_sparse(
@@ -159,16 +159,16 @@ def _decode(
             "gradient is sparse on some ranks and dense on others (sparse_as_dense=True)"
         )
 
-    if frame.size < _START:
+    if frame.size < START:
         raise fail(f"{frame.size} bytes are less than a header")
     magic, version, kind, value_code, index_code, zero, entries = _HEADER.unpack(
         frame[: _HEADER.size].tobytes()
     )
-    if (magic, version, zero) != (_MAGIC, _VERSION, 0) or kind not in kinds:
-        raise fail(f"no header of a sparse frame, version {_VERSION}, at its start")
+    if (magic, version, zero) != (MAGIC, VERSION, 0) or kind not in kinds:
+        raise fail(f"no header of a sparse frame, version {VERSION}, at its start")
     plain = index_dtype(n)
     allowed = ("none",) if kind == _DENSE else (plain, "packed")
-    if value_code != _VALUES[values] or index_code not in [_INDICES[name] for name in allowed]:
+    if value_code != VALUES[values] or index_code not in [_INDICES[name] for name in allowed]:
         raise fail(f"values or indices of another dtype than {values} and {plain}")
     expected = n if kind == _DENSE else count
     if expected is not None and entries != expected:
@@ -177,27 +177,27 @@ def _decode(
     item, is_packed = np.dtype(values).itemsize, index_code == _INDICES["packed"]
     if is_packed:
         start = frame.size - entries * item
-        if start < _START or frame.size % 8 or frame.size >= sparse_size(entries, n, values):
+        if start < START or frame.size % 8 or frame.size >= sparse_size(entries, n, values):
             raise fail(f"{frame.size} bytes where {entries} packed entries were expected")
     else:
-        size = _padded(n * item) if kind == _DENSE else sparse_size(entries, n, values)
+        size = padded(n * item) if kind == _DENSE else sparse_size(entries, n, values)
         if frame.size != size:
             raise fail(f"{frame.size} bytes where {size} were expected")
-        start = _START if kind == _DENSE else _START + entries * np.dtype(plain).itemsize
-    if _checksum(frame) != frame[_HEADER.size : _START].view("<u4")[0]:
+        start = START if kind == _DENSE else START + entries * np.dtype(plain).itemsize
+    if _checksum(frame) != frame[_HEADER.size : START].view("<u4")[0]:
         raise fail("its checksum does not match")
 
     decoded = frame[start : start + entries * item].view(f"<{np.dtype(values).str[1:]}")
     if kind == _DENSE:
         return None, decoded
     try:
-        code = frame[_START:start]
-        return (unpack(code, entries, n) if is_packed else _plain_indices(code, n)), decoded
+        code = frame[START:start]
+        return (unpack(code, entries, n) if is_packed else plain_indices(code, n)), decoded
     except ValueError as error:
         raise fail(str(error)) from None
 
 
-def _plain_indices(code: np.ndarray, n: int) -> np.ndarray:
+def plain_indices(code: np.ndarray, n: int) -> np.ndarray:
     indices = code.view(f"<{np.dtype(index_dtype(n)).str[1:]}")
     if indices.size and (
         indices[0] < 0 or indices[-1] >= n or not (indices[1:] > indices[:-1]).all()

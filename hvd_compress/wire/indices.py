@@ -22,6 +22,8 @@ import math
 
 import numpy as np
 
+from hvd_compress.wire.fields import full_bytes, pack_fields, unpack_fields
+
 #: what 64-bit integers allow with room to spare, and no gaps of real tensors need more
 _MOST_BITS, _MOST_ELEMENTS = 48, 2**56
 
@@ -50,14 +52,14 @@ def best_parameter(gaps: np.ndarray, n: int) -> tuple[int, int] | None:
         while 0 <= b + step <= _MOST_BITS and (other := bits(b + step)) < best:
             b, best = b + step, other
     fields = count * b
-    return b, 1 + _full(fields) + _full(best - fields)
+    return b, 1 + full_bytes(fields) + full_bytes(best - fields)
 
 
 def pack(gaps: np.ndarray, b: int, out: np.ndarray) -> None:
     """Write the code of ``gaps`` to the start of ``out`` (uint8, zeros)."""
-    split = 1 + _full(gaps.size * b)
+    split = 1 + full_bytes(gaps.size * b)
     out[0] = b
-    out[1:split] = _pack_fields(gaps & ((1 << b) - 1), b)
+    out[1:split] = pack_fields(gaps & ((1 << b) - 1), b)
     ends = np.cumsum(gaps >> b, dtype=np.int64)
     ends += np.arange(gaps.size)
     unary = np.zeros(int(ends[-1]) + 1, np.uint8)
@@ -74,7 +76,7 @@ def unpack(code: np.ndarray, count: int, n: int) -> np.ndarray:
     """
     if not count or not code.size or (b := int(code[0])) > _MOST_BITS:
         raise ValueError("packed indices without a valid parameter")
-    split = 1 + _full(count * b)
+    split = 1 + full_bytes(count * b)
     unary = np.unpackbits(code[split:], bitorder="little")
     ends = np.flatnonzero(unary.view(bool))
     if ends.size != count or unary.size - int(ends[-1]) > 64:
@@ -84,51 +86,8 @@ def unpack(code: np.ndarray, count: int, n: int) -> np.ndarray:
     if (int(ends[-1]) + count) << b >= 2**62:
         raise ValueError("packed indices that are too large")
     ends <<= b
-    ends += np.cumsum(_unpack_fields(code[1:split], count, b), dtype=np.int64)
+    ends += np.cumsum(unpack_fields(code[1:split], count, b), dtype=np.int64)
     ends += number
     if ends[-1] >= n:
         raise ValueError(f"indices that are not ascending within 0..{n - 1}")
     return ends
-
-
-def _full(bits: int) -> int:
-    return -(-bits // 8)
-
-
-def _shifts(b: int) -> list[tuple[int, int, int]]:
-    """Eight fields of b bits are b bytes: ``(field, byte, s)`` wherever the two overlap, the byte
-    being ``field >> s`` there, or ``field << -s``."""
-    return [
-        (field, byte, 8 * byte - field * b)
-        for field in range(8)
-        for byte in range(field * b // 8, _full((field + 1) * b))
-    ]
-
-
-def _field_dtype(b: int) -> np.dtype:
-    # What a shift to the left pushes out was to be cut off anyway.
-    return np.dtype(f"u{next(size for size in (1, 2, 4, 8) if b <= 8 * size)}")
-
-
-def _pack_fields(values: np.ndarray, b: int) -> np.ndarray:
-    groups = -(-values.size // 8)
-    fields = np.zeros((groups, 8), _field_dtype(b))
-    fields.reshape(-1)[: values.size] = values
-    fields = np.ascontiguousarray(fields.T)
-    packed = np.zeros((b, groups), np.uint8)
-    for field, byte, s in _shifts(b):
-        part = fields[field] >> s if s >= 0 else fields[field] << -s
-        packed[byte] |= part.astype(np.uint8)  # the lowest 8 bits
-    return packed.T.reshape(-1)[: _full(values.size * b)]
-
-
-def _unpack_fields(packed: np.ndarray, count: int, b: int) -> np.ndarray:
-    groups = -(-count // 8)
-    padded = np.zeros(groups * b, np.uint8)
-    padded[: packed.size] = packed
-    in_bytes = np.ascontiguousarray(padded.reshape(groups, b).T).astype(_field_dtype(b))
-    fields = np.zeros((8, groups), in_bytes.dtype)
-    for field, byte, s in _shifts(b):
-        fields[field] |= in_bytes[byte] << s if s >= 0 else in_bytes[byte] >> -s
-    fields &= (1 << b) - 1
-    return fields.T.reshape(-1)[:count]

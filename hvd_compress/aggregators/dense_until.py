@@ -1,0 +1,56 @@
+"""Everything in full first, compressed later."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from typing import Any
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context, Request, State, Sum
+from hvd_compress.chain import Aggregator, Met
+from hvd_compress.errors import ConfigError
+from hvd_compress.schedules import Start, as_start, by_epoch, started
+
+
+@dataclasses.dataclass(frozen=True)
+class dense_until(Aggregator, name="dense_until"):
+    """Sum everything until ``start``, a number of steps or ``After("epoch", ...)``; then ``via``,
+    another aggregator, whose state waits meanwhile."""
+
+    start: Start
+    via: Aggregator
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", as_start(self.start))
+        if not isinstance(self.via, Aggregator):
+            raise ConfigError(f"dense_until(start, via): {self.via!r} is not an aggregator")
+
+    @property
+    def keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.via.keys
+
+    @property
+    def per_rank(self) -> bool:  # type: ignore[override]
+        return self.via.per_rank
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.via.unbiased
+
+    @property
+    def needs_epoch(self) -> bool:
+        return by_epoch(self.start) or self.via.needs_epoch
+
+    def init(self, x: Array, shape: tuple[int, ...]) -> State:
+        return self.via.init(x, shape)
+
+    def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
+        self.via.check_feedback(shape, context)
+
+    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+        if started(self.start, context.step, context.epoch):
+            return (yield from self.via.meet(x, state, context))
+        total = yield Sum(x)
+        mean = total / context.size
+        return Met(mean, x, backend_of(x).all_finite(mean), state)

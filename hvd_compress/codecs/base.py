@@ -1,0 +1,94 @@
+"""The contract of a codec: how the values of a flat array become bytes, and what they mean."""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from hvd_compress.config import Configurable
+from hvd_compress.errors import ConfigError
+
+
+class Classes(NamedTuple):
+    """Constants of an operator C on R^d, as Beznosikov et al. (JMLR 2023) define them::
+
+        B1  alpha |x|^2 <= E|C(x)|^2 <= beta <E C(x), x>
+        B2  max(gamma |x|^2, E|C(x)|^2 / beta) <= <E C(x), x>
+        B3  E|C(x) - x|^2 <= (1 - 1/delta) |x|^2
+        U   E C(x) = x  and  E|C(x)|^2 <= zeta |x|^2
+
+    ``None``: the operator is not in that class, whatever the constant.  Of an operator in U,
+    ``delta`` is that of C / zeta, the scaling that error feedback needs.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+    delta: float | None = None
+    zeta: float | None = None
+
+    @classmethod
+    def unbiased(cls, zeta: float, alpha: float = 1.0) -> Classes:
+        """Of an operator in U(zeta) whose second moment is at least ``alpha`` |x|^2."""
+        return cls(alpha, zeta, 1.0, zeta, zeta)
+
+
+class Codec(Configurable, abc.ABC, kind="block"):
+    """How an array of n numbers becomes bytes.
+
+    Codecs work on NumPy arrays, flat, float32 or float64, in host memory: one implementation gives
+    the same bits under every framework.  A device array is copied once each way, which is what
+    handing bytes to a network takes anyway.
+
+    Subclasses are frozen dataclasses: options are fields.
+    """
+
+    #: ``encode`` draws random numbers, and E[decode(encode(x))] = x
+    unbiased: ClassVar[bool] = False
+
+    def for_shape(self, shape: tuple[int, ...]) -> Codec:
+        """The codec for a tensor of ``shape``, if that makes a difference."""
+        return self
+
+    def unit(self, n: int) -> int:
+        """Where the array may be cut into stripes without a loss: after each so many elements."""
+        return 1
+
+    @abc.abstractmethod
+    def size(self, n: int, dtype: np.dtype) -> int:
+        """Bytes of n elements, the same whatever their values."""
+
+    @abc.abstractmethod
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """The bytes (1-D, uint8) of a flat, finite ``x``.
+
+        Random codecs draw from ``random``, which belongs to this rank, tensor and step.  Where
+        something overflows although ``x`` is finite, decoding must give what is not finite.
+        """
+
+    @abc.abstractmethod
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+        """``n`` numbers of ``dtype``, a new array.  ``code`` has ``size(n, dtype)`` bytes, which
+        come from another rank: whatever they are, the result is an array or a ValueError."""
+
+    def check_feedback(self, d: int) -> None:
+        """Raise unless error feedback holds on to what this codec leaves out of ``d`` elements.
+
+        Of an unbiased codec with zeta >= 2 what is left out can be larger than what went in.
+        """
+        if self.unbiased and d and (zeta := self.classes(d).zeta or 1.0) >= 2:
+            raise ConfigError(
+                f"{self!r} may change {d} elements by more than their norm (zeta = {zeta:.3g}, and "
+                "error feedback needs less than 2): use more levels, a smaller bucket, or "
+                "contraction(...) around it; or no error feedback, since it is unbiased"
+            )
+
+    def classes(self, d: int) -> Classes:
+        """Constants in d dimensions, for step sizes and rates; see :class:`Classes`."""
+        raise NotImplementedError(f"no constants are known for {self.name}")
+
+    def bits(self, d: int) -> float:
+        """On the wire, per element of an array of ``d`` float32."""
+        return 8 * self.size(d, np.dtype(np.float32)) / d

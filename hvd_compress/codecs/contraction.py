@@ -1,0 +1,47 @@
+"""An unbiased codec, scaled so that error feedback can follow it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from hvd_compress.codecs.base import Classes, Codec
+from hvd_compress.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class contraction(Codec, name="contraction"):
+    """What ``codec`` decodes to, divided by its zeta: of class U(zeta) becomes class B3(zeta).
+
+    The same bytes travel.  Reference: Beznosikov et al., JMLR 2023.
+    """
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec) or not self.codec.unbiased:
+            raise ConfigError(f"contraction takes an unbiased codec; got {self.codec!r}")
+        self.codec.classes(1)  # or there is nothing to scale by
+
+    def for_shape(self, shape: tuple[int, ...]) -> Codec:
+        return contraction(self.codec.for_shape(shape))
+
+    def unit(self, n: int) -> int:
+        return self.codec.unit(n)
+
+    def size(self, n: int, dtype: np.dtype) -> int:
+        return self.codec.size(n, dtype)
+
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        return self.codec.encode(x, random)
+
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+        values = self.codec.decode(code, n, dtype)
+        values /= self.codec.classes(n).zeta if n else 1
+        return values
+
+    def classes(self, d: int) -> Classes:
+        inner = self.codec.classes(d)
+        zeta = inner.zeta or 1.0
+        return Classes(inner.alpha / zeta**2, 1.0, 1 / zeta, zeta)

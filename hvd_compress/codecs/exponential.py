@@ -1,0 +1,144 @@
+"""Powers of a base: natural compression and exponential dithering (Horvath et al., 2022;
+Beznosikov et al., JMLR 2023)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from hvd_compress.codecs import buckets
+from hvd_compress.codecs.base import Classes, Codec
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError
+from hvd_compress.wire.fields import digits_size, full_bytes, pack_digits, unpack_digits
+
+
+@dataclasses.dataclass(frozen=True)
+class natural(Codec, name="natural"):
+    """Sign and exponent: |x| between 2^e and 2^(e+1) becomes one of the two, and zero zero.
+
+    Sent: 9 bits an element, the sign and eight bits of exponent as in float32; of float64 too, so
+    values beyond the range of float32 do not survive there.  Differs from the paper in nothing;
+    subnormal numbers of float32 (below 2^-126) become 0 or 2^-126.
+
+    Options:
+        biased: round to the nearer power instead of drawing one.  Less error, but a bias, which
+            error feedback takes care of.
+    """
+
+    biased: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("biased", self.biased, (True, False))
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return not self.biased
+
+    def size(self, n: int, dtype: np.dtype) -> int:
+        return n + full_bytes(n)
+
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        size = np.abs(x)
+        mantissa, exponent = np.frexp(size)  # size = mantissa * 2^exponent, 1/2 <= mantissa < 1
+        code = exponent + 126  # of the power below, as float32 has it
+        with np.errstate(over="ignore"):  # below 2^-126 there is only zero
+            part = np.where(code < 1, np.ldexp(size, 126), 2 * mantissa - 1)
+        limit = 0.5 if self.biased else random.random(x.size, np.float32)
+        code = np.minimum(np.maximum(code, 0) + (limit < part), 255) * (size > 0)
+        signs = np.packbits(x < 0, bitorder="little")
+        return np.concatenate([code.astype(np.uint8), signs])
+
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+        exponents, signs = code[:n], np.unpackbits(code[n:], count=n, bitorder="little")
+        # As the bits of a float32: 255 is Inf, what overflowed.
+        bits = exponents.astype(np.uint32) << np.uint32(23) | signs.astype(np.uint32) << np.uint32(
+            31
+        )
+        return bits.view(np.float32).astype(dtype)
+
+    def classes(self, d: int) -> Classes:
+        return Classes(4 / 9, 4 / 3, 2 / 3, 9 / 8) if self.biased else Classes.unbiased(9 / 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class exponential_dithering(Codec, name="exponential_dithering"):
+    """``norm * sign(x) * l``, where l is one of the two levels beside |x| / norm among
+    0, base^(1 - levels), ..., base^-1, 1, drawn so that the expectation is x.
+
+    Sent: a norm a bucket, and log2(2 levels + 1) bits an element.
+
+    Options:
+        base: 2 is natural dithering.
+        levels: positive values there are.
+        bucket: elements that share a norm; ``None``: all of a tensor.
+        norm: "l2" or "max".
+    """
+
+    base: float = 2.0
+    levels: int = 7
+    bucket: int | None = 512
+    norm: str = "l2"
+
+    unbiased = True
+
+    def __post_init__(self) -> None:
+        base, levels = self.base, self.levels
+        if isinstance(base, bool) or not isinstance(base, int | float) or not base > 1:
+            raise ConfigError(f"base must be larger than 1; got {base!r}")
+        if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= 127:
+            raise ConfigError(f"levels must be a number from 1 to 127; got {levels!r}")
+        if base ** (1 - levels) < 1e-30:
+            raise ConfigError(
+                f"base={base} and levels={levels}: the smallest level would be below 1e-30"
+            )
+        buckets.check_bucket(self.bucket)
+        buckets.check_norm(self.norm)
+
+    def unit(self, n: int) -> int:
+        return self.bucket or 1
+
+    def size(self, n: int, dtype: np.dtype) -> int:
+        return buckets.count(n, self.bucket) * dtype.itemsize + digits_size(n, 2 * self.levels + 1)
+
+    @property
+    def _grid(self) -> np.ndarray:
+        return np.concatenate([[0.0], float(self.base) ** np.arange(1 - self.levels, 1)])
+
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        norms = buckets.norms(x, self.bucket, self.norm)
+        safe = np.where((norms > 0) & np.isfinite(norms), norms, 1)
+        size = np.abs(x) / buckets.per_element(safe, x.size, self.bucket)
+        grid = self._grid.astype(x.dtype)
+        low = np.clip(np.searchsorted(grid, size, side="right") - 1, 0, self.levels - 1)
+        width = (grid[1:] - grid[:-1])[low]
+        low += random.random(x.size, np.float32) * width < size - grid[low]
+        digits = np.where(x < 0, self.levels - low, self.levels + low).astype(np.uint8)
+        packed = pack_digits(digits, 2 * self.levels + 1)
+        return np.concatenate([norms.astype(x.dtype.newbyteorder("<")).view(np.uint8), packed])
+
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+        split = buckets.count(n, self.bucket) * dtype.itemsize
+        norms = code[:split].view(dtype.newbyteorder("<")).astype(dtype)
+        grid = self._grid.astype(dtype)
+        table = np.concatenate([-grid[:0:-1], grid])
+        values = table[unpack_digits(code[split:], n, 2 * self.levels + 1)]
+        with np.errstate(invalid="ignore", over="ignore"):
+            return values * buckets.per_element(norms, n, self.bucket)
+
+    def classes(self, d: int) -> Classes:
+        """zeta = (b + 1/b + 2) / 4 + q min(1, q), q = d^(1/r) b^(1-s); r is 2 for the L2 norm, and
+        also bounds that of the largest element."""
+        d = min(d, self.bucket or d)
+        b = float(self.base)
+        q = math.sqrt(d) * b ** (1 - self.levels)
+        return Classes.unbiased((b + 1 / b + 2) / 4 + q * min(1.0, q))
+
+
+def natural_dithering(
+    levels: int = 7, bucket: int | None = 512, norm: str = "l2"
+) -> exponential_dithering:
+    """:class:`exponential_dithering` to base 2."""
+    return exponential_dithering(2.0, levels, bucket, norm)

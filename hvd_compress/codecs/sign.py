@@ -1,0 +1,72 @@
+"""One bit an element: signs, alone or with one scale."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from hvd_compress.codecs.base import Classes, Codec
+from hvd_compress.config import check_choice
+from hvd_compress.wire.fields import full_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Signs(Codec):
+    #: bytes of the scale, in units of an element
+    _scales: ClassVar[int] = 0
+
+    def size(self, n: int, dtype: np.dtype) -> int:
+        return self._scales * dtype.itemsize + full_bytes(n)
+
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        return np.packbits(x >= 0, bitorder="little")
+
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+        bits = np.unpackbits(code, count=n, bitorder="little")
+        values = bits.astype(dtype)
+        values *= 2
+        values -= 1
+        return values
+
+
+@dataclasses.dataclass(frozen=True)
+class sign(_Signs, name="sign"):
+    """+1 or -1; zeros count as positive.  Says nothing about magnitude, so it is in none of the
+    classes of operators.  Reference: Bernstein et al., signSGD, ICML 2018."""
+
+
+@dataclasses.dataclass(frozen=True)
+class scaled_sign(_Signs, name="scaled_sign"):
+    """``scale * sign(x)``; zeros count as positive.
+
+    Options:
+        norm: "l1", scale = mean |x|, which has the least error (Karimireddy et al., ICML 2019); or
+            "l2", scale = |x|_2 / sqrt(d), of 1-bit Adam: it keeps the norm, and its error can be
+            larger than x itself.
+    """
+
+    norm: str = "l1"
+
+    _scales = 1
+
+    def __post_init__(self) -> None:
+        check_choice("norm", self.norm, ("l1", "l2"))
+
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        if self.norm == "l1":
+            scale = np.abs(x).sum(dtype=np.float64) / max(x.size, 1)
+        else:
+            scale = np.sqrt(np.square(x, dtype=np.float64).sum() / max(x.size, 1))
+        with np.errstate(over="ignore"):
+            head = np.array([scale], x.dtype.newbyteorder("<")).view(np.uint8)
+        return np.concatenate([head, super().encode(x, random)])
+
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+        scale = code[: dtype.itemsize].view(dtype.newbyteorder("<"))[0].astype(dtype)
+        return super().decode(code[dtype.itemsize :], n, dtype) * scale
+
+    def classes(self, d: int) -> Classes:
+        """With ``norm="l1"``: |C(x)|^2 = <C(x), x> = |x|_1^2 / d, at least |x|^2 / d."""
+        return Classes(1 / d, 1.0, 1 / d, float(d)) if self.norm == "l1" else super().classes(d)

@@ -1,0 +1,59 @@
+"""TernGrad: three values an element (Wen, Xu, Yan, Wu, Wang, Chen, Li; NeurIPS 2017)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from hvd_compress.codecs.base import Classes, Codec
+from hvd_compress.errors import ConfigError
+from hvd_compress.wire.fields import digits_size, pack_digits, unpack_digits
+
+
+@dataclasses.dataclass(frozen=True)
+class ternary(Codec, name="ternary"):
+    """``m * sign(x)`` with probability |x| / m, else 0, where m = max |x| of the tensor.
+
+    Sent: m, and 1.6 bits an element (log2 3 is 1.585).
+
+    Options:
+        clip: elements beyond so many standard deviations are clipped first, which makes m small
+            and the variance with it, at the price of a bias; ``None``: off.  The paper has 2.5.
+    """
+
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        clip = self.clip
+        if clip is not None and (
+            isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0
+        ):
+            raise ConfigError(f"clip must be in standard deviations, or None; got {clip!r}")
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.clip is None
+
+    def size(self, n: int, dtype: np.dtype) -> int:
+        return dtype.itemsize + digits_size(n, 3)
+
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        if self.clip is not None and x.size:
+            limit = self.clip * float(np.std(x, dtype=np.float64))
+            # All alike: nothing stands out that could be clipped.
+            x = np.clip(x, -limit, limit) if limit > 0 else x
+        largest = np.abs(x).max(initial=0).astype(x.dtype)
+        chosen = random.random(x.size, np.float32) * largest < np.abs(x)
+        digits = (np.sign(x) * chosen).astype(np.int8) + np.int8(1)
+        head = np.array([largest], x.dtype.newbyteorder("<")).view(np.uint8)
+        return np.concatenate([head, pack_digits(digits.view(np.uint8), 3)])
+
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+        largest = code[: dtype.itemsize].view(dtype.newbyteorder("<"))[0]
+        digits = unpack_digits(code[dtype.itemsize :], n, 3)
+        return (digits.astype(dtype) - 1) * largest.astype(dtype)
+
+    def classes(self, d: int) -> Classes:
+        """Without clipping: E|C(x)|^2 = m |x|_1, at most (1 + sqrt(d)) / 2 times |x|^2."""
+        return Classes.unbiased((1 + d**0.5) / 2) if self.clip is None else super().classes(d)

@@ -1,0 +1,40 @@
+"""Eight bits a number, with an exponent (Micikevicius et al., 2022)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from hvd_compress import codecs
+from hvd_compress.aggregators import alltoall
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Chain, chain
+from hvd_compress.methods._chained import Chained
+from hvd_compress.transforms import error_feedback
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8(Chained, name="fp8"):
+    """Eight-bit floats and a scale a bucket, which puts the largest element at their largest.
+
+    Sent: 8 bits an element, twice.  Each rank adds up one stripe in full precision, so sums are
+    rounded once and not at every hop.  State: ``residual`` and ``owner_residual``, which keep what
+    rounding leaves out.
+
+    Options:
+        format: "e4m3" has three bits of significand, "e5m2" two and a larger range.
+        bucket: elements that share a scale; ``None``: a tensor, or a rank's stripe of it.
+    """
+
+    format: str = "e4m3"
+    bucket: int | None = 512
+
+    def __post_init__(self) -> None:
+        assert self._chain  # checks the options
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        return self._chain
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        return chain(error_feedback(), via=alltoall(codecs.float8(self.format, self.bucket)))

@@ -1,0 +1,60 @@
+"""1-bit SGD (Seide, Fu, Droppo, Li, Yu; Interspeech 2014)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from hvd_compress.aggregators import allgather, alltoall, dense_until
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Chain, chain
+from hvd_compress.codecs import column_means
+from hvd_compress.config import check_choice
+from hvd_compress.methods._chained import Chained
+from hvd_compress.schedules import Start, as_start, by_epoch
+from hvd_compress.transforms import error_feedback
+
+
+@dataclasses.dataclass(frozen=True)
+class OneBit(Chained, name="onebit"):
+    """Send one bit an element and two means a column, and keep what that leaves out.
+
+    With ``via="alltoall"``, as in the paper, each rank adds up one stripe of every tensor and
+    quantises the sum once more, with a residual of its own: two bits an element travel each way,
+    however many ranks there are.  With "allgather" every rank receives one bit an element from
+    each other, and nothing is quantised twice.
+
+    State: ``residual``, and ``owner_residual`` with "alltoall".
+
+    Options:
+        column: elements that share two means, a run of the flat tensor; ``None`` takes a row of a
+            PyTorch matrix; see ``codecs/one_bit.py``.
+        via: see above.
+        start: so many steps send everything, since the first gradients of a training suffer most;
+            the paper begins on a fraction of the data.
+
+    Differs from the paper in: the optimizer's momentum acts on the average, as there, but AdaGrad
+    is left to the optimizer too.  Double buffering is left to the training loop.
+    """
+
+    column: int | None = None
+    via: str = "alltoall"
+    start: Start = True
+
+    def __post_init__(self) -> None:
+        check_choice("via", self.via, ("alltoall", "allgather"))
+        object.__setattr__(self, "start", as_start(self.start))
+        assert self._chain  # checks the other option
+
+    @property
+    def needs_epoch(self) -> bool:
+        return by_epoch(self.start)
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        return self._chain
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        meet = alltoall if self.via == "alltoall" else allgather
+        via = dense_until(self.start, meet(column_means(self.column)))
+        return chain(error_feedback(), via=via)

@@ -1,0 +1,98 @@
+"""Methods that round every element, without a bias and without a state."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+
+from hvd_compress import codecs
+from hvd_compress.aggregators import allgather
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Chain, chain
+from hvd_compress.methods._chained import Chained
+
+
+class _Quantised(Chained):
+    """Every rank receives every other's codes: traffic grows with the number of ranks."""
+
+    def __post_init__(self) -> None:
+        assert self._chain  # checks the options
+
+    @property
+    @abc.abstractmethod
+    def codec(self) -> codecs.Codec: ...
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        return self._chain
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        return chain(via=allgather(self.codec))
+
+
+@dataclasses.dataclass(frozen=True)
+class QSGD(_Quantised, name="qsgd"):
+    """Round to ``levels`` uniform levels of each sign, at random, so that the mean is unbiased.
+
+    Sent: log2(2 levels + 1) bits an element and a norm a bucket.  No state.  The default has 15
+    values in 4 bits, and as in the paper a norm for 512 elements; "max" has less variance.
+
+    Reference: Alistarh, Grubic, Li, Tomioka, Vojnovic, NeurIPS 2017.  Differs from it in: the codes
+    have a fixed length, where the paper may use Elias codes.
+    """
+
+    levels: int = 7
+    bucket: int | None = 512
+    norm: str = "max"
+
+    @property
+    def codec(self) -> codecs.Codec:
+        return codecs.uniform_dithering(self.levels, self.bucket, self.norm)
+
+
+@dataclasses.dataclass(frozen=True)
+class TernGrad(_Quantised, name="terngrad"):
+    """Send -m, 0 or m for every element, at random; m is the largest magnitude of the tensor.
+
+    Sent: 1.6 bits an element and m.  No state.  Clipping at ``clip`` standard deviations keeps m
+    small, at the price of a bias; ``clip=None`` is unbiased.
+
+    Reference: Wen, Xu, Yan, Wu, Wang, Chen, Li, NeurIPS 2017.  Differs from it in: every rank has
+    an m of its own, which is less noise than one for all.
+    """
+
+    clip: float | None = 2.5
+
+    @property
+    def codec(self) -> codecs.Codec:
+        return codecs.ternary(self.clip)
+
+
+@dataclasses.dataclass(frozen=True)
+class NaturalCompression(_Quantised, name="natural"):
+    """Round magnitudes to powers of two, at random: 9 bits an element, variance 1/8 |x|^2 at most.
+
+    No state.  Reference: Horvath, Ho, Horvath, Sahu, Canini, Richtarik, MSML 2022.
+    """
+
+    @property
+    def codec(self) -> codecs.Codec:
+        return codecs.natural()
+
+
+@dataclasses.dataclass(frozen=True)
+class NaturalDithering(_Quantised, name="natural_dithering"):
+    """Round to ``levels`` powers of two below the norm of a bucket, at random.
+
+    Sent: log2(2 levels + 1) bits an element and a norm a bucket.  No state.  Reference: Horvath et
+    al., MSML 2022; Beznosikov et al., JMLR 2023, who call it exponential dithering for any base.
+    """
+
+    levels: int = 7
+    bucket: int | None = 512
+    norm: str = "l2"
+
+    @property
+    def codec(self) -> codecs.Codec:
+        return codecs.natural_dithering(self.levels, self.bucket, self.norm)

@@ -1,0 +1,87 @@
+"""Signs: by majority, of momentum, or scaled with error feedback."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from hvd_compress import codecs
+from hvd_compress.aggregators import allgather, alltoall
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Chain, chain
+from hvd_compress.config import check_choice
+from hvd_compress.methods._chained import Chained
+from hvd_compress.transforms import error_feedback, majority_vote, moving_average
+
+
+@dataclasses.dataclass(frozen=True)
+class SignSGD(Chained, name="signsgd"):
+    """Send the sign of each element; step along what the majority says, +1, -1, or 0 for a tie.
+
+    Sent: one bit an element.  No state.  Nothing corrects the bias, and steps do not shrink with
+    the gradient: the learning rate must, and be some hundred times smaller (1e-4).  For common
+    learning rates use :class:`EFSignSGD`.
+
+    Reference: Bernstein, Wang, Azizzadenesheli, Anandkumar, ICML 2018.
+    """
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        return self._chain
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        return chain(majority_vote(), via=allgather(codecs.sign()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Signum(Chained, name="signum"):
+    """:class:`SignSGD` of a moving average of each rank's gradients.
+
+    State: ``velocity``, the average ``m = beta m + (1 - beta) g``, in the place of the optimizer's
+    momentum.
+
+    Options:
+        momentum: beta; ``None`` takes the optimizer's.
+
+    Reference: Bernstein, Zhao, Azizzadenesheli, Anandkumar, ICLR 2019.
+    """
+
+    momentum: float | None = None
+
+    takes_momentum = True
+
+    def __post_init__(self) -> None:
+        assert self._chain  # checks the option
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        return self._chain
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        average = moving_average(self.momentum)
+        return chain(average, majority_vote(), via=allgather(codecs.sign()))
+
+
+@dataclasses.dataclass(frozen=True)
+class EFSignSGD(Chained, name="efsignsgd"):
+    """Send signs times the mean magnitude of the tensor, and keep what that leaves out.
+
+    Sent: one bit an element and one number.  State: ``residual``, and ``owner_residual`` with
+    ``via="alltoall"``: see :class:`OneBit`, which has the same options.
+
+    Reference: Karimireddy, Rebjock, Stich, Jaggi, ICML 2019.  Differs from it in: the residual is
+    in units of the gradient, not of the step, so that it survives a change of the learning rate.
+    """
+
+    via: str = "alltoall"
+
+    def __post_init__(self) -> None:
+        check_choice("via", self.via, ("alltoall", "allgather"))
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        return self._chain
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        meet = alltoall if self.via == "alltoall" else allgather
+        return chain(error_feedback(), via=meet(codecs.scaled_sign()))

@@ -1,0 +1,22 @@
+"""Signs of the average of signs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context, State
+from hvd_compress.chain import Transform
+
+
+@dataclasses.dataclass(frozen=True)
+class majority_vote(Transform, name="majority_vote"):
+    """The optimizer steps along the sign of the average, which is what most ranks say where they
+    sent signs; a tie is 0."""
+
+    per_rank = False
+
+    def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
+        xp = backend_of(mean)
+        dtype = xp.dtype(mean)
+        return xp.cast(mean > 0, dtype) - xp.cast(mean < 0, dtype), state

@@ -1,0 +1,125 @@
+"""The frame of coded values: a header of 16 bytes, indices if any, codes, padded to 8 bytes.
+
+All numbers are little-endian::
+
+    offset  type    field
+    0       u8[2]   b"HC"
+    2       u8      version, 2
+    3       u8      kind: 3 = coded
+    4       u8      dtype of the decoded values: 1 = float32, 3 = float64
+    5       u8      status: 0 = fine, 1 = the values are not finite
+    6       u16     the lowest bits of the CRC-32 of the codec's repr: options must be the same
+    8       u32     number of values
+    12      u32     CRC-32 of the first 12 bytes and of all behind the header
+
+Indices, where only some elements travel, are ascending, int32 or int64 as in other frames.  Unless
+the status is 0, codes are zeros: a frame's size does not depend on it.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+
+from hvd_compress.codecs.base import Codec
+from hvd_compress.errors import PayloadError
+from hvd_compress.wire.frame import (
+    MAGIC,
+    START,
+    VALUES,
+    VERSION,
+    index_dtype,
+    padded,
+    plain_indices,
+)
+
+_HEADER = struct.Struct("<2sBBBBHI")
+_CODED = 3
+FINE, NOT_FINITE = 0, 1
+
+
+def coded_size(codec: Codec, count: int, dtype: np.dtype, n: int | None = None) -> int:
+    """Bytes of a frame of ``count`` values; ``n`` if they have indices into so many elements."""
+    indices = 0 if n is None else count * np.dtype(index_dtype(n)).itemsize
+    return padded(indices + codec.size(count, dtype))
+
+
+def encode_coded(
+    codec: Codec,
+    x: np.ndarray,
+    random: np.random.Generator,
+    indices: np.ndarray | None = None,
+    n: int | None = None,
+) -> np.ndarray:
+    """A frame (1-D, uint8) of the flat ``x`` (float32 or float64), at ``indices`` of ``n``."""
+    frame = np.zeros(coded_size(codec, x.size, x.dtype, n), np.uint8)
+    status = FINE if np.isfinite(x).all() else NOT_FINITE
+    start = START
+    if indices is not None and n is not None:
+        own = indices.astype(f"<{np.dtype(index_dtype(n)).str[1:]}").view(np.uint8)
+        frame[start : start + own.size] = own
+        start += own.size
+    if status == FINE:
+        code = codec.encode(x, random)
+        frame[start : start + code.size] = code
+    header = _HEADER.pack(MAGIC, VERSION, _CODED, VALUES[x.dtype.name], status, _tag(codec), x.size)
+    frame[: _HEADER.size] = np.frombuffer(header, np.uint8)
+    frame[_HEADER.size : START].view("<u4")[0] = zlib.crc32(frame[START:].data, zlib.crc32(header))
+    return frame
+
+
+def decode_coded(
+    codec: Codec,
+    frame: np.ndarray,
+    count: int | None,
+    dtype: np.dtype,
+    n: int | None = None,
+    *,
+    sender: str = "a rank",
+) -> tuple[np.ndarray | None, np.ndarray]:
+    """``(indices, values)``; indices are ``None`` unless ``n`` is given, and all values are NaN if
+    one of the sender's was not finite.  ``count`` is ``None`` if only the sender knows it.
+
+    Raises:
+        PayloadError: the frame is damaged, or made with other options than this rank's.
+    """
+
+    def fail(problem: str) -> PayloadError:
+        return PayloadError(
+            f"bad payload from {sender}: {problem}. Either the message was damaged on its way, or "
+            "the ranks do not run the same version with the same compression options"
+        )
+
+    if frame.size < START:
+        raise fail(f"{frame.size} bytes are less than a header")
+    if count is None:
+        count = int.from_bytes(frame[8:12].tobytes(), "little")
+    size = coded_size(codec, count, dtype, n)
+    if frame.size != size:
+        raise fail(f"{frame.size} bytes where {size} were expected")
+    header = frame[: _HEADER.size].tobytes()
+    if zlib.crc32(frame[START:].data, zlib.crc32(header)) != int.from_bytes(
+        frame[_HEADER.size : START].tobytes(), "little"
+    ):
+        raise fail("its checksum does not match")
+    status = header[5]
+    expected = _HEADER.pack(MAGIC, VERSION, _CODED, VALUES[dtype.name], status, _tag(codec), count)
+    if header != expected or status > NOT_FINITE:
+        raise fail(f"no header of {count} values by {codec!r} at its start")
+    start, indices = START, None
+    try:
+        if n is not None:
+            start += count * np.dtype(index_dtype(n)).itemsize
+            indices = plain_indices(frame[START:start], n)
+        if status == NOT_FINITE:
+            return indices, np.full(count, np.nan, dtype)
+        code = frame[start : start + codec.size(count, dtype)]
+        return indices, codec.decode(code, count, dtype)
+    except ValueError as error:
+        raise fail(str(error)) from None
+
+
+def _tag(codec: Codec) -> int:
+    return zlib.crc32(repr(codec).encode()) & 0xFFFF

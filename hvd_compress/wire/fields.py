@@ -1,0 +1,116 @@
+"""Small numbers in few bits: fields of b bits, and digits of any base.
+
+Everything works on whole arrays at once, without a loop over elements.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+def full_bytes(bits: int) -> int:
+    """Bytes that so many bits take."""
+    return -(-bits // 8)
+
+
+def _shifts(b: int) -> list[tuple[int, int, int]]:
+    """Eight fields of b bits are b bytes: ``(field, byte, s)`` wherever the two overlap, the byte
+    being ``field >> s`` there, or ``field << -s``."""
+    return [
+        (field, byte, 8 * byte - field * b)
+        for field in range(8)
+        for byte in range(field * b // 8, full_bytes((field + 1) * b))
+    ]
+
+
+def _field_dtype(b: int) -> np.dtype:
+    # What a shift to the left pushes out was to be cut off anyway.
+    return np.dtype(f"u{next(size for size in (1, 2, 4, 8) if b <= 8 * size)}")
+
+
+def pack_fields(values: np.ndarray, b: int) -> np.ndarray:
+    """Bytes (uint8) of ``values`` below 2**b, b bits each, the first bit the lowest."""
+    groups = -(-values.size // 8)
+    fields = np.zeros((groups, 8), _field_dtype(b))
+    fields.reshape(-1)[: values.size] = values
+    fields = np.ascontiguousarray(fields.T)
+    packed = np.zeros((b, groups), np.uint8)
+    for field, byte, s in _shifts(b):
+        part = fields[field] >> s if s >= 0 else fields[field] << -s
+        packed[byte] |= part.astype(np.uint8)  # the lowest 8 bits
+    return packed.T.reshape(-1)[: full_bytes(values.size * b)]
+
+
+def unpack_fields(packed: np.ndarray, count: int, b: int) -> np.ndarray:
+    """The inverse, in the narrowest unsigned type."""
+    groups = -(-count // 8)
+    padded = np.zeros(groups * b, np.uint8)
+    padded[: packed.size] = packed
+    in_bytes = np.ascontiguousarray(padded.reshape(groups, b).T).astype(_field_dtype(b))
+    fields = np.zeros((8, groups), in_bytes.dtype)
+    for field, byte, s in _shifts(b):
+        fields[field] |= in_bytes[byte] << s if s >= 0 else in_bytes[byte] >> -s
+    fields &= (1 << b) - 1
+    return fields.T.reshape(-1)[:count]
+
+
+def digits_size(count: int, base: int) -> int:
+    """Bytes of ``count`` digits to ``base``."""
+    if base & (base - 1) == 0:
+        return full_bytes(count * (base.bit_length() - 1))
+    whole, rest = divmod(count, _digits_of_a_word(base))
+    return 8 * whole + full_bytes((base**rest - 1).bit_length())
+
+
+def pack_digits(digits: np.ndarray, base: int) -> np.ndarray:
+    """Bytes (uint8) of ``digits`` (unsigned, 0 .. base - 1), about log2(base) bits each.
+
+    Fields of bits if the base is a power of two; else as many digits as fit to a word of 64 bits,
+    the first one the highest, which wastes less than one bit in 40.  The last word is cut.
+    """
+    if base & (base - 1) == 0:
+        return pack_fields(digits, base.bit_length() - 1)
+    each = _digits_of_a_word(base)
+    whole, rest = divmod(digits.size, each)
+    words = _words(digits[: whole * each].reshape(whole, each), base)
+    last = _words(digits[whole * each :].reshape(1, rest), base)
+    packed = np.concatenate([words, last]).astype("<u8").view(np.uint8)
+    return packed[: digits_size(digits.size, base)]
+
+
+def unpack_digits(packed: np.ndarray, count: int, base: int) -> np.ndarray:
+    """The inverse, in the narrowest unsigned type."""
+    if base & (base - 1) == 0:
+        return unpack_fields(packed, count, base.bit_length() - 1)
+    each = _digits_of_a_word(base)
+    whole, rest = divmod(count, each)
+    padded = np.zeros(8 * (whole + 1), np.uint8)
+    padded[: packed.size] = packed
+    words = padded.view("<u8").astype(np.uint64)
+    digits = np.empty(count, np.min_scalar_type(base - 1))
+    split = whole * each
+    for own, table in (
+        (words[:-1], digits[:split].reshape(whole, each)),
+        (words[-1:], digits[split:].reshape(1, rest)),
+    ):
+        for i in reversed(range(table.shape[1])):
+            quotient = own // np.uint64(base)
+            table[:, i] = own - quotient * np.uint64(base)
+            own = quotient
+    return digits
+
+
+def _digits_of_a_word(base: int) -> int:
+    # Exact: base**n <= 2**64, where a floating-point logarithm might be off by one.
+    n = int(64 / math.log2(base)) + 1
+    return n if base**n <= 2**64 else n - 1
+
+
+def _words(table: np.ndarray, base: int) -> np.ndarray:
+    words = np.zeros(table.shape[0], np.uint64)
+    for column in np.ascontiguousarray(table.T):
+        words *= np.uint64(base)
+        words += column
+    return words
