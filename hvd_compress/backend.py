@@ -138,7 +138,7 @@ _MODULES = {
 
 def backend_of(x: Array) -> Any:
     """The backend module for an array (a module that has the functions of :class:`Backend`)."""
-    return _backend_of_class(type(x))
+    return _backend_of_class(type(x))  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -153,6 +153,8 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     for free; whatever changes from step to step is state.
     """
 
+    #: who invented it
+    reference: ClassVar[str] = ""
     #: the method takes the optimizer's momentum over, and its weight decay with it
     takes_momentum: ClassVar[bool] = False
 

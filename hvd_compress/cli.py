@@ -6,11 +6,15 @@ import argparse
 import dataclasses
 import inspect
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from hvd_compress import __version__, config, methods
+from hvd_compress.base import Compressor
+from hvd_compress.chain import Chain
 from hvd_compress.doctor import doctor
 from hvd_compress.errors import CompressionError
+from hvd_compress.facts import RANKS, SHAPE, facts
 from hvd_compress.horovod_build import install_horovod
 from hvd_compress.horovod_plan import GPU, VERSION
 
@@ -52,7 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("doctor", help="what is installed, what is wrong, what helps")
     command.set_defaults(run=doctor)
 
-    command = commands.add_parser("methods", help="compression methods and their options")
+    command = commands.add_parser("methods", help="compression methods, their costs and options")
+    command.add_argument("names", nargs="*", metavar="NAME", help="all about these")
     command.set_defaults(run=list_methods)
     return parser
 
@@ -64,17 +69,43 @@ def _positive(text: str) -> int:
     return number
 
 
-def list_methods() -> None:
-    """Print name, class, first line of the docstring and options of every method."""
-    classes = [config.lookup("method", name) for name in config.names("method")]
-    width = max(len(cls.name) for cls in classes) + 2
-    class_width = max(len(cls.__name__) for cls in classes) + 2
-    for cls in classes:
-        summary = (inspect.getdoc(cls) or "").partition("\n")[0]
-        print(f"{cls.name:<{width}}{cls.__name__:<{class_width}}{summary}".rstrip())
-        options = ", ".join(map(_option, dataclasses.fields(cls)))
-        if options:
-            print(f"{'':<{width + class_width}}{options}")
+def list_methods(names: Sequence[str]) -> None:
+    """Print a table of all methods with what they cost, or what is to be known of some."""
+    classes = [config.lookup("method", name) for name in names or config.names("method")]
+    if names:
+        for cls in classes:
+            _describe(cls)
+        return
+    rows = [("name", "class", "bits sent", "received", "meets by", "state", "reference")]
+    rows += [(cls.name, cls.__name__, *_costs(cls), cls.reference) for cls in classes]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        print("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
+    print(
+        f"\nBits an element, counted in float32 on a matrix of {SHAPE[0]} x {SHAPE[1]} between "
+        f"{RANKS} ranks. What is gathered\ngrows with the number of ranks; sums and all-to-all do "
+        "not. State in units of the gradient.\nOptions: hvd-compress methods NAME ..."
+    )
+
+
+def _costs(cls: type[Compressor]) -> tuple[str, str, str, str]:
+    if issubclass(cls, Chain):
+        return "-", "-", "its parts", "its parts"
+    found = facts(cls())
+    state = ", ".join(f"{key} {size:g}" for key, size in found.memory.items()) or "-"
+    return f"{found.sent:g}", f"{found.received:g}", ", ".join(found.meets), state
+
+
+def _describe(cls: type[Compressor]) -> None:
+    print(f"{cls.name}: {cls.__name__}\n")
+    print(textwrap.indent(inspect.getdoc(cls) or "", "    "))
+    print("\n    Defaults:")
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        print(f"        {_option(field)}")
+    sent, received, meets, state = _costs(cls)
+    print(f"\n    Bits an element: {sent} sent, {received} received between {RANKS} ranks")
+    print(f"    Meets by: {meets}; state, in gradients: {state}\n")
 
 
 def _option(field: dataclasses.Field[object]) -> str:

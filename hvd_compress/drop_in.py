@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import hvd_compress
 from hvd_compress.errors import SetupError
+from hvd_compress.methods import from_environment
 
 
 def show_log() -> None:
@@ -42,6 +44,17 @@ def load_horovod(
         return ImportError(f"Horovod is installed, but it was built without {framework}")
     register(horovod)
     return horovod
+
+
+def bind_call(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> inspect.BoundArguments:
+    """All arguments of a call; where it names no compression, the environment may."""
+    call = signature.bind(*args, **kwargs)
+    if call.arguments.get("compression") is None and (method := from_environment()):
+        call.arguments["compression"] = method
+    call.apply_defaults()
+    return call
 
 
 def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framework: str) -> Any:

@@ -23,7 +23,7 @@ from hvd_compress.aggregators import allreduce
 from hvd_compress.base import Compressor
 from hvd_compress.chain import chain
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.methods import FP16, NoCompression, as_compressor
+from hvd_compress.methods import FP16, NoCompression, as_compressor, from_environment
 from hvd_compress.momentum import another_kind, check_one_momentum, moved
 from hvd_compress.tensorflow.binding import Binding, native, places_of_groups, slots_of
 from hvd_compress.tensorflow.state_on_disk import state_on_disk
@@ -47,6 +47,8 @@ def is_tf_keras(optimizer: Any) -> bool:
 
 def as_ours(compression: Any) -> Compressor:
     """This package's method for a value of ``compression=``, Horovod's own included."""
+    if compression is None:
+        return from_environment() or NoCompression()
     if is_ours(compression):
         return as_compressor(compression)
     name = getattr(compression, "__name__", type(compression).__name__)
@@ -64,7 +66,7 @@ def distribute(
     *,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = NoCompression,
+    compression: Any = None,
     op: int = mpi_ops.Average,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
@@ -77,7 +79,8 @@ def distribute(
 ) -> Any:
     """A new optimizer like ``optimizer`` that averages gradients over the ranks.
 
-    Args: as Horovod's; ``compression`` also takes this package's methods.
+    Args: as Horovod's; ``compression`` also takes this package's methods, and ``None`` is what the
+        environment's ``HVD_COMPRESSION`` names, or nothing.
 
     Raises:
         ConfigError, UnsupportedError: options that do not go together.

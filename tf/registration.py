@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvd_compress.drop_in import bind_call
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensorflow.binding import Binding, native
 from hvd_compress.tensorflow.optimizer import distribute, is_keras_3, is_tf_keras
@@ -98,8 +99,7 @@ def wrap_optimizer(factory: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
+        call = bind_call(signature, args, kwargs)
         options = dict(call.arguments)
         optimizer = options.pop("optimizer")
         if is_ours(options["compression"]):

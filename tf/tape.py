@@ -13,6 +13,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_compress.base import Compressor
+from hvd_compress.drop_in import bind_call
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import as_compressor
 from hvd_compress.tensorflow.binding import Binding, Slot, native, places_of_groups, slots_of
@@ -159,8 +160,7 @@ def wrap_tape(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     @tf.autograph.experimental.do_not_convert
     def DistributedGradientTape(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
+        call = bind_call(signature, args, kwargs)
         options = call.arguments
         if not is_ours(options["compression"]):
             return _with_keras_variables(factory(*args, **kwargs))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hvd_compress.base import Compressor
+from hvd_compress.drop_in import bind_call
 from hvd_compress.engines import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import as_compressor
@@ -49,8 +50,7 @@ def wrap_factory(
 
     @functools.wraps(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
+        call = bind_call(signature, args, kwargs)
         compression = call.arguments["compression"]
         if hasattr(compression, "compress") and not is_ours(compression):
             return factory(*args, **kwargs)

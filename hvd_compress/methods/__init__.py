@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import logging
+import os
 from typing import Any
 
 from hvd_compress.base import Compressor
@@ -18,6 +20,8 @@ from hvd_compress.methods.quantised import QSGD, NaturalCompression, NaturalDith
 from hvd_compress.methods.random_k import RandomK
 from hvd_compress.methods.sign import EFSignSGD, SignSGD, Signum
 from hvd_compress.methods.top_k import TopK
+
+_log = logging.getLogger(__name__)
 
 __all__ = [
     "BF16",
@@ -37,7 +41,25 @@ __all__ = [
     "TernGrad",
     "TopK",
     "as_compressor",
+    "from_environment",
 ]
+
+
+#: names a method where a script does not: ``HVD_COMPRESSION=dgc:density=0.01 horovodrun ...``
+VARIABLE = "HVD_COMPRESSION"
+
+
+def from_environment() -> Compressor | None:
+    """The method that ``HVD_COMPRESSION`` names, if it is set."""
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        return None
+    try:
+        method = as_compressor(text)
+    except ConfigError as error:
+        raise ConfigError(f"the environment has {VARIABLE}={text}: {error}") from None
+    _log.info("%s=%s: gradients travel by %r", VARIABLE, text, method)
+    return method
 
 
 def as_compressor(compression: Any) -> Compressor:

@@ -32,11 +32,15 @@ class FP16(_Dense, name="fp16"):
     Values beyond 65504 become Inf on every rank, below 6e-8 zero: use loss scaling.
     """
 
+    reference = "IEEE 754"
+
     wire = "float16"
 
 
 @dataclasses.dataclass(frozen=True)
 class BF16(_Dense, name="bf16"):
     """bfloat16: 16 bits an element, the range of float32, 8 bits of significand.  No state."""
+
+    reference = "Kalamkar et al., 2019"
 
     wire = "bfloat16"

@@ -59,6 +59,8 @@ class DGC(Chained, name="dgc"):
     would turn momentum off.
     """
 
+    reference = "Lin et al., ICLR 2018"
+
     density: Density = 0.001
     momentum: float | None = None
     nesterov: bool | None = None

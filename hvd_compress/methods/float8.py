@@ -26,6 +26,8 @@ class FP8(Chained, name="fp8"):
         bucket: elements that share a scale; ``None``: a tensor, or a rank's stripe of it.
     """
 
+    reference = "Micikevicius et al., 2022"
+
     format: str = "e4m3"
     bucket: int | None = 512
 

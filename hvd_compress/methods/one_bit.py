@@ -37,6 +37,8 @@ class OneBit(Chained, name="onebit"):
     is left to the optimizer too.  Double buffering is left to the training loop.
     """
 
+    reference = "Seide et al., Interspeech 2014"
+
     column: int | None = None
     via: str = "alltoall"
     start: Start = True

@@ -39,6 +39,8 @@ class PowerSGD(Chained, name="powersgd"):
     sent plus what remains exactly what went in; see also ``aggregators/power_sgd.py``.
     """
 
+    reference = "Vogels et al., NeurIPS 2019"
+
     rank: int = 1
     error_feedback: bool = True
     warm_start: bool = True

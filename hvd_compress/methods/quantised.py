@@ -42,6 +42,8 @@ class QSGD(_Quantised, name="qsgd"):
     have a fixed length, where the paper may use Elias codes.
     """
 
+    reference = "Alistarh et al., NeurIPS 2017"
+
     levels: int = 7
     bucket: int | None = 512
     norm: str = "max"
@@ -62,6 +64,8 @@ class TernGrad(_Quantised, name="terngrad"):
     an m of its own, which is less noise than one for all.
     """
 
+    reference = "Wen et al., NeurIPS 2017"
+
     clip: float | None = 2.5
 
     @property
@@ -76,6 +80,8 @@ class NaturalCompression(_Quantised, name="natural"):
     No state.  Reference: Horvath, Ho, Horvath, Sahu, Canini, Richtarik, MSML 2022.
     """
 
+    reference = "Horvath et al., MSML 2022"
+
     @property
     def codec(self) -> codecs.Codec:
         return codecs.natural()
@@ -88,6 +94,8 @@ class NaturalDithering(_Quantised, name="natural_dithering"):
     Sent: log2(2 levels + 1) bits an element and a norm a bucket.  No state.  Reference: Horvath et
     al., MSML 2022; Beznosikov et al., JMLR 2023, who call it exponential dithering for any base.
     """
+
+    reference = "Horvath et al., MSML 2022"
 
     levels: int = 7
     bucket: int | None = 512

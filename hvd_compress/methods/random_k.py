@@ -32,6 +32,8 @@ class RandomK(Chained, name="randomk"):
         wire: ``None``, "float16" or "bfloat16".
     """
 
+    reference = "Stich et al., NeurIPS 2018"
+
     density: Density = 0.01
     error_feedback: bool = True
     wire: str | None = None

@@ -25,6 +25,8 @@ class SignSGD(Chained, name="signsgd"):
     Reference: Bernstein, Wang, Azizzadenesheli, Anandkumar, ICML 2018.
     """
 
+    reference = "Bernstein et al., ICML 2018"
+
     def chain(self, gradient: Array, context: Context) -> Chain:
         return self._chain
 
@@ -35,7 +37,7 @@ class SignSGD(Chained, name="signsgd"):
 
 @dataclasses.dataclass(frozen=True)
 class Signum(Chained, name="signum"):
-    """:class:`SignSGD` of a moving average of each rank's gradients.
+    """Send the signs of a moving average of each rank's gradients; step as :class:`SignSGD` does.
 
     State: ``velocity``, the average ``m = beta m + (1 - beta) g``, in the place of the optimizer's
     momentum.
@@ -45,6 +47,8 @@ class Signum(Chained, name="signum"):
 
     Reference: Bernstein, Zhao, Azizzadenesheli, Anandkumar, ICLR 2019.
     """
+
+    reference = "Bernstein et al., ICLR 2019"
 
     momentum: float | None = None
 
@@ -72,6 +76,8 @@ class EFSignSGD(Chained, name="efsignsgd"):
     Reference: Karimireddy, Rebjock, Stich, Jaggi, ICML 2019.  Differs from it in: the residual is
     in units of the gradient, not of the step, so that it survives a change of the learning rate.
     """
+
+    reference = "Karimireddy et al., ICML 2019"
 
     via: str = "alltoall"
 

@@ -29,6 +29,8 @@ class TopK(Chained, name="topk"):
         error_feedback: without it, what is not sent is lost; for studies only.
     """
 
+    reference = "Aji and Heafield, EMNLP 2017"
+
     density: Density = 0.001
     selection: str = "sampled"
     values: str = "float32"

@@ -8,7 +8,6 @@ from typing import Any
 from tensorflow import keras
 
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.methods import NoCompression
 from hvd_compress.tensorflow.optimizer import distribute, is_tf_keras
 
 
@@ -16,7 +15,7 @@ def load_model(
     filepath: Any,
     custom_optimizers: Sequence[type] | None = None,
     custom_objects: Mapping[str, Any] | None = None,
-    compression: Any = NoCompression,
+    compression: Any = None,
     **options: Any,
 ) -> Any:
     """A saved model whose optimizer is distributed, with its state and, if it has been saved, that
@@ -26,7 +25,7 @@ def load_model(
         filepath: of a ``.keras`` file.
         custom_optimizers: classes beyond those of ``keras.optimizers``.
         custom_objects: as for ``keras.models.load_model``.
-        options: of :func:`DistributedOptimizer`.
+        compression, options: of :func:`DistributedOptimizer`.
 
     Raises:
         ConfigError: the model was saved without an optimizer.
