@@ -3,6 +3,7 @@
 # The Python of .venv once there is one, else python3; or name one: make setup PYTHON=python3.12
 PYTHON ?= $(or $(shell test -x .venv/bin/python && echo .venv/bin/python),python3)
 ARGS ?=
+METHODS ?=
 FRAMEWORK ?= torch
 DEMO_torch := train_digits.py
 DEMO_tensorflow := train_digits_keras.py
@@ -22,9 +23,9 @@ setup: ## make .venv with PyTorch, TensorFlow, MPI and Horovod (first time: some
 		{ echo "setup: error: $(PYTHON) not found: make setup PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) scripts/setup.py
 
-demo: setup ## train a small network on four processes; FRAMEWORK=tensorflow; options: ARGS=...
+demo: setup ## train on four processes; FRAMEWORK=tensorflow, METHODS="none topk" or all, ARGS=...
 	@$(if $(DEMO_$(FRAMEWORK)),,{ echo "demo: error: FRAMEWORK is torch or tensorflow" >&2; exit 1; })
-	@$(RUN) python mpi_examples/$(DEMO_$(FRAMEWORK)) $(ARGS)
+	@$(RUN) python mpi_examples/$(DEMO_$(FRAMEWORK)) $(if $(METHODS),--compression $(METHODS)) $(ARGS)
 
 test: lint ## lint, then all tests; options for pytest: make test ARGS=...
 	@$(RUN) pytest $(ARGS)

@@ -170,6 +170,11 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     def per_rank(self, gradient: Array) -> frozenset[str]:
         """The keys of the state that differ between ranks; checkpoints average them."""
 
+    def for_tensor(self, name: str, shape: tuple[int, ...]) -> Compressor:
+        """The method for a tensor of that name and shape: this one, unless it is a composition.
+        Whoever runs exchanges asks this before anything else."""
+        return self
+
     @property
     def needs_gradient_norm(self) -> bool:
         """Whether the exchange has to wait until the norm of the whole gradient is known."""

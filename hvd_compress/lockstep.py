@@ -111,15 +111,17 @@ class World:
         """Average one tensor; ``gradients`` in rank order, ``context`` as in ``base.Context``."""
         if len(gradients) != self.size:
             raise CompressionError(f"{len(gradients)} gradients for {self.size} ranks")
+        shape = backend_of(gradients[0]).shape(gradients[0])
+        method = self.compressor.for_tensor(name, shape)
         if name not in self.states:
-            self.states[name] = [self.compressor.init(gradient) for gradient in gradients]
+            self.states[name] = [method.init(gradient) for gradient in gradients]
         step = self.steps.get(name, 0)
         common = Context(
             name=name, size=self.size, step=step, epoch=self.epoch, seed=self.seed
         )._replace(**context)
         outcomes = run(
             [
-                self.compressor.exchange(gradient, state, common._replace(rank=rank))
+                method.exchange(gradient, state, common._replace(rank=rank))
                 for rank, (gradient, state) in enumerate(
                     zip(gradients, self.states[name], strict=True)
                 )

@@ -131,9 +131,10 @@ class Reducer:
 
     def _exchange(self, name: str, gradient: Array, norm: float | None) -> Exchange:
         xp = backend_of(gradient)
+        method = self.method.for_tensor(name, xp.shape(gradient))
         if name not in self.states:
-            self.states[name] = self.method.init(gradient)
-            self._per_rank[name] = self.method.per_rank(gradient)
+            self.states[name] = method.init(gradient)
+            self._per_rank[name] = method.per_rank(gradient)
         if self._shapes.get(name) != xp.shape(gradient):
             self._check_state(name, gradient)
             self._shapes[name] = xp.shape(gradient)
@@ -153,11 +154,12 @@ class Reducer:
             gradient_norm=norm,
             sums=self.sums,
         )
-        return self.method.exchange(gradient, self.states[name], context)
+        return method.exchange(gradient, self.states[name], context)
 
     def _check_state(self, name: str, gradient: Array) -> None:
         xp = backend_of(gradient)
-        for key, fresh in self.method.init(gradient).items():
+        method = self.method.for_tensor(name, xp.shape(gradient))
+        for key, fresh in method.init(gradient).items():
             if xp.size(self.states[name][key]) != xp.size(fresh):
                 raise ConfigError(
                     f"the gradient of {name!r} has {xp.size(gradient)} elements, and its {key} "

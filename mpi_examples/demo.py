@@ -11,8 +11,9 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from budget import everything
 from hvd_compress import Compressor, ConfigError, as_compressor, warmup_to
-from report import Run, picture, table
+from report import Run, behind, picture, table
 
 
 def parser_of(doc: str, output: str, *, epochs: int, seeds: int) -> argparse.ArgumentParser:
@@ -24,7 +25,8 @@ def parser_of(doc: str, output: str, *, epochs: int, seeds: int) -> argparse.Arg
         nargs="+",
         default=["none", "dgc"],
         metavar="METHOD",
-        help="methods to compare, such as none fp16 topk dgc:values=float16",
+        help="methods to compare, such as none fp16 topk dgc:values=float16; or all, which has "
+        "other defaults: 10 epochs, one seed, and 1 %% of the elements where a method chooses some",
     )
     parser.add_argument(
         "--density", type=float, default=0.001, help="fraction of elements that dgc and topk send"
@@ -60,10 +62,14 @@ def horovod_parser(doc: str, models: list[str]) -> argparse.ArgumentParser:
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The command line, checked, with ``methods`` by what the user called them."""
+    if parser.parse_args().compression == ["all"]:
+        parser.set_defaults(epochs=10, seeds=1)
     options = parser.parse_args()
     for name in ("epochs", "seeds", "batch_size", "ranks"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    if options.compression == ["all"]:
+        options.compression = everything()
     try:
         options.methods = {text: _compressor(text, options) for text in options.compression}
     except ConfigError as error:
@@ -98,5 +104,6 @@ def compare(
         print(table(runs))
         if options.epochs <= options.warmup_epochs:
             print("The warm-up was not over: no epoch ran at the density that was asked for.")
+        print(behind(runs))
         picture(runs, options.output)
         print(f"\npicture: {options.output.resolve()}")

@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from PIL import Image
 
+from budget import reason
 from hvd_compress.stats import human_bytes
 
 
@@ -71,25 +72,57 @@ def table(runs: list[Run]) -> str:
     return "\n".join(rows)
 
 
+def behind(runs: list[Run], points: float = 1.0) -> str:
+    """Methods that end more than so many points below the dense run, and why that may be."""
+    final = {
+        method: 100 * statistics.mean(run.accuracies[-1] for run in group)
+        for method, group in _by_method(runs).items()
+    }
+    dense = final.get("none", 0.0)
+    lines = [
+        f"{method}: {dense - accuracy:.1f} points below none; {reason(method)}"
+        for method, accuracy in final.items()
+        if accuracy < dense - points
+    ]
+    return "\n".join(["", *lines, ""]) if lines else ""
+
+
 def picture(runs: list[Run], path: Path) -> None:
-    """Test accuracy over bytes sent, and training loss over steps."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for color, (method, group) in zip(
-        plt.colormaps["tab10"].colors, _by_method(runs).items(), strict=False
-    ):
+    """Test accuracy over bytes sent, and training loss over steps; of many methods, accuracy at the
+    end over bytes a step."""
+    groups = _by_method(runs)
+    size, rows = ((13, 7), 2) if len(groups) > 6 else ((11, 4.2), 1)
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
+    colors = plt.colormaps["turbo" if len(groups) > 10 else "tab10"]
+    for place, (method, group) in enumerate(groups.items()):
+        color = colors(place / len(groups)) if len(groups) > 10 else colors(place)
         for number, run in enumerate(group):
             label = method if number == 0 else None
-            megabytes = [count / 2**20 for count in run.bytes_sent]
             accuracy = [100 * a for a in run.accuracies]
+            if rows > 1:
+                left.scatter(run.bytes_a_step / 2**10, accuracy[-1], color=color)
+                right.plot(accuracy, color=color, alpha=0.8, label=label, marker=".")
+                continue
+            megabytes = [count / 2**20 for count in run.bytes_sent]
             left.plot(megabytes, accuracy, color=color, alpha=0.8, label=label, marker=".")
             right.plot(_smooth(run.losses), color=color, alpha=0.8, label=label)
-    left.set(xscale="log", xlabel="sent by one rank [MiB]", ylabel="test accuracy [%]")
-    left.set_title("Accuracy over bytes")
-    right.set(yscale="log", xlabel="step", ylabel="training loss (running mean)")
-    right.set_title("Loss over steps")
+        if rows > 1:
+            place = (group[0].bytes_a_step / 2**10, 100 * group[0].accuracies[-1])
+            left.annotate(method, place, xytext=(4, 4), textcoords="offset points", fontsize=8)
+    if rows > 1:
+        left.set(xscale="log", xlabel="sent by one rank [KiB a step]")
+        left.set(ylabel="test accuracy at the end [%]", title="Accuracy against bytes")
+        right.set(xlabel="epoch", ylabel="test accuracy [%]", title="Accuracy over epochs")
+        right.legend(ncols=2, fontsize=8)
+    else:
+        left.set(xscale="log", xlabel="sent by one rank [MiB]", ylabel="test accuracy [%]")
+        left.set_title("Accuracy over bytes")
+        left.legend()
+        right.set(yscale="log", xlabel="step", ylabel="training loss (running mean)")
+        right.set_title("Loss over steps")
+        right.legend()
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend()
     save(figure, path)
 
 

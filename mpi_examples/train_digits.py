@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
+import budget
 from data import cifar10, digits
 from demo import compare, horovod_parser, parse
 from hvd_compress.launch import under_horovodrun
@@ -44,7 +45,11 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
     model = MODELS[options.model](tuple(x_train.shape[1:]), int(y_train.max()) + 1)
 
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=options.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
+        model.parameters(),
+        lr=options.lr * budget.rate(method),
+        momentum=0.9,
+        weight_decay=1e-4,
+        nesterov=True,
     )
     # (2) The compressor takes the optimizer's momentum over and corrects it.
     optimizer = hvd.DistributedOptimizer(

@@ -16,6 +16,7 @@ import time
 import numpy as np
 from tqdm import tqdm
 
+import budget
 from data import cifar10, digits
 from demo import compare, horovod_parser, parse
 from hvd_compress.launch import under_horovodrun
@@ -46,9 +47,9 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
 
     warmup = max(options.warmup_epochs * batches, 1)
     rate = keras.optimizers.schedules.CosineDecay(
-        0.1 * options.lr,
+        0.1 * options.lr * budget.rate(method),
         max(options.epochs * batches - warmup, 1),
-        warmup_target=options.lr,
+        warmup_target=options.lr * budget.rate(method),
         warmup_steps=warmup,
     )
     sgd = keras.optimizers.SGD(rate, momentum=0.9, nesterov=True, weight_decay=1e-4)

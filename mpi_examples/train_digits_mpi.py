@@ -17,6 +17,7 @@ import zlib
 import numpy as np
 from tqdm import tqdm
 
+import budget
 from data import digits
 from demo import compare, parse, parser_of
 from hvd_compress.launch import under_mpirun
@@ -53,7 +54,7 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
         mine = order[world.rank :: world.size]
         for batch in mine[: batches * options.batch_size].reshape(batches, -1):
             lr = learning_rate(len(run.losses) / batches)
-            run.losses.append(trainer.step(x[batch], y[batch], lr))
+            run.losses.append(trainer.step(x[batch], y[batch], lr * budget.rate(method)))
         if world.rank == 0:
             run.accuracies.append(trainer.accuracy(x_test, y_test))
             run.bytes_sent.append(trainer.stats().total.bytes_sent)

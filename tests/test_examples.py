@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import data
 import jobs
+import models
+import models_keras
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "mpi_examples"
@@ -71,19 +74,32 @@ def test_bad_options_are_refused_before_ranks_start(example, option, value, word
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("example", ["train_digits", "train_digits_keras"])
-def test_cifar10(tmp_path, example):
-    folder = fake_cifar10(tmp_path)
-    command = [sys.executable, str(EXAMPLES / f"{example}.py"), "--data-dir", str(folder)]
-    command += ["--model", "resnet20", "--compression", "dgc", "--batch-size", "10"]
-    command += ["--ranks", "2", "--epochs", "1", "--seeds", "1"]
-    command += ["--output", str(tmp_path / "cifar.png"), "--controller", "gloo"]
+@pytest.mark.parametrize(
+    ("example", "model"), [("train_digits", "resnet20"), ("train_digits_keras", "cnn")]
+)
+def test_cifar10(tmp_path, example, model):
+    command = [sys.executable, str(EXAMPLES / f"{example}.py")]
+    command += ["--data-dir", str(fake_cifar10(tmp_path)), "--model", model]
+    command += ["--compression", "dgc", "--batch-size", "10", "--ranks", "2", "--epochs", "1"]
+    command += ["--seeds", "1", "--output", str(tmp_path / "cifar.png"), "--controller", "gloo"]
     _, output = jobs.run(command, timeout=180)
-    assert re.search("resnet20 on CIFAR-10( with Keras)?, 2 ranks", output)
+    assert re.search(f"{model} on CIFAR-10( with Keras)?, 2 ranks", output)
+
+
+def test_cifar10_in_part(tmp_path):
+    folder = fake_cifar10(tmp_path)
     (folder / "data_batch_3").unlink()
-    status, output = jobs.run(command, timeout=180, check=False)
-    assert status != 0
-    assert "has no data_batch_3: --data-dir wants the folder" in output
+    with pytest.raises(SystemExit, match="has no data_batch_3: --data-dir wants the folder"):
+        data.cifar10(folder)
+
+
+def test_resnet20_is_of_the_papers_size():
+    assert models.MODELS.keys() == models_keras.MODELS.keys()
+    parameters = models.MODELS["resnet20"]((3, 32, 32), 10).parameters()
+    variables = models_keras.MODELS["resnet20"]((3, 32, 32), 10).trainable_variables
+    # 0.27 million in the paper, without the projections where channels double.
+    assert sum(p.numel() for p in parameters) == 272_474
+    assert sum(int(np.prod(v.shape)) for v in variables) == 276_650
 
 
 @pytest.mark.timeout(200)

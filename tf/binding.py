@@ -341,7 +341,7 @@ class Binding(tf.Module):
             )
             for chosen in stages
         ]
-        if _agree(methods, gradients, common):
+        if self._agree(methods, gradients, common):
             return self._exchange(methods[0], gradients, common)
         index = tf.constant(0)
         for schedule in self._schedules:
@@ -353,6 +353,20 @@ class Binding(tf.Module):
             index,
             [functools.partial(self._exchange, m, gradients, common) for m in methods],
         )
+
+    def _agree(
+        self, methods: Sequence[Compressor], gradients: Mapping[int, Any], context: Context
+    ) -> bool:
+        """Whether the methods do the same to these gradients: a density means nothing to rows, and
+        to tensors that are sent whole."""
+
+        def what(method: Compressor, slot: Slot, gradient: Any) -> Any:
+            own = method.for_tensor(slot.name, tuple(slot.shape))
+            return own.chain(gradient, context) if isinstance(own, Chained) else own
+
+        dense = {i: g for i, g in gradients.items() if not _is_rows(g)}
+        done = [[what(m, self.slots[i], g) for i, g in dense.items()] for m in methods]
+        return all(each == done[0] for each in done)
 
     def _known_epoch(self) -> tf.Tensor:
         check = tf.debugging.assert_greater_equal(
@@ -375,11 +389,12 @@ class Binding(tf.Module):
         for i, gradient in gradients.items():
             slot = self.slots[i]
             context = common._replace(name=slot.name)
+            own = method.for_tensor(slot.name, tuple(slot.shape))
             state = {key: v.value() for key, v in self._state(i, gradient).items()}
             if _is_rows(gradient):
-                exchange = self._exchange_rows(method, slot, gradient, state, context)
+                exchange = self._exchange_rows(own, slot, gradient, state, context)
             else:
-                exchange = method.exchange(gradient, state, context)
+                exchange = own.exchange(gradient, state, context)
             exchanges[f"{self.number}.{slot.name}"] = (exchange, records[i])
         all_rows = all(_is_rows(gradient) for gradient in gradients.values())
         with tf.device(self._devices[all_rows]):
@@ -443,13 +458,16 @@ class Binding(tf.Module):
 
     def _fresh(self, slot: Slot) -> dict[str, tf.Variable]:
         name = re.sub(r"[^\w.-]", ".", slot.name)
-        state = self.method.init(tf.zeros(slot.shape, slot.dtype))
+        state = self._method_for(slot).init(tf.zeros(slot.shape, slot.dtype))
         return {
             key: tf.Variable(x, trainable=False, name=f"{name}.{key}") for key, x in state.items()
         }
 
     def _per_rank(self, slot: Slot) -> frozenset[str]:
-        return self.method.per_rank(tf.zeros(slot.shape, slot.dtype))
+        return self._method_for(slot).per_rank(tf.zeros(slot.shape, slot.dtype))
+
+    def _method_for(self, slot: Slot) -> Compressor:
+        return self.method.for_tensor(slot.name, tuple(slot.shape))
 
     def _state(self, i: int, gradient: Any) -> Mapping[str, tf.Variable]:
         """What an exchange of this gradient needs.  Rows travel whole: what waits goes on waiting
@@ -493,20 +511,6 @@ class Binding(tf.Module):
                 slot = self.slots[int(i)]
                 differs = key in self._per_rank(slot)
                 self.states[i][key].assign(arrays[name] * (factor if differs else 1.0))
-
-
-def _agree(methods: Sequence[Compressor], gradients: Mapping[int, Any], context: Context) -> bool:
-    """Whether the methods do the same to these gradients: a density means nothing to rows, and
-    to tensors that are sent whole."""
-    chains = [
-        [
-            m.chain(g, context) if isinstance(m, Chained) else m
-            for g in gradients.values()
-            if not _is_rows(g)
-        ]
-        for m in methods
-    ]
-    return all(chain == chains[0] for chain in chains)
 
 
 def _is_rows(gradient: Any) -> bool:

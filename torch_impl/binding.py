@@ -237,7 +237,7 @@ class Binding:
             gradient = (gradient.float() if half else gradient) / scale
         self._in_flight[name] = _Journey(p, is_rows, scale)
         if is_rows:
-            return exchange_rows(self._clip_rows(gradient, context), context)
+            return exchange_rows(self._clip_rows(p, gradient, context), context)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if self.takes_optimizer_momentum and self.method_option("weight_decay") == "gradient":
@@ -246,9 +246,12 @@ class Binding:
             gradient = gradient.add(p.detach(), alpha=alpha)
         state = self.state_of(p)
         if p not in self._complete:
-            state = {**self.method.init(gradient), **state}
+            state = {**self.method_for(p).init(gradient), **state}
             self._complete.add(p)
-        return self.method.exchange(gradient, state, context)
+        return self.method_for(p).exchange(gradient, state, context)
+
+    def method_for(self, p: torch.nn.Parameter) -> Compressor:
+        return self.method.for_tensor(self._optimizer._parameter_names[p], tuple(p.shape))
 
     def _no_gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
         if p not in self.sparse:
@@ -265,8 +268,11 @@ class Binding:
         norms = [norm.to(norms[0].device) for norm in norms]
         return torch.linalg.vector_norm(torch.stack(norms)).item() / self._known_scale()
 
-    def _clip_rows(self, gradient: torch.Tensor, context: Context) -> torch.Tensor:
-        template = getattr(self.method, "template", lambda _: self.method)(gradient[0].to_dense())
+    def _clip_rows(
+        self, p: torch.nn.Parameter, gradient: torch.Tensor, context: Context
+    ) -> torch.Tensor:
+        method = self.method_for(p)
+        template = getattr(method, "template", lambda _: method)(gradient[0].to_dense())
         rows = gradient.coalesce()
         values = rows.values()
         for transform in getattr(template, "transforms", ()):
@@ -403,7 +409,7 @@ class Binding:
 
     def _keeps_state(self, p: torch.nn.Parameter) -> bool:
         if p not in self._stateful:
-            self._stateful[p] = bool(self.method.init(p.detach()))
+            self._stateful[p] = bool(self.method_for(p).init(p.detach()))
         return self._stateful[p]
 
     def expect_scale(self, scale: float) -> None:
@@ -469,7 +475,7 @@ class Binding:
         return {name: self.hvd.synchronize(handle) for name, handle in handles.items()}
 
     def per_rank_keys(self, p: torch.nn.Parameter) -> frozenset[str]:
-        return frozenset() if p in self.sparse else self.method.per_rank(p.detach())
+        return frozenset() if p in self.sparse else self.method_for(p).per_rank(p.detach())
 
     def _warn(self, message: str) -> None:
         if self.engine.rank == 0:

@@ -138,7 +138,7 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
     factor = 1.0 if exact else share(binding.engine, saved)
     for index, entries in ours.items():
         p = parameters[index]
-        fresh = binding.method.init(p.detach())
+        fresh = binding.method_for(p).init(p.detach())
         useful = {*fresh, "decay"} | ({"velocity"} if p in binding.sparse else set())
         for key in [key for key in entries if key not in useful]:
             if key == "velocity" and "momentum_buffer" in state_dict["state"][index]:
@@ -169,7 +169,7 @@ def adopt_momentum_buffers(optimizer: Any) -> None:
     for p in _parameters(optimizer):
         buffer = optimizer.state.get(p, {}).pop("momentum_buffer", None)
         if buffer is not None and "velocity" not in binding.state_of(p):
-            state = binding.method.init(p.detach())
+            state = binding.method_for(p).init(p.detach())
             state["velocity"] = state["velocity"] + binding.velocity_factor(p) * buffer.reshape(-1)
             binding._set_state(p, state)
 

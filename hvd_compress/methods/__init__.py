@@ -11,6 +11,7 @@ from hvd_compress.base import Compressor
 from hvd_compress.chain import Chain
 from hvd_compress.config import build, lookup
 from hvd_compress.errors import ConfigError
+from hvd_compress.methods.composed import MomentumAfter, Partition, Switch, partition, rule, switch
 from hvd_compress.methods.dense import BF16, FP16, NoCompression
 from hvd_compress.methods.dgc import DGC
 from hvd_compress.methods.float8 import FP8
@@ -30,18 +31,24 @@ __all__ = [
     "FP16",
     "QSGD",
     "EFSignSGD",
+    "MomentumAfter",
     "NaturalCompression",
     "NaturalDithering",
     "NoCompression",
     "OneBit",
+    "Partition",
     "PowerSGD",
     "RandomK",
     "SignSGD",
     "Signum",
+    "Switch",
     "TernGrad",
     "TopK",
     "as_compressor",
     "from_environment",
+    "partition",
+    "rule",
+    "switch",
 ]
 
 
@@ -75,8 +82,8 @@ def as_compressor(compression: Any) -> Compressor:
     if isinstance(compression, str):
         name, _, text = compression.partition(":")
         method = lookup("method", name.strip().lower())
-        if method is Chain:
-            raise ConfigError("a chain cannot be written as a text: pass chain(..., via=...)")
+        if method in (Chain, MomentumAfter, Partition, Switch):
+            raise ConfigError(f"a {name} cannot be written as a text: pass {name}(...)")
         pairs = [part.partition("=") for part in text.split(",") if part]
         for _, equals, _ in pairs:
             if not equals:

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -52,16 +53,18 @@ def run_all(
     functions: Mapping[str, Callable[[], None]],
     barrier: Callable[[], None],
 ) -> None:
-    """Run them one after the other, and write what this rank found: a line of JSON for each."""
+    """Run them one after the other, and write what this rank found: a line of JSON for each,
+    with its seconds."""
     with (Path(folder) / str(rank)).open("a") as log:
         for name, function in functions.items():
-            problem = None
+            problem, began = None, time.perf_counter()
             try:
                 function()
                 barrier()
             except Exception:
                 problem = traceback.format_exc()
-            print(json.dumps([name, problem]), file=log, flush=True)
+            seconds = round(time.perf_counter() - began, 2)
+            print(json.dumps([name, problem, seconds]), file=log, flush=True)
             if problem:
                 print(problem, file=sys.stderr, flush=True)
                 os._exit(1)  # the others wait for messages that will not come
@@ -71,7 +74,8 @@ def read(folder: Path, rank: int, names: Sequence[str]) -> dict[str, str | None]
     """What a rank of a job found: a problem or ``None`` by scenario name.  ``folder/failure``, if
     it is there, says how the job ended."""
     log, failure = folder / str(rank), folder / "failure"
-    found = dict(map(json.loads, log.read_text().splitlines())) if log.exists() else {}
+    lines = log.read_text().splitlines() if log.exists() else []
+    found = {name: problem for name, problem, _ in map(json.loads, lines)}
     culprits = [name for name, problem in found.items() if problem]
     if culprits:
         ended = f"not run, since {culprits[0]} failed"

@@ -1,0 +1,268 @@
+"""Methods made of methods: by tensor, and by time."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import math
+from typing import Any
+
+from hvd_compress.base import Array, Compressor, Context, Exchange, State
+from hvd_compress.chain import Chain, chain
+from hvd_compress.config import Configurable
+from hvd_compress.errors import ConfigError
+from hvd_compress.methods._chained import Chained
+from hvd_compress.schedules import Start, as_start, by_epoch, started
+from hvd_compress.transforms import momentum_after_averaging
+
+
+@dataclasses.dataclass(frozen=True)
+class rule(Configurable, kind="block", name="rule"):
+    """``compressor`` for the tensors that fit.
+
+    Options:
+        names: a shell pattern of tensor names, such as ``"encoder.*.weight"``.
+        min_size, max_size: numbers of elements, both included.
+        ndim: number of dimensions.
+    """
+
+    compressor: Compressor
+    names: str = "*"
+    min_size: int = 0
+    max_size: int | None = None
+    ndim: int | None = None
+
+    def fits(self, name: str, shape: tuple[int, ...]) -> bool:
+        size = math.prod(shape)
+        return (
+            fnmatch.fnmatchcase(name, self.names)
+            and self.min_size <= size
+            and (self.max_size is None or size <= self.max_size)
+            and self.ndim in (None, len(shape))
+        )
+
+
+class _Composed(Compressor):
+    """What is said of the parts together.
+
+    Those that leave momentum to the optimizer get momentum after averaging if others take it over,
+    since an optimizer has it for all tensors or for none.
+    """
+
+    @property
+    def _parts(self) -> tuple[Compressor, ...]:
+        raise NotImplementedError
+
+    def _check_parts(self) -> None:
+        for part in self._parts:
+            if not isinstance(part, Compressor):
+                raise ConfigError(f"{part!r} is no compression method: write DGC() or partition()")
+        for option in ("momentum", "nesterov", "weight_decay"):
+            self._common(option)
+        assert all(map(self._with_momentum, self._parts))
+
+    def _common(self, option: str) -> Any:
+        takers = [part for part in self._parts if part.takes_momentum]
+        found = {getattr(part, option) for part in takers if hasattr(part, option)}
+        if option == "weight_decay":  # of those that know of it
+            found -= {None}
+        found = found or {None}
+        if len(found) > 1:
+            raise ConfigError(
+                f"{option} is the optimizer's, one for all: methods of one composition that take "
+                f"it over must have the same, not {sorted(found, key=str)}"
+            )
+        return found.pop()
+
+    @property
+    def takes_momentum(self) -> bool:  # type: ignore[override]
+        return any(part.takes_momentum for part in self._parts)
+
+    @property
+    def momentum(self) -> float | None:
+        return self._common("momentum")
+
+    @property
+    def nesterov(self) -> bool | None:
+        return self._common("nesterov")
+
+    @property
+    def weight_decay(self) -> str | None:
+        return self._common("weight_decay")
+
+    @property
+    def needs_gradient_norm(self) -> bool:
+        return any(part.needs_gradient_norm for part in self._parts)
+
+    @property
+    def needs_epoch(self) -> bool:
+        return any(part.needs_epoch for part in self._parts)
+
+    def _with_momentum(self, part: Compressor) -> Compressor:
+        takes = self.takes_momentum and not part.takes_momentum
+        return _momentum_after(part, self.momentum, self.nesterov) if takes else part
+
+
+def _momentum_after(
+    method: Compressor, momentum: float | None, nesterov: bool | None
+) -> Compressor:
+    def after(part: Compressor) -> Compressor:
+        return _momentum_after(part, momentum, nesterov)
+
+    if isinstance(method, Chained | Chain):
+        return MomentumAfter(method, momentum, nesterov)
+    if isinstance(method, Switch):
+        return dataclasses.replace(method, first=after(method.first), then=after(method.then))
+    if isinstance(method, Partition):
+        rules = [dataclasses.replace(r, compressor=after(r.compressor)) for r in method.rules]
+        return Partition(tuple(rules), after(method.otherwise))
+    raise ConfigError(
+        f"{method.name} leaves momentum to the optimizer, and others here take it over: "
+        "write a method that does, or a chain"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentumAfter(Chained, name="momentum_after"):
+    """``compressor``, and then momentum on the average: for methods that leave momentum to the
+    optimizer, beside others that take it over.
+
+    State: the compressor's, and ``velocity``.  ``momentum`` and ``nesterov``: ``None`` takes the
+    optimizer's.
+    """
+
+    compressor: Compressor
+    momentum: float | None = None
+    nesterov: bool | None = None
+
+    takes_momentum = True
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        inner = self.compressor
+        assert isinstance(inner, Chained | Chain)
+        found = inner.chain(gradient, context) if isinstance(inner, Chained) else inner
+        return self._chain(found)
+
+    def template(self, gradient: Array) -> Chain:
+        inner = self.compressor
+        return self._chain(inner.template(gradient) if isinstance(inner, Chained) else inner)  # type: ignore[arg-type]
+
+    def _chain(self, inner: Chain) -> Chain:
+        # The first one settles last.
+        after = momentum_after_averaging(self.momentum, self.nesterov)
+        return chain(after, *inner.transforms, via=inner.via)
+
+    @property
+    def needs_gradient_norm(self) -> bool:
+        return self.compressor.needs_gradient_norm
+
+    @property
+    def needs_epoch(self) -> bool:
+        return self.compressor.needs_epoch
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition(_Composed, name="partition"):
+    """The first rule that fits a tensor decides how it travels; see :func:`partition`."""
+
+    rules: tuple[rule, ...]
+    otherwise: Compressor
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", tuple(self.rules))
+        for entry in self.rules:
+            if not isinstance(entry, rule):
+                raise ConfigError(f"{entry!r} is not a rule: write rule(method, names='*.bias')")
+        self._check_parts()
+
+    @property
+    def _parts(self) -> tuple[Compressor, ...]:
+        return (*(entry.compressor for entry in self.rules), self.otherwise)
+
+    @functools.cache  # noqa: B019, a few methods live as long as the training
+    def for_tensor(self, name: str, shape: tuple[int, ...]) -> Compressor:
+        fitting = (entry.compressor for entry in self.rules if entry.fits(name, shape))
+        found = next(fitting, self.otherwise).for_tensor(name, shape)
+        return self._with_momentum(found)
+
+    def _not_alone(self) -> Any:
+        raise TypeError("a partition depends on names: ask for_tensor(name, shape) first")
+
+    def init(self, gradient: Array) -> State:
+        return self._not_alone()
+
+    def per_rank(self, gradient: Array) -> frozenset[str]:
+        return self._not_alone()
+
+    def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
+        return self._not_alone()
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch(_Composed, name="switch"):
+    """``first`` until ``start``, a number of steps or ``After("epoch", ...)``; then ``then``.
+
+    State: that of both, which they share where keys are equal: what waits in a residual goes on
+    waiting while the other method has none.
+    """
+
+    first: Compressor
+    then: Compressor
+    start: Start
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", as_start(self.start))
+        self._check_parts()
+
+    @property
+    def _parts(self) -> tuple[Compressor, ...]:
+        return self.first, self.then
+
+    @property
+    def needs_epoch(self) -> bool:
+        return by_epoch(self.start) or super().needs_epoch
+
+    def for_tensor(self, name: str, shape: tuple[int, ...]) -> Compressor:
+        first, then = (self._with_momentum(part.for_tensor(name, shape)) for part in self._parts)
+        return dataclasses.replace(self, first=first, then=then)
+
+    def init(self, gradient: Array) -> State:
+        return {**self.first.init(gradient), **self.then.init(gradient)}
+
+    def per_rank(self, gradient: Array) -> frozenset[str]:
+        return self.first.per_rank(gradient) | self.then.per_rank(gradient)
+
+    def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
+        now = self.then if started(self.start, context.step, context.epoch) else self.first
+        outcome = yield from now.exchange(gradient, state, context)
+        return outcome._replace(state={**state, **outcome.state})
+
+
+def partition(*rules: Any, otherwise: Any = "none") -> Partition:
+    """Choose a method for each tensor; the first rule that fits decides::
+
+        partition(
+            ("*.bias", "none"),
+            rule(PowerSGD(rank=4), ndim=2, min_size=10_000),
+            otherwise=DGC(),
+        )
+
+    Args:
+        rules: :class:`rule`, or pairs of a shell pattern of names and a method.
+        otherwise: the method for tensors that no rule fits.  Methods may be texts.
+    """
+    from hvd_compress.methods import as_compressor
+
+    found = [
+        entry if isinstance(entry, rule) else rule(as_compressor(entry[1]), entry[0])
+        for entry in rules
+    ]
+    return Partition(tuple(found), as_compressor(otherwise))
+
+
+def switch(first: Any, then: Any, start: Start) -> Switch:
+    """``first`` until ``start``, then ``then``: ``switch("none", DGC, 500)``."""
+    from hvd_compress.methods import as_compressor
+
+    return Switch(as_compressor(first), as_compressor(then), start)

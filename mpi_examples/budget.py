@@ -1,0 +1,42 @@
+"""Every method at one budget: what ``--compression all`` stands for.
+
+All train equally long, from the same weights, over the same batches.  Methods that choose elements
+send 1 % of them; all others have their defaults.
+"""
+
+from __future__ import annotations
+
+from hvd_compress.config import lookup, names
+
+_SPARSE = "density=0.01"
+#: options where the defaults are not the budget
+OPTIONS = {"powersgd": "rank=2"}
+#: of the learning rate, for methods whose steps do not shrink with the gradient
+RATES = {"signsgd": 0.02, "signum": 0.02}
+#: why a method may stay behind, printed where it does
+REASONS = {
+    "signsgd": "votes have no magnitude and nothing corrects their bias; wants a rate of its own",
+    "signum": "votes have no magnitude and nothing corrects their bias; wants a rate of its own",
+    "terngrad": "one magnitude a tensor: most variance of all that are unbiased",
+    "randomk": "elements drawn at random wait for a hundred steps on average",
+}
+
+
+def everything() -> list[str]:
+    """All methods that can be named, the dense one first."""
+    found = sorted(set(names("method")) - {"chain"}, key=lambda name: (name != "none", name))
+    return [":".join(filter(None, (name, _options(name)))) for name in found]
+
+
+def _options(name: str) -> str:
+    has_density = hasattr(lookup("method", name), "density")
+    return OPTIONS.get(name, _SPARSE if has_density else "")
+
+
+def rate(method: str) -> float:
+    """What to multiply the learning rate with."""
+    return RATES.get(method.partition(":")[0], 1.0)
+
+
+def reason(method: str) -> str:
+    return REASONS.get(method.partition(":")[0], "no reason is known")

@@ -1,0 +1,119 @@
+"""Training follows the oracle, in every framework: what must hold at any number of ranks."""
+
+from __future__ import annotations
+
+from hvd_compress import (
+    BF16,
+    DGC,
+    FP8,
+    FP16,
+    QSGD,
+    EFSignSGD,
+    NoCompression,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    Signum,
+    TopK,
+    allgather,
+    chain,
+    error_feedback,
+    natural_dithering,
+    top_k,
+)
+from scenarios import oracle
+from scenarios.driver import (
+    assert_close,
+    assert_same_everywhere,
+    hvd,
+    make,
+    over,
+    train,
+)
+
+DENSE = DGC(density=1.0)  # momentum SGD, through all of DGC's machinery
+SPARSE = DGC(density=0.05)
+LOW_RANK = PowerSGD(rank=2, min_compression_rate=1)
+METHODS = (
+    *(NoCompression(), FP16(), BF16(), TopK(density=0.05), RandomK(density=0.1), DENSE, SPARSE),
+    *(LOW_RANK, OneBit(), OneBit(via="allgather"), QSGD(), FP8(), Signum()),
+    chain(error_feedback(), via=allgather(top_k(0.05), natural_dithering())),
+)
+
+
+def fifty_steps_follow_the_oracle() -> None:
+    """In double precision the frameworks' own rounding cannot turn a choice of elements."""
+    for method, nesterov in ((SPARSE, False), (SPARSE, True), (TopK(density=0.05), False)):
+        # Keras rounds the momentum to float32: one that is the same in both.
+        options = {"dtype": "float64", "momentum": 0.875, "nesterov": nesterov}
+        run = train(make(method, **options), range(50))
+        assert_same_everywhere(run.weights())
+        expected = oracle.compressed(method, range(50), hvd.size(), **options)
+        assert_close(run.weights(), expected, rtol=1e-6, atol=1e-8)
+
+
+def fifty_steps_in_single_precision() -> None:
+    """A choice may turn where two elements are as good as equal; hence the tolerance."""
+    run = train(make(SPARSE), range(50))
+    assert_same_everywhere(run.weights())
+    assert_close(run.weights(), oracle.compressed(SPARSE, range(50), hvd.size()), 1e-3, 1e-4)
+
+
+def dgc_at_density_one_is_momentum_sgd_everywhere() -> None:
+    run = train(make(DENSE), range(8))
+    assert_close(run.weights(), oracle.dense(range(8), hvd.size()))
+
+
+def ranks_stay_equal() -> None:
+    for method in METHODS:
+        run = train(make(method), range(4))
+        assert_same_everywhere(run.weights())
+
+
+def two_rounds_follow_the_oracle() -> None:
+    """Convolutions and linear layers have their outputs first in torch and last in TensorFlow: the
+    power method then begins on another side, and finds the same after some steps only."""
+    run = train(make(LOW_RANK, dtype="float64", momentum=0.0), range(20))
+    assert_same_everywhere(run.weights())
+    expected = oracle.compressed(
+        as_laid_out(LOW_RANK), range(20), hvd.size(), dtype="float64", momentum=0.0
+    )
+    assert_close(run.weights(), expected, 1e-6, 1e-8)
+    later = PowerSGD(rank=2, min_compression_rate=1, start=3)
+    run = train(make(later, dtype="float64", momentum=0.0), range(3))
+    expected = oracle.dense(range(3), hvd.size(), dtype="float64", momentum=0.0)
+    assert_close(run.weights(), expected, 1e-6, 1e-8)
+
+
+def quantised_sums_follow_the_oracle() -> None:
+    for method in (OneBit(column=16), OneBit(start=2), EFSignSGD(), FP8()):
+        run = train(make(method, dtype="float64", momentum=0.0), range(12))
+        assert_same_everywhere(run.weights())
+        expected = oracle.compressed(
+            as_laid_out(method), range(12), hvd.size(), dtype="float64", momentum=0.0
+        )
+        assert_close(run.weights(), expected, 1e-6, 1e-8)
+
+
+def as_laid_out(method):
+    """What a method does depends on where the framework has a layer's outputs."""
+    return Turned(method) if over in ("horovod", "mpi") else method
+
+
+class Turned:
+    """A method on transposed matrices."""
+
+    takes_momentum = False
+
+    def __init__(self, method) -> None:
+        self.method = method
+
+    def for_tensor(self, name, shape):
+        return self
+
+    def init(self, gradient):
+        return self.method.init(gradient.T)
+
+    def exchange(self, gradient, state, context):
+        outcome = yield from self.method.exchange(gradient.T, state, context)
+        return outcome._replace(mean=outcome.mean.T)

@@ -1,0 +1,154 @@
+"""Methods by tensor and by time, and their momenta."""
+
+import numpy as np
+import pytest
+
+from hvd_compress import (
+    DGC,
+    FP16,
+    QSGD,
+    After,
+    Compressor,
+    ConfigError,
+    MomentumAfter,
+    NoCompression,
+    Outcome,
+    PowerSGD,
+    Sum,
+    Switch,
+    TopK,
+    from_config,
+    partition,
+    rule,
+    switch,
+)
+from hvd_compress.lockstep import World
+from hvd_compress.schedules import schedules_of, with_values
+
+DENSE = DGC(density=1.0, min_size=0)
+
+
+def gradients(seed, size=3, shape=(6, 5)):
+    random = np.random.default_rng(seed)
+    return [random.standard_normal(shape) for _ in range(size)]
+
+
+def directions(method, steps, name="weight", **context):
+    world = World(method, 3)
+    return [world.exchange(gradients(s), name, **context)[0].direction for s in range(steps)]
+
+
+def test_the_first_rule_that_fits_decides():
+    chosen = partition(
+        ("*.bias", "fp16"),
+        rule(PowerSGD(rank=4), ndim=2, min_size=100),
+        rule(QSGD(), max_size=10),
+        otherwise=TopK,
+    )
+    assert chosen.for_tensor("fc.bias", (1000, 1000)) == FP16()
+    assert chosen.for_tensor("fc.weight", (10, 10)) == PowerSGD(rank=4)
+    assert chosen.for_tensor("fc.weight", (10, 9)) == TopK()
+    assert chosen.for_tensor("conv", (10, 10, 3)) == TopK()
+    assert chosen.for_tensor("scale", (10,)) == QSGD()
+    assert chosen.for_tensor("scale", (11,)) == TopK()
+    assert from_config(chosen.to_config()) == chosen
+
+
+def test_tensors_travel_as_their_methods_do():
+    chosen = partition(("a*", TopK(density=0.1)), otherwise=QSGD())
+    for name, method in (("a1", TopK(density=0.1)), ("b", QSGD())):
+        for ours, theirs in zip(
+            directions(chosen, 4, name), directions(method, 4, name), strict=True
+        ):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_all_tensors_have_momentum_or_none(nesterov):
+    """DGC at density 1 is momentum SGD; so what stands beside it must be."""
+    chosen = partition(("a*", DENSE), otherwise="none")
+    assert chosen.takes_momentum
+    context = {"momentum": 0.9, "nesterov": nesterov}
+    for ours, theirs in zip(
+        directions(chosen, 5, "a", **context), directions(chosen, 5, "b", **context), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+    assert not partition(("a*", TopK()), otherwise="none").takes_momentum
+
+
+def test_momentum_after_a_method():
+    plain, wrapped = TopK(density=0.2), MomentumAfter(TopK(density=0.2))
+    velocity = 0.0
+    for ours, mean in zip(directions(wrapped, 5, momentum=0.9), directions(plain, 5), strict=True):
+        velocity = 0.9 * velocity + mean
+        np.testing.assert_allclose(ours, velocity, rtol=1e-12)
+
+
+def test_momenta_must_agree():
+    with pytest.raises(ConfigError, match="momentum is the optimizer's"):
+        partition(("a", DGC(momentum=0.9)), otherwise=DGC(momentum=0.8))
+    assert partition(("a", DGC(momentum=0.9)), otherwise="none").momentum == 0.9
+
+
+class Plain(Compressor, name="test-plain"):
+    def init(self, gradient):
+        return {}
+
+    def per_rank(self, gradient):
+        return frozenset()
+
+    def exchange(self, gradient, state, context):
+        total = yield Sum(gradient)
+        return Outcome(total / context.size, gradient.reshape(-1), state)
+
+
+def test_what_is_no_chain_cannot_get_momentum():
+    assert partition(("a", Plain())).for_tensor("a", (2,)).name == "test-plain"
+    with pytest.raises(ConfigError, match="leaves momentum to the optimizer"):
+        partition(("a", Plain()), otherwise=DGC())
+
+
+@pytest.mark.parametrize("rules", [(("a", 3),), ((3, "none"),), ("none",)])
+def test_bad_rules(rules):
+    with pytest.raises((ConfigError, TypeError)):
+        partition(*rules).for_tensor("a", (2,))
+
+
+def test_a_partition_wants_names():
+    with pytest.raises(TypeError, match="for_tensor"):
+        partition().init(np.zeros(3))
+
+
+def test_switching_in_mid_training():
+    method = switch("none", TopK(density=0.2), 3)
+    found, sparse = directions(method, 6), directions(NoCompression(), 3)
+    for ours, theirs in zip(found, sparse, strict=False):
+        np.testing.assert_array_equal(ours, theirs)
+    later = World(TopK(density=0.2), 3)
+    for step in range(3, 6):
+        expected = later.exchange(gradients(step), "weight")[0].direction
+        np.testing.assert_array_equal(found[step], expected)
+
+
+def test_what_waits_goes_on_waiting():
+    world = World(switch(TopK(density=0.1), "none", 2), 2)
+    for step in range(2):
+        world.exchange(gradients(step, 2))
+    waiting = [state["residual"].copy() for state in world.states["tensor"]]
+    world.exchange(gradients(2, 2))
+    for before, state in zip(waiting, world.states["tensor"], strict=True):
+        np.testing.assert_array_equal(state["residual"], before)
+
+
+def test_switches_by_epoch_and_of_switches():
+    method = switch(switch("none", FP16, 2), DGC(), After("epoch", 3))
+    assert method.needs_epoch
+    assert method.takes_momentum
+    assert len(schedules_of(method)) == 2
+    fixed = with_values(method, dict.fromkeys(schedules_of(method), True))
+    assert isinstance(fixed, Switch)
+    assert not fixed.needs_epoch
+    for ours, theirs in zip(
+        directions(fixed, 3, momentum=0.9), directions(DGC(), 3, momentum=0.9), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
