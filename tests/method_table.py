@@ -20,6 +20,7 @@ from hvd_compress import (
     Signum,
     StagedWarmup,
     TernGrad,
+    Threshold,
     TopK,
     allgather,
     allreduce,
@@ -106,6 +107,8 @@ ROWS = {
     "signum": Row(Signum(), context=MOMENTUM),
     "efsignsgd": Row(EFSignSGD()),
     "efsignsgd-allgather": Row(EFSignSGD(via="allgather")),
+    "threshold": Row(Threshold(tau=0.25)),
+    "threshold-value": Row(Threshold(tau=1.5, send="value")),
     "chain-codes-of-top-k": Row(
         chain(
             momentum_correction(0.9),

@@ -17,6 +17,7 @@ from hvd_compress.methods.power_sgd import PowerSGD
 from hvd_compress.methods.quantised import QSGD, NaturalCompression, NaturalDithering, TernGrad
 from hvd_compress.methods.random_k import RandomK
 from hvd_compress.methods.sign import EFSignSGD, SignSGD, Signum
+from hvd_compress.methods.threshold import Threshold
 from hvd_compress.methods.top_k import TopK
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "SignSGD",
     "Signum",
     "TernGrad",
+    "Threshold",
     "TopK",
     "as_compressor",
 ]
