@@ -18,6 +18,7 @@ from hvd_compress import (
     OneBit,
     PowerSGD,
     RandomK,
+    ScaleCom,
     SIDCo,
     SignSGD,
     Signum,
@@ -118,6 +119,8 @@ ROWS = {
     "sidco": Row(SIDCo(density=0.05)),
     "sidco-pareto": Row(SIDCo(density=0.02, fit="pareto", stages=3)),
     "sidco-gamma": Row(SIDCo(density=0.02, fit="gamma")),
+    "scalecom": Row(ScaleCom(density=0.05)),
+    "scalecom-low-pass": Row(ScaleCom(density=0.05, beta=0.25)),
     "chain-codes-of-top-k": Row(
         chain(
             momentum_correction(0.9),

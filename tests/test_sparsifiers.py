@@ -19,16 +19,22 @@ from hvd_compress import (
     ConfigError,
     Context,
     MSTopK,
+    ScaleCom,
     SIDCo,
     Threshold,
     adaptive_threshold,
+    chain,
+    error_feedback,
+    leader_top_k,
+    low_pass_memory,
     ms_top_k,
     plus_minus,
     sidco,
     threshold,
 )
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Gather
+from hvd_compress.base import Gather, Sum
+from hvd_compress.errors import PayloadError
 from hvd_compress.lockstep import World
 from hvd_compress.operators.quantiles import (
     FITS,
@@ -338,6 +344,121 @@ def test_bytes_of_sidco():
     assert SIDCo().init(NORMAL)["stages"].shape == (4,)
 
 
+# -- what one rank chooses ---------------------------------------------------------------------
+
+
+def test_the_leader_chooses_by_hand():
+    a, b = np.array([5.0, 1]), np.array([1.0, 4])
+    world = World(ScaleCom(density=0.5), 2)
+    first = world.exchange([a, b])
+    assert first[0].mean.tolist() == [3, 0]
+    assert [outcome.state["residual"].tolist() for outcome in first] == [[0, 1], [0, 4]]
+    second = world.exchange([a, b])  # a is (5, 2) now, b is (1, 8), and b leads
+    assert second[0].mean.tolist() == [0, 5]
+    assert [outcome.state["residual"].tolist() for outcome in second] == [[5, 0], [1, 0]]
+
+
+def test_what_a_low_pass_memory_keeps():
+    """memory = 0.75 memory + 0.25 (memory + gradient - sent), by hand."""
+    world = World(ScaleCom(density=0.5, beta=0.25), 1)
+    outcome = world.exchange([np.array([8.0, 4])])[0]
+    assert outcome.mean.tolist() == [8, 0]
+    assert outcome.state["memory"].tolist() == [0, 1]
+    outcome = world.exchange([np.array([2.0, 4])])[0]
+    assert outcome.mean.tolist() == [0, 5]
+    assert outcome.state["memory"].tolist() == [0.5, 0.75]
+
+
+def test_a_low_pass_memory_with_beta_1_is_error_feedback():
+    via = leader_top_k(0.1)
+    worlds = [World(chain(t, via=via), 2) for t in (low_pass_memory(1), error_feedback())]
+    for step in range(5):
+        gradients = list(NORMAL[200 * step : 200 * step + 200].reshape(2, 100))
+        one, other = (world.exchange(gradients) for world in worlds)
+        np.testing.assert_array_equal(one[0].mean, other[0].mean)
+        np.testing.assert_array_equal(one[1].state["memory"], other[1].state["residual"])
+
+
+def test_a_low_pass_memory_of_what_was_sent_whole():
+    world = World(ScaleCom(density=1.0, beta=0.25), 1)
+    world.states["tensor"] = [{"memory": np.array([4.0, 0])}]
+    outcome = world.exchange([np.array([1.0, 2])])[0]
+    assert outcome.mean.tolist() == [5, 2]
+    assert outcome.state["memory"].tolist() == [3, 0]
+
+
+def test_ranks_take_turns_in_every_framework():
+    gradients = np.random.default_rng(5).normal(size=(3, 40)).astype(np.float32)
+    for make in (np.array, torch.from_numpy, tf.constant):
+        world = World(chain(via=leader_top_k(0.1)), 3)
+        for step in range(4):
+            outcome = world.exchange([make(g) for g in gradients])[0]
+            xp = backend_of(outcome.mean)
+            expected = np.sort(np.argsort(-np.abs(gradients[step % 3]))[:4])
+            np.testing.assert_array_equal(xp.to_numpy(outcome.sent.indices), expected)
+
+
+def test_the_step_may_be_a_symbol():
+    """Who leads is found out when the graph runs."""
+    gradient = np.random.default_rng(6).normal(size=100).astype(np.float32)
+    via = leader_top_k(0.05)
+
+    @tf.function
+    def meet(x, step):
+        exchange = via.meet(x, {}, Context(size=2, rank=1, step=step))
+        request = next(exchange)
+        theirs = tf.zeros(0, tf.uint8)
+        frames = [theirs, request.payload]
+        request = exchange.send(frames)
+        return frames[1], request.array
+
+    frame, values = meet(tf.constant(gradient), tf.constant(3, tf.int64))
+    assert frame.shape == (16 + 5 * 4 + 4,)
+    best = np.sort(np.argsort(-np.abs(gradient))[:5])
+    np.testing.assert_array_equal(values.numpy(), gradient[best])
+
+
+def test_bytes_of_scalecom():
+    gradient = NORMAL[:1000]
+    method = ScaleCom(density=0.01)
+    for rank, size in ((0, 0), (1, 16 + 10 * 4), (2, 0)):
+        context = Context(rank=rank, size=3, step=4)
+        exchange = method.exchange(gradient, method.init(gradient), context)
+        request = next(exchange)
+        assert (request.payload.size, request.equal_sizes) == (size, False)
+        if rank == 1:
+            frame = request.payload
+            request = exchange.send([frame[:0], frame, frame[:0]])
+            assert isinstance(request, Sum)
+            assert request.array.size == 10
+
+
+def test_ranks_that_count_steps_differently_are_noticed():
+    method, gradient = ScaleCom(density=0.01), NORMAL[:1000]
+
+    def begin(rank, step):
+        exchange = method.exchange(
+            gradient, method.init(gradient), Context(rank=rank, size=2, step=step)
+        )
+        return exchange, next(exchange).payload
+
+    (here, mine), (_, theirs) = begin(0, 0), begin(1, 1)
+    with pytest.raises(PayloadError, match="takes itself for the leader"):
+        here.send([mine, theirs])
+    (here, mine), (_, theirs) = begin(1, 0), begin(0, 1)
+    with pytest.raises(PayloadError, match="less than a header"):
+        here.send([theirs, mine])
+
+
+def test_indices_that_were_damaged_are_noticed():
+    method, gradient = ScaleCom(density=0.01), NORMAL[:1000]
+    exchange = method.exchange(gradient, method.init(gradient), Context(size=2))
+    frame = next(exchange).payload.copy()
+    frame[20] ^= 1
+    with pytest.raises(PayloadError, match=r"rank 0.*checksum"):
+        exchange.send([frame, frame[:0]])
+
+
 # -- all of them -------------------------------------------------------------------------------
 
 
@@ -357,6 +478,10 @@ def test_bytes_of_sidco():
         (lambda: SIDCo(density=-1), "density must be"),
         (lambda: SIDCo(fit="normal"), "fit must be"),
         (lambda: SIDCo(stages=0), "stages must be"),
+        (lambda: ScaleCom(density=0), "density must be"),
+        (lambda: ScaleCom(beta=0), "beta must be"),
+        (lambda: ScaleCom(selection="all"), "selection must be"),
+        (lambda: low_pass_memory(2), "beta must be"),
     ],
 )
 def test_bad_options_are_errors(make, words):

@@ -4,6 +4,7 @@ from hvd_compress.aggregators.allgather import allgather
 from hvd_compress.aggregators.allreduce import allreduce
 from hvd_compress.aggregators.alltoall import alltoall
 from hvd_compress.aggregators.dense_until import dense_until
+from hvd_compress.aggregators.leader_top_k import leader_top_k
 from hvd_compress.aggregators.power_sgd import power_sgd
 
-__all__ = ["allgather", "allreduce", "alltoall", "dense_until", "power_sgd"]
+__all__ = ["allgather", "allreduce", "alltoall", "dense_until", "leader_top_k", "power_sgd"]

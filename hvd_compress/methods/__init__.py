@@ -18,6 +18,7 @@ from hvd_compress.methods.one_bit import OneBit
 from hvd_compress.methods.power_sgd import PowerSGD
 from hvd_compress.methods.quantised import QSGD, NaturalCompression, NaturalDithering, TernGrad
 from hvd_compress.methods.random_k import RandomK
+from hvd_compress.methods.scalecom import ScaleCom
 from hvd_compress.methods.sidco import SIDCo
 from hvd_compress.methods.sign import EFSignSGD, SignSGD, Signum
 from hvd_compress.methods.threshold import Threshold
@@ -39,6 +40,7 @@ __all__ = [
     "PowerSGD",
     "RandomK",
     "SIDCo",
+    "ScaleCom",
     "SignSGD",
     "Signum",
     "TernGrad",

@@ -54,8 +54,8 @@ class HostSelector(Selector):
                 return [np.sort(first).astype(np.int64), *memory]
             if not wanted:
                 return [np.zeros(0, np.int64), *memory]
-            indices, *memory = self.find(x, wanted, context._replace(step=int(step)), *memory)
-            return [indices.astype(np.int64, copy=False), *memory]
+            found = self.find(x, wanted, context._replace(step=int(step)), *memory)
+            return [found[0].astype(np.int64, copy=False), *found[1:]]
 
         indices, *memory = xp.on_host(
             work,
