@@ -22,6 +22,7 @@ from hvd_compress import (
     SIDCo,
     SignSGD,
     Signum,
+    SketchedSGD,
     StagedWarmup,
     TernGrad,
     Threshold,
@@ -121,6 +122,14 @@ ROWS = {
     "sidco-gamma": Row(SIDCo(density=0.02, fit="gamma")),
     "scalecom": Row(ScaleCom(density=0.05)),
     "scalecom-low-pass": Row(ScaleCom(density=0.05, beta=0.25)),
+    "sketch": Row(SketchedSGD(density=0.01), context=MOMENTUM),
+    "sketch-small": Row(
+        SketchedSGD(0.02, rows=3, width=4, candidates=2, min_size=0), context=NESTEROV
+    ),
+    "sketch-warmup": Row(
+        SketchedSGD(StagedWarmup(densities=(1.0, 0.01)), masking=False, min_size=0),
+        context=MOMENTUM,
+    ),
     "chain-codes-of-top-k": Row(
         chain(
             momentum_correction(0.9),

@@ -21,6 +21,7 @@ from hvd_compress.methods.random_k import RandomK
 from hvd_compress.methods.scalecom import ScaleCom
 from hvd_compress.methods.sidco import SIDCo
 from hvd_compress.methods.sign import EFSignSGD, SignSGD, Signum
+from hvd_compress.methods.sketched import SketchedSGD
 from hvd_compress.methods.threshold import Threshold
 from hvd_compress.methods.top_k import TopK
 
@@ -43,6 +44,7 @@ __all__ = [
     "ScaleCom",
     "SignSGD",
     "Signum",
+    "SketchedSGD",
     "TernGrad",
     "Threshold",
     "TopK",
