@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress import operators
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregator, Met
 from hvd_compress.codecs import Codec
 from hvd_compress.errors import PayloadError
+from hvd_compress.operators import top_k
 from hvd_compress.operators.random_k import own_generator
 from hvd_compress.schedules import Density
 from hvd_compress.wire.coded import decode_coded, encode_coded
@@ -42,8 +42,8 @@ class leader_top_k(Aggregator, name="leader_top_k"):
         object.__setattr__(self, "density", self._select.density)  # checks the options
 
     @property
-    def _select(self) -> operators.top_k:
-        return operators.top_k(self.density, self.selection)
+    def _select(self) -> top_k:
+        return top_k(self.density, self.selection)
 
     @property
     def needs_epoch(self) -> bool:
