@@ -36,7 +36,7 @@ class count_sketch(Aggregator, name="count_sketch"):
         width: columns of the table for every element that is kept.
         candidates: elements that are summed exactly for every element that is kept.
 
-    Reference: Rothchild, Ivkin et al., Communication-efficient distributed SGD with sketching,
+    Reference: Ivkin, Rothchild et al., Communication-efficient distributed SGD with sketching,
     NeurIPS 2019.  Differs from it in: the signs and cells of elements change at every step, so two
     elements that fall on each other now will not do so next time.  See also
     ``operators/count_sketch.py``.

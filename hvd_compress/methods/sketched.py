@@ -1,4 +1,4 @@
-"""Sketched-SGD (Rothchild, Ivkin, Ullah, Stoica, Braverman, Arora; NeurIPS 2019)."""
+"""Sketched-SGD (Ivkin, Rothchild, Ullah, Braverman, Stoica, Arora; NeurIPS 2019)."""
 
 from __future__ import annotations
 
