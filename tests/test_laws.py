@@ -93,13 +93,17 @@ def test_nothing_is_lost_for_drawn_values(method, gradients):
             break
         for rank, (gradient, outcome) in enumerate(zip(gradients, outcomes, strict=True)):
             entered = gradient.reshape(-1) + (old[rank] if old else 0)
-            total = outcome.state["residual"]
-            if isinstance(outcome.sent, np.ndarray):
-                total = total + outcome.sent
-            else:
-                total = total.copy()
-                total[outcome.sent.indices] += outcome.sent.values
-            np.testing.assert_array_equal(total, entered)
+            sent = outcome.sent
+            if not isinstance(sent, np.ndarray):
+                sent = np.zeros_like(entered)
+                sent[outcome.sent.indices] = outcome.sent.values
+            # Differences of numbers within a factor of two are exact, others are rounded once.
+            near = (entered <= 2 * sent) & (sent <= 2 * entered)
+            near |= (entered >= 2 * sent) & (sent >= 2 * entered)
+            size = np.abs(entered.astype(float)) + np.abs(sent)
+            allowed = np.where(near | (sent == 0), 0, np.finfo(np.float32).eps * size)
+            error = outcome.state["residual"].astype(float) + sent - entered
+            assert (np.abs(error) <= allowed).all()
 
 
 def test_bfloat16_of_torch_travels_through_numpy_frames():

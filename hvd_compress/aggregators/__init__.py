@@ -3,7 +3,17 @@
 from hvd_compress.aggregators.allgather import allgather
 from hvd_compress.aggregators.allreduce import allreduce
 from hvd_compress.aggregators.alltoall import alltoall
+from hvd_compress.aggregators.count_sketch import count_sketch
 from hvd_compress.aggregators.dense_until import dense_until
+from hvd_compress.aggregators.leader_top_k import leader_top_k
 from hvd_compress.aggregators.power_sgd import power_sgd
 
-__all__ = ["allgather", "allreduce", "alltoall", "dense_until", "power_sgd"]
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "count_sketch",
+    "dense_until",
+    "leader_top_k",
+    "power_sgd",
+]

@@ -58,6 +58,13 @@ class allgather(Aggregator, name="allgather"):
             )
 
     @property
+    def keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.select.keys if isinstance(self.select, Selector) else ()
+
+    def init(self, x: Array, shape: tuple[int, ...]) -> State:
+        return self.select.init(x) if isinstance(self.select, Selector) else {}
+
+    @property
     def needs_epoch(self) -> bool:
         return isinstance(self.select, Selector) and self.select.needs_epoch
 
@@ -75,16 +82,19 @@ class allgather(Aggregator, name="allgather"):
         n = xp.size(x)
         k = self.select.count(n, context)
         if k == n and isinstance(self.values, Codec):
-            return (yield from _everything(self.values, x, context))
+            met = yield from _everything(self.values, x, context)
+            return met._replace(state=state)
         if k == n:
             total = yield Sum(x)
             mean = total / context.size
-            return Met(mean, x, xp.all_finite(mean))
-        indices = self.select.select(x, k, context)
+            return Met(mean, x, xp.all_finite(mean), state)
+        indices, state = self.select.pick(x, k, state, context)
         values = xp.take(x, indices)
         if isinstance(self.values, Codec):
-            return (yield from _coded(self.values, x, indices, values, k, context))
-        return (yield from _plain(self.values, x, indices, values, k, context))
+            met = yield from _coded(self.values, x, indices, values, k, context)
+        else:
+            met = yield from _plain(self.values, x, indices, values, k, context)
+        return met._replace(state=state)
 
 
 def _plain(

@@ -5,6 +5,7 @@ from hvd_compress.codecs.contraction import contraction
 from hvd_compress.codecs.exponential import exponential_dithering, natural, natural_dithering
 from hvd_compress.codecs.floats import float8
 from hvd_compress.codecs.one_bit import column_means
+from hvd_compress.codecs.plus_minus import plus_minus
 from hvd_compress.codecs.qsgd import uniform_dithering
 from hvd_compress.codecs.sign import scaled_sign, sign
 from hvd_compress.codecs.ternary import ternary
@@ -18,6 +19,7 @@ __all__ = [
     "float8",
     "natural",
     "natural_dithering",
+    "plus_minus",
     "scaled_sign",
     "sign",
     "ternary",

@@ -11,15 +11,21 @@ from hvd_compress.base import Compressor
 from hvd_compress.chain import Chain
 from hvd_compress.config import build, lookup
 from hvd_compress.errors import ConfigError
+from hvd_compress.methods.adaptive import AdaptiveThreshold
 from hvd_compress.methods.composed import MomentumAfter, Partition, Switch, partition, rule, switch
 from hvd_compress.methods.dense import BF16, FP16, NoCompression
 from hvd_compress.methods.dgc import DGC
 from hvd_compress.methods.float8 import FP8
+from hvd_compress.methods.ms_top_k import MSTopK
 from hvd_compress.methods.one_bit import OneBit
 from hvd_compress.methods.power_sgd import PowerSGD
 from hvd_compress.methods.quantised import QSGD, NaturalCompression, NaturalDithering, TernGrad
 from hvd_compress.methods.random_k import RandomK
+from hvd_compress.methods.scalecom import ScaleCom
+from hvd_compress.methods.sidco import SIDCo
 from hvd_compress.methods.sign import EFSignSGD, SignSGD, Signum
+from hvd_compress.methods.sketched import SketchedSGD
+from hvd_compress.methods.threshold import Threshold
 from hvd_compress.methods.top_k import TopK
 
 _log = logging.getLogger(__name__)
@@ -30,7 +36,9 @@ __all__ = [
     "FP8",
     "FP16",
     "QSGD",
+    "AdaptiveThreshold",
     "EFSignSGD",
+    "MSTopK",
     "MomentumAfter",
     "NaturalCompression",
     "NaturalDithering",
@@ -39,10 +47,14 @@ __all__ = [
     "Partition",
     "PowerSGD",
     "RandomK",
+    "SIDCo",
+    "ScaleCom",
     "SignSGD",
     "Signum",
+    "SketchedSGD",
     "Switch",
     "TernGrad",
+    "Threshold",
     "TopK",
     "as_compressor",
     "from_environment",

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import abc
+from typing import ClassVar
 
-from hvd_compress.base import Array, Context
+from hvd_compress.base import Array, Context, State
 from hvd_compress.config import Configurable
 
 
 class Selector(Configurable, abc.ABC, kind="block"):
     """Which elements of a flat array to send."""
+
+    #: what the operator remembers of a tensor, arrays of any size; differs between ranks
+    keys: ClassVar[tuple[str, ...]] = ()
+
+    def init(self, x: Array) -> State:
+        """The state before the first exchange of a tensor of which ``x`` is flat."""
+        return {}
 
     @property
     def needs_epoch(self) -> bool:
@@ -24,3 +32,7 @@ class Selector(Configurable, abc.ABC, kind="block"):
     def select(self, x: Array, k: int | None, context: Context) -> Array:
         """Ascending indices (int64) of the flat array ``x``, ``k`` of them unless that is ``None``.
         If ``x`` has a NaN, one of them at least must be picked."""
+
+    def pick(self, x: Array, k: int | None, state: State, context: Context) -> tuple[Array, State]:
+        """The same for operators with a state, which is handed in and out, never changed."""
+        return self.select(x, k, context), state

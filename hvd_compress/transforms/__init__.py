@@ -2,6 +2,7 @@
 
 from hvd_compress.transforms.clipping import clip_by_local_norm
 from hvd_compress.transforms.error_feedback import error_feedback
+from hvd_compress.transforms.low_pass_memory import low_pass_memory
 from hvd_compress.transforms.majority_vote import majority_vote
 from hvd_compress.transforms.momentum import (
     momentum_after_averaging,
@@ -12,6 +13,7 @@ from hvd_compress.transforms.momentum import (
 __all__ = [
     "clip_by_local_norm",
     "error_feedback",
+    "low_pass_memory",
     "majority_vote",
     "momentum_after_averaging",
     "momentum_correction",

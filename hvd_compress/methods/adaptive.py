@@ -1,0 +1,50 @@
+"""Adaptive thresholds (Dryden, Moon, Jacobs, Van Essen; MLHPC 2016)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from hvd_compress import operators
+from hvd_compress.aggregators import allgather
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Chain, chain
+from hvd_compress.codecs import column_means
+from hvd_compress.methods._chained import Chained
+from hvd_compress.schedules import Density, by_epoch
+from hvd_compress.transforms import error_feedback
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveThreshold(Chained, name="adaptive"):
+    """Send the largest positive and negative elements as two means, keep the rest for later.
+
+    A fraction ``density`` of the positive elements and one of the negative is picked, about; what
+    was picked of a sign is sent as its mean.
+
+    State: ``residual``.  Sent: an int32 index and one bit an element, and two means a tensor.
+
+    Options:
+        density: fraction of each sign to send, or a schedule.
+
+    Differs from the paper in: thresholds are found anew at every step, by
+    ``operators.adaptive_threshold``; indices are not coded by their gaps.
+    """
+
+    density: Density = 0.01
+
+    def __post_init__(self) -> None:
+        assert self._chain  # checks the option
+
+    @property
+    def needs_epoch(self) -> bool:
+        return by_epoch(self.density)
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        # Of what was picked all elements are one column.
+        via = allgather(operators.adaptive_threshold(self.density), column_means())
+        return chain(error_feedback(), via=via)
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        return self._chain

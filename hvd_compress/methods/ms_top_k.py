@@ -1,0 +1,52 @@
+"""MSTopK (Shi et al., Towards Scalable Distributed Training of Deep Learning, MLSys 2021)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from hvd_compress import operators
+from hvd_compress.aggregators import allgather
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Chain, chain
+from hvd_compress.methods._chained import Chained
+from hvd_compress.schedules import Density, by_epoch
+from hvd_compress.transforms import error_feedback
+
+
+@dataclasses.dataclass(frozen=True)
+class MSTopK(Chained, name="mstopk"):
+    """Send k = ceil(density * n) of the largest elements, found by halving an interval; keep the
+    rest for later.
+
+    Which elements are among the k is exact but for ties and near ties at the threshold.
+
+    State: ``residual``.  Sent: k values and k int32 indices a tensor.
+
+    Options:
+        density: fraction of elements to send, or a schedule.
+        rounds: how often the interval is halved.
+        values: "float32" or "float16" on the wire.
+
+    Differs from the paper in: elements meet in an allgather over all ranks, not in a hierarchy of
+    nodes; see also ``operators/ms_top_k.py``.
+    """
+
+    density: Density = 0.001
+    rounds: int = 30
+    values: str = "float32"
+
+    def __post_init__(self) -> None:
+        assert self._chain  # checks the options
+
+    @property
+    def needs_epoch(self) -> bool:
+        return by_epoch(self.density)
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        via = allgather(operators.ms_top_k(self.density, self.rounds), self.values)
+        return chain(error_feedback(), via=via)
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        return self._chain

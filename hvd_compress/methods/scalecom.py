@@ -1,0 +1,55 @@
+"""ScaleCom (Chen et al., NeurIPS 2020)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from hvd_compress.aggregators import leader_top_k
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Chain, Transform, chain
+from hvd_compress.config import check_fraction
+from hvd_compress.methods._chained import Chained
+from hvd_compress.schedules import Density, by_epoch
+from hvd_compress.transforms import error_feedback, low_pass_memory
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleCom(Chained, name="scalecom"):
+    """Send the elements that are largest on one rank, from all ranks; ranks take turns.
+
+    Ranks whose accumulated gradients are alike would choose much the same elements; so one rank
+    chooses for all, the values travel in a sum, and traffic does not grow with the number of ranks.
+
+    State: ``residual`` with ``beta=1``, which is ordinary error feedback; else ``memory``, see
+    ``low_pass_memory``.  Sent: k values a tensor, and k int32 indices at every N-th step.
+
+    Options:
+        density: fraction of elements to send, or a schedule.
+        beta: the part of what is left out that is kept; 0.1 makes ranks more alike where batches
+            and learning rates are large.
+        selection: "sampled" or "exact"; the same elements, found in two ways.
+
+    Differs from the paper in: the largest elements are those of the whole tensor, where the paper
+    takes one of each short run of elements.
+    """
+
+    density: Density = 0.001
+    beta: float = 1.0
+    selection: str = "sampled"
+
+    def __post_init__(self) -> None:
+        check_fraction("beta", self.beta)
+        assert self._chain  # checks the other options
+
+    @property
+    def needs_epoch(self) -> bool:
+        return by_epoch(self.density)
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        memory: Transform = error_feedback() if self.beta == 1 else low_pass_memory(self.beta)
+        return chain(memory, via=leader_top_k(self.density, self.selection))
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        return self._chain

@@ -1,0 +1,109 @@
+"""Sketched-SGD (Ivkin, Rothchild, Ullah, Braverman, Stoica, Arora; NeurIPS 2019)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from hvd_compress.aggregators import allreduce, count_sketch
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Chain, chain
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError
+from hvd_compress.methods._chained import Chained
+from hvd_compress.schedules import Density, by_epoch
+from hvd_compress.transforms import (
+    error_feedback,
+    momentum_after_averaging,
+    momentum_correction,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SketchedSGD(Chained, name="sketch"):
+    """Send the elements whose average over the ranks is largest, as far as sums of sketches tell.
+
+    For every matrix and larger tensor, on each rank::
+
+        u = m u + g;  v = v + u
+        sum the sketches of v;  sum v exactly where the sketch says it is large
+        G = the average where that is largest;  v = 0 and u = 0 there;  w = w - lr G
+
+    :class:`DGC` picks what is largest on one rank or another.  Here it is what is largest on
+    average, all ranks send the same elements, and traffic does not grow with the number of ranks.
+    Momentum lives in ``u``, in the place of the optimizer's.  One-dimensional and tiny tensors are
+    averaged whole, with momentum afterwards.
+
+    State: ``velocity`` u and ``residual`` v; tensors sent whole have ``velocity`` only.
+    Sent: ``(rows * width + candidates) * k`` values a tensor (k = ceil(density * n)), in two sums.
+
+    Options:
+        density: fraction of elements to send, or a schedule.
+        rows, width, candidates: see ``aggregators/count_sketch.py``.
+        momentum, nesterov: ``None`` takes the optimizer's.
+        masking: u = 0 where elements were sent.
+        min_size: tensors with fewer elements are sent whole.
+
+    Differs from the paper in: every tensor has a sketch of its own, and its k largest elements are
+    sent, where the paper has one sketch for the whole gradient; where a sketch would not be smaller
+    than the tensor, that is summed, without masking, which would turn momentum off.
+    """
+
+    density: Density = 0.001
+    rows: int = 5
+    width: int = 10
+    candidates: int = 4
+    momentum: float | None = None
+    nesterov: bool | None = None
+    masking: bool = True
+    min_size: int = 1024
+
+    takes_momentum = True
+
+    def __post_init__(self) -> None:
+        check_choice("masking", self.masking, (True, False))
+        if not isinstance(self.min_size, int) or self.min_size < 0:
+            raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
+        object.__setattr__(self, "density", self._via.density)
+        assert all((self._sketched, self._everything, self._whole))  # checks the other options
+
+    @property
+    def needs_epoch(self) -> bool:
+        return by_epoch(self.density)
+
+    def compresses(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of that shape is ever sent in part."""
+        return len(shape) > 1 and math.prod(shape) >= max(self.min_size, 1)
+
+    def template(self, gradient: Array) -> Chain:
+        compressed = self.compresses(backend_of(gradient).shape(gradient))
+        return self._sketched if compressed else self._whole
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        shape = backend_of(gradient).shape(gradient)
+        if not self.compresses(shape):
+            return self._whole
+        n = math.prod(shape)
+        return self._sketched if self._via.count(n, context) < n else self._everything
+
+    @functools.cached_property
+    def _via(self) -> count_sketch:
+        return count_sketch(self.density, self.rows, self.width, self.candidates)
+
+    @functools.cached_property
+    def _sketched(self) -> Chain:
+        correct = momentum_correction(self.momentum, self.nesterov, self.masking)
+        return chain(correct, error_feedback(), via=self._via)
+
+    @functools.cached_property
+    def _everything(self) -> Chain:
+        """Flushes the residual, keeps the velocity."""
+        correct = momentum_correction(self.momentum, self.nesterov, masking=False)
+        return chain(correct, error_feedback(), via=allreduce())
+
+    @functools.cached_property
+    def _whole(self) -> Chain:
+        after = momentum_after_averaging(self.momentum, self.nesterov)
+        return chain(after, via=allreduce("gradient"))
