@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from hvd_compress import __version__, config, methods
 from hvd_compress.base import Compressor
-from hvd_compress.chain import Chain
 from hvd_compress.doctor import doctor
 from hvd_compress.errors import CompressionError
 from hvd_compress.facts import RANKS, SHAPE, facts
@@ -71,7 +70,7 @@ def _positive(text: str) -> int:
 
 def list_methods(names: Sequence[str]) -> None:
     """Print a table of all methods with what they cost, or what is to be known of some."""
-    classes = [config.lookup("method", name) for name in names or config.names("method")]
+    classes = [config.lookup("method", name) for name in names or methods.method_names()]
     if names:
         for cls in classes:
             _describe(cls)
@@ -90,8 +89,6 @@ def list_methods(names: Sequence[str]) -> None:
 
 
 def _costs(cls: type[Compressor]) -> tuple[str, str, str, str]:
-    if issubclass(cls, Chain):
-        return "-", "-", "its parts", "its parts"
     found = facts(cls())
     state = ", ".join(f"{key} {size:g}" for key, size in found.memory.items()) or "-"
     return f"{found.sent:g}", f"{found.received:g}", ", ".join(found.meets), state
@@ -103,6 +100,8 @@ def _describe(cls: type[Compressor]) -> None:
     print("\n    Defaults:")
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         print(f"        {_option(field)}")
+    if cls.name not in methods.method_names():
+        return
     sent, received, meets, state = _costs(cls)
     print(f"\n    Bits an element: {sent} sent, {received} received between {RANKS} ranks")
     print(f"    Meets by: {meets}; state, in gradients: {state}\n")
@@ -114,6 +113,3 @@ def _option(field: dataclasses.Field[object]) -> str:
     if field.default_factory is not dataclasses.MISSING:
         return f"{field.name}={field.default_factory()!r}"
     return field.name
-
-
-assert methods  # importing it registers them

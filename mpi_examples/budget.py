@@ -6,7 +6,8 @@ send 1 % of them; all others have their defaults.
 
 from __future__ import annotations
 
-from hvd_compress.config import lookup, names
+from hvd_compress import method_names
+from hvd_compress.config import lookup
 
 _SPARSE = "density=0.01"
 #: options where the defaults are not the budget
@@ -24,7 +25,7 @@ REASONS = {
 
 def everything() -> list[str]:
     """All methods that can be named, the dense one first."""
-    found = sorted(set(names("method")) - {"chain"}, key=lambda name: (name != "none", name))
+    found = sorted(method_names(), key=lambda name: (name != "none", name))
     return [":".join(filter(None, (name, _options(name)))) for name in found]
 
 

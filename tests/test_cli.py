@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 import hvd_compress
-from hvd_compress import config, environment
+from hvd_compress import config, environment, methods
 from hvd_compress.cli import main
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -42,7 +42,7 @@ def test_methods_lists_every_method(capsys):
     rows = {
         line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line
     }
-    for name in config.names("method"):
+    for name in methods.method_names():
         cls = config.lookup("method", name)
         if cls.__module__.startswith("hvd_compress"):
             assert rows[name][0] == cls.__name__

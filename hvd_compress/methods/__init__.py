@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import logging
 import os
 from typing import Any
 
 from hvd_compress.base import Compressor
-from hvd_compress.chain import Chain
-from hvd_compress.config import build, lookup
+from hvd_compress.config import build, lookup, names
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods.adaptive import AdaptiveThreshold
 from hvd_compress.methods.composed import MomentumAfter, Partition, Switch, partition, rule, switch
@@ -58,6 +58,7 @@ __all__ = [
     "TopK",
     "as_compressor",
     "from_environment",
+    "method_names",
     "partition",
     "rule",
     "switch",
@@ -81,6 +82,17 @@ def from_environment() -> Compressor | None:
     return method
 
 
+def method_names() -> list[str]:
+    """The methods that a text can name: those that are not made of others."""
+    classes = [lookup("method", name) for name in names("method")]
+    missing = dataclasses.MISSING
+    return [
+        cls.name
+        for cls in classes
+        if not any(f.default is f.default_factory is missing for f in dataclasses.fields(cls))
+    ]
+
+
 def as_compressor(compression: Any) -> Compressor:
     """A method from an instance, a class (its defaults) or a text.
 
@@ -94,7 +106,7 @@ def as_compressor(compression: Any) -> Compressor:
     if isinstance(compression, str):
         name, _, text = compression.partition(":")
         method = lookup("method", name.strip().lower())
-        if method in (Chain, MomentumAfter, Partition, Switch):
+        if name not in method_names():
             raise ConfigError(f"a {name} cannot be written as a text: pass {name}(...)")
         pairs = [part.partition("=") for part in text.split(",") if part]
         for _, equals, _ in pairs:

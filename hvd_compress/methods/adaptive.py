@@ -31,6 +31,8 @@ class AdaptiveThreshold(Chained, name="adaptive"):
     ``operators.adaptive_threshold``; indices are not coded by their gaps.
     """
 
+    reference = "Dryden et al., MLHPC 2016"
+
     density: Density = 0.01
 
     def __post_init__(self) -> None:

@@ -32,6 +32,8 @@ class MSTopK(Chained, name="mstopk"):
     nodes; see also ``operators/ms_top_k.py``.
     """
 
+    reference = "Shi et al., MLSys 2021"
+
     density: Density = 0.001
     rounds: int = 30
     values: str = "float32"

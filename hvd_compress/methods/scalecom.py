@@ -34,6 +34,8 @@ class ScaleCom(Chained, name="scalecom"):
     takes one of each short run of elements.
     """
 
+    reference = "Chen et al., NeurIPS 2020"
+
     density: Density = 0.001
     beta: float = 1.0
     selection: str = "sampled"

@@ -29,6 +29,8 @@ class SIDCo(Chained, name="sidco"):
         values: "float32" or "float16" on the wire.
     """
 
+    reference = "Abdelmoniem et al., MLSys 2021"
+
     density: Density = 0.001
     fit: str = "exponential"
     stages: int | None = None

@@ -51,6 +51,8 @@ class SketchedSGD(Chained, name="sketch"):
     than the tensor, that is summed, without masking, which would turn momentum off.
     """
 
+    reference = "Ivkin et al., NeurIPS 2019"
+
     density: Density = 0.001
     rows: int = 5
     width: int = 10

@@ -33,6 +33,8 @@ class Threshold(Chained, name="threshold"):
     Differs from the paper in: sign and index are not put into one word.
     """
 
+    reference = "Strom, Interspeech 2015"
+
     tau: float = 0.01
     send: str = "sign"
 
