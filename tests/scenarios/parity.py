@@ -9,16 +9,24 @@ from hvd_compress import (
     FP16,
     QSGD,
     EFSignSGD,
+    MSTopK,
     NoCompression,
     OneBit,
     PowerSGD,
     RandomK,
+    ScaleCom,
+    SIDCo,
     Signum,
+    SketchedSGD,
+    Threshold,
     TopK,
     allgather,
     chain,
     error_feedback,
     natural_dithering,
+    partition,
+    rule,
+    switch,
     top_k,
 )
 from scenarios import oracle
@@ -38,6 +46,8 @@ METHODS = (
     *(NoCompression(), FP16(), BF16(), TopK(density=0.05), RandomK(density=0.1), DENSE, SPARSE),
     *(LOW_RANK, OneBit(), OneBit(via="allgather"), QSGD(), FP8(), Signum()),
     chain(error_feedback(), via=allgather(top_k(0.05), natural_dithering())),
+    *(Threshold(), MSTopK(density=0.05), SIDCo(density=0.05), ScaleCom(density=0.05)),
+    SketchedSGD(density=0.05),
 )
 
 
@@ -100,20 +110,36 @@ def as_laid_out(method):
     return Turned(method) if over in ("horovod", "mpi") else method
 
 
+def compositions_follow_the_oracle() -> None:
+    matrices = rule(OneBit(column=16), ndim=2)
+    for method in (
+        partition(matrices, otherwise=FP8()),
+        partition(rule(SPARSE, ndim=2), otherwise="none"),
+        switch("none", TopK(density=0.05), 3),
+        switch(partition(matrices), TopK(density=0.05), 3),
+    ):
+        momentum = 0.875 if method.takes_momentum else 0.0
+        run = train(make(method, dtype="float64", momentum=momentum), range(7))
+        assert_same_everywhere(run.weights())
+        expected = oracle.compressed(
+            as_laid_out(method), range(7), hvd.size(), dtype="float64", momentum=momentum
+        )
+        assert_close(run.weights(), expected, 1e-6, 1e-8)
+
+
 class Turned:
     """A method on transposed matrices."""
 
-    takes_momentum = False
-
     def __init__(self, method) -> None:
         self.method = method
+        self.takes_momentum = method.takes_momentum
 
     def for_tensor(self, name, shape):
-        return self
+        return Turned(self.method.for_tensor(name, shape[::-1]))
 
     def init(self, gradient):
         return self.method.init(gradient.T)
 
     def exchange(self, gradient, state, context):
         outcome = yield from self.method.exchange(gradient.T, state, context)
-        return outcome._replace(mean=outcome.mean.T)
+        return outcome._replace(mean=outcome.mean.T, update=outcome.direction.T)
