@@ -12,7 +12,8 @@ import tensorflow as tf
 import torch
 
 import jobs
-from hvd_compress import as_compressor, config
+from hvd_compress import as_compressor, config, method_names
+from hvd_compress.facts import facts
 from hvd_compress.testing import check_laws
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,9 +26,12 @@ def snippets(page: str) -> list[str]:
 def test_the_method_from_scratch_obeys_the_laws(monkeypatch):
     registered = dict(config._REGISTRY["method"])
     monkeypatch.setitem(config._REGISTRY, "method", registered)  # gone again after the test
-    first, method, laws = snippets("docs/extending.md")
+    first, *blocks, method, laws = snippets("docs/extending.md")
     scope: dict[str, object] = {"__name__": "a_users_module"}
     exec(first.split("optimizer =")[0], scope)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, scope)
     exec(method, scope)
     exec(laws, scope)
     made = as_compressor("scaled-sign")
@@ -36,11 +40,17 @@ def test_the_method_from_scratch_obeys_the_laws(monkeypatch):
     check_laws(made, make=tf.convert_to_tensor, namespace=scope)
 
 
-@pytest.mark.parametrize("name", ["none", "fp16", "bf16", "topk", "randomk", "dgc", "powersgd"])
-def test_every_method_has_its_row(name):
-    for page in ("README.md", "docs/methods.md"):
-        text = (ROOT / page).read_text()
-        assert f"`{type(as_compressor(name)).__name__}" in text, page
+@pytest.mark.parametrize("name", [n for n in method_names() if not n.startswith("test-")])
+def test_every_method_has_its_row_and_page(name):
+    method = as_compressor(name)
+    page = (ROOT / "docs/methods.md").read_text()
+    found = re.search(rf"^\| `{name}` \| `(\w+)` \|(.*)\[(\S+)\]\((\S+)\) \|$", page, re.MULTILINE)
+    assert found, "the table of docs/methods.md lacks it"
+    costs = facts(method)
+    memory = ", ".join(costs.memory) or "-"
+    expected = f"{costs.sent:g} | {costs.received:g} | {', '.join(costs.meets)} | {memory} |"
+    assert (found[1], found[2].strip()) == (type(method).__name__, expected)
+    assert type(method).__name__ in (ROOT / "docs" / found[4]).read_text()
 
 
 PAGES_THAT_RUN = (
@@ -67,7 +77,7 @@ def test_what_pages_show_runs_on_two_ranks(tmp_path, page, number):
 
 
 def test_links_lead_somewhere():
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for page in pages:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
@@ -85,7 +95,7 @@ def test_figures_are_those_of_real_frames():
             total += sparse_size(-(-n // 1000), n, values) if sparse else 4 * n
         return total
 
-    text = (ROOT / "README.md").read_text() + (ROOT / "docs/methods.md").read_text()
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs/methods/dgc.md").read_text()
     assert f"{count('float32'):,} bytes" in text
     assert f"{count('float16'):,} with" in text
     random_k = sum(4 * -(-int(np.prod(shape)) // 100) for shape in resnet50().values())
