@@ -13,6 +13,7 @@ from hvd_compress.methods.dense import BF16, FP16, NoCompression
 from hvd_compress.methods.dgc import DGC
 from hvd_compress.methods.float8 import FP8
 from hvd_compress.methods.one_bit import OneBit
+from hvd_compress.methods.onebit_adam import OneBitAdamCompression
 from hvd_compress.methods.power_sgd import PowerSGD
 from hvd_compress.methods.quantised import QSGD, NaturalCompression, NaturalDithering, TernGrad
 from hvd_compress.methods.random_k import RandomK
@@ -30,6 +31,7 @@ __all__ = [
     "NaturalDithering",
     "NoCompression",
     "OneBit",
+    "OneBitAdamCompression",
     "PowerSGD",
     "RandomK",
     "SignSGD",
