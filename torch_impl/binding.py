@@ -14,7 +14,7 @@ import torch
 from hvd_compress.base import Compressor, Context, Sparse, State
 from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
-from hvd_compress.momentum import another_kind, check_one_momentum, moved
+from hvd_compress.momentum import another_kind, check_one_momentum, check_partner, moved
 from hvd_compress.stats import Record, Stats
 from hvd_compress.torch import backend
 from hvd_compress.torch.amp import running_scale
@@ -478,6 +478,7 @@ class Binding:
 
 def check_group(method: Compressor, optimizer: Any, group: dict[str, Any]) -> None:
     """Raise if the options of a parameter group do not go with the method's momentum."""
+    check_partner(method, optimizer, group)
     if not method.takes_momentum:
         return
     check_one_momentum(method, group.get("momentum", 0))

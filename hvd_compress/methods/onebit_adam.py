@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import ClassVar
+from typing import Any
 
 from hvd_compress.aggregators import allreduce, alltoall, dense_until
 from hvd_compress.backend import backend_of
@@ -14,8 +14,17 @@ from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import Chained
-from hvd_compress.schedules import Start, as_start, by_epoch, started
+from hvd_compress.schedules import After, Start, as_start, by_epoch, started
 from hvd_compress.transforms import averaged_momentum, error_feedback
+
+
+def check_freeze_step(steps: Any) -> None:
+    """Raise ``ConfigError`` unless an optimizer can count to it."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigError(
+            f"freeze_step={steps!r} must be a number of steps, 1 or more: at least one must "
+            "estimate Adam's variance"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,17 +68,12 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
     norm: str = "l1"
     min_size: int = 1024
 
-    #: the class of the optimizer that understands what this hands out
-    partner: ClassVar[str] = "OneBitAdam"
+    partner = "OneBitAdam"
 
     def __post_init__(self) -> None:
-        start = self.freeze_step
-        if start is not True and start is not False:  # values that schedules take
-            if isinstance(start, int) and start < 1:
-                raise ConfigError(
-                    f"freeze_step={start}: at least one step must estimate Adam's variance"
-                )
-            object.__setattr__(self, "freeze_step", as_start(start))
+        if not isinstance(self.freeze_step, bool | After):  # what a schedule says is a bool
+            check_freeze_step(self.freeze_step)
+            object.__setattr__(self, "freeze_step", as_start(self.freeze_step))
         if not isinstance(self.min_size, int) or self.min_size < 0:
             raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
         assert self._compressed  # checks the other options
