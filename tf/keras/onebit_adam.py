@@ -102,8 +102,9 @@ class OneBitAdam(keras.optimizers.Optimizer):
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         place, key = self._get_variable_index(variable), id(native(variable))
         m, v = self._momentums[place], self._velocities[place]
-        beta_1, beta_2 = (ops.cast(beta, variable.dtype) for beta in (self.beta_1, self.beta_2))
-        gradient = ops.cast(tf.convert_to_tensor(gradient), variable.dtype)
+        beta_1, beta_2 = self.beta_1, self.beta_2
+        dtype = variable.dtype
+        gradient = ops.cast(tf.convert_to_tensor(gradient), dtype)
         step, frozen = self.iterations + 1, self._is_frozen()
 
         momentum = beta_1 * m + (1 - beta_1) * gradient
@@ -117,16 +118,19 @@ class OneBitAdam(keras.optimizers.Optimizer):
 
         variance = ops.convert_to_tensor(v)
         if self.bias_correction:
-            momentum = momentum / (1 - ops.power(beta_1, ops.cast(step, variable.dtype)))
-            steps = ops.maximum(ops.cast(self._variance_steps, variable.dtype), 1)
-            variance = variance / (1 - ops.power(beta_2, steps))
-        update = momentum / (ops.sqrt(variance) + ops.cast(self.epsilon, variable.dtype))
+            momentum = momentum / _bias(beta_1, step, dtype)
+            variance = variance / _bias(beta_2, ops.maximum(self._variance_steps, 1), dtype)
+        update = momentum / (ops.sqrt(variance) + self.epsilon)
         # Where v is 0 there is no scale: see the class of PyTorch.
         update = ops.where(variance > 0, update, ops.zeros_like(update))
-        variable.assign(variable - ops.cast(learning_rate, variable.dtype) * update)
+        variable.assign(variable - ops.cast(learning_rate, dtype) * update)
 
     def _is_frozen(self) -> Any:
         # Steps may have been skipped after their exchange: the compression's count is what counts.
         if self._binding is None:
             return self.iterations >= self.freeze_step
         return self._binding.step.value() - 1 >= self.freeze_step
+
+
+def _bias(beta: float, steps: Any, dtype: str) -> Any:
+    return 1 - tf.pow(tf.constant(beta, dtype), ops.cast(steps, dtype))
