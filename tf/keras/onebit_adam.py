@@ -132,5 +132,9 @@ class OneBitAdam(keras.optimizers.Optimizer):
         return self._binding.step.value() - 1 >= self.freeze_step
 
 
+# The class of a distributed optimizer is made from this one, and is saved under its bare name.
+keras.saving.get_custom_objects()["OneBitAdam"] = OneBitAdam
+
+
 def _bias(beta: float, steps: Any, dtype: str) -> Any:
     return 1 - tf.pow(tf.constant(beta, dtype), ops.cast(steps, dtype))
