@@ -23,6 +23,7 @@ from hvd_compress import (
     StagedWarmup,
     TernGrad,
     TopK,
+    ZeroOneAdamCompression,
     allgather,
     allreduce,
     alltoall,
@@ -37,12 +38,18 @@ from hvd_compress import (
     top_k,
     uniform_dithering,
 )
+from hvd_compress.backend import backend_of
 
 # Largest relative error of rounding a sum to the type in which it travels.
 IN_FLOAT16 = 2.0**-11
 IN_BFLOAT16 = 2.0**-8
 # Sums of products in float32, in another order on each side.
 LOW_RANK: dict[str, Any] = {"tolerance": 1e-5, "agreement": 1e-3}
+
+
+def plain_feedback(gradient: Any, state: dict[str, Any], context: Any) -> Any:
+    """What goes in, or waits, while the residual waits in some steps."""
+    return backend_of(gradient).widen(gradient) + state["residual"]
 
 
 class Row(NamedTuple):
@@ -111,6 +118,9 @@ ROWS = {
     "onebit-adam": Row(OneBitAdamCompression(freeze_step=1)),
     "onebit-adam-all-sizes": Row(OneBitAdamCompression(freeze_step=2, norm="l2", min_size=0)),
     "onebit-adam-by-epoch": Row(OneBitAdamCompression(0.5, After("epoch", 1), min_size=0)),
+    "zero-one-adam": Row(
+        ZeroOneAdamCompression(var_update_scaler=1, min_size=0), context={"went_in": plain_feedback}
+    ),
     "chain-codes-of-top-k": Row(
         chain(
             momentum_correction(0.9),

@@ -20,6 +20,7 @@ TORCH = ("training", "options", "numerics", "state", "shared")
 SHARED = ("shared",)
 MANY = ("training", "shared")
 KERAS = ("shared", "keras_fit")
+ADAM = ("adam_onebit", "adam_torch", "adam_zero_one")
 
 
 class Job(NamedTuple):
@@ -43,6 +44,10 @@ JOBS = [
     *(Job("tensorflow", SHARED, *how) for how in (("mpirun", 4), ("gloo", 2))),
     Job("tape", SHARED, "mpirun", 2),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),
+    Job("horovod", ADAM, "alone", 1),
+    Job("horovod", ADAM, "mpirun", 3),
+    Job("mpi", ADAM, "mpirun", 2),
+    Job("tensorflow", ("adam_onebit", "adam_keras"), "mpirun", 2),
     # What depends on the number of ranks.
     Job("horovod", MANY, "mpirun", 8),
     Job("mpi", (*MANY, "over_mpi"), "mpirun", 8),

@@ -219,6 +219,8 @@ class CompressedOptimizer:
 
     def _hvd_check_momentum(self) -> None:
         method, inner = self._hvd_method, self._hvd_inner()
+        if method.partner == "ZeroOneAdam":
+            raise UnsupportedError("0/1 Adam is for PyTorch: use hvd.OneBitAdam with Keras")
         check_partner(method, inner, None)
         if not method.takes_momentum:
             return

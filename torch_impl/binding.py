@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvd_compress.base import Compressor, Context, Sparse, State
+from hvd_compress.base import Compressor, Context, Outcome, Sparse, State
 from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.momentum import another_kind, check_one_momentum, check_partner, moved
@@ -406,6 +406,11 @@ class Binding:
             self._stateful[p] = bool(self.method.init(p.detach()))
         return self._stateful[p]
 
+    @property
+    def last_scale(self) -> float | None:
+        """Of the step whose gradients came last."""
+        return self._last_scale
+
     def expect_scale(self, scale: float) -> None:
         """A rank without a backward pass learns the scale of the step from ``unscale_``."""
         if self._scale is None and not self._in_flight:
@@ -467,6 +472,21 @@ class Binding:
             for name, x in tensors.items()
         }
         return {name: self.hvd.synchronize(handle) for name, handle in handles.items()}
+
+    def average_buffers(
+        self, tensors: dict[torch.nn.Parameter, torch.Tensor], states: dict[Any, State]
+    ) -> dict[torch.nn.Parameter, Outcome]:
+        """A collective between steps: what is no gradient, but travels and counts like one; for
+        methods that are a chain."""
+        engine, names, exchanges = self.engine, self._optimizer._parameter_names, {}
+        for p, x in tensors.items():
+            record = self.records.setdefault(names[p], Record())
+            context = Context(f"meet.{names[p]}", engine.rank, engine.size, self.step)
+            chain = self.method.chain(x, context)  # type: ignore[attr-defined]
+            exchanges[context.name] = (chain.exchange(x, states[p], context), record)
+        engine.start(exchanges)
+        outcomes = engine.finish()
+        return {p: outcomes[f"meet.{names[p]}"] for p in tensors}
 
     def per_rank_keys(self, p: torch.nn.Parameter) -> frozenset[str]:
         return frozenset() if p in self.sparse else self.method.per_rank(p.detach())

@@ -1,4 +1,4 @@
-"""1-bit Adam, the optimizer (Tang et al., ICML 2021); its messages are ``methods/onebit_adam.py``."""
+"""1-bit Adam, the optimizer (Tang et al., ICML 2021); its messages: ``methods/onebit_adam.py``."""
 
 from __future__ import annotations
 
@@ -112,44 +112,52 @@ class OneBitAdam(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                state = self._state_of(p)
+                state = start_state(self, p)
                 if not ours:
                     frozen = state["step"] >= group["freeze_step"]
                 is_momentum = ours and frozen and p not in binding.sparse
                 gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-                self._update(p, gradient, state, group, frozen, is_momentum)
+                update_parameter(p, gradient, state, group, frozen, is_momentum)
         return loss
 
-    def _state_of(self, p: torch.Tensor) -> dict[str, Any]:
-        state = self.state[p]
-        if "exp_avg" not in state:
-            state["step"] = state["variance_step"] = 0
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        return state
 
-    def _update(
-        self,
-        p: torch.Tensor,
-        gradient: torch.Tensor,
-        state: dict[str, Any],
-        group: dict[str, Any],
-        frozen: bool,
-        is_momentum: bool,
-    ) -> None:
-        (beta1, beta2), m = group["betas"], state["exp_avg"]
-        state["step"] += 1
-        if is_momentum:
-            m.copy_(gradient)
-        else:
-            m.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        if not frozen:
-            state["variance_step"] += 1
-            state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        update = m / scale_of(state, group)
-        if group["bias_correction"]:
-            update /= 1 - beta1 ** state["step"]
-        p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+def start_state(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, Any]:
+    """Of a parameter, made where it is missing."""
+    state = optimizer.state[p]
+    if "exp_avg" not in state:
+        state["step"] = state["variance_step"] = 0
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    return state
+
+
+def update_parameter(
+    p: torch.Tensor,
+    gradient: torch.Tensor,
+    state: dict[str, Any],
+    group: dict[str, Any],
+    frozen: bool,
+    is_momentum: bool = False,
+) -> None:
+    """One step of Adam.
+
+    Args:
+        frozen: the variance stays as it is.
+        is_momentum: ``gradient`` is the new momentum.
+    """
+    (beta1, beta2), m = group["betas"], state["exp_avg"]
+    state["step"] += 1
+    if is_momentum:
+        m.copy_(gradient)
+    else:
+        m.mul_(beta1).add_(gradient, alpha=1 - beta1)
+    if not frozen:
+        state["variance_step"] += 1
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    update = m / scale_of(state, group)
+    if group["bias_correction"]:
+        update /= 1 - beta1 ** state["step"]
+    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
 
 def scale_of(state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:

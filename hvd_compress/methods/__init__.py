@@ -19,6 +19,7 @@ from hvd_compress.methods.quantised import QSGD, NaturalCompression, NaturalDith
 from hvd_compress.methods.random_k import RandomK
 from hvd_compress.methods.sign import EFSignSGD, SignSGD, Signum
 from hvd_compress.methods.top_k import TopK
+from hvd_compress.methods.zero_one_adam import ZeroOneAdamCompression
 
 __all__ = [
     "BF16",
@@ -38,6 +39,7 @@ __all__ = [
     "Signum",
     "TernGrad",
     "TopK",
+    "ZeroOneAdamCompression",
     "as_compressor",
 ]
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvd_compress.tensorflow as hvd
 import hvd_compress.tensorflow.keras as hvd_keras
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, UnsupportedError
 from scenarios import oracle
 from scenarios.driver import assert_close, assert_same_everywhere, barrier, raises
 from scenarios.driver_tensorflow import model_of
@@ -109,6 +109,13 @@ def local_variables_have_a_momentum_of_their_own() -> None:
     own = (1 + hvd.rank()) / hvd.size()
     for m, g in zip(optimizer._momentums, (mean, own), strict=True):
         np.testing.assert_allclose(np.asarray(m), g * (1 - 0.5**8), rtol=1e-6)
+
+
+def other_optimizers_are_refused() -> None:
+    with raises(UnsupportedError, "0/1 Adam is for PyTorch"):
+        hvd_keras.DistributedOptimizer(keras.optimizers.Adam(), compression="zero_one_adam")
+    with raises(ConfigError, "which Adam would take for gradients"):
+        hvd_keras.DistributedOptimizer(keras.optimizers.Adam(), compression="onebit_adam")
 
 
 def bad_options_are_errors() -> None:

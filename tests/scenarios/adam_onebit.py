@@ -7,8 +7,8 @@ import functools
 from typing import Any
 
 import numpy as np
-
 from adam_reference import OneBitAdam, Options
+
 from hvd_compress import NoCompression, OneBitAdamCompression
 from hvd_compress.errors import ConfigError
 from scenarios import oracle
