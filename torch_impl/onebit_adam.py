@@ -104,7 +104,7 @@ class OneBitAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        binding = getattr(self, "compression", None)
+        binding: Any = getattr(self, "compression", None)
         ours = binding is not None and isinstance(binding.method, OneBitAdamCompression)
         # Steps may have been skipped after their exchange: the compression's count is what counts.
         frozen = ours and binding.method.frozen(binding.step - 1, binding.epoch)

@@ -75,7 +75,7 @@ class ZeroOneAdam(torch.optim.Optimizer):
         bias_correction: bool = True,
     ) -> None:
         check_adam(lr, betas, eps, weight_decay)
-        schedule = {
+        schedule: dict[str, Any] = {
             "var_freeze_step": var_freeze_step,
             "var_update_scaler": var_update_scaler,
             "local_step_scaler": local_step_scaler,
@@ -207,7 +207,7 @@ class ZeroOneAdam(torch.optim.Optimizer):
         for p, state in states.items():
             rest = [state.pop(k) for k in ("meet.residual", "meet.owner_residual") if k in state]
             everything[p] = state["buffer"] + sum(x.view(p.shape) for x in rest)
-        names = self._parameter_names  # type: ignore[attr-defined]
+        names = self._parameter_names
         means = binding.average({f"{names[p]}.meet": x for p, x in everything.items()})
         return {p: means[f"{names[p]}.meet"] for p in states}
 
