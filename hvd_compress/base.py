@@ -157,6 +157,9 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     reference: ClassVar[str] = ""
     #: the method takes the optimizer's momentum over, and its weight decay with it
     takes_momentum: ClassVar[bool] = False
+    #: the class of the only optimizer that understands what the method hands out, if it is no
+    #: gradient
+    partner: ClassVar[str | None] = None
 
     @abc.abstractmethod
     def init(self, gradient: Array) -> State:

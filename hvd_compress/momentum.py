@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError
@@ -15,6 +17,31 @@ def check_one_momentum(method: Compressor, theirs: float) -> None:
         raise ConfigError(
             f"two momenta: {theirs} in the optimizer and {own} in {type(method).__name__}; leave "
             "one of them out"
+        )
+
+
+def check_partner(method: Compressor, optimizer: Any, group: Mapping[str, Any] | None) -> None:
+    """Raise if the optimizer would take for a gradient what the method hands out.
+
+    Args:
+        optimizer: the user's; ``None`` where it is not known.
+        group: of its parameters, where it has groups.
+    """
+    if method.partner is None:
+        return
+    if method.partner not in [cls.__name__ for cls in type(optimizer).__mro__]:
+        whom = "an optimizer" if optimizer is None else type(optimizer).__name__
+        raise ConfigError(
+            f"{method.name} hands out momenta, which {whom} would take for gradients: write "
+            f"adam = hvd.{method.partner}(...) and hvd.DistributedOptimizer(adam, "
+            "compression=adam.compressor())"
+        )
+    wanted = optimizer.compression_options(*([] if group is None else [group]))
+    if dataclasses.replace(method, **wanted) != method:  # type: ignore[type-var]
+        options = ", ".join(f"{name}={value}" for name, value in wanted.items())
+        raise ConfigError(
+            f"{method!r} does not fit to {method.partner} with {options}: pass compression="
+            "optimizer.compressor(), and the same options to all parameters"
         )
 
 

@@ -9,6 +9,7 @@ from hvd_compress import (
     FP16,
     QSGD,
     AdaptiveThreshold,
+    After,
     Compressor,
     EFSignSGD,
     MSTopK,
@@ -16,6 +17,7 @@ from hvd_compress import (
     NaturalDithering,
     NoCompression,
     OneBit,
+    OneBitAdamCompression,
     PowerSGD,
     RandomK,
     ScaleCom,
@@ -27,6 +29,7 @@ from hvd_compress import (
     TernGrad,
     Threshold,
     TopK,
+    ZeroOneAdamCompression,
     allgather,
     allreduce,
     alltoall,
@@ -41,12 +44,18 @@ from hvd_compress import (
     top_k,
     uniform_dithering,
 )
+from hvd_compress.backend import backend_of
 
 # Largest relative error of rounding a sum to the type in which it travels.
 IN_FLOAT16 = 2.0**-11
 IN_BFLOAT16 = 2.0**-8
 # Sums of products in float32, in another order on each side.
 LOW_RANK: dict[str, Any] = {"tolerance": 1e-5, "agreement": 1e-3}
+
+
+def plain_feedback(gradient: Any, state: dict[str, Any], context: Any) -> Any:
+    """What goes in, or waits, while the residual waits in some steps."""
+    return backend_of(gradient).widen(gradient) + state["residual"]
 
 
 class Row(NamedTuple):
@@ -129,6 +138,12 @@ ROWS = {
     "sketch-warmup": Row(
         SketchedSGD(StagedWarmup(densities=(1.0, 0.01)), masking=False, min_size=0),
         context=MOMENTUM,
+    ),
+    "onebit-adam": Row(OneBitAdamCompression(freeze_step=1)),
+    "onebit-adam-all-sizes": Row(OneBitAdamCompression(freeze_step=2, norm="l2", min_size=0)),
+    "onebit-adam-by-epoch": Row(OneBitAdamCompression(0.5, After("epoch", 1), min_size=0)),
+    "zero-one-adam": Row(
+        ZeroOneAdamCompression(var_update_scaler=1, min_size=0), context={"went_in": plain_feedback}
     ),
     "chain-codes-of-top-k": Row(
         chain(

@@ -19,6 +19,7 @@ from scenarios import names, read
 TORCH = ("training", "options", "numerics", "state", "parity", "shared")
 KERAS = ("parity", "shared", "keras_fit")
 PARITY = ("parity",)
+ADAM = ("adam_onebit", "adam_torch", "adam_zero_one")
 
 
 class Job(NamedTuple):
@@ -42,6 +43,11 @@ JOBS = [
     *(Job("tensorflow", PARITY, *how) for how in (("mpirun", 4), ("gloo", 2))),
     Job("tape", ("parity", "shared"), "mpirun", 2),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),
+    Job("horovod", ADAM, "alone", 1),
+    Job("horovod", ADAM, "mpirun", 3),
+    Job("mpi", ADAM, "mpirun", 2),
+    Job("tensorflow", ("adam_onebit", "adam_keras"), "mpirun", 2),
+    # What depends on the number of ranks.
     Job("horovod", PARITY, "mpirun", 8),
     Job("mpi", (*PARITY, "over_mpi"), "mpirun", 8),
     Job("mpi", PARITY, "mpich", 4),

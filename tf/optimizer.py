@@ -24,7 +24,7 @@ from hvd_compress.base import Compressor
 from hvd_compress.chain import chain
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import FP16, NoCompression, as_compressor, from_environment
-from hvd_compress.momentum import another_kind, check_one_momentum, moved
+from hvd_compress.momentum import another_kind, check_one_momentum, check_partner, moved
 from hvd_compress.tensorflow.binding import Binding, native, places_of_groups, slots_of
 from hvd_compress.tensorflow.state_on_disk import state_on_disk
 from hvd_compress.tensorflow.tape import is_ours
@@ -222,6 +222,9 @@ class CompressedOptimizer:
 
     def _hvd_check_momentum(self) -> None:
         method, inner = self._hvd_method, self._hvd_inner()
+        if method.partner == "ZeroOneAdam":
+            raise UnsupportedError("0/1 Adam is for PyTorch: use hvd.OneBitAdam with Keras")
+        check_partner(method, inner, None)
         if not method.takes_momentum:
             return
         own, momentum = getattr(method, "momentum", None), getattr(inner, "momentum", 0.0)
@@ -252,6 +255,8 @@ class CompressedOptimizer:
             groups=places_of_groups(self._hvd_groups, shared),
             **self._hvd_options,
         )
+        if self._hvd_method.partner is not None:
+            inner.follow(self.compression, self._hvd_places)
         local = [v for v in variables if id(native(v)) in self._hvd_local]
         self._hvd_local_places = {id(native(v)): i for i, v in enumerate(local)}
         if takes and local:  # their momentum is off with that of all others

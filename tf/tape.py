@@ -16,6 +16,7 @@ from hvd_compress.base import Compressor
 from hvd_compress.drop_in import bind_call
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import as_compressor
+from hvd_compress.momentum import check_partner
 from hvd_compress.tensorflow.binding import Binding, Slot, native, places_of_groups, slots_of
 
 _BINDINGS = "_hvd_compress_bindings"
@@ -58,6 +59,7 @@ def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
         raise ConfigError("there are no variables whose gradients could be exchanged")
     method = as_compressor(compression)
     names_momentum = "momentum" in options
+    check_partner(method, None, None)
     options["groups"] = places_of_groups(options.get("groups"), variables)
     options = {**_DEFAULTS, **options}
     key = (method, repr(sorted(options.items())))

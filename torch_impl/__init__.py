@@ -22,8 +22,10 @@ from hvd_compress.exports import *  # noqa: F403
 from hvd_compress.exports import __all__ as _common
 from hvd_compress.launch import find_mpi
 from hvd_compress.torch.ddp import DDPState, ddp_hook
+from hvd_compress.torch.onebit_adam import OneBitAdam
+from hvd_compress.torch.zero_one_adam import ZeroOneAdam
 
-__all__ = [*_common, "DDPState", "ddp_hook"]
+__all__ = [*_common, "DDPState", "OneBitAdam", "ZeroOneAdam", "ddp_hook"]
 
 
 def _register(horovod_torch: Any) -> None:

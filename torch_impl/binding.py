@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvd_compress.base import Compressor, Context, Sparse, State
+from hvd_compress.base import Compressor, Context, Outcome, Sparse, State
 from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
-from hvd_compress.momentum import another_kind, check_one_momentum, moved
+from hvd_compress.momentum import another_kind, check_one_momentum, check_partner, moved
 from hvd_compress.stats import Record, Stats
 from hvd_compress.torch import backend
 from hvd_compress.torch.amp import running_scale
@@ -412,6 +412,11 @@ class Binding:
             self._stateful[p] = bool(self.method_for(p).init(p.detach()))
         return self._stateful[p]
 
+    @property
+    def last_scale(self) -> float | None:
+        """Of the step whose gradients came last."""
+        return self._last_scale
+
     def expect_scale(self, scale: float) -> None:
         """A rank without a backward pass learns the scale of the step from ``unscale_``."""
         if self._scale is None and not self._in_flight:
@@ -474,6 +479,21 @@ class Binding:
         }
         return {name: self.hvd.synchronize(handle) for name, handle in handles.items()}
 
+    def average_buffers(
+        self, tensors: dict[torch.nn.Parameter, torch.Tensor], states: dict[Any, State]
+    ) -> dict[torch.nn.Parameter, Outcome]:
+        """A collective between steps: what is no gradient, but travels and counts like one; for
+        methods that are a chain."""
+        engine, names, exchanges = self.engine, self._optimizer._parameter_names, {}
+        for p, x in tensors.items():
+            record = self.records.setdefault(names[p], Record())
+            context = Context(f"meet.{names[p]}", engine.rank, engine.size, self.step)
+            chain = self.method.chain(x, context)  # type: ignore[attr-defined]
+            exchanges[context.name] = (chain.exchange(x, states[p], context), record)
+        engine.start(exchanges)
+        outcomes = engine.finish()
+        return {p: outcomes[f"meet.{names[p]}"] for p in tensors}
+
     def per_rank_keys(self, p: torch.nn.Parameter) -> frozenset[str]:
         return frozenset() if p in self.sparse else self.method_for(p).per_rank(p.detach())
 
@@ -484,6 +504,7 @@ class Binding:
 
 def check_group(method: Compressor, optimizer: Any, group: dict[str, Any]) -> None:
     """Raise if the options of a parameter group do not go with the method's momentum."""
+    check_partner(method, optimizer, group)
     if not method.takes_momentum:
         return
     check_one_momentum(method, group.get("momentum", 0))

@@ -23,6 +23,7 @@ from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError, SetupError
 from hvd_compress.flights import Op
 from hvd_compress.methods import as_compressor
+from hvd_compress.momentum import check_partner
 from hvd_compress.reducer import Reducer
 from hvd_compress.stats import Stats
 from hvd_compress.torch.engine import TorchFlightEngine
@@ -137,6 +138,7 @@ class DDPState:
         if not dist.is_initialized():
             raise SetupError("call torch.distributed.init_process_group() first")
         method: Compressor = as_compressor(compression)
+        check_partner(method, None, None)
         own = getattr(method, "momentum", None)
         if method.takes_momentum and momentum is None and own is None:
             raise ConfigError(

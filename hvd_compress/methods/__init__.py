@@ -18,6 +18,7 @@ from hvd_compress.methods.dgc import DGC
 from hvd_compress.methods.float8 import FP8
 from hvd_compress.methods.ms_top_k import MSTopK
 from hvd_compress.methods.one_bit import OneBit
+from hvd_compress.methods.onebit_adam import OneBitAdamCompression
 from hvd_compress.methods.power_sgd import PowerSGD
 from hvd_compress.methods.quantised import QSGD, NaturalCompression, NaturalDithering, TernGrad
 from hvd_compress.methods.random_k import RandomK
@@ -27,6 +28,7 @@ from hvd_compress.methods.sign import EFSignSGD, SignSGD, Signum
 from hvd_compress.methods.sketched import SketchedSGD
 from hvd_compress.methods.threshold import Threshold
 from hvd_compress.methods.top_k import TopK
+from hvd_compress.methods.zero_one_adam import ZeroOneAdamCompression
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ __all__ = [
     "NaturalDithering",
     "NoCompression",
     "OneBit",
+    "OneBitAdamCompression",
     "Partition",
     "PowerSGD",
     "RandomK",
@@ -56,6 +59,7 @@ __all__ = [
     "TernGrad",
     "Threshold",
     "TopK",
+    "ZeroOneAdamCompression",
     "as_compressor",
     "from_environment",
     "method_names",

@@ -1,5 +1,6 @@
 """Local steps before and after an exchange, one file each; the contract is ``chain.Transform``."""
 
+from hvd_compress.transforms.averaged_momentum import averaged_momentum
 from hvd_compress.transforms.clipping import clip_by_local_norm
 from hvd_compress.transforms.error_feedback import error_feedback
 from hvd_compress.transforms.low_pass_memory import low_pass_memory
@@ -11,6 +12,7 @@ from hvd_compress.transforms.momentum import (
 )
 
 __all__ = [
+    "averaged_momentum",
     "clip_by_local_norm",
     "error_feedback",
     "low_pass_memory",

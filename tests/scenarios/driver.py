@@ -23,6 +23,10 @@ _driver: Any = importlib.import_module(f"scenarios.driver_{_MODULES[over]}")
 hvd: Any = _driver.hvd
 #: the framework's Adam
 adam: Any = _driver.adam
+#: this package's optimizer of that name
+onebit_adam: Any = _driver.onebit_adam
+#: a weight of the oracle's in the layout of the framework, and back
+turned: Any = _driver.turned
 
 
 class Run(Protocol):

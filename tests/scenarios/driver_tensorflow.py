@@ -100,5 +100,17 @@ class Run:
 adam = keras.optimizers.Adam
 
 
+def onebit_adam(
+    lr: Any = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, **options: Any
+) -> Any:
+    """With the names of PyTorch's options."""
+    return hvd_keras.OneBitAdam(lr, *betas, eps, **options)
+
+
+def turned(name: str, weight: np.ndarray) -> np.ndarray:
+    """Keras has the layout of the oracle."""
+    return weight
+
+
 def allgather(x: np.ndarray, **options: Any) -> np.ndarray:
     return hvd.allgather(tf.constant(x), **options).numpy()

@@ -71,14 +71,14 @@ class Run:
 
     def weights(self) -> dict[str, np.ndarray]:
         return {
-            name: _turned(name, p.detach().numpy()).copy()
+            name: turned(name, p.detach().numpy()).copy()
             for name, p in zip(self.names, self.model.parameters(), strict=True)
         }
 
     def set_weights(self, weights: dict[str, np.ndarray]) -> None:
         with torch.no_grad():
             for name, p in zip(self.names, self.model.parameters(), strict=True):
-                p.copy_(torch.tensor(_turned(name, weights[name])))
+                p.copy_(torch.tensor(turned(name, weights[name])))
 
     def states(self) -> dict[str, np.ndarray]:
         return {
@@ -88,12 +88,13 @@ class Run:
         }
 
 
-def _turned(name: str, weight: np.ndarray) -> np.ndarray:
+def turned(name: str, weight: np.ndarray) -> np.ndarray:
     """torch.nn.Linear has outputs first."""
     return weight.T if name.startswith("kernel") else weight
 
 
 adam = torch.optim.Adam
+onebit_adam = hvd.OneBitAdam
 
 
 def allgather(x: np.ndarray, **options: Any) -> np.ndarray:

@@ -30,7 +30,11 @@ _horovod = drop_in.load_horovod("horovod.tensorflow.keras", "TensorFlow", regist
 
 
 def __getattr__(name: str) -> Any:
-    """The rest of ``horovod.tensorflow.keras``."""
+    """``OneBitAdam``, which imports Keras 3, and the rest of ``horovod.tensorflow.keras``."""
+    if name == "OneBitAdam":
+        from hvd_compress.tensorflow.keras.onebit_adam import OneBitAdam
+
+        return OneBitAdam
     return drop_in.rest_of(_horovod, name, __name__, "TensorFlow")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ def load_model(
     Raises:
         ConfigError: the model was saved without an optimizer.
     """
+    if keras.__version__.startswith("3"):
+        importlib.import_module("hvd_compress.tensorflow.keras.onebit_adam")  # known from now on
     known = {cls.__name__: cls for cls in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is None:

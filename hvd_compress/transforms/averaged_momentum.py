@@ -1,0 +1,62 @@
+"""Momentum that all ranks share, and of which each sends its own next value (1-bit Adam)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context, State
+from hvd_compress.chain import Transform
+from hvd_compress.errors import ConfigError
+from hvd_compress.schedules import Start, as_start, started
+from hvd_compress.transforms.momentum import check_momentum
+
+
+@dataclasses.dataclass(frozen=True)
+class averaged_momentum(Transform, name="averaged_momentum"):
+    """Average gradients until ``start``, and momenta from then on.
+
+    ::
+
+        before   passes on  g                      u = beta u + (1 - beta) mean(g)
+        after    passes on  beta u + (1 - beta) g  u = mean of what was sent
+
+    The optimizer steps along ``mean(g)`` before, and along ``u`` after.  While nothing is lost on
+    the way, both give the same ``u``.
+
+    State: ``average`` u, equal on all ranks.
+
+    Options:
+        beta: of the moving average.
+        start: a number of exchanges, or ``After("epoch", ...)``.
+
+    Reference: Tang et al., 1-bit Adam, ICML 2021.  Must stand before error feedback: behind it, the
+    residual would be averaged away instead of sent.
+    """
+
+    beta: float = 0.9
+    start: Start = True
+
+    keys = ("average",)
+    per_rank = False
+    before = "residual"
+
+    def __post_init__(self) -> None:
+        if self.beta is None:
+            raise ConfigError("beta must be a number in [0, 1): no optimizer lends one")
+        check_momentum(self.beta)
+        object.__setattr__(self, "start", as_start(self.start))
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        if not started(self.start, context.step, context.epoch):
+            return x, state
+        return self._next(state["average"], x), state
+
+    def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
+        if not started(self.start, context.step, context.epoch):
+            return mean, {"average": self._next(state["average"], mean)}
+        # The mean becomes the gradient, which its owner may clip in place.
+        return mean, {"average": backend_of(mean).copy(mean)}
+
+    def _next(self, average: Array, x: Array) -> Array:
+        return self.beta * average + (1 - self.beta) * x
