@@ -11,7 +11,12 @@ from hvd_compress.config import lookup
 
 _SPARSE = "density=0.01"
 #: options where the defaults are not the budget
-OPTIONS = {"powersgd": "rank=2"}
+OPTIONS = {"powersgd": "rank=2", "sketch": "density=0.001"}
+#: methods that are a part of an optimizer: what this is made with
+PARTNERS = {
+    "OneBitAdam": {"lr": 1e-3, "freeze_step": 60},
+    "ZeroOneAdam": {"lr": 1e-3, "var_freeze_step": 60},
+}
 #: of the learning rate, for methods whose steps do not shrink with the gradient
 RATES = {"signsgd": 0.02, "signum": 0.02}
 #: why a method may stay behind, printed where it does
@@ -23,15 +28,19 @@ REASONS = {
 }
 
 
-def everything() -> list[str]:
-    """All methods that can be named, the dense one first."""
+def everything(partners: bool) -> list[str]:
+    """All methods that can be named, the dense one first; ``partners``: also those that need an
+    optimizer of their own."""
     found = sorted(method_names(), key=lambda name: (name != "none", name))
+    found = [name for name in found if partners or lookup("method", name).partner is None]
     return [":".join(filter(None, (name, _options(name)))) for name in found]
 
 
 def _options(name: str) -> str:
+    if name in OPTIONS:
+        return OPTIONS[name]
     has_density = hasattr(lookup("method", name), "density")
-    return OPTIONS.get(name, _SPARSE if has_density else "")
+    return _SPARSE if has_density else ""
 
 
 def rate(method: str) -> float:

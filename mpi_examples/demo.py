@@ -60,8 +60,9 @@ def horovod_parser(doc: str, models: list[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line, checked, with ``methods`` by what the user called them."""
+def parse(parser: argparse.ArgumentParser, partners: bool = False) -> argparse.Namespace:
+    """The command line, checked, with ``methods`` by what the user called them; ``partners``: the
+    example knows methods that need an optimizer of their own."""
     if parser.parse_args().compression == ["all"]:
         parser.set_defaults(epochs=10, seeds=1)
     options = parser.parse_args()
@@ -69,7 +70,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more")
     if options.compression == ["all"]:
-        options.compression = everything()
+        options.compression = everything(partners)
     try:
         options.methods = {text: _compressor(text, options) for text in options.compression}
     except ConfigError as error:

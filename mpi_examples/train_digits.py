@@ -25,7 +25,7 @@ from hvd_compress.launch import under_horovodrun
 from models import MODELS
 from report import Run
 
-options = parse(horovod_parser(__doc__, sorted(MODELS)))
+options = parse(horovod_parser(__doc__, sorted(MODELS)), partners=True)
 under_horovodrun(options.ranks, options.controller)
 
 # (1) Everything of horovod.torch, plus the compressors.
@@ -44,16 +44,19 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
         raise SystemExit("no full batch for each rank: use a smaller --batch-size")
     model = MODELS[options.model](tuple(x_train.shape[1:]), int(y_train.max()) + 1)
 
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=options.lr * budget.rate(method),
-        momentum=0.9,
-        weight_decay=1e-4,
-        nesterov=True,
-    )
     # (2) The compressor takes the optimizer's momentum over and corrects it.
+    compression = options.methods[method]
+    if compression.partner is None:
+        lr = options.lr * budget.rate(method)
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4, nesterov=True
+        )
+    else:  # 1-bit Adam and the like are an optimizer and a compressor that fit together
+        make = getattr(hvd, compression.partner)
+        optimizer = make(model.parameters(), **budget.PARTNERS[compression.partner])
+        compression = optimizer.compressor()
     optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=options.methods[method]
+        optimizer, named_parameters=model.named_parameters(), compression=compression
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     warmup, total = options.warmup_epochs * len(loader), options.epochs * len(loader)
@@ -80,6 +83,8 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
             optimizer.step()
             schedule.step()
             run.losses.append(loss.item())
+        if hasattr(optimizer, "meet"):  # 0/1 Adam lets ranks step alone for a while
+            optimizer.meet()
         if hvd.rank() == 0:
             run.accuracies.append(accuracy(model, test_set))
             # (4) Exact bytes, counted from the messages.

@@ -58,6 +58,8 @@ class _Composed(Compressor):
         for part in self._parts:
             if not isinstance(part, Compressor):
                 raise ConfigError(f"{part!r} is no compression method: write DGC() or partition()")
+            if part.partner is not None:
+                raise ConfigError(f"{part.name} goes with {part.partner} alone, for all tensors")
         for option in ("momentum", "nesterov", "weight_decay"):
             self._common(option)
         assert all(map(self._with_momentum, self._parts))
