@@ -28,6 +28,7 @@ from hvd_compress.base import (
     Sparse,
     State,
 )
+from hvd_compress.classes import Classes
 from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError
 
@@ -92,6 +93,10 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
     def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
         """Raise ``ConfigError`` unless error feedback may stand before it, for a tensor of that
         shape."""
+
+    def classes(self, d: int, context: Context | None = None) -> Classes:
+        """Constants of what a rank sends of ``d`` elements; ``context`` where they depend on it."""
+        raise NotImplementedError(f"no constants are known for {self!r}")
 
     @property
     def needs_epoch(self) -> bool:

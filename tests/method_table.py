@@ -21,9 +21,11 @@ from hvd_compress import (
     StagedWarmup,
     TernGrad,
     TopK,
+    adaptive_random,
     allgather,
     allreduce,
     alltoall,
+    bernoulli,
     chain,
     clip_by_local_norm,
     contraction,
@@ -106,6 +108,10 @@ ROWS = {
     "signum": Row(Signum(), context=MOMENTUM),
     "efsignsgd": Row(EFSignSGD()),
     "efsignsgd-allgather": Row(EFSignSGD(via="allgather")),
+    "chain-adaptive-random": Row(
+        chain(error_feedback(), via=allgather(adaptive_random(), natural_dithering()))
+    ),
+    "chain-bernoulli": Row(chain(error_feedback(), via=allgather(bernoulli(0.3)))),
     "chain-codes-of-top-k": Row(
         chain(
             momentum_correction(0.9),
