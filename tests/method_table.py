@@ -33,6 +33,7 @@ from hvd_compress import (
     momentum_after_averaging,
     momentum_correction,
     natural_dithering,
+    rounding,
     scaled_sign,
     top_k,
     uniform_dithering,
@@ -122,6 +123,10 @@ ROWS = {
     "chain-contraction": Row(
         chain(error_feedback(), via=alltoall(contraction(uniform_dithering(1, None))))
     ),
+    "chain-rounding": Row(
+        chain(error_feedback(), via=allgather(top_k(0.1), rounding(3.0, biased=True)))
+    ),
+    "chain-rounding-unbiased": Row(chain(via=alltoall(rounding(1.5)))),
     "chain-l2-sign": Row(chain(via=alltoall(scaled_sign("l2")))),
     "chain": Row(
         chain(
