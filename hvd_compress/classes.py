@@ -8,7 +8,10 @@ classes, beside the unbiased ones; see :class:`Classes`.  Operators say what the
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
+
+from hvd_compress.errors import ConfigError
 
 
 class Classes(NamedTuple):
@@ -62,3 +65,50 @@ class Classes(NamedTuple):
 
 #: of what arrives as it was
 IDENTITY = Classes.unbiased(1.0)
+
+
+class EF21Constants(NamedTuple):
+    """Of EF21 with an operator in B3(delta): see :func:`ef21_constants`."""
+
+    theta: float
+    beta: float
+
+
+def ef21_constants(delta: float) -> EF21Constants:
+    """With alpha = 1/delta: ``theta = 1 - sqrt(1 - alpha)``, ``beta = (1 - alpha) / theta``.
+
+    They say how the error of the estimates shrinks by itself, and grows with a step from x to y:
+    E|h' - g(y)|^2 <= (1 - theta) E|h - g(x)|^2 + beta L^2 |y - x|^2.
+
+    >>> ef21_constants(3)
+    EF21Constants(theta=0.18350341907227408, beta=3.6329931618554516)
+    """
+    if not delta >= 1:
+        raise ConfigError(f"delta must be 1 or more; got {delta!r}")
+    alpha = 1 / delta
+    theta = 1 - math.sqrt(1 - alpha)
+    return EF21Constants(theta, (1 - alpha) / theta)
+
+
+def ef21_step_size(
+    delta: float, smoothness: float, mean_smoothness: float | None = None, mu: float | None = None
+) -> float:
+    """The largest step size for which EF21 is proved to converge::
+
+        1 / (L + L~ sqrt(beta / theta))                            to a stationary point
+        min(1 / (L + L~ sqrt(2 beta / theta)), theta / (2 mu))     linearly, by 1 - step * mu
+
+    Args:
+        delta: of what is sent, class B3: ``top_k(0.01).classes(d).delta``.
+        smoothness: L, of the average over the ranks.
+        mean_smoothness: L~, the quadratic mean of the ranks' own; ``None``: as ``smoothness``.
+        mu: of the Polyak-Lojasiewicz condition, for instance of strong convexity.
+
+    Reference: Richtarik, Sokolov and Fatkhullin, NeurIPS 2021.  The step sizes are recalled, not
+    checked against the paper; the inequality of :func:`ef21_constants` is derived.
+    """
+    theta, beta = ef21_constants(delta)
+    tilde = smoothness if mean_smoothness is None else mean_smoothness
+    if mu is None:
+        return 1 / (smoothness + tilde * math.sqrt(beta / theta))
+    return min(1 / (smoothness + tilde * math.sqrt(2 * beta / theta)), theta / (2 * mu))

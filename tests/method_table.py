@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from hvd_compress import (
     BF16,
     DGC,
+    EF21,
     FP8,
     FP16,
     QSGD,
@@ -29,9 +30,11 @@ from hvd_compress import (
     chain,
     clip_by_local_norm,
     contraction,
+    ef21,
     error_feedback,
     momentum_after_averaging,
     momentum_correction,
+    natural,
     natural_dithering,
     rounding,
     scaled_sign,
@@ -109,6 +112,10 @@ ROWS = {
     "signum": Row(Signum(), context=MOMENTUM),
     "efsignsgd": Row(EFSignSGD()),
     "efsignsgd-allgather": Row(EFSignSGD(via="allgather")),
+    "ef21": Row(EF21(density=0.05)),
+    "ef21-later": Row(EF21(density=0.05, start=1, average=0.5)),
+    "ef21-codes": Row(EF21(density=0.1, values=natural())),
+    "chain-ef21-dense": Row(chain(ef21(), via=alltoall(scaled_sign()))),
     "chain-adaptive-random": Row(
         chain(error_feedback(), via=allgather(adaptive_random(), natural_dithering()))
     ),

@@ -13,23 +13,30 @@ from hypothesis.extra.numpy import arrays
 from test_codecs import adversaries, random, through
 
 from hvd_compress import (
+    EF21,
     Context,
     StagedWarmup,
     adaptive_random,
     allgather,
     allreduce,
+    alltoall,
     bernoulli,
     chain,
     codecs,
     contraction,
+    ef21,
+    error_feedback,
     from_config,
     natural,
     natural_dithering,
+    power_sgd,
     random_k,
     rounding,
+    scaled_sign,
     top_k,
     uniform_dithering,
 )
+from hvd_compress.classes import ef21_constants, ef21_step_size
 from hvd_compress.errors import ConfigError
 from hvd_compress.lockstep import World
 
@@ -38,7 +45,7 @@ F4, F8 = np.dtype("float32"), np.dtype("float64")
 # -- selecting operators -----------------------------------------------------------------------
 
 #: what is drawn at random, and how often it takes to see the mean
-DRAWS = 200
+DRAWS = 120
 SELECTING = {
     "top-k": allgather(top_k(0.3)),
     "random-k": allreduce(select=random_k(0.3)),
@@ -324,3 +331,328 @@ def test_rounding_travels_as_configuration(codec):
 def test_bad_options(make, word):
     with pytest.raises(ConfigError, match=word):
         make()
+
+
+# -- EF21 --------------------------------------------------------------------------------------
+
+
+def test_ef21_by_hand():
+    """Top-1 of three elements, one rank: what is sent is added up, and never taken back."""
+    world = World(EF21(density=1 / 3), 1)
+    steps = [
+        ([3, 1, -2], [3, 0, 0]),  # sends the 3
+        ([3, 1, -2], [3, 0, -2]),  # difference (0, 1, -2)
+        ([3, 1, -2], [3, 1, -2]),  # (0, 1, 0): now exact
+        ([1, 2, -2], [1, 1, -2]),  # (-2, 1, 0)
+        ([1, 2, -2], [1, 2, -2]),
+    ]
+    for gradient, expected in steps:
+        (outcome,) = world.exchange([np.array(gradient, F8)])
+        assert outcome.direction.tolist() == expected
+        assert outcome.state["estimate"].tolist() == expected
+        assert outcome.state["mean_estimate"].tolist() == expected
+    assert outcome.mean.tolist() == [0, 1, 0], "what was sent"
+
+
+def test_ef21_from_the_gradients_themselves():
+    world = World(EF21(density=1 / 3, start=1), 2)
+    gradients = [np.array([3.0, 1, -2]), np.array([1.0, 1, 0])]
+    assert world.exchange(gradients)[0].direction.tolist() == [2, 1, -1]
+    # The ranks' differences are (0, 0, 4) and (-2, 1, 0).
+    outcome = world.exchange([np.array([3.0, 1, 2]), np.array([-1.0, 2, 0])])[1]
+    assert outcome.direction.tolist() == [1, 1, 1]
+    assert outcome.state["estimate"].tolist() == [-1, 1, 0]
+
+
+def test_ef21_of_a_moving_average():
+    world = World(EF21(density=1.0, average=0.5), 1)
+    directions = [world.exchange([np.array([x])])[0].direction.tolist() for x in (4.0, 8.0, 0.0)]
+    assert directions == [[2], [5], [2.5]]
+
+
+@pytest.mark.parametrize("values", ["float32", "float16", natural(), rounding(3.0, biased=True)])
+def test_the_mean_estimate_is_the_mean_of_the_estimates(values):
+    world = World(EF21(density=0.2, values=values), 3)
+    numbers = random(0)
+    for _ in range(30):
+        outcomes = world.exchange(list(numbers.standard_normal((3, 40))))
+        states = [outcome.state for outcome in outcomes]
+        mean = np.mean([state["estimate"] for state in states], axis=0)
+        np.testing.assert_allclose(states[0]["mean_estimate"], mean, atol=1e-12)
+        np.testing.assert_array_equal(outcomes[0].direction, states[2]["mean_estimate"])
+    assert world.compressor.per_rank(np.zeros(3)) == {"estimate"}
+
+
+def test_a_spoilt_step_leaves_estimates_alone():
+    world = World(EF21(density=0.5), 2)
+    world.exchange([np.array([1.0, 2]), np.array([3.0, 0])])
+    before = [{k: v.copy() for k, v in state.items()} for state in world.states["tensor"]]
+    outcomes = world.exchange([np.array([1.0, math.nan]), np.zeros(2)])
+    for outcome, old in zip(outcomes, before, strict=True):
+        assert np.isnan(outcome.direction).any()
+        for key, value in old.items():
+            np.testing.assert_array_equal(outcome.state[key], value)
+    assert np.isfinite(world.exchange([np.ones(2)] * 2)[1].direction).all()
+
+
+def test_what_comes_back_is_the_callers():
+    world = World(EF21(density=1.0), 1)
+    world.exchange([np.ones(2)])[0].direction[:] = 7
+    assert world.exchange([np.ones(2)])[0].direction.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: EF21(density=2), "density"),
+        (lambda: EF21(values="int8"), "values"),
+        (lambda: EF21(average=1.0), "average"),
+        (lambda: EF21(start=-1), "start"),
+        (lambda: chain(ef21(), error_feedback(), via=allreduce()), "last"),
+        (lambda: chain(error_feedback(), ef21(), via=allreduce()), "one of them"),
+        (
+            lambda: chain(ef21(), via=allreduce(select=random_k(), unbiased=True)),
+            "unbiased=False",
+        ),
+        (
+            lambda: World(EF21(1.0, values=uniform_dithering(1, None)), 1).exchange([np.ones(99)]),
+            "contraction",
+        ),
+        (lambda: ef21_step_size(0.5, 1.0), "delta"),
+    ],
+)
+def test_what_ef21_refuses(make, word):
+    with pytest.raises(ConfigError, match=word):
+        make()
+
+
+def test_step_sizes_of_ef21_by_hand():
+    """alpha = 1/3: sqrt(2/3) = .8164966."""
+    theta, beta = ef21_constants(3)
+    assert theta == pytest.approx(0.183503, abs=1e-6)
+    assert beta == pytest.approx(3.632993, abs=1e-6)
+    assert math.sqrt(beta / theta) == pytest.approx(4.449490, abs=1e-6)
+    assert ef21_step_size(3, 2.0) == pytest.approx(1 / (2 + 2 * 4.449490))
+    assert ef21_step_size(3, 2.0, 5.0) == pytest.approx(1 / (2 + 5 * 4.449490))
+    assert ef21_step_size(3, 2.0, 5.0, mu=0.1) == pytest.approx(
+        1 / (2 + 5 * math.sqrt(2) * 4.449490), abs=1e-8
+    )
+    assert ef21_step_size(3, 0.01, mu=1.0) == pytest.approx(0.183503 / 2, abs=1e-6)
+    # Everything is sent: gradient descent.
+    assert ef21_constants(1) == (1, 0)
+    assert ef21_step_size(1, 4.0) == 1 / 4
+
+
+# -- rates -------------------------------------------------------------------------------------
+
+HESSIAN = np.array([1, 3.25, 5.5, 7.75, 10])
+
+
+@pytest.mark.parametrize(
+    ("via", "worst", "bound"),
+    [
+        (allgather(top_k(0.2)), 0.90946, 0.98),
+        (allgather(top_k(0.4)), 0.8100, 0.96),
+        (allgather(top_k(0.8)), 0.8100, 0.92),
+        (allgather(rounding(2.0, biased=True)), 0.86224, 1 - 0.1 * 8 / 9),
+    ],
+    ids=repr,
+)
+def test_rates_of_one_node(via, worst, bound):
+    """f = x H x / 2 from x = 1, step 1/L: every step shrinks f by 1 - mu / (delta L) or more."""
+    classes = via.classes(5)
+    assert 1 - 0.1 / classes.delta == pytest.approx(bound)
+    ratios = descend(via, steps=60, rate=1 / 10)
+    assert ratios.max() <= bound
+    assert ratios.max() == pytest.approx(worst, abs=6e-5)
+
+
+def descend(via, steps, rate):
+    """f after / f before, for each step of gradient descent on H."""
+    world, x, ratios = World(chain(via=via), 1), np.ones(5), []
+    for _ in range(steps):
+        before = x @ (HESSIAN * x)
+        x = x - rate * world.exchange([HESSIAN * x])[0].mean
+        ratios.append(x @ (HESSIAN * x) / before)
+    return np.array(ratios)
+
+
+@pytest.mark.parametrize(
+    "via",
+    [
+        *(allgather(rounding(b, biased=True)) for b in (2.0, 3.0, 10.0)),
+        *(allgather(top_k(k / 5)) for k in (1, 3, 5)),
+        allgather(top_k(0.4), rounding(3.0, biased=True)),
+    ],
+    ids=repr,
+)
+def test_rates_by_the_other_classes(via):
+    """Of B1 and B2, with the step 1 / (beta L) and with shorter ones."""
+    alpha, beta, gamma, _, _ = via.classes(5)
+    for part in (1.0, 0.5):
+        ratios = descend(via, 40, part / (10 * beta))
+        gain = part * (2 - part) * 0.1
+        assert ratios.max() <= 1 - gain * alpha / beta**2 + 1e-12
+        assert ratios.max() <= 1 - gain * gamma / beta + 1e-12
+
+
+@pytest.mark.parametrize(
+    "via",
+    [
+        allgather(adaptive_random()),
+        allgather(natural()),
+        allgather(bernoulli(0.5)),
+        allgather(top_k(0.4), natural_dithering(4, None)),
+    ],
+    ids=repr,
+)
+def test_rates_in_expectation(via):
+    """B2 of operators that draw: the mean over many draws of a single step from x = 1."""
+    _, beta, gamma, _, _ = via.classes(5)
+    x, rate = np.ones(5), 1 / (10 * beta)
+    after = x - rate * arrived(via, HESSIAN * x, 500)
+    ratios = (HESSIAN * after**2).sum(1) / HESSIAN.sum()
+    slack = 5 * ratios.std() / np.sqrt(500)
+    assert ratios.mean() - slack <= 1 - gamma / beta * 0.1
+
+
+# -- several nodes: divergence, and what mends it ----------------------------------------------
+
+#: f_i(x) = <a_i, x>^2 + |x|^2 / 4
+ROWS_A = np.array([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]])
+TOP_1 = allgather(top_k(1 / 3))
+
+
+def gradients_at(x):
+    return list(2 * (ROWS_A @ x)[:, None] * ROWS_A + x / 2)
+
+
+def train(method, rate, steps, x):
+    """Iterates of x - rate * direction; float32 values travel, whose error is fed back too."""
+    world, path = World(method, 3), [x]
+    for _ in range(steps):
+        x = x - rate * world.exchange(gradients_at(x))[0].direction
+        path.append(x)
+    return np.array(path)
+
+
+def test_the_example_of_divergence():
+    """Every f_i is strongly convex, and Top-1 goes uphill at any step size."""
+    np.testing.assert_allclose(gradients_at(np.ones(3))[0], np.array([-11, 9, 9]) / 2)
+    hessian = np.mean([2 * np.outer(a, a) + np.eye(3) / 2 for a in ROWS_A], axis=0)
+    np.testing.assert_allclose(np.linalg.eigvalsh(hessian), [7 / 6, 103 / 6, 103 / 6])
+    for rate in (0.05, 0.005):
+        path = train(chain(via=TOP_1), rate, 30, np.ones(3))
+        expected = (1 + 11 * rate / 6) ** np.arange(31)
+        np.testing.assert_allclose(path, np.tile(expected[:, None], 3), rtol=1e-5)
+    path = train(chain(via=TOP_1), 0.05, 3, np.ones(3))
+    np.testing.assert_allclose(path[1:, 0], [1.0916667, 1.1917361, 1.3009786], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "rate", "norm"),
+    [
+        (chain(error_feedback(), via=TOP_1), 0.005, 4.93e-3),
+        (chain(error_feedback(), via=TOP_1), 0.01, 1.271e-5),
+        (chain(error_feedback(), via=TOP_1), 0.02, 6.35e-11),
+        (chain(error_feedback(), via=TOP_1), 0.05, 2.7e-32),
+        (EF21(density=1 / 3, start=1), 0.005, 4.82e-3),
+        (EF21(density=1 / 3, start=1), 0.01, 1.216e-5),
+        (EF21(density=1 / 3, start=1), 0.02, 5.83e-11),
+    ],
+    ids=lambda value: value.transforms[0].name if hasattr(value, "transforms") else str(value),
+)
+def test_feedback_mends_it(method, rate, norm):
+    path = train(method, rate, 1000, np.ones(3))
+    assert np.linalg.norm(path[-1]) == pytest.approx(norm, rel=0.02)
+
+
+def test_ef21_converges_at_its_step_size():
+    smoothness, tilde = 103 / 6, np.sqrt(np.mean([(2 * a @ a + 0.5) ** 2 for a in ROWS_A]))
+    rate = ef21_step_size(3, smoothness, tilde, mu=7 / 6)
+    path = train(EF21(density=1 / 3, start=1), rate, 800, np.ones(3))
+    norms = np.linalg.norm(path, axis=1)
+    # The theorem is about f, which falls by (1 - rate mu) a step or more; the norm by its root.
+    assert norms[-1] <= 2 * (1 - rate * 7 / 6) ** 400 * np.sqrt(103 / 7)
+
+
+LEAVING_OUT = [
+    allgather(top_k(0.1)),
+    allgather(top_k(0.1), "float16"),
+    allgather(top_k(0.1), natural()),
+    allgather(rounding(3.0, biased=True)),
+    allgather(contraction(uniform_dithering(1, None))),
+    allgather(adaptive_random()),
+    allgather(bernoulli(0.2)),
+    allreduce(select=random_k(0.1)),
+    alltoall(scaled_sign()),
+    power_sgd(rank=1),
+]
+
+
+@pytest.mark.parametrize("via", LEAVING_OUT, ids=repr)
+def test_the_virtual_iterate_takes_plain_steps(via):
+    """x~ = x - mean residual obeys x~ <- x~ - rate * mean gradient, whatever is left out when and
+    however the rate changes, if steps are exchanged: rate * gradient."""
+    numbers, ranks = random(0), 3
+    world, x = World(chain(error_feedback(), via=via), ranks), numbers.standard_normal((5, 8))
+    virtual = x.copy()
+    for step in range(25):
+        rate = 0.1 / (1 + step)
+        gradients = numbers.standard_normal((ranks, 5, 8)) + x
+        outcomes = world.exchange(list(rate * gradients))
+        x = x - outcomes[0].mean
+        virtual = virtual - rate * gradients.mean(0)
+        states = [outcome.state for outcome in outcomes]
+        waiting = np.mean([state["residual"] for state in states], axis=0)
+        # What the owners of stripes keep is in units of the sum.
+        waiting = waiting + sum(state.get("owner_residual", 0) for state in states) / ranks
+        np.testing.assert_allclose(x - waiting.reshape(5, 8), virtual, atol=1e-12)
+    assert np.abs(waiting).max() > 1e-4
+
+
+def test_units_of_steps_and_of_gradients():
+    """The same at a constant rate; when it halves, gradient units apply half of what waits."""
+    numbers = random(1).standard_normal((12, 2, 20))
+    method = chain(error_feedback(), via=allgather(top_k(0.1)))
+    by_step, by_gradient = World(method, 2), World(method, 2)
+    for gradients in numbers:
+        ours = 0.25 * by_gradient.exchange(list(gradients))[0].mean
+        theirs = by_step.exchange(list(0.25 * gradients))[0].mean
+        np.testing.assert_array_equal(ours, theirs)
+    # Then nothing but what waits, at half the rate.
+    waiting = np.mean([state["residual"] for state in by_gradient.states["tensor"]], axis=0)
+    zeros = [np.zeros(20)] * 2
+    ours = sum(0.125 * by_gradient.exchange(zeros)[0].mean for _ in range(10))
+    theirs = sum(by_step.exchange(zeros)[0].mean for _ in range(10))
+    assert np.abs(waiting).max() > 1
+    np.testing.assert_allclose(ours, 0.125 * waiting, rtol=1e-6)
+    np.testing.assert_allclose(theirs, 0.25 * waiting, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "via",
+    [
+        allgather(top_k(0.1)),
+        allgather(top_k(0.1), contraction(natural_dithering(4, None))),
+        allgather(rounding(2.0, biased=True)),
+        allreduce(select=random_k(0.5)),
+        allgather(contraction(uniform_dithering(1, None))),
+    ],
+    ids=repr,
+)
+def test_a_shared_minimiser_is_reached_linearly(via):
+    """D = 0 and C = 0: least squares of two ranks that one x solves, with a constant step."""
+    numbers = random(2)
+    truth = numbers.standard_normal(20)
+    data = numbers.standard_normal((2, 40, 20)) / np.sqrt(40)
+    smoothness = np.linalg.eigvalsh(np.einsum("ria,rib->ab", data, data) / 2).max()
+    world, x = World(chain(error_feedback(), via=via), 2), np.zeros(20)
+    errors = []
+    for _ in range(500):
+        gradients = [a.T @ (a @ (x - truth)) for a in data]
+        x = x - world.exchange([gradient / (4 * smoothness) for gradient in gradients])[0].mean
+        errors.append(np.linalg.norm(x - truth))
+    first, half, end = errors[50], errors[275], errors[-1]
+    assert half < first / 50
+    assert end < half / 50, "no floor in sight"

@@ -11,6 +11,7 @@ from hvd_compress.config import build, lookup
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods.dense import BF16, FP16, NoCompression
 from hvd_compress.methods.dgc import DGC
+from hvd_compress.methods.ef21 import EF21
 from hvd_compress.methods.float8 import FP8
 from hvd_compress.methods.one_bit import OneBit
 from hvd_compress.methods.power_sgd import PowerSGD
@@ -22,6 +23,7 @@ from hvd_compress.methods.top_k import TopK
 __all__ = [
     "BF16",
     "DGC",
+    "EF21",
     "FP8",
     "FP16",
     "QSGD",

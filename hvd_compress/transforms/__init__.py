@@ -1,6 +1,7 @@
 """Local steps before and after an exchange, one file each; the contract is ``chain.Transform``."""
 
 from hvd_compress.transforms.clipping import clip_by_local_norm
+from hvd_compress.transforms.ef21 import ef21
 from hvd_compress.transforms.error_feedback import error_feedback
 from hvd_compress.transforms.majority_vote import majority_vote
 from hvd_compress.transforms.momentum import (
@@ -11,6 +12,7 @@ from hvd_compress.transforms.momentum import (
 
 __all__ = [
     "clip_by_local_norm",
+    "ef21",
     "error_feedback",
     "majority_vote",
     "momentum_after_averaging",
