@@ -80,8 +80,9 @@ def ef21_constants(delta: float) -> EF21Constants:
     They say how the error of the estimates shrinks by itself, and grows with a step from x to y:
     E|h' - g(y)|^2 <= (1 - theta) E|h - g(x)|^2 + beta L^2 |y - x|^2.
 
-    >>> ef21_constants(3)
-    EF21Constants(theta=0.18350341907227408, beta=3.6329931618554516)
+    >>> theta, beta = ef21_constants(3)
+    >>> f"{theta:.6f} {beta:.6f}"
+    '0.183503 3.632993'
     """
     if not delta >= 1:
         raise ConfigError(f"delta must be 1 or more; got {delta!r}")
