@@ -28,8 +28,12 @@ from hvd_compress.base import (
     Sparse,
     State,
 )
+from hvd_compress.classes import Classes
 from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError
+
+#: keys of what later messages make up for: what a message leaves out must not be more than it had
+_FED_BACK = frozenset({"residual", "estimate"})
 
 
 class Transform(Configurable, kind="block"):
@@ -41,10 +45,14 @@ class Transform(Configurable, kind="block"):
     needs_gradient_norm: ClassVar[bool] = False
     #: what is remembered differs between ranks
     per_rank: ClassVar[bool] = True
+    #: but for these keys, which are equal on all ranks
+    shared: ClassVar[tuple[str, ...]] = ()
     #: applies the optimizer's momentum
     takes_momentum: ClassVar[bool] = False
     #: must not stand behind a transform that keeps this key
     before: ClassVar[str | None] = None
+    #: passes on something that is no gradient, so no transform may stand behind it
+    last: ClassVar[bool] = False
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         """Before the exchange.  Never changes ``x`` or the old state in place: if a rank reports
@@ -93,6 +101,10 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
         """Raise ``ConfigError`` unless error feedback may stand before it, for a tensor of that
         shape."""
 
+    def classes(self, d: int, context: Context | None = None) -> Classes:
+        """Constants of what a rank sends of ``d`` elements; ``context`` where they depend on it."""
+        raise NotImplementedError(f"no constants are known for {self!r}")
+
     @property
     def needs_epoch(self) -> bool:
         return False
@@ -119,8 +131,16 @@ class Chain(Compressor, name="chain"):
                     f"{transform.name} must stand before what keeps a {transform.before!r}, or it "
                     "would act on what waits again at every step"
                 )
-        if self.via.unbiased and "residual" in keys:
+        for transform in self.transforms[:-1]:
+            if transform.last:
+                raise ConfigError(
+                    f"{transform.name} must be the last transform: those behind it would see what "
+                    "is new about a gradient instead of a gradient"
+                )
+        if not _FED_BACK.isdisjoint(keys) and self.via.unbiased:
             raise ConfigError("error feedback needs elements as they are: unbiased=False")
+        if _FED_BACK.issubset(keys):
+            raise ConfigError("error_feedback and ef21 do the same in two ways: take one of them")
         if twice := {key for key in keys if keys.count(key) > 1}:
             raise ConfigError(f"two blocks of one chain keep a {twice.pop()!r}")
 
@@ -154,7 +174,9 @@ class Chain(Compressor, name="chain"):
         return next((t for t in self.transforms if t.takes_momentum), None)
 
     def per_rank(self, gradient: Array) -> frozenset[str]:
-        return frozenset(key for part in self._parts if part.per_rank for key in part.keys)
+        shared = {key for transform in self.transforms for key in transform.shared}
+        keys = (key for part in self._parts if part.per_rank for key in part.keys)
+        return frozenset(keys) - shared
 
     def init(self, gradient: Array) -> State:
         xp = backend_of(gradient)
@@ -176,7 +198,7 @@ class Chain(Compressor, name="chain"):
 
         own = {key: state[key] for key in self.via.keys}
         context = context._replace(dtype=xp.dtype(gradient), shape=xp.shape(gradient))
-        if "residual" in state:
+        if not _FED_BACK.isdisjoint(state):
             self.via.check_feedback(context.shape, context)
         met = yield from self.via.meet(x, own, context)
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from hvd_compress import (
     BF16,
     DGC,
+    EF21,
     FP8,
     FP16,
     QSGD,
@@ -30,16 +31,21 @@ from hvd_compress import (
     Threshold,
     TopK,
     ZeroOneAdamCompression,
+    adaptive_random,
     allgather,
     allreduce,
     alltoall,
+    bernoulli,
     chain,
     clip_by_local_norm,
     contraction,
+    ef21,
     error_feedback,
     momentum_after_averaging,
     momentum_correction,
+    natural,
     natural_dithering,
+    rounding,
     scaled_sign,
     top_k,
     uniform_dithering,
@@ -145,6 +151,14 @@ ROWS = {
     "zero-one-adam": Row(
         ZeroOneAdamCompression(var_update_scaler=1, min_size=0), context={"went_in": plain_feedback}
     ),
+    "ef21": Row(EF21(density=0.05)),
+    "ef21-later": Row(EF21(density=0.05, start=1, average=0.5)),
+    "ef21-codes": Row(EF21(density=0.1, values=natural())),
+    "chain-ef21-dense": Row(chain(ef21(), via=alltoall(scaled_sign()))),
+    "chain-adaptive-random": Row(
+        chain(error_feedback(), via=allgather(adaptive_random(), natural_dithering()))
+    ),
+    "chain-bernoulli": Row(chain(error_feedback(), via=allgather(bernoulli(0.3)))),
     "chain-codes-of-top-k": Row(
         chain(
             momentum_correction(0.9),
@@ -155,6 +169,10 @@ ROWS = {
     "chain-contraction": Row(
         chain(error_feedback(), via=alltoall(contraction(uniform_dithering(1, None))))
     ),
+    "chain-rounding": Row(
+        chain(error_feedback(), via=allgather(top_k(0.1), rounding(3.0, biased=True)))
+    ),
+    "chain-rounding-unbiased": Row(chain(via=alltoall(rounding(1.5)))),
     "chain-l2-sign": Row(chain(via=alltoall(scaled_sign("l2")))),
     "chain": Row(
         chain(

@@ -62,6 +62,8 @@ def test_digits(tmp_path, example):
         ("allreduce_steps", "--algorithms", "rong", "invalid choice"),
         ("allreduce_steps", "--ranks", "0", "--ranks must be 1 to 32"),
         ("sparse_allgather", "--density", "1.5", "--density must be 0 to 1"),
+        ("biased_compression", "--rates", "-1", "--l2 and --rates must be positive"),
+        ("biased_compression", "--density", "0", "--density must be in"),
         ("cost_model", "--bytes", "0", "--bytes and --predict must be 4"),
     ],
 )
@@ -230,3 +232,30 @@ def test_cost_model(tmp_path):
     assert sum("fastest" in row for row in rows) == 2
     assert sum("chosen" in row for row in rows) == 2
     assert picture.read_bytes().startswith(PNG)
+
+
+@pytest.mark.timeout(150)
+def test_biased_compression(tmp_path):
+    picture = tmp_path / "biased.png"
+    options = ["--ranks", "2", "--steps", "60", "--rates", "8", "--output", str(picture)]
+    tables = []
+    for more in ([], ["--mpi"]):
+        command = [sys.executable, str(EXAMPLES / "biased_compression.py"), *options, *more]
+        _, output = jobs.run(command, timeout=140)
+        lines = [line.split() for line in output.splitlines() if re.search(r"\de-\d\d ", line)]
+        tables.append({" ".join(line[:-10]): line[-10:] for line in lines})
+        assert picture.read_bytes().startswith(PNG)
+        picture.unlink()
+    assert tables[0] == tables[1], "the same, bit for bit, in lockstep and over MPI"
+    rows = tables[0]
+    assert len(rows) == 12
+    # Bytes a step: a frame is a header of 16 bytes, indices, values, and padding to 8 bytes.
+    sent = {name: int(row[1].replace(",", "")) for name, row in rows.items()}
+    assert sent["dense"] == 4 * 650
+    assert sent["EF top-k"] == 16 + 33 * 8
+    assert sent["EF top-k + dithering"] == 16 + 33 * 4 + 28  # norm and 33 digits: 21, padded
+    assert sent["EF random-k"] == 33 * 4
+    to_a_hundredth = {name: float(row[2].replace("-", "inf")) for name, row in rows.items()}
+    assert to_a_hundredth["EF top-k + dithering"] < to_a_hundredth["EF top-k"]
+    assert to_a_hundredth["EF top-k"] < to_a_hundredth["natural compression"]
+    assert to_a_hundredth["natural compression"] < to_a_hundredth["dense"]

@@ -13,6 +13,7 @@ import numpy as np
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregator, Met
+from hvd_compress.classes import Classes
 from hvd_compress.codecs import Codec
 from hvd_compress.config import check_choice
 from hvd_compress.operators import Selector, random_k, top_k
@@ -74,6 +75,21 @@ class allgather(Aggregator, name="allgather"):
             self.select.for_shape(shape).check_feedback(n)
         elif isinstance(self.values, Codec):
             self.values.check_feedback(self.select.count(n, context) or n)
+
+    def classes(self, d: int, context: Context | None = None) -> Classes:
+        """Of the operator, of the codec, or of the one followed by the other: codes of top-k have
+        alpha k/d times the codec's, its beta, and d/k times its delta.  Rounding float64 to float32
+        is not counted."""
+        if isinstance(self.select, Codec):
+            return self.select.classes(d)
+        if self.values == "float16":
+            raise NotImplementedError("float16 has no constants: it loses what is below 2^-25")
+        if not isinstance(self.values, Codec):
+            return self.select.classes(d, context)
+        context = context or Context()
+        k = self.select.count(d, context)
+        codes = self.values.classes(d if k is None else k)
+        return codes if k == d else codes.after_selecting(self.select.kept(d, context))
 
     def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
         if isinstance(self.select, Codec):

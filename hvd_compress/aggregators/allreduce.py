@@ -9,6 +9,7 @@ from typing import Any
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregator, Met
+from hvd_compress.classes import IDENTITY, Classes
 from hvd_compress.config import check_choice
 from hvd_compress.operators import random_k
 
@@ -41,6 +42,17 @@ class allreduce(Aggregator, name="allreduce"):
     @property
     def needs_epoch(self) -> bool:
         return self.select is not None and self.select.needs_epoch
+
+    def classes(self, d: int, context: Context | None = None) -> Classes:
+        """Scaled by d/k, what is selected is unbiased, and its second moment exactly d/k."""
+        if self.wire in ("float16", "bfloat16"):
+            return super().classes(d, context)
+        if self.select is None:
+            return IDENTITY
+        if not self.unbiased:
+            return self.select.classes(d, context)
+        zeta = 1 / self.select.kept(d, context or Context())
+        return Classes.unbiased(zeta, alpha=zeta)
 
     def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
         xp = backend_of(x)

@@ -1,12 +1,14 @@
 """Codecs: the values of an array in few bits, one family a file."""
 
-from hvd_compress.codecs.base import Classes, Codec
+from hvd_compress.classes import Classes
+from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.contraction import contraction
 from hvd_compress.codecs.exponential import exponential_dithering, natural, natural_dithering
 from hvd_compress.codecs.floats import float8
 from hvd_compress.codecs.one_bit import column_means
 from hvd_compress.codecs.plus_minus import plus_minus
 from hvd_compress.codecs.qsgd import uniform_dithering
+from hvd_compress.codecs.rounding import rounding
 from hvd_compress.codecs.sign import scaled_sign, sign
 from hvd_compress.codecs.ternary import ternary
 
@@ -20,6 +22,7 @@ __all__ = [
     "natural",
     "natural_dithering",
     "plus_minus",
+    "rounding",
     "scaled_sign",
     "sign",
     "ternary",

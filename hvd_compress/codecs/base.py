@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 import abc
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
+from hvd_compress.classes import Classes
 from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError
-
-
-class Classes(NamedTuple):
-    """Constants of an operator C on R^d, as Beznosikov et al. (JMLR 2023) define them::
-
-        B1  alpha |x|^2 <= E|C(x)|^2 <= beta <E C(x), x>
-        B2  max(gamma |x|^2, E|C(x)|^2 / beta) <= <E C(x), x>
-        B3  E|C(x) - x|^2 <= (1 - 1/delta) |x|^2
-        U   E C(x) = x  and  E|C(x)|^2 <= zeta |x|^2
-
-    ``None``: the operator is not in that class, whatever the constant.  Of an operator in U,
-    ``delta`` is that of C / zeta, the scaling that error feedback needs.
-    """
-
-    alpha: float
-    beta: float
-    gamma: float
-    delta: float | None = None
-    zeta: float | None = None
-
-    @classmethod
-    def unbiased(cls, zeta: float, alpha: float = 1.0) -> Classes:
-        """Of an operator in U(zeta) whose second moment is at least ``alpha`` |x|^2."""
-        return cls(alpha, zeta, 1.0, zeta, zeta)
 
 
 class Codec(Configurable, abc.ABC, kind="block"):

@@ -15,6 +15,7 @@ from hvd_compress.methods.adaptive import AdaptiveThreshold
 from hvd_compress.methods.composed import MomentumAfter, Partition, Switch, partition, rule, switch
 from hvd_compress.methods.dense import BF16, FP16, NoCompression
 from hvd_compress.methods.dgc import DGC
+from hvd_compress.methods.ef21 import EF21
 from hvd_compress.methods.float8 import FP8
 from hvd_compress.methods.ms_top_k import MSTopK
 from hvd_compress.methods.one_bit import OneBit
@@ -35,6 +36,7 @@ _log = logging.getLogger(__name__)
 __all__ = [
     "BF16",
     "DGC",
+    "EF21",
     "FP8",
     "FP16",
     "QSGD",

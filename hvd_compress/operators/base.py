@@ -6,6 +6,7 @@ import abc
 from typing import ClassVar
 
 from hvd_compress.base import Array, Context, State
+from hvd_compress.classes import IDENTITY, Classes
 from hvd_compress.config import Configurable
 
 
@@ -36,3 +37,13 @@ class Selector(Configurable, abc.ABC, kind="block"):
     def pick(self, x: Array, k: int | None, state: State, context: Context) -> tuple[Array, State]:
         """The same for operators with a state, which is handed in and out, never changed."""
         return self.select(x, k, context), state
+
+    def kept(self, d: int, context: Context) -> float:
+        """The share of |x|^2 that the picked ones of ``d`` elements have, in expectation, at least
+        and whatever x is."""
+        raise NotImplementedError(f"no constants are known for {self.name}")
+
+    def classes(self, d: int, context: Context | None = None) -> Classes:
+        """Constants in d dimensions, for what is picked and sent as it is; ``context`` where the
+        density is a schedule."""
+        return IDENTITY.after_selecting(self.kept(d, context or Context()))

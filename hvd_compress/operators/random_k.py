@@ -52,6 +52,10 @@ class random_k(Selector, name="random_k"):
     def count(self, n: int, context: Context) -> int:
         return count(n, density_at(self.density, context.step, context.epoch))
 
+    def kept(self, d: int, context: Context) -> float:
+        """k/d: every element is drawn with that probability."""
+        return self.count(d, context) / d
+
     def select(self, x: Array, k: int | None, context: Context) -> Array:
         """Ascending indices (int64) of ``k`` elements of the flat array ``x``."""
         xp = backend_of(x)

@@ -53,6 +53,10 @@ class top_k(Selector, name="top_k"):
         """How many of ``n`` elements are sent, the same on all ranks."""
         return count(n, density_at(self.density, context.step, context.epoch))
 
+    def kept(self, d: int, context: Context) -> float:
+        """k/d: the k largest have at least their share; exactly that if all are equally large."""
+        return self.count(d, context) / d
+
     def select(self, x: Array, k: int | None, context: Context) -> Array:
         """Ascending indices (int64) of ``k`` elements of the flat array ``x``."""
         assert k is not None

@@ -1,0 +1,115 @@
+"""How much an operator changes a vector, and what that allows: classes, rates, step sizes.
+
+An operator C maps a vector of d elements to what arrives of it.  Beznosikov, Horvath, Richtarik and
+Safaryan ("On Biased Compression for Distributed Learning", JMLR 2023) put operators in three
+classes, beside the unbiased ones; see :class:`Classes`.  Operators say what they are by
+``classes(d)``: codecs, selecting operators and the aggregators that put the two together.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from hvd_compress.errors import ConfigError
+
+
+class Classes(NamedTuple):
+    """Constants of an operator C on R^d, as Beznosikov et al. (JMLR 2023) define them::
+
+        B1  alpha |x|^2 <= E|C(x)|^2 <= beta <E C(x), x>
+        B2  max(gamma |x|^2, E|C(x)|^2 / beta) <= <E C(x), x>
+        B3  E|C(x) - x|^2 <= (1 - 1/delta) |x|^2
+        U   E C(x) = x  and  E|C(x)|^2 <= zeta |x|^2
+
+    ``None``: the operator is not in that class, whatever the constant.  Of an operator in U,
+    ``delta`` is that of C / zeta, the scaling that error feedback needs.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+    delta: float | None = None
+    zeta: float | None = None
+
+    @classmethod
+    def unbiased(cls, zeta: float, alpha: float = 1.0) -> Classes:
+        """Of an operator in U(zeta) whose second moment is at least ``alpha`` |x|^2."""
+        return cls(alpha, zeta, 1.0, zeta, zeta)
+
+    @property
+    def own_delta(self) -> float | None:
+        """``delta`` of C as it is, unscaled: an operator in U has E|C(x) - x|^2 <= (zeta - 1)|x|^2,
+        which is less than |x|^2 only for zeta < 2."""
+        if self.zeta is None:
+            return self.delta
+        return 1 / (2 - self.zeta) if self.zeta < 2 else None
+
+    def after_selecting(self, share: float) -> Classes:
+        """Of this operator applied to some elements only, which keep ``share`` of |x|^2 or more in
+        expectation, while the others become zero::
+
+            <C(x), x> = <D(y), y>   and   |C(x) - x|^2 = |D(y) - y|^2 + |x|^2 - |y|^2
+
+        for D this operator and y what was selected.  ``delta`` is that of D as it is; that of D
+        scaled by 1 / zeta is what ``contraction(D)`` has.
+        """
+        delta = self.own_delta
+        return Classes(
+            self.alpha * share,
+            self.beta,
+            self.gamma * share,
+            None if delta is None else delta / share,
+        )
+
+
+#: of what arrives as it was
+IDENTITY = Classes.unbiased(1.0)
+
+
+class EF21Constants(NamedTuple):
+    """Of EF21 with an operator in B3(delta): see :func:`ef21_constants`."""
+
+    theta: float
+    beta: float
+
+
+def ef21_constants(delta: float) -> EF21Constants:
+    """With alpha = 1/delta: ``theta = 1 - sqrt(1 - alpha)``, ``beta = (1 - alpha) / theta``.
+
+    They say how the error of the estimates shrinks by itself, and grows with a step from x to y:
+    E|h' - g(y)|^2 <= (1 - theta) E|h - g(x)|^2 + beta L^2 |y - x|^2.
+
+    >>> theta, beta = ef21_constants(3)
+    >>> f"{theta:.6f} {beta:.6f}"
+    '0.183503 3.632993'
+    """
+    if not delta >= 1:
+        raise ConfigError(f"delta must be 1 or more; got {delta!r}")
+    alpha = 1 / delta
+    theta = 1 - math.sqrt(1 - alpha)
+    return EF21Constants(theta, (1 - alpha) / theta)
+
+
+def ef21_step_size(
+    delta: float, smoothness: float, mean_smoothness: float | None = None, mu: float | None = None
+) -> float:
+    """The largest step size for which EF21 is proved to converge::
+
+        1 / (L + L~ sqrt(beta / theta))                            to a stationary point
+        min(1 / (L + L~ sqrt(2 beta / theta)), theta / (2 mu))     linearly, by 1 - step * mu
+
+    Args:
+        delta: of what is sent, class B3: ``top_k(0.01).classes(d).delta``.
+        smoothness: L, of the average over the ranks.
+        mean_smoothness: L~, the quadratic mean of the ranks' own; ``None``: as ``smoothness``.
+        mu: of the Polyak-Lojasiewicz condition, for instance of strong convexity.
+
+    Reference: Richtarik, Sokolov and Fatkhullin, NeurIPS 2021.  The step sizes are recalled, not
+    checked against the paper; the inequality of :func:`ef21_constants` is derived.
+    """
+    theta, beta = ef21_constants(delta)
+    tilde = smoothness if mean_smoothness is None else mean_smoothness
+    if mu is None:
+        return 1 / (smoothness + tilde * math.sqrt(beta / theta))
+    return min(1 / (smoothness + tilde * math.sqrt(2 * beta / theta)), theta / (2 * mu))

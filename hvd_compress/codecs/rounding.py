@@ -1,0 +1,119 @@
+"""Rounding to levels: the powers of a base, or any given ones (Beznosikov et al., JMLR 2023)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import numpy as np
+
+from hvd_compress.classes import Classes
+from hvd_compress.codecs.base import Codec
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError
+from hvd_compress.wire.fields import digits_size, pack_digits, unpack_digits
+
+#: the range of normal float32
+_LEAST, _MOST = 2.0**-126, float(np.finfo(np.float32).max)
+
+
+@dataclasses.dataclass(frozen=True)
+class rounding(Codec, name="rounding"):
+    """``sign(x) * a``, where a is one of the two levels beside |x|; zero stays zero.
+
+    Unbiased, it draws one of the two so that the expectation is x; biased, it takes the nearer one
+    (of two equally near, the lower).  :class:`natural` is the case of base 2, with fields of its
+    own on the wire.
+
+    Sent: the number of the level and the sign as one digit, about log2(2 m + 1) bits an element
+    for m levels; the levels themselves are options, and do not travel.
+
+    Below the lowest level a_1 it is a choice between a_1 and zero.  Beyond the highest, a biased
+    one sends the highest, for error feedback to make up; an unbiased one, which has nothing true
+    to say there, sends Inf.  The constants hold where all elements are zero or between the ends.
+
+    Options:
+        base: levels are its powers, as far as float32 has them: 254 of base 2.  1.0055, the least,
+            has 32 thousand of them.
+        levels: positive numbers, ascending, instead of powers.
+        biased: see above.
+    """
+
+    base: float = 2.0
+    levels: tuple[float, ...] | None = None
+    biased: bool = False
+
+    def __post_init__(self) -> None:
+        base, levels = self.base, self.levels
+        check_choice("biased", self.biased, (True, False))
+        if isinstance(base, bool) or not isinstance(base, int | float) or not 1.0055 <= base < 1e9:
+            raise ConfigError(f"base must be from 1.0055 to 1e9; got {base!r}")
+        if levels is None:
+            return
+        object.__setattr__(self, "levels", tuple(levels))
+        numbers = np.asarray(self.levels, np.float32)
+        if not 2 <= numbers.size <= 32766 or not (np.diff(numbers) > 0).all():
+            raise ConfigError("levels must be 2 to 32766 ascending numbers, distinct in float32")
+        if not numbers[0] >= _LEAST or not np.isfinite(numbers).all():
+            raise ConfigError("levels must be positive, and within the normal range of float32")
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return not self.biased
+
+    @functools.cached_property
+    def _ladder(self) -> np.ndarray:
+        """Zero, the levels and, where it can come to that, Inf; as float32 has them."""
+        levels = self.levels
+        if levels is None:
+            lowest = math.ceil(math.log(_LEAST, self.base) - 1e-9)
+            highest = math.floor(math.log(_MOST, self.base) + 1e-9)
+            levels = tuple(float(self.base) ** k for k in range(lowest, highest + 1))
+            levels = tuple(level for level in levels if _LEAST <= level <= _MOST)
+        end = () if self.biased else (np.inf,)
+        return np.array([0.0, *levels, *end], np.float32)
+
+    @functools.cached_property
+    def _digits(self) -> int:
+        """How many digits there are, or the next power of two where that is packed as tightly."""
+        count = 2 * self._ladder.size - 1
+        return min((1 << count.bit_length(), count), key=lambda base: digits_size(10**4, base))
+
+    def size(self, n: int, dtype: np.dtype) -> int:
+        return digits_size(n, self._digits)
+
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        ladder = self._ladder.astype(np.float64)
+        top = ladder.size - 1
+        size = np.abs(x).astype(np.float64)
+        low = np.minimum(np.searchsorted(ladder, size, side="right") - 1, top - 1)
+        below, above = ladder[low], ladder[low + 1]
+        if self.biased:
+            up = size - below > above - size
+        else:  # what is beyond the last level is infinitely far from Inf, but not worth less
+            with np.errstate(invalid="ignore"):
+                part = np.where(np.isinf(above), size > below, (size - below) / (above - below))
+            up = random.random(x.size) < part
+        digits = np.where(x < 0, top - low - up, top + low + up)
+        return pack_digits(digits.astype(np.uint16), self._digits)
+
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+        ladder = self._ladder
+        table = np.full(self._digits, np.nan, dtype)
+        table[: 2 * ladder.size - 1] = np.concatenate([-ladder[:0:-1], ladder])
+        return table[unpack_digits(code, n, self._digits)]
+
+    def classes(self, d: int) -> Classes:
+        """By the largest quotient r of neighbours, of powers the base.
+
+        Unbiased: zeta = (r + 1/r + 2) / 4.  Biased: between a and r a, alpha = (2 / (1 + r))^2,
+        beta = 2 r / (1 + r), gamma = 2 / (1 + r), delta = (1 + r)^2 / (4 r).
+        """
+        r = float(self.base)
+        if self.levels is not None:
+            r = max(high / low for low, high in itertools.pairwise(self.levels))
+        if not self.biased:
+            return Classes.unbiased((r + 1 / r + 2) / 4)
+        return Classes(4 / (1 + r) ** 2, 2 * r / (1 + r), 2 / (1 + r), (1 + r) ** 2 / (4 * r))

@@ -1,0 +1,77 @@
+"""EF21 (Richtarik, Sokolov, Fatkhullin; NeurIPS 2021, arXiv 2106.05203)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from hvd_compress import operators
+from hvd_compress.aggregators import allgather, dense_until
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Chain, Transform, chain
+from hvd_compress.codecs import Codec
+from hvd_compress.errors import ConfigError
+from hvd_compress.methods._chained import Chained
+from hvd_compress.schedules import Density, Start, as_start, by_epoch
+from hvd_compress.transforms import ef21, moving_average
+
+
+@dataclasses.dataclass(frozen=True)
+class EF21(Chained, name="ef21"):
+    """Send the largest changes of the gradient, add them to an estimate that all ranks share.
+
+    On each rank, for C = top-k::
+
+        send c = C(g - h);   h = h + c
+        G = G + sum of what all ranks sent / N
+
+    The optimizer steps along G, the average of all h; its momentum and weight decay act there.
+
+    State: ``estimate`` h, and ``mean_estimate`` G, equal on all ranks.  Sent: k values and k int32
+    indices a tensor.  Where gradients are exact, it converges to the minimum itself with a constant
+    step, which error feedback does only as the step shrinks; see ``transforms/ef21.py``, and
+    :func:`hvd_compress.classes.ef21_step_size`.
+
+    Options:
+        density: fraction of elements to send, or a schedule.
+        selection: "sampled" or "exact"; the same elements, found in two ways.
+        values: "float32", "float16", or a codec such as ``natural()``.
+        start: so many steps send everything.  With 1, h is the gradient from the first step on;
+            with ``True`` h starts from zero, and a big model is spared the dense message.
+        average: weight of the past in a moving average that takes the place of g, in [0, 1).
+            Noise of minibatches passes through EF21 as it is: 0.9 is EF21-SGDM (Fatkhullin,
+            Tyurin, Richtarik, NeurIPS 2023), where the average starts with the first gradient and
+            here with zero.
+
+    Differs from the paper in: where it has a server that keeps G, every rank keeps one.
+    """
+
+    density: Density = 0.01
+    selection: str = "sampled"
+    values: str | Codec = "float32"
+    start: Start = True
+    average: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", as_start(self.start))
+        average = self.average
+        if (
+            isinstance(average, bool)
+            or not isinstance(average, int | float)
+            or not 0 <= average < 1
+        ):
+            raise ConfigError(f"average must be in [0, 1); got {average!r}")
+        assert self._chain  # checks the other options
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        via = allgather(operators.top_k(self.density, self.selection), self.values)
+        average: tuple[Transform, ...] = (moving_average(self.average),) if self.average else ()
+        return chain(*average, ef21(), via=dense_until(self.start, via))
+
+    @property
+    def needs_epoch(self) -> bool:
+        return by_epoch(self.start) or self._chain.needs_epoch
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        return self._chain

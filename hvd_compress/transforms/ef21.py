@@ -1,0 +1,52 @@
+"""EF21: send what is new about the gradient (Richtarik, Sokolov, Fatkhullin; NeurIPS 2021)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context, Sparse, State
+from hvd_compress.chain import Transform
+
+
+@dataclasses.dataclass(frozen=True)
+class ef21(Transform, name="ef21"):
+    """Each rank keeps an estimate of its own gradient, which all others could keep too::
+
+        send C(gradient - estimate);   estimate = estimate + sent
+        mean_estimate = mean_estimate + mean of what all ranks sent
+
+    and the optimizer steps along ``mean_estimate``, which is the average of the estimates.
+
+    State: ``estimate``, and ``mean_estimate``, equal on all ranks; both as large as the gradient,
+    and zero at the start: the first message is C(gradient).  To begin with the gradients as they
+    are, the other choice of the paper, put ``dense_until(1, ...)`` around the aggregator.
+
+    Unlike a residual, which adds up whatever was left out of all gradients so far, the estimate
+    forgets: as gradients settle, it becomes exact, and with it the fixed point; differences then
+    vanish, where error feedback goes on sending gradients that cancel only on average.  But noise
+    of the gradients is sent as it comes, and averaged by nobody: put ``moving_average(0.9)`` before
+    it (Fatkhullin, Tyurin, Richtarik, NeurIPS 2023).
+
+    What is sent must be a contraction, class B3; see :mod:`hvd_compress.classes` for step sizes.
+    It must be the last transform, since it passes on differences.
+    """
+
+    keys = ("estimate", "mean_estimate")
+    shared = ("mean_estimate",)
+    last = True
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        return x - state["estimate"], state
+
+    def settle(self, sent: Array | Sparse, state: State, context: Context) -> State:
+        old = state["estimate"]  # of the state that came in, not to be changed in place
+        if isinstance(sent, Sparse):
+            xp = backend_of(old)
+            return {**state, "estimate": xp.add_at(xp.copy(old), sent.indices, sent.values)}
+        return {**state, "estimate": old + sent}
+
+    def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
+        total = state["mean_estimate"] + mean
+        # The direction becomes the gradient, which its owner may clip in place.
+        return backend_of(total).copy(total), {**state, "mean_estimate": total}
