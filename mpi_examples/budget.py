@@ -14,8 +14,8 @@ _SPARSE = "density=0.01"
 OPTIONS = {"powersgd": "rank=2", "sketch": "density=0.001"}
 #: methods that are a part of an optimizer: what this is made with
 PARTNERS = {
-    "OneBitAdam": {"lr": 1e-3, "freeze_step": 60},
-    "ZeroOneAdam": {"lr": 1e-3, "var_freeze_step": 60},
+    "OneBitAdam": {"lr": 1e-3, "freeze_step": 60, "eps": 1e-3},
+    "ZeroOneAdam": {"lr": 1e-3, "var_freeze_step": 60, "eps": 1e-3},
 }
 #: of the learning rate, for methods whose steps do not shrink with the gradient
 RATES = {"signsgd": 0.02, "signum": 0.02}
@@ -24,6 +24,12 @@ REASONS = {
     "signsgd": "votes have no magnitude and nothing corrects their bias; wants a rate of its own",
     "signum": "votes have no magnitude and nothing corrects their bias; wants a rate of its own",
     "terngrad": "one magnitude a tensor: most variance of all that are unbiased",
+    "onebit_adam": "rare gradients have a small frozen variance, and in one bit they get as much "
+    "momentum as all others: wants a longer warm-up, or a larger eps",
+    "zero_one_adam": "as 1-bit Adam",
+    "scalecom": "the elements of one rank are chosen for all, and those of others wait",
+    "sketch": "sends 0.1 % of the elements: at 1 % a sketch would be half a tensor",
+    "ef21": "estimates begin at zero and follow the gradient with a delay",
     "randomk": "elements drawn at random wait for a hundred steps on average",
 }
 

@@ -56,7 +56,7 @@ def test_every_method_has_its_row_and_page(name):
 PAGES_THAT_RUN = (
     "docs/mpi.md",
     "docs/mpi-training.md",
-    "docs/onebit-adam.md",
+    "docs/methods/onebit-adam.md",
     "docs/sparse-collectives.md",
     "docs/tensorflow.md",
 )

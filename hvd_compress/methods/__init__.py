@@ -90,13 +90,14 @@ def from_environment() -> Compressor | None:
 
 def method_names() -> list[str]:
     """The methods that a text can name: those that are not made of others."""
-    classes = [lookup("method", name) for name in names("method")]
+    return [name for name in names("method") if not _required(lookup("method", name))]
+
+
+def _required(cls: Any) -> list[str]:
+    """The options that have no default."""
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
     missing = dataclasses.MISSING
-    return [
-        cls.name
-        for cls in classes
-        if not any(f.default is f.default_factory is missing for f in dataclasses.fields(cls))
-    ]
+    return [f.name for f in fields if f.default is missing and f.default_factory is missing]
 
 
 def as_compressor(compression: Any) -> Compressor:

@@ -46,6 +46,8 @@ class EF21(Chained, name="ef21"):
     Differs from the paper in: where it has a server that keeps G, every rank keeps one.
     """
 
+    reference = "Richtarik et al., NeurIPS 2021"
+
     density: Density = 0.01
     selection: str = "sampled"
     values: str | Codec = "float32"

@@ -63,6 +63,8 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
     ``alltoall``, without padding; a checkpoint keeps the residuals.
     """
 
+    reference = "Tang et al., ICML 2021"
+
     beta1: float = 0.9
     freeze_step: Start = 100_000
     norm: str = "l1"

@@ -45,6 +45,8 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
     Without the local steps, for PyTorch only: a graph of TensorFlow would need a branch for each.
     """
 
+    reference = "Lu et al., ICLR 2023"
+
     var_freeze_step: int = 100_000
     var_update_scaler: int = 16
     local_step_scaler: int = 32_678
