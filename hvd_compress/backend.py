@@ -84,6 +84,10 @@ class Backend(Protocol):
     def transpose(self, x: Array) -> Array:
         """Of a matrix."""
 
+    def orthonormal_columns(self, x: Array) -> Array:
+        """Q of the QR decomposition of a matrix that is no wider than high, with signs such that
+        R has no negative diagonal."""
+
     def concat(self, arrays: list[Array]) -> Array: ...
 
     def sort(self, x: Array) -> Array: ...

@@ -96,6 +96,11 @@ def transpose(x: Array) -> Array:
     return x.T
 
 
+def orthonormal_columns(x: Array) -> Array:
+    q, r = np.linalg.qr(x)
+    return q * np.where(np.diagonal(r) < 0, x.dtype.type(-1), x.dtype.type(1))
+
+
 def concat(arrays: list[Array]) -> Array:
     return np.concatenate(arrays)
 

@@ -110,6 +110,8 @@ ROWS = {
     "powersgd": Row(PowerSGD(), **LOW_RANK),
     "powersgd-rank-4": Row(PowerSGD(rank=4, min_compression_rate=1), **LOW_RANK),
     "powersgd-cold": Row(PowerSGD(rank=2, warm_start=False, error_feedback=False), **LOW_RANK),
+    "powersgd-alternate": Row(PowerSGD(rank=2, min_compression_rate=1, alternate=True), **LOW_RANK),
+    "powersgd-qr": Row(PowerSGD(rank=3, min_compression_rate=1, orthogonalise="qr"), **LOW_RANK),
     "powersgd-later": Row(PowerSGD(rank=2, start=2), **LOW_RANK),
     "onebit": Row(OneBit()),
     "onebit-short-columns": Row(OneBit(column=16)),

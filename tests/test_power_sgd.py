@@ -177,3 +177,52 @@ def test_it_follows_the_hook_of_pytorch():
         theirs = p @ q.T
         error = x - theirs
         torch.testing.assert_close(world.exchange([gradient])[0].mean, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_one_side_a_step_by_hand():
+    """P = (1, 1) / sqrt 2: Q = M^T P = (3, 1) / sqrt 2, and P Q^T = [[3, 1], [3, 1]] / 2.  Then
+    Q = (3, 1) / sqrt 10: P = M Q = (9, 1) / sqrt 10, and P Q^T = [[27, 9], [3, 1]] / 10."""
+    world = World(chain(via=power_sgd(alternate=True)), 1)
+    start = {"factor": np.array([5.0, 5.0]), "other_factor": np.array([2.0, 2.0])}
+    world.states["tensor"] = [start]
+    means = [world.exchange([M])[0].mean for _ in range(8)]
+    np.testing.assert_allclose(means[0], [[1.5, 0.5], [1.5, 0.5]], rtol=1e-12)
+    np.testing.assert_allclose(means[1], [[2.7, 0.9], [0.3, 0.1]], rtol=1e-12)
+    errors = [np.square(M - mean).sum() for mean in means]
+    excess = np.array(errors) - 1  # a step is half of one of the power iteration
+    np.testing.assert_allclose(excess[3:] / excess[2:-1], 1 / 9, rtol=0.1)
+
+
+def test_one_side_a_step_sends_half():
+    gradient = np.ones((40, 30), np.float32)
+    sizes = []
+    method = PowerSGD(rank=2, alternate=True)
+    state = method.init(gradient)
+    for step in range(4):
+        exchange = method.exchange(gradient, state, Context(step=step))
+        request = next(exchange)
+        sizes.append(request.array.size)
+        with pytest.raises(StopIteration) as stop:
+            exchange.send(request.array)
+        state = stop.value.value.state
+    assert sizes == [60, 80, 60, 80]
+    assert PowerSGD(rank=2, alternate=True).compresses((8, 8))
+    assert not PowerSGD(rank=2).compresses((8, 8))
+
+
+def test_one_side_a_step_needs_the_step_before():
+    with pytest.raises(ConfigError, match="warm_start=True"):
+        PowerSGD(alternate=True, warm_start=False)
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_both_ways_to_orthogonalise_agree(alternate):
+    random = np.random.default_rng(3)
+    ways = [
+        World(chain(error_feedback(), via=power_sgd(3, True, alternate, way)), 2)
+        for way in ("gram_schmidt", "qr")
+    ]
+    for _ in range(6):
+        gradients = [random.standard_normal((12, 9)) for _ in range(2)]
+        ours, theirs = (world.exchange(gradients)[0].mean for world in ways)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)

@@ -119,6 +119,11 @@ def transpose(x: Array) -> Array:
     return tf.transpose(x)
 
 
+def orthonormal_columns(x: Array) -> Array:
+    q, r = tf.linalg.qr(x)
+    return q * tf.where(tf.linalg.diag_part(r) < 0, tf.constant(-1, x.dtype), 1)
+
+
 def concat(arrays: list[Array]) -> Array:
     return tf.concat(arrays, 0)
 

@@ -106,6 +106,11 @@ def transpose(x: Array) -> Array:
     return x.T
 
 
+def orthonormal_columns(x: Array) -> Array:
+    q, r = torch.linalg.qr(x)
+    return q * torch.where(r.diagonal() < 0, -1.0, 1.0).to(x.dtype)
+
+
 def concat(arrays: list[Array]) -> Array:
     return torch.cat(arrays)
 

@@ -26,35 +26,54 @@ class power_sgd(Aggregator, name="power_sgd"):
         Q = M^T P         summed over the ranks
         average of the M  ~  P Q^T / N
 
+    With ``alternate`` there is one sum a step: at even steps Q = M^T P for the orthonormalised P of
+    the step before, at odd ones P = M Q for the orthonormalised Q.
+
     Options:
         rank: columns of P and Q; at most min(n, m).
         warm_start: the next step begins with this step's Q instead of a random one, so that steps
             together are a power iteration.
+        alternate: see above; half as much is sent, in half as many rounds.
+        orthogonalise: "gram_schmidt", a row after the other and each twice, or "qr".
 
-    State: ``factor`` Q^T, equal on all ranks.  Reference: Vogels, Karimireddy and Jaggi, NeurIPS
-    2019.  Differs from it in: rows are orthonormalised by Gram-Schmidt done twice, without an
-    epsilon that would matter to small gradients; columns of Q that come out as zero (a gradient
-    that is zero, or of lower rank) keep their old direction, or they would stay zero for ever.
+    State: ``factor`` Q^T, and ``other_factor`` P^T with ``alternate``; equal on all ranks.
+    Reference: Vogels, Karimireddy and Jaggi, NeurIPS 2019; the alternation is that of their later
+    package and of Vogels et al., arXiv 2008.01425.  Differs from these in: no epsilon that would
+    matter to small gradients; columns that come out as zero (a gradient that is zero, or of lower
+    rank) keep their old direction, or they would stay zero for ever.
     """
 
     rank: int = 1
     warm_start: bool = True
+    alternate: bool = False
+    orthogonalise: str = "gram_schmidt"
 
-    keys = ("factor",)
     per_rank = False
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise ConfigError(f"rank must be a number of columns, 1 or more; got {self.rank!r}")
         check_choice("warm_start", self.warm_start, (True, False))
+        check_choice("alternate", self.alternate, (True, False))
+        check_choice("orthogonalise", self.orthogonalise, ("gram_schmidt", "qr"))
+        if self.alternate and not self.warm_start:
+            raise ConfigError("alternate=True goes on from the step before: warm_start=True")
+
+    @property
+    def keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("factor", "other_factor") if self.alternate else ("factor",)
 
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         xp = backend_of(x)
         n, m = matrix_shape(shape)
         rank = min(n, m, self.rank)
         # The same on all ranks, and for all tensors of a shape.
-        factor = np.random.default_rng(0).standard_normal((rank, m)).astype(np.float32)
-        return {"factor": xp.cast(xp.from_numpy(factor.reshape(-1), x), xp.dtype(x))}
+        random = np.random.default_rng(0)
+        state = {}
+        for key, columns in zip(self.keys, (m, n), strict=False):
+            factor = random.standard_normal(rank * columns).astype(np.float32)
+            state[key] = xp.cast(xp.from_numpy(factor, x), xp.dtype(x))
+        return state
 
     def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
         xp = backend_of(x)
@@ -65,10 +84,12 @@ class power_sgd(Aggregator, name="power_sgd"):
         # Products of matrices depend in their last bits on where in memory these begin; fresh ones
         # begin alike on all ranks.
         matrix = xp.reshape(xp.copy(x), (n, m))
+        if self.alternate:
+            return (yield from self._one_side(xp, matrix, state, context))
         q = xp.reshape(state["factor"], (-1, m))
         rank = xp.shape(q)[0]
         total = yield Sum(xp.reshape(xp.matmul(q, xp.transpose(matrix)), (-1,)))
-        p = orthonormal_rows(xp, xp.reshape(total / context.size, (rank, n)))
+        p = self._orthonormal(xp, xp.reshape(total / context.size, (rank, n)))
         own = xp.matmul(p, matrix)
         total = yield Sum(xp.reshape(own, (-1,)))
         new = xp.reshape(total / context.size, (rank, m))
@@ -76,6 +97,64 @@ class power_sgd(Aggregator, name="power_sgd"):
         sent = xp.reshape(xp.matmul(xp.transpose(p), own), (-1,))
         factor = _without_zeros(xp, new, q) if self.warm_start else q
         return Met(mean, sent, xp.all_finite(mean), {"factor": xp.reshape(factor, (-1,))})
+
+    def _one_side(
+        self, xp: Any, matrix: Array, state: State, context: Context
+    ) -> Generator[Request, Any, Met]:
+        n, m = xp.shape(matrix)
+        q, p = xp.reshape(state["factor"], (-1, m)), xp.reshape(state["other_factor"], (-1, n))
+        rank = xp.shape(q)[0]
+        is_even = context.step % 2 == 0
+
+        def side(of_q: Any, of_p: Any) -> Any:
+            return xp.choose(is_even, of_q, of_p)
+
+        # Where the step is a symbol, the shape of what travels must not depend on it.
+        width = max(n, m) if xp.traces else None
+
+        def on_wire(rows: Array) -> Array:
+            missing = 0 if width is None else rank * (width - xp.shape(rows)[1])
+            flat = xp.reshape(rows, (-1,))
+            return xp.concat([flat, xp.zeros(missing, flat)]) if missing else flat
+
+        def even() -> Array:
+            return on_wire(xp.matmul(self._orthonormal(xp, p), matrix))
+
+        def odd() -> Array:
+            return on_wire(xp.matmul(self._orthonormal(xp, q), xp.transpose(matrix)))
+
+        own = side(even, odd)
+        total = yield Sum(own)
+        average = total / context.size
+
+        def product(flat: Array) -> Array:
+            def left() -> Array:
+                new = xp.reshape(flat[: rank * m], (rank, m))
+                return xp.matmul(xp.transpose(self._orthonormal(xp, p)), new)
+
+            def right() -> Array:
+                new = xp.reshape(flat[: rank * n], (rank, n))
+                return xp.matmul(xp.transpose(new), self._orthonormal(xp, q))
+
+            return xp.reshape(side(left, right), (-1,))
+
+        mean = product(average)
+        new_q = side(
+            lambda: _without_zeros(xp, xp.reshape(average[: rank * m], (rank, m)), q), lambda: q
+        )
+        new_p = side(
+            lambda: p, lambda: _without_zeros(xp, xp.reshape(average[: rank * n], (rank, n)), p)
+        )
+        factors = {
+            "factor": xp.reshape(new_q, (-1,)),
+            "other_factor": xp.reshape(new_p, (-1,)),
+        }
+        return Met(mean, product(own), xp.all_finite(mean), factors)
+
+    def _orthonormal(self, xp: Any, rows: Array) -> Array:
+        if self.orthogonalise == "qr":
+            return xp.transpose(xp.orthonormal_columns(xp.transpose(rows)))
+        return orthonormal_rows(xp, rows)
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -33,6 +33,8 @@ class PowerSGD(Chained, name="powersgd"):
         error_feedback, warm_start: without one of them much accuracy is lost; for studies.
         min_compression_rate: matrices that would shrink by less are sent whole.
         start: so many steps send everything; PyTorch's hook advises a tenth of the training.
+        alternate: one factor a step, the other one at the next: half as much is sent, in one sum.
+        orthogonalise: "gram_schmidt" or "qr".
 
     Differs from the paper in: a rank subtracts its own part of the sum from its residual where the
     paper's code subtracts the average, which has the same mean over the ranks, and makes what was
@@ -46,6 +48,8 @@ class PowerSGD(Chained, name="powersgd"):
     warm_start: bool = True
     min_compression_rate: float = 2.0
     start: Start = True
+    alternate: bool = False
+    orthogonalise: str = "gram_schmidt"
 
     def __post_init__(self) -> None:
         check_choice("error_feedback", self.error_feedback, (True, False))
@@ -63,7 +67,8 @@ class PowerSGD(Chained, name="powersgd"):
         """Whether a tensor of that shape is ever sent as two factors."""
         n, m = matrix_shape(shape)
         rank = min(n, m, self.rank)
-        return len(shape) > 1 and (n + m) * rank * self.min_compression_rate < n * m
+        sent = (n + m) * rank / (2 if self.alternate else 1)
+        return len(shape) > 1 and sent * self.min_compression_rate < n * m
 
     def chain(self, gradient: Array, context: Context) -> Chain:
         low_rank = self.compresses(backend_of(gradient).shape(gradient))
@@ -71,5 +76,7 @@ class PowerSGD(Chained, name="powersgd"):
 
     @functools.cached_property
     def _low_rank(self) -> Chain:
-        via = dense_until(self.start, power_sgd(self.rank, self.warm_start))
+        via = dense_until(
+            self.start, power_sgd(self.rank, self.warm_start, self.alternate, self.orthogonalise)
+        )
         return chain(error_feedback(), via=via) if self.error_feedback else chain(via=via)
