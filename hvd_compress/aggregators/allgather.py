@@ -121,8 +121,8 @@ def _plain(
     values = xp.round_to(values, dtype, saturate=True)
     sent = Sparse(indices, values)
     # A header and an entry more or less do not decide.
-    item = sparse_size(n, n, dtype) - sparse_size(0, n, dtype)
-    if k is not None and context.size * item * k > 2 * 4 * n * n:
+    entries = 0 if k is None else sparse_size(k, n, dtype) - sparse_size(1, n, dtype)
+    if context.size * entries > 2 * 4 * n:
         total = yield Sum(xp.put(xp.zeros(n, x), indices, values))
         mean = total / context.size
         return Met(mean, sent, xp.all_finite(mean))
