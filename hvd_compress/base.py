@@ -157,6 +157,9 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     reference: ClassVar[str] = ""
     #: the method takes the optimizer's momentum over, and its weight decay with it
     takes_momentum: ClassVar[bool] = False
+    #: twice the gradient gives twice the result: where nothing waits either, loss scaling may be
+    #: taken back after the exchange
+    homogeneous: ClassVar[bool] = True
     #: the class of the only optimizer that understands what the method hands out, if it is no
     #: gradient
     partner: ClassVar[str | None] = None
@@ -177,6 +180,11 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         """The method for a tensor of that name and shape: this one, unless it is a composition.
         Whoever runs exchanges asks this before anything else."""
         return self
+
+    def repaired(self, gradient: Array, state: State) -> State:
+        """The state, after what is per rank was averaged, or lost on some ranks: for methods of
+        which something that is equal on all ranks goes with it."""
+        return state
 
     @property
     def needs_gradient_norm(self) -> bool:

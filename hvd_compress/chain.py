@@ -51,6 +51,8 @@ class Transform(Configurable, kind="block"):
     takes_momentum: ClassVar[bool] = False
     #: must not stand behind a transform that keeps this key
     before: ClassVar[str | None] = None
+    #: see :class:`hvd_compress.base.Compressor`
+    homogeneous: ClassVar[bool] = True
     #: passes on something that is no gradient, so no transform may stand behind it
     last: ClassVar[bool] = False
 
@@ -62,6 +64,14 @@ class Transform(Configurable, kind="block"):
     def settle(self, sent: Array | Sparse, state: State, context: Context) -> State:
         """After the exchange.  May change arrays in place that ``update`` made."""
         return state
+
+    def repaired(self, state: State) -> State:
+        """See :class:`hvd_compress.base.Compressor`; of this transform's own keys."""
+        return state
+
+    @property
+    def needs_epoch(self) -> bool:
+        return False
 
     def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
         """What the optimizer shall step along, given the average; equal on all ranks."""
@@ -109,6 +119,11 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
     def needs_epoch(self) -> bool:
         return False
 
+    @property
+    def homogeneous(self) -> bool:
+        """See :class:`hvd_compress.base.Compressor`."""
+        return True
+
 
 @dataclasses.dataclass(frozen=True)
 class Chain(Compressor, name="chain"):
@@ -150,7 +165,17 @@ class Chain(Compressor, name="chain"):
 
     @property
     def needs_epoch(self) -> bool:
-        return self.via.needs_epoch
+        return any(part.needs_epoch for part in self._parts)
+
+    @property
+    def homogeneous(self) -> bool:  # type: ignore[override]
+        return self.via.homogeneous and all(t.homogeneous for t in self.transforms)
+
+    def repaired(self, gradient: Array, state: State) -> State:
+        for transform in self.transforms:
+            own = {key: state[key] for key in transform.keys if key in state}
+            state = {**state, **(transform.repaired(own) if own else own)}
+        return state
 
     @property
     def takes_momentum(self) -> bool:  # type: ignore[override]

@@ -83,8 +83,9 @@ def list_methods(names: Sequence[str]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
     print(
         f"\nBits an element, counted in float32 on a matrix of {SHAPE[0]} x {SHAPE[1]} between "
-        f"{RANKS} ranks. What is gathered\ngrows with the number of ranks; sums and all-to-all do "
-        "not. State in units of the gradient.\nOptions: hvd-compress methods NAME ..."
+        f"{RANKS} ranks. Where all\nis gathered, what is received grows with the number of ranks; "
+        "sums, all-to-all and the gather behind it\ndo not. State in units of the gradient. "
+        "Options: hvd-compress methods NAME ..."
     )
 
 

@@ -54,6 +54,7 @@ class _Case:
     context: Mapping[str, Any]
 
     def __post_init__(self) -> None:
+        self.compressor = self.compressor.for_tensor("tensor", self.shape)
         self.world = World(self.compressor, self.size, self.seed)
         self.random = np.random.default_rng(self.seed)
 
@@ -144,11 +145,12 @@ def check_laws(
 
 def _reported_by_transforms(compressor: Compressor) -> WentIn:
     def went_in(gradient: Array, state: State, context: Context) -> Array:
-        x = backend_of(gradient).widen(gradient)
-        if isinstance(compressor, Chained):
-            transforms = compressor.chain(gradient, context).transforms
-        elif isinstance(compressor, Chain):
-            transforms = compressor.transforms
+        xp = backend_of(gradient)
+        x, method = xp.widen(gradient), compressor.for_tensor("tensor", xp.shape(gradient))
+        if isinstance(method, Chained):
+            transforms = method.chain(gradient, context).transforms
+        elif isinstance(method, Chain):
+            transforms = method.transforms
         else:
             return x + state["residual"]
         for transform in transforms:
@@ -346,6 +348,7 @@ def _check_strides(case: _Case) -> None:
 
 def _check_integers(compressor: Compressor, make: Callable[[np.ndarray], Array]) -> None:
     gradient = make(np.arange(6).reshape(2, 3))
+    compressor = compressor.for_tensor("tensor", (2, 3))
     try:
         run([compressor.exchange(gradient, compressor.init(gradient), Context(epoch=0))])
     except UnsupportedError:

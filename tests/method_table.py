@@ -45,8 +45,11 @@ from hvd_compress import (
     momentum_correction,
     natural,
     natural_dithering,
+    partition,
     rounding,
+    rule,
     scaled_sign,
+    switch,
     top_k,
     uniform_dithering,
 )
@@ -161,6 +164,15 @@ ROWS = {
         chain(error_feedback(), via=allgather(adaptive_random(), natural_dithering()))
     ),
     "chain-bernoulli": Row(chain(error_feedback(), via=allgather(bernoulli(0.3)))),
+    "partition": Row(
+        partition(
+            rule(OneBit(), ndim=2),
+            rule(DGC(density=0.05), min_size=20),
+            otherwise=EF21(average=0.9),
+        ),
+        context=MOMENTUM,
+    ),
+    "switch": Row(switch("none", TopK(density=0.05), 1)),
     "chain-codes-of-top-k": Row(
         chain(
             momentum_correction(0.9),

@@ -14,6 +14,7 @@ from hvd_compress import (
     NoCompression,
     Outcome,
     PowerSGD,
+    Signum,
     Sum,
     Switch,
     TopK,
@@ -128,6 +129,17 @@ def test_switching_in_mid_training():
     for step in range(3, 6):
         expected = later.exchange(gradients(step), "weight")[0].direction
         np.testing.assert_array_equal(found[step], expected)
+
+
+@pytest.mark.parametrize("then", [DGC(density=0.1, min_size=0), Signum()])
+def test_ranks_stay_equal_over_a_switch(then):
+    world = World(switch("none", then, 2), 3)
+    for step in range(5):
+        outcomes = world.exchange(gradients(step), momentum=0.9)
+        for outcome in outcomes:
+            np.testing.assert_array_equal(outcome.direction, outcomes[0].direction)
+    with pytest.raises(ConfigError, match="'velocity' differs between ranks"):
+        World(switch(then, "none", 2), 3).exchange(gradients(0), momentum=0.9)
 
 
 def test_what_waits_goes_on_waiting():

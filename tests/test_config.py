@@ -108,6 +108,8 @@ def test_bad_configs(config, message):
 )
 def test_methods_as_text(text, method):
     assert as_compressor(text) == method
+    name, colon, options = text.partition(":")
+    assert as_compressor(f" {name.upper()} {colon}{options}") == method
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ def test_laws_for_drawn_shapes(row, size, shape, dtype, seed):
 PLAIN = {
     key: row.method
     for key, row in ROWS.items()
-    if row.method.init(np.zeros((2, 2), np.float32)).keys() == {"residual"}
+    if row.method.for_tensor("tensor", (2, 2)).init(np.zeros((2, 2), np.float32)).keys()
+    == {"residual"}
 }
 
 
@@ -363,6 +364,7 @@ def test_a_method_that_is_no_chain():
 )
 def test_what_is_no_gradient_is_refused(row, gradient):
     like = np.zeros((2, 2), np.float32) if isinstance(gradient, np.ndarray) else torch.zeros(2, 2)
-    state = row.method.init(like)
+    method = row.method.for_tensor("tensor", (2, 2))
+    state = method.init(like)
     with pytest.raises(UnsupportedError, match="cannot compress"):
-        next(row.method.exchange(gradient, state, Context(epoch=0)))
+        next(method.exchange(gradient, state, Context(epoch=0)))

@@ -231,7 +231,8 @@ class Binding:
         is_rows = gradient.is_sparse and not self._optimizer.sparse_as_dense
         (self.sparse.add if is_rows else self.sparse.discard)(p)
         # Where nothing waits, the scale may stay, and keeps half precisions from underflow.
-        scale = self._known_scale() if is_rows or self._keeps_state(p) else None
+        may_stay = not (is_rows or self._keeps_state(p)) and self.method_for(p).homogeneous
+        scale = None if may_stay else self._known_scale()
         if scale not in (None, 1):
             half = gradient.dtype in (torch.float16, torch.bfloat16)
             gradient = (gradient.float() if half else gradient) / scale

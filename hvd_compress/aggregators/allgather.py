@@ -66,6 +66,11 @@ class allgather(Aggregator, name="allgather"):
         return self.select.init(x) if isinstance(self.select, Selector) else {}
 
     @property
+    def homogeneous(self) -> bool:
+        codecs = [part for part in (self.select, self.values) if isinstance(part, Codec)]
+        return all(codec.homogeneous for codec in codecs)
+
+    @property
     def needs_epoch(self) -> bool:
         return isinstance(self.select, Selector) and self.select.needs_epoch
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Generator
 from typing import Any
 
@@ -56,14 +55,17 @@ class alltoall(Aggregator, name="alltoall"):
         xp = backend_of(x)
         return {"owner_residual": xp.zeros(xp.size(x), x)}
 
-    def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
-        self.codec.for_shape(shape).check_feedback(math.prod(shape))
+    @property
+    def homogeneous(self) -> bool:
+        return self.codec.homogeneous
 
     def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
         xp = backend_of(x)
         n, dtype = xp.size(x), np.dtype(xp.dtype(x))
         codec = self.codec.for_shape(context.shape)
         stripes = stripes_of(n, context.size, codec.unit(n))
+        # Owners feed back what they leave out, whether a transform does or not.
+        codec.check_feedback(max(s.stop - s.start for s in stripes))
         sizes = [coded_size(codec, s.stop - s.start, dtype) for s in stripes]
         work = _Work(codec, stripes, context, n, dtype)
 

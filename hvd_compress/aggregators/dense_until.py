@@ -39,6 +39,10 @@ class dense_until(Aggregator, name="dense_until"):
         return self.via.unbiased
 
     @property
+    def homogeneous(self) -> bool:
+        return self.via.homogeneous
+
+    @property
     def needs_epoch(self) -> bool:
         return by_epoch(self.start) or self.via.needs_epoch
 

@@ -75,11 +75,9 @@ class rounding(Codec, name="rounding"):
         end = () if self.biased else (np.inf,)
         return np.array([0.0, *levels, *end], np.float32)
 
-    @functools.cached_property
+    @property
     def _digits(self) -> int:
-        """How many digits there are, or the next power of two where that is packed as tightly."""
-        count = 2 * self._ladder.size - 1
-        return min((1 << count.bit_length(), count), key=lambda base: digits_size(10**4, base))
+        return 2 * self._ladder.size - 1
 
     def size(self, n: int, dtype: np.dtype) -> int:
         return digits_size(n, self._digits)
@@ -101,8 +99,7 @@ class rounding(Codec, name="rounding"):
 
     def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
         ladder = self._ladder
-        table = np.full(self._digits, np.nan, dtype)
-        table[: 2 * ladder.size - 1] = np.concatenate([-ladder[:0:-1], ladder])
+        table = np.concatenate([-ladder[:0:-1], ladder]).astype(dtype)
         return table[unpack_digits(code, n, self._digits)]
 
     def classes(self, d: int) -> Classes:

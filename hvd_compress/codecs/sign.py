@@ -33,8 +33,17 @@ class _Signs(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class sign(_Signs, name="sign"):
-    """+1 or -1; zeros count as positive.  Says nothing about magnitude, so it is in none of the
+    """+1 or -1, and of zeros one of the two at random, or nobody's gradient would be everybody's
+    vote.  Says nothing about magnitude, so it is in none of the
     classes of operators.  Reference: Bernstein et al., signSGD, ICML 2018."""
+
+    homogeneous = False
+
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        bits = x > 0
+        zeros = np.flatnonzero(x == 0)
+        bits[zeros] = random.random(zeros.size) < 0.5
+        return np.packbits(bits, bitorder="little")
 
 
 @dataclasses.dataclass(frozen=True)

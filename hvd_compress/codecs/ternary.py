@@ -54,6 +54,13 @@ class ternary(Codec, name="ternary"):
         digits = unpack_digits(code[dtype.itemsize :], n, 3)
         return (digits.astype(dtype) - 1) * largest.astype(dtype)
 
+    def check_feedback(self, d: int) -> None:
+        # Clipping makes m smaller, but what is drawn may be as far off as before.
+        dataclasses.replace(self, clip=None)._check_unbiased(d)
+
+    def _check_unbiased(self, d: int) -> None:
+        super().check_feedback(d)
+
     def classes(self, d: int) -> Classes:
         """Without clipping: E|C(x)|^2 = m |x|_1, at most (1 + sqrt(d)) / 2 times |x|^2."""
         return Classes.unbiased((1 + d**0.5) / 2) if self.clip is None else super().classes(d)

@@ -113,7 +113,7 @@ def as_compressor(compression: Any) -> Compressor:
     if isinstance(compression, str):
         name, _, text = compression.partition(":")
         method = lookup("method", name.strip().lower())
-        if name not in method_names():
+        if _required(method):
             raise ConfigError(f"a {name} cannot be written as a text: pass {name}(...)")
         pairs = [part.partition("=") for part in text.split(",") if part]
         for _, equals, _ in pairs:

@@ -23,5 +23,8 @@ class Chained(Compressor):
     def per_rank(self, gradient: Array) -> frozenset[str]:
         return self.template(gradient).per_rank(gradient)
 
+    def repaired(self, gradient: Array, state: State) -> State:
+        return self.template(gradient).repaired(gradient, state)
+
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
         return self.chain(gradient, context).exchange(gradient, state, context)

@@ -94,6 +94,10 @@ class _Composed(Compressor):
         return self._common("weight_decay")
 
     @property
+    def homogeneous(self) -> bool:  # type: ignore[override]
+        return all(part.homogeneous for part in self._parts)
+
+    @property
     def needs_gradient_norm(self) -> bool:
         return any(part.needs_gradient_norm for part in self._parts)
 
@@ -156,6 +160,10 @@ class MomentumAfter(Chained, name="momentum_after"):
         return chain(after, *inner.transforms, via=inner.via)
 
     @property
+    def homogeneous(self) -> bool:  # type: ignore[override]
+        return self.compressor.homogeneous
+
+    @property
     def needs_gradient_norm(self) -> bool:
         return self.compressor.needs_gradient_norm
 
@@ -207,6 +215,10 @@ class Switch(_Composed, name="switch"):
 
     State: that of both, which they share where keys are equal: what waits in a residual goes on
     waiting while the other method has none.
+
+    Raises:
+        ConfigError: at the first tensor for which ``first`` keeps per rank what must be equal on
+            all ranks for ``then``: DGC's velocity, say, and momentum on the average.
     """
 
     first: Compressor
@@ -230,7 +242,18 @@ class Switch(_Composed, name="switch"):
         return dataclasses.replace(self, first=first, then=then)
 
     def init(self, gradient: Array) -> State:
-        return {**self.first.init(gradient), **self.then.init(gradient)}
+        first, then = self.first.init(gradient), self.then.init(gradient)
+        differ = self.first.per_rank(gradient) - self.then.per_rank(gradient)
+        if clash := sorted(differ & then.keys()):
+            raise ConfigError(
+                f"{clash[0]!r} differs between ranks under {self.first.name}, and must be equal on "
+                f"all under {self.then.name}: switch the other way round, or let a density of "
+                "DGC rise to 1 instead"
+            )
+        return {**first, **then}
+
+    def repaired(self, gradient: Array, state: State) -> State:
+        return self.then.repaired(gradient, self.first.repaired(gradient, state))
 
     def per_rank(self, gradient: Array) -> frozenset[str]:
         return self.first.per_rank(gradient) | self.then.per_rank(gradient)

@@ -13,7 +13,7 @@ from hvd_compress.codecs import Codec
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import Chained
 from hvd_compress.schedules import Density, Start, as_start, by_epoch
-from hvd_compress.transforms import ef21, moving_average
+from hvd_compress.transforms import ef21, smoothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class EF21(Chained, name="ef21"):
     @functools.cached_property
     def _chain(self) -> Chain:
         via = allgather(operators.top_k(self.density, self.selection), self.values)
-        average: tuple[Transform, ...] = (moving_average(self.average),) if self.average else ()
+        average: tuple[Transform, ...] = (smoothing(self.average),) if self.average else ()
         return chain(*average, ef21(), via=dense_until(self.start, via))
 
     @property

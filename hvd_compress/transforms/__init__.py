@@ -10,6 +10,7 @@ from hvd_compress.transforms.momentum import (
     momentum_after_averaging,
     momentum_correction,
     moving_average,
+    smoothing,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "momentum_after_averaging",
     "momentum_correction",
     "moving_average",
+    "smoothing",
 ]

@@ -8,7 +8,7 @@ from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Transform
 from hvd_compress.errors import ConfigError
-from hvd_compress.schedules import Start, as_start, started
+from hvd_compress.schedules import Start, as_start, by_epoch, started
 from hvd_compress.transforms.momentum import check_momentum
 
 
@@ -46,6 +46,10 @@ class averaged_momentum(Transform, name="averaged_momentum"):
             raise ConfigError("beta must be a number in [0, 1): no optimizer lends one")
         check_momentum(self.beta)
         object.__setattr__(self, "start", as_start(self.start))
+
+    @property
+    def needs_epoch(self) -> bool:
+        return by_epoch(self.start)
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         if not started(self.start, context.step, context.epoch):

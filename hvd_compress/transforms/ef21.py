@@ -25,7 +25,7 @@ class ef21(Transform, name="ef21"):
     Unlike a residual, which adds up whatever was left out of all gradients so far, the estimate
     forgets: as gradients settle, it becomes exact, and with it the fixed point; differences then
     vanish, where error feedback goes on sending gradients that cancel only on average.  But noise
-    of the gradients is sent as it comes, and averaged by nobody: put ``moving_average(0.9)`` before
+    of the gradients is sent as it comes, and averaged by nobody: put ``smoothing(0.9)`` before
     it (Fatkhullin, Tyurin, Richtarik, NeurIPS 2023).
 
     What is sent must be a contraction, class B3; see :mod:`hvd_compress.classes` for step sizes.
@@ -35,6 +35,10 @@ class ef21(Transform, name="ef21"):
     keys = ("estimate", "mean_estimate")
     shared = ("mean_estimate",)
     last = True
+
+    def repaired(self, state: State) -> State:
+        # The mean of the estimates must be the mean estimate, for ever after.
+        return {**state, "estimate": backend_of(state["estimate"]).copy(state["mean_estimate"])}
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         return x - state["estimate"], state

@@ -15,6 +15,7 @@ class majority_vote(Transform, name="majority_vote"):
     sent signs; a tie is 0."""
 
     per_rank = False
+    homogeneous = False
 
     def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
         xp = backend_of(mean)

@@ -102,6 +102,29 @@ class moving_average(Transform, name="moving_average"):
 
 
 @dataclasses.dataclass(frozen=True)
+class smoothing(Transform, name="smoothing"):
+    """``a = weight a + (1 - weight) g``, per rank, passes on ``a``: against noise.
+    The optimizer's momentum stays where it is.
+
+    State: ``average`` a, which starts from zero.
+    """
+
+    weight: float
+
+    keys = ("average",)
+    before = "residual"
+
+    def __post_init__(self) -> None:
+        if self.weight is None:
+            raise ConfigError("weight must be a number in [0, 1): no optimizer lends one")
+        check_momentum(self.weight)
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        average = self.weight * state["average"] + (1 - self.weight) * x
+        return average, {"average": average}
+
+
+@dataclasses.dataclass(frozen=True)
 class momentum_after_averaging(_Momentum, name="momentum_after_averaging"):
     """Ordinary momentum on the averaged gradient, for tensors that travel whole.
 

@@ -58,8 +58,8 @@ def unpack_fields(packed: np.ndarray, count: int, b: int) -> np.ndarray:
 
 def digits_size(count: int, base: int) -> int:
     """Bytes of ``count`` digits to ``base``."""
-    if base & (base - 1) == 0:
-        return full_bytes(count * (base.bit_length() - 1))
+    if bits := _field_of(base):
+        return full_bytes(count * bits)
     whole, rest = divmod(count, _digits_of_a_word(base))
     return 8 * whole + full_bytes((base**rest - 1).bit_length())
 
@@ -67,11 +67,11 @@ def digits_size(count: int, base: int) -> int:
 def pack_digits(digits: np.ndarray, base: int) -> np.ndarray:
     """Bytes (uint8) of ``digits`` (unsigned, 0 .. base - 1), about log2(base) bits each.
 
-    Fields of bits if the base is a power of two; else as many digits as fit to a word of 64 bits,
-    the first one the highest, which wastes less than one bit in 40.  The last word is cut.
+    As many digits as fit to a word of 64 bits, the first one the highest, with the last word cut;
+    or each in a field of bits, where that takes no more: bases such as 15, 16, 31 and 255.
     """
-    if base & (base - 1) == 0:
-        return pack_fields(digits, base.bit_length() - 1)
+    if bits := _field_of(base):
+        return pack_fields(digits, bits)
     each = _digits_of_a_word(base)
     whole, rest = divmod(digits.size, each)
     words = _words(digits[: whole * each].reshape(whole, each), base)
@@ -82,8 +82,8 @@ def pack_digits(digits: np.ndarray, base: int) -> np.ndarray:
 
 def unpack_digits(packed: np.ndarray, count: int, base: int) -> np.ndarray:
     """The inverse, in the narrowest unsigned type."""
-    if base & (base - 1) == 0:
-        return unpack_fields(packed, count, base.bit_length() - 1)
+    if bits := _field_of(base):
+        return np.minimum(unpack_fields(packed, count, bits), base - 1)  # others are damage
     each = _digits_of_a_word(base)
     whole, rest = divmod(count, each)
     padded = np.zeros(8 * (whole + 1), np.uint8)
@@ -100,6 +100,12 @@ def unpack_digits(packed: np.ndarray, count: int, base: int) -> np.ndarray:
             table[:, i] = own - quotient * np.uint64(base)
             own = quotient
     return digits
+
+
+def _field_of(base: int) -> int | None:
+    """Bits of a field for a digit, unless words are shorter."""
+    bits = (base - 1).bit_length()
+    return bits if bits * _digits_of_a_word(base) <= 64 else None
 
 
 def _digits_of_a_word(base: int) -> int:

@@ -55,7 +55,8 @@ def _compare(
         directions = reducer.finish()
         norms = [math.hypot(*(numpy_backend.norm(g) for g in own.values())) for own in everyones]
         for name in names:
-            before = states.get(name) or [method.init(own[name]) for own in everyones]
+            own_method = method.for_tensor(name, mine[name].shape)
+            before = states.get(name) or [own_method.init(own[name]) for own in everyones]
             context = Context(
                 name=name,
                 size=world.size,
@@ -66,7 +67,7 @@ def _compare(
             )
             outcomes = lockstep.run(
                 [
-                    method.exchange(
+                    own_method.exchange(
                         everyones[rank][name],
                         before[rank],
                         context._replace(rank=rank, gradient_norm=norms[rank]),
