@@ -182,8 +182,8 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         return self
 
     def repaired(self, gradient: Array, state: State) -> State:
-        """The state, after what is per rank was averaged, or lost on some ranks: for methods of
-        which something that is equal on all ranks goes with it."""
+        """The state, after a checkpoint in which what is per rank may have been averaged, or be
+        lost on some ranks: for methods that keep what must go with it, equal on all ranks."""
         return state
 
     @property

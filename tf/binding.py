@@ -511,12 +511,11 @@ class Binding(tf.Module):
                 slot = self.slots[int(i)]
                 differs = key in self._per_rank(slot)
                 self.states[i][key].assign(arrays[name] * (factor if differs else 1.0))
-        if saved["consolidated"] or saved["size"] == 1 or factor != 1.0:  # it was not this rank's
-            for i, state in self.states.items():
-                slot, old = self.slots[int(i)], {key: v.value() for key, v in state.items()}
-                new = self._method_for(slot).repaired(tf.zeros(slot.shape, slot.dtype), old)
-                for key, variable in state.items():
-                    variable.assign(new[key])
+        for i, state in self.states.items():
+            slot, old = self.slots[int(i)], {key: v.value() for key, v in state.items()}
+            new = self._method_for(slot).repaired(tf.zeros(slot.shape, slot.dtype), old)
+            for key, variable in state.items():
+                variable.assign(new[key])
 
 
 def _is_rows(gradient: Any) -> bool:

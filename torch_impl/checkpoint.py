@@ -147,7 +147,6 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
             warnings.warn(f"{binding.method.name} has no use for {key!r}: dropped", stacklevel=2)
             del entries[key]
         state = {**fresh, **entries} if entries else {}
-        is_own = not exact and saved and not saved["consolidated"] and factor == 1.0
         for key, x in entries.items():
             wanted = fresh.get(key, p).numel()
             if x.numel() != wanted:
@@ -158,7 +157,7 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
             state[key] = x.detach().clone().to(p.device)
             if key in binding.per_rank_keys(p):
                 state[key] *= factor
-        if state and not is_own:
+        if state:  # even if it is this rank's own: that of others may be lost
             state = binding.method_for(p).repaired(p.detach(), state)
         binding._set_state(p, state)
     adopt_momentum_buffers(self)

@@ -26,6 +26,7 @@ class SignSGD(Chained, name="signsgd"):
     """
 
     reference = "Bernstein et al., ICML 2018"
+    homogeneous = False
 
     def chain(self, gradient: Array, context: Context) -> Chain:
         return self._chain
@@ -53,6 +54,7 @@ class Signum(Chained, name="signum"):
     momentum: float | None = None
 
     takes_momentum = True
+    homogeneous = False
 
     def __post_init__(self) -> None:
         assert self._chain  # checks the option

@@ -37,7 +37,7 @@ class ef21(Transform, name="ef21"):
     last = True
 
     def repaired(self, state: State) -> State:
-        # The mean of the estimates must be the mean estimate, for ever after.
+        # The mean of the estimates must be the mean estimate: exchanges change both alike.
         return {**state, "estimate": backend_of(state["estimate"]).copy(state["mean_estimate"])}
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:

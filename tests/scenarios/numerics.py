@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hvd_compress.errors import CompressionError, MismatchError
-from hvd_compress.torch import DGC, ConfigError, NoCompression, PayloadError, TopK
+from hvd_compress.torch import DGC, ConfigError, NoCompression, PayloadError, SignSGD, Signum, TopK
 from scenarios import horovod_only
 from scenarios.common import (
     assert_close,
@@ -61,6 +61,21 @@ def not_a_number_reaches_every_rank_and_no_residual() -> None:
                 assert not torch.isfinite(p.grad).all()
             for a, b in zip(clean, _states(optimizer), strict=True):
                 assert torch.equal(a, b)
+
+
+def votes_do_not_depend_on_the_loss_scale() -> None:
+    for method in (SignSGD(), Signum()):
+        model, reference = make_model(), make_model()
+        optimizer = distribute(sgd(model), model, method)
+        train(reference, distribute(sgd(reference), reference, method), range(3))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, hvd.rank(), step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(p, q), method
 
 
 def overflow_under_a_grad_scaler() -> None:

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from hvd_compress import Gather, Outcome, Sum
-from hvd_compress.torch import DGC, NoCompression, TopK
+from hvd_compress.torch import DGC, EF21, NoCompression, TopK
 from hvd_compress.wire import sparse_size
 from scenarios import horovod_only
 from scenarios.common import (
@@ -127,6 +127,21 @@ def every_rank_may_save_its_own_state() -> None:
         train(again, resumed, range(5, 9))
         for p, q in zip(model.parameters(), again.parameters(), strict=True):
             assert torch.equal(p, q)
+
+
+def estimates_that_are_lost_are_made_anew() -> None:
+    """EF21's mean estimate must be the mean of the estimates: nothing would mend it later."""
+    _, optimizer = _clone_run(EF21(density=0.05))
+    box = []
+    _warnings_of(lambda: box.append(hvd.broadcast_object(optimizer.state_dict(), 0)))
+    again = make_model()
+    resumed = distribute(sgd(again), again, EF21(density=0.05))
+    _warnings_of(lambda: resumed.load_state_dict(box[0]))
+    for distributed in (optimizer, resumed):
+        for p in distributed.param_groups[0]["params"]:
+            state = distributed.compression.state_of(p)
+            mean = hvd.allreduce(state["estimate"], op=hvd.Average)
+            torch.testing.assert_close(mean, state["mean_estimate"], rtol=1e-4, atol=1e-6)
 
 
 def an_own_state_saved_as_everybodys_warns() -> None:
