@@ -30,7 +30,7 @@ from hvd_compress.base import (
 )
 from hvd_compress.classes import Classes
 from hvd_compress.config import Configurable
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, UnsupportedError
 
 #: keys of what later messages make up for: what a message leaves out must not be more than it had
 _FED_BACK = frozenset({"residual", "estimate"})
@@ -113,7 +113,7 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
 
     def classes(self, d: int, context: Context | None = None) -> Classes:
         """Constants of what a rank sends of ``d`` elements; ``context`` where they depend on it."""
-        raise NotImplementedError(f"no constants are known for {self!r}")
+        raise UnsupportedError(f"no constants are known for {self!r}")
 
     @property
     def needs_epoch(self) -> bool:

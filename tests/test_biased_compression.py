@@ -37,7 +37,7 @@ from hvd_compress import (
     uniform_dithering,
 )
 from hvd_compress.classes import ef21_constants, ef21_step_size
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.lockstep import World
 
 F4, F8 = np.dtype("float32"), np.dtype("float64")
@@ -141,7 +141,7 @@ def test_constants_of_selecting_operators_by_hand():
 
 def test_what_has_no_constants_says_so():
     for via in (allgather(top_k(), "float16"), allreduce("float16")):
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(UnsupportedError, match="constants"):
             via.classes(8)
 
 

@@ -14,11 +14,8 @@ import jobs
 from mpi_scenarios import MODULES
 from scenarios import names, read
 
-# Both algorithms treat powers of two, their neighbours and other sizes in ways of their own.
-JOBS = [
-    *(("mpirun", ranks) for ranks in (1, 2, 3, 4, 5, 7, 8, 13, 16)),
-    *(("mpich", ranks) for ranks in (1, 2, 3, 5, 8, 16)),
-]
+SIZES = (1, 2, 3, 4, 5, 7, 8, 13, 16)
+JOBS = [(launcher, ranks) for launcher in ("mpirun", "mpich") for ranks in SIZES]
 NAMES = [f"{module}.{name}" for module in MODULES for name in names(module, "mpi_scenarios")]
 
 

@@ -16,6 +16,7 @@ from hvd_compress.chain import Aggregator, Met
 from hvd_compress.classes import Classes
 from hvd_compress.codecs import Codec
 from hvd_compress.config import check_choice
+from hvd_compress.errors import UnsupportedError
 from hvd_compress.operators import Selector, random_k, top_k
 from hvd_compress.operators.random_k import own_generator
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
@@ -88,7 +89,7 @@ class allgather(Aggregator, name="allgather"):
         if isinstance(self.select, Codec):
             return self.select.classes(d)
         if self.values == "float16":
-            raise NotImplementedError("float16 has no constants: it loses what is below 2^-25")
+            raise UnsupportedError("float16 has no constants: it loses what is below 2^-25")
         if not isinstance(self.values, Codec):
             return self.select.classes(d, context)
         context = context or Context()

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_compress.classes import Classes
 from hvd_compress.config import Configurable
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, UnsupportedError
 
 
 class Codec(Configurable, abc.ABC, kind="block"):
@@ -67,7 +67,7 @@ class Codec(Configurable, abc.ABC, kind="block"):
 
     def classes(self, d: int) -> Classes:
         """Constants in d dimensions, for step sizes and rates; see :class:`Classes`."""
-        raise NotImplementedError(f"no constants are known for {self.name}")
+        raise UnsupportedError(f"no constants are known for {self.name}")
 
     def bits(self, d: int) -> float:
         """On the wire, per element of an array of ``d`` float32."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import fnmatch
 import functools
@@ -51,8 +52,8 @@ class _Composed(Compressor):
     """
 
     @property
-    def _parts(self) -> tuple[Compressor, ...]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _parts(self) -> tuple[Compressor, ...]: ...
 
     def _check_parts(self) -> None:
         for part in self._parts:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from hvd_compress.base import Array, Context, State
 from hvd_compress.classes import IDENTITY, Classes
 from hvd_compress.config import Configurable
+from hvd_compress.errors import UnsupportedError
 
 
 class Selector(Configurable, abc.ABC, kind="block"):
@@ -41,7 +42,7 @@ class Selector(Configurable, abc.ABC, kind="block"):
     def kept(self, d: int, context: Context) -> float:
         """The share of |x|^2 that the picked ones of ``d`` elements have, in expectation, at least
         and whatever x is."""
-        raise NotImplementedError(f"no constants are known for {self.name}")
+        raise UnsupportedError(f"no constants are known for {self.name}")
 
     def classes(self, d: int, context: Context | None = None) -> Classes:
         """Constants in d dimensions, for what is picked and sent as it is; ``context`` where the

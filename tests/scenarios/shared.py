@@ -8,23 +8,11 @@ import warnings
 import numpy as np
 
 from hvd_compress import (
-    BF16,
     DGC,
-    FP8,
     FP16,
-    QSGD,
     NoCompression,
-    OneBit,
-    PowerSGD,
-    RandomK,
-    Signum,
     StagedWarmup,
     TopK,
-    allgather,
-    chain,
-    error_feedback,
-    natural_dithering,
-    top_k,
 )
 from hvd_compress.errors import ConfigError
 from scenarios import oracle
@@ -42,12 +30,6 @@ from scenarios.driver import (
 
 DENSE = DGC(density=1.0)  # momentum SGD, through all of DGC's machinery
 SPARSE = DGC(density=0.05)
-LOW_RANK = PowerSGD(rank=2, min_compression_rate=1)
-METHODS = (
-    *(NoCompression(), FP16(), BF16(), TopK(density=0.05), RandomK(density=0.1), DENSE, SPARSE),
-    *(LOW_RANK, OneBit(), OneBit(via="allgather"), QSGD(), FP8(), Signum()),
-    chain(error_feedback(), via=allgather(top_k(0.05), natural_dithering())),
-)
 
 
 def warmups() -> None:
