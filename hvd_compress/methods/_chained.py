@@ -1,8 +1,9 @@
-"""Base of the methods that are a chain, chosen per tensor."""
+"""Bases of the methods that are a chain: chosen per tensor, or the same for all."""
 
 from __future__ import annotations
 
 import abc
+import functools
 
 from hvd_compress.base import Array, Compressor, Context, Exchange, State
 from hvd_compress.chain import Chain
@@ -28,3 +29,25 @@ class Chained(Compressor):
 
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
         return self.chain(gradient, context).exchange(gradient, state, context)
+
+
+class OneChain(Chained):
+    """One chain for all tensors and steps, made of the options."""
+
+    def __post_init__(self) -> None:
+        assert self._chain  # its blocks check the options
+
+    @functools.cached_property
+    @abc.abstractmethod
+    def _chain(self) -> Chain: ...
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        return self._chain
+
+    @property
+    def needs_epoch(self) -> bool:
+        return self._chain.needs_epoch
+
+    @property
+    def homogeneous(self) -> bool:  # type: ignore[override]
+        return self._chain.homogeneous

@@ -7,16 +7,15 @@ import functools
 
 from hvd_compress import operators
 from hvd_compress.aggregators import allgather
-from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import column_means
-from hvd_compress.methods._chained import Chained
-from hvd_compress.schedules import Density, by_epoch
+from hvd_compress.methods._chained import OneChain
+from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptiveThreshold(Chained, name="adaptive"):
+class AdaptiveThreshold(OneChain, name="adaptive"):
     """Send the largest positive and negative elements as two means, keep the rest for later.
 
     A fraction ``density`` of the positive elements and one of the negative is picked, about; what
@@ -35,18 +34,8 @@ class AdaptiveThreshold(Chained, name="adaptive"):
 
     density: Density = 0.01
 
-    def __post_init__(self) -> None:
-        assert self._chain  # checks the option
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.density)
-
     @functools.cached_property
     def _chain(self) -> Chain:
         # Of what was picked all elements are one column.
         via = allgather(operators.adaptive_threshold(self.density), column_means())
         return chain(error_feedback(), via=via)
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain

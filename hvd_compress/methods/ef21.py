@@ -7,17 +7,16 @@ import functools
 
 from hvd_compress import operators
 from hvd_compress.aggregators import allgather, dense_until
-from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.codecs import Codec
 from hvd_compress.errors import ConfigError
-from hvd_compress.methods._chained import Chained
-from hvd_compress.schedules import Density, Start, as_start, by_epoch
+from hvd_compress.methods._chained import OneChain
+from hvd_compress.schedules import Density, Start, as_start
 from hvd_compress.transforms import ef21, smoothing
 
 
 @dataclasses.dataclass(frozen=True)
-class EF21(Chained, name="ef21"):
+class EF21(OneChain, name="ef21"):
     """Send the largest changes of the gradient, add them to an estimate that all ranks share.
 
     On each rank, for C = top-k::
@@ -63,17 +62,10 @@ class EF21(Chained, name="ef21"):
             or not 0 <= average < 1
         ):
             raise ConfigError(f"average must be in [0, 1); got {average!r}")
-        assert self._chain  # checks the other options
+        super().__post_init__()
 
     @functools.cached_property
     def _chain(self) -> Chain:
         via = allgather(operators.top_k(self.density, self.selection), self.values)
         average: tuple[Transform, ...] = (smoothing(self.average),) if self.average else ()
         return chain(*average, ef21(), via=dense_until(self.start, via))
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.start) or self._chain.needs_epoch
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain

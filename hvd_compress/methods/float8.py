@@ -7,14 +7,13 @@ import functools
 
 from hvd_compress import codecs
 from hvd_compress.aggregators import alltoall
-from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
-from hvd_compress.methods._chained import Chained
+from hvd_compress.methods._chained import OneChain
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class FP8(Chained, name="fp8"):
+class FP8(OneChain, name="fp8"):
     """Eight-bit floats and a scale a bucket, which puts the largest element at their largest.
 
     Sent: 8 bits an element, twice.  Each rank adds up one stripe in full precision, so sums are
@@ -30,12 +29,6 @@ class FP8(Chained, name="fp8"):
 
     format: str = "e4m3"
     bucket: int | None = 512
-
-    def __post_init__(self) -> None:
-        assert self._chain  # checks the options
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain
 
     @functools.cached_property
     def _chain(self) -> Chain:

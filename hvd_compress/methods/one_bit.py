@@ -6,17 +6,16 @@ import dataclasses
 import functools
 
 from hvd_compress.aggregators import allgather, alltoall, dense_until
-from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import column_means
 from hvd_compress.config import check_choice
-from hvd_compress.methods._chained import Chained
-from hvd_compress.schedules import Start, as_start, by_epoch
+from hvd_compress.methods._chained import OneChain
+from hvd_compress.schedules import Start, as_start
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class OneBit(Chained, name="onebit"):
+class OneBit(OneChain, name="onebit"):
     """Send one bit an element and two means a column, and keep what that leaves out.
 
     With ``via="alltoall"``, as in the paper, each rank adds up one stripe of every tensor and
@@ -46,14 +45,7 @@ class OneBit(Chained, name="onebit"):
     def __post_init__(self) -> None:
         check_choice("via", self.via, ("alltoall", "allgather"))
         object.__setattr__(self, "start", as_start(self.start))
-        assert self._chain  # checks the other option
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.start)
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain
+        super().__post_init__()
 
     @functools.cached_property
     def _chain(self) -> Chain:

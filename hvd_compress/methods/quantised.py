@@ -8,23 +8,16 @@ import functools
 
 from hvd_compress import codecs
 from hvd_compress.aggregators import allgather
-from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
-from hvd_compress.methods._chained import Chained
+from hvd_compress.methods._chained import OneChain
 
 
-class _Quantised(Chained):
+class _Quantised(OneChain):
     """Every rank receives every other's codes: traffic grows with the number of ranks."""
-
-    def __post_init__(self) -> None:
-        assert self._chain  # checks the options
 
     @property
     @abc.abstractmethod
     def codec(self) -> codecs.Codec: ...
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain
 
     @functools.cached_property
     def _chain(self) -> Chain:

@@ -7,16 +7,15 @@ import functools
 
 from hvd_compress import operators
 from hvd_compress.aggregators import allreduce
-from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice
-from hvd_compress.methods._chained import Chained
+from hvd_compress.methods._chained import OneChain
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomK(Chained, name="randomk"):
+class RandomK(OneChain, name="randomk"):
     """Send k = ceil(density * n) elements that all ranks draw alike.
 
     The indices need no wire and the values are summed by an ordinary allreduce, so traffic does
@@ -40,7 +39,7 @@ class RandomK(Chained, name="randomk"):
 
     def __post_init__(self) -> None:
         check_choice("error_feedback", self.error_feedback, (True, False))
-        assert self._chain  # checks the other options
+        super().__post_init__()
 
     @functools.cached_property
     def _chain(self) -> Chain:
@@ -48,10 +47,3 @@ class RandomK(Chained, name="randomk"):
         if self.error_feedback:
             return chain(error_feedback(), via=allreduce(self.wire, select))
         return chain(via=allreduce(self.wire, select, unbiased=True))
-
-    @property
-    def needs_epoch(self) -> bool:
-        return self._chain.needs_epoch
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain

@@ -6,16 +6,15 @@ import dataclasses
 import functools
 
 from hvd_compress.aggregators import leader_top_k
-from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.config import check_fraction
-from hvd_compress.methods._chained import Chained
-from hvd_compress.schedules import Density, by_epoch
+from hvd_compress.methods._chained import OneChain
+from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback, low_pass_memory
 
 
 @dataclasses.dataclass(frozen=True)
-class ScaleCom(Chained, name="scalecom"):
+class ScaleCom(OneChain, name="scalecom"):
     """Send the elements that are largest on one rank, from all ranks; ranks take turns.
 
     Ranks whose accumulated gradients are alike would choose much the same elements; so one rank
@@ -42,16 +41,9 @@ class ScaleCom(Chained, name="scalecom"):
 
     def __post_init__(self) -> None:
         check_fraction("beta", self.beta)
-        assert self._chain  # checks the other options
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.density)
+        super().__post_init__()
 
     @functools.cached_property
     def _chain(self) -> Chain:
         memory: Transform = error_feedback() if self.beta == 1 else low_pass_memory(self.beta)
         return chain(memory, via=leader_top_k(self.density, self.selection))
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain

@@ -7,15 +7,14 @@ import functools
 
 from hvd_compress import operators
 from hvd_compress.aggregators import allgather
-from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
-from hvd_compress.methods._chained import Chained
-from hvd_compress.schedules import Density, by_epoch
+from hvd_compress.methods._chained import OneChain
+from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class SIDCo(Chained, name="sidco"):
+class SIDCo(OneChain, name="sidco"):
     """Send about k = ceil(density * n) of the largest elements, found by the quantile of a fitted
     distribution; keep the rest for later.
 
@@ -36,17 +35,7 @@ class SIDCo(Chained, name="sidco"):
     stages: int | None = None
     values: str = "float32"
 
-    def __post_init__(self) -> None:
-        assert self._chain  # checks the options
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.density)
-
     @functools.cached_property
     def _chain(self) -> Chain:
         via = allgather(operators.sidco(self.density, self.fit, self.stages), self.values)
         return chain(error_feedback(), via=via)
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain

@@ -7,15 +7,14 @@ import functools
 
 from hvd_compress import codecs
 from hvd_compress.aggregators import allgather, alltoall
-from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice
-from hvd_compress.methods._chained import Chained
+from hvd_compress.methods._chained import OneChain
 from hvd_compress.transforms import error_feedback, majority_vote, moving_average
 
 
 @dataclasses.dataclass(frozen=True)
-class SignSGD(Chained, name="signsgd"):
+class SignSGD(OneChain, name="signsgd"):
     """Send the sign of each element; step along what the majority says, +1, -1, or 0 for a tie.
 
     Sent: one bit an element.  No state.  Nothing corrects the bias, and steps do not shrink with
@@ -26,10 +25,6 @@ class SignSGD(Chained, name="signsgd"):
     """
 
     reference = "Bernstein et al., ICML 2018"
-    homogeneous = False
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain
 
     @functools.cached_property
     def _chain(self) -> Chain:
@@ -37,7 +32,7 @@ class SignSGD(Chained, name="signsgd"):
 
 
 @dataclasses.dataclass(frozen=True)
-class Signum(Chained, name="signum"):
+class Signum(OneChain, name="signum"):
     """Send the signs of a moving average of each rank's gradients; step as :class:`SignSGD` does.
 
     State: ``velocity``, the average ``m = beta m + (1 - beta) g``, in the place of the optimizer's
@@ -54,13 +49,6 @@ class Signum(Chained, name="signum"):
     momentum: float | None = None
 
     takes_momentum = True
-    homogeneous = False
-
-    def __post_init__(self) -> None:
-        assert self._chain  # checks the option
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain
 
     @functools.cached_property
     def _chain(self) -> Chain:
@@ -69,7 +57,7 @@ class Signum(Chained, name="signum"):
 
 
 @dataclasses.dataclass(frozen=True)
-class EFSignSGD(Chained, name="efsignsgd"):
+class EFSignSGD(OneChain, name="efsignsgd"):
     """Send signs times the mean magnitude of the tensor, and keep what that leaves out.
 
     Sent: one bit an element and one number.  State: ``residual``, and ``owner_residual`` with
@@ -85,9 +73,7 @@ class EFSignSGD(Chained, name="efsignsgd"):
 
     def __post_init__(self) -> None:
         check_choice("via", self.via, ("alltoall", "allgather"))
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain
+        super().__post_init__()
 
     @functools.cached_property
     def _chain(self) -> Chain:

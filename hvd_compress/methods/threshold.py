@@ -7,15 +7,14 @@ import functools
 
 from hvd_compress import codecs, operators
 from hvd_compress.aggregators import allgather
-from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice
-from hvd_compress.methods._chained import Chained
+from hvd_compress.methods._chained import OneChain
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class Threshold(Chained, name="threshold"):
+class Threshold(OneChain, name="threshold"):
     """Send what has grown beyond ``tau``, keep the rest for later::
 
         x = gradient + residual;  where |x| > tau send tau sign(x);  residual = x - sent
@@ -40,12 +39,9 @@ class Threshold(Chained, name="threshold"):
 
     def __post_init__(self) -> None:
         check_choice("send", self.send, ("sign", "value"))
-        assert self._chain  # checks the other option
+        super().__post_init__()
 
     @functools.cached_property
     def _chain(self) -> Chain:
         values = codecs.plus_minus(self.tau) if self.send == "sign" else "float32"
         return chain(error_feedback(), via=allgather(operators.threshold(self.tau), values))
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain

@@ -7,16 +7,15 @@ import functools
 
 from hvd_compress import operators
 from hvd_compress.aggregators import allgather
-from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice
-from hvd_compress.methods._chained import Chained
+from hvd_compress.methods._chained import OneChain
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(Chained, name="topk"):
+class TopK(OneChain, name="topk"):
     """Send the k = ceil(density * n) elements of largest magnitude, keep the rest for later.
 
     State: ``residual``.  Sent: k values and k int32 indices a tensor.  The optimizer's momentum
@@ -38,16 +37,9 @@ class TopK(Chained, name="topk"):
 
     def __post_init__(self) -> None:
         check_choice("error_feedback", self.error_feedback, (True, False))
-        assert self._chain  # checks the other options
+        super().__post_init__()
 
     @functools.cached_property
     def _chain(self) -> Chain:
         via = allgather(operators.top_k(self.density, self.selection), self.values)
         return chain(error_feedback(), via=via) if self.error_feedback else chain(via=via)
-
-    @property
-    def needs_epoch(self) -> bool:
-        return self._chain.needs_epoch
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain
