@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hvd_compress.autoencoder import Network
 from hvd_compress.errors import UnsupportedError
 
 Array = Any
@@ -128,6 +129,9 @@ class Backend(Protocol):
 
     def from_numpy(self, x: np.ndarray, like: Array) -> Array:
         """On the device of ``like``; shares the memory where it can."""
+
+    def autoencoder(self) -> Network:
+        """The network of LGC over these arrays."""
 
     def to_numpy(self, x: Array) -> np.ndarray:
         """Shares the memory where it can."""

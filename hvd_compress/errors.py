@@ -24,6 +24,10 @@ class PayloadError(CompressionError, ValueError):
     """Bytes that came from another rank are not a valid payload."""
 
 
+class PoorFit(UserWarning):
+    """Gradients have not got what a method counts on; training goes on."""
+
+
 class SetupError(CompressionError, RuntimeError):
     """Something outside this package is missing: a compiler, Horovod, MPI."""
 

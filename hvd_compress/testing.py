@@ -202,12 +202,10 @@ def _check_steps(case: _Case, steps: int) -> None:
         _check_mean(case, _numbers(first.mean).reshape(-1), sent)
         for there, own, outcome in zip(entered, sent, outcomes, strict=False):
             remains = outcome.state["residual"]
-            # The subtraction x - sent is rounded once, except where nothing or all of x was sent,
-            # and exact for single elements, whose sent value is x or x rounded.
+            # The subtraction x - sent is rounded once, except where nothing or all of x was sent.
             rounding = np.finfo(backend_of(remains).dtype(remains)).eps
             error = np.abs(own + _numbers(remains) - there)
-            dense = not isinstance(outcome.sent, Sparse)
-            partly = dense & (own != 0) & (own != there)
+            partly = (own != 0) & (own != there)
             case.require(
                 bool((error <= partly * rounding * (np.abs(there) + np.abs(own))).all()),
                 "what went in = what was sent + what remains, exactly",

@@ -8,6 +8,7 @@ from hvd_compress import (
     EF21,
     FP8,
     FP16,
+    LGC,
     QSGD,
     AdaptiveThreshold,
     After,
@@ -60,6 +61,8 @@ IN_FLOAT16 = 2.0**-11
 IN_BFLOAT16 = 2.0**-8
 # Sums of products in float32, in another order on each side.
 LOW_RANK: dict[str, Any] = {"tolerance": 1e-5, "agreement": 1e-3}
+# Where a derivative is as good as zero, its sign decides where the first step of Adam goes.
+TRAINED: dict[str, Any] = {"tolerance": 1e-5, "agreement": 0.02}
 
 
 def plain_feedback(gradient: Any, state: dict[str, Any], context: Any) -> Any:
@@ -142,6 +145,13 @@ ROWS = {
     "sidco-gamma": Row(SIDCo(density=0.02, fit="gamma")),
     "scalecom": Row(ScaleCom(density=0.05)),
     "scalecom-low-pass": Row(ScaleCom(density=0.05, beta=0.25)),
+    "lgc": Row(LGC(density=0.05, learn=1, code=2, min_size=4), context=MOMENTUM, **TRAINED),
+    "lgc-server": Row(
+        LGC(density=0.1, learn=0, code=1, via="server", decoders=2, innovation=0.1),
+        context=NESTEROV,
+        **TRAINED,
+    ),
+    "lgc-nothing-lost": Row(LGC(0.1, learn=0, code=1, keep=1.0), context=MOMENTUM, **TRAINED),
     "sketch": Row(SketchedSGD(density=0.01), context=MOMENTUM),
     "sketch-small": Row(
         SketchedSGD(0.02, rows=3, width=4, candidates=2, min_size=0), context=NESTEROV

@@ -321,6 +321,28 @@ def test_frames_arrive(codec, n, sparse):
 
 
 @each
+@pytest.mark.parametrize("n", [1, 2, 9, 100])
+def test_frames_with_packed_indices_arrive(codec, n):
+    x, indices, total = random(n).standard_normal(n).astype(F4), 30 * np.arange(n) + 7, 30 * n + 5
+    frame = encode_coded(codec, x, random(), indices, total, packed=True)
+    assert frame.size % 8 == 0
+    plain_size = coded_size(codec, n, F4, total)
+    assert frame.size < plain_size if n > 4 else frame.size <= plain_size
+    for count in (n, None):
+        found, values = decode_coded(codec, frame, count, F4, total)
+        np.testing.assert_array_equal(found, indices)
+        np.testing.assert_array_equal(values, through(codec, x))
+    for place in range(frame.size):
+        damaged = frame.copy()
+        damaged[place] ^= 1 << place % 8
+        with pytest.raises(PayloadError):
+            decode_coded(codec, damaged, n, F4, total)
+    for wrong in (frame[:-8], np.concatenate([frame, np.zeros(8, np.uint8)]), frame[:20]):
+        with pytest.raises(PayloadError):
+            decode_coded(codec, wrong, n, F4, total)
+
+
+@each
 def test_what_is_not_finite_arrives_as_nan(codec):
     for bad in (np.nan, np.inf, -np.inf):
         x = np.array([1, bad, 2], F4)

@@ -19,6 +19,9 @@ from hvd_compress.methods import method_names
 from hvd_compress.testing import check_laws
 from method_table import ROWS
 
+# LGC has nothing to learn from the numbers that are drawn here.
+pytestmark = pytest.mark.filterwarnings("ignore::hvd_compress.PoorFit")
+
 
 def test_the_table_has_every_method():
     here = {row.method.name for row in ROWS.values()}

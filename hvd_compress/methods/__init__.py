@@ -17,6 +17,7 @@ from hvd_compress.methods.dense import BF16, FP16, NoCompression
 from hvd_compress.methods.dgc import DGC
 from hvd_compress.methods.ef21 import EF21
 from hvd_compress.methods.float8 import FP8
+from hvd_compress.methods.learned import LGC
 from hvd_compress.methods.ms_top_k import MSTopK
 from hvd_compress.methods.one_bit import OneBit
 from hvd_compress.methods.onebit_adam import OneBitAdamCompression
@@ -39,6 +40,7 @@ __all__ = [
     "EF21",
     "FP8",
     "FP16",
+    "LGC",
     "QSGD",
     "AdaptiveThreshold",
     "EFSignSGD",

@@ -1,12 +1,21 @@
-"""Bases of the methods that are a chain: chosen per tensor, or the same for all."""
+"""Bases of the methods that are a chain: chosen per tensor, or the same for all tensors."""
 
 from __future__ import annotations
 
 import abc
 import functools
+import math
 
+from hvd_compress.aggregators import allreduce
 from hvd_compress.base import Array, Compressor, Context, Exchange, State
-from hvd_compress.chain import Chain
+from hvd_compress.chain import Chain, Transform, chain
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError
+from hvd_compress.transforms import (
+    error_feedback,
+    momentum_after_averaging,
+    momentum_correction,
+)
 
 
 class Chained(Compressor):
@@ -51,3 +60,53 @@ class OneChain(Chained):
     @property
     def homogeneous(self) -> bool:  # type: ignore[override]
         return self._chain.homogeneous
+
+
+class OfVelocities(Chained):
+    """What is large in the accumulated velocities of matrices travels; momentum lives there, in the
+    place of the optimizer's.  One-dimensional and tiny tensors are averaged whole, with momentum
+    afterwards.
+
+    Of its subclasses' options: ``momentum``, ``nesterov``, ``masking`` and ``min_size``.
+    """
+
+    momentum: float | None
+    nesterov: bool | None
+    masking: bool
+    min_size: int
+
+    takes_momentum = True
+
+    def __post_init__(self) -> None:
+        check_choice("masking", self.masking, (True, False))
+        if not isinstance(self.min_size, int) or self.min_size < 0:
+            raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
+
+    def compresses(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of that shape is ever sent in part."""
+        return len(shape) > 1 and math.prod(shape) >= max(self.min_size, 1)
+
+    @property
+    def _before(self) -> tuple[Transform, ...]:
+        """Comes first in every chain."""
+        return ()
+
+    @property
+    def _feedback(self) -> Transform:
+        return error_feedback()
+
+    def _accumulated(self, masking: bool) -> tuple[Transform, ...]:
+        """``masking=False`` for a step in which everything is sent: to mask everything would turn
+        momentum off."""
+        correct = momentum_correction(self.momentum, self.nesterov, masking)
+        return (*self._before, correct, self._feedback)
+
+    @functools.cached_property
+    def _everything(self) -> Chain:
+        """Flushes the residual, keeps the velocity."""
+        return chain(*self._accumulated(masking=False), via=allreduce())
+
+    @functools.cached_property
+    def _whole(self) -> Chain:
+        after = momentum_after_averaging(self.momentum, self.nesterov)
+        return chain(*self._before, after, via=allreduce("gradient"))

@@ -7,24 +7,19 @@ import functools
 import math
 
 from hvd_compress import operators
-from hvd_compress.aggregators import allgather, allreduce
+from hvd_compress.aggregators import allgather
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
-from hvd_compress.methods._chained import Chained
+from hvd_compress.methods._chained import OfVelocities
 from hvd_compress.schedules import Density, as_density, by_epoch
-from hvd_compress.transforms import (
-    clip_by_local_norm,
-    error_feedback,
-    momentum_after_averaging,
-    momentum_correction,
-)
+from hvd_compress.transforms import clip_by_local_norm
 
 
 @dataclasses.dataclass(frozen=True)
-class DGC(Chained, name="dgc"):
+class DGC(OfVelocities, name="dgc"):
     """Send the largest 0.1 % of the accumulated velocity, keep the rest for later.
 
     For every matrix and larger tensor, on each rank::
@@ -71,8 +66,6 @@ class DGC(Chained, name="dgc"):
     values: str = "float32"
     min_size: int = 1024
 
-    takes_momentum = True
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "density", as_density(self.density))
         check_choice("weight_decay", self.weight_decay, ("separate", "gradient"))
@@ -80,8 +73,7 @@ class DGC(Chained, name="dgc"):
             clip = self.clip_norm
             if isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0:
                 raise ConfigError(f"clip_norm must be positive, or None; got {clip!r}")
-        if not isinstance(self.min_size, int) or self.min_size < 0:
-            raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
+        super().__post_init__()
         assert all((self._sparse, self._everything, self._whole))  # checks the other options
 
     @property
@@ -91,10 +83,6 @@ class DGC(Chained, name="dgc"):
     @property
     def needs_epoch(self) -> bool:
         return by_epoch(self.density)
-
-    def compresses(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of that shape is ever sent in part."""
-        return len(shape) > 1 and math.prod(shape) >= max(self.min_size, 1)
 
     def template(self, gradient: Array) -> Chain:
         compressed = self.compresses(backend_of(gradient).shape(gradient))
@@ -108,30 +96,14 @@ class DGC(Chained, name="dgc"):
         return self._sparse if k < n else self._everything
 
     @functools.cached_property
-    def _clip(self) -> tuple[Transform, ...]:
+    def _before(self) -> tuple[Transform, ...]:
         return () if self.clip_norm is None else (clip_by_local_norm(self.clip_norm),)
-
-    def _accumulate(self, masking: bool) -> tuple[Transform, ...]:
-        return (
-            *self._clip,
-            momentum_correction(self.momentum, self.nesterov, masking),
-            error_feedback(),
-        )
 
     @functools.cached_property
     def _sparse(self) -> Chain:
-        return chain(*self._accumulate(self.masking), via=allgather(self._select, self.values))
+        via = allgather(self._select, self.values)
+        return chain(*self._accumulated(self.masking), via=via)
 
     @functools.cached_property
     def _select(self) -> operators.top_k:
         return operators.top_k(self.density, self.selection)
-
-    @functools.cached_property
-    def _everything(self) -> Chain:
-        """Density 1, a dense stage of the warm-up: flushes the residual, keeps the velocity."""
-        return chain(*self._accumulate(masking=False), via=allreduce())
-
-    @functools.cached_property
-    def _whole(self) -> Chain:
-        after = momentum_after_averaging(self.momentum, self.nesterov)
-        return chain(*self._clip, after, via=allreduce("gradient"))

@@ -6,23 +6,16 @@ import dataclasses
 import functools
 import math
 
-from hvd_compress.aggregators import allreduce, count_sketch
+from hvd_compress.aggregators import count_sketch
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
-from hvd_compress.config import check_choice
-from hvd_compress.errors import ConfigError
-from hvd_compress.methods._chained import Chained
+from hvd_compress.methods._chained import OfVelocities
 from hvd_compress.schedules import Density, by_epoch
-from hvd_compress.transforms import (
-    error_feedback,
-    momentum_after_averaging,
-    momentum_correction,
-)
 
 
 @dataclasses.dataclass(frozen=True)
-class SketchedSGD(Chained, name="sketch"):
+class SketchedSGD(OfVelocities, name="sketch"):
     """Send the elements whose average over the ranks is largest, as far as sums of sketches tell.
 
     For every matrix and larger tensor, on each rank::
@@ -62,22 +55,14 @@ class SketchedSGD(Chained, name="sketch"):
     masking: bool = True
     min_size: int = 1024
 
-    takes_momentum = True
-
     def __post_init__(self) -> None:
-        check_choice("masking", self.masking, (True, False))
-        if not isinstance(self.min_size, int) or self.min_size < 0:
-            raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
+        super().__post_init__()
         object.__setattr__(self, "density", self._via.density)
         assert all((self._sketched, self._everything, self._whole))  # checks the other options
 
     @property
     def needs_epoch(self) -> bool:
         return by_epoch(self.density)
-
-    def compresses(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of that shape is ever sent in part."""
-        return len(shape) > 1 and math.prod(shape) >= max(self.min_size, 1)
 
     def template(self, gradient: Array) -> Chain:
         compressed = self.compresses(backend_of(gradient).shape(gradient))
@@ -96,16 +81,4 @@ class SketchedSGD(Chained, name="sketch"):
 
     @functools.cached_property
     def _sketched(self) -> Chain:
-        correct = momentum_correction(self.momentum, self.nesterov, self.masking)
-        return chain(correct, error_feedback(), via=self._via)
-
-    @functools.cached_property
-    def _everything(self) -> Chain:
-        """Flushes the residual, keeps the velocity."""
-        correct = momentum_correction(self.momentum, self.nesterov, masking=False)
-        return chain(correct, error_feedback(), via=allreduce())
-
-    @functools.cached_property
-    def _whole(self) -> Chain:
-        after = momentum_after_averaging(self.momentum, self.nesterov)
-        return chain(after, via=allreduce("gradient"))
+        return chain(*self._accumulated(self.masking), via=self._via)

@@ -7,13 +7,14 @@ All numbers are little-endian::
     2       u8      version, 2
     3       u8      kind: 3 = coded
     4       u8      dtype of the decoded values: 1 = float32, 3 = float64
-    5       u8      status: 0 = fine, 1 = the values are not finite
+    5       u8      1 = the values are not finite, plus 2 = indices are packed
     6       u16     the lowest bits of the CRC-32 of the codec's repr: options must be the same
     8       u32     number of values
     12      u32     CRC-32 of the first 12 bytes and of all behind the header
 
-Indices, where only some elements travel, are ascending, int32 or int64 as in other frames.  Unless
-the status is 0, codes are zeros: a frame's size does not depend on it.
+Indices, where only some elements travel, are ascending, int32 or int64 as in other frames; or they
+are packed and padded to 8 bytes, where the sender was asked to and that is shorter.  Of values that
+are not finite the codes are zeros: a frame's size does not depend on it.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ from hvd_compress.wire.frame import (
     padded,
     plain_indices,
 )
+from hvd_compress.wire.indices import best_parameter, gaps_of, pack, unpack
 
 _HEADER = struct.Struct("<2sBBBBHI")
 _CODED = 3
-FINE, NOT_FINITE = 0, 1
+_NOT_FINITE, _PACKED = 1, 2
 
 
 def coded_size(codec: Codec, count: int, dtype: np.dtype, n: int | None = None) -> int:
-    """Bytes of a frame of ``count`` values; ``n`` if they have indices into so many elements."""
+    """Bytes of a frame of ``count`` values; ``n`` if they have indices into so many elements, which
+    take that much unless they are packed."""
     indices = 0 if n is None else count * np.dtype(index_dtype(n)).itemsize
     return padded(indices + codec.size(count, dtype))
 
@@ -52,16 +55,24 @@ def encode_coded(
     random: np.random.Generator,
     indices: np.ndarray | None = None,
     n: int | None = None,
+    *,
+    packed: bool = False,
 ) -> np.ndarray:
     """A frame (1-D, uint8) of the flat ``x`` (float32 or float64), at ``indices`` of ``n``."""
-    frame = np.zeros(coded_size(codec, x.size, x.dtype, n), np.uint8)
-    status = FINE if np.isfinite(x).all() else NOT_FINITE
-    start = START
+    size, status = coded_size(codec, x.size, x.dtype, n), 0
+    own = np.zeros(0, np.uint8)
     if indices is not None and n is not None:
         own = indices.astype(f"<{np.dtype(index_dtype(n)).str[1:]}").view(np.uint8)
-        frame[start : start + own.size] = own
-        start += own.size
-    if status == FINE:
+        if packed and (short := _packed(indices, n)) is not None:
+            shorter = padded(short.size + codec.size(x.size, x.dtype))
+            if shorter < size:
+                own, size, status = short, shorter, _PACKED
+    frame = np.zeros(size, np.uint8)
+    start = START + own.size
+    frame[START:start] = own
+    if not np.isfinite(x).all():
+        status |= _NOT_FINITE
+    else:
         code = codec.encode(x, random)
         frame[start : start + code.size] = code
     header = _HEADER.pack(MAGIC, VERSION, _CODED, VALUES[x.dtype.name], status, _tag(codec), x.size)
@@ -97,28 +108,48 @@ def decode_coded(
     if count is None:
         count = int.from_bytes(frame[8:12].tobytes(), "little")
     size = coded_size(codec, count, dtype, n)
-    if frame.size != size:
+    codes = codec.size(count, dtype)
+    status = int(frame[5])
+    # Packed indices fill what codes and padding leave, which a frame of plain ones never reaches.
+    room = frame.size - START - codes
+    room -= room % 8
+    if status & _PACKED:
+        if n is None or frame.size % 8 or room < 8 or frame.size >= size:
+            raise fail(f"{frame.size} bytes are no {count} values with packed indices")
+    elif frame.size != size:
         raise fail(f"{frame.size} bytes where {size} were expected")
     header = frame[: _HEADER.size].tobytes()
     if zlib.crc32(frame[START:].data, zlib.crc32(header)) != int.from_bytes(
         frame[_HEADER.size : START].tobytes(), "little"
     ):
         raise fail("its checksum does not match")
-    status = header[5]
     expected = _HEADER.pack(MAGIC, VERSION, _CODED, VALUES[dtype.name], status, _tag(codec), count)
-    if header != expected or status > NOT_FINITE:
+    if header != expected or status > _NOT_FINITE + _PACKED:
         raise fail(f"no header of {count} values by {codec!r} at its start")
     start, indices = START, None
     try:
         if n is not None:
-            start += count * np.dtype(index_dtype(n)).itemsize
-            indices = plain_indices(frame[START:start], n)
-        if status == NOT_FINITE:
+            packed = status & _PACKED
+            start += room if packed else count * np.dtype(index_dtype(n)).itemsize
+            code = frame[START:start]
+            indices = unpack(code, count, n) if packed else plain_indices(code, n)
+        if status & _NOT_FINITE:
             return indices, np.full(count, np.nan, dtype)
-        code = frame[start : start + codec.size(count, dtype)]
-        return indices, codec.decode(code, count, dtype)
+        return indices, codec.decode(frame[start : start + codes], count, dtype)
     except ValueError as error:
         raise fail(str(error)) from None
+
+
+def _packed(indices: np.ndarray, n: int) -> np.ndarray | None:
+    """The packed indices, padded to 8 bytes, if they can be."""
+    gaps = gaps_of(indices, index_dtype(n))
+    found = best_parameter(gaps, n)
+    if found is None:
+        return None
+    b, size = found
+    code = np.zeros(size + -size % 8, np.uint8)
+    pack(gaps, b, code)
+    return code
 
 
 def _tag(codec: Codec) -> int:

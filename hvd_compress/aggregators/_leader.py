@@ -1,0 +1,88 @@
+"""Ranks take turns in saying which elements all ranks send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context, Gather, Request
+from hvd_compress.codecs.base import Codec
+from hvd_compress.codecs.plain import plain
+from hvd_compress.errors import PayloadError
+from hvd_compress.operators import top_k
+from hvd_compress.operators.random_k import own_generator
+from hvd_compress.wire.coded import coded_size, decode_coded, encode_coded
+from hvd_compress.wire.frame import index_dtype
+
+
+def leaders_choice(
+    select: top_k,
+    x: Array,
+    k: int,
+    context: Context,
+    more: Callable[[Array], Array] | None = None,
+    size: int = 0,
+) -> Generator[Request, Any, tuple[Array, Array]]:
+    """``(indices, more(indices))`` of the leader, rank ``step mod N``, on all ranks: of the ``k``
+    elements of ``x`` that are largest there, and ``size`` numbers that go with them, if any."""
+    xp = backend_of(x)
+    n, dtype = xp.size(x), np.dtype(xp.dtype(x))
+    is_leader = context.step % context.size == context.rank
+
+    def encode(step: Any, indices: np.ndarray, numbers: np.ndarray) -> list[np.ndarray]:
+        if int(step) % context.size != context.rank:
+            return [np.zeros(0, np.uint8)]
+        random = own_generator(context._replace(step=int(step)))
+        nothing = np.zeros(k, dtype)
+        frames = [encode_coded(_nothing(), nothing, random, indices, n, packed=True)]
+        if size:
+            frames.append(encode_coded(plain(), numbers, random))
+        return [np.concatenate(frames)]
+
+    def decode(step: Any, *frames: np.ndarray) -> list[np.ndarray]:
+        leader = int(step) % context.size
+        for rank, frame in enumerate(frames):
+            if rank != leader and frame.size:
+                raise PayloadError(
+                    f"bad payload from rank {rank}: it takes itself for the leader, but at "
+                    f"step {step} that is rank {leader}; the ranks' steps must be the same"
+                )
+        sender, frame = f"rank {leader}", frames[leader]
+        split = max(0, frame.size - (coded_size(plain(), size, dtype) if size else 0))
+        indices, _ = decode_coded(_nothing(), frame[:split], k, dtype, n, sender=sender)
+        assert indices is not None
+        numbers = np.zeros(0, dtype)
+        if size:
+            _, numbers = decode_coded(plain(), frame[split:], size, dtype, sender=sender)
+        return [indices.astype(index_dtype(n), copy=False), numbers]
+
+    def chosen() -> tuple[Array, Array]:
+        indices = select.select(x, k, context)
+        return indices, more(indices) if more else x[:0]
+
+    own, numbers = xp.choose(is_leader, chosen, lambda: (xp.cast(x[:0], "int64"), x[:0]))
+    (frame,) = xp.on_host(encode, [context.step, own, numbers], [("uint8", None)], x)
+    frames = yield Gather(frame)
+    indices, numbers = xp.on_host(
+        decode, [context.step, *frames], [(index_dtype(n), k), (dtype.name, size)], x
+    )
+    return indices, numbers
+
+
+class _nothing(Codec):
+    """For a frame of indices alone."""
+
+    def __repr__(self) -> str:
+        return "indices"
+
+    def size(self, n: int, dtype: np.dtype) -> int:
+        return 0
+
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        return np.zeros(0, np.uint8)
+
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+        return np.zeros(n, dtype)

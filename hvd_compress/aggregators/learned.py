@@ -1,0 +1,399 @@
+"""Selected elements as the latent of an autoencoder that the ranks have trained on them."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+import warnings
+from collections.abc import Generator
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hvd_compress.aggregators._leader import leaders_choice
+from hvd_compress.autoencoder import LEAST, first_weights, latent_size
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
+from hvd_compress.chain import Aggregator, Met
+from hvd_compress.codecs.plain import plain
+from hvd_compress.config import check_fraction
+from hvd_compress.errors import ConfigError, PoorFit
+from hvd_compress.operators import top_k
+from hvd_compress.operators.top_k import count
+from hvd_compress.schedules import Start, as_start, by_epoch, started
+from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
+from hvd_compress.wire.coded import coded_size, decode_coded, encode_coded
+
+#: of Adam: how its two moments decay, and what keeps its quotient finite
+_FIRST, _SECOND, _EPSILON = 0.9, 0.999, 1e-8
+#: of the averages in "quality"
+_DECAY = 0.9
+#: ranks below this cosine are not alike; decoding that loses more than this is of no use
+_ALIKE, _LOST = 0.05, 0.95
+#: avoids 0 / 0
+_TINY = 1e-30
+
+
+@dataclasses.dataclass(frozen=True)
+class _Learned(Aggregator):
+    """A leader, who changes with every step, chooses the k = ceil(density * n) elements that are
+    largest on it, and all ranks take theirs at the same places.  Until ``start``, a number of steps
+    or ``After("epoch", ...)``, every rank sends its values to all, and all ranks make the same
+    step of Adam on them; from then on, only what the autoencoder makes of them travels.
+
+    State, equal on all ranks: ``autoencoder``, the weights; ``first_moment`` and ``second_moment``,
+    Adam's; ``quality``: averages of the mean cosine between the values of two ranks and of the
+    share of the energy that decoding loses, and the number of training steps so far.
+
+    Warns with :class:`~hvd_compress.PoorFit`, on rank 0, when training is over and has not helped.
+    """
+
+    density: float = 0.001
+    start: Start = 300
+    rate: float = 0.003
+    selection: str = "sampled"
+
+    keys = ("autoencoder", "first_moment", "second_moment", "quality")
+    per_rank = False
+    decoders: ClassVar[int] = 1
+    innovation: ClassVar[float] = 0.0
+
+    def __post_init__(self) -> None:
+        check_fraction("density", self.density)
+        check_fraction("rate", self.rate)
+        object.__setattr__(self, "start", as_start(self.start))
+        assert self._select  # checks the other options
+
+    @property
+    def _select(self) -> top_k:
+        return top_k(self.density, self.selection)
+
+    @property
+    def needs_epoch(self) -> bool:
+        return by_epoch(self.start)
+
+    def fits(self, n: int) -> bool:
+        """Whether so many of ``n`` elements are selected that they have a latent."""
+        return LEAST <= count(n, self.density) < n
+
+    def init(self, x: Array, shape: tuple[int, ...]) -> State:
+        xp = backend_of(x)
+        n = math.prod(shape)
+        if not self.fits(n):
+            raise ConfigError(
+                f"density={self.density} takes {count(n, self.density)} of {n} elements, and the "
+                f"autoencoder needs from {LEAST} to {n - 1}: leader_top_k() for this tensor"
+            )
+        first = xp.from_numpy(first_weights(self.decoders, self.innovation > 0), x)
+        weights = xp.cast(first, xp.dtype(x))
+        return {
+            "autoencoder": weights,
+            "first_moment": xp.full_like(weights, 0.0),
+            "second_moment": xp.full_like(weights, 0.0),
+            "quality": xp.zeros(3, x),
+        }
+
+    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+        if not started(self.start, context.step, context.epoch):
+            return (yield from self._train(x, state, context))
+        xp = backend_of(x)
+        met = yield from self._meet_coded(x, state["autoencoder"], context)
+        report = _Report(context.name, context.rank)
+        (quality,) = xp.on_host(report, [state["quality"]], [(xp.dtype(x), 3)], x)
+        return met._replace(state={**state, "quality": quality})
+
+    @abc.abstractmethod
+    def _meet_coded(
+        self, x: Array, weights: Array, context: Context
+    ) -> Generator[Request, Any, Met]:
+        """When training is over; the state of ``Met`` is not looked at."""
+
+    @abc.abstractmethod
+    def _example(
+        self, rows: np.ndarray, leader: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """From all ranks' values (N, k): what enters the network, what should leave it, and the
+        innovations."""
+
+    def _train(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+        xp = backend_of(x)
+        n, ranks = xp.size(x), context.size
+        k, dtype = count(n, self.density), np.dtype(xp.dtype(x))
+        indices, _ = yield from leaders_choice(self._select, x, k, context)
+        own = xp.take(x, indices)
+        (frame,) = xp.on_host(_encode_all, [own], [("uint8", coded_size(plain(), k, dtype))], x)
+        frames = yield Gather(frame, equal_sizes=True)
+
+        def prepare(step: Any, *frames: np.ndarray) -> list[np.ndarray]:
+            rows = np.stack(
+                [
+                    decode_coded(plain(), frame, k, dtype, sender=f"rank {rank}")[1]
+                    for rank, frame in enumerate(frames)
+                ]
+            )
+            with np.errstate(invalid="ignore"):  # of a spoilt step
+                values, wanted, innovations = self._example(rows, int(step) % ranks)
+                cosine = mean_cosine(rows)
+            return [
+                rows.sum(0) / dtype.type(ranks),
+                values.reshape(-1),
+                wanted.reshape(-1),
+                np.zeros(0, dtype) if innovations is None else innovations.reshape(-1),
+                np.array([cosine], dtype),
+            ]
+
+        innovates = self.innovation > 0
+        outputs = (k, ranks * k, (ranks if innovates else 1) * k, ranks * k * innovates, 1)
+        mean, values, wanted, innovations, cosine = xp.on_host(
+            prepare, [context.step, *frames], [(dtype.name, size) for size in outputs], x
+        )
+        gradient, decoded = xp.autoencoder().gradient(
+            state["autoencoder"],
+            xp.reshape(values, (ranks, k)),
+            xp.reshape(innovations, (ranks, k)) if innovates else None,
+            context.step % ranks,
+        )
+        error = xp.reshape(decoded, (-1,)) - wanted
+        lost = _product(xp, error, error) / (_product(xp, wanted, wanted) + _TINY)
+        return Met(
+            xp.put(xp.zeros(n, x), indices, mean),
+            Sparse(indices, own),
+            xp.all_finite(mean),
+            self._after_step(xp, state, gradient, xp.concat([cosine, lost])),
+        )
+
+    def _after_step(self, xp: Any, state: State, gradient: Array, seen: Array) -> State:
+        """One more step of Adam, unless it leads nowhere."""
+        steps = state["quality"][2:] + 1
+        first = _FIRST * state["first_moment"] + (1 - _FIRST) * gradient
+        second = _SECOND * state["second_moment"] + (1 - _SECOND) * gradient * gradient
+        size = self.rate * (1 - _SECOND**steps) ** 0.5 / (1 - _FIRST**steps)
+        new = {
+            "autoencoder": state["autoencoder"] - size * first / (second**0.5 + _EPSILON),
+            "first_moment": first,
+            "second_moment": second,
+        }
+        old = {key: state[key] for key in new}
+        averages = _DECAY * state["quality"][:2] + (1 - _DECAY) * seen
+        kept = xp.choose(xp.all_finite(new["autoencoder"]), lambda: new, lambda: old)
+        return {**kept, "quality": xp.concat([averages, steps])}
+
+
+@dataclasses.dataclass(frozen=True)
+class learned_allreduce(_Learned, name="learned_allreduce"):
+    """Latents are summed, and every rank decodes their mean::
+
+        z = sum over the ranks of encode(values / s) / N;   mean = a decode(z)
+
+    where s is the largest magnitude among the leader's values, which travels with the indices, and
+    a takes the result as near to the mean of the values as it gets, which takes a sum of one number
+    from each rank.  Every rank counts as having sent the common result.
+
+    Options: see :class:`learned_server`.
+
+    Reference: the ring-allreduce instance of Abrahamyan, Chen, Bekoulis and Deligiannis, IEEE
+    TNNLS 2021.  Differs from it in: the leader's scale, and a, without which an error could be
+    larger than what went in and training diverge.
+    """
+
+    def _example(
+        self, rows: np.ndarray, leader: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        values = rows / largest(rows[leader])
+        return values, values.mean(0), None
+
+    def _meet_coded(
+        self, x: Array, weights: Array, context: Context
+    ) -> Generator[Request, Any, Met]:
+        xp = backend_of(x)
+        n, k = xp.size(x), count(xp.size(x), self.density)
+
+        def scale_of(indices: Array) -> Array:
+            return xp.on_host(_largest, [xp.take(x, indices)], [(xp.dtype(x), 1)], x)[0]
+
+        indices, scale = yield from leaders_choice(self._select, x, k, context, scale_of, 1)
+        values = xp.reshape(xp.take(x, indices) / scale, (1, k))
+        network = xp.autoencoder()
+        own = xp.reshape(network.encode(weights, values), (-1,))
+        total = yield Sum(own)
+        latent = xp.reshape(total / context.size, (1, -1))
+        decoded = xp.reshape(network.decode(weights, latent, k, None), (-1,))
+        total = yield Sum(_product(xp, xp.reshape(values, (-1,)), decoded))
+        decoded = decoded * _nearest(xp, total / context.size, decoded) * scale
+        mean = xp.put(xp.zeros(n, x), indices, decoded)
+        return Met(mean, Sparse(indices, decoded), xp.all_finite(decoded))
+
+
+@dataclasses.dataclass(frozen=True)
+class learned_server(_Learned, name="learned_server"):
+    """One latent stands for all ranks, and each adds its largest values, its innovation::
+
+        z = encode(values / s) on the leader;   mean = sum of a_i decode_i(z, innovation_i) / N
+
+    where the values and innovations of each rank are divided by the largest magnitude among them,
+    and a_i, which travels with the innovation, takes the result as near to the values of rank i as
+    it gets.
+
+    Options:
+        density: fraction of elements to select.
+        start: the steps or epochs of training.
+        rate: Adam's learning rate.
+        selection: "sampled" or "exact"; the same elements, found in two ways.
+        innovation: fraction of the selected values that every rank sends beside the latent.
+        decoders: rank i decodes by decoder i modulo their number; with as many as there are ranks
+            each has its own, as in the paper.
+
+    Reference: the parameter-server instance of Abrahamyan et al., TNNLS 2021.  Differs from it in:
+    there is no server, everybody gets what it would get, and decodes; the leader changes; a_i.
+    """
+
+    innovation: float = 0.01  # type: ignore[misc]
+    decoders: int = 1  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fraction("innovation", self.innovation)
+        decoders = self.decoders
+        if isinstance(decoders, bool) or not isinstance(decoders, int) or decoders < 1:
+            raise ConfigError(f"decoders must be a number, 1 or more; got {decoders!r}")
+
+    def _example(
+        self, rows: np.ndarray, leader: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        values = np.stack([row / largest(row) for row in rows])
+        innovations = np.zeros_like(values)
+        for own, row in zip(innovations, values, strict=True):
+            places = self._places(row)
+            own[places] = row[places]
+        return values, values, innovations
+
+    def _places(self, values: np.ndarray) -> np.ndarray:
+        m = count(values.size, self.innovation)
+        return np.sort(np.argsort(-np.abs(values), kind="stable")[:m])
+
+    def _meet_coded(
+        self, x: Array, weights: Array, context: Context
+    ) -> Generator[Request, Any, Met]:
+        xp = backend_of(x)
+        n, ranks, dtype = xp.size(x), context.size, xp.dtype(x)
+        k = count(n, self.density)
+        m = count(k, self.innovation)
+        network = xp.autoencoder()
+
+        def latent_of(indices: Array) -> Array:
+            values = xp.take(x, indices)
+            (scale,) = xp.on_host(_largest, [values], [(dtype, 1)], x)
+            return xp.reshape(network.encode(weights, xp.reshape(values / scale, (1, k))), (-1,))
+
+        indices, latent = yield from leaders_choice(
+            self._select, x, k, context, latent_of, latent_size(k)
+        )
+
+        def decoded_by(first: int, rows: int, innovations: Array) -> Array:
+            latents = xp.reshape(xp.concat(rows * [latent]), (rows, -1))
+            return network.decode(weights, latents, k, xp.reshape(innovations, (rows, k)), first)
+
+        size = sparse_size(m, k, dtype)
+
+        def encode(values: np.ndarray) -> list[np.ndarray]:
+            places = self._places(values)
+            own = values[places]
+            with np.errstate(invalid="ignore"):
+                own /= largest(own)
+            return [encode_sparse(places, own, k), _spread(places, own, k)]
+
+        def decode(*frames: np.ndarray) -> list[np.ndarray]:
+            innovations, factors = [], []
+            for rank, frame in enumerate(frames):
+                sender = f"rank {rank}"
+                places, own = decode_sparse(frame[:size], k, dtype, m, sender=sender)
+                innovations.append(_spread(places, own, k))
+                code = frame[size:]
+                factors.append(decode_coded(plain(), code, 1, np.dtype(dtype), sender=sender)[1])
+            return [np.concatenate(innovations), np.concatenate(factors)]
+
+        values = xp.take(x, indices)
+        frame, innovation = xp.on_host(encode, [values], [("uint8", size), (dtype, k)], x)
+        own = xp.reshape(decoded_by(context.rank, 1, innovation), (-1,))
+        factor = _nearest(xp, _product(xp, values, own), own)
+        one = coded_size(plain(), 1, np.dtype(dtype))
+        (code,) = xp.on_host(_encode_all, [factor], [("uint8", one)], x)
+        frames = yield Gather(xp.concat([frame, code]), equal_sizes=True)
+        flat, factors = xp.on_host(decode, frames, [(dtype, ranks * k), (dtype, ranks)], x)
+        decoded = decoded_by(0, ranks, flat) * xp.reshape(factors, (ranks, 1))
+        mean = sum(decoded[rank] for rank in range(ranks)) / ranks
+        return Met(
+            xp.put(xp.zeros(n, x), indices, mean),
+            Sparse(indices, decoded[context.rank]),
+            xp.all_finite(mean),
+        )
+
+
+def largest(values: np.ndarray) -> np.floating:
+    """The largest magnitude, or 1 if all are zero; NaN if one is."""
+    found = np.abs(values).max()
+    return found if found != 0 else values.dtype.type(1)
+
+
+def _largest(values: np.ndarray) -> list[np.ndarray]:
+    return [np.array([largest(values)], values.dtype)]
+
+
+def _encode_all(values: np.ndarray) -> list[np.ndarray]:
+    return [encode_coded(plain(), values, np.random.default_rng(0))]
+
+
+def mean_cosine(rows: np.ndarray) -> float:
+    """Mean over pairs of the rows (N, k); 1 if N = 1.  A row of zeros is like no other."""
+    ranks = len(rows)
+    if ranks == 1:
+        return 1.0
+    units = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), _TINY)
+    total = float(np.square(units.sum(0)).sum() - np.square(units).sum())
+    return total / (ranks * (ranks - 1))
+
+
+def _product(xp: Any, x: Array, y: Array) -> Array:
+    """The scalar product, an array of one element."""
+    return xp.reshape(xp.matmul(xp.reshape(x, (1, -1)), xp.reshape(y, (-1, 1))), (1,))
+
+
+def _nearest(xp: Any, product: Array, decoded: Array) -> Array:
+    """The factor that takes ``decoded`` as near to an array as it gets, given their product."""
+    return product / (_product(xp, decoded, decoded) + _TINY)
+
+
+def _spread(places: np.ndarray, values: np.ndarray, k: int) -> np.ndarray:
+    dense = np.zeros(k, values.dtype)
+    dense[places] = values
+    return dense
+
+
+class _Report:
+    """What training came to, once; then the number of its steps is set to zero."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        self.name, self.rank = name, rank
+
+    def __call__(self, quality: np.ndarray) -> list[np.ndarray]:
+        cosine, lost, steps = quality.tolist()
+        if not steps:
+            return [quality]
+        seen = 1 - _DECAY**steps
+        cosine, lost = cosine / seen, lost / seen
+        problem = None
+        if cosine < _ALIKE:
+            problem = (
+                f"the gradients of different ranks are hardly alike (mean cosine {cosine:.2f} over "
+                "the selected elements), and one latent cannot stand for all: take larger batches, "
+                "or DGC"
+            )
+        elif lost > _LOST:
+            problem = (
+                f"after {steps:.0f} steps of training the autoencoder still loses {lost:.0%} of "
+                "what it is given: train it for longer, or take ScaleCom"
+            )
+        if problem and self.rank == 0:
+            warnings.warn(f"learned compression of {self.name}: {problem}", PoorFit, stacklevel=2)
+        return [quality * np.array([1, 1, 0], quality.dtype)]

@@ -1,0 +1,34 @@
+"""The autoencoder of LGC: its shape, and the network in NumPy; each framework has its own.
+
+A network is a module with the functions of :class:`Network`; a backend names it.  All weights are
+one flat array that begins alike everywhere, so that frameworks can be compared and checkpoints
+change hands.
+"""
+
+from hvd_compress.autoencoder.layout import (
+    DECODER,
+    ENCODER,
+    LEAST,
+    SLOPE,
+    Layer,
+    Network,
+    first_weights,
+    latent_size,
+    lengths,
+    stretched,
+    unpacked,
+)
+
+__all__ = [
+    "DECODER",
+    "ENCODER",
+    "LEAST",
+    "SLOPE",
+    "Layer",
+    "Network",
+    "first_weights",
+    "latent_size",
+    "lengths",
+    "stretched",
+    "unpacked",
+]

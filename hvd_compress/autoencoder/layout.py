@@ -1,0 +1,142 @@
+"""Layers, lengths and weights of the autoencoder (Abrahamyan et al., TNNLS 2021).
+
+The encoder is five convolutions over the selected values in the order of their indices, without
+padding, each with a leaky rectifier behind it; its latent is a quarter as long.  The decoder is
+four transposed convolutions with a rectifier each, a stretch to the old length (the nearest
+element), and a convolution of width 1 over their channels and, with ``innovation``, over one more:
+the values that a rank sends for itself.
+
+The weights of all layers stand one behind the other: encoder, then one decoder after the other; of
+each layer the kernel (width, inputs, outputs), then the bias.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+Array = Any
+
+
+class Layer(NamedTuple):
+    inputs: int
+    outputs: int
+    width: int
+    stride: int
+
+    @property
+    def kernel(self) -> tuple[int, int, int]:
+        return self.width, self.inputs, self.outputs
+
+
+ENCODER = (
+    Layer(1, 64, 3, 2),
+    Layer(64, 128, 3, 2),
+    Layer(128, 256, 3, 2),
+    Layer(256, 64, 3, 2),
+    Layer(64, 4, 1, 1),
+)
+DECODER = (Layer(4, 32, 3, 2), Layer(32, 64, 3, 2), Layer(64, 128, 3, 2), Layer(128, 32, 3, 2))
+#: of the leaky rectifiers, for negative numbers
+SLOPE = 0.01
+#: fewer values than this have no latent
+LEAST = 31
+
+
+class Network(Protocol):
+    """Functions of the flat ``weights``; batches of values are (batch, n), of latents
+    (batch, ``latent_size(n)``).  All have the dtype of the weights."""
+
+    def encode(self, weights: Array, values: Array) -> Array: ...
+
+    def decode(
+        self, weights: Array, latents: Array, n: int, innovations: Array | None, first: int = 0
+    ) -> Array:
+        """Row i by decoder ``first`` + i modulo their number; ``innovations`` (batch, n) or
+        ``None``."""
+
+    def gradient(
+        self, weights: Array, values: Array, innovations: Array | None, leader: Any
+    ) -> tuple[Array, Array]:
+        """``(gradient, decoded)`` of the loss of one batch, a row a rank.
+
+        Without innovations decoded is one row, from the mean of all latents, and the loss its mean
+        squared distance from the mean of ``values``.  With them all rows are decoded from the
+        latent of row ``leader``, and the loss is half the sum of their mean squared distances from
+        ``values``, and half the sum of those between the latents of each two rows (i, j), (j, i).
+        """
+
+
+def last_layer(innovation: bool) -> Layer:
+    return Layer(DECODER[-1].outputs + innovation, 1, 1, 1)
+
+
+def layers(decoders: int, innovation: bool) -> list[Layer]:
+    """All, in the order of their weights."""
+    return [*ENCODER, *decoders * (*DECODER, last_layer(innovation))]
+
+
+def lengths(n: int) -> list[int]:
+    """Of what goes into each layer of the encoder, and of what comes out of it.
+
+    >>> lengths(1024)
+    [1024, 511, 255, 127, 63, 63]
+    """
+    found = [n]
+    for layer in ENCODER:
+        found.append((found[-1] - layer.width) // layer.stride + 1)
+    return found
+
+
+def latent_size(n: int) -> int:
+    """Numbers in the latent of ``n`` values; ``n`` >= ``LEAST``."""
+    return ENCODER[-1].outputs * lengths(n)[-1]
+
+
+def stretched(n: int) -> np.ndarray:
+    """Which element of the last transposed convolution stands at each of ``n`` places (int64)."""
+    length = lengths(n)[-1]
+    for layer in DECODER:
+        length = (length - 1) * layer.stride + layer.width
+    return np.arange(n) * length // n
+
+
+@functools.cache
+def first_weights(decoders: int, innovation: bool) -> np.ndarray:
+    """float32, uniform within 1 / sqrt(inputs * width) around zero; always the same, read-only."""
+    random = np.random.default_rng(0)
+    parts: list[np.ndarray] = []
+    for layer in layers(decoders, innovation):
+        bound = 1 / math.sqrt(layer.inputs * layer.width)
+        size = math.prod(layer.kernel) + layer.outputs
+        parts.append(random.uniform(-bound, bound, size).astype(np.float32))
+    weights = np.concatenate(parts)
+    weights.setflags(write=False)
+    return weights
+
+
+class Weights(NamedTuple):
+    """(kernel, bias) of each layer."""
+
+    encoder: list[tuple[Array, Array]]
+    decoders: list[list[tuple[Array, Array]]]
+
+
+def unpacked(
+    weights: Array, size: int, innovation: bool, reshape: Callable[[Array, Any], Array]
+) -> Weights:
+    """Views of the ``size`` numbers of ``weights``."""
+    parts, at = [], 0
+    one = sum(math.prod(x.kernel) + x.outputs for x in layers(1, innovation)[len(ENCODER) :])
+    encoder = sum(math.prod(x.kernel) + x.outputs for x in ENCODER)
+    for layer in layers((size - encoder) // one, innovation):
+        end = at + math.prod(layer.kernel)
+        parts.append((reshape(weights[at:end], layer.kernel), weights[end : end + layer.outputs]))
+        at = end + layer.outputs
+    first, each = len(ENCODER), len(DECODER) + 1
+    decoders = [parts[i : i + each] for i in range(first, len(parts), each)]
+    return Weights(parts[:first], decoders)

@@ -1,0 +1,155 @@
+"""Learned gradient compression (Abrahamyan, Chen, Bekoulis, Deligiannis; TNNLS 2021)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from hvd_compress.aggregators import (
+    dense_until,
+    leader_top_k,
+    learned_allreduce,
+    learned_server,
+)
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Chain, chain
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError
+from hvd_compress.methods._chained import OfVelocities
+from hvd_compress.schedules import After, Start, as_start, by_epoch, started
+from hvd_compress.transforms import fading_memory
+
+
+@dataclasses.dataclass(frozen=True)
+class LGC(OfVelocities, name="lgc"):
+    """Send what an autoencoder, trained on the way, makes of the largest 0.1 %.
+
+    For every matrix and larger tensor, on each rank::
+
+        u = m u + g;  v = v + u                            as DGC
+        until ``learn``      everything is summed
+        from ``learn`` on    a leader chooses where, every rank sends its v there to all, and all
+                             ranks make the same step of training
+        from ``code`` on     a leader chooses where, the values there travel as a latent
+        v = keep (v - what was decoded) and u = 0 there;  w = w - lr (mean of what was decoded)
+
+    Momentum lives in ``u``, in the place of the optimizer's.  One-dimensional and tiny tensors are
+    averaged whole, with momentum afterwards; tensors of which fewer than 31 elements are selected
+    send these as they are.
+
+    State: ``velocity`` u and ``memory`` v; ``autoencoder``, ``first_moment``, ``second_moment``
+    and ``quality``, equal on all ranks: 0.65 million numbers for each tensor, and 131 thousand for
+    each decoder beyond the first.  Tensors sent whole have ``velocity`` only.
+    Sent, in the end: a leader's k packed indices (k = ceil(density * n)), and k / 4 numbers.
+
+    Options:
+        density: fraction of elements to select.
+        learn, code: numbers of steps, or ``After("epoch", ...)``; see above.
+        via: "allreduce": latents are averaged.  "server": the leader's latent stands for all, and
+            every rank adds its largest values; see ``aggregators/learned.py``.
+        innovation, decoders: of "server"; see there.
+        rate: of the autoencoder's training by Adam.
+        keep: how much of what decoding gets wrong is tried again; see below.
+        momentum, nesterov: ``None`` takes the optimizer's.
+        masking: u = 0 where elements were sent.
+        selection: "sampled" or "exact"; the same elements, found in two ways.
+        min_size: tensors with fewer elements are sent whole.
+
+    Warns with ``PoorFit`` if ranks' gradients are not alike, or the autoencoder has not learnt.
+
+    Differs from the paper in: a tensor has an autoencoder of its own, where the paper concatenates
+    the selected elements of all, so that exchanges overlap with backward; Adam instead of plain
+    gradient descent, which at a rate of 0.001 does not leave its start within 300 steps; values are
+    normalised, and what was decoded is scaled to fit.  For the first and the last layer in full, as
+    there, use ``partition``.  ``keep=0`` forgets what decoding gets wrong, as there: it is lost.
+    With ``keep=1`` nothing is lost, but what the autoencoder cannot express fills the memory until
+    next to nothing else is chosen.
+    """
+
+    reference = "Abrahamyan et al., TNNLS 2021"
+
+    density: float = 0.001
+    learn: Start = 200
+    code: Start = 500
+    via: str = "allreduce"
+    innovation: float = 0.01
+    decoders: int = 1
+    rate: float = 0.003
+    keep: float = 0.5
+    momentum: float | None = None
+    nesterov: bool | None = None
+    masking: bool = True
+    selection: str = "sampled"
+    min_size: int = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("via", self.via, ("allreduce", "server"))
+        object.__setattr__(self, "learn", as_start(self.learn))
+        object.__setattr__(self, "code", as_start(self.code))
+        if _length(self.code, self.learn) < _length(self.learn, self.code):
+            raise ConfigError(
+                f"code={self.code} is before learn={self.learn}: an autoencoder that was not "
+                "trained decodes nonsense; let code be greater than learn"
+            )
+        assert self._dense  # checks the other options
+
+    @property
+    def needs_epoch(self) -> bool:
+        return by_epoch(self.learn) or by_epoch(self.code)
+
+    def template(self, gradient: Array) -> Chain:
+        shape = backend_of(gradient).shape(gradient)
+        if not self.compresses(shape):
+            return self._whole
+        return self._learned if self._via.fits(math.prod(shape)) else self._selected
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        found = self.template(gradient)
+        if found is self._whole or started(self.learn, context.step, context.epoch):
+            return found
+        return self._dense[found]
+
+    @functools.cached_property
+    def _feedback(self) -> fading_memory:
+        return fading_memory(self.keep)
+
+    @functools.cached_property
+    def _via(self) -> learned_allreduce | learned_server:
+        options: dict[str, Any] = {
+            "density": self.density,
+            "start": self.code,
+            "rate": self.rate,
+            "selection": self.selection,
+        }
+        if self.via == "allreduce":
+            return learned_allreduce(**options)
+        return learned_server(**options, innovation=self.innovation, decoders=self.decoders)
+
+    @functools.cached_property
+    def _learned(self) -> Chain:
+        return chain(*self._accumulated(self.masking), via=self._via)
+
+    @functools.cached_property
+    def _selected(self) -> Chain:
+        via = leader_top_k(self.density, self.selection)
+        return chain(*self._accumulated(self.masking), via=via)
+
+    @functools.cached_property
+    def _dense(self) -> dict[Chain, Chain]:
+        """What stands for a chain until training begins, and keeps the same state."""
+        before = self._accumulated(masking=False)
+        return {
+            found: chain(*before, via=dense_until(self.learn, found.via))
+            for found in (self._learned, self._selected)
+        }
+
+
+def _length(start: Start, other: Start) -> float:
+    """Steps or epochs until ``start``, 0 if they cannot be compared with those of ``other``."""
+    if isinstance(start, After) and isinstance(other, After):
+        return start.stage_length if start.unit == other.unit else 0
+    return start.stage_length if isinstance(start, After) and other is True else 0

@@ -1,0 +1,46 @@
+"""Error feedback that forgets what was sent wrongly."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context, Sparse, State
+from hvd_compress.chain import Transform
+from hvd_compress.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class fading_memory(Transform, name="fading_memory"):
+    """``x = gradient + memory``; after the exchange ``memory = x - sent``, but where something was
+    sent, only the part ``keep`` of it stays.
+
+    With ``keep=1`` this is error feedback.  For operators that cannot express some things at all:
+    what they leave out then grows until it is all that there is, and nothing else is sent any more.
+
+    State: ``memory``, as large as the gradient.
+
+    Options:
+        keep: in [0, 1].
+    """
+
+    keep: float = 0.0
+
+    keys = ("memory",)
+
+    def __post_init__(self) -> None:
+        keep = self.keep
+        if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 <= keep <= 1:
+            raise ConfigError(f"keep must be in [0, 1]; got {keep!r}")
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        x = x + state["memory"]
+        return x, {"memory": x}
+
+    def settle(self, sent: Array | Sparse, state: State, context: Context) -> State:
+        x = state["memory"]
+        if not isinstance(sent, Sparse):
+            return {"memory": self.keep * (x - sent)}
+        xp = backend_of(x)
+        left = xp.take(x, sent.indices) - sent.values
+        return {"memory": xp.put(x, sent.indices, self.keep * left)}
