@@ -22,6 +22,7 @@ request        reply                                         used by
 ``Max``        element-wise maximum                          shared scales
 ``Gather``     list of every rank's bytes, in rank order     sparse and quantised methods
 ``Alltoall``   list of the bytes each rank has for this one  quantised sums
+``Swap``       the partner's bytes                           merging in pairs
 =============  ============================================  ======================================
 
 The laws that every method obeys (checked by :func:`hvd_compress.testing.check_laws`):
@@ -82,7 +83,15 @@ class Alltoall(NamedTuple):
     payloads: list[Array]
 
 
-Request = Sum | Max | Gather | Alltoall
+class Swap(NamedTuple):
+    """``payload`` (1-D, uint8) for rank ``partner``, which names this rank in turn and has equally
+    many bytes for it.  Whoever has no partner in a round asks with ``None``, and gets nothing."""
+
+    payload: Array
+    partner: int | None
+
+
+Request = Sum | Max | Gather | Alltoall | Swap
 
 
 class Sparse(NamedTuple):

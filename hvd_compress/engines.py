@@ -14,7 +14,7 @@ import numpy as np
 
 from hvd_compress import lockstep
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Alltoall, Exchange, Gather, Outcome, Request, Sum
+from hvd_compress.base import Alltoall, Exchange, Gather, Outcome, Request, Sum, Swap
 from hvd_compress.stats import Record
 
 #: bytes of a message's length, where it travels
@@ -51,6 +51,8 @@ def payload_bytes(request: Request) -> int:
     if isinstance(request, Gather):
         size = backend_of(request.payload).size(request.payload)
         return size + (0 if request.equal_sizes else LENGTH)
+    if isinstance(request, Swap):
+        return 0 if request.partner is None else backend_of(request.payload).size(request.payload)
     if isinstance(request, Alltoall):
         return sum(backend_of(payload).size(payload) for payload in request.payloads)
     xp = backend_of(request.array)

@@ -17,15 +17,15 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Alltoall, Array, Exchange, Gather, Max, Outcome, Request
+from hvd_compress.base import Alltoall, Array, Exchange, Gather, Max, Outcome, Request, Swap
 from hvd_compress.engines import LENGTH, payload_bytes
 from hvd_compress.stats import Record
 
 
 class Op(NamedTuple):
-    """One collective: "sum", "max", "gather", "gather_equal" or "alltoall".  Equal kinds of one
-    dtype may travel as one grouped operation, but for "alltoall", which has ``splits``: how many
-    elements of the tensor are for each rank."""
+    """One collective: "sum", "max", "gather", "gather_equal", "alltoall" or "swap".  Equal kinds of
+    one dtype may travel as one grouped operation, but for the last two, which have ``splits``: how
+    many elements of the tensor are for each rank; in a "swap", as many come from it."""
 
     kind: str
     name: str
@@ -117,7 +117,7 @@ class FlightEngine(abc.ABC):
         buckets: dict[Any, list[_Traveller]] = {}
         for traveller in flight.travellers:
             if (op := traveller.op) is not None:
-                single = traveller.name if op.kind == "alltoall" else None
+                single = None if op.splits is None else traveller.name
                 buckets.setdefault((op.kind, op.tensor.dtype, single), []).append(traveller)
         for (kind, _, _), travellers in buckets.items():
             handle = self._launch(kind, [t.op for t in travellers if t.op is not None])
@@ -150,6 +150,8 @@ class FlightEngine(abc.ABC):
             record.bytes_received += own * (self.size - 1)
             return parts
         record.bytes_received += sent
+        if isinstance(request, Swap):
+            return (yield from self._swap(request, name))
         array, xp = request.array, backend_of(request.array)
         if xp.size(array) == 0:
             return array
@@ -174,6 +176,14 @@ class FlightEngine(abc.ABC):
         # What arrived, and how much of it came from whom.
         everything, _ = yield Op("alltoall", name, xp.concat(payloads), splits)
         return self._split(mine, everything)
+
+    def _swap(self, request: Swap, name: str) -> Generator[Op, Any, Array]:
+        xp, partner = backend_of(request.payload), request.partner
+        payload = request.payload[:0] if partner is None else request.payload
+        size = xp.size(payload)
+        splits = self._splits([size if rank == partner else 0 for rank in range(self.size)])
+        theirs, _ = yield Op("swap", name, payload, splits)
+        return xp.reshape(theirs, (size,))
 
     @abc.abstractmethod
     def _splits(self, sizes: Sequence[int]) -> Array:

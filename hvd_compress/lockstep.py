@@ -20,6 +20,7 @@ from hvd_compress.base import (
     Max,
     Outcome,
     State,
+    Swap,
 )
 from hvd_compress.errors import CompressionError
 
@@ -30,6 +31,8 @@ def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
     if len(kinds) > 1:
         raise CompressionError(f"ranks ask for different things at once: {requests}")
     first = requests[0]
+    if isinstance(first, Swap):
+        return _from_partner(requests, rank)
     if isinstance(first, Alltoall):
         mine = [request.payloads[rank] for request in requests]
         sizes = {backend_of(payload).size(payload) for payload in mine}
@@ -66,24 +69,39 @@ def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
     return xp.cast(xp.round_to(result, first.wire), dtype)
 
 
+def _from_partner(requests: Sequence[Swap], rank: int) -> Array:
+    own = requests[rank]
+    if own.partner is None:
+        return own.payload[:0]
+    theirs = requests[own.partner]
+    sizes = [backend_of(request.payload).size(request.payload) for request in (own, theirs)]
+    if theirs.partner != rank or len(set(sizes)) > 1:
+        raise CompressionError(
+            f"rank {rank} has {sizes[0]} bytes for its partner {own.partner}, which has {sizes[1]} "
+            f"for rank {theirs.partner}"
+        )
+    return theirs.payload
+
+
 def run(exchanges: Sequence[Exchange]) -> list[Outcome]:
     """Run one exchange per rank to the end."""
     outcomes: list[Outcome] = []
-    requests = [next(exchange) for exchange in exchanges]
-    while not outcomes:
-        common = None if isinstance(requests[0], Alltoall) else reply_to(requests)
-        replies = [
-            reply_to(requests, rank) if common is None else common for rank in range(len(requests))
-        ]
+    replies: list[Any] = [None] * len(exchanges)
+    while True:
         requests = []
         for exchange, reply in zip(exchanges, replies, strict=True):
             try:
                 requests.append(exchange.send(reply))
             except StopIteration as stop:
                 outcomes.append(stop.value)
-        if outcomes and requests:
+        if not requests:
+            return outcomes
+        if outcomes:
             raise CompressionError("some ranks are done while others still want to exchange")
-    return outcomes
+        common = None if isinstance(requests[0], Alltoall | Swap) else reply_to(requests)
+        replies = [
+            reply_to(requests, rank) if common is None else common for rank in range(len(requests))
+        ]
 
 
 class World:

@@ -14,6 +14,7 @@ from hvd_compress import (
     After,
     Compressor,
     EFSignSGD,
+    GTopK,
     MSTopK,
     NaturalCompression,
     NaturalDithering,
@@ -145,6 +146,8 @@ ROWS = {
     "sidco-gamma": Row(SIDCo(density=0.02, fit="gamma")),
     "scalecom": Row(ScaleCom(density=0.05)),
     "scalecom-low-pass": Row(ScaleCom(density=0.05, beta=0.25)),
+    "gtopk": Row(GTopK(density=0.05)),
+    "gtopk-half": Row(GTopK(density=0.5, selection="exact")),
     "lgc": Row(LGC(density=0.05, learn=1, code=2, min_size=4), context=MOMENTUM, **TRAINED),
     "lgc-server": Row(
         LGC(density=0.1, learn=0, code=1, via="server", decoders=2, innovation=0.1),

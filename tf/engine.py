@@ -27,7 +27,7 @@ class HorovodEngine(ProcessSetEngine):
         # Horovod would take what stands before a slash for a scope, and drop it.
         name = re.sub(r"[^\w.-]", ".", ops[0].name)
         common: dict[str, Any] = {"name": name, "ignore_name_scope": True, "process_set": self._set}
-        if kind == "alltoall":
+        if kind in ("alltoall", "swap"):
             return [mpi_ops.alltoall(tensors[0], ops[0].splits, **common)]
         if kind in _OPS:
             common |= {"op": _OPS[kind], **(self._scales if kind == "sum" else {})}

@@ -56,7 +56,7 @@ class ProcessGroupEngine(TorchFlightEngine):
 
     def _launch(self, kind: str, ops: Sequence[Op]) -> Any:
         """Tensors of several operations travel as one."""
-        if kind == "alltoall":
+        if kind in ("alltoall", "swap"):
             return self._alltoall_single(ops)
         tensors = [op.tensor.reshape(-1) for op in ops]
         fused = torch.cat(tensors)  # a copy: reductions are in place
@@ -74,8 +74,8 @@ class ProcessGroupEngine(TorchFlightEngine):
     def _alltoall_single(self, ops: Sequence[Op]) -> Any:
         (op,) = ops
         sizes = op.splits.tolist()
-        received = op.tensor.new_empty(sizes[self.rank] * self.size)
-        mine = [sizes[self.rank]] * self.size
+        mine = sizes if op.kind == "swap" else [sizes[self.rank]] * self.size
+        received = op.tensor.new_empty(sum(mine))
         work = dist.all_to_all_single(
             received, op.tensor, mine, sizes, group=self._group, async_op=True
         )

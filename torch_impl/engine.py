@@ -52,7 +52,7 @@ class HorovodEngine(TorchFlightEngine, ProcessSetEngine):
 
     def _launch(self, kind: str, ops: Sequence[Op]) -> Any:
         hvd, name, common = self._hvd, ops[0].name, {"process_set": self._set}
-        if kind == "alltoall":
+        if kind in ("alltoall", "swap"):
             return hvd.alltoall_async(ops[0].tensor, ops[0].splits, name=name, **common)
         if kind == "sum":
             common |= {"op": hvd.Sum, **self._scales}

@@ -17,6 +17,7 @@ from hvd_compress.methods.dense import BF16, FP16, NoCompression
 from hvd_compress.methods.dgc import DGC
 from hvd_compress.methods.ef21 import EF21
 from hvd_compress.methods.float8 import FP8
+from hvd_compress.methods.gtop_k import GTopK
 from hvd_compress.methods.learned import LGC
 from hvd_compress.methods.ms_top_k import MSTopK
 from hvd_compress.methods.one_bit import OneBit
@@ -44,6 +45,7 @@ __all__ = [
     "QSGD",
     "AdaptiveThreshold",
     "EFSignSGD",
+    "GTopK",
     "MSTopK",
     "MomentumAfter",
     "NaturalCompression",

@@ -24,11 +24,11 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Alltoall, Exchange, Gather, Max, Outcome, Request
+from hvd_compress.base import Alltoall, Exchange, Gather, Max, Outcome, Request, Swap
 from hvd_compress.engines import LENGTH, payload_bytes
 from hvd_compress.errors import ConfigError, MismatchError, PayloadError
 from hvd_compress.mpi.allreduce import CHUNK, start
-from hvd_compress.mpi.alltoall import swap
+from hvd_compress.mpi.alltoall import alltoall, swap
 from hvd_compress.mpi.arrays import Flat
 from hvd_compress.mpi.communicator import Channel, Communicator, others
 from hvd_compress.mpi.direct import direct
@@ -324,7 +324,7 @@ class _Flight:
         requests: list[Any] = [t.request for t in travellers]
         rows = [[backend_of(p).to_numpy(p) for p in r.payloads] for r in requests]
         messages = [np.concatenate(column) for column in zip(*rows, strict=True)]
-        work = Work(self.comm, "all-to-all of payloads", [swap(channel(), messages)])
+        work = Work(self.comm, "all-to-all of payloads", [alltoall(channel(), messages)])
 
         def deliver() -> None:
             sizes = [row[self.comm.rank].nbytes for row in rows]
@@ -336,14 +336,41 @@ class _Flight:
 
         return work, deliver
 
+    def _swap(
+        self, travellers: list[_Traveller], channel: Callable[[], Channel]
+    ) -> tuple[Work, Callable[[], None]]:
+        requests: list[Any] = [t.request for t in travellers]
+        payloads = [backend_of(r.payload).to_numpy(r.payload) for r in requests]
+        for_partner: dict[int, list[np.ndarray]] = {}
+        for request, payload in zip(requests, payloads, strict=True):
+            if request.partner is not None:
+                for_partner.setdefault(request.partner, []).append(payload)
+        messages = {partner: np.concatenate(parts) for partner, parts in for_partner.items()}
+        work = Work(self.comm, "swap of payloads", [swap(channel(), messages)])
 
-_CARRIERS = {"gather": _Flight._gather, "alltoall": _Flight._alltoall}
+        def deliver() -> None:
+            starts = dict.fromkeys(messages, 0)
+            for traveller, request, payload in zip(travellers, requests, payloads, strict=True):
+                theirs = payload[:0]
+                if request.partner is not None:
+                    start = starts[request.partner]
+                    starts[request.partner] += payload.nbytes
+                    theirs = work.results[0][request.partner][start : starts[request.partner]]
+                traveller.record.bytes_received += theirs.nbytes
+                traveller.advance(backend_of(request.payload).from_numpy(theirs, request.payload))
+
+        return work, deliver
+
+
+_CARRIERS = {"gather": _Flight._gather, "alltoall": _Flight._alltoall, "swap": _Flight._swap}
 
 
 def _describe(request: Request) -> str:
     """What must be the same on all ranks."""
     if isinstance(request, Alltoall):
         return f"alltoall of {[backend_of(p).size(p) for p in request.payloads]}"
+    if isinstance(request, Swap):
+        return f"swap of {backend_of(request.payload).size(request.payload)}"
     if not isinstance(request, Gather):
         return f"{_kind(request)} of {backend_of(request.array).size(request.array)}"
     size = backend_of(request.payload).size(request.payload) if request.equal_sizes else "some"
@@ -355,6 +382,8 @@ def _kind(request: Request) -> Any:
         return "gather"
     if isinstance(request, Alltoall):
         return "alltoall"
+    if isinstance(request, Swap):
+        return "swap"
     dtype = backend_of(request.array).dtype(request.array)
     if isinstance(request, Max):
         return "max", dtype

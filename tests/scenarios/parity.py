@@ -7,8 +7,10 @@ from hvd_compress import (
     DGC,
     FP8,
     FP16,
+    LGC,
     QSGD,
     EFSignSGD,
+    GTopK,
     MSTopK,
     NoCompression,
     OneBit,
@@ -41,16 +43,20 @@ from scenarios.driver import (
 
 DENSE = DGC(density=1.0)  # momentum SGD, through all of DGC's machinery
 SPARSE = DGC(density=0.05)
+LEARNED = LGC(density=0.05, learn=1, code=3)
 LOW_RANK = PowerSGD(rank=2, min_compression_rate=1)
 METHODS = (
     *(NoCompression(), FP16(), BF16(), TopK(density=0.05), RandomK(density=0.1), DENSE, SPARSE),
     *(LOW_RANK, OneBit(), OneBit(via="allgather"), QSGD(), FP8(), Signum()),
     chain(error_feedback(), via=allgather(top_k(0.05), natural_dithering())),
     *(Threshold(), MSTopK(density=0.05), SIDCo(density=0.05), ScaleCom(density=0.05)),
-    SketchedSGD(density=0.05),
+    *(SketchedSGD(density=0.05), GTopK(density=0.05), LEARNED),
 )
 #: of each kind of request one, where a graph has to be traced for each on many ranks
-KINDS = (BF16(), SPARSE, LOW_RANK, OneBit(), SIDCo(density=0.05), ScaleCom(density=0.05))
+KINDS = (
+    *(BF16(), SPARSE, LOW_RANK, OneBit(), SIDCo(density=0.05), ScaleCom(density=0.05)),
+    GTopK(density=0.05),
+)
 
 
 def steps(number: int) -> range:
@@ -115,6 +121,18 @@ def quantised_sums_follow_the_oracle() -> None:
 def as_laid_out(method):
     """What a method does depends on where the framework has a layer's outputs."""
     return Turned(method) if over in ("horovod", "mpi") else method
+
+
+def merging_and_learning_follow_the_oracle() -> None:
+    server = LGC(density=0.05, learn=0, code=3, via="server", decoders=2, innovation=0.05)
+    for method in (GTopK(density=0.05), LEARNED, server):
+        momentum = 0.875 if method.takes_momentum else 0.0
+        run = train(make(method, dtype="float64", momentum=momentum), range(6))
+        assert_same_everywhere(run.weights())
+        expected = oracle.compressed(
+            as_laid_out(method), range(6), hvd.size(), dtype="float64", momentum=momentum
+        )
+        assert_close(run.weights(), expected, 1e-6, 1e-8)
 
 
 def compositions_follow_the_oracle() -> None:

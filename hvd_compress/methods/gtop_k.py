@@ -1,0 +1,37 @@
+"""Global top-k sparsification (Shi, Wang, Zhao, Tang, Wang, Tang, Chu; ICDCS 2019)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from hvd_compress import aggregators
+from hvd_compress.chain import Chain, chain
+from hvd_compress.methods._chained import OneChain
+from hvd_compress.schedules import Density
+from hvd_compress.transforms import error_feedback
+
+
+@dataclasses.dataclass(frozen=True)
+class GTopK(OneChain, name="gtopk"):
+    """Send the k = ceil(density * n) largest elements, merge them in pairs of ranks, and step along
+    the k largest sums; keep the rest for later.
+
+    State: ``residual``.  Sent: k values and k int32 indices in each of log2 N rounds (two more if N
+    is no power of two), where :class:`TopK` receives those of N ranks.
+
+    Options:
+        density: fraction of elements to send, or a schedule.
+        selection: "sampled" or "exact"; the same elements, found in two ways.
+
+    Differs from the paper in: see ``aggregators/gtop_k.py``.
+    """
+
+    reference = "Shi et al., ICDCS 2019"
+
+    density: Density = 0.001
+    selection: str = "sampled"
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        return chain(error_feedback(), via=aggregators.gtop_k(self.density, self.selection))
