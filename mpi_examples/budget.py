@@ -11,7 +11,11 @@ from hvd_compress.config import lookup
 
 _SPARSE = "density=0.01"
 #: options where the defaults are not the budget
-OPTIONS = {"powersgd": "rank=2", "sketch": "density=0.001"}
+OPTIONS = {
+    "powersgd": "rank=2",
+    "sketch": "density=0.001",
+    "lgc": "density=0.01,learn=20,code=100",
+}
 #: methods that are a part of an optimizer: what this is made with
 PARTNERS = {
     "OneBitAdam": {"lr": 1e-3, "freeze_step": 60, "eps": 1e-3},
@@ -28,6 +32,8 @@ REASONS = {
     "momentum as all others: wants a longer warm-up, or a larger eps",
     "zero_one_adam": "as 1-bit Adam",
     "scalecom": "the elements of one rank are chosen for all, and those of others wait",
+    "gtopk": "what is small on each rank is dropped, and waits, however large its sum is",
+    "lgc": "an autoencoder keeps about half of what it is given, after 80 steps of training",
     "sketch": "sends 0.1 % of the elements: at 1 % a sketch would be half a tensor",
     "ef21": "estimates begin at zero and follow the gradient with a delay",
     "randomk": "elements drawn at random wait for a hundred steps on average",
