@@ -17,7 +17,18 @@ from hvd_compress import Gather, Max, Outcome, Sum
 from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError
 from hvd_compress.lockstep import World
-from hvd_compress.torch import BF16, DGC, FP16, DDPState, NoCompression, RandomK, TopK, ddp_hook
+from hvd_compress.torch import (
+    BF16,
+    DGC,
+    FP16,
+    DDPState,
+    GTopK,
+    NoCompression,
+    OneBit,
+    RandomK,
+    TopK,
+    ddp_hook,
+)
 from scenarios import run_all
 
 STEPS = 6
@@ -87,6 +98,8 @@ def trains_as_the_lockstep_world() -> None:
         TopK(density=0.05),
         RandomK(density=0.1),
         DGC(density=0.05, momentum=0.9, min_size=0),
+        OneBit(column=16),
+        GTopK(density=0.05),
     ):
         model, _ = _distributed(method)
         _train(model, range(STEPS))
