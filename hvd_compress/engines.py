@@ -7,8 +7,8 @@ outcomes by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -70,7 +70,12 @@ class LocalEngine:
 
     def start(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> None:
         for name, (exchange, record) in exchanges.items():
-            self._outcomes[name] = lockstep.run([_counted(exchange, record)])[0]
+
+            def count(request: Request, reply: Any, record: Record = record) -> None:
+                """What would be sent; alone, nothing is received."""
+                record.bytes_sent += payload_bytes(request)
+
+            self._outcomes[name] = lockstep.run([watched(exchange, count)])[0]
 
     def finish(self) -> dict[str, Outcome]:
         outcomes, self._outcomes = self._outcomes, {}
@@ -83,13 +88,13 @@ class LocalEngine:
         pass
 
 
-def _counted(exchange: Exchange, record: Record) -> Exchange:
-    """Count what would be sent; alone, nothing is received."""
+def watched(exchange: Exchange, note: Callable[[Request, Any], None]) -> Exchange:
+    """The same exchange; ``note(request, reply)`` learns of each request."""
     reply = None
     while True:
         try:
             request = exchange.send(reply)
         except StopIteration as stop:
             return stop.value
-        record.bytes_sent += payload_bytes(request)
         reply = yield request
+        note(request, reply)

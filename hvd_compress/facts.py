@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import lockstep
-from hvd_compress.base import Alltoall, Compressor, Context, Exchange, Gather
-from hvd_compress.engines import payload_bytes
+from hvd_compress.base import Alltoall, Compressor, Context, Gather, Request
+from hvd_compress.engines import payload_bytes, watched
 
 #: a fully connected layer in float32
 SHAPE, RANKS = (512, 2000), 4
@@ -50,13 +50,21 @@ def facts(method: Compressor) -> Facts:
     total: list[Any] = []
     for step in (0, 1, *_LATE):
         seen: list[Any] = []
+
+        def note(request: Request, reply: Any, seen: list[Any] = seen) -> None:
+            """Kind, bytes handed over and bytes received."""
+            sent = payload_bytes(request)
+            lists = isinstance(request, Gather | Alltoall)
+            received = sum(part.nbytes for part in reply) if lists else sent
+            seen.append((type(request).__name__.lower(), sent, received))
+
         exchanges = [
             method.exchange(
                 gradient, state, Context("weight", rank, RANKS, step, epoch=step, momentum=0.9)
             )
             for rank, (gradient, state) in enumerate(zip(gradients, states, strict=True))
         ]
-        outcomes = lockstep.run([_watched(exchanges[0], seen), *exchanges[1:]])
+        outcomes = lockstep.run([watched(exchanges[0], note), *exchanges[1:]])
         states = [outcome.state for outcome in outcomes]
         total += seen if step in _LATE else []
     n, size = len(_LATE) * gradients[0].size, gradients[0].nbytes
@@ -66,18 +74,3 @@ def facts(method: Compressor) -> Facts:
         meets=tuple(kind for kind, _, _ in seen),
         memory={key: round(array.nbytes / size, 3) for key, array in states[0].items()},
     )
-
-
-def _watched(exchange: Exchange, seen: list[Any]) -> Exchange:
-    """Note kind, bytes handed over and bytes received of each request."""
-    reply = None
-    while True:
-        try:
-            request = exchange.send(reply)
-        except StopIteration as stop:
-            return stop.value
-        reply = yield request
-        sent = payload_bytes(request)
-        lists = isinstance(request, Gather | Alltoall)
-        received = sum(part.nbytes for part in reply) if lists else sent
-        seen.append((type(request).__name__.lower(), sent, received))

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from test_codecs import adversaries, random, through
 
 from hvd_compress import (
     EF21,
@@ -39,6 +38,8 @@ from hvd_compress import (
 from hvd_compress.classes import ef21_constants, ef21_step_size
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.lockstep import World
+from operator_classes import adversaries, check_constants
+from test_codecs import random, through
 
 F4, F8 = np.dtype("float32"), np.dtype("float64")
 
@@ -67,30 +68,6 @@ def arrived(via, x, draws):
     """(draws, n): what one rank's message says, a row a step."""
     world = World(chain(via=via), 1)
     return np.stack([world.exchange([x])[0].mean for _ in range(draws)])
-
-
-def check_constants(classes, found, x, scaled=False):
-    """B1, B2, B3 and U by their definitions; means within five standard deviations."""
-    alpha, beta, gamma, _, zeta = classes
-    square = x @ x
-
-    def mean(values):
-        slack = 5 * values.std() / np.sqrt(len(values))
-        return values.mean() - slack, values.mean() + slack
-
-    least_energy, most_energy = mean((found**2).sum(1))
-    least_product, most_product = mean(found @ x)
-    least_error, _ = mean(((found - x) ** 2).sum(1))
-    near = 1 + 1e-6
-    assert alpha * square <= most_energy * near
-    assert least_energy <= beta * most_product * near
-    assert gamma * square <= most_product * near
-    if zeta is not None:
-        assert least_energy <= zeta * square * near
-        assert least_product <= square * near
-        assert square <= most_product * near
-    if classes.own_delta is not None:
-        assert least_error <= (1 - 1 / classes.own_delta + 1e-6) * square
 
 
 @pytest.mark.parametrize("via", SELECTING.values(), ids=SELECTING)

@@ -8,11 +8,12 @@ import math
 
 import numpy as np
 
-from hvd_compress.codecs import buckets
-from hvd_compress.codecs.base import Classes, Codec
+from hvd_compress.classes import Classes
+from hvd_compress.codecs.base import Codec
+from hvd_compress.codecs.dithering import Dithering
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
-from hvd_compress.wire.fields import digits_size, full_bytes, pack_digits, unpack_digits
+from hvd_compress.wire.fields import full_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ class natural(Codec, name="natural"):
 
 
 @dataclasses.dataclass(frozen=True)
-class exponential_dithering(Codec, name="exponential_dithering"):
+class exponential_dithering(Dithering, name="exponential_dithering"):
     """``norm * sign(x) * l``, where l is one of the two levels beside |x| / norm among
     0, base^(1 - levels), ..., base^-1, 1, drawn so that the expectation is x.
 
@@ -82,51 +83,30 @@ class exponential_dithering(Codec, name="exponential_dithering"):
     bucket: int | None = 512
     norm: str = "l2"
 
-    unbiased = True
-
     def __post_init__(self) -> None:
-        base, levels = self.base, self.levels
+        base = self.base
         if isinstance(base, bool) or not isinstance(base, int | float) or not base > 1:
             raise ConfigError(f"base must be larger than 1; got {base!r}")
-        if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= 127:
-            raise ConfigError(f"levels must be a number from 1 to 127; got {levels!r}")
-        if base ** (1 - levels) < 1e-30:
+        self._check(127)
+        if base ** (1 - self.levels) < 1e-30:
             raise ConfigError(
-                f"base={base} and levels={levels}: the smallest level would be below 1e-30"
+                f"base={base} and levels={self.levels}: the smallest level would be below 1e-30"
             )
-        buckets.check_bucket(self.bucket)
-        buckets.check_norm(self.norm)
-
-    def unit(self, n: int) -> int:
-        return self.bucket or 1
-
-    def size(self, n: int, dtype: np.dtype) -> int:
-        return buckets.count(n, self.bucket) * dtype.itemsize + digits_size(n, 2 * self.levels + 1)
 
     @property
     def _grid(self) -> np.ndarray:
         return np.concatenate([[0.0], float(self.base) ** np.arange(1 - self.levels, 1)])
 
-    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        norms = buckets.norms(x, self.bucket, self.norm)
-        safe = np.where((norms > 0) & np.isfinite(norms), norms, 1)
-        size = np.abs(x) / buckets.per_element(safe, x.size, self.bucket)
-        grid = self._grid.astype(x.dtype)
+    def _digits(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        size, grid = np.abs(x), self._grid.astype(x.dtype)
         low = np.clip(np.searchsorted(grid, size, side="right") - 1, 0, self.levels - 1)
         width = (grid[1:] - grid[:-1])[low]
         low += random.random(x.size, np.float32) * width < size - grid[low]
-        digits = np.where(x < 0, self.levels - low, self.levels + low).astype(np.uint8)
-        packed = pack_digits(digits, 2 * self.levels + 1)
-        return np.concatenate([norms.astype(x.dtype.newbyteorder("<")).view(np.uint8), packed])
+        return np.where(x < 0, self.levels - low, self.levels + low).astype(np.uint8)
 
-    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
-        split = buckets.count(n, self.bucket) * dtype.itemsize
-        norms = code[:split].view(dtype.newbyteorder("<")).astype(dtype)
+    def _values(self, digits: np.ndarray, dtype: np.dtype) -> np.ndarray:
         grid = self._grid.astype(dtype)
-        table = np.concatenate([-grid[:0:-1], grid])
-        values = table[unpack_digits(code[split:], n, 2 * self.levels + 1)]
-        with np.errstate(invalid="ignore", over="ignore"):
-            return values * buckets.per_element(norms, n, self.bucket)
+        return np.concatenate([-grid[:0:-1], grid])[digits]
 
     def classes(self, d: int) -> Classes:
         """zeta = (b + 1/b + 2) / 4 + q min(1, q), q = d^(1/r) b^(1-s); r is 2 for the L2 norm, and
