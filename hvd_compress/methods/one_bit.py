@@ -33,7 +33,8 @@ class OneBit(OneChain, name="onebit"):
             the paper begins on a fraction of the data.
 
     Differs from the paper in: the optimizer's momentum acts on the average, as there, but AdaGrad
-    is left to the optimizer too.  Double buffering is left to the training loop.
+    is left to the optimizer too.  Double buffering takes two reducers:
+    see docs/mpi-training.md.
     """
 
     reference = "Seide et al., Interspeech 2014"

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from hvd_compress import DGC, lockstep, mpi, numpy_backend, warmup_to
+from hvd_compress import DGC, OneBit, lockstep, mpi, numpy_backend, warmup_to
 from hvd_compress.base import Compressor, Context, Gather, Max, Outcome, State, Sum
 from hvd_compress.errors import ConfigError
 from method_table import ROWS
@@ -22,7 +22,17 @@ def _gradients(rank: int, step: int, dtype: str = "float32") -> dict[str, np.nda
     return {name: generator.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
 
 
-KINDS = ("none", "bf16", "topk", "dgc-clip-norm", "powersgd", "onebit", "qsgd", "topk-half")
+KINDS = (
+    "none",
+    "bf16",
+    "topk",
+    "dgc-clip-norm",
+    "powersgd",
+    "onebit",
+    "qsgd",
+    "topk-half",
+    "gtopk",
+)
 
 
 def same_bits_as_the_lockstep_world() -> None:
@@ -81,6 +91,30 @@ def _compare(
             assert directions[name].tobytes() == want.direction.tobytes(), (method, name, step)
             for key, value in want.state.items():
                 assert reducer.states[name][key].tobytes() == value.tobytes(), (method, name, key)
+
+
+def double_buffering_keeps_a_residual_a_buffer() -> None:
+    """Half-batch t is exchanged while half-batch t + 1 is computed, each by one of two reducers;
+    the step is half a batch late."""
+    method, shape = OneBit(column=16), (40, 30)
+    buffers = [mpi.Reducer(method, comm=_comm()) for _ in range(2)]
+    worlds = [lockstep.World(method, world.size) for _ in range(2)]
+
+    def gradient(rank: int, half: int, weight: np.ndarray) -> np.ndarray:
+        return weight - np.random.default_rng([rank, half]).normal(size=shape)
+
+    weight = np.zeros(shape)
+    expected, late = weight.copy(), None
+    for half in range(9):
+        buffers[half % 2].start("weight", gradient(world.rank, half, weight))
+        everyones = [gradient(rank, half, expected) for rank in range(world.size)]
+        if late is not None:
+            weight = weight - 0.1 * buffers[1 - half % 2].finish()["weight"]
+            expected = expected - 0.1 * late
+        late = worlds[half % 2].exchange(everyones, "weight")[0].mean
+        assert weight.tobytes() == expected.tobytes()
+    buffers[0].finish()
+    assert_same_everywhere(weight)
 
 
 @functools.cache
