@@ -27,8 +27,10 @@ demo: setup ## train on four processes; FRAMEWORK=tensorflow, METHODS="none topk
 	@$(if $(DEMO_$(FRAMEWORK)),,{ echo "demo: error: FRAMEWORK is torch or tensorflow" >&2; exit 1; })
 	@$(RUN) python mpi_examples/$(DEMO_$(FRAMEWORK)) $(if $(METHODS),--compression $(METHODS)) $(ARGS)
 
+# Tests that start jobs need all cores; the others share them.  Status 5: ARGS chose none of these.
 test: lint ## lint, then all tests; options for pytest: make test ARGS=...
-	@$(RUN) pytest $(ARGS)
+	@$(RUN) pytest -m "not jobs" -n auto --maxprocesses 8 $(ARGS) || [ $$? = 5 ]
+	@$(RUN) pytest -m jobs $(ARGS) || [ $$? = 5 ]
 
 lint: setup ## ruff and mypy
 	@$(RUN) ruff check .

@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
@@ -9,6 +10,14 @@ settings.load_profile("deterministic")
 
 # Small arrays, many processes: threads that wait for each other cost ten times what they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items):
+    """``-m jobs``: the tests of modules that start several processes at once."""
+    for item in items:
+        if hasattr(getattr(item, "module", None), "jobs"):
+            item.add_marker(pytest.mark.jobs)
+
 
 # Programs that are started by tests, with arguments.
 collect_ignore = ["elastic_worker.py", "train_small.py"]

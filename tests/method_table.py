@@ -150,11 +150,11 @@ ROWS = {
     "gtopk-half": Row(GTopK(density=0.5, selection="exact")),
     "lgc": Row(LGC(density=0.05, learn=1, code=2, min_size=4), context=MOMENTUM, **TRAINED),
     "lgc-server": Row(
-        LGC(density=0.1, learn=0, code=1, via="server", decoders=2, innovation=0.1),
+        LGC(density=0.03, learn=0, code=1, via="server", decoders=2, innovation=0.1),
         context=NESTEROV,
         **TRAINED,
     ),
-    "lgc-nothing-lost": Row(LGC(0.1, learn=0, code=1, keep=1.0), context=MOMENTUM, **TRAINED),
+    "lgc-nothing-lost": Row(LGC(0.03, learn=0, code=1, keep=1.0), context=MOMENTUM, **TRAINED),
     "sketch": Row(SketchedSGD(density=0.01), context=MOMENTUM),
     "sketch-small": Row(
         SketchedSGD(0.02, rows=3, width=4, candidates=2, min_size=0), context=NESTEROV
