@@ -310,10 +310,11 @@ class Binding(tf.Module):
             wide = {i: _cast(g, tf.float32) if g.dtype.size < 4 else g for i, g in present.items()}
             present = {i: _scaled(g, 1 / scale) for i, g in wide.items()}
         common = self._context(present)
+        phase = self.method.phase_index(self.step + 1) if self.method.phases else None
         results: dict[int, Gradient] = {}
         for group in self._split(list(present)):
             own = {i: present[i] for i in group}
-            for i, (direction, state, counts) in self._in_phase(own, common).items():
+            for i, (direction, state, counts) in self._in_phase(own, common, phase).items():
                 for key, value in state.items():
                     self.states[str(i)][key].assign(value)
                 self._counts.scatter_nd_add([[i]], counts[None])
@@ -353,23 +354,21 @@ class Binding(tf.Module):
         alone = [[i] for i in places if not any(i in group for group in together)]
         return [group for group in together if group] + alone
 
-    def _in_phase(self, gradients: Mapping[int, Any], common: Context) -> dict[int, Any]:
+    def _in_phase(
+        self, gradients: Mapping[int, Any], common: Context, phase: tf.Tensor | None
+    ) -> dict[int, Any]:
         """Exchange with the densities of now: a graph has a branch for each stage of a schedule, or
         for each phase of a method that has some."""
-        if self.method.phases:
+        if phase is not None:
             if any(map(_is_rows, gradients.values())):
                 raise ConfigError(
                     f"{self.method.name} needs dense gradients: pass sparse_as_dense=True to "
                     "hvd.DistributedOptimizer"
                 )
+            contexts = [common._replace(phase=name) for name in self.method.phases]
             return tf.switch_case(
-                self.method.phase_index(self.step + 1),
-                [
-                    functools.partial(
-                        self._exchange, self.method, gradients, common._replace(phase=phase)
-                    )
-                    for phase in self.method.phases
-                ],
+                phase,
+                [functools.partial(self._exchange, self.method, gradients, c) for c in contexts],
             )
         if not self._schedules:
             return self._exchange(self.method, gradients, common)
