@@ -38,6 +38,10 @@ class OneBitMean:
         return mean
 
 
+def _mean(arrays: list[np.ndarray]) -> np.ndarray:
+    return sum(arrays) / len(arrays)
+
+
 @dataclasses.dataclass
 class Options:
     lr: float = 1e-3
@@ -108,8 +112,10 @@ class ZeroOneAdam:
         self.u = [np.zeros(p.size) for _ in range(ranks)]
         self.v = np.zeros(p.size)
         self.rate, self.steps, self.variance_steps = 0.0, 0, 0
-        self.of_gradients = OneBitMean(p.size, ranks, options.norm)
-        self.of_buffers = OneBitMean(p.size, ranks, options.norm)
+        self.of_gradients, self.of_buffers = (
+            OneBitMean(p.size, ranks, options.norm) if options.compressed else _mean
+            for _ in range(2)
+        )
         self.at = variance_steps(updates, options.freeze_step)
         self.scaler, self.clipper = scaler, clipper
         self.interval, self.counter = 1, 0

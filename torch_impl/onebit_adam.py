@@ -67,9 +67,8 @@ class OneBitAdam(FrozenAdam):
         freeze_step: int = 100_000,
         bias_correction: bool = True,
     ) -> None:
-        check_freeze_step(
-            freeze_step
-        )  # epochs, which the compression could count, are unknown here
+        # The compression alone would take epochs as well.
+        check_freeze_step(freeze_step)
         super().__init__(
             params,
             lr=lr,

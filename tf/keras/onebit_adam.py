@@ -51,6 +51,7 @@ class OneBitAdam(FrozenAdam):
         name: str = "onebit_adam",
         **options: Any,
     ) -> None:
+        # The compression alone would take epochs as well.
         check_freeze_step(freeze_step)
         super().__init__(
             *(learning_rate, beta_1, beta_2, epsilon, bias_correction, weight_decay, name, options),

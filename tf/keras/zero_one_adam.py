@@ -132,6 +132,7 @@ class ZeroOneAdam(FrozenAdam):
         self._phase = phase = self._phase_of_now()
         self._variance_steps.assign_add(tf.cast(phase.learns, tf.int64))
         super().apply(grads, variables)
+        self._phase = None  # it belongs to the graph
         if self._meetings is not None:
             tf.cond(phase.meets, self._meet_in_one_bit, lambda: tf.constant(False))
 
