@@ -136,6 +136,7 @@ class Context(NamedTuple):
         gradient_norm: L2 norm of the rank's whole gradient, over all tensors; ``None`` if unknown.
         sums: gradients are added, not averaged, by whoever multiplies ``mean`` by ``size``.
         dtype, shape: of the gradient as it came, "float16"; set by ``Chain``.
+        phase: one of the method's, where ``step`` is a symbol.
     """
 
     name: str = "tensor"
@@ -150,6 +151,7 @@ class Context(NamedTuple):
     sums: bool = False
     dtype: str | None = None
     shape: tuple[int, ...] = ()
+    phase: str = ""
 
 
 Exchange = Generator[Request, Any, Outcome]
@@ -172,6 +174,8 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     #: the class of the only optimizer that understands what the method hands out, if it is no
     #: gradient
     partner: ClassVar[str | None] = None
+    #: what the method does by turns, if that is decided anew at every step
+    phases: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def init(self, gradient: Array) -> State:
@@ -194,6 +198,10 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         """The state, after a checkpoint in which what is per rank may have been averaged, or be
         lost on some ranks: for methods that keep what must go with it, equal on all ranks."""
         return state
+
+    def phase_index(self, step: Array) -> Array:
+        """Into ``phases``, int32; ``step`` counts from 1, and may be a symbol."""
+        raise NotImplementedError
 
     @property
     def needs_gradient_norm(self) -> bool:

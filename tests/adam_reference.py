@@ -38,6 +38,10 @@ class OneBitMean:
         return mean
 
 
+def _mean(arrays: list[np.ndarray]) -> np.ndarray:
+    return sum(arrays) / len(arrays)
+
+
 @dataclasses.dataclass
 class Options:
     lr: float = 1e-3
@@ -108,8 +112,10 @@ class ZeroOneAdam:
         self.u = [np.zeros(p.size) for _ in range(ranks)]
         self.v = np.zeros(p.size)
         self.rate, self.steps, self.variance_steps = 0.0, 0, 0
-        self.of_gradients = OneBitMean(p.size, ranks, options.norm)
-        self.of_buffers = OneBitMean(p.size, ranks, options.norm)
+        self.of_gradients, self.of_buffers = (
+            OneBitMean(p.size, ranks, options.norm) if options.compressed else _mean
+            for _ in range(2)
+        )
         self.at = variance_steps(updates, options.freeze_step)
         self.scaler, self.clipper = scaler, clipper
         self.interval, self.counter = 1, 0
@@ -127,15 +133,15 @@ class ZeroOneAdam:
             flat = [self.of_gradients(flat)] * len(flat)
         c1 = 1 - o.beta1**self.steps if o.bias_correction else 1.0
         c2 = 1 - o.beta2**self.variance_steps if o.bias_correction else 1.0
-        scale = np.sqrt(self.v / c2) + o.eps
+        scale, decay = np.sqrt(self.v / c2) + o.eps, 1 - o.lr * o.weight_decay
         for rank, g in enumerate(flat):
             self.m[rank] = o.beta1 * self.m[rank] + (1 - o.beta1) * g
             update = self.m[rank] / c1 / scale
-            self.p[rank] = self.p[rank] - o.lr * update
-            self.u[rank] = self.u[rank] + local * o.lr * update
+            self.p[rank] = decay * self.p[rank] - o.lr * update
+            self.u[rank] = decay * self.u[rank] + local * o.lr * update
         if not local:
             return self._copies()
-        self.rate += o.lr
+        self.rate = decay * self.rate + o.lr
         if self.steps % self.interval == 0:
             mean = self.of_buffers([u * scale for u in self.u])
             for rank, u in enumerate(self.u):

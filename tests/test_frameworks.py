@@ -19,7 +19,7 @@ from scenarios import names, read
 TORCH = ("training", "options", "numerics", "state", "parity", "shared")
 KERAS = ("parity", "shared", "keras_fit")
 PARITY = ("parity",)
-ADAM = ("adam_onebit", "adam_torch", "adam_zero_one")
+ADAM = ("adam_onebit", "adam_torch", "adam_zero_one", "adam_zero_one_torch")
 
 
 class Job(NamedTuple):
@@ -47,6 +47,9 @@ JOBS = [
     Job("horovod", ADAM, "mpirun", 3),
     Job("mpi", ADAM, "mpirun", 2),
     Job("tensorflow", ("adam_onebit", "adam_keras"), "mpirun", 2),
+    Job("tensorflow", ("adam_zero_one",), "alone", 1),
+    Job("tensorflow", ("adam_zero_one",), "mpirun", 2),
+    Job("tensorflow", ("adam_zero_one_keras",), "mpirun", 2),
     # What depends on the number of ranks.
     Job("horovod", PARITY, "mpirun", 8),
     Job("mpi", (*PARITY, "over_mpi"), "mpirun", 8),

@@ -97,6 +97,7 @@ class Binding(tf.Module):
         method: the compressor.
         step, epoch: of the next exchange; variables.
         states: variables by index of the slot and key.
+        on_behalf: others whose messages count here as well.
     """
 
     _numbers: ClassVar[Iterator[int]] = itertools.count()
@@ -151,11 +152,27 @@ class Binding(tf.Module):
                 str(i): self._fresh(slot) for i, slot in enumerate(slots)
             }
             self._consolidated_at = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self.on_behalf: list[Binding] = []
         object.__setattr__(self, "_averages", {})  # functions, which no checkpoint shall look at
         # Rows come in any number.
         self._traced = tf.function(self._reduce, autograph=False, reduce_retracing=True)
         self.method.bind(self)
         Binding.alive.add(self)
+
+    def for_meetings(self, method: Compressor) -> Binding:
+        """Another one of the same variables and ranks, for what is no gradient: always averages;
+        its messages count here."""
+        other = Binding(
+            method,
+            self.slots,
+            process_set=self._set,
+            gradient_predivide_factor=self._predivide,
+            groups=self._groups,
+            device_dense=self._devices[0],
+            device_sparse=self._devices[1],
+        )
+        self.on_behalf.append(other)
+        return other
 
     # -- what users call ---------------------------------------------------------------------
 
@@ -166,6 +183,10 @@ class Binding(tf.Module):
             records[slot.name] = Record(**dict(zip(_COUNTED, map(int, row), strict=True)))
             if (residual := self.states.get(str(i), {}).get("residual")) is not None:
                 records[slot.name].residual_norm = float(backend.norm(residual.value()))
+        for binding in self.on_behalf:
+            for name, record in binding.stats().layers.items():
+                records[name].bytes_sent += record.bytes_sent
+                records[name].bytes_received += record.bytes_received
         return Stats(records)
 
     def set_epoch(self, epoch: int) -> None:
@@ -185,15 +206,18 @@ class Binding(tf.Module):
 
         A collective: call it on every rank before rank 0 saves.
         """
-        engine = self.engine
-        own = self._differing()
         self._consolidated_at.assign(self.step)
-        if engine.size == 1 or not own:
+        self.average(self._differing())
+
+    def average(self, own: Sequence[tuple[str, tf.Variable]]) -> None:
+        """Give variables with these names their mean over the ranks; a collective."""
+        size = self.engine.size
+        if size == 1 or not own:
             return
         names = tuple(name for name, _ in own)
         if names not in self._averages:
             self._averages[names] = tf.function(
-                functools.partial(self._average, own, engine.size), autograph=False
+                functools.partial(self._average, own, size), autograph=False
             )
         self._averages[names]()
 
@@ -286,10 +310,11 @@ class Binding(tf.Module):
             wide = {i: _cast(g, tf.float32) if g.dtype.size < 4 else g for i, g in present.items()}
             present = {i: _scaled(g, 1 / scale) for i, g in wide.items()}
         common = self._context(present)
+        phase = self.method.phase_index(self.step + 1) if self.method.phases else None
         results: dict[int, Gradient] = {}
         for group in self._split(list(present)):
             own = {i: present[i] for i in group}
-            for i, (direction, state, counts) in self._in_phase(own, common).items():
+            for i, (direction, state, counts) in self._in_phase(own, common, phase).items():
                 for key, value in state.items():
                     self.states[str(i)][key].assign(value)
                 self._counts.scatter_nd_add([[i]], counts[None])
@@ -329,8 +354,22 @@ class Binding(tf.Module):
         alone = [[i] for i in places if not any(i in group for group in together)]
         return [group for group in together if group] + alone
 
-    def _in_phase(self, gradients: Mapping[int, Any], common: Context) -> dict[int, Any]:
-        """Exchange with the densities of now: a graph has a branch for each stage of a schedule."""
+    def _in_phase(
+        self, gradients: Mapping[int, Any], common: Context, phase: tf.Tensor | None
+    ) -> dict[int, Any]:
+        """Exchange with the densities of now: a graph has a branch for each stage of a schedule, or
+        for each phase of a method that has some."""
+        if phase is not None:
+            if any(map(_is_rows, gradients.values())):
+                raise ConfigError(
+                    f"{self.method.name} needs dense gradients: pass sparse_as_dense=True to "
+                    "hvd.DistributedOptimizer"
+                )
+            contexts = [common._replace(phase=name) for name in self.method.phases]
+            return tf.switch_case(
+                phase,
+                [functools.partial(self._exchange, self.method, gradients, c) for c in contexts],
+            )
         if not self._schedules:
             return self._exchange(self.method, gradients, common)
         stages = itertools.product(*(range(s.stages_in_all) for s in self._schedules))

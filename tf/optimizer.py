@@ -222,9 +222,12 @@ class CompressedOptimizer:
 
     def _hvd_check_momentum(self) -> None:
         method, inner = self._hvd_method, self._hvd_inner()
-        if method.partner == "ZeroOneAdam":
-            raise UnsupportedError("0/1 Adam is for PyTorch: use hvd.OneBitAdam with Keras")
         check_partner(method, inner, None)
+        if method.partner == "ZeroOneAdam" and inner is not self:
+            raise ConfigError(
+                "local steps and loss scaling do not go together, since a rank alone cannot skip a "
+                "step: use bfloat16 or float32, or hvd.OneBitAdam"
+            )
         if not method.takes_momentum:
             return
         own, momentum = getattr(method, "momentum", None), getattr(inner, "momentum", 0.0)

@@ -8,6 +8,7 @@ less, and does not notice these.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,28 @@ from hvd_compress.checkpoints import unconsolidated
 from hvd_compress.tensorflow.binding import Binding
 
 
-def state_on_disk(binding: Binding) -> Any:
-    """Something that Keras saves."""
+def state_on_disk(
+    binding: Binding,
+    call: str = "optimizer.compression.consolidate()",
+    is_complete: Callable[[], bool] | None = None,
+) -> Any:
+    """Something that Keras saves.
+
+    Args:
+        call: what makes the state of one rank serve all.
+        is_complete: whether that has been done, if the binding does not know.
+    """
     import keras
+
+    def serves_all() -> bool:
+        return binding.is_consolidated if is_complete is None else is_complete()
 
     class StateOnDisk(keras.layers.Layer):
         """No layer; but layers are what Keras lets others define the saving of."""
 
         def save_own_variables(self, store: Any) -> None:
-            if binding.engine.size > 1 and not binding.is_consolidated:
-                warnings.warn(unconsolidated("optimizer.compression.consolidate()"), stacklevel=2)
+            if binding.engine.size > 1 and not serves_all():
+                warnings.warn(unconsolidated(call), stacklevel=2)
             for name, array in binding.values().items():
                 store[name] = array
 

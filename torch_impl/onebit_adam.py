@@ -7,20 +7,11 @@ from typing import Any
 
 import torch
 
-from hvd_compress.errors import ConfigError
 from hvd_compress.methods.onebit_adam import OneBitAdamCompression, check_freeze_step
+from hvd_compress.torch.frozen_adam import FrozenAdam, start_state, update_parameter
 
 
-def check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Raise ``ConfigError`` unless these are options of Adam."""
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"betas must be two numbers in [0, 1); got {betas!r}")
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not value >= 0:
-            raise ConfigError(f"{name} must be 0 or more; got {value!r}")
-
-
-class OneBitAdam(torch.optim.Optimizer):
+class OneBitAdam(FrozenAdam):
     """Adam whose variance is frozen after ``freeze_step`` steps, so that momentum can travel in one
     bit an element::
 
@@ -63,6 +54,9 @@ class OneBitAdam(torch.optim.Optimizer):
         ConfigError: an option makes no sense.
     """
 
+    method = OneBitAdamCompression
+    schedule = ("freeze_step",)
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -73,29 +67,20 @@ class OneBitAdam(torch.optim.Optimizer):
         freeze_step: int = 100_000,
         bias_correction: bool = True,
     ) -> None:
-        check_adam(lr, betas, eps, weight_decay)
+        # The compression alone would take epochs as well.
         check_freeze_step(freeze_step)
-        # Horovod makes its optimizer from the parameter groups alone: all options are there.
         super().__init__(
             params,
-            {
-                "lr": lr,
-                "betas": tuple(betas),
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "freeze_step": freeze_step,
-                "bias_correction": bias_correction,
-            },
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            freeze_step=freeze_step,
+            bias_correction=bias_correction,
         )
 
-    def compressor(self, **options: Any) -> OneBitAdamCompression:
-        """The compression that goes with this optimizer; ``options`` are its ``norm`` and
-        ``min_size``."""
-        return OneBitAdamCompression(**self.compression_options(self.param_groups[0]), **options)
-
     def compression_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Those of the compression that a parameter group determines."""
-        return {"beta1": group["betas"][0], "freeze_step": group["freeze_step"]}
+        return {"beta1": group["betas"][0], **super().compression_options(group)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -104,8 +89,8 @@ class OneBitAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        binding: Any = getattr(self, "compression", None)
-        ours = binding is not None and isinstance(binding.method, OneBitAdamCompression)
+        binding = self._binding()
+        ours = binding is not None
         # Steps may have been skipped after their exchange: the compression's count is what counts.
         frozen = ours and binding.method.frozen(binding.step - 1, binding.epoch)
         for group in self.param_groups:
@@ -119,50 +104,3 @@ class OneBitAdam(torch.optim.Optimizer):
                 gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
                 update_parameter(p, gradient, state, group, frozen, is_momentum)
         return loss
-
-
-def start_state(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, Any]:
-    """Of a parameter, made where it is missing."""
-    state = optimizer.state[p]
-    if "exp_avg" not in state:
-        state["step"] = state["variance_step"] = 0
-        for key in ("exp_avg", "exp_avg_sq"):
-            state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
-    return state
-
-
-def update_parameter(
-    p: torch.Tensor,
-    gradient: torch.Tensor,
-    state: dict[str, Any],
-    group: dict[str, Any],
-    frozen: bool,
-    is_momentum: bool = False,
-) -> None:
-    """One step of Adam.
-
-    Args:
-        frozen: the variance stays as it is.
-        is_momentum: ``gradient`` is the new momentum.
-    """
-    (beta1, beta2), m = group["betas"], state["exp_avg"]
-    state["step"] += 1
-    if is_momentum:
-        m.copy_(gradient)
-    else:
-        m.mul_(beta1).add_(gradient, alpha=1 - beta1)
-    if not frozen:
-        state["variance_step"] += 1
-        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    update = m / scale_of(state, group)
-    if group["bias_correction"]:
-        update /= 1 - beta1 ** state["step"]
-    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-
-
-def scale_of(state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
-    """sqrt(v) + eps, what momentum is divided by; infinite where v is 0, and nothing is known."""
-    v = state["exp_avg_sq"]
-    if group["bias_correction"] and state["variance_step"]:
-        v = v / (1 - group["betas"][1] ** state["variance_step"])
-    return v.sqrt().add_(group["eps"]).masked_fill_(v == 0, torch.inf)

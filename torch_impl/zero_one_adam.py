@@ -10,10 +10,10 @@ import torch
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods.zero_one_adam import ZeroOneAdamCompression
-from hvd_compress.torch.onebit_adam import check_adam, scale_of, start_state, update_parameter
+from hvd_compress.torch.frozen_adam import FrozenAdam, scale_of, start_state, update_parameter
 
 
-class ZeroOneAdam(torch.optim.Optimizer):
+class ZeroOneAdam(FrozenAdam):
     """Adam that learns its variance at ever fewer steps, and later meets the other ranks at ever
     fewer steps::
 
@@ -61,6 +61,9 @@ class ZeroOneAdam(torch.optim.Optimizer):
         ConfigError: an option makes no sense.
     """
 
+    method = ZeroOneAdamCompression
+    schedule = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -74,26 +77,18 @@ class ZeroOneAdam(torch.optim.Optimizer):
         local_step_clipper: int = 16,
         bias_correction: bool = True,
     ) -> None:
-        check_adam(lr, betas, eps, weight_decay)
-        schedule: dict[str, Any] = {
-            "var_freeze_step": var_freeze_step,
-            "var_update_scaler": var_update_scaler,
-            "local_step_scaler": local_step_scaler,
-            "local_step_clipper": local_step_clipper,
-        }
-        ZeroOneAdamCompression(**schedule)  # checks these
-        adam = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**adam, **schedule, "bias_correction": bias_correction})
-
-    def compressor(self, **options: Any) -> ZeroOneAdamCompression:
-        """The compression that goes with this optimizer; ``options`` are its ``norm`` and
-        ``min_size``."""
-        return ZeroOneAdamCompression(**self.compression_options(self.param_groups[0]), **options)
-
-    def compression_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Those of the compression that a parameter group determines."""
-        names = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
-        return {name: group[name] for name in names}
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            var_freeze_step=var_freeze_step,
+            var_update_scaler=var_update_scaler,
+            local_step_scaler=local_step_scaler,
+            local_step_clipper=local_step_clipper,
+            bias_correction=bias_correction,
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -108,7 +103,7 @@ class ZeroOneAdam(torch.optim.Optimizer):
         if phase in ("local", "meet"):
             self._check_local(binding)
         for group in self.param_groups:
-            schedule = ZeroOneAdamCompression(**self.compression_options(group))
+            schedule = self.method(**self.compression_options(group))
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -145,11 +140,6 @@ class ZeroOneAdam(torch.optim.Optimizer):
                 stacklevel=3,
             )
         return super().state_dict()
-
-    def _binding(self) -> Any:
-        binding = getattr(self, "compression", None)
-        ours = binding is not None and isinstance(binding.method, ZeroOneAdamCompression)
-        return binding if ours else None
 
     def _check_local(self, binding: Any) -> None:
         if binding.last_scale is not None:

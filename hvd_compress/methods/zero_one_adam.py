@@ -7,15 +7,22 @@ import functools
 import math
 from typing import Any
 
+import numpy as np
+
 from hvd_compress.aggregators import allreduce, alltoall
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Array, Context, Exchange, Outcome, State, Sum
+from hvd_compress.base import Array, Compressor, Context, Exchange, Outcome, State, Sum
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign
 from hvd_compress.config import check_choice
-from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import Chained
+from hvd_compress.methods.composed import Partition, rule
+from hvd_compress.methods.dense import NoCompression
 from hvd_compress.transforms import error_feedback
+
+#: the last step that a schedule knows, so that a graph can count to it
+_FOREVER = 2**62
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +30,9 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
     """Gradients in full where Adam's variance learns from them, in one bit elsewhere, and later
     none at all for most steps.
 
-    Half of 0/1 Adam: the other half is the optimizer, ``hvd_compress.torch.ZeroOneAdam``, whose
-    ``compressor()`` makes this with the options that fit.  Steps count from 1:
+    Half of 0/1 Adam: the other half is the optimizer, ``ZeroOneAdam`` of ``hvd_compress.torch``
+    and of ``hvd_compress.tensorflow.keras``, whose ``compressor()`` makes this with the options
+    that fit.  Steps count from 1:
 
     * until ``var_freeze_step``, every ``var_interval``-th step sums the gradient, "variance"; the
       others send it in one bit an element, with error feedback, "one_bit".  ``var_interval`` is 1
@@ -41,8 +49,6 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
         var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper: the optimizer's.
         norm: "l1" or "l2": see :class:`OneBitAdamCompression`.
         min_size: tensors with fewer elements are summed whole, whenever they are sent.
-
-    Without the local steps, for PyTorch only: a graph of TensorFlow would need a branch for each.
     """
 
     reference = "Lu et al., ICLR 2023"
@@ -55,13 +61,15 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
     min_size: int = 1024
 
     partner = "ZeroOneAdam"
+    phases = ("one_bit", "variance", "local", "meet")
 
     def __post_init__(self) -> None:
         for name in (
             *("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
         ):
             value: Any = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not (whole and 1 <= value <= _FOREVER):
                 raise ConfigError(f"{name} must be a number of steps, 1 or more; got {value!r}")
         if not isinstance(self.min_size, int) or self.min_size < 0:
             raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
@@ -69,11 +77,34 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
 
     def phase(self, step: int) -> str:
         """ "variance", "one_bit", "local" or "meet"; ``step`` counts from 1."""
-        if step <= self.var_freeze_step:
-            return "variance" if is_variance_step(step, self.var_update_scaler) else "one_bit"
-        doublings = (step - self.var_freeze_step - 1) // self.local_step_scaler
-        interval = min(self.local_step_clipper, 2 ** min(doublings, 62))
-        return "local" if step % interval else "meet"
+        return self.phases[int(self.phase_index(np.asarray(step)))]
+
+    def phase_index(self, step: Array) -> Array:
+        xp, due = backend_of(step), False
+        for after, until, interval in self._spans:
+            due = due | ((step > after) & (step <= until) & (step % interval == 0))
+        local = step > self.var_freeze_step
+        return 2 * xp.cast(local, "int32") + xp.cast(due, "int32")
+
+    @functools.cached_property
+    def _spans(self) -> list[tuple[int, int, int]]:
+        """(after, until, interval): in each span something is due at multiples of an interval."""
+        found, after, interval = [], 0, 1
+        while after < self.var_freeze_step:
+            until = (after // interval + self.var_update_scaler) * interval
+            found.append((after, min(until, self.var_freeze_step), interval))
+            after, interval = until, 2 * interval
+        after, interval = self.var_freeze_step, 1
+        while interval < self.local_step_clipper:
+            until = min(after + self.local_step_scaler, _FOREVER)
+            found.append((after, until, interval))
+            after, interval = until, 2 * interval
+        return [*found, (after, _FOREVER, self.local_step_clipper)]
+
+    @property
+    def meeting(self) -> Compressor:
+        """For what the ranks have gone, in one bit an element."""
+        return Partition((rule(self._one_bit, min_size=self.min_size),), NoCompression())
 
     def chain(self, gradient: Array, context: Context) -> Chain:
         """For what travels in one bit."""
@@ -81,12 +112,7 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
         return self._one_bit if n >= self.min_size else self._whole
 
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
-        if not isinstance(context.step, int):
-            raise UnsupportedError(
-                "0/1 Adam decides at every step what to send, and a graph of TensorFlow cannot: "
-                "use OneBitAdam there"
-            )
-        phase = self.phase(context.step + 1)
+        phase = context.phase or self.phase(context.step + 1)
         if phase == "one_bit":
             return (yield from self.chain(gradient, context).exchange(gradient, state, context))
         if phase == "variance":
@@ -103,15 +129,3 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
     @functools.cached_property
     def _whole(self) -> Chain:
         return chain(via=allreduce())
-
-
-def is_variance_step(step: int, updates: int) -> bool:
-    """Whether ``step``, from 1, is a multiple of the interval of then, which doubles after so many
-    ``updates``: 1..16, 18, 20..48, 52, 56..112, 120 ... for 16."""
-    last, interval = 0, 1
-    while True:
-        first = (last // interval + 1) * interval
-        last = first + (updates - 1) * interval
-        if step <= last:
-            return step >= first and step % interval == 0
-        interval *= 2

@@ -154,22 +154,9 @@ def it_learns_like_adam() -> None:
         ("1-bit", _run(dtype="float32", freeze_step=40)),
     ):
         train(run, range(150))
-        losses[name] = _loss(run.weights())
-    start = _loss(oracle.initial_weights("mlp"))
+        losses[name] = oracle.loss(run.weights())
+    start = oracle.loss(oracle.initial_weights("mlp"))
     assert losses["1-bit"] < 1.15 * losses["adam"] + 0.02 < 0.5 * start, (losses, start)
-
-
-def _loss(weights: oracle.Weights) -> float:
-    total = 0.0
-    for step in range(50):
-        x, labels = oracle.batch("mlp", 99, step)
-        for i in range(len(oracle.WIDTHS) - 1):
-            x = x @ weights[f"kernel{i}"] + weights[f"bias{i}"]
-            x = np.tanh(x) if i < len(oracle.WIDTHS) - 2 else x
-        p = np.exp(x - x.max(1, keepdims=True))
-        p /= p.sum(1, keepdims=True)
-        total -= np.log(p[np.arange(len(labels)), labels]).mean()
-    return total / 50
 
 
 def what_does_not_fit_is_refused() -> None:

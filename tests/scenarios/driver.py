@@ -23,8 +23,11 @@ _driver: Any = importlib.import_module(f"scenarios.driver_{_MODULES[over]}")
 hvd: Any = _driver.hvd
 #: the framework's Adam
 adam: Any = _driver.adam
-#: this package's optimizer of that name
+#: this package's optimizers of those names
 onebit_adam: Any = _driver.onebit_adam
+zero_one_adam: Any = _driver.zero_one_adam
+#: arrays of all ranks, one behind the other
+allgather: Any = _driver.allgather
 #: a weight of the oracle's in the layout of the framework, and back
 turned: Any = _driver.turned
 
@@ -34,9 +37,11 @@ class Run(Protocol):
 
     Attributes:
         compression: what users meet under that name.
+        optimizer: the distributed one.
     """
 
     compression: Any
+    optimizer: Any
 
     def step(self, number: int, *, passes: int = 1, spoilt: bool = False) -> None:
         """One optimizer step on the batches of this rank; ``spoilt``: the input is NaN."""
@@ -64,7 +69,7 @@ def make(method: Any, **options: Any) -> Run:
 
 
 def barrier() -> None:
-    _driver.allgather(np.zeros(1, np.uint8))
+    allgather(np.zeros(1, np.uint8))
 
 
 def train(run: Run, steps: Any, **options: Any) -> Run:
@@ -78,7 +83,7 @@ def assert_same_everywhere(weights: dict[str, np.ndarray], process_set: Any = No
     data = b"".join(np.ascontiguousarray(w).tobytes() for w in weights.values())
     digest = np.frombuffer(hashlib.sha256(data).digest(), np.uint8)
     options = {} if process_set is None else {"process_set": process_set}
-    digests = np.reshape(_driver.allgather(digest, **options), (-1, digest.size))
+    digests = np.reshape(allgather(digest, **options), (-1, digest.size))
     assert (digests == digests[0]).all(), "ranks diverged"
 
 

@@ -100,11 +100,19 @@ class Run:
 adam = keras.optimizers.Adam
 
 
-def onebit_adam(
-    lr: Any = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, **options: Any
-) -> Any:
-    """With the names of PyTorch's options."""
-    return hvd_keras.OneBitAdam(lr, *betas, eps, **options)
+def _with_torchs_names(cls: Any) -> Any:
+    """An optimizer with the names of PyTorch's options."""
+
+    def make(
+        lr: Any = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, **options: Any
+    ) -> Any:
+        return cls(lr, *betas, eps, **options)
+
+    return make
+
+
+onebit_adam = _with_torchs_names(hvd_keras.OneBitAdam)
+zero_one_adam = _with_torchs_names(hvd_keras.ZeroOneAdam)
 
 
 def turned(name: str, weight: np.ndarray) -> np.ndarray:

@@ -94,7 +94,7 @@ def turned(name: str, weight: np.ndarray) -> np.ndarray:
 
 
 adam = torch.optim.Adam
-onebit_adam = hvd.OneBitAdam
+onebit_adam, zero_one_adam = hvd.OneBitAdam, hvd.ZeroOneAdam
 
 
 def allgather(x: np.ndarray, **options: Any) -> np.ndarray:

@@ -11,6 +11,7 @@ for tf_keras (``TF_USE_LEGACY_KERAS=1``).
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from hvd_compress import drop_in
@@ -26,15 +27,16 @@ from hvd_compress.tensorflow.registration import register_keras
 __all__ = [*_methods, "DistributedOptimizer", "callbacks", "load_model"]
 
 
+#: those that import Keras 3, and their modules
+_OPTIMIZERS = {"OneBitAdam": "onebit_adam", "ZeroOneAdam": "zero_one_adam"}
+
 _horovod = drop_in.load_horovod("horovod.tensorflow.keras", "TensorFlow", register_keras)
 
 
 def __getattr__(name: str) -> Any:
-    """``OneBitAdam``, which imports Keras 3, and the rest of ``horovod.tensorflow.keras``."""
-    if name == "OneBitAdam":
-        from hvd_compress.tensorflow.keras.onebit_adam import OneBitAdam
-
-        return OneBitAdam
+    """The optimizers, and the rest of ``horovod.tensorflow.keras``."""
+    if name in _OPTIMIZERS:
+        return getattr(importlib.import_module(f"{__name__}.{_OPTIMIZERS[name]}"), name)
     return drop_in.rest_of(_horovod, name, __name__, "TensorFlow")
 
 

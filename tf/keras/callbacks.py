@@ -20,9 +20,10 @@ _Callback = keras.callbacks.Callback
 
 class CompressionCallback(_Callback):
     """Announces epochs to schedules by epoch, and at the end of each gives every rank the mean of
-    what waits, so that whatever rank 0 saves then is complete.
+    what waits, so that whatever rank 0 saves then is complete.  Ranks that are on their own
+    between two meetings (``ZeroOneAdam``) meet at the end of an epoch, and before a validation.
 
-    Must stand before ``ModelCheckpoint``, on every rank.
+    Must stand before ``ModelCheckpoint``, on every rank; validate on all ranks, or on none.
 
     Args:
         consolidate: see above.
@@ -37,7 +38,15 @@ class CompressionCallback(_Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._consolidate:
+            self._meet()
             self._optimizer().compression.consolidate()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._meet()
+
+    def _meet(self) -> None:
+        if hasattr(optimizer := self._optimizer(), "meet"):
+            optimizer.meet()
 
     def _optimizer(self) -> CompressedOptimizer:
         optimizer = self.model.optimizer

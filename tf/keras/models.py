@@ -32,7 +32,8 @@ def load_model(
         ConfigError: the model was saved without an optimizer.
     """
     if keras.__version__.startswith("3"):
-        importlib.import_module("hvd_compress.tensorflow.keras.onebit_adam")  # known from now on
+        for module in ("onebit_adam", "zero_one_adam"):  # known from now on
+            importlib.import_module(f"hvd_compress.tensorflow.keras.{module}")
     known = {cls.__name__: cls for cls in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is None:

@@ -1,0 +1,195 @@
+"""0/1 Adam in Keras: what is traced, saved, met by callbacks, kept local, and refused."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvd_compress.tensorflow as hvd
+import hvd_compress.tensorflow.keras as hvd_keras
+from hvd_compress.errors import ConfigError
+from scenarios import oracle
+from scenarios.adam_keras import LOSS, fit, weights_of
+from scenarios.adam_zero_one import LR, SCHEDULE, run_of
+from scenarios.driver import assert_close, assert_same_everywhere, barrier, raises, train
+from scenarios.driver_tensorflow import model_of
+
+
+def _distributed(options: Any = None, **adam_options: Any) -> Any:
+    adam = hvd_keras.ZeroOneAdam(LR, **{**SCHEDULE, **adam_options})
+    return hvd_keras.DistributedOptimizer(
+        adam, compression=adam.compressor(min_size=0), **(options or {})
+    )
+
+
+def _compiled(**options: Any) -> Any:
+    model = model_of("mlp")
+    model.compile(_distributed(**options), loss=LOSS)
+    return model
+
+
+def the_graph_is_traced_once() -> None:
+    run = train(run_of("float32"), range(30))
+    assert run.graph.experimental_get_tracing_count() == 1
+    run.optimizer.meet()
+    train(run, range(30, 32))
+    assert run.graph.experimental_get_tracing_count() == 1
+
+
+def eager_steps_are_the_same() -> None:
+    traced, eager = run_of(), run_of()
+    eager.graph = eager._step
+    for run in (traced, eager):
+        train(run, range(23))
+    assert_close(eager.weights(), traced.weights(), rtol=1e-9, atol=1e-12)
+
+
+def sums_take_the_same_steps_at_another_scale() -> None:
+    """Adam divides by the root of squares: but for epsilon, sums and averages are one."""
+    average, sums = (run_of(make_options={"op": op}, eps=0.0) for op in (hvd.Average, hvd.Sum))
+    for run in (average, sums):
+        train(run, range(24))
+    assert_close(sums.weights(), average.weights(), rtol=1e-7, atol=1e-9)
+
+
+def several_passes_are_a_step() -> None:
+    options = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+    run = train(run_of(make_options=options), range(24), passes=2)
+    assert int(run.compression.step) == 24
+    assert_same_everywhere(run.weights())
+    train(run, [24], passes=2)
+    run.optimizer.meet()
+    assert_same_everywhere(run.weights())
+
+
+def models_are_saved_and_go_on() -> None:
+    model = _compiled()
+    fit(model, range(27))  # 28 is a meeting
+    model.optimizer.meet()
+    model.optimizer.compression.consolidate()
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp(), root_rank=0, name="folder"))
+    if hvd.rank() == 0:
+        model.save(folder / "model.keras")  # warnings are errors here
+        whole = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        whole.write(str(folder / "checkpoint"))
+    barrier()
+    method = model.optimizer.compression.method
+    loaded = hvd_keras.load_model(folder / "model.keras", compression=method)
+    assert loaded.optimizer.get_config() == model.optimizer.get_config()
+    restored = _compiled()
+    restored.optimizer.build(restored.trainable_variables)
+    whole = tf.train.Checkpoint(model=restored, optimizer=restored.optimizer)
+    whole.restore(str(folder / "checkpoint")).expect_partial()
+    for other in (loaded, restored):
+        assert int(other.optimizer.compression.step) == 27
+        assert int(other.optimizer._variance_steps) == 6
+    for m in (model, loaded, restored):
+        fit(m, range(27, 34))
+        m.optimizer.meet()
+        assert_same_everywhere(weights_of(m))
+    assert_close(weights_of(loaded), weights_of(model), 1e-4, 1e-5)
+    assert_close(weights_of(restored), weights_of(model), 1e-4, 1e-5)
+
+
+def each_rank_may_save_its_own_between_meetings() -> None:
+    model = _compiled()
+    fit(model, range(27))
+    path = Path(tempfile.mkdtemp()) / "model.keras"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.save(path)
+    assert hvd.size() == 1 or any("optimizer.meet()" in str(w.message) for w in caught)
+    method = model.optimizer.compression.method
+    loaded = hvd_keras.load_model(path, compression=method)
+    for m in (model, loaded):
+        fit(m, range(27, 34))
+        m.optimizer.meet()
+        assert_same_everywhere(weights_of(m))
+    assert_close(weights_of(loaded), weights_of(model), 1e-4, 1e-5)
+
+
+class _SameEverywhere(keras.callbacks.Callback):
+    """Behind the callback that makes it so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checks = 0
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.checks += 1
+        assert_same_everywhere(weights_of(self.model))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.on_test_begin()
+
+
+def the_callback_meets_before_validation_and_after_epochs() -> None:
+    model = _compiled()
+    batches = [oracle.batch("mlp", hvd.rank(), step) for step in range(9)]
+    x, y = (np.concatenate([batch[i] for batch in batches]) for i in (0, 1))
+    check = _SameEverywhere()
+    path = str(Path(tempfile.mkdtemp()) / "model.keras")
+    callbacks = [
+        hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd_keras.callbacks.CompressionCallback(),
+        check,
+        keras.callbacks.ModelCheckpoint(path),  # warnings are errors here
+    ]
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    model.fit(x, y, epochs=3, validation_data=(x, y), callbacks=callbacks, **options)
+    assert check.checks == 6
+
+
+def local_variables_go_their_own_way() -> None:
+    """With the variance of the steps at which it learns, and without meetings."""
+    variables = [tf.Variable(np.ones(40)), tf.Variable(np.ones(40))]
+    optimizer = _distributed(epsilon=0.0)
+    optimizer.register_local_var(variables[1])
+    shared = hvd_keras.ZeroOneAdam(LR, **SCHEDULE, epsilon=0.0)
+    alone = [tf.Variable(np.ones(40))]
+    random = np.random.default_rng(hvd.rank())
+    for step in range(24):
+        own = random.normal(size=40)
+        optimizer.apply([tf.constant(own), tf.constant(own)], variables)
+        if step < 23:
+            shared.apply([tf.constant(own / hvd.size())], alone)
+    assert_same_everywhere({"shared": variables[0].numpy()})
+    shared.apply([tf.constant(own / hvd.size())], alone)
+    np.testing.assert_allclose(variables[1].numpy(), alone[0].numpy(), rtol=1e-9)
+
+
+def constraints_hold_where_ranks_meet() -> None:
+    variables = [keras.Variable(np.zeros(40), dtype="float64", name="w")]
+    variables[0].constraint = keras.constraints.NonNeg()
+    optimizer = _distributed()
+    random = np.random.default_rng(hvd.rank())
+    for _ in range(28):
+        optimizer.apply([tf.constant(random.normal(size=40))], variables)
+        assert (np.asarray(variables[0]) >= 0).all()
+    assert_same_everywhere({"w": np.asarray(variables[0])})
+
+
+def what_cannot_work_is_refused() -> None:
+    adam = hvd_keras.ZeroOneAdam(**SCHEDULE)
+    scaled = keras.optimizers.LossScaleOptimizer(adam)
+    with raises(ConfigError, "loss scaling", "bfloat16"):
+        hvd_keras.DistributedOptimizer(scaled, compression=adam.compressor())
+    with raises(ConfigError, "sparse_as_dense=True"):
+        train(run_of(make_options={"kind": "words"}), [0])
+    with raises(ConfigError, "use_ema"):
+        _distributed(use_ema=True).build([tf.Variable(np.ones(40))])
+    for name, value in (("local_step_clipper", 1.5), ("beta_1", 1.0), ("epsilon", -1.0)):
+        with raises(ConfigError, name):
+            hvd_keras.ZeroOneAdam(**{name: value})
+    x = tf.Variable(np.ones(4, np.float32))
+    with tf.GradientTape() as tape:
+        y = tf.reduce_sum(x * x)
+    tape = hvd.DistributedGradientTape(tape, compression=adam.compressor())
+    with raises(ConfigError, "hands out momenta", "DistributedOptimizer"):
+        tape.gradient(y, [x])

@@ -1,0 +1,93 @@
+"""What the optimizers that freeze Adam's variance have in common, for Keras 3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from hvd_compress.errors import ConfigError
+from hvd_compress.tensorflow.binding import Binding
+
+
+class FrozenAdam(keras.optimizers.Optimizer):
+    """Adam with a compression of its own.  Subclasses say when its variance learns."""
+
+    #: the compression that fits
+    method: ClassVar[type]
+    #: options beyond Adam's: attributes, and arguments
+    schedule: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        beta_1: float,
+        beta_2: float,
+        epsilon: float,
+        bias_correction: bool,
+        weight_decay: float | None,
+        name: str,
+        options: Mapping[str, Any],
+        **schedule: int,
+    ) -> None:
+        super().__init__(learning_rate, weight_decay=weight_decay, name=name, **options)
+        if not all(0 <= beta < 1 for beta in (beta_1, beta_2)):
+            raise ConfigError(f"beta_1 and beta_2 must be in [0, 1); got {beta_1} and {beta_2}")
+        if not epsilon >= 0:
+            raise ConfigError(f"epsilon must be 0 or more; got {epsilon!r}")
+        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
+        self.bias_correction = bias_correction
+        for option in self.schedule:
+            setattr(self, option, schedule[option])
+        self.compressor()  # checks these
+        self._binding: Binding | None = None
+        self._places: dict[int, int] = {}
+
+    def compressor(self, **options: Any) -> Any:
+        """The compression that goes with this optimizer; ``options`` are its ``norm`` and
+        ``min_size``."""
+        return self.method(**self.compression_options(), **options)
+
+    def compression_options(self) -> dict[str, Any]:
+        """Those of the compression that the optimizer determines."""
+        return {name: getattr(self, name) for name in self.schedule}
+
+    def follow(self, binding: Binding, places: Mapping[int, int]) -> None:
+        """``binding`` averages; what it hands out for the variables of these ids may be no
+        gradient.  Its slots are at those places."""
+        self._binding, self._places = binding, dict(places)
+
+    def get_config(self) -> dict[str, Any]:
+        own = ("beta_1", "beta_2", "epsilon", "bias_correction", *self.schedule)
+        return super().get_config() | {name: getattr(self, name) for name in own}
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if self.built:
+            return
+        super().build(variables)
+        self._momentums, self._velocities = self.add_optimizer_variables(
+            variables, ["momentum", "velocity"]
+        )
+        self._variance_steps = self.add_variable((), "zeros", "int64", name="variance_steps")
+
+    def _momentum_bias(self, steps: Any, dtype: str) -> Any:
+        """What Adam divides momentum by after so many steps."""
+        return _bias(self.beta_1, steps, dtype) if self.bias_correction else tf.ones((), dtype)
+
+    def _scale(self, velocity: Any) -> Any:
+        """sqrt(v^) + epsilon, what momentum is divided by; infinite where v is 0, and nothing is
+        known: see the class of PyTorch."""
+        v = ops.convert_to_tensor(velocity)
+        corrected = v
+        if self.bias_correction:
+            corrected = v / _bias(self.beta_2, ops.maximum(self._variance_steps, 1), v.dtype)
+        return tf.where(
+            v > 0, tf.sqrt(corrected) + self.epsilon, tf.constant(float("inf"), v.dtype)
+        )
+
+
+def _bias(beta: float, steps: Any, dtype: Any) -> Any:
+    return 1 - tf.pow(tf.constant(beta, dtype), ops.cast(steps, dtype))
