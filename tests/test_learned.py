@@ -120,11 +120,6 @@ def test_frameworks_have_the_same_network(framework, innovates, decoders, n):
     latents = numpy_network.encode(weights, values)
     assert latents.shape == (4, latent_size(n))
     check(network.encode(make(weights), make(values)), latents)
-    for first in (0, 3):
-        check(
-            network.decode(make(weights), make(latents), n, theirs, first),
-            numpy_network.decode(weights, latents, n, innovations, first),
-        )
 
 
 def test_equal_values_are_encoded_and_decoded_equally():
@@ -154,6 +149,7 @@ class Linear:
 
 def test_a_linear_network_decodes_the_mean_to_the_mean(monkeypatch):
     monkeypatch.setattr("hvd_compress.numpy_backend.autoencoder", lambda: Linear)
+    monkeypatch.setattr("hvd_compress.aggregators.learned.numpy_network", Linear)
     method = chain(via=learned_allreduce(0.04, start=0, selection="exact"))
     gradients = [x.astype(np.float64) for x in alike(0)]
     outcome = World(method, 3).exchange(gradients)[0]
@@ -255,22 +251,48 @@ def test_phases_and_their_bytes():
     assert (first, second) == (Gather, Gather)
     assert 16 + k * 4.5 / 8 < indices <= 16 + k  # packed
     assert values == 16 + 4 * k
-    (_, indices), *rest = requests_of(method, 6)
+    weights = (Sum, 4 * (172_996 + 43_648 + 33))
+    assert [requests_of(method, step)[0] == weights for step in range(5, 10)] == [
+        *(False, True, True, True, False)
+    ]
+    (_, indices), *rest = requests_of(method, 9)
     latent = 4 * latent_size(k)
     assert latent == 4 * 4 * 5
     assert rest == [(Sum, latent), (Sum, 4)]
     assert indices <= 16 + k + (16 + 8)  # with the scale
-    assert requests_of(method, 7)[0] == (Gather, 0)  # another rank leads
+    assert requests_of(method, 10)[0] == (Gather, 0)  # another rank leads
 
 
 def test_bytes_of_the_server():
     k, m = 100, 4
     method = LGC(0.05, learn=0, code=1, via="server", innovation=0.04, min_size=0)
     own = 16 + 8 * m + 16 + 8
-    assert requests_of(method, 1) == [(Gather, 0), (Gather, own)]
-    (_, leader), (_, other) = requests_of(method, 3)
+    assert requests_of(method, 4) == [(Gather, 0), (Gather, own)]
+    (_, leader), (_, other) = requests_of(method, 6)
     assert other == own
     assert leader <= 16 + k + 16 + 4 * latent_size(k)
+
+
+@each_way
+def test_all_ranks_take_over_the_weights_of_rank_0(way):
+    """Frameworks may have trained them to other last bits; and a NaN may undo the first step."""
+    world = World(chain(via=way(0.1, start=2)), 3)
+    for step in range(2):
+        world.exchange(alike(step))
+    states = world.states["tensor"]
+    expected = states[0]["autoencoder"].copy()
+    for rank in (1, 2):
+        states[rank]["autoencoder"] = expected * np.float32(1 + 0.001 * rank)
+    spoilt = alike(2)
+    spoilt[1][:] = np.nan
+    for gradients in (spoilt, alike(3)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PoorFit)
+            outcomes = world.exchange(gradients)
+        for outcome in outcomes:
+            np.testing.assert_array_equal(outcome.mean, outcomes[0].mean)
+    for outcome in outcomes:
+        np.testing.assert_array_equal(outcome.state["autoencoder"], expected)
 
 
 def test_by_epochs():
@@ -344,7 +366,7 @@ def test_a_rate_that_leads_nowhere_keeps_the_weights_finite():
 @pytest.mark.parametrize(("way", "turn"), [("allreduce", 0), ("server", 0), ("server", 1)])
 @pytest.mark.parametrize("place", [20, -9])
 def test_damage_is_noticed(way, turn, place):
-    method = chain(via=WAYS[way](0.1, start=0))
+    method = chain(via=WAYS[way](0.1, start=0, settled=0))
     exchanges = [
         method.exchange(x, method.init(x), Context(rank=rank, size=3))
         for rank, x in enumerate(alike(0))

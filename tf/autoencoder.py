@@ -18,13 +18,6 @@ def encode(weights: Tensor, values: Tensor) -> Tensor:
     return _encoded(_unpacked(weights, innovation=False).encoder, values)
 
 
-def decode(
-    weights: Tensor, latents: Tensor, n: int, innovations: Tensor | None, first: int = 0
-) -> Tensor:
-    decoders = _unpacked(weights, innovations is not None).decoders
-    return _decoded(decoders, latents, n, innovations, first)
-
-
 def gradient(
     weights: Tensor, values: Tensor, innovations: Tensor | None, leader: Any
 ) -> tuple[Tensor, Tensor]:
@@ -62,12 +55,11 @@ def _decoded(
     latents: Tensor,
     n: int,
     innovations: Tensor | None,
-    first: int = 0,
 ) -> Tensor:
     where = stretched(n)
     rows = []
     for row in range(latents.shape[0]):
-        parameters = decoders[(first + row) % len(decoders)]
+        parameters = decoders[row % len(decoders)]
         x = tf.reshape(latents[row], [1, -1, DECODER[0].inputs])
         for layer, (kernel, bias) in zip(DECODER, parameters[:-1], strict=True):
             length = (x.shape[1] - 1) * layer.stride + layer.width

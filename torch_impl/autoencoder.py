@@ -18,14 +18,6 @@ def encode(weights: Tensor, values: Tensor) -> Tensor:
         return _encoded(_unpacked(weights, innovation=False).encoder, values)
 
 
-def decode(
-    weights: Tensor, latents: Tensor, n: int, innovations: Tensor | None, first: int = 0
-) -> Tensor:
-    with _plain(weights):
-        decoders = _unpacked(weights, innovations is not None).decoders
-        return _decoded(decoders, latents, n, innovations, first)
-
-
 def gradient(
     weights: Tensor, values: Tensor, innovations: Tensor | None, leader: int
 ) -> tuple[Tensor, Tensor]:
@@ -69,12 +61,11 @@ def _decoded(
     latents: Tensor,
     n: int,
     innovations: Tensor | None,
-    first: int = 0,
 ) -> Tensor:
     where = torch.from_numpy(stretched(n)).to(latents.device)
     rows = []
     for row, latent in enumerate(latents):
-        parameters = decoders[(first + row) % len(decoders)]
+        parameters = decoders[row % len(decoders)]
         x = latent.reshape(1, -1, DECODER[0].inputs).transpose(1, 2)
         for layer, (kernel, bias) in zip(DECODER, parameters[:-1], strict=True):
             x = functional.conv_transpose1d(x, kernel.permute(1, 2, 0), bias, layer.stride)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvd_compress.aggregators._leader import leaders_choice
-from hvd_compress.autoencoder import LEAST, first_weights, latent_size
+from hvd_compress.autoencoder import LEAST, first_weights, latent_size, numpy_network
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregator, Met
@@ -21,7 +21,7 @@ from hvd_compress.config import check_fraction
 from hvd_compress.errors import ConfigError, PoorFit
 from hvd_compress.operators import top_k
 from hvd_compress.operators.top_k import count
-from hvd_compress.schedules import Start, as_start, by_epoch, started
+from hvd_compress.schedules import After, Start, as_start, by_epoch, started
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
 from hvd_compress.wire.coded import coded_size, decode_coded, encode_coded
 
@@ -46,6 +46,10 @@ class _Learned(Aggregator):
     Adam's; ``quality``: averages of the mean cosine between the values of two ranks and of the
     share of the energy that decoding loses, and the number of training steps so far.
 
+    What frameworks compute may differ between ranks in its last bits, and so may the weights after
+    training.  So all ranks take over those of rank 0 when it ends, in the first steps that code, or
+    epochs, until ``settled``; and they decode in NumPy, on the host.
+
     Warns with :class:`~hvd_compress.PoorFit`, on rank 0, when training is over and has not helped.
     """
 
@@ -53,6 +57,7 @@ class _Learned(Aggregator):
     start: Start = 300
     rate: float = 0.003
     selection: str = "sampled"
+    settled: Start | None = None
 
     keys = ("autoencoder", "first_moment", "second_moment", "quality")
     per_rank = False
@@ -63,6 +68,7 @@ class _Learned(Aggregator):
         check_fraction("density", self.density)
         check_fraction("rate", self.rate)
         object.__setattr__(self, "start", as_start(self.start))
+        object.__setattr__(self, "settled", settled_after(self.settled, self.start))
         assert self._select  # checks the other options
 
     @property
@@ -71,7 +77,7 @@ class _Learned(Aggregator):
 
     @property
     def needs_epoch(self) -> bool:
-        return by_epoch(self.start)
+        return by_epoch(self.start) or by_epoch(self.settled)
 
     def fits(self, n: int) -> bool:
         """Whether so many of ``n`` elements are selected that they have a latent."""
@@ -97,11 +103,21 @@ class _Learned(Aggregator):
     def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
         if not started(self.start, context.step, context.epoch):
             return (yield from self._train(x, state, context))
-        xp = backend_of(x)
-        met = yield from self._meet_coded(x, state["autoencoder"], context)
+        xp, weights = backend_of(x), state["autoencoder"]
+        if not started(self.settled, context.step, context.epoch):  # type: ignore[arg-type]
+            weights = yield Sum(self._of_rank_0(xp, weights, context))
+        met = yield from self._meet_coded(x, weights, context)
         report = _Report(context.name, context.rank)
         (quality,) = xp.on_host(report, [state["quality"]], [(xp.dtype(x), 3)], x)
-        return met._replace(state={**state, "quality": quality})
+        return met._replace(state={**state, "autoencoder": weights, "quality": quality})
+
+    def _of_rank_0(self, xp: Any, weights: Array, context: Context) -> Array:
+        """Zeros on other ranks; no constant, which TensorFlow would send outside of its branch."""
+
+        def own(weights: np.ndarray) -> list[np.ndarray]:
+            return [weights if context.rank == 0 else np.zeros_like(weights)]
+
+        return xp.on_host(own, [weights], [(xp.dtype(weights), xp.size(weights))], weights)[0]
 
     @abc.abstractmethod
     def _meet_coded(
@@ -207,22 +223,29 @@ class learned_allreduce(_Learned, name="learned_allreduce"):
         self, x: Array, weights: Array, context: Context
     ) -> Generator[Request, Any, Met]:
         xp = backend_of(x)
-        n, k = xp.size(x), count(xp.size(x), self.density)
+        n, k, dtype = xp.size(x), count(xp.size(x), self.density), xp.dtype(x)
 
         def scale_of(indices: Array) -> Array:
-            return xp.on_host(_largest, [xp.take(x, indices)], [(xp.dtype(x), 1)], x)[0]
+            return xp.on_host(_largest, [xp.take(x, indices)], [(dtype, 1)], x)[0]
+
+        def decode(weights: np.ndarray, total: np.ndarray) -> list[np.ndarray]:
+            latent = total.reshape(1, -1) / total.dtype.type(context.size)
+            return [numpy_network.decode(weights, latent, k, None)[0]]
+
+        def fit(decoded: np.ndarray, product: np.ndarray, scale: np.ndarray) -> list[np.ndarray]:
+            with np.errstate(invalid="ignore"):  # of a spoilt step
+                factor = nearest(product / context.size, decoded) * scale
+            return [decoded * factor.astype(decoded.dtype)]
 
         indices, scale = yield from leaders_choice(self._select, x, k, context, scale_of, 1)
-        values = xp.reshape(xp.take(x, indices) / scale, (1, k))
-        network = xp.autoencoder()
-        own = xp.reshape(network.encode(weights, values), (-1,))
-        total = yield Sum(own)
-        latent = xp.reshape(total / context.size, (1, -1))
-        decoded = xp.reshape(network.decode(weights, latent, k, None), (-1,))
-        total = yield Sum(_product(xp, xp.reshape(values, (-1,)), decoded))
-        decoded = decoded * _nearest(xp, total / context.size, decoded) * scale
-        mean = xp.put(xp.zeros(n, x), indices, decoded)
-        return Met(mean, Sparse(indices, decoded), xp.all_finite(decoded))
+        values = xp.take(x, indices) / scale
+        latent = xp.autoencoder().encode(weights, xp.reshape(values, (1, k)))
+        total = yield Sum(xp.reshape(latent, (-1,)))
+        (decoded,) = xp.on_host(decode, [weights, total], [(dtype, k)], x)
+        product = yield Sum(_product(xp, values, decoded))
+        (result,) = xp.on_host(fit, [decoded, product, scale], [(dtype, k)], x)
+        mean = xp.put(xp.zeros(n, x), indices, result)
+        return Met(mean, Sparse(indices, result), xp.all_finite(result))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +263,8 @@ class learned_server(_Learned, name="learned_server"):
         start: the steps or epochs of training.
         rate: Adam's learning rate.
         selection: "sampled" or "exact"; the same elements, found in two ways.
+        settled: when all ranks have the weights of rank 0; ``None``: three steps, or an epoch,
+            after ``start``.
         innovation: fraction of the selected values that every rank sends beside the latent.
         decoders: rank i decodes by decoder i modulo their number; with as many as there are ranks
             each has its own, as in the paper.
@@ -279,31 +304,27 @@ class learned_server(_Learned, name="learned_server"):
         n, ranks, dtype = xp.size(x), context.size, xp.dtype(x)
         k = count(n, self.density)
         m = count(k, self.innovation)
-        network = xp.autoencoder()
+        size, one = sparse_size(m, k, dtype), coded_size(plain(), 1, np.dtype(dtype))
 
         def latent_of(indices: Array) -> Array:
             values = xp.take(x, indices)
             (scale,) = xp.on_host(_largest, [values], [(dtype, 1)], x)
-            return xp.reshape(network.encode(weights, xp.reshape(values / scale, (1, k))), (-1,))
+            rows = xp.reshape(values / scale, (1, k))
+            return xp.reshape(xp.autoencoder().encode(weights, rows), (-1,))
 
-        indices, latent = yield from leaders_choice(
-            self._select, x, k, context, latent_of, latent_size(k)
-        )
-
-        def decoded_by(first: int, rows: int, innovations: Array) -> Array:
-            latents = xp.reshape(xp.concat(rows * [latent]), (rows, -1))
-            return network.decode(weights, latents, k, xp.reshape(innovations, (rows, k)), first)
-
-        size = sparse_size(m, k, dtype)
-
-        def encode(values: np.ndarray) -> list[np.ndarray]:
+        def encode(weights: np.ndarray, latent: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
             places = self._places(values)
-            own = values[places]
-            with np.errstate(invalid="ignore"):
-                own /= largest(own)
-            return [encode_sparse(places, own, k), _spread(places, own, k)]
+            with np.errstate(invalid="ignore"):  # of a spoilt step
+                own = values[places] / largest(values)
+                innovation = _spread(places, own, k)[None]
+                row = numpy_network.decode(weights, latent[None], k, innovation, context.rank)[0]
+                factor = nearest(np.sum(values * row, dtype=np.float64), row)
+            frames = encode_sparse(places, own, k), _encode_all(factor[None].astype(dtype))[0]
+            return [np.concatenate(frames)]
 
-        def decode(*frames: np.ndarray) -> list[np.ndarray]:
+        def decode(
+            weights: np.ndarray, latent: np.ndarray, *frames: np.ndarray
+        ) -> list[np.ndarray]:
             innovations, factors = [], []
             for rank, frame in enumerate(frames):
                 sender = f"rank {rank}"
@@ -311,23 +332,33 @@ class learned_server(_Learned, name="learned_server"):
                 innovations.append(_spread(places, own, k))
                 code = frame[size:]
                 factors.append(decode_coded(plain(), code, 1, np.dtype(dtype), sender=sender)[1])
-            return [np.concatenate(innovations), np.concatenate(factors)]
+            with np.errstate(invalid="ignore"):
+                latents = np.repeat(latent[None], ranks, 0)
+                rows = numpy_network.decode(weights, latents, k, np.stack(innovations))
+                rows *= np.stack(factors)
+                return [rows.sum(0) / rows.dtype.type(ranks), rows[context.rank]]
 
-        values = xp.take(x, indices)
-        frame, innovation = xp.on_host(encode, [values], [("uint8", size), (dtype, k)], x)
-        own = xp.reshape(decoded_by(context.rank, 1, innovation), (-1,))
-        factor = _nearest(xp, _product(xp, values, own), own)
-        one = coded_size(plain(), 1, np.dtype(dtype))
-        (code,) = xp.on_host(_encode_all, [factor], [("uint8", one)], x)
-        frames = yield Gather(xp.concat([frame, code]), equal_sizes=True)
-        flat, factors = xp.on_host(decode, frames, [(dtype, ranks * k), (dtype, ranks)], x)
-        decoded = decoded_by(0, ranks, flat) * xp.reshape(factors, (ranks, 1))
-        mean = sum(decoded[rank] for rank in range(ranks)) / ranks
-        return Met(
-            xp.put(xp.zeros(n, x), indices, mean),
-            Sparse(indices, decoded[context.rank]),
-            xp.all_finite(mean),
+        indices, latent = yield from leaders_choice(
+            self._select, x, k, context, latent_of, latent_size(k)
         )
+        own = [weights, latent, xp.take(x, indices)]
+        (frame,) = xp.on_host(encode, own, [("uint8", size + one)], x)
+        frames = yield Gather(frame, equal_sizes=True)
+        mean, sent = xp.on_host(decode, [weights, latent, *frames], [(dtype, k), (dtype, k)], x)
+        return Met(
+            xp.put(xp.zeros(n, x), indices, mean), Sparse(indices, sent), xp.all_finite(mean)
+        )
+
+
+def settled_after(settled: Start | None, start: Start) -> Start:
+    """``settled``, or what is a little later than ``start``: more than one step, since a NaN undoes
+    a step."""
+    if settled is not None:
+        return as_start(settled)
+    if isinstance(start, After):
+        more = 3 if start.unit == "step" else 1
+        return After(start.unit, start.stage_length + more)
+    return After("step", 3) if start else start
 
 
 def largest(values: np.ndarray) -> np.floating:
@@ -359,9 +390,9 @@ def _product(xp: Any, x: Array, y: Array) -> Array:
     return xp.reshape(xp.matmul(xp.reshape(x, (1, -1)), xp.reshape(y, (-1, 1))), (1,))
 
 
-def _nearest(xp: Any, product: Array, decoded: Array) -> Array:
-    """The factor that takes ``decoded`` as near to an array as it gets, given their product."""
-    return product / (_product(xp, decoded, decoded) + _TINY)
+def nearest(product: Any, decoded: np.ndarray) -> Any:
+    """The factor that takes ``decoded`` as near to values as it gets, given their product."""
+    return product / (np.sum(np.square(decoded, dtype=np.float64)) + _TINY)
 
 
 def _spread(places: np.ndarray, values: np.ndarray, k: int) -> np.ndarray:

@@ -5,6 +5,7 @@ one flat array that begins alike everywhere, so that frameworks can be compared 
 change hands.
 """
 
+from hvd_compress.autoencoder import numpy_network
 from hvd_compress.autoencoder.layout import (
     DECODER,
     ENCODER,
@@ -29,6 +30,7 @@ __all__ = [
     "first_weights",
     "latent_size",
     "lengths",
+    "numpy_network",
     "stretched",
     "unpacked",
 ]

@@ -49,15 +49,12 @@ LEAST = 31
 
 class Network(Protocol):
     """Functions of the flat ``weights``; batches of values are (batch, n), of latents
-    (batch, ``latent_size(n)``).  All have the dtype of the weights."""
+    (batch, ``latent_size(n)``).  All have the dtype of the weights.
+
+    Decoding, which has to give the same bits on all ranks, is not among them: that is NumPy's.
+    """
 
     def encode(self, weights: Array, values: Array) -> Array: ...
-
-    def decode(
-        self, weights: Array, latents: Array, n: int, innovations: Array | None, first: int = 0
-    ) -> Array:
-        """Row i by decoder ``first`` + i modulo their number; ``innovations`` (batch, n) or
-        ``None``."""
 
     def gradient(
         self, weights: Array, values: Array, innovations: Array | None, leader: Any

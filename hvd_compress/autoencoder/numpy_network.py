@@ -33,6 +33,7 @@ def encode(weights: Array, values: Array) -> Array:
 def decode(
     weights: Array, latents: Array, n: int, innovations: Array | None, first: int = 0
 ) -> Array:
+    """Row i by decoder ``first`` + i modulo their number; ``innovations``: (batch, n) or none."""
     decoders = unpacked(weights, weights.size, innovations is not None, np.reshape).decoders
     rows = []
     for row, latent in enumerate(latents):

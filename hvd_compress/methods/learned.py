@@ -13,6 +13,7 @@ from hvd_compress.aggregators import (
     learned_allreduce,
     learned_server,
 )
+from hvd_compress.aggregators.learned import settled_after
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
@@ -48,6 +49,7 @@ class LGC(OfVelocities, name="lgc"):
     Options:
         density: fraction of elements to select.
         learn, code: numbers of steps, or ``After("epoch", ...)``; see above.
+        settled: when all ranks have the weights of rank 0; ``None``: soon after ``code``.
         via: "allreduce": latents are averaged.  "server": the leader's latent stands for all, and
             every rank adds its largest values; see ``aggregators/learned.py``.
         innovation, decoders: of "server"; see there.
@@ -84,12 +86,14 @@ class LGC(OfVelocities, name="lgc"):
     masking: bool = True
     selection: str = "sampled"
     min_size: int = 1024
+    settled: Start | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("via", self.via, ("allreduce", "server"))
         object.__setattr__(self, "learn", as_start(self.learn))
         object.__setattr__(self, "code", as_start(self.code))
+        object.__setattr__(self, "settled", settled_after(self.settled, self.code))
         if _length(self.code, self.learn) < _length(self.learn, self.code):
             raise ConfigError(
                 f"code={self.code} is before learn={self.learn}: an autoencoder that was not "
@@ -99,7 +103,7 @@ class LGC(OfVelocities, name="lgc"):
 
     @property
     def needs_epoch(self) -> bool:
-        return by_epoch(self.learn) or by_epoch(self.code)
+        return any(map(by_epoch, (self.learn, self.code, self.settled)))
 
     def template(self, gradient: Array) -> Chain:
         shape = backend_of(gradient).shape(gradient)
@@ -122,6 +126,7 @@ class LGC(OfVelocities, name="lgc"):
         options: dict[str, Any] = {
             "density": self.density,
             "start": self.code,
+            "settled": self.settled,
             "rate": self.rate,
             "selection": self.selection,
         }
