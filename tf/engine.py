@@ -13,7 +13,9 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvd_compress.base import Swap
 from hvd_compress.engines import LENGTH
+from hvd_compress.errors import UnsupportedError
 from hvd_compress.flights import Op, ProcessSetEngine
 
 _OPS = {"sum": mpi_ops.Sum, "max": mpi_ops.Max}
@@ -40,6 +42,16 @@ class HorovodEngine(ProcessSetEngine):
 
     def _wait(self, handle: list[Any], count: int) -> list[Any]:
         return handle
+
+    def _swap(self, request: Swap, name: str) -> Generator[Op, Any, tf.Tensor]:
+        if self.size & (self.size - 1):
+            # A rank without a partner, or one that has no use for the reply, may never ask in a
+            # graph, and the others would wait.
+            raise UnsupportedError(
+                f"{self.size} ranks cannot merge in pairs under TensorFlow; their number must "
+                "be a power of two: take topk or scalecom in the place of gtopk"
+            )
+        return (yield from super()._swap(request, name))
 
     def _split(self, own: tf.Tensor, everything: tf.Tensor) -> list[tf.Tensor]:
         each = own.shape[0]
