@@ -47,7 +47,7 @@ from collections.abc import Generator
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_compress.config import Configurable, from_config
-from hvd_compress.errors import UnboundError
+from hvd_compress.errors import UnboundError, UnsupportedError
 from hvd_compress.stats import Stats
 
 Array = Any  # numpy.ndarray, torch.Tensor, ...: whatever a backend is registered for
@@ -201,7 +201,7 @@ class Compressor(Configurable, abc.ABC, kind="method"):
 
     def phase_index(self, step: Array) -> Array:
         """Into ``phases``, int32; ``step`` counts from 1, and may be a symbol."""
-        raise NotImplementedError
+        raise UnsupportedError(f"{self.name} does the same in every step: it has no phases")
 
     @property
     def needs_gradient_norm(self) -> bool:
