@@ -41,8 +41,10 @@ class _Traveller:
     steps: Generator[Op, Any, Outcome]
     op: Op | None = None
     outcome: Outcome | None = None
+    results: list[Any] = dataclasses.field(default_factory=list)
 
     def advance(self, result: Any) -> None:
+        self.results.append(result)
         try:
             self.op = self.steps.send(result)
         except StopIteration as stop:
@@ -107,7 +109,12 @@ class FlightEngine(abc.ABC):
                         traveller.advance(own)
                 self._submit(flight)
         self._flights = []
-        return {t.name: t.outcome for flight in flights for t in flight.travellers if t.outcome}
+        travellers = [t for flight in flights for t in flight.travellers]
+        return {t.name: self._outcome(t.outcome, t.results) for t in travellers if t.outcome}
+
+    def _outcome(self, outcome: Outcome, results: list[Any]) -> Outcome:
+        """For libraries that would leave out a collective whose result the exchange ignores."""
+        return outcome
 
     def abandon(self) -> None:
         """Forget what is under way, after a failure of the collectives themselves."""

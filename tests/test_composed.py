@@ -18,6 +18,7 @@ from hvd_compress import (
     Sum,
     Switch,
     TopK,
+    UnsupportedError,
     from_config,
     partition,
     rule,
@@ -164,3 +165,8 @@ def test_switches_by_epoch_and_of_switches():
         directions(fixed, 3, momentum=0.9), directions(DGC(), 3, momentum=0.9), strict=True
     ):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_method_without_phases_says_so():
+    with pytest.raises(UnsupportedError, match="topk does the same in every step"):
+        TopK(0.1).phase_index(np.asarray(1))

@@ -51,7 +51,7 @@ JOBS = [
     Job("tensorflow", ("adam_zero_one",), "mpirun", 2),
     Job("tensorflow", ("adam_zero_one_keras",), "mpirun", 2),
     # What depends on the number of ranks.
-    Job("tensorflow", ("merging",), "mpirun", 3),
+    Job("tensorflow", ("graphs",), "mpirun", 3),
     Job("horovod", PARITY, "mpirun", 8),
     Job("mpi", (*PARITY, "over_mpi"), "mpirun", 8),
     Job("mpi", PARITY, "mpich", 4),

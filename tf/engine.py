@@ -13,9 +13,8 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_compress.base import Swap
+from hvd_compress.base import Outcome
 from hvd_compress.engines import LENGTH
-from hvd_compress.errors import UnsupportedError
 from hvd_compress.flights import Op, ProcessSetEngine
 
 _OPS = {"sum": mpi_ops.Sum, "max": mpi_ops.Max}
@@ -25,7 +24,7 @@ class HorovodEngine(ProcessSetEngine):
     """Collectives become nodes of the graph."""
 
     def _launch(self, kind: str, ops: Sequence[Op]) -> list[Any]:
-        tensors = [op.tensor for op in ops]
+        tensors = [_opaque(op.tensor) for op in ops]
         # Horovod would take what stands before a slash for a scope, and drop it.
         name = re.sub(r"[^\w.-]", ".", ops[0].name)
         common: dict[str, Any] = {"name": name, "ignore_name_scope": True, "process_set": self._set}
@@ -43,15 +42,12 @@ class HorovodEngine(ProcessSetEngine):
     def _wait(self, handle: list[Any], count: int) -> list[Any]:
         return handle
 
-    def _swap(self, request: Swap, name: str) -> Generator[Op, Any, tf.Tensor]:
-        if self.size & (self.size - 1):
-            # A rank without a partner, or one that has no use for the reply, may never ask in a
-            # graph, and the others would wait.
-            raise UnsupportedError(
-                f"{self.size} ranks cannot merge in pairs under TensorFlow; their number must "
-                "be a power of two: take topk or scalecom in the place of gtopk"
-            )
-        return (yield from super()._swap(request, name))
+    def _outcome(self, outcome: Outcome, results: list[Any]) -> Outcome:
+        """A graph leaves out what nothing depends on, and other ranks would wait for it."""
+        arrived = [x for x in tf.nest.flatten(results) if x is not None]
+        with tf.control_dependencies(arrived):
+            update = None if outcome.update is None else tf.identity(outcome.update)
+            return outcome._replace(mean=tf.identity(outcome.mean), update=update)
 
     def _split(self, own: tf.Tensor, everything: tf.Tensor) -> list[tf.Tensor]:
         each = own.shape[0]
@@ -104,3 +100,22 @@ class HorovodEngine(ProcessSetEngine):
         bits = tf.bitcast(tf.cast(summed, tf.bfloat16), tf.int16)
         total = yield Op("gather_equal", f"{name}.gather", bits)
         return tf.bitcast(total, tf.bfloat16)[:n]
+
+
+def _opaque(x: tf.Tensor) -> tf.Tensor:
+    """``x``, of which a graph's optimizer cannot say what it is.
+
+    The optimizer takes collectives for functions of their input.  If that is constant, it runs them
+    while it optimizes, when other ranks do not; and of two with one input it makes one, though
+    Horovod tells them apart by their names.
+    """
+    if tf.executing_eagerly():
+        return x
+    with tf.device("CPU:0"):
+        # A random number from 0 to 0.  A reshape would not do: it is known not to change values.
+        zero = tf.raw_ops.RandomUniformInt(
+            shape=tf.constant([1]), minval=0, maxval=1, seed=1, seed2=1
+        )
+    same = tf.slice(x, zero, [-1])
+    same.set_shape(x.shape)
+    return same

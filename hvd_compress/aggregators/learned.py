@@ -105,19 +105,11 @@ class _Learned(Aggregator):
             return (yield from self._train(x, state, context))
         xp, weights = backend_of(x), state["autoencoder"]
         if not started(self.settled, context.step, context.epoch):  # type: ignore[arg-type]
-            weights = yield Sum(self._of_rank_0(xp, weights, context))
+            weights = yield Sum(weights if context.rank == 0 else xp.full_like(weights, 0.0))
         met = yield from self._meet_coded(x, weights, context)
         report = _Report(context.name, context.rank)
         (quality,) = xp.on_host(report, [state["quality"]], [(xp.dtype(x), 3)], x)
         return met._replace(state={**state, "autoencoder": weights, "quality": quality})
-
-    def _of_rank_0(self, xp: Any, weights: Array, context: Context) -> Array:
-        """Zeros on other ranks; no constant, which TensorFlow would send outside of its branch."""
-
-        def own(weights: np.ndarray) -> list[np.ndarray]:
-            return [weights if context.rank == 0 else np.zeros_like(weights)]
-
-        return xp.on_host(own, [weights], [(xp.dtype(weights), xp.size(weights))], weights)[0]
 
     @abc.abstractmethod
     def _meet_coded(
