@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress.aggregators._of_top_k import OfTopK
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Array, Context, Request, Sparse, State, Sum, Swap
-from hvd_compress.chain import Aggregator, Met
-from hvd_compress.operators import top_k
-from hvd_compress.schedules import Density
+from hvd_compress.base import Array, Context, Request, Sparse, Swap
+from hvd_compress.chain import Met
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
 from hvd_compress.wire.frame import index_dtype
 
 
 @dataclasses.dataclass(frozen=True)
-class gtop_k(Aggregator, name="gtop_k"):
+class gtop_k(OfTopK, name="gtop_k"):
     """Each rank chooses its k = ceil(density * n) largest elements.  Two ranks swap theirs, add
     them up, and keep the k largest sums; then two pairs, and so on, until all ranks have the same
     k.  So a message never has more than k entries, and there are log2 N of them.
@@ -38,28 +37,9 @@ class gtop_k(Aggregator, name="gtop_k"):
     takes half as many rounds for the same result; any number of ranks.
     """
 
-    density: Density = 0.001
-    selection: str = "sampled"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "density", self._select.density)  # checks the options
-
-    @property
-    def _select(self) -> top_k:
-        return top_k(self.density, self.selection)
-
-    @property
-    def needs_epoch(self) -> bool:
-        return self._select.needs_epoch
-
-    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+    def _meet_some(self, x: Array, k: int, context: Context) -> Generator[Request, Any, Met]:
         xp = backend_of(x)
         n, dtype = xp.size(x), xp.dtype(x)
-        k = self._select.count(n, context)
-        if k == n:
-            total = yield Sum(x)
-            mean = total / context.size
-            return Met(mean, x, xp.all_finite(mean))
         work = _Work(n, k, dtype)
         frame_type, some = ("uint8", sparse_size(k, n, dtype)), [("int64", None), (dtype, None)]
 

@@ -33,9 +33,13 @@ class error_feedback(Transform, name="error_feedback"):
         return x, {"residual": x}
 
     def settle(self, sent: Array | Sparse, state: State, context: Context) -> State:
-        x = state["residual"]
-        if not isinstance(sent, Sparse):
-            return {"residual": x - sent}
-        xp = backend_of(x)
-        left = xp.take(x, sent.indices) - sent.values
-        return {"residual": xp.put(x, sent.indices, left)}
+        return {"residual": unsent(state["residual"], sent)}
+
+
+def unsent(x: Array, sent: Array | Sparse, keep: float = 1) -> Array:
+    """``x - sent``; where something was sent, the part ``keep`` of it."""
+    xp = backend_of(x)
+    left = xp.take(x, sent.indices) - sent.values if isinstance(sent, Sparse) else x - sent
+    if keep != 1:
+        left = keep * left
+    return xp.put(x, sent.indices, left) if isinstance(sent, Sparse) else left

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Transform
 from hvd_compress.errors import ConfigError
+from hvd_compress.transforms.error_feedback import unsent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +38,4 @@ class fading_memory(Transform, name="fading_memory"):
         return x, {"memory": x}
 
     def settle(self, sent: Array | Sparse, state: State, context: Context) -> State:
-        x = state["memory"]
-        if not isinstance(sent, Sparse):
-            return {"memory": self.keep * (x - sent)}
-        xp = backend_of(x)
-        left = xp.take(x, sent.indices) - sent.values
-        return {"memory": xp.put(x, sent.indices, self.keep * left)}
+        return {"memory": unsent(state["memory"], sent, self.keep)}

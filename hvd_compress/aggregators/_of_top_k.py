@@ -1,0 +1,46 @@
+"""What aggregators share that begin with the largest elements of one rank."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Generator
+from typing import Any
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Context, Request, State, Sum
+from hvd_compress.chain import Aggregator, Met
+from hvd_compress.operators import top_k
+from hvd_compress.schedules import Density
+
+
+@dataclasses.dataclass(frozen=True)
+class OfTopK(Aggregator):
+    """An aggregator of k = ceil(density * n) elements; of all, it is a sum."""
+
+    density: Density = 0.001
+    selection: str = "sampled"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "density", self._select.density)  # checks the options
+
+    @property
+    def _select(self) -> top_k:
+        return top_k(self.density, self.selection)
+
+    @property
+    def needs_epoch(self) -> bool:
+        return self._select.needs_epoch
+
+    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+        xp = backend_of(x)
+        k = self._select.count(xp.size(x), context)
+        if k == xp.size(x):
+            total = yield Sum(x)
+            mean = total / context.size
+            return Met(mean, x, xp.all_finite(mean))
+        return (yield from self._meet_some(x, k, context))
+
+    @abc.abstractmethod
+    def _meet_some(self, x: Array, k: int, context: Context) -> Generator[Request, Any, Met]:
+        """Of fewer than all elements."""
