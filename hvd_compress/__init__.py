@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from hvd_compress import aggregators, codecs, exports, operators, transforms
 from hvd_compress.aggregators import *  # noqa: F403, each of these has a list of its own
-from hvd_compress.base import Alltoall, Context, Gather, Max, Outcome, Sparse, Sum, Swap
+from hvd_compress.base import Alltoall, Batch, Context, Gather, Max, Outcome, Sparse, Sum, Swap
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.codecs import *  # noqa: F403
 from hvd_compress.config import from_config
@@ -24,6 +24,7 @@ except PackageNotFoundError:  # run from a checkout that was never installed
 __all__ = [
     "PAPER_DENSITIES",
     "Alltoall",
+    "Batch",
     "Chain",
     "Context",
     "Gather",

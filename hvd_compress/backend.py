@@ -32,6 +32,8 @@ Output = tuple[str, int | None]
 class Backend(Protocol):
     #: arrays may be symbols
     traces: bool
+    #: operations on stacks of small arrays take less time than one after the other
+    batches: bool
 
     def check_gradient(self, x: Array) -> None:
         """Raise ``UnsupportedError`` unless ``x`` is a dense array of floats."""
@@ -80,16 +82,22 @@ class Backend(Protocol):
     def reshape(self, x: Array, shape: tuple[int, ...]) -> Array: ...
 
     def matmul(self, x: Array, y: Array) -> Array:
-        """Of two matrices."""
+        """Of two matrices, or of two stacks of them."""
 
     def transpose(self, x: Array) -> Array:
-        """Of a matrix."""
+        """Of a matrix, or of each of a stack."""
 
     def orthonormal_columns(self, x: Array) -> Array:
-        """Q of the QR decomposition of a matrix that is no wider than high, with signs such that
-        R has no negative diagonal."""
+        """Q of the QR decomposition of a matrix that is no wider than high, or of each of a stack,
+        with signs such that R has no negative diagonal."""
 
-    def concat(self, arrays: list[Array]) -> Array: ...
+    def concat(self, arrays: list[Array], axis: int = 0) -> Array: ...
+
+    def stack(self, arrays: Sequence[Array]) -> Array:
+        """Along a new dimension in front."""
+
+    def unstack(self, x: Array) -> list[Array]:
+        """Undo ``stack``."""
 
     def sort(self, x: Array) -> Array: ...
 

@@ -23,6 +23,7 @@ request        reply                                         used by
 ``Gather``     list of every rank's bytes, in rank order     sparse and quantised methods
 ``Alltoall``   list of the bytes each rank has for this one  quantised sums
 ``Swap``       the partner's bytes                           merging in pairs
+``Batch``      a function of arrays; meets nobody            many small matrices at once
 =============  ============================================  ======================================
 
 The laws that every method obeys (checked by :func:`hvd_compress.testing.check_laws`):
@@ -43,7 +44,7 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_compress.config import Configurable, from_config
@@ -91,7 +92,18 @@ class Swap(NamedTuple):
     partner: int | None
 
 
-Request = Sum | Max | Gather | Alltoall | Swap
+class Batch(NamedTuple):
+    """A function of arrays, for this tensor and at once for all that ask for the same with equal
+    shapes: ``function(xp, *stacks)``, each of one more dimension in front, as its result must
+    have.  The reply is this tensor's part of it.  Spares many small operations of linear algebra.
+    """
+
+    function: Callable[..., Array]
+    arrays: tuple[Array, ...]
+
+
+Meeting = Sum | Max | Gather | Alltoall | Swap
+Request = Meeting | Batch
 
 
 class Sparse(NamedTuple):

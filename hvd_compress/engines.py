@@ -14,7 +14,7 @@ import numpy as np
 
 from hvd_compress import lockstep
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Alltoall, Exchange, Gather, Outcome, Request, Sum, Swap
+from hvd_compress.base import Alltoall, Batch, Exchange, Gather, Meeting, Outcome, Sum, Swap
 from hvd_compress.stats import Record
 
 #: bytes of a message's length, where it travels
@@ -46,7 +46,7 @@ def itemsize(dtype: str) -> int:
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
-def payload_bytes(request: Request) -> int:
+def payload_bytes(request: Meeting) -> int:
     """What a rank hands over for a request, the length of a message of any size included."""
     if isinstance(request, Gather):
         size = backend_of(request.payload).size(request.payload)
@@ -71,7 +71,7 @@ class LocalEngine:
     def start(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> None:
         for name, (exchange, record) in exchanges.items():
 
-            def count(request: Request, reply: Any, record: Record = record) -> None:
+            def count(request: Meeting, reply: Any, record: Record = record) -> None:
                 """What would be sent; alone, nothing is received."""
                 record.bytes_sent += payload_bytes(request)
 
@@ -88,8 +88,8 @@ class LocalEngine:
         pass
 
 
-def watched(exchange: Exchange, note: Callable[[Request, Any], None]) -> Exchange:
-    """The same exchange; ``note(request, reply)`` learns of each request."""
+def watched(exchange: Exchange, note: Callable[[Meeting, Any], None]) -> Exchange:
+    """The same exchange; ``note(request, reply)`` learns of each request that meets others."""
     reply = None
     while True:
         try:
@@ -97,4 +97,5 @@ def watched(exchange: Exchange, note: Callable[[Request, Any], None]) -> Exchang
         except StopIteration as stop:
             return stop.value
         reply = yield request
-        note(request, reply)
+        if not isinstance(request, Batch):
+            note(request, reply)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import lockstep
-from hvd_compress.base import Alltoall, Compressor, Context, Gather, Request
+from hvd_compress.base import Alltoall, Compressor, Context, Gather, Meeting
 from hvd_compress.engines import payload_bytes, watched
 
 #: a fully connected layer in float32
@@ -51,7 +51,7 @@ def facts(method: Compressor) -> Facts:
     for step in (0, 1, *_LATE):
         seen: list[Any] = []
 
-        def note(request: Request, reply: Any, seen: list[Any] = seen) -> None:
+        def note(request: Meeting, reply: Any, seen: list[Any] = seen) -> None:
             """Kind, bytes handed over and bytes received."""
             sent = payload_bytes(request)
             lists = isinstance(request, Gather | Alltoall)

@@ -17,7 +17,18 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Alltoall, Array, Exchange, Gather, Max, Outcome, Request, Swap
+from hvd_compress.base import (
+    Alltoall,
+    Array,
+    Batch,
+    Exchange,
+    Gather,
+    Max,
+    Meeting,
+    Outcome,
+    Swap,
+)
+from hvd_compress.batching import answer_batches
 from hvd_compress.engines import LENGTH, payload_bytes
 from hvd_compress.stats import Record
 
@@ -33,28 +44,35 @@ class Op(NamedTuple):
     splits: Array | None = None
 
 
+Steps = Generator[Op | Batch, Any, Outcome]
+
+
 @dataclasses.dataclass(eq=False)
 class _Traveller:
-    """One exchange: ``steps`` yields collectives and returns the outcome."""
+    """One exchange: ``steps`` yields collectives, or a ``Batch``, and returns the outcome."""
 
     name: str
-    steps: Generator[Op, Any, Outcome]
-    op: Op | None = None
+    steps: Steps
+    request: Op | Batch | None = None
     outcome: Outcome | None = None
     results: list[Any] = dataclasses.field(default_factory=list)
 
     def advance(self, result: Any) -> None:
         self.results.append(result)
         try:
-            self.op = self.steps.send(result)
+            self.request = self.steps.send(result)
         except StopIteration as stop:
-            self.op, self.outcome = None, stop.value
+            self.request, self.outcome = None, stop.value
 
 
 @dataclasses.dataclass(eq=False)
 class _Flight:
     travellers: list[_Traveller]
     waiting: list[tuple[int, list[_Traveller]]] = dataclasses.field(default_factory=list)
+
+    @property
+    def wants_batches(self) -> bool:
+        return any(isinstance(t.request, Batch) for t in self.travellers)
 
 
 class FlightEngine(abc.ABC):
@@ -94,6 +112,7 @@ class FlightEngine(abc.ABC):
         self._flights.append(flight)
         for traveller in flight.travellers:
             traveller.advance(None)
+        answer_batches(flight.travellers)
         self._submit(flight)
 
     def finish(self) -> dict[str, Outcome]:
@@ -107,6 +126,14 @@ class FlightEngine(abc.ABC):
                         travellers, self._wait(handle, len(travellers)), strict=True
                     ):
                         traveller.advance(own)
+                if not flight.wants_batches:
+                    self._submit(flight)
+            # All flights are there, and have a round behind them: the same on all ranks.
+            late = [flight for flight in flights if flight.wants_batches]
+            travellers = [t for flight in late for t in flight.travellers]
+            travellers.sort(key=lambda t: t.name)
+            answer_batches(travellers)
+            for flight in late:
                 self._submit(flight)
         self._flights = []
         travellers = [t for flight in flights for t in flight.travellers]
@@ -123,14 +150,15 @@ class FlightEngine(abc.ABC):
     def _submit(self, flight: _Flight) -> None:
         buckets: dict[Any, list[_Traveller]] = {}
         for traveller in flight.travellers:
-            if (op := traveller.op) is not None:
+            if isinstance(op := traveller.request, Op):
                 single = None if op.splits is None else traveller.name
                 buckets.setdefault((op.kind, op.tensor.dtype, single), []).append(traveller)
         for (kind, _, _), travellers in buckets.items():
-            handle = self._launch(kind, [t.op for t in travellers if t.op is not None])
+            ops = [t.request for t in travellers if isinstance(t.request, Op)]
+            handle = self._launch(kind, ops)
             flight.waiting.append((handle, travellers))
 
-    def _steps(self, name: str, exchange: Exchange, record: Record) -> Generator[Op, Any, Outcome]:
+    def _steps(self, name: str, exchange: Exchange, record: Record) -> Steps:
         """Requests become collectives named ``hvd_compress.PARAMETER.ROUND``."""
         reply, number = None, 0
         while True:
@@ -138,10 +166,13 @@ class FlightEngine(abc.ABC):
                 request = exchange.send(reply)
             except StopIteration as stop:
                 return stop.value
+            if isinstance(request, Batch):
+                reply = yield request
+                continue
             reply = yield from self._carry(request, f"hvd_compress.{name}.{number}", record)
             number += 1
 
-    def _carry(self, request: Request, name: str, record: Record) -> Generator[Op, Any, Any]:
+    def _carry(self, request: Meeting, name: str, record: Record) -> Generator[Op, Any, Any]:
         sent = payload_bytes(request)
         record.bytes_sent += sent
         if isinstance(request, Gather):

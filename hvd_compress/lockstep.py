@@ -13,6 +13,7 @@ from hvd_compress.backend import backend_of
 from hvd_compress.base import (
     Alltoall,
     Array,
+    Batch,
     Compressor,
     Context,
     Exchange,
@@ -22,6 +23,7 @@ from hvd_compress.base import (
     State,
     Swap,
 )
+from hvd_compress.batching import answers
 from hvd_compress.errors import CompressionError
 
 
@@ -31,6 +33,8 @@ def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
     if len(kinds) > 1:
         raise CompressionError(f"ranks ask for different things at once: {requests}")
     first = requests[0]
+    if isinstance(first, Batch):
+        return answers([requests[rank]])[0]
     if isinstance(first, Swap):
         return _from_partner(requests, rank)
     if isinstance(first, Alltoall):
@@ -98,7 +102,7 @@ def run(exchanges: Sequence[Exchange]) -> list[Outcome]:
             return outcomes
         if outcomes:
             raise CompressionError("some ranks are done while others still want to exchange")
-        common = None if isinstance(requests[0], Alltoall | Swap) else reply_to(requests)
+        common = None if isinstance(requests[0], Alltoall | Swap | Batch) else reply_to(requests)
         replies = [
             reply_to(requests, rank) if common is None else common for rank in range(len(requests))
         ]

@@ -13,6 +13,8 @@ from hvd_compress.errors import UnsupportedError
 Array = np.ndarray
 
 traces = False
+# A product of stacks is made matrix by matrix, and its bits depend on where these begin.
+batches = False
 
 
 def check_gradient(x: Array) -> None:
@@ -93,16 +95,25 @@ def matmul(x: Array, y: Array) -> Array:
 
 
 def transpose(x: Array) -> Array:
-    return x.T
+    return np.swapaxes(x, -1, -2)
 
 
 def orthonormal_columns(x: Array) -> Array:
     q, r = np.linalg.qr(x)
-    return q * np.where(np.diagonal(r) < 0, x.dtype.type(-1), x.dtype.type(1))
+    diagonal = np.diagonal(r, axis1=-2, axis2=-1)
+    return q * np.where(diagonal < 0, x.dtype.type(-1), x.dtype.type(1))[..., None, :]
 
 
-def concat(arrays: list[Array]) -> Array:
-    return np.concatenate(arrays)
+def concat(arrays: list[Array], axis: int = 0) -> Array:
+    return np.concatenate(arrays, axis)
+
+
+def stack(arrays: Sequence[Array]) -> Array:
+    return np.stack(arrays)
+
+
+def unstack(x: Array) -> list[Array]:
+    return list(x)
 
 
 def sort(x: Array) -> Array:

@@ -41,7 +41,7 @@ from hvd_compress import (
     top_k,
 )
 from hvd_compress.classes import Classes, ef21_step_size
-from hvd_compress.engines import payload_bytes
+from hvd_compress.engines import payload_bytes, watched
 from hvd_compress.launch import under_mpirun
 from hvd_compress.lockstep import World
 from hvd_compress.stats import human_bytes
@@ -128,15 +128,11 @@ class Counter:
         return self
 
     def exchange(self, gradient: np.ndarray, state: Any, context: Any) -> Any:
-        exchange, reply = self.compressor.exchange(gradient, state, context), None
-        while True:
-            try:
-                request = exchange.send(reply)
-            except StopIteration as stop:
-                return stop.value
+        def count(request: Any, reply: Any) -> None:
             if context.rank == 0:
                 self.bytes_sent += payload_bytes(request)
-            reply = yield request
+
+        return (yield from watched(self.compressor.exchange(gradient, state, context), count))
 
 
 class OverMpi:

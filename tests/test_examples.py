@@ -116,6 +116,13 @@ def test_benchmark(framework):
     assert any(row.startswith("dgc ") and "421.6 kB" in row for row in rows), output
 
 
+def test_small_matrices():
+    script = ROOT / "benchmarks" / "small_matrices.py"
+    command = [sys.executable, str(script), "--matrices", "4", "--shape", "6", "5", "--rounds", "2"]
+    _, output = jobs.run([*command, "--ranks", "1", "2"], timeout=60)
+    assert re.findall(r"rank (\d): [\d.]+ ms alone, [\d.]+ ms stacked", output) == ["1", "2"]
+
+
 def start(example: str, *options: str, launcher: str = "alone", ranks: int = 0) -> str:
     """What an example prints; ``alone`` it starts its ranks by itself."""
     command = [*jobs.launcher(ranks, launcher), sys.executable, str(EXAMPLES / f"{example}.py")]

@@ -13,7 +13,8 @@ from hvd_compress import ConfigError, Context, PowerSGD, chain, error_feedback, 
 from hvd_compress.aggregators.power_sgd import orthonormal_rows
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Sum
-from hvd_compress.lockstep import World
+from hvd_compress.engines import watched
+from hvd_compress.lockstep import World, run
 from hvd_compress.model_shapes import ptb_lstm, resnet18_cifar
 
 M = np.array([[3.0, 0.0], [0.0, 1.0]])
@@ -105,20 +106,16 @@ def test_everything_is_sent_before_the_start():
 
 def floats(shapes, method: PowerSGD) -> int:
     """Of one step, counted from the requests."""
-    total = 0
+    sizes: list[int] = []
+
+    def note(request: Sum, reply: np.ndarray) -> None:
+        assert isinstance(request, Sum)
+        sizes.append(request.array.size)
+
     for shape in shapes.values():
         gradient = np.zeros(shape, np.float32)
-        exchange = method.exchange(gradient, method.init(gradient), Context())
-        reply = None
-        while True:
-            try:
-                request = exchange.send(reply)
-            except StopIteration:
-                break
-            assert isinstance(request, Sum)
-            total += request.array.size
-            reply = request.array
-    return total
+        run([watched(method.exchange(gradient, method.init(gradient), Context()), note)])
+    return sum(sizes)
 
 
 @pytest.mark.parametrize(

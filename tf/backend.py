@@ -14,6 +14,7 @@ from hvd_compress.errors import UnsupportedError
 Array = tf.Tensor
 
 traces = True
+batches = True
 
 _HALF = (tf.float16, tf.bfloat16)
 # Below this size ranking everything is as fast as looking at a sample first.
@@ -116,16 +117,25 @@ def matmul(x: Array, y: Array) -> Array:
 
 
 def transpose(x: Array) -> Array:
-    return tf.transpose(x)
+    return tf.linalg.matrix_transpose(x)
 
 
 def orthonormal_columns(x: Array) -> Array:
     q, r = tf.linalg.qr(x)
-    return q * tf.where(tf.linalg.diag_part(r) < 0, tf.constant(-1, x.dtype), 1)
+    signs = tf.where(tf.linalg.diag_part(r) < 0, tf.constant(-1, x.dtype), 1)
+    return q * signs[..., None, :]
 
 
-def concat(arrays: list[Array]) -> Array:
-    return tf.concat(arrays, 0)
+def concat(arrays: list[Array], axis: int = 0) -> Array:
+    return tf.concat(arrays, axis)
+
+
+def stack(arrays: Sequence[Array]) -> Array:
+    return tf.stack(arrays)
+
+
+def unstack(x: Array) -> list[Array]:
+    return tf.unstack(x)
 
 
 def take(x: Array, indices: Array) -> Array:

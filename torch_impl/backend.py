@@ -14,6 +14,7 @@ from hvd_compress.errors import UnsupportedError
 Array = torch.Tensor
 
 traces = False
+batches = True
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -103,16 +104,25 @@ def matmul(x: Array, y: Array) -> Array:
 
 
 def transpose(x: Array) -> Array:
-    return x.T
+    return x.mT
 
 
 def orthonormal_columns(x: Array) -> Array:
     q, r = torch.linalg.qr(x)
-    return q * torch.where(r.diagonal() < 0, -1.0, 1.0).to(x.dtype)
+    diagonal = r.diagonal(dim1=-2, dim2=-1)
+    return q * torch.where(diagonal < 0, -1.0, 1.0).to(x.dtype)[..., None, :]
 
 
-def concat(arrays: list[Array]) -> Array:
-    return torch.cat(arrays)
+def concat(arrays: list[Array], axis: int = 0) -> Array:
+    return torch.cat(arrays, axis)
+
+
+def stack(arrays: Sequence[Array]) -> Array:
+    return torch.stack(tuple(arrays))
+
+
+def unstack(x: Array) -> list[Array]:
+    return list(x.unbind())
 
 
 def sort(x: Array) -> Array:

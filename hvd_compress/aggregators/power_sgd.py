@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
 
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Array, Context, Request, State, Sum
+from hvd_compress.base import Array, Batch, Context, Request, State, Sum
 from hvd_compress.chain import Aggregator, Met
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
 
 _TINY = 1e-30
+#: matrices of so many elements gain more from being multiplied together than copying them costs
+_SMALL = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +90,15 @@ class power_sgd(Aggregator, name="power_sgd"):
             return (yield from self._one_side(xp, matrix, state, context))
         q = xp.reshape(state["factor"], (-1, m))
         rank = xp.shape(q)[0]
-        total = yield Sum(xp.reshape(xp.matmul(q, xp.transpose(matrix)), (-1,)))
-        p = self._orthonormal(xp, xp.reshape(total / context.size, (rank, n)))
-        own = xp.matmul(p, matrix)
+        rows = yield from _product(n * m, _left, q, matrix)
+        total = yield Sum(xp.reshape(rows, (-1,)))
+        p = yield Batch(self._orthonormal, (xp.reshape(total / context.size, (rank, n)),))
+        own = yield from _product(n * m, _right, p, matrix)
         total = yield Sum(xp.reshape(own, (-1,)))
         new = xp.reshape(total / context.size, (rank, m))
-        mean = xp.reshape(xp.matmul(xp.transpose(p), new), (-1,))
-        sent = xp.reshape(xp.matmul(xp.transpose(p), own), (-1,))
+        mean = yield from _product(n * m, _whole, p, new)
+        sent = yield from _product(n * m, _whole, p, own)
+        mean, sent = xp.reshape(mean, (-1,)), xp.reshape(sent, (-1,))
         factor = _without_zeros(xp, new, q) if self.warm_start else q
         return Met(mean, sent, xp.all_finite(mean), {"factor": xp.reshape(factor, (-1,))})
 
@@ -151,10 +155,9 @@ class power_sgd(Aggregator, name="power_sgd"):
         }
         return Met(mean, product(own), xp.all_finite(mean), factors)
 
-    def _orthonormal(self, xp: Any, rows: Array) -> Array:
-        if self.orthogonalise == "qr":
-            return xp.transpose(xp.orthonormal_columns(xp.transpose(rows)))
-        return orthonormal_rows(xp, rows)
+    @property
+    def _orthonormal(self) -> Callable[[Any, Array], Array]:
+        return _by_qr if self.orthogonalise == "qr" else orthonormal_rows
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -163,25 +166,47 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def orthonormal_rows(xp: Any, rows: Array) -> Array:
-    """Gram-Schmidt, row by row, each row twice: once is not enough where rows are nearly alike."""
+    """Gram-Schmidt, row by row, each row twice: once is not enough where rows are nearly alike.
+    Of a matrix, or of each of a stack."""
     basis: list[Array] = []
-    for i in range(xp.shape(rows)[0]):
-        row = rows[i : i + 1]
+    for i in range(xp.shape(rows)[-2]):
+        row = rows[..., i : i + 1, :]
         for _ in range(2):
             if basis:
-                known = xp.concat(basis)
+                known = xp.concat(basis, -2)
                 row = row - xp.matmul(xp.matmul(row, xp.transpose(known)), known)
             norm = xp.matmul(row, xp.transpose(row)) ** 0.5
             row = row / xp.maximum(norm, xp.full_like(norm, _TINY))
         basis.append(row)
-    return xp.concat(basis)
+    return xp.concat(basis, -2)
+
+
+def _by_qr(xp: Any, rows: Array) -> Array:
+    return xp.transpose(xp.orthonormal_columns(xp.transpose(rows)))
+
+
+def _left(xp: Any, q: Array, matrix: Array) -> Array:
+    return xp.matmul(q, xp.transpose(matrix))
+
+
+def _right(xp: Any, p: Array, matrix: Array) -> Array:
+    return xp.matmul(p, matrix)
+
+
+def _whole(xp: Any, p: Array, q: Array) -> Array:
+    return xp.matmul(xp.transpose(p), q)
+
+
+def _product(
+    size: int, function: Callable[[Any, Array, Array], Array], x: Array, y: Array
+) -> Generator[Request, Any, Array]:
+    """Of or to a matrix of ``size`` elements: those of small ones are made together."""
+    if size > _SMALL:
+        return function(backend_of(x), x, y)
+    return (yield Batch(function, (x, y)))
 
 
 def _without_zeros(xp: Any, new: Array, old: Array) -> Array:
-    rows = []
-    for i in range(xp.shape(new)[0]):
-        row = new[i : i + 1]
-        square = xp.matmul(row, xp.transpose(row))
-        alive = xp.cast(square > 0, xp.dtype(row))
-        rows.append(alive * row + (1 - alive) * old[i : i + 1])
-    return xp.concat(rows)
+    ones = xp.transpose(xp.full_like(new[:1], 1.0))
+    alive = xp.cast(xp.matmul(new * new, ones) > 0, xp.dtype(new))
+    return alive * new + (1 - alive) * old

@@ -24,7 +24,18 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Alltoall, Exchange, Gather, Max, Outcome, Request, Swap
+from hvd_compress.base import (
+    Alltoall,
+    Batch,
+    Exchange,
+    Gather,
+    Max,
+    Meeting,
+    Outcome,
+    Request,
+    Swap,
+)
+from hvd_compress.batching import answer_batches
 from hvd_compress.engines import LENGTH, payload_bytes
 from hvd_compress.errors import ConfigError, MismatchError, PayloadError
 from hvd_compress.mpi.allreduce import CHUNK, start
@@ -51,7 +62,7 @@ class _Traveller:
     def __init__(self, name: str, exchange: Exchange, record: Record) -> None:
         self.name, self._exchange, self.record = name, exchange, record
         self.request: Request | None = None
-        self.kind = ""  # of the first request, for messages
+        self.kind = ""  # of the first request that meets others, for messages
         self.outcome: Outcome | None = None
         self.advance(None)
 
@@ -61,6 +72,8 @@ class _Traveller:
         except StopIteration as stop:
             self.request, self.outcome = None, stop.value
         else:
+            if isinstance(self.request, Batch):
+                return
             self.kind = self.kind or _describe(self.request)
             self.record.bytes_sent += payload_bytes(self.request)
 
@@ -253,9 +266,11 @@ class _Flight:
             return self.comm.channel(next(tags))
 
         self._round += 1
+        answer_batches(self.travellers)
         groups: dict[Any, list[_Traveller]] = {}
         for traveller in self.travellers:
-            if (request := traveller.request) is not None:
+            request = traveller.request
+            if request is not None and not isinstance(request, Batch):
                 groups.setdefault(_kind(request), []).append(traveller)
         self._works = [
             _CARRIERS[kind](self, travellers, channel)
@@ -365,7 +380,7 @@ class _Flight:
 _CARRIERS = {"gather": _Flight._gather, "alltoall": _Flight._alltoall, "swap": _Flight._swap}
 
 
-def _describe(request: Request) -> str:
+def _describe(request: Meeting) -> str:
     """What must be the same on all ranks."""
     if isinstance(request, Alltoall):
         return f"alltoall of {[backend_of(p).size(p) for p in request.payloads]}"
@@ -377,7 +392,7 @@ def _describe(request: Request) -> str:
     return f"gather of {size}"
 
 
-def _kind(request: Request) -> Any:
+def _kind(request: Meeting) -> Any:
     if isinstance(request, Gather):
         return "gather"
     if isinstance(request, Alltoall):

@@ -1,0 +1,85 @@
+"""PowerSGD's own work for many matrices of one shape: one after the other, and stacked.
+
+One process, no network: what a step of all exchanges takes, by the median of some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+import hvd_compress.torch  # noqa: F401, its arrays
+from hvd_compress import Context, PowerSGD
+from hvd_compress.batching import answer_batches
+from hvd_compress.engines import LocalEngine
+from hvd_compress.stats import Record
+
+
+class _Travelling:
+    """An exchange in a world of one."""
+
+    def __init__(self, exchange: Any) -> None:
+        self.exchange, self.request, self.outcome = exchange, None, None
+        self.advance(None)
+
+    def advance(self, reply: Any) -> None:
+        try:
+            self.request = self.exchange.send(reply)
+        except StopIteration as stop:
+            self.request, self.outcome = None, stop.value
+
+
+def alone(exchanges: dict[str, Any]) -> dict[str, Any]:
+    engine = LocalEngine()
+    engine.start({name: (exchange, Record()) for name, exchange in exchanges.items()})
+    return engine.finish()
+
+
+def stacked(exchanges: dict[str, Any]) -> dict[str, Any]:
+    travelling = {name: _Travelling(exchange) for name, exchange in exchanges.items()}
+    while any(t.request is not None for t in travelling.values()):
+        answer_batches(list(travelling.values()))
+        for t in travelling.values():
+            if t.request is not None:
+                t.advance(t.request.array)
+    return {name: t.outcome for name, t in travelling.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--matrices", type=int, default=200)
+    parser.add_argument("--shape", type=int, nargs=2, default=(64, 64))
+    parser.add_argument("--ranks", type=int, nargs="+", default=(1, 2, 4), help="of PowerSGD")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    print(f"{options.matrices} matrices of {tuple(options.shape)}, median of a step")
+    for rank in options.ranks:
+        method = PowerSGD(rank=rank, start=0, min_compression_rate=1)
+        names = [f"w{i}" for i in range(options.matrices)]
+        gradients = {n: torch.randn(*options.shape, device=options.device) for n in names}
+        times: dict[Any, list[float]] = {alone: [], stacked: []}
+        states = {run: {n: method.init(g) for n, g in gradients.items()} for run in times}
+        for step in range(options.rounds):
+            for run, seconds in times.items():
+                begin = time.perf_counter()
+                outcomes = run(
+                    {
+                        n: method.exchange(g, states[run][n], Context(name=n, step=step))
+                        for n, g in gradients.items()
+                    }
+                )
+                if options.device != "cpu":
+                    torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - begin)
+                states[run] = {n: outcome.state for n, outcome in outcomes.items()}
+        one, other = (statistics.median(seconds) * 1e3 for seconds in times.values())
+        print(f"rank {rank}: {one:.1f} ms alone, {other:.1f} ms stacked, {one / other:.1f}x")
+
+
+if __name__ == "__main__":
+    main()

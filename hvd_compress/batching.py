@@ -1,0 +1,50 @@
+"""Local work that is done for several tensors at once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+from hvd_compress.backend import backend_of
+from hvd_compress.base import Array, Batch
+
+
+class Asking(Protocol):
+    """An exchange under way, which waits for the answer to its request."""
+
+    @property
+    def request(self) -> Any: ...
+
+    def advance(self, reply: Any) -> None: ...
+
+
+def answer_batches(exchanges: Sequence[Asking]) -> None:
+    """Until none of the exchanges asks for a ``Batch`` any more.  They must be the same on all
+    ranks, in the same order: what is stacked decides upon the last bits of products."""
+    while True:
+        alike: dict[Hashable, list[Asking]] = {}
+        for exchange in exchanges:
+            if isinstance(exchange.request, Batch):
+                alike.setdefault(_look(exchange.request), []).append(exchange)
+        if not alike:
+            return
+        for group in alike.values():
+            replies = answers([exchange.request for exchange in group])
+            for exchange, reply in zip(group, replies, strict=True):
+                exchange.advance(reply)
+
+
+def answers(requests: Sequence[Batch]) -> list[Array]:
+    """Of requests that differ in their values only."""
+    function = requests[0].function
+    xp = backend_of(requests[0].arrays[0])
+    if len(requests) == 1:
+        return [function(xp, *(x[None] for x in requests[0].arrays))[0]]
+    columns = zip(*(request.arrays for request in requests), strict=True)
+    return xp.unstack(function(xp, *(xp.stack(column) for column in columns)))
+
+
+def _look(request: Batch) -> Hashable:
+    xp = backend_of(request.arrays[0])
+    looks = tuple((xp.shape(x), xp.dtype(x), getattr(x, "device", None)) for x in request.arrays)
+    return request.function, looks, None if xp.batches else id(request)
