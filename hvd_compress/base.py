@@ -19,7 +19,7 @@ The type of a request says how ranks meet:
 request        reply                                         used by
 =============  ============================================  ======================================
 ``Sum``        sum of the arrays over the ranks              linear methods (casts, random-k)
-``Max``        element-wise maximum                          shared scales
+``Max``        element-wise maximum                          methods of your own: shared scales
 ``Gather``     list of every rank's bytes, in rank order     sparse and quantised methods
 ``Alltoall``   list of the bytes each rank has for this one  quantised sums
 ``Swap``       the partner's bytes                           merging in pairs

@@ -32,9 +32,6 @@ from hvd_compress.classes import Classes
 from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError, UnsupportedError
 
-#: keys of what later messages make up for: what a message leaves out must not be more than it had
-_FED_BACK = frozenset({"residual", "estimate"})
-
 
 class Transform(Configurable, kind="block"):
     """A local step, dense in and dense out.  The arrays are flat and at least float32."""
@@ -49,8 +46,10 @@ class Transform(Configurable, kind="block"):
     shared: ClassVar[tuple[str, ...]] = ()
     #: applies the optimizer's momentum
     takes_momentum: ClassVar[bool] = False
-    #: must not stand behind a transform that keeps this key
-    before: ClassVar[str | None] = None
+    #: later messages make up for what one leaves out, so that must not be more than it had
+    feeds_back: ClassVar[bool] = False
+    #: must not stand behind a transform that feeds back
+    of_gradients: ClassVar[bool] = False
     #: see :class:`hvd_compress.base.Compressor`
     homogeneous: ClassVar[bool] = True
     #: passes on something that is no gradient, so no transform may stand behind it
@@ -141,10 +140,11 @@ class Chain(Compressor, name="chain"):
             raise ConfigError(f"via={self.via!r} is not an aggregator: allreduce() or allgather()")
         keys = [key for part in self._parts for key in part.keys]
         for i, transform in enumerate(self.transforms):
-            if any(transform.before in earlier.keys for earlier in self.transforms[:i]):
+            earlier = next((t for t in self.transforms[:i] if t.feeds_back), None)
+            if transform.of_gradients and earlier:
                 raise ConfigError(
-                    f"{transform.name} must stand before what keeps a {transform.before!r}, or it "
-                    "would act on what waits again at every step"
+                    f"{transform.name} must stand before {earlier.name}, or it would act on what "
+                    "waits again at every step"
                 )
         for transform in self.transforms[:-1]:
             if transform.last:
@@ -152,10 +152,11 @@ class Chain(Compressor, name="chain"):
                     f"{transform.name} must be the last transform: those behind it would see what "
                     "is new about a gradient instead of a gradient"
                 )
-        if not _FED_BACK.isdisjoint(keys) and self.via.unbiased:
+        feedbacks = [transform.name for transform in self.transforms if transform.feeds_back]
+        if feedbacks and self.via.unbiased:
             raise ConfigError("error feedback needs elements as they are: unbiased=False")
-        if _FED_BACK.issubset(keys):
-            raise ConfigError("error_feedback and ef21 do the same in two ways: take one of them")
+        if len(feedbacks) > 1:
+            raise ConfigError(f"{' and '.join(feedbacks)} do the same in two ways: take one")
         if twice := {key for key in keys if keys.count(key) > 1}:
             raise ConfigError(f"two blocks of one chain keep a {twice.pop()!r}")
 
@@ -223,7 +224,7 @@ class Chain(Compressor, name="chain"):
 
         own = {key: state[key] for key in self.via.keys}
         context = context._replace(dtype=xp.dtype(gradient), shape=xp.shape(gradient))
-        if not _FED_BACK.isdisjoint(state):
+        if any(transform.feeds_back for transform in self.transforms):
             self.via.check_feedback(context.shape, context)
         met = yield from self.via.meet(x, own, context)
 
@@ -242,9 +243,13 @@ class Chain(Compressor, name="chain"):
             return update, new_state
 
         update, new_state = xp.choose(finite, settled, lambda: (met.mean, old))
-        return Outcome(
-            mean, met.sent, new_state, xp.restore(update, gradient) if self._has_update else None
-        )
+        if not self._has_update:
+            return Outcome(mean, met.sent, new_state)
+        update = xp.restore(update, gradient)
+        if xp.dtype(mean) != xp.dtype(x):  # nor for the momentum of it
+            fits = xp.all_finite(update)
+            new_state = xp.choose(fits, lambda: new_state, lambda: old)
+        return Outcome(mean, met.sent, new_state, update)
 
     @functools.cached_property
     def _has_update(self) -> bool:

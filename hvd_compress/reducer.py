@@ -15,7 +15,7 @@ from hvd_compress.base import Array, Compressor, Context, Exchange, Outcome, Spa
 from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.methods import as_compressor
-from hvd_compress.stats import Record, Stats
+from hvd_compress.stats import Record, Stats, waiting_norm
 
 _VERSION = 1
 
@@ -170,8 +170,7 @@ class Reducer:
     def stats(self) -> Stats:
         """Exact bytes so far, by name and in total, and the norm of what waits."""
         for name, state in self.states.items():
-            if "residual" in state:
-                norm = backend_of(state["residual"]).norm(state["residual"])
+            if (norm := waiting_norm(state)) is not None:
                 self.records.setdefault(name, Record()).residual_norm = norm
         return Stats(self.records)
 

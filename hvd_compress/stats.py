@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
+
+from hvd_compress.backend import backend_of
+
+#: keys of states under which something waits to be sent
+WAITING = ("residual", "memory", "owner_residual")
+
+
+def waiting_norm(state: Mapping[str, Any]) -> float | None:
+    """L2 norm of what waits in a state of arrays; ``None`` if nothing ever does."""
+    found = [state[key] for key in WAITING if key in state]
+    return math.hypot(*(float(backend_of(x).norm(x)) for x in found)) if found else None
 
 
 @dataclasses.dataclass
@@ -20,7 +32,8 @@ class Record:
             an allreduced array.
         dense_bytes: the gradients themselves, uncompressed.
         elements, elements_sent: of the gradients; their quotient is the density achieved.
-        residual_norm: L2 norm of what waits on this rank, now; 0 without error feedback.
+        residual_norm: L2 norm of what waits on this rank, now (what a state keeps as ``WAITING``);
+            0 without error feedback.
     """
 
     steps: int = 0

@@ -8,9 +8,11 @@ import statistics
 from pathlib import Path
 
 import matplotlib
+from adjustText import adjust_text
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullLocator
 from PIL import Image
 
 from budget import reason
@@ -88,42 +90,60 @@ def behind(runs: list[Run], points: float = 1.0) -> str:
 
 
 def picture(runs: list[Run], path: Path) -> None:
-    """Test accuracy over bytes sent, and training loss over steps; of many methods, accuracy at the
-    end over bytes a step."""
+    """Test accuracy over bytes sent, and training loss over steps; of many methods, what they end
+    with."""
     groups = _by_method(runs)
-    size, rows = ((13, 7), 2) if len(groups) > 6 else ((11, 4.2), 1)
-    figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
-    colors = plt.colormaps["turbo" if len(groups) > 10 else "tab10"]
-    for place, (method, group) in enumerate(groups.items()):
-        color = colors(place / len(groups)) if len(groups) > 10 else colors(place)
+    save(_ends(groups) if len(groups) > 6 else _courses(groups), path)
+
+
+def _courses(groups: dict[str, list[Run]]) -> plt.Figure:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for color, (method, group) in zip(plt.colormaps["tab10"].colors, groups.items(), strict=False):
         for number, run in enumerate(group):
             label = method if number == 0 else None
             accuracy = [100 * a for a in run.accuracies]
-            if rows > 1:
-                left.scatter(run.bytes_a_step / 2**10, accuracy[-1], color=color)
-                right.plot(accuracy, color=color, alpha=0.8, label=label, marker=".")
-                continue
             megabytes = [count / 2**20 for count in run.bytes_sent]
             left.plot(megabytes, accuracy, color=color, alpha=0.8, label=label, marker=".")
             right.plot(_smooth(run.losses), color=color, alpha=0.8, label=label)
-        if rows > 1:
-            place = (group[0].bytes_a_step / 2**10, 100 * group[0].accuracies[-1])
-            left.annotate(method, place, xytext=(4, 4), textcoords="offset points", fontsize=8)
-    if rows > 1:
-        left.set(xscale="log", xlabel="sent by one rank [KiB a step]")
-        left.set(ylabel="test accuracy at the end [%]", title="Accuracy against bytes")
-        right.set(xlabel="epoch", ylabel="test accuracy [%]", title="Accuracy over epochs")
-        right.legend(ncols=2, fontsize=8)
-    else:
-        left.set(xscale="log", xlabel="sent by one rank [MiB]", ylabel="test accuracy [%]")
-        left.set_title("Accuracy over bytes")
-        left.legend()
-        right.set(yscale="log", xlabel="step", ylabel="training loss (running mean)")
-        right.set_title("Loss over steps")
-        right.legend()
+    left.set(xscale="log", xlabel="sent by one rank [MiB]", ylabel="test accuracy [%]")
+    left.set_title("Accuracy over bytes")
+    right.set(yscale="log", xlabel="step", ylabel="training loss (running mean)")
+    right.set_title("Loss over steps")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    save(figure, path)
+        axes.legend()
+    return figure
+
+
+def _ends(groups: dict[str, list[Run]]) -> plt.Figure:
+    """Accuracy against bytes.  Most methods are near the dense one: the scale is that of errors."""
+    figure, axes = plt.subplots(figsize=(11, 6.5), layout="constrained")
+    names: dict[tuple[float, float], str] = {}
+    for method, group in groups.items():
+        kib = statistics.mean(run.bytes_a_step for run in group) / 2**10
+        kib = float(f"{kib:.2g}")  # so that what is almost in one place has one label
+        wrong = statistics.mean(100 * (1 - run.accuracies[-1]) for run in group)
+        place = kib, max(wrong, 0.1)  # none at all has no place on this scale
+        name = method.partition(":")[0]
+        names[place] = f"{names[place]}, {name}" if place in names else name
+    kibs, errors = zip(*names, strict=True)
+    colors = ["black" if name.startswith("none") else "tab:blue" for name in names.values()]
+    axes.scatter(kibs, errors, c=colors)
+    axes.set(xscale="log", yscale="log", ylim=(0.9 * min(errors), 1.2 * max(errors)))
+    axes.invert_yaxis()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(lambda error, _: f"{100 - error:.4g}")
+    axes.set(xlabel="sent by one rank [KiB a step]", ylabel="test accuracy at the end [%]")
+    axes.set_title("Accuracy against bytes")
+    axes.grid(alpha=0.3)
+    labels = [axes.text(*place, name, fontsize=8) for place, name in names.items()]
+    arrows = {"arrowstyle": "-", "color": "gray", "lw": 0.5}
+    figure.draw_without_rendering()  # until then nothing has its place
+    adjust_text(
+        labels, kibs, errors, ax=axes, arrowprops=arrows, expand=(1.2, 1.8), force_text=(0.3, 0.8)
+    )
+    return figure
 
 
 def save(figure: plt.Figure, path: Path) -> None:

@@ -134,6 +134,7 @@ ROWS = {
     "fp8-e5m2": Row(FP8(format="e5m2", bucket=None)),
     "signsgd": Row(SignSGD()),
     "signum": Row(Signum(), context=MOMENTUM),
+    "signum-nesterov": Row(Signum(), context=NESTEROV),
     "efsignsgd": Row(EFSignSGD()),
     "efsignsgd-allgather": Row(EFSignSGD(via="allgather")),
     "threshold": Row(Threshold(tau=0.25)),

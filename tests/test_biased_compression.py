@@ -386,7 +386,7 @@ def test_what_comes_back_is_the_callers():
         (lambda: EF21(average=1.0), "average"),
         (lambda: EF21(start=-1), "start"),
         (lambda: chain(ef21(), error_feedback(), via=allreduce()), "last"),
-        (lambda: chain(error_feedback(), ef21(), via=allreduce()), "one of them"),
+        (lambda: chain(error_feedback(), ef21(), via=allreduce()), "take one"),
         (
             lambda: chain(ef21(), via=allreduce(select=random_k(), unbiased=True)),
             "unbiased=False",

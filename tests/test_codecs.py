@@ -103,10 +103,13 @@ def test_column_means():
     x = np.array([1, -2, 3, -0.5, 0.5, 0.5, -1, -1])
     np.testing.assert_allclose(through(column_means(4), x), [2, -1.25, 2, -1.25, 0.5, 0.5, -1, -1])
     # A column of a matrix is what belongs to one index of the first dimension.
-    np.testing.assert_array_equal(
-        through(column_means().for_shape((2, 2, 2)), x), through(column_means(4), x)
-    )
-    assert column_means().for_shape((8,)) == column_means(8)
+    assert column_means().for_shape((2, 10, 10)) == column_means(100)
+    assert column_means().for_shape((80,)) == column_means(80)
+    # Short ones are joined, long ones divided.
+    assert column_means().for_shape((2048, 1)) == column_means(64)
+    assert column_means().for_shape((9, 50)) == column_means(100)
+    assert column_means().for_shape((9000,)) == column_means(3000)
+    assert column_means().for_shape(()) == column_means(64)
 
 
 @pytest.mark.parametrize(

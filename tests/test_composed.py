@@ -26,6 +26,7 @@ from hvd_compress import (
 )
 from hvd_compress.lockstep import World
 from hvd_compress.schedules import schedules_of, with_values
+from hvd_compress.stats import waiting_norm
 
 DENSE = DGC(density=1.0, min_size=0)
 
@@ -170,3 +171,37 @@ def test_switches_by_epoch_and_of_switches():
 def test_a_method_without_phases_says_so():
     with pytest.raises(UnsupportedError, match="topk does the same in every step"):
         TopK(0.1).phase_index(np.asarray(1))
+
+
+def test_signs_of_a_moving_average_by_hand():
+    """m = -0.5, then -0.25 + 0.15 = -0.1; with Nesterov -0.05 + 0.15 in its place."""
+    gradients = [np.array([-1.0]), np.array([0.3])]
+    for nesterov, votes in ((False, [-1, -1]), (True, [-1, 1])):
+        for method in (Signum(), Signum(momentum=0.5, nesterov=nesterov)):
+            world = World(method, 1)
+            context = {"momentum": 0.5, "nesterov": nesterov}
+            found = [world.exchange([x], **context)[0].direction.item() for x in gradients]
+            assert found == votes
+
+
+def test_a_direction_that_does_not_fit_leaves_no_trace():
+    """The mean may have room in half precision, and momentum's sum of means not."""
+    world = World(DGC(momentum=0.9, min_size=0), 1)
+    x = np.full(5, 20_000, np.float16)
+    finite = []
+    for _ in range(20):
+        before = world.states.get("tensor", [{}])[0]
+        outcome = world.exchange([x])[0]
+        assert np.isfinite(outcome.mean).all()
+        finite.append(bool(np.isfinite(outcome.direction).all()))
+        if not finite[-1]:
+            np.testing.assert_array_equal(outcome.state["velocity"], before["velocity"])
+    assert finite[0]
+    assert not finite[-1]
+
+
+def test_all_that_waits_is_counted():
+    state = {"residual": np.array([3.0]), "owner_residual": np.array([4.0]), "velocity": np.ones(9)}
+    assert waiting_norm(state) == 5
+    assert waiting_norm({"memory": np.array([2.0])}) == 2
+    assert waiting_norm({"velocity": np.ones(1)}) is None

@@ -23,12 +23,19 @@ from hvd_compress import (
     allreduce,
     as_compressor,
     chain,
+    ef21,
     error_feedback,
+    fading_memory,
     from_config,
+    low_pass_memory,
     momentum_after_averaging,
     momentum_correction,
+    moving_average,
     random_k,
+    sign,
+    smoothing,
     top_k,
+    uniform_dithering,
 )
 from hvd_compress.config import Configurable, lookup, names
 from hvd_compress.lockstep import World
@@ -192,7 +199,7 @@ def test_a_sum_of_different_coordinates_is_a_type_error():
     [
         (lambda: chain(error_feedback(), via=top_k()), "not an aggregator"),
         (lambda: chain(allreduce(), via=allreduce()), "not a transform"),
-        (lambda: chain(error_feedback(), error_feedback(), via=allreduce()), "keep a 'residual'"),
+        (lambda: chain(error_feedback(), error_feedback(), via=allreduce()), "the same in two"),
         (
             lambda: chain(momentum_correction(), momentum_after_averaging(), via=allreduce()),
             "keep a 'velocity'",
@@ -274,7 +281,20 @@ def test_horovods_own_interface_says_what_to_write():
 
 
 def test_blocks_that_would_work_against_each_other():
-    with pytest.raises(ConfigError, match=r"momentum_correction must stand before .*'residual'"):
+    with pytest.raises(ConfigError, match=r"momentum_correction must stand before error_feed"):
         chain(error_feedback(), momentum_correction(0.9), via=allgather(top_k(0.1)))
+    for memory in (fading_memory(1.0), low_pass_memory(1.0), ef21()):
+        for gradients in (momentum_correction(0.9), moving_average(0.9), smoothing(0.9)):
+            with pytest.raises(ConfigError, match=r"must stand before|must be the last"):
+                chain(memory, gradients, via=allgather(top_k(0.1)))
+        with pytest.raises(ConfigError, match="do the same in two ways"):
+            chain(error_feedback(), memory, via=allgather(top_k(0.1)))
+        with pytest.raises(ConfigError, match="unbiased=False"):
+            chain(memory, via=allreduce(select=random_k(0.1), unbiased=True))
+        method = chain(memory, via=allgather(uniform_dithering(1, None)))
+        with pytest.raises(ConfigError, match="more than their norm"):
+            World(method, 1).exchange([np.ones(100)])
+    with pytest.raises(ConfigError, match="scaled_sign"):
+        World(chain(error_feedback(), via=allgather(sign())), 1).exchange([np.ones(100)])
     with pytest.raises(ConfigError, match="unbiased=False"):
         chain(error_feedback(), via=allreduce(select=random_k(0.1), unbiased=True))

@@ -377,6 +377,7 @@ def test_exactly_k_elements_are_sent_and_exactly_those_are_masked(density, shape
         {"momentum": 1.0},
         {"momentum": -0.1},
         {"clip_norm": 0},
+        {"clip_norm": 1.0, "weight_decay": "gradient"},
         {"clip_norm": math.nan},
         {"clip_norm": "1"},
         {"momentum": "0.9"},

@@ -14,6 +14,7 @@ import data
 import jobs
 import models
 import models_keras
+from hvd_compress import method_names
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "mpi_examples"
@@ -48,6 +49,17 @@ def test_digits(tmp_path, example):
     assert "2.0x" in rows["bf16"]
     assert "100.0x" in rows["randomk"]
     assert "The warm-up was not over" not in output
+
+
+@pytest.mark.timeout(300)
+def test_every_method_trains(tmp_path):
+    picture = tmp_path / "all.png"
+    command = [sys.executable, str(EXAMPLES / "train_digits.py"), "--compression", "all"]
+    command += ["--ranks", "2", "--epochs", "1", "--seeds", "1", "--output", str(picture)]
+    _, output = jobs.run(command, timeout=280)
+    assert picture.read_bytes().startswith(PNG)
+    rows = {line.split()[0].split(":")[0] for line in output.splitlines() if line.endswith(" ms")}
+    assert rows == set(method_names())
 
 
 @pytest.mark.parametrize(

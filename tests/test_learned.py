@@ -342,6 +342,20 @@ def test_an_autoencoder_that_has_not_learnt_is_noticed():
         world.exchange(alike(3))
 
 
+def test_an_autoencoder_that_was_not_taken_over_is_noticed():
+    world = World(LGC(0.05, learn=0, code=3, min_size=0), 3)
+    for step in range(3):
+        world.exchange(alike(step))
+    for step in range(3, 6):
+        spoilt = alike(step)
+        spoilt[1][0] = np.nan
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PoorFit)
+            assert np.isnan(world.exchange(spoilt)[0].mean).any()
+    with pytest.warns(PoorFit, match="take over rank 0's .* settled="):
+        world.exchange(alike(6))
+
+
 @each_way
 def test_a_spoilt_step_of_training_is_forgotten(way):
     world = World(chain(via=way(0.1, start=10)), 3)

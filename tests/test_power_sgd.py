@@ -42,11 +42,36 @@ def test_warm_starts_are_a_power_iteration():
     np.testing.assert_allclose(excess[2:] / excess[1:-1], 1 / 81, rtol=0.02)
 
 
-def test_cold_starts_stay_cold():
-    world = world_from([1, 1], warm_start=False)
-    for _ in range(3):
-        [outcome] = world.exchange([M])
-        assert np.square(M - outcome.mean).sum() == pytest.approx(1.8)
+def test_cold_starts_draw_a_new_factor_every_step():
+    """The error is that of one step of the power method from a random start, and never shrinks."""
+    method = chain(via=power_sgd(warm_start=False))
+    world = World(method, 2)
+    errors = [np.square(M - world.exchange([M, M])[0].mean).sum() for _ in range(20)]
+    assert len(set(errors)) == 20
+    assert max(errors) < 10
+    assert max(errors[10:]) > 1.001  # the best of rank 1 has 1
+    assert world.states["tensor"] == [{}, {}]
+    others = [World(method, 2, seed=1), World(method, 2)]
+    again = [[np.square(M - w.exchange([M, M])[0].mean).sum() for _ in range(3)] for w in others]
+    assert again[0] != errors[:3]
+    assert again[1] == errors[:3]
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_nothing_waits_for_ever(warm_start):
+    world = World(chain(error_feedback(), via=power_sgd(1, warm_start)), 1)
+    total = sum(world.exchange([M])[0].mean for _ in range(2000))
+    np.testing.assert_allclose(total / 2000, M, atol=0.01)
+    assert np.abs(world.states["tensor"][0]["residual"]).max() < 20
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e18])
+def test_squares_may_be_out_of_range(scale):
+    matrix = (np.outer([1, 2, 3, 4], [1, 0, 2]) * scale).astype(np.float32)
+    world = World(chain(via=power_sgd(1)), 1)
+    for _ in range(2):
+        mean = world.exchange([matrix])[0].mean
+    np.testing.assert_allclose(mean / scale, matrix / scale, rtol=1e-4)
 
 
 def test_the_error_is_orthogonal_to_what_was_sent():

@@ -23,7 +23,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.methods import as_compressor
 from hvd_compress.methods._chained import Chained
 from hvd_compress.schedules import schedules_of, with_values
-from hvd_compress.stats import Record, Stats
+from hvd_compress.stats import Record, Stats, waiting_norm
 from hvd_compress.tensorflow import backend
 from hvd_compress.tensorflow.engine import HorovodEngine
 from hvd_compress.tensorflow.rows import exchange_rows, merged
@@ -181,8 +181,8 @@ class Binding(tf.Module):
         records = {}
         for i, (slot, row) in enumerate(zip(self.slots, self._counts.numpy(), strict=True)):
             records[slot.name] = Record(**dict(zip(_COUNTED, map(int, row), strict=True)))
-            if (residual := self.states.get(str(i), {}).get("residual")) is not None:
-                records[slot.name].residual_norm = float(backend.norm(residual.value()))
+            state = {key: x.value() for key, x in self.states.get(str(i), {}).items()}
+            records[slot.name].residual_norm = waiting_norm(state) or 0.0
         for binding in self.on_behalf:
             for name, record in binding.stats().layers.items():
                 records[name].bytes_sent += record.bytes_sent

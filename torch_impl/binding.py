@@ -15,7 +15,7 @@ from hvd_compress.base import Compressor, Context, Outcome, Sparse, State
 from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.momentum import another_kind, check_one_momentum, check_partner, moved
-from hvd_compress.stats import Record, Stats
+from hvd_compress.stats import Record, Stats, waiting_norm
 from hvd_compress.torch import backend
 from hvd_compress.torch.amp import running_scale
 from hvd_compress.torch.rows import exchange_rows
@@ -98,9 +98,7 @@ class Binding:
     def stats(self) -> Stats:
         """Exact bytes so far, by parameter and in total, and the norm of what waits."""
         for p, name in self._optimizer._parameter_names.items():
-            residual = self.state_of(p).get("residual")
-            if residual is not None:
-                norm = torch.linalg.vector_norm(residual, dtype=torch.float64).item()
+            if (norm := waiting_norm(self.state_of(p))) is not None:
                 self.records.setdefault(name, Record()).residual_norm = norm
         return Stats(self.records)
 

@@ -19,7 +19,14 @@ from hvd_compress.config import check_choice
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.operators import Selector, random_k, top_k
 from hvd_compress.operators.random_k import own_generator
-from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
+from hvd_compress.wire import (
+    decode,
+    decode_sparse,
+    dense_is_shorter,
+    encode_dense,
+    encode_sparse,
+    sparse_size,
+)
 from hvd_compress.wire.coded import coded_size, decode_coded, encode_coded
 from hvd_compress.wire.frame import index_dtype
 
@@ -133,7 +140,7 @@ def _plain(
         mean = total / context.size
         return Met(mean, sent, xp.all_finite(mean))
     (frame,) = xp.on_host(
-        functools.partial(_encode_plain, n),
+        functools.partial(_encode_plain, n, k),
         [indices, xp.cast(values, dtype)],
         [("uint8", None if k is None else sparse_size(k, n, dtype))],
         x,
@@ -157,7 +164,8 @@ def _coded(
 
     def encode(step: int, indices: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
         random = own_generator(context._replace(step=step))
-        frame = encode_coded(codec, values, random, indices, n)
+        # Where the size may vary, indices may be packed; many of them would outweigh their codes.
+        frame = encode_coded(codec, values, random, indices, n, packed=k is None)
         return [frame, decode_coded(codec, frame, values.size, dtype, n)[1]]
 
     def decode(*frames: np.ndarray) -> list[np.ndarray]:
@@ -208,13 +216,24 @@ def _everything(codec: Codec, x: Array, context: Context) -> Generator[Request, 
     return Met(mean, sent, xp.all_finite(mean))
 
 
-def _encode_plain(n: int, indices: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
+def _encode_plain(
+    n: int, k: int | None, indices: np.ndarray, values: np.ndarray
+) -> list[np.ndarray]:
+    if k is None and dense_is_shorter(indices.size, n, values.dtype.name):
+        dense = np.zeros(n, values.dtype)
+        dense[indices] = values
+        return [encode_dense(dense)]
     return [encode_sparse(indices, values, n)]
 
 
 def _decode_plain(n: int, values: str, k: int | None, *frames: np.ndarray) -> list[np.ndarray]:
-    """Indices and values of every frame in turn."""
+    """Indices and values of every frame in turn; ``k`` of them, or ``None``."""
     parts: list[np.ndarray] = []
     for rank, frame in enumerate(frames):
-        parts += decode_sparse(frame, n, values, k, sender=f"rank {rank}")
+        sender = f"rank {rank}"
+        if k is None:
+            indices, decoded = decode(frame, n, values, sender=sender)
+            parts += [np.arange(n, dtype=index_dtype(n)) if indices is None else indices, decoded]
+        else:
+            parts += decode_sparse(frame, n, values, k, sender=sender)
     return parts

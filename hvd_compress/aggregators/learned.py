@@ -104,10 +104,11 @@ class _Learned(Aggregator):
         if not started(self.start, context.step, context.epoch):
             return (yield from self._train(x, state, context))
         xp, weights = backend_of(x), state["autoencoder"]
-        if not started(self.settled, context.step, context.epoch):  # type: ignore[arg-type]
+        late = started(self.settled, context.step, context.epoch)  # type: ignore[arg-type]
+        if not late:
             weights = yield Sum(weights if context.rank == 0 else xp.full_like(weights, 0.0))
         met = yield from self._meet_coded(x, weights, context)
-        report = _Report(context.name, context.rank)
+        report = _Report(context.name, context.rank, late and self.settled != self.start)
         (quality,) = xp.on_host(report, [state["quality"]], [(xp.dtype(x), 3)], x)
         return met._replace(state={**state, "autoencoder": weights, "quality": quality})
 
@@ -394,10 +395,11 @@ def _spread(places: np.ndarray, values: np.ndarray, k: int) -> np.ndarray:
 
 
 class _Report:
-    """What training came to, once; then the number of its steps is set to zero."""
+    """What training came to, once; then the number of its steps is set to zero.  ``late``: that
+    should have happened before."""
 
-    def __init__(self, name: str, rank: int) -> None:
-        self.name, self.rank = name, rank
+    def __init__(self, name: str, rank: int, late: bool) -> None:
+        self.name, self.rank, self.late = name, rank, late
 
     def __call__(self, quality: np.ndarray) -> list[np.ndarray]:
         cosine, lost, steps = quality.tolist()
@@ -406,7 +408,12 @@ class _Report:
         seen = 1 - _DECAY**steps
         cosine, lost = cosine / seen, lost / seen
         problem = None
-        if cosine < _ALIKE:
+        if self.late:
+            problem = (
+                "all steps in which ranks should take over rank 0's autoencoder were spoilt by a "
+                "NaN or Inf, and their autoencoders may differ: let there be more of them, settled="
+            )
+        elif cosine < _ALIKE:
             problem = (
                 f"the gradients of different ranks are hardly alike (mean cosine {cosine:.2f} over "
                 "the selected elements), and one latent cannot stand for all: take larger batches, "

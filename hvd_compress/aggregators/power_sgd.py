@@ -14,6 +14,7 @@ from hvd_compress.base import Array, Batch, Context, Request, State, Sum
 from hvd_compress.chain import Aggregator, Met
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
+from hvd_compress.operators.random_k import shared_generator
 
 _TINY = 1e-30
 #: matrices of so many elements gain more from being multiplied together than copying them costs
@@ -34,11 +35,12 @@ class power_sgd(Aggregator, name="power_sgd"):
     Options:
         rank: columns of P and Q; at most min(n, m).
         warm_start: the next step begins with this step's Q instead of a random one, so that steps
-            together are a power iteration.
+            together are a power iteration.  Random ones come from (seed, step, tensor).
         alternate: see above; half as much is sent, in half as many rounds.
         orthogonalise: "gram_schmidt", a row after the other and each twice, or "qr".
 
-    State: ``factor`` Q^T, and ``other_factor`` P^T with ``alternate``; equal on all ranks.
+    State: with ``warm_start`` ``factor`` Q^T, and ``other_factor`` P^T with ``alternate``; equal on
+    all ranks.
     Reference: Vogels, Karimireddy and Jaggi, NeurIPS 2019; the alternation is that of their later
     package and of Vogels et al., arXiv 2008.01425.  Differs from these in: no epsilon that would
     matter to small gradients; columns that come out as zero (a gradient that is zero, or of lower
@@ -63,6 +65,8 @@ class power_sgd(Aggregator, name="power_sgd"):
 
     @property
     def keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        if not self.warm_start:
+            return ()
         return ("factor", "other_factor") if self.alternate else ("factor",)
 
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
@@ -88,8 +92,9 @@ class power_sgd(Aggregator, name="power_sgd"):
         matrix = xp.reshape(xp.copy(x), (n, m))
         if self.alternate:
             return (yield from self._one_side(xp, matrix, state, context))
-        q = xp.reshape(state["factor"], (-1, m))
-        rank = xp.shape(q)[0]
+        rank = min(n, m, self.rank)
+        factor = state["factor"] if self.warm_start else _random(x, rank * m, context)
+        q = xp.reshape(factor, (rank, m))
         rows = yield from _product(n * m, _left, q, matrix)
         total = yield Sum(xp.reshape(rows, (-1,)))
         p = yield Batch(self._orthonormal, (xp.reshape(total / context.size, (rank, n)),))
@@ -99,8 +104,9 @@ class power_sgd(Aggregator, name="power_sgd"):
         mean = yield from _product(n * m, _whole, p, new)
         sent = yield from _product(n * m, _whole, p, own)
         mean, sent = xp.reshape(mean, (-1,)), xp.reshape(sent, (-1,))
-        factor = _without_zeros(xp, new, q) if self.warm_start else q
-        return Met(mean, sent, xp.all_finite(mean), {"factor": xp.reshape(factor, (-1,))})
+        if self.warm_start:
+            state = {"factor": xp.reshape(_without_zeros(xp, new, q), (-1,))}
+        return Met(mean, sent, xp.all_finite(mean), state)
 
     def _one_side(
         self, xp: Any, matrix: Array, state: State, context: Context
@@ -160,6 +166,18 @@ class power_sgd(Aggregator, name="power_sgd"):
         return _by_qr if self.orthogonalise == "qr" else orthonormal_rows
 
 
+def _random(x: Array, n: int, context: Context) -> Array:
+    """``n`` normal numbers, the same on all ranks, others for every step and tensor."""
+    xp = backend_of(x)
+    dtype = xp.dtype(x)
+
+    def draw(step: Any) -> list[np.ndarray]:
+        random = shared_generator(context._replace(step=int(step)))
+        return [random.standard_normal(n).astype(dtype)]
+
+    return xp.on_host(draw, [context.step], [(dtype, n)], x)[0]
+
+
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """(rows, columns) of a tensor as a matrix: a convolution's output channels, and the rest."""
     return (shape[0] if shape else 1), math.prod(shape[1:])
@@ -175,7 +193,8 @@ def orthonormal_rows(xp: Any, rows: Array) -> Array:
             if basis:
                 known = xp.concat(basis, -2)
                 row = row - xp.matmul(xp.matmul(row, xp.transpose(known)), known)
-            norm = xp.matmul(row, xp.transpose(row)) ** 0.5
+            wide = xp.cast(row, "float64")  # squares are in range
+            norm = xp.cast(xp.matmul(wide, xp.transpose(wide)) ** 0.5, xp.dtype(row))
             row = row / xp.maximum(norm, xp.full_like(norm, _TINY))
         basis.append(row)
     return xp.concat(basis, -2)
@@ -208,5 +227,5 @@ def _product(
 
 def _without_zeros(xp: Any, new: Array, old: Array) -> Array:
     ones = xp.transpose(xp.full_like(new[:1], 1.0))
-    alive = xp.cast(xp.matmul(new * new, ones) > 0, xp.dtype(new))
+    alive = xp.cast(xp.matmul(xp.abs(new), ones) > 0, xp.dtype(new))
     return alive * new + (1 - alive) * old

@@ -11,6 +11,10 @@ from hvd_compress.codecs.base import Classes, Codec
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators import one_bit as columns_of_bits
 
+#: of columns: means of fewer elements would weigh more than their bits, and too many elements for
+#: one rank to own would follow two means
+_SHORTEST, _LONGEST = 64, 4096
+
 
 @dataclasses.dataclass(frozen=True)
 class column_means(Codec, name="column_means"):
@@ -22,7 +26,8 @@ class column_means(Codec, name="column_means"):
         column: elements of a column, a run of the flat tensor.  ``None`` takes what belongs to one
             index of the first dimension: in PyTorch a row of a matrix, or a filter, that is, what
             comes together in one output; in Keras what leaves one input (of a convolution: one row
-            of the kernel).  One-dimensional tensors are one column.  Short columns follow each
+            of the kernel).  One-dimensional tensors are one column.  Columns of fewer than 64
+            elements are joined, and those of more than 4096 divided.  Short columns follow each
             other more closely, long ones take fewer bits: 32 c / (c + 64) times less than float32.
     """
 
@@ -38,8 +43,11 @@ class column_means(Codec, name="column_means"):
     def for_shape(self, shape: tuple[int, ...]) -> column_means:
         if self.column is not None:
             return self
-        length = math.prod(shape[1:]) if len(shape) > 1 else math.prod(shape)
-        return column_means(max(length, 1))
+        length = max(1, math.prod(shape[1:]) if len(shape) > 1 else math.prod(shape))
+        if length < _SHORTEST:
+            length *= -(-_SHORTEST // length)
+        parts = -(-length // _LONGEST)
+        return column_means(-(-length // parts))
 
     def unit(self, n: int) -> int:
         return self._length(n)

@@ -9,6 +9,7 @@ import numpy as np
 
 from hvd_compress.codecs.base import Classes, Codec
 from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError
 from hvd_compress.wire.fields import full_bytes
 
 
@@ -38,6 +39,12 @@ class sign(_Signs, name="sign"):
     classes of operators.  Reference: Bernstein et al., signSGD, ICML 2018."""
 
     homogeneous = False
+
+    def check_feedback(self, d: int) -> None:
+        raise ConfigError(
+            "sign() says nothing about magnitudes, so error feedback would wait for ever larger "
+            "ones: scaled_sign() has them"
+        )
 
     def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         bits = x > 0

@@ -21,7 +21,7 @@ class AdaptiveThreshold(OneChain, name="adaptive"):
     A fraction ``density`` of the positive elements and one of the negative is picked, about; what
     was picked of a sign is sent as its mean.
 
-    State: ``residual``.  Sent: an int32 index and one bit an element, and two means a tensor.
+    State: ``residual``.  Sent: a packed index and one bit an element, and two means a tensor.
 
     Options:
         density: fraction of each sign to send, or a schedule.

@@ -73,6 +73,11 @@ class DGC(OfVelocities, name="dgc"):
             clip = self.clip_norm
             if isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0:
                 raise ConfigError(f"clip_norm must be positive, or None; got {clip!r}")
+            if self.weight_decay == "gradient":
+                raise ConfigError(
+                    "clip_norm would clip weight decay, which weight_decay='gradient' makes a part "
+                    "of the gradient, as well: weight_decay='separate'"
+                )
         super().__post_init__()
         assert all((self._sparse, self._everything, self._whole))  # checks the other options
 

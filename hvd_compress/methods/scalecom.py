@@ -21,7 +21,7 @@ class ScaleCom(OneChain, name="scalecom"):
     chooses for all, the values travel in a sum, and traffic does not grow with the number of ranks.
 
     State: ``residual`` with ``beta=1``, which is ordinary error feedback; else ``memory``, see
-    ``low_pass_memory``.  Sent: k values a tensor, and k int32 indices at every N-th step.
+    ``low_pass_memory``.  Sent: k values a tensor, and k packed indices at every N-th step.
 
     Options:
         density: fraction of elements to send, or a schedule.

@@ -18,8 +18,8 @@ class SIDCo(OneChain, name="sidco"):
     """Send about k = ceil(density * n) of the largest elements, found by the quantile of a fitted
     distribution; keep the rest for later.
 
-    State: ``residual``; and ``stages``, four numbers, by which the number sent comes near k in some
-    dozens of steps: see ``operators/sidco.py``.  Sent: a value and an int32 index an element.
+    State: ``residual``; and ``stages``, two numbers, by which the number sent is kept near k: see
+    ``operators/sidco.py``.  Sent: a value and an int32 index an element.
 
     Options:
         density: fraction of elements to send, or a schedule.

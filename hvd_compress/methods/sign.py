@@ -40,6 +40,7 @@ class Signum(OneChain, name="signum"):
 
     Options:
         momentum: beta; ``None`` takes the optimizer's.
+        nesterov: signs of ``beta m + (1 - beta) g``; ``None`` takes the optimizer's.
 
     Reference: Bernstein, Zhao, Azizzadenesheli, Anandkumar, ICLR 2019.
     """
@@ -47,12 +48,13 @@ class Signum(OneChain, name="signum"):
     reference = "Bernstein et al., ICLR 2019"
 
     momentum: float | None = None
+    nesterov: bool | None = None
 
     takes_momentum = True
 
     @functools.cached_property
     def _chain(self) -> Chain:
-        average = moving_average(self.momentum)
+        average = moving_average(self.momentum, self.nesterov)
         return chain(average, majority_vote(), via=allgather(codecs.sign()))
 
 

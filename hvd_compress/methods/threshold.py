@@ -22,7 +22,7 @@ class Threshold(OneChain, name="threshold"):
     An element that is many times ``tau`` is sent at as many steps.  The number of elements differs
     between steps, tensors and ranks; a tensor whose gradients are small sends nothing for long.
 
-    State: ``residual``.  Sent: an int32 index and one bit an element, or, with ``send="value"``,
+    State: ``residual``.  Sent: a packed index and one bit an element, or, with ``send="value"``,
     an index and the value.
 
     Options:

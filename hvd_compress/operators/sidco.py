@@ -30,21 +30,18 @@ class sidco(HostSelector, name="sidco"):
     each later one fits what exceeds the threshold before, less the smallest of it, and keeps
     ``(4 density)^(1 / (M - 1))`` of that.
 
-    State: ``stages``, four numbers: M; the sum of sent / k since M was last reconsidered; the
-    direction in which M moved last; and 1 or -1 if too much or too little had been sent then.
-    Every 5 steps, unless sent / k was within 0.8 to 1.2 on average, M changes by one: downwards
-    at first if too much was sent, upwards if too little; and on in that direction until enough is
-    sent, or until M is 1 or log2(1 / density), where it turns round, or until too much becomes too
-    little, where it turns round too.
+    State: ``stages``, two numbers: M, 0 before the first gradient; and the sum of sent / k over the
+    last steps.  The first gradient chooses the M that sends most nearly k elements of it; every 5
+    steps, unless sent / k was within 0.8 to 1.2 on average, M is chosen so again.
 
     Options:
         density: a fraction or a schedule.
         fit: "exponential", "pareto" (generalised Pareto) or "gamma".
         stages: M if it shall not adapt.
 
-    Differs from the authors' code in: there M always decreases if too much is sent, and may stay
-    at 1, though of a heavy tail more stages send less; zeros are neither fitted nor sent; at least
-    the largest element is sent.
+    Differs from the authors' code in: there M begins with 1, which sends next to nothing of a light
+    tail, and then falls by one if too much is sent, and grows if too little, though of a heavy tail
+    more stages send less; zeros are neither fitted nor sent; at least the largest element is sent.
     """
 
     fit: str = "exponential"
@@ -61,28 +58,37 @@ class sidco(HostSelector, name="sidco"):
 
     def init(self, x: Array) -> State:
         xp = backend_of(x)
-        memory = xp.from_numpy(np.array([self.stages or 1.0, 0, 0, 0]), x)
+        memory = xp.from_numpy(np.array([self.stages or 0.0, 0]), x)
         return {"stages": xp.cast(memory, xp.dtype(x))}
 
     def find(
         self, x: np.ndarray, k: int, context: Context, *memory: np.ndarray
     ) -> tuple[np.ndarray, ...]:
-        stages, total, direction, before = memory[0].tolist()
+        stages, total = memory[0].tolist()
+        if context.step % _PERIOD == 0:
+            if self.stages is None and not _FEWEST <= total / _PERIOD <= _MOST:
+                stages = 0
+            total = 0.0
         places = np.flatnonzero(x)
-        sizes = np.abs(x[places]).astype(np.float64)
         if places.size > k:
             # Whatever the scale of the gradient, squares are in range.
+            sizes = np.abs(x[places]).astype(np.float64)
             sizes /= sizes.max()
-            places = places[sizes >= self._threshold(sizes, k / places.size, round(stages))]
-        if self.stages is None:
-            total += places.size / k
-            if (context.step + 1) % _PERIOD == 0:
-                most = max(1, math.ceil(-math.log2(k / x.size)))
-                stages, direction, before = _adapted(
-                    round(stages), round(direction), round(before), total / _PERIOD, most
-                )
-                total = 0.0
-        return places, np.array([stages, total, direction, before], memory[0].dtype)
+            ratio = k / places.size
+            most = max(1, math.ceil(-math.log2(k / x.size)))
+            stages = round(stages) or self._best(sizes, ratio, most)
+            places = places[sizes >= self._threshold(sizes, ratio, stages)]
+        total += places.size / k
+        return places, np.array([stages, total], memory[0].dtype)
+
+    def _best(self, sizes: np.ndarray, ratio: float, most: int) -> int:
+        """The number of stages that sends most nearly what is wanted."""
+
+        def distance(stages: int) -> float:
+            kept = np.count_nonzero(sizes >= self._threshold(sizes, ratio, stages))
+            return abs(math.log(kept / (ratio * sizes.size)))
+
+        return min(range(1, most + 1), key=distance)
 
     def _threshold(self, sizes: np.ndarray, ratio: float, stages: int) -> float:
         """``sizes`` are positive, and at most 1."""
@@ -102,20 +108,3 @@ class sidco(HostSelector, name="sidco"):
 
 def _limited(found: float, sizes: np.ndarray) -> float:
     return min(found, float(sizes.max()))
-
-
-def _adapted(
-    stages: int, direction: int, before: int, achieved: float, most: int
-) -> tuple[int, int, int]:
-    """The next number of stages, how it moved, and whether too much (1) or too little (-1) had
-    been sent."""
-    if _FEWEST <= achieved <= _MOST:
-        return stages, 0, 0
-    side = 1 if achieved > 1 else -1
-    if direction == 0:
-        direction = -side
-    elif side != before:
-        direction = -direction
-    if not 1 <= stages + direction <= most:
-        direction = -direction
-    return min(max(stages + direction, 1), most), direction, side

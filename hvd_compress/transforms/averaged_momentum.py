@@ -39,7 +39,7 @@ class averaged_momentum(Transform, name="averaged_momentum"):
 
     keys = ("average",)
     per_rank = False
-    before = "residual"
+    of_gradients = True
 
     def __post_init__(self) -> None:
         if self.beta is None:

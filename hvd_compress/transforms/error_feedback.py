@@ -27,6 +27,7 @@ class error_feedback(Transform, name="error_feedback"):
     """
 
     keys = ("residual",)
+    feeds_back = True
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         x = x + state["residual"]

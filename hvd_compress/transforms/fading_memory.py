@@ -27,6 +27,7 @@ class fading_memory(Transform, name="fading_memory"):
     keep: float = 0.0
 
     keys = ("memory",)
+    feeds_back = True
 
     def __post_init__(self) -> None:
         keep = self.keep

@@ -27,6 +27,7 @@ class low_pass_memory(Transform, name="low_pass_memory"):
     beta: float = 0.1
 
     keys = ("memory",)
+    feeds_back = True
 
     def __post_init__(self) -> None:
         check_fraction("beta", self.beta)

@@ -57,7 +57,7 @@ class momentum_correction(_Momentum, name="momentum_correction"):
     """
 
     masking: bool = True
-    before = "residual"
+    of_gradients = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,28 +77,25 @@ class momentum_correction(_Momentum, name="momentum_correction"):
 
 
 @dataclasses.dataclass(frozen=True)
-class moving_average(Transform, name="moving_average"):
-    """``m = beta m + (1 - beta) g``, per rank, passes on ``m``.
+class moving_average(_Momentum, name="moving_average"):
+    """``m = beta m + (1 - beta) g``, per rank, passes on ``m``; or, if ``nesterov``, what the next
+    ``m`` would be if the gradient came again, ``beta m + (1 - beta) g``.
 
     State: ``velocity`` m.
 
     Options:
         momentum: beta; ``None`` takes the optimizer's momentum from the context.
+        nesterov: see above; ``None`` takes the optimizer's.
     """
 
-    momentum: float | None = None
-
-    keys = ("velocity",)
-    takes_momentum = True
-    before = "residual"
-
-    def __post_init__(self) -> None:
-        check_momentum(self.momentum)
+    of_gradients = True
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         beta = context.momentum if self.momentum is None else self.momentum
-        average = beta * state["velocity"] + (1 - beta) * x
-        return average, {"velocity": average}
+        nesterov = context.nesterov if self.nesterov is None else self.nesterov
+        own = (1 - beta) * x
+        average = beta * state["velocity"] + own
+        return beta * average + own if nesterov else average, {"velocity": average}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +109,7 @@ class smoothing(Transform, name="smoothing"):
     weight: float
 
     keys = ("average",)
-    before = "residual"
+    of_gradients = True
 
     def __post_init__(self) -> None:
         if self.weight is None:
