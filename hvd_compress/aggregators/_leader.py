@@ -57,7 +57,7 @@ def leaders_choice(
         numbers = np.zeros(0, dtype)
         if size:
             _, numbers = decode_coded(plain(), frame[split:], size, dtype, sender=sender)
-        return [indices.astype(index_dtype(n), copy=False), numbers]
+        return [indices, numbers]
 
     def chosen() -> tuple[Array, Array]:
         indices = select.select(x, k, context)

@@ -133,6 +133,7 @@ def decode_coded(
             start += room if packed else count * np.dtype(index_dtype(n)).itemsize
             code = frame[START:start]
             indices = unpack(code, count, n) if packed else plain_indices(code, n)
+            indices = indices.astype(index_dtype(n), copy=False)
         if status & _NOT_FINITE:
             return indices, np.full(count, np.nan, dtype)
         return indices, codec.decode(frame[start : start + codes], count, dtype)
