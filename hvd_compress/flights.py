@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from hvd_compress.backend import backend_of
 from hvd_compress.base import (
@@ -55,10 +55,11 @@ class _Traveller:
     steps: Steps
     request: Op | Batch | None = None
     outcome: Outcome | None = None
-    results: list[Any] = dataclasses.field(default_factory=list)
+    results: list[Any] | None = None  # what arrived so far, where it is kept
 
     def advance(self, result: Any) -> None:
-        self.results.append(result)
+        if self.results is not None:
+            self.results.append(result)
         try:
             self.request = self.steps.send(result)
         except StopIteration as stop:
@@ -77,6 +78,9 @@ class _Flight:
 
 class FlightEngine(abc.ABC):
     """Flights over the ranks of a library's collectives."""
+
+    #: ``_outcome`` wants to know all that arrived, which takes memory until ``finish``
+    keeps_results: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._flights: list[_Flight] = []
@@ -105,7 +109,11 @@ class FlightEngine(abc.ABC):
         """Submit the first round of one exchange by name, or of a group that travels together."""
         flight = _Flight(
             [
-                _Traveller(name, self._steps(name, exchange, record))
+                _Traveller(
+                    name,
+                    self._steps(name, exchange, record),
+                    results=[] if self.keeps_results else None,
+                )
                 for name, (exchange, record) in exchanges.items()
             ]
         )
@@ -137,7 +145,7 @@ class FlightEngine(abc.ABC):
                 self._submit(flight)
         self._flights = []
         travellers = [t for flight in flights for t in flight.travellers]
-        return {t.name: self._outcome(t.outcome, t.results) for t in travellers if t.outcome}
+        return {t.name: self._outcome(t.outcome, t.results or []) for t in travellers if t.outcome}
 
     def _outcome(self, outcome: Outcome, results: list[Any]) -> Outcome:
         """For libraries that would leave out a collective whose result the exchange ignores."""

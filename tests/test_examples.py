@@ -15,6 +15,7 @@ import jobs
 import models
 import models_keras
 from hvd_compress import method_names
+from hvd_compress.config import lookup
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "mpi_examples"
@@ -59,7 +60,9 @@ def test_every_method_trains(tmp_path):
     _, output = jobs.run(command, timeout=280)
     assert picture.read_bytes().startswith(PNG)
     rows = {line.split()[0].split(":")[0] for line in output.splitlines() if line.endswith(" ms")}
-    assert rows == set(method_names())
+    # Other tests register methods of their own.
+    ours = [n for n in method_names() if lookup("method", n).__module__.startswith("hvd_compress.")]
+    assert rows == set(ours)
 
 
 @pytest.mark.parametrize(

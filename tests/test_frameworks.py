@@ -73,7 +73,8 @@ def run_scenarios(folder: Path, job: Job, **env: str) -> None:
         # The order of additions of three numbers depends on where fusion puts them; here, runs
         # are compared bit by bit.
         env["HOROVOD_FUSION_THRESHOLD"] = "0"
-    jobs.run(command, timeout=120 + 30 * job.ranks, **env)
+    # Some minutes more than the longest takes on a quiet machine.
+    jobs.run(command, timeout=300 + 30 * job.ranks, **env)
 
 
 @pytest.fixture(scope="session")

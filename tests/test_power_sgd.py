@@ -57,11 +57,12 @@ def test_cold_starts_draw_a_new_factor_every_step():
     assert again[1] == errors[:3]
 
 
-@pytest.mark.parametrize("warm_start", [True, False])
-def test_nothing_waits_for_ever(warm_start):
+@pytest.mark.parametrize(("warm_start", "error"), [(True, 2e-3), (False, 0.01)])
+def test_nothing_waits_for_ever(warm_start, error):
+    """Of a constant matrix, the time average of what is sent tends to it."""
     world = World(chain(error_feedback(), via=power_sgd(1, warm_start)), 1)
     total = sum(world.exchange([M])[0].mean for _ in range(2000))
-    np.testing.assert_allclose(total / 2000, M, atol=0.01)
+    np.testing.assert_allclose(total / 2000, M, atol=error)
     assert np.abs(world.states["tensor"][0]["residual"]).max() < 20
 
 
@@ -98,12 +99,6 @@ def test_several_ranks_are_one_rank_on_the_mean():
     for _ in range(3):
         mean = several.exchange(list(matrices))[0].mean
         np.testing.assert_allclose(mean, one.exchange([matrices.mean(0)])[0].mean, atol=1e-13)
-
-
-def test_error_feedback_tends_to_a_constant_matrix():
-    world = World(chain(error_feedback(), via=power_sgd(1)), 1)
-    total = sum(world.exchange([M])[0].mean for _ in range(2000))
-    np.testing.assert_allclose(total / 2000, M, atol=2e-3)
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e15])

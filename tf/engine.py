@@ -23,6 +23,8 @@ _OPS = {"sum": mpi_ops.Sum, "max": mpi_ops.Max}
 class HorovodEngine(ProcessSetEngine):
     """Collectives become nodes of the graph."""
 
+    keeps_results = True
+
     def _launch(self, kind: str, ops: Sequence[Op]) -> list[Any]:
         tensors = [_opaque(op.tensor) for op in ops]
         # Horovod would take what stands before a slash for a scope, and drop it.
