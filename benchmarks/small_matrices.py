@@ -12,25 +12,10 @@ from typing import Any
 
 import torch
 
-import hvd_compress.torch  # noqa: F401, its arrays
 from hvd_compress import Context, PowerSGD
-from hvd_compress.batching import answer_batches
+from hvd_compress.batching import Traveller, answer_batches
 from hvd_compress.engines import LocalEngine
 from hvd_compress.stats import Record
-
-
-class _Travelling:
-    """An exchange in a world of one."""
-
-    def __init__(self, exchange: Any) -> None:
-        self.exchange, self.request, self.outcome = exchange, None, None
-        self.advance(None)
-
-    def advance(self, reply: Any) -> None:
-        try:
-            self.request = self.exchange.send(reply)
-        except StopIteration as stop:
-            self.request, self.outcome = None, stop.value
 
 
 def alone(exchanges: dict[str, Any]) -> dict[str, Any]:
@@ -40,13 +25,15 @@ def alone(exchanges: dict[str, Any]) -> dict[str, Any]:
 
 
 def stacked(exchanges: dict[str, Any]) -> dict[str, Any]:
-    travelling = {name: _Travelling(exchange) for name, exchange in exchanges.items()}
-    while any(t.request is not None for t in travelling.values()):
-        answer_batches(list(travelling.values()))
-        for t in travelling.values():
+    travellers = [Traveller(name, exchange) for name, exchange in exchanges.items()]
+    for traveller in travellers:
+        traveller.advance(None)
+    while any(t.request is not None for t in travellers):
+        answer_batches(travellers)
+        for t in travellers:
             if t.request is not None:
                 t.advance(t.request.array)
-    return {name: t.outcome for name, t in travelling.items()}
+    return {t.name: t.outcome for t in travellers}
 
 
 def main() -> None:

@@ -102,6 +102,7 @@ class Batch(NamedTuple):
     arrays: tuple[Array, ...]
 
 
+#: what other ranks have to answer
 Meeting = Sum | Max | Gather | Alltoall | Swap
 Request = Meeting | Batch
 

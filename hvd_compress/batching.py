@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Generator, Hashable, Sequence
+from typing import Any
 
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Array, Batch
+from hvd_compress.base import Array, Batch, Outcome
 
 
-class Asking(Protocol):
-    """An exchange under way, which waits for the answer to its request."""
+class Traveller:
+    """An exchange under way: the ``request`` that it waits for an answer to, or its ``outcome``.
 
-    @property
-    def request(self) -> Any: ...
+    Args:
+        exchange: yields requests, or what an engine makes of them.
+    """
 
-    def advance(self, reply: Any) -> None: ...
+    def __init__(self, name: str, exchange: Generator[Any, Any, Outcome]) -> None:
+        self.name, self._exchange = name, exchange
+        self.request: Any = None
+        self.outcome: Outcome | None = None
+
+    def advance(self, reply: Any) -> None:
+        """``None`` before the first request."""
+        try:
+            self.request = self._exchange.send(reply)
+        except StopIteration as stop:
+            self.request, self.outcome = None, stop.value
 
 
-def answer_batches(exchanges: Sequence[Asking]) -> None:
+def answer_batches(exchanges: Sequence[Traveller]) -> None:
     """Until none of the exchanges asks for a ``Batch`` any more.  They must be the same on all
     ranks, in the same order: what is stacked decides upon the last bits of products."""
     while True:
-        alike: dict[Hashable, list[Asking]] = {}
+        alike: dict[Hashable, list[Traveller]] = {}
         for exchange in exchanges:
             if isinstance(exchange.request, Batch):
                 alike.setdefault(_look(exchange.request), []).append(exchange)

@@ -28,7 +28,7 @@ from hvd_compress.base import (
     Outcome,
     Swap,
 )
-from hvd_compress.batching import answer_batches
+from hvd_compress.batching import Traveller, answer_batches
 from hvd_compress.engines import LENGTH, payload_bytes
 from hvd_compress.stats import Record
 
@@ -47,23 +47,18 @@ class Op(NamedTuple):
 Steps = Generator[Op | Batch, Any, Outcome]
 
 
-@dataclasses.dataclass(eq=False)
-class _Traveller:
-    """One exchange: ``steps`` yields collectives, or a ``Batch``, and returns the outcome."""
+class _Traveller(Traveller):
+    """Its requests are collectives, or a ``Batch``."""
 
-    name: str
-    steps: Steps
-    request: Op | Batch | None = None
-    outcome: Outcome | None = None
-    results: list[Any] | None = None  # what arrived so far, where it is kept
+    def __init__(self, name: str, steps: Steps, keeps_results: bool) -> None:
+        super().__init__(name, steps)
+        self.results: list[Any] = []
+        self._keeps_results = keeps_results
 
-    def advance(self, result: Any) -> None:
-        if self.results is not None:
-            self.results.append(result)
-        try:
-            self.request = self.steps.send(result)
-        except StopIteration as stop:
-            self.request, self.outcome = None, stop.value
+    def advance(self, reply: Any) -> None:
+        if self._keeps_results:
+            self.results.append(reply)
+        super().advance(reply)
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,11 +104,7 @@ class FlightEngine(abc.ABC):
         """Submit the first round of one exchange by name, or of a group that travels together."""
         flight = _Flight(
             [
-                _Traveller(
-                    name,
-                    self._steps(name, exchange, record),
-                    results=[] if self.keeps_results else None,
-                )
+                _Traveller(name, self._steps(name, exchange, record), self.keeps_results)
                 for name, (exchange, record) in exchanges.items()
             ]
         )
@@ -145,7 +136,7 @@ class FlightEngine(abc.ABC):
                 self._submit(flight)
         self._flights = []
         travellers = [t for flight in flights for t in flight.travellers]
-        return {t.name: self._outcome(t.outcome, t.results or []) for t in travellers if t.outcome}
+        return {t.name: self._outcome(t.outcome, t.results) for t in travellers if t.outcome}
 
     def _outcome(self, outcome: Outcome, results: list[Any]) -> Outcome:
         """For libraries that would leave out a collective whose result the exchange ignores."""

@@ -11,24 +11,16 @@ from hvd_compress import Context, PowerSGD
 from hvd_compress.aggregators.power_sgd import orthonormal_rows
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Batch
-from hvd_compress.batching import answer_batches, answers
+from hvd_compress.batching import Traveller, answer_batches, answers
 from hvd_compress.lockstep import World
 
 MAKERS = {"numpy": np.asarray, "torch": torch.tensor, "tensorflow": tf.constant}
 
 
-class Traveller:
-    """An exchange that waits."""
-
-    def __init__(self, exchange) -> None:
-        self.exchange, self.outcome = exchange, None
-        self.advance(None)
-
-    def advance(self, reply) -> None:
-        try:
-            self.request = self.exchange.send(reply)
-        except StopIteration as stop:
-            self.request, self.outcome = None, stop.value
+def under_way(exchange, name="tensor"):
+    traveller = Traveller(name, exchange)
+    traveller.advance(None)
+    return traveller
 
 
 def doubling(calls):
@@ -40,7 +32,7 @@ def doubling(calls):
 
 
 def asking(function, x):
-    return Traveller((lambda: (yield Batch(function, (x,))))())
+    return under_way((lambda: (yield Batch(function, (x,))))())
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
@@ -89,7 +81,7 @@ def test_many_matrices_are_one_after_the_other(framework, options):
         for name, gradient in gradients.items():
             gradient = MAKERS[framework](gradient)
             exchange = method.exchange(gradient, states[name], Context(name=name, step=step))
-            travellers[name] = Traveller(exchange)
+            travellers[name] = under_way(exchange, name)
         while any(t.request is not None for t in travellers.values()):
             answer_batches(list(travellers.values()))
             for traveller in travellers.values():

@@ -32,10 +32,9 @@ from hvd_compress.base import (
     Max,
     Meeting,
     Outcome,
-    Request,
     Swap,
 )
-from hvd_compress.batching import answer_batches
+from hvd_compress.batching import Traveller, answer_batches
 from hvd_compress.engines import LENGTH, payload_bytes
 from hvd_compress.errors import ConfigError, MismatchError, PayloadError
 from hvd_compress.mpi.allreduce import CHUNK, start
@@ -56,24 +55,16 @@ BUCKET_BYTES = 8 * 2**20
 _BLOCKS = 24
 
 
-class _Traveller:
-    """One exchange: its request under way, or its outcome."""
-
+class _Traveller(Traveller):
     def __init__(self, name: str, exchange: Exchange, record: Record) -> None:
-        self.name, self._exchange, self.record = name, exchange, record
-        self.request: Request | None = None
+        super().__init__(name, exchange)
+        self.record = record
         self.kind = ""  # of the first request that meets others, for messages
-        self.outcome: Outcome | None = None
         self.advance(None)
 
     def advance(self, reply: Any) -> None:
-        try:
-            self.request = self._exchange.send(reply)
-        except StopIteration as stop:
-            self.request, self.outcome = None, stop.value
-        else:
-            if isinstance(self.request, Batch):
-                return
+        super().advance(reply)
+        if self.request is not None and not isinstance(self.request, Batch):
             self.kind = self.kind or _describe(self.request)
             self.record.bytes_sent += payload_bytes(self.request)
 
