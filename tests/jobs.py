@@ -29,7 +29,8 @@ def settings(**more: str) -> dict[str, str]:
     return {
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "PYTHONPATH": str(TESTS),
-        "PYTHONUNBUFFERED": "1",
+        # Unbuffered, a traceback is many writes, and launchers mix those of several ranks.
+        "PYTHONUNBUFFERED": "",
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
