@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import tensorflow as tf
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,15 +54,24 @@ def by_sorting(x, k):
 
 def frameworks(x):
     x = np.ascontiguousarray(x)
-    return x, torch.from_numpy(x.copy())
+    return x, torch.from_numpy(x.copy()), tf.convert_to_tensor(x)
+
+
+def selected(array, k):
+    indices = top_k().select(array, k, Context())
+    return backend_of(array).to_numpy(indices).tolist()
 
 
 @pytest.mark.parametrize("density", [1e-6, 0.001, 0.01, 0.3, 0.9999, 1.0])
-@pytest.mark.parametrize("x", ARRAYS.values(), ids=ARRAYS)
-def test_sampled_and_exact_selection_are_the_same_in_all_frameworks(x, density):
+@pytest.mark.parametrize("name", ARRAYS)
+def test_sampled_and_exact_selection_are_the_same_in_all_frameworks(name, density):
+    x = ARRAYS[name]
     k = top_k_count(N, density)
     expected = by_sorting(x, k)
-    for array in frameworks(x):
+    *two, in_tensorflow = frameworks(x)
+    if name != "subnormal":  # these are zeros to TensorFlow
+        assert selected(in_tensorflow, k) == expected.tolist()
+    for array in two:
         for selection, fraction, step in (
             ("exact", 0.01, 0),
             ("sampled", 0.01, 0),
@@ -72,7 +82,7 @@ def test_sampled_and_exact_selection_are_the_same_in_all_frameworks(x, density):
             operator = top_k(density, selection, fraction)
             indices = operator.select(array, k, Context(step=step))
             np.testing.assert_array_equal(backend_of(array).to_numpy(indices), expected)
-            assert str(indices.dtype).endswith("int64")
+            assert backend_of(array).dtype(indices) == "int64"
 
 
 @settings(max_examples=100)
@@ -87,21 +97,20 @@ def test_sampled_and_exact_selection_are_the_same_in_all_frameworks(x, density):
 def test_selection_from_small_arrays(x, data):
     k = data.draw(st.integers(0, x.size))
     for array in frameworks(x):
-        indices = top_k().select(array, k, Context())
-        np.testing.assert_array_equal(backend_of(array).to_numpy(indices), by_sorting(x, k))
+        assert selected(array, k) == by_sorting(x, k).tolist()
 
 
 def test_ties_go_to_the_lower_index():
     x = np.array([1, -2, 2, 0, -2, 1], np.float32)
     for array in frameworks(x):
         for k, expected in ((1, [1]), (2, [1, 2]), (3, [1, 2, 4]), (4, [0, 1, 2, 4])):
-            assert top_k(0.5).select(array, k, Context()).tolist() == expected
+            assert selected(array, k) == expected
 
 
 @pytest.mark.parametrize("n", [10, N])
 def test_an_array_of_nan_still_gives_k_indices(n):
     for array in frameworks(np.full(n, np.nan, np.float32)):
-        assert top_k(0.5).select(array, 3, Context()).tolist() == [0, 1, 2]
+        assert selected(array, 3) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -281,9 +290,10 @@ def test_float16_saturates_where_asked():
     for array in frameworks(x.astype(np.float32)):
         xp = backend_of(array)
         saturated = [65504, 65504, 65504, 65504, -65504, 65504, 2**-24, 0, 2**-24]
-        assert xp.round_to(array, "float16", saturate=True).tolist() == saturated
+        rounded = xp.round_to(array, "float16", saturate=True)
+        assert xp.to_numpy(rounded).tolist() == saturated
         infinite = [65504, 65504, math.inf, math.inf, -math.inf, math.inf, 2**-24, 0, 2**-24]
-        assert xp.round_to(array, "float16").tolist() == infinite
+        assert xp.to_numpy(xp.round_to(array, "float16")).tolist() == infinite
         assert np.isnan(xp.to_numpy(xp.round_to(array * math.nan, "float16", saturate=True))).all()
 
 

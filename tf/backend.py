@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvd_compress.backend import HostFunction, Output
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.tensorflow.selection import top_k as top_k
 
 Array = tf.Tensor
 
@@ -17,8 +18,6 @@ traces = True
 batches = True
 
 _HALF = (tf.float16, tf.bfloat16)
-# Below this size ranking everything is as fast as looking at a sample first.
-_SMALL = 1 << 14
 
 
 def check_gradient(x: Array) -> None:
@@ -82,30 +81,6 @@ def scale(x: Array, factor: Any) -> Array:
 
 def all_finite(x: Array) -> Array:
     return tf.reduce_all(tf.math.is_finite(x))
-
-
-def top_k(x: Array, k: int) -> Array:
-    n = x.shape.num_elements()
-    if n <= _SMALL or 4 * k >= n:
-        return _exact(x, k)
-    # The threshold of a sample lets a few more than k elements pass, which are ranked exactly.
-    stride = max(1, int(min(100.0, n / (16 * n / k))))
-    stride -= stride % 2 == 0
-    sample = x[::stride]
-    expected = k * sample.shape[0] / n
-    rank = min(sample.shape[0], int(expected + 3 * expected**0.5) + 2)
-    threshold = tf.math.top_k(sample, rank, sorted=True).values[-1]
-    survivors = tf.reshape(tf.where(x >= threshold), [-1])
-
-    def among_survivors() -> Array:
-        return tf.gather(survivors, _exact(tf.gather(x, survivors), k))
-
-    return tf.cond(tf.size(survivors) >= k, among_survivors, lambda: _exact(x, k))
-
-
-def _exact(x: Array, k: int) -> Array:
-    indices = tf.math.top_k(x, k, sorted=False).indices
-    return tf.cast(tf.sort(tf.ensure_shape(indices, [k])), tf.int64)
 
 
 def reshape(x: Array, shape: tuple[int, ...]) -> Array:
