@@ -16,10 +16,14 @@ import pytest
 import jobs
 from scenarios import names, read
 
-TORCH = ("training", "options", "numerics", "state", "parity", "shared")
+ADAM = ("adam_onebit", "adam_zero_one")
+ADAM_TORCH = (*ADAM, "adam_torch", "adam_zero_one_torch")
+ADAM_KERAS = (*ADAM, "adam_keras", "adam_zero_one_keras")
+#: what depends on the number of ranks
+RANKS = ("training", "parity", "families", "shared")
+TORCH = (*RANKS, "options", "numerics", "state")
 KERAS = ("parity", "shared", "keras_fit")
 PARITY = ("parity",)
-ADAM = ("adam_onebit", "adam_torch", "adam_zero_one", "adam_zero_one_torch")
 
 
 class Job(NamedTuple):
@@ -35,26 +39,26 @@ class Job(NamedTuple):
 
 
 JOBS = [
-    *(Job("horovod", TORCH, "mpirun", ranks) for ranks in (2, 3, 4)),
-    *(Job("horovod", TORCH, *how) for how in (("alone", 1), ("gloo", 2))),
-    *(Job("mpi", (*TORCH, "over_mpi"), "mpirun", ranks) for ranks in (1, 2, 3, 4)),
+    Job("horovod", (*TORCH, *ADAM_TORCH), "alone", 1),
+    Job("horovod", TORCH, "mpirun", 2),
+    Job("horovod", TORCH, "gloo", 2),
+    Job("horovod", (*TORCH, *ADAM_TORCH), "mpirun", 3),
+    Job("horovod", RANKS, "mpirun", 4),
+    Job("horovod", PARITY, "mpirun", 8),
+    Job("mpi", (*TORCH, "over_mpi"), "mpirun", 1),
+    Job("mpi", (*TORCH, *ADAM_TORCH, "over_mpi"), "mpirun", 2),
     Job("mpi", (*TORCH, "over_mpi"), "mpich", 2),
-    *(Job("tensorflow", KERAS, *how) for how in (("alone", 1), ("mpirun", 2))),
-    *(Job("tensorflow", PARITY, *how) for how in (("mpirun", 4), ("gloo", 2))),
+    Job("mpi", (*TORCH, "over_mpi"), "mpirun", 3),
+    Job("mpi", (*RANKS, "over_mpi"), "mpirun", 4),
+    Job("mpi", (*PARITY, "over_mpi"), "mpirun", 8),
+    Job("tensorflow", (*KERAS, "adam_zero_one"), "alone", 1),
+    Job("tensorflow", (*KERAS, "families"), "mpirun", 2),
+    Job("tensorflow", PARITY, "gloo", 2),
+    Job("tensorflow", ADAM_KERAS, "mpirun", 2),
+    Job("tensorflow", ("graphs",), "mpirun", 3),
+    Job("tensorflow", PARITY, "mpirun", 4),
     Job("tape", ("parity", "shared"), "mpirun", 2),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),
-    Job("horovod", ADAM, "alone", 1),
-    Job("horovod", ADAM, "mpirun", 3),
-    Job("mpi", ADAM, "mpirun", 2),
-    Job("tensorflow", ("adam_onebit", "adam_keras"), "mpirun", 2),
-    Job("tensorflow", ("adam_zero_one",), "alone", 1),
-    Job("tensorflow", ("adam_zero_one",), "mpirun", 2),
-    Job("tensorflow", ("adam_zero_one_keras",), "mpirun", 2),
-    # What depends on the number of ranks.
-    Job("tensorflow", ("graphs",), "mpirun", 3),
-    Job("horovod", PARITY, "mpirun", 8),
-    Job("mpi", (*PARITY, "over_mpi"), "mpirun", 8),
-    Job("mpi", PARITY, "mpich", 4),
 ]
 
 

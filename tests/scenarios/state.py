@@ -140,7 +140,7 @@ def estimates_that_are_lost_are_made_anew() -> None:
     for distributed in (optimizer, resumed):
         for p in distributed.param_groups[0]["params"]:
             state = distributed.compression.state_of(p)
-            mean = hvd.allreduce(state["estimate"], op=hvd.Average)
+            mean = hvd.allreduce(state["estimate"], op=hvd.Average, name="estimate")
             torch.testing.assert_close(mean, state["mean_estimate"], rtol=1e-4, atol=1e-6)
 
 
