@@ -7,7 +7,7 @@ Methods, schedules and the building blocks of chains are all :class:`Configurabl
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from hvd_compress.errors import ConfigError
 
@@ -84,9 +84,19 @@ def build(cls: Any, options: dict[str, Any]) -> Any:
     return cls(**options)
 
 
+def is_whole(value: Any) -> TypeGuard[int]:
+    """An ``int``; ``True`` is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """An ``int`` or ``float``; ``True`` is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_fraction(option: str, value: Any) -> None:
     """Raise unless ``0 < value <= 1``."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+    if not is_number(value) or not 0 < value <= 1:
         raise ConfigError(f"{option} must be in (0, 1], for instance {option}=0.001; got {value!r}")
 
 

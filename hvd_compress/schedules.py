@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hvd_compress.config import Configurable, check_choice, check_fraction
+from hvd_compress.config import Configurable, check_choice, check_fraction, is_number, is_whole
 from hvd_compress.errors import ConfigError
 
 #: densities of the paper's warm-up stages: sparsity 75, 93.75, 98.4375, 99.6, 99.9 %
@@ -30,7 +30,7 @@ class _Staged(Configurable, abc.ABC, kind="schedule"):
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, ("step", "epoch"))
         length = self.stage_length
-        if isinstance(length, bool) or not isinstance(length, int | float) or not length > 0:
+        if not is_number(length) or not length > 0:
             raise ConfigError(
                 f"stage_length must be a positive number of {self.unit}s; got {length!r}"
             )
@@ -97,7 +97,7 @@ class ExponentialWarmup(_Staged, name="exponential"):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fraction("density", self.density)
-        if not isinstance(self.stages, int) or self.stages < 0:
+        if not is_whole(self.stages) or self.stages < 0:
             raise ConfigError(f"stages must be a number of stages, 0 or more; got {self.stages!r}")
 
     @property
@@ -120,7 +120,7 @@ def warmup_to(
     if (steps is None) == (epochs is None):
         raise ConfigError("warmup_to needs its length: steps=... or epochs=..., one of the two")
     length = steps if epochs is None else epochs
-    if not isinstance(length, int) or length < 0:
+    if not is_whole(length) or length < 0:
         raise ConfigError(f"the length of the warm-up must be 0 or more; got {length!r}")
     stages = [d for d in PAPER_DENSITIES if d > density] if length else []
     # With fewer steps than stages, the first stages, which send most, are left out.
@@ -154,7 +154,7 @@ def as_start(value: Any) -> bool | After:
     """``True``, or a schedule; a number counts steps."""
     if isinstance(value, bool | After):
         return value
-    if not isinstance(value, int) or value < 0:
+    if not is_whole(value) or value < 0:
         raise ConfigError(f"start must be a number of steps, 0 or more; got {value!r}")
     return After("step", value) if value else True
 

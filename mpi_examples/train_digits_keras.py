@@ -62,6 +62,7 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
     model.fit(
         data.take(batches),
         epochs=options.epochs,
+        shuffle=False,  # the data set does it
         verbose=0,
         callbacks=[
             hvd.callbacks.BroadcastGlobalVariablesCallback(0),

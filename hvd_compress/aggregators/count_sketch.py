@@ -11,6 +11,7 @@ import numpy as np
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregator, Met
+from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators import top_k
 from hvd_compress.operators.count_sketch import Hashes, estimates, sketch
@@ -51,7 +52,7 @@ class count_sketch(Aggregator, name="count_sketch"):
         object.__setattr__(self, "density", as_density(self.density))
         for option in ("rows", "width", "candidates"):
             value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise ConfigError(f"{option} must be a number, 1 or more; got {value!r}")
         if self.rows % 2 == 0:
             raise ConfigError(f"rows must be odd, so that one is in the middle; got {self.rows}")

@@ -17,7 +17,7 @@ from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregator, Met
 from hvd_compress.codecs.plain import plain
-from hvd_compress.config import check_fraction
+from hvd_compress.config import check_fraction, is_whole
 from hvd_compress.errors import ConfigError, PoorFit
 from hvd_compress.operators import top_k
 from hvd_compress.operators.top_k import count
@@ -273,7 +273,7 @@ class learned_server(_Learned, name="learned_server"):
         super().__post_init__()
         check_fraction("innovation", self.innovation)
         decoders = self.decoders
-        if isinstance(decoders, bool) or not isinstance(decoders, int) or decoders < 1:
+        if not is_whole(decoders) or decoders < 1:
             raise ConfigError(f"decoders must be a number, 1 or more; got {decoders!r}")
 
     def _example(

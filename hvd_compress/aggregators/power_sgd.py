@@ -12,7 +12,7 @@ import numpy as np
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Batch, Context, Request, State, Sum
 from hvd_compress.chain import Aggregator, Met
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.random_k import shared_generator
 
@@ -55,7 +55,7 @@ class power_sgd(Aggregator, name="power_sgd"):
     per_rank = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+        if not is_whole(self.rank) or self.rank < 1:
             raise ConfigError(f"rank must be a number of columns, 1 or more; got {self.rank!r}")
         check_choice("warm_start", self.warm_start, (True, False))
         check_choice("alternate", self.alternate, (True, False))

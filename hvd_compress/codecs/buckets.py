@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
 
 #: how large a run is, as a number
@@ -12,9 +12,7 @@ NORMS = ("l2", "max")
 
 
 def check_bucket(bucket: int | None) -> None:
-    if bucket is not None and (
-        isinstance(bucket, bool) or not isinstance(bucket, int) or bucket < 1
-    ):
+    if bucket is not None and (not is_whole(bucket) or bucket < 1):
         raise ConfigError(f"bucket must be a number of elements, or None for all; got {bucket!r}")
 
 

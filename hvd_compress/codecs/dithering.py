@@ -8,6 +8,7 @@ import numpy as np
 
 from hvd_compress.codecs import buckets
 from hvd_compress.codecs.base import Codec
+from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.wire.fields import digits_size, pack_digits, unpack_digits
 
@@ -24,7 +25,7 @@ class Dithering(Codec):
 
     def _check(self, most: int) -> None:
         levels = self.levels
-        if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= most:
+        if not is_whole(levels) or not 1 <= levels <= most:
             raise ConfigError(f"levels must be a number from 1 to {most}; got {levels!r}")
         buckets.check_bucket(self.bucket)
         buckets.check_norm(self.norm)

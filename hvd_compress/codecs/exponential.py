@@ -11,7 +11,7 @@ import numpy as np
 from hvd_compress.classes import Classes
 from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.dithering import Dithering
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.wire.fields import full_bytes
 
@@ -85,7 +85,7 @@ class exponential_dithering(Dithering, name="exponential_dithering"):
 
     def __post_init__(self) -> None:
         base = self.base
-        if isinstance(base, bool) or not isinstance(base, int | float) or not base > 1:
+        if not is_number(base) or not base > 1:
             raise ConfigError(f"base must be larger than 1; got {base!r}")
         self._check(127)
         if base ** (1 - self.levels) < 1e-30:

@@ -8,6 +8,7 @@ import math
 import numpy as np
 
 from hvd_compress.codecs.base import Classes, Codec
+from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators import one_bit as columns_of_bits
 
@@ -35,9 +36,7 @@ class column_means(Codec, name="column_means"):
 
     def __post_init__(self) -> None:
         column = self.column
-        if column is not None and (
-            isinstance(column, bool) or not isinstance(column, int) or column < 1
-        ):
+        if column is not None and (not is_whole(column) or column < 1):
             raise ConfigError(f"column must be a number of elements, or None; got {column!r}")
 
     def for_shape(self, shape: tuple[int, ...]) -> column_means:

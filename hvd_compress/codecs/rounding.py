@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_compress.classes import Classes
 from hvd_compress.codecs.base import Codec
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.wire.fields import digits_size, pack_digits, unpack_digits
 
@@ -48,7 +48,7 @@ class rounding(Codec, name="rounding"):
     def __post_init__(self) -> None:
         base, levels = self.base, self.levels
         check_choice("biased", self.biased, (True, False))
-        if isinstance(base, bool) or not isinstance(base, int | float) or not 1.0055 <= base < 1e9:
+        if not is_number(base) or not 1.0055 <= base < 1e9:
             raise ConfigError(f"base must be from 1.0055 to 1e9; got {base!r}")
         if levels is None:
             return

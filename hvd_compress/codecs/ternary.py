@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from hvd_compress.codecs.base import Classes, Codec
+from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.wire.fields import digits_size, pack_digits, unpack_digits
 
@@ -26,9 +27,7 @@ class ternary(Codec, name="ternary"):
 
     def __post_init__(self) -> None:
         clip = self.clip
-        if clip is not None and (
-            isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0
-        ):
+        if clip is not None and (not is_number(clip) or not clip > 0):
             raise ConfigError(f"clip must be in standard deviations, or None; got {clip!r}")
 
     @property

@@ -9,7 +9,7 @@ import math
 from hvd_compress.aggregators import allreduce
 from hvd_compress.base import Array, Compressor, Context, Exchange, State
 from hvd_compress.chain import Chain, Transform, chain
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.transforms import (
     error_feedback,
@@ -79,7 +79,7 @@ class OfVelocities(Chained):
 
     def __post_init__(self) -> None:
         check_choice("masking", self.masking, (True, False))
-        if not isinstance(self.min_size, int) or self.min_size < 0:
+        if not is_whole(self.min_size) or self.min_size < 0:
             raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
 
     def compresses(self, shape: tuple[int, ...]) -> bool:

@@ -11,7 +11,7 @@ from hvd_compress.aggregators import allgather
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, Transform, chain
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import OfVelocities
 from hvd_compress.schedules import Density, as_density, by_epoch
@@ -71,7 +71,7 @@ class DGC(OfVelocities, name="dgc"):
         check_choice("weight_decay", self.weight_decay, ("separate", "gradient"))
         if self.clip_norm is not None:
             clip = self.clip_norm
-            if isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0:
+            if not is_number(clip) or not clip > 0:
                 raise ConfigError(f"clip_norm must be positive, or None; got {clip!r}")
             if self.weight_decay == "gradient":
                 raise ConfigError(

@@ -9,6 +9,7 @@ from hvd_compress import operators
 from hvd_compress.aggregators import allgather, dense_until
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.codecs import Codec
+from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import OneChain
 from hvd_compress.schedules import Density, Start, as_start
@@ -56,11 +57,7 @@ class EF21(OneChain, name="ef21"):
     def __post_init__(self) -> None:
         object.__setattr__(self, "start", as_start(self.start))
         average = self.average
-        if (
-            isinstance(average, bool)
-            or not isinstance(average, int | float)
-            or not 0 <= average < 1
-        ):
+        if not is_number(average) or not 0 <= average < 1:
             raise ConfigError(f"average must be in [0, 1); got {average!r}")
         super().__post_init__()
 

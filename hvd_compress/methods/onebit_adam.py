@@ -12,6 +12,7 @@ from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign
+from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import Chained
 from hvd_compress.schedules import After, Start, as_start, by_epoch, started
@@ -20,7 +21,7 @@ from hvd_compress.transforms import averaged_momentum, error_feedback
 
 def check_freeze_step(steps: Any) -> None:
     """Raise ``ConfigError`` unless an optimizer can count to it."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    if not is_whole(steps) or steps < 1:
         raise ConfigError(
             f"freeze_step={steps!r} must be a number of steps, 1 or more: at least one must "
             "estimate Adam's variance"
@@ -76,7 +77,7 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
         if not isinstance(self.freeze_step, bool | After):  # what a schedule says is a bool
             check_freeze_step(self.freeze_step)
             object.__setattr__(self, "freeze_step", as_start(self.freeze_step))
-        if not isinstance(self.min_size, int) or self.min_size < 0:
+        if not is_whole(self.min_size) or self.min_size < 0:
             raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
         assert self._compressed  # checks the other options
         assert self._whole

@@ -10,7 +10,7 @@ from hvd_compress.aggregators.power_sgd import matrix_shape
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import Chained
 from hvd_compress.schedules import Start, as_start, by_epoch
@@ -54,7 +54,7 @@ class PowerSGD(Chained, name="powersgd"):
     def __post_init__(self) -> None:
         check_choice("error_feedback", self.error_feedback, (True, False))
         rate = self.min_compression_rate
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate >= 1:
+        if not is_number(rate) or not rate >= 1:
             raise ConfigError(f"min_compression_rate must be 1 or more; got {rate!r}")
         object.__setattr__(self, "start", as_start(self.start))
         assert self._low_rank  # checks the other options

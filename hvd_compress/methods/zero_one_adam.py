@@ -14,7 +14,7 @@ from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Compressor, Context, Exchange, Outcome, State, Sum
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import Chained
 from hvd_compress.methods.composed import Partition, rule
@@ -68,10 +68,9 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
             *("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
         ):
             value: Any = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not (whole and 1 <= value <= _FOREVER):
+            if not is_whole(value) or not 1 <= value <= _FOREVER:
                 raise ConfigError(f"{name} must be a number of steps, 1 or more; got {value!r}")
-        if not isinstance(self.min_size, int) or self.min_size < 0:
+        if not is_whole(self.min_size) or self.min_size < 0:
             raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
         check_choice("norm", self.norm, ("l1", "l2"))
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Context, Sparse
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.communicator import Channel, Communicator
 from hvd_compress.mpi.direct import direct
@@ -90,7 +90,7 @@ class OkTopk:
     def __post_init__(self) -> None:
         for option in ("k", "threshold_every", "boundaries_every"):
             value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise ConfigError(f"{option} must be an integer, 1 or more; got {value!r}")
         check_choice("values", self.values, (None, *DTYPES))
         check_choice("indices", self.indices, CODECS)

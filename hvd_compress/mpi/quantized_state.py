@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.arrays import Flat, describe
 from hvd_compress.mpi.communicator import Communicator
@@ -29,7 +30,7 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, shape: tuple[int, ...], columns: str | int) -> Plan:
         n, is_last = math.prod(shape), False
-        if isinstance(columns, int) and not isinstance(columns, bool) and columns > 0:
+        if is_whole(columns) and columns > 0:
             length = columns
         elif columns not in ("first", "last"):
             raise ConfigError(

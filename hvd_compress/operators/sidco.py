@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context, State
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.on_host import HostSelector
 from hvd_compress.operators.quantiles import FITS, quantile
@@ -53,7 +53,7 @@ class sidco(HostSelector, name="sidco"):
         super().__post_init__()
         check_choice("fit", self.fit, FITS)
         m = self.stages
-        if m is not None and (isinstance(m, bool) or not isinstance(m, int) or m < 1):
+        if m is not None and (not is_whole(m) or m < 1):
             raise ConfigError(f"stages must be a number, 1 or more, or None to adapt; got {m!r}")
 
     def init(self, x: Array) -> State:

@@ -11,12 +11,13 @@ import numpy as np
 
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context
+from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.base import Selector
 
 
 def check_tau(tau: Any) -> None:
-    if isinstance(tau, bool) or not isinstance(tau, int | float) or not 0 < tau < math.inf:
+    if not is_number(tau) or not 0 < tau < math.inf:
         raise ConfigError(f"tau must be a positive number, for instance tau=0.01; got {tau!r}")
 
 

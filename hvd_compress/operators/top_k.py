@@ -6,7 +6,7 @@ same in every framework and on every device.
 ``selection="sampled"`` is the hierarchical search of Lin et al. (ICLR 2018): the threshold of a
 strided sample filters the elements, the survivors are ranked exactly, and a threshold that lets
 too few pass is lowered.  It returns exactly what ``selection="exact"`` returns, several times
-faster on large arrays.  Where arrays are symbols, the framework's own search takes their place.
+faster on large arrays.  TensorFlow has a search of its own, in operations of its graphs.
 
 Differs from the authors' released code, which sends whatever passes the sampled threshold, between
 0.8 k and 1.3 k elements, and cuts the surplus by position.  Here every message has exactly k

@@ -6,6 +6,7 @@ import dataclasses
 
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Transform
+from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.transforms.error_feedback import unsent
 
@@ -31,7 +32,7 @@ class fading_memory(Transform, name="fading_memory"):
 
     def __post_init__(self) -> None:
         keep = self.keep
-        if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 <= keep <= 1:
+        if not is_number(keep) or not 0 <= keep <= 1:
             raise ConfigError(f"keep must be in [0, 1]; got {keep!r}")
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:

@@ -7,13 +7,13 @@ import dataclasses
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Transform
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, is_number
 from hvd_compress.errors import ConfigError
 
 
 def check_momentum(momentum: float | None) -> None:
     m = 0.0 if momentum is None else momentum
-    if not isinstance(m, int | float) or not 0 <= m < 1:
+    if not is_number(m) or not 0 <= m < 1:
         raise ConfigError(f"momentum must be in [0, 1); got {momentum!r}")
 
 
