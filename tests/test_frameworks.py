@@ -16,14 +16,12 @@ import pytest
 import jobs
 from scenarios import names, read
 
+TORCH = ("training", "options", "numerics", "state", "parity", "shared")
+KERAS = ("parity", "shared", "keras_fit")
+PARITY = ("parity",)
 ADAM = ("adam_onebit", "adam_zero_one")
 ADAM_TORCH = (*ADAM, "adam_torch", "adam_zero_one_torch")
 ADAM_KERAS = (*ADAM, "adam_keras", "adam_zero_one_keras")
-#: what depends on the number of ranks
-RANKS = ("training", "parity", "families", "shared")
-TORCH = (*RANKS, "options", "numerics", "state")
-KERAS = ("parity", "shared", "keras_fit")
-PARITY = ("parity",)
 
 
 class Job(NamedTuple):
@@ -43,16 +41,17 @@ JOBS = [
     Job("horovod", TORCH, "mpirun", 2),
     Job("horovod", TORCH, "gloo", 2),
     Job("horovod", (*TORCH, *ADAM_TORCH), "mpirun", 3),
-    Job("horovod", RANKS, "mpirun", 4),
+    Job("horovod", TORCH, "mpirun", 4),
     Job("horovod", PARITY, "mpirun", 8),
     Job("mpi", (*TORCH, "over_mpi"), "mpirun", 1),
     Job("mpi", (*TORCH, *ADAM_TORCH, "over_mpi"), "mpirun", 2),
     Job("mpi", (*TORCH, "over_mpi"), "mpich", 2),
     Job("mpi", (*TORCH, "over_mpi"), "mpirun", 3),
-    Job("mpi", (*RANKS, "over_mpi"), "mpirun", 4),
+    Job("mpi", (*TORCH, "over_mpi"), "mpirun", 4),
+    Job("mpi", PARITY, "mpich", 4),
     Job("mpi", (*PARITY, "over_mpi"), "mpirun", 8),
     Job("tensorflow", (*KERAS, "adam_zero_one"), "alone", 1),
-    Job("tensorflow", (*KERAS, "families"), "mpirun", 2),
+    Job("tensorflow", KERAS, "mpirun", 2),
     Job("tensorflow", PARITY, "gloo", 2),
     Job("tensorflow", ADAM_KERAS, "mpirun", 2),
     Job("tensorflow", ("graphs",), "mpirun", 3),

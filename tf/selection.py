@@ -8,6 +8,7 @@ import tensorflow as tf
 _SMALL = 1 << 14
 # From this part of the elements on, counting digits is faster than a sample and its survivors.
 _MANY = 1 / 16
+# Digits of so many bits: two in a float32.
 _DIGIT = 16
 
 
@@ -19,7 +20,7 @@ def top_k(x: tf.Tensor, k: int) -> tf.Tensor:
     if k >= _MANY * n:
         return _by_digits(x, k)
     # The threshold of a sample lets a few more than k elements pass, which are ranked exactly.
-    stride = max(1, int(min(100.0, n / (16 * n / k))))
+    stride = max(1, min(100, k // 16))
     stride -= stride % 2 == 0
     sample = x[::stride]
     expected = k * sample.shape[0] / n
@@ -44,11 +45,10 @@ def _by_digits(x: tf.Tensor, k: int) -> tf.Tensor:
     takes seconds where k is in the millions."""
     integers = tf.int64 if x.dtype == tf.float64 else tf.int32
     bits = tf.bitwise.bitwise_and(tf.bitcast(x, integers), integers.max)  # NaN may have a sign
-    alike, rank = bits, tf.constant(k, tf.int64)
+    alike, rank, bins = bits, tf.constant(k, tf.int64), 1 << _DIGIT
     for shift in reversed(range(0, 8 * integers.size, _DIGIT)):
         digits = tf.bitwise.right_shift(alike, tf.constant(shift, integers))
-        digits = tf.cast(tf.bitwise.bitwise_and(digits, (1 << _DIGIT) - 1), tf.int32)
-        bins = 1 << _DIGIT
+        digits = tf.cast(tf.bitwise.bitwise_and(digits, bins - 1), tf.int32)
         counts = tf.math.bincount(digits, minlength=bins, maxlength=bins, dtype=tf.int64)
         reached = tf.cumsum(counts, reverse=True)
         digit = tf.math.count_nonzero(reached >= rank, dtype=tf.int32) - 1
