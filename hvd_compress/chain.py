@@ -17,6 +17,8 @@ import math
 from collections.abc import Generator
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from hvd_compress.backend import backend_of
 from hvd_compress.base import (
     Array,
@@ -242,7 +244,11 @@ class Chain(Compressor, name="chain"):
                 new_state.update(own)
             return update, new_state
 
-        update, new_state = xp.choose(finite, settled, lambda: (met.mean, old))
+        def restored() -> tuple[Array, State]:
+            # If it is the state that overflows, with finite gradients, it would do so for ever.
+            return met.mean, {key: _in_range(x) for key, x in old.items()}
+
+        update, new_state = xp.choose(finite, settled, restored)
         if not self._has_update:
             return Outcome(mean, met.sent, new_state)
         update = xp.restore(update, gradient)
@@ -254,6 +260,16 @@ class Chain(Compressor, name="chain"):
     @functools.cached_property
     def _has_update(self) -> bool:
         return any(type(t).finish is not Transform.finish for t in self.transforms)
+
+
+def _in_range(x: Array) -> Array:
+    """Elements so large that a few of them, or of other ranks', overflow when they are added become
+    the largest that do not; all others stay as they are."""
+    xp = backend_of(x)
+    if not xp.dtype(x).startswith("float"):
+        return x
+    floor = xp.full_like(x, -float(np.finfo(xp.dtype(x)).max) * 2.0**-24)
+    return -xp.maximum(-xp.maximum(x, floor), floor)
 
 
 def chain(*transforms: Transform, via: Aggregator) -> Chain:

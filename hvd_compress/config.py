@@ -94,6 +94,12 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def check_seed(seed: Any) -> None:
+    """Raise unless ``seed`` is a whole number that travels in 64 bits."""
+    if not is_whole(seed) or not -(2**63) <= seed < 2**63:
+        raise ConfigError(f"seed must be a whole number, for instance seed=1; got {seed!r}")
+
+
 def check_fraction(option: str, value: Any) -> None:
     """Raise unless ``0 < value <= 1``."""
     if not is_number(value) or not 0 < value <= 1:

@@ -46,6 +46,14 @@ def load_horovod(
     return horovod
 
 
+def with_seed(factory: Callable[..., Any]) -> inspect.Signature:
+    """Horovod's signature with an option more, for this package's methods: ``seed``, for randomness
+    that the ranks share."""
+    signature = inspect.signature(factory)
+    seed = inspect.Parameter("seed", inspect.Parameter.KEYWORD_ONLY, default=0, annotation=int)
+    return signature.replace(parameters=[*signature.parameters.values(), seed])
+
+
 def bind_call(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> inspect.BoundArguments:

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvd_compress import lockstep
+from hvd_compress.agreement import Terms
 from hvd_compress.backend import backend_of
-from hvd_compress.base import Alltoall, Batch, Exchange, Gather, Meeting, Outcome, Sum, Swap
+from hvd_compress.base import Alltoall, Array, Batch, Exchange, Gather, Meeting, Outcome, Sum, Swap
 from hvd_compress.stats import Record
 
 #: bytes of a message's length, where it travels
@@ -22,6 +23,9 @@ LENGTH = 8
 
 
 class Engine(Protocol):
+    #: making one is a collective, so its owners may compare at once what they are made for
+    is_collective: bool
+
     @property
     def rank(self) -> int: ...
 
@@ -37,8 +41,10 @@ class Engine(Protocol):
     def abandon(self) -> None:
         """Forget what is under way, after a failure."""
 
-    def agree(self, text: str) -> None:
-        """Raise ``MismatchError`` if texts differ between ranks, where finding out is cheap."""
+    def agree(self, terms: Terms, like: Array) -> None:
+        """Begin to compare ``terms`` over the ranks, before the first ``start`` of a step;
+        ``finish`` raises ``MismatchError`` before anything else if they differ.  ``like`` is one of
+        the arrays that will be exchanged."""
 
 
 def itemsize(dtype: str) -> int:
@@ -64,6 +70,7 @@ class LocalEngine:
     """A world of one: every request is its own answer."""
 
     rank, size = 0, 1
+    is_collective = False
 
     def __init__(self) -> None:
         self._outcomes: dict[str, Outcome] = {}
@@ -84,7 +91,7 @@ class LocalEngine:
     def abandon(self) -> None:
         self._outcomes.clear()
 
-    def agree(self, text: str) -> None:
+    def agree(self, terms: Terms, like: Array) -> None:
         pass
 
 

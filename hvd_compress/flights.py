@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from hvd_compress.agreement import Terms, agreement
 from hvd_compress.backend import backend_of
 from hvd_compress.base import (
     Alltoall,
@@ -77,7 +78,13 @@ class FlightEngine(abc.ABC):
     #: ``_outcome`` wants to know all that arrived, which takes memory until ``finish``
     keeps_results: ClassVar[bool] = False
 
+    is_collective: ClassVar[bool] = False
+    #: under which ranks compare what they are about to do; unique among what is under way
+    agreement_name: str = "agreement"
+
     def __init__(self) -> None:
+        self._agreement: _Flight | None = None
+        self._agreed_once = False
         self._flights: list[_Flight] = []
 
     @property
@@ -96,27 +103,49 @@ class FlightEngine(abc.ABC):
     def _wait(self, handle: Any, count: int) -> list[Any]:
         """Results of the ``count`` operations behind a handle."""
 
-    def agree(self, text: str) -> None:
-        """Differing options show when frames are decoded, without a message more."""
-        del text
+    def agree(self, terms: Terms, like: Array) -> None:
+        """Compare ``terms`` over the ranks, in a flight that comes in before all others.
+
+        The first time it comes in at once: ranks that differ from the start would submit what
+        others never will, and nothing can call that back.
+        """
+        self._agreement = self._depart({self.agreement_name: (agreement(terms, like), Record())})
+        if not self._agreed_once:
+            self._bring_in_agreement()
+            self._agreed_once = True
 
     def start(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> None:
         """Submit the first round of one exchange by name, or of a group that travels together."""
+        self._flights.append(self._depart(exchanges))
+
+    def _depart(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> _Flight:
         flight = _Flight(
             [
                 _Traveller(name, self._steps(name, exchange, record), self.keeps_results)
                 for name, (exchange, record) in exchanges.items()
             ]
         )
-        self._flights.append(flight)
         for traveller in flight.travellers:
             traveller.advance(None)
         answer_batches(flight.travellers)
         self._submit(flight)
+        return flight
 
     def finish(self) -> dict[str, Outcome]:
         """Outcomes by name of everything that was started."""
+        self._bring_in_agreement()
         flights = self._flights
+        self._bring_in(flights)
+        self._flights = []
+        travellers = [t for flight in flights for t in flight.travellers]
+        return {t.name: self._outcome(t.outcome, t.results) for t in travellers if t.outcome}
+
+    def _bring_in_agreement(self) -> None:
+        flight, self._agreement = self._agreement, None
+        if flight is not None:
+            self._bring_in([flight])
+
+    def _bring_in(self, flights: Sequence[_Flight]) -> None:
         while any(flight.waiting for flight in flights):
             for flight in flights:
                 waiting, flight.waiting = flight.waiting, []
@@ -134,9 +163,6 @@ class FlightEngine(abc.ABC):
             answer_batches(travellers)
             for flight in late:
                 self._submit(flight)
-        self._flights = []
-        travellers = [t for flight in flights for t in flight.travellers]
-        return {t.name: self._outcome(t.outcome, t.results) for t in travellers if t.outcome}
 
     def _outcome(self, outcome: Outcome, results: list[Any]) -> Outcome:
         """For libraries that would leave out a collective whose result the exchange ignores."""
@@ -144,7 +170,7 @@ class FlightEngine(abc.ABC):
 
     def abandon(self) -> None:
         """Forget what is under way, after a failure of the collectives themselves."""
-        self._flights = []
+        self._agreement, self._flights = None, []
 
     def _submit(self, flight: _Flight) -> None:
         buckets: dict[Any, list[_Traveller]] = {}

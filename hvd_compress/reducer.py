@@ -10,14 +10,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from hvd_compress.agreement import Terms, listed
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Compressor, Context, Exchange, Outcome, Sparse, State, Sum
+from hvd_compress.config import check_seed
 from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.methods import as_compressor
 from hvd_compress.stats import Record, Stats, waiting_norm
 
 _VERSION = 1
+_NOTHING = np.empty(0)
 
 
 class Reducer:
@@ -50,6 +55,7 @@ class Reducer:
         seed: int = 0,
     ) -> None:
         self.method: Compressor = as_compressor(compression)
+        check_seed(seed)
         if momentum and not self.method.takes_momentum:
             raise ConfigError(
                 f"{self.method.name} leaves momentum to the optimizer: drop momentum={momentum} "
@@ -68,8 +74,11 @@ class Reducer:
         self._deferred: dict[str, Array] = {}
         self._like: dict[str, Array] = {}  # gradients under way
         self._shapes: dict[str, tuple[int, ...]] = {}  # that fit the states
-        options = {"momentum": momentum, "nesterov": nesterov, "sums": sums, "seed": seed}
-        self.engine.agree(f"{self.method!r}, {options}")
+        self._agrees = False  # the ranks have begun to compare terms in this step
+        if self.engine.is_collective:
+            self._agree(_NOTHING)
+            self.engine.finish()
+            self._agrees = False
         self.method.bind(self)
 
     def reduce(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
@@ -84,6 +93,7 @@ class Reducer:
 
     def start_together(self, gradients: Mapping[str, Array]) -> None:
         """:meth:`start` for several that became ready at once."""
+        self._agree(next(iter(gradients.values()), _NOTHING))
         if twice := gradients.keys() & (self._like.keys() | self._deferred.keys()):
             raise ConfigError(f"{twice.pop()!r} was started already: call finish() once a step")
         if self.method.needs_epoch and self.epoch is None:
@@ -97,7 +107,12 @@ class Reducer:
             self._launch(gradients, None)
 
     def finish(self) -> dict[str, Array]:
-        """What :meth:`reduce` returns, for everything that was started."""
+        """What :meth:`reduce` returns, for everything that was started.
+
+        Raises:
+            MismatchError: the ranks differ in method, options, step or tensors.
+        """
+        self._agree(_NOTHING)  # other ranks may have started something
         if self._deferred:
             norm = math.hypot(*(backend_of(g).norm(g) for g in self._deferred.values()))
             deferred, self._deferred = self._deferred, {}
@@ -105,9 +120,9 @@ class Reducer:
         try:
             outcomes = self.engine.finish()
         except BaseException:
-            self._like = {}
-            self.engine.abandon()
+            self._abandon()
             raise
+        self._agrees = False
         expected, self._like = self._like, {}
         if outcomes.keys() != expected.keys():
             raise CompressionError(f"lost on the way: {expected.keys() - outcomes.keys()}")
@@ -120,6 +135,25 @@ class Reducer:
             factor = self.engine.size if self.sums else 1
             result[name] = outcome.direction * factor if factor != 1 else outcome.direction
         return result
+
+    def _abandon(self) -> None:
+        self.engine.abandon()
+        self._like, self._deferred, self._agrees = {}, {}, False
+
+    def _agree(self, like: Array) -> None:
+        """Begin to compare with the other ranks, once a step."""
+        if self._agrees:
+            return
+        terms: Terms = {
+            "method": repr(self.method),
+            "momentum, nesterov, sums": f"{self.momentum}, {self.nesterov}, {self.sums}",
+            "seed": str(self.seed),
+            "step": str(self.step),
+            "epoch": str(self.epoch),
+            "tensors so far": listed(sorted(self._shapes.items())),
+        }
+        self.engine.agree(terms, like)
+        self._agrees = True
 
     def _launch(self, gradients: Mapping[str, Array], norm: float | None) -> None:
         exchanges = {}
@@ -218,8 +252,8 @@ class Reducer:
             raise ConfigError(
                 f"this state is of {saved}, and the method here is {self.method.name}"
             )
-        self.engine.abandon()
-        self._like, self._deferred, self._shapes = {}, {}, {}
+        self._abandon()
+        self._shapes = {}
         self.step, self.epoch = state_dict["step"], state_dict["epoch"]
         self.seed = state_dict["seed"]
         self._per_rank = {name: frozenset(keys) for name, keys in state_dict["per_rank"].items()}

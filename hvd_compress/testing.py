@@ -138,6 +138,7 @@ def check_laws(
                 _check_steps(_Case(*common, seed, context), steps)
                 _check_frameworks_agree(_Case(*common, seed, context), steps)
                 _check_spoilt_steps(_Case(*common, seed, context))
+                _check_recovery(_Case(*common, seed, context))
                 _check_zeros(_Case(*common, seed, context))
                 _check_strides(_Case(*common, seed, context))
     _check_integers(compressor, make)
@@ -323,6 +324,36 @@ def _check_spoilt_steps(case: _Case) -> None:
         case.require(before == after, f"{spoilt} on rank {rank} leaves all states as they were")
     for outcome in case.exchange(case.arrays(case.numbers())):
         case.require(bool(np.isfinite(_numbers(outcome.mean)).all()), "a spoilt step is forgotten")
+
+
+#: gradients so many times the usual, by dtype: far beyond it, and nearly out of range
+_HUGE = {
+    "float16": (1e2, 3e3),
+    "bfloat16": (1e19, 1e37),
+    "float32": (1e19, 1e37),
+    "float64": (1e150, 1e300),
+}
+
+
+def _check_recovery(case: _Case) -> None:
+    """Whatever one step of finite gradients leaves behind."""
+    for factor in _HUGE[case.dtype]:
+        case.world = World(case.compressor, case.size, case.seed)
+        for huge in (False, True, *8 * (False,)):
+            numbers = case.numbers()
+            if huge:
+                xp = backend_of(case.arrays(numbers)[0])
+                gradients = [
+                    xp.cast(case.make(x * np.float64(factor)), case.dtype) for x in numbers
+                ]
+            else:
+                gradients = case.arrays(numbers)
+            with np.errstate(over="ignore", invalid="ignore"):
+                outcomes = case.exchange(gradients)
+        case.require(
+            all(np.isfinite(_numbers(x)).all() for o in outcomes for x in (o.mean, o.direction)),
+            f"some steps after gradients {factor:g} times the usual, results are finite",
+        )
 
 
 def _check_zeros(case: _Case) -> None:

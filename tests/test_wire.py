@@ -42,11 +42,11 @@ def test_the_bytes_of_a_small_frame():
         "01000000 05000000 09000000"  # 1, 5, 9
         "0000803f 000000c0 0000003f"  # 1.0, -2.0, 0.5
     )
-    header = b"HC" + bytes.fromhex("02 01 01 01 0000 03000000")
+    header = b"HC" + bytes.fromhex("03 01 01 01 0a00 03000000")  # 10 elements
     frame = frame_of([1, 5, 9], [1.0, -2.0, 0.5], 10)
     assert frame.dtype == np.uint8
     assert frame.tobytes() == header + zlib.crc32(header + body).to_bytes(4, "little") + body
-    assert zlib.crc32(header + body) == 0xFB850FBC
+    assert zlib.crc32(header + body) == 0x9FB0869B
 
 
 def test_the_bytes_of_a_small_packed_frame():
@@ -59,14 +59,14 @@ def test_the_bytes_of_a_small_packed_frame():
         "00000000"  # padding
         "003c 00c0 0038 0000"  # 1.0, -2.0, 0.5, 0.0
     )
-    header = b"HC" + bytes.fromhex("02 01 02 03 0000 04000000")
+    header = b"HC" + bytes.fromhex("03 01 02 03 6400 04000000")  # 100 elements
     frame = frame_of([3, 10, 20, 40], [1.0, -2.0, 0.5, 0.0], 100, "float16", "packed")
     assert frame.tobytes() == header + zlib.crc32(header + body).to_bytes(4, "little") + body
     assert frame.size < sparse_size(4, 100, "float16")
 
 
 def test_the_bytes_of_a_small_dense_frame():
-    header = b"HC" + bytes.fromhex("02 02 03 00 0000 01000000")
+    header = b"HC" + bytes.fromhex("03 02 03 00 0100 01000000")
     body = bytes.fromhex("000000000000f03f")
     frame = encode_dense(np.array([1.0]))
     assert frame.tobytes() == header + zlib.crc32(header + body).to_bytes(4, "little") + body
@@ -229,8 +229,9 @@ def test_the_last_index_of_a_huge_tensor_is_checked():
     n = 2**31 + 1
     with pytest.raises(PayloadError, match="ascending within"):
         decode_sparse(frame_of([0, n], [1, 2], n), n, "float32", 2)
+    n = 2**31 - 1
     with pytest.raises(PayloadError, match="ascending within"):
-        decode_sparse(frame_of([0, 2**31 - 1], [1, 2], 2**31), 2**31 - 1, "float32", 2)
+        decode_sparse(frame_of([0, n], [1, 2], 2**31), n, "float32", 2, whole=2**31)
 
 
 @pytest.mark.parametrize("count", [4, None], ids=["count known", "count unknown"])
@@ -298,8 +299,8 @@ def test_packed_bytes_are_checked_behind_a_valid_checksum(n):
         ({5: 4}, "another dtype"),
         ({5: 2}, "another dtype"),
         ({3: 3}, "no header"),
-        ({6: 1}, "no header"),
-        ({2: 1}, "no header of a sparse frame, version 2"),
+        ({6: 1}, "not the 10 elements"),
+        ({2: 1}, "no header of a sparse frame, version 3"),
     ],
     ids=str,
 )
@@ -314,6 +315,8 @@ def test_packed_frames_that_lie(changes, problem):
 def test_packed_indices_beyond_the_tensor():
     frame = frame_of([1, 5, 8, 9], [1.0, -2.0, 0.5, 3], 10, "float16", "packed")
     with pytest.raises(PayloadError, match=r"ascending within 0\.\.8"):
+        decode_sparse(frame, 9, "float16", whole=10)
+    with pytest.raises(PayloadError, match="not the 9 elements"):
         decode_sparse(frame, 9, "float16")
     with pytest.raises(PayloadError, match="4 entries where 3"):
         decode_sparse(frame, 10, "float16", 3)
@@ -345,7 +348,9 @@ def test_frames_of_the_wrong_length():
         ({"values": "float16"}, "another dtype"),
         ({"values": "float64"}, "another dtype"),
         ({"n": 2**31 + 1}, "another dtype"),
-        ({"n": 9}, "ascending within 0..8"),
+        ({"n": 9, "whole": 10}, "ascending within 0..8"),
+        ({"n": 9}, "not the 9 elements"),
+        ({"n": 11}, "not the 11 elements"),
     ],
     ids=str,
 )

@@ -16,8 +16,10 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvd_compress.agreement import Terms, listed
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, Sparse, State
 from hvd_compress.checkpoints import share
+from hvd_compress.config import check_seed
 from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import as_compressor
@@ -25,6 +27,7 @@ from hvd_compress.methods._chained import Chained
 from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.stats import Record, Stats, waiting_norm
 from hvd_compress.tensorflow import backend
+from hvd_compress.tensorflow.agreement import agreement
 from hvd_compress.tensorflow.engine import HorovodEngine
 from hvd_compress.tensorflow.rows import exchange_rows, merged
 from hvd_compress.tensorflow.xla import refuse_xla
@@ -92,6 +95,7 @@ class Binding(tf.Module):
         process_set, gradient_predivide_factor, sparse_as_dense: as Horovod's.
         device_dense, device_sparse: where exchanges are computed, as for ``tf.device``.
         alone: a world of one, for gradients that stay on their rank.
+        seed: for randomness that the ranks share.
 
     Attributes:
         method: the compressor.
@@ -119,6 +123,7 @@ class Binding(tf.Module):
         device_dense: str = "",
         device_sparse: str = "",
         alone: bool = False,
+        seed: int = 0,
     ) -> None:
         super().__init__(name="hvd_compress")
         self.method: Compressor = as_compressor(compression)
@@ -133,7 +138,8 @@ class Binding(tf.Module):
                 "op=hvd.Sum: use op=hvd.Average"
             )
         self.slots = list(slots)
-        self.seed = 0
+        check_seed(seed)
+        self.seed = seed
         self._number: int | None = None
         self.momentum, self.nesterov = momentum, nesterov
         self._sums = op == mpi_ops.Sum
@@ -170,6 +176,7 @@ class Binding(tf.Module):
             groups=self._groups,
             device_dense=self._devices[0],
             device_sparse=self._devices[1],
+            seed=self.seed,
         )
         self.on_behalf.append(other)
         return other
@@ -303,6 +310,8 @@ class Binding(tf.Module):
         self, gradients: list[Gradient], places: tuple[int, ...], scale: tf.Tensor | None
     ) -> list[Gradient]:
         present = {i: g for i, g in zip(places, gradients, strict=True) if g is not None}
+        if self.engine.size > 1:
+            present = self._if_all_agree(present)
         if self._sparse_as_dense:
             present = {i: tf.convert_to_tensor(g) for i, g in present.items()}
         if scale is not None:
@@ -323,6 +332,22 @@ class Binding(tf.Module):
                 results[i] = _cast(direction, self.slots[i].dtype)
         self.step.assign_add(1)
         return [results.get(i) for i in places]
+
+    def _if_all_agree(self, gradients: dict[int, Any]) -> dict[int, Any]:
+        """The same; none of them can be used before the ranks are known to agree."""
+        terms: Terms = {
+            "method": repr(self.method),
+            "op": "Sum" if self._sums else "Average",
+            "gradient_predivide_factor": str(self._predivide),
+            "momentum, nesterov": f"{self.momentum}, {self.nesterov}",
+            "seed": str(self.seed),
+            "variables": listed((slot.name, slot.shape) for slot in self.slots),
+            "with gradients": [self.slots[i].name for i in gradients],
+        }
+        counts = {"step": self.step.value(), "epoch": self.epoch.value()}
+        name = f"hvd_compress.{self.number}.agreement"
+        with tf.control_dependencies([agreement(terms, counts, name, self._set)]):
+            return tf.nest.map_structure(tf.identity, gradients)
 
     def _context(self, gradients: Mapping[int, Gradient]) -> Context:
         engine, norm = self.engine, None

@@ -22,6 +22,7 @@ from horovod.tensorflow import mpi_ops
 from hvd_compress.aggregators import allreduce
 from hvd_compress.base import Compressor
 from hvd_compress.chain import chain
+from hvd_compress.config import check_seed
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import FP16, NoCompression, as_compressor, from_environment
 from hvd_compress.momentum import another_kind, check_one_momentum, check_partner, moved
@@ -76,16 +77,19 @@ def distribute(
     groups: Any = None,
     process_set: Any = mpi_ops.global_process_set,
     scale_local_gradients: bool = True,
+    seed: int = 0,
 ) -> Any:
     """A new optimizer like ``optimizer`` that averages gradients over the ranks.
 
     Args: as Horovod's; ``compression`` also takes this package's methods, and ``None`` is what the
-        environment's ``HVD_COMPRESSION`` names, or nothing.
+        environment's ``HVD_COMPRESSION`` names, or nothing; ``seed`` is for randomness that the
+        ranks share.
 
     Raises:
         ConfigError, UnsupportedError: options that do not go together.
     """
     method = as_ours(compression)
+    check_seed(seed)
     if isinstance(optimizer, CompressedOptimizer):
         raise ConfigError(
             "this optimizer is distributed already; pass the one that it was made from"
@@ -141,6 +145,7 @@ def distribute(
             "sparse_as_dense": sparse_as_dense,
             "device_dense": device_dense,
             "device_sparse": device_sparse,
+            "seed": seed,
         },
         groups or num_groups,
         backward_passes_per_step,

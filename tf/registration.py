@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_compress.drop_in import bind_call
+from hvd_compress.drop_in import bind_call, with_seed
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensorflow.binding import Binding, native
 from hvd_compress.tensorflow.optimizer import distribute, is_keras_3, is_tf_keras
@@ -95,7 +94,7 @@ def drop_in_optimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
 
 def wrap_optimizer(factory: Callable[..., Any]) -> Callable[..., Any]:
     """Horovod's ``DistributedOptimizer`` that takes this package's compressors as well."""
-    signature = inspect.signature(factory)
+    signature = with_seed(factory)
 
     @functools.wraps(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
@@ -112,4 +111,5 @@ def wrap_optimizer(factory: Callable[..., Any]) -> Callable[..., Any]:
             return distribute(optimizer, **options)
         return factory(*args, **kwargs)
 
+    DistributedOptimizer.__signature__ = signature  # type: ignore[attr-defined]
     return DistributedOptimizer

@@ -13,7 +13,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_compress.base import Compressor
-from hvd_compress.drop_in import bind_call
+from hvd_compress.drop_in import bind_call, with_seed
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import as_compressor
 from hvd_compress.momentum import check_partner
@@ -42,8 +42,8 @@ def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
     it; ``DistributedGradientTape(tape, compression=...)`` takes it in place of a method.
 
     Args:
-        options: of :class:`hvd_compress.tensorflow.binding.Binding`; ``momentum`` for methods that
-            take it over, which the optimizer must not apply again.
+        options: of :class:`hvd_compress.tensorflow.binding.Binding`, such as ``seed``; ``momentum``
+            for methods that take it over, which the optimizer must not apply again.
     """
     if isinstance(compression, Binding):
         known = [slot.name for slot in compression.slots]
@@ -157,7 +157,7 @@ def _divided(gradient: Any, size: int) -> Any:
 
 def wrap_tape(factory: Callable[..., Any]) -> Callable[..., Any]:
     """Horovod's ``DistributedGradientTape`` that takes this package's compressors as well."""
-    signature = inspect.signature(factory)
+    signature = with_seed(factory)
 
     @functools.wraps(factory)
     @tf.autograph.experimental.do_not_convert
@@ -180,6 +180,7 @@ def wrap_tape(factory: Callable[..., Any]) -> Callable[..., Any]:
         new._hvd_local = set()
         return new
 
+    DistributedGradientTape.__signature__ = signature
     return DistributedGradientTape
 
 
@@ -187,7 +188,7 @@ def binding_options(options: dict[str, Any]) -> dict[str, Any]:
     """Of Horovod's options those that a Binding takes."""
     names = (
         *("op", "process_set", "gradient_predivide_factor", "groups", "sparse_as_dense"),
-        *("device_dense", "device_sparse"),
+        *("device_dense", "device_sparse", "seed"),
     )
     own = {name: options[name] for name in names}
     return own | {"groups": options["groups"] or options["num_groups"]}

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hvd_compress.agreement import Terms, listed
 from hvd_compress.base import Compressor, Context, Outcome, Sparse, State
 from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
@@ -49,15 +50,16 @@ class Binding:
         hvd: the module ``horovod.torch``, or another with its functions.
         sums: the user asked for ``op=Sum``.
         engine: carries exchanges between the ranks.
+        seed: for randomness that the ranks share.
     """
 
     def __init__(
-        self, optimizer: Any, method: Compressor, hvd: Any, sums: bool, engine: Engine
+        self, optimizer: Any, method: Compressor, hvd: Any, sums: bool, engine: Engine, seed: int
     ) -> None:
         self.method = method
         self.epoch: int | None = None
         self.step = 0
-        self.seed = 0
+        self.seed = seed
         self.records: dict[str, Record] = {}
         self.sparse: set[torch.nn.Parameter] = set()
         #: averages over the ranks of what differs, if they are those of the last step
@@ -79,14 +81,11 @@ class Binding:
         self._gradient_norm: float | None = None
         self._local = LocalEngine()
         self._shared = engine
-        groups = optimizer.param_groups
-        options = {
-            "sums": sums,
-            "predivide": optimizer.gradient_predivide_factor,
-            "passes": optimizer.backward_passes_per_step,
-            "momentum": [(g.get("momentum"), g.get("nesterov")) for g in groups],
-        }
-        self.engine.agree(f"{method!r}, {options}")
+        self._agrees = False  # the ranks have begun to compare terms in this step
+        if engine.is_collective:
+            self._agree()
+            self.engine.finish()
+            self._agrees = False
         self.takes_optimizer_momentum = self._check_momentum()
         method.bind(self)
 
@@ -136,6 +135,7 @@ class Binding:
     def _start(self, parameters: list[torch.nn.Parameter]) -> None:
         self.consolidated, self.is_consolidated = {}, False
         self._optimizer._synchronized = False
+        self._agree()
         if (scale := running_scale()) is not None:
             self._scale = scale
         if self.method.needs_epoch and self.epoch is None:
@@ -152,8 +152,13 @@ class Binding:
             self._launch(parameters)
 
     def finish(self) -> None:
-        """Wait for everything that was started and put the averages into ``p.grad``."""
+        """Wait for everything that was started and put the averages into ``p.grad``.
+
+        Raises:
+            MismatchError: the ranks differ in method, options, step or parameters.
+        """
         try:
+            self._agree()  # other ranks may have started something
             if self._deferred:
                 self._gradient_norm = self._norm_of_gradients()
                 deferred, self._deferred = self._deferred, []
@@ -181,6 +186,7 @@ class Binding:
             self._assign_gradient(p, direction * factor if factor != 1 else direction, is_rows)
             self._count(name, outcome.sent)
         self.step += 1
+        self._agrees = False
         self._last_scale, self._scale = self._scale, None
 
     def untouched(self) -> bool:
@@ -196,8 +202,39 @@ class Binding:
         self._shared.abandon()
         self._local.abandon()
         self._scale = None
+        self._agrees = False
         self._complete.clear()
         self.consolidated, self.is_consolidated = {}, False
+
+    def _agree(self) -> None:
+        """Begin to compare with the other ranks, once a step."""
+        if self._agrees:
+            return
+        optimizer, groups = self._optimizer, self._optimizer.param_groups
+        momenta = [(g.get("momentum"), g.get("nesterov")) for g in groups]
+        terms: Terms = {
+            "method": repr(self.method),
+            "op": "Sum" if self._sums else "Average",
+            "gradient_predivide_factor": str(optimizer.gradient_predivide_factor),
+            "backward_passes_per_step": str(optimizer.backward_passes_per_step),
+            "momentum, nesterov": str(momenta),
+            "seed": str(self.seed),
+            "step": str(self.step),
+            "epoch": str(self.epoch),
+            "parameters": self._listed,
+        }
+        self.engine.agree(terms, torch.empty(0))  # in host memory, where nothing has to wait
+        self._agrees = True
+
+    @property
+    def _listed(self) -> list[str]:
+        """The parameters with their shapes, and which of them are trained."""
+        names = self._optimizer._parameter_names
+        return listed(
+            (names[p] if p.requires_grad else f"{names[p]}, frozen,", p.shape)
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+        )
 
     def _launch(self, parameters: list[torch.nn.Parameter]) -> None:
         engine, exchanges = self.engine, {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,8 @@ from typing import Any
 import torch
 
 from hvd_compress.base import Compressor
-from hvd_compress.drop_in import bind_call
+from hvd_compress.config import check_seed
+from hvd_compress.drop_in import bind_call, with_seed
 from hvd_compress.engines import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import as_compressor
@@ -46,7 +46,7 @@ def wrap_factory(
 ) -> Callable[..., Any]:
     """Horovod's ``DistributedOptimizer``, or one like it, that takes this package's compressors as
     well; ``engine`` is called with ``hvd``, the process set and the predivide factor."""
-    signature = inspect.signature(factory)
+    signature = with_seed(factory)
 
     @functools.wraps(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
@@ -56,6 +56,7 @@ def wrap_factory(
             return factory(*args, **kwargs)
         method = as_compressor(compression)
         _check(hvd, call.arguments, method)
+        seed = call.arguments.pop("seed")
         call.arguments["compression"] = type(method)
         optimizer = factory(*call.args, **call.kwargs)
         # Horovod's class starts without these: a checkpoint may be in the state already, and
@@ -64,14 +65,16 @@ def wrap_factory(
         optimizer.state.update(inner.state)
         optimizer.defaults = inner.defaults
         shared = engine(hvd, optimizer.process_set, optimizer.gradient_predivide_factor)
-        _take_over(optimizer, method, hvd, call.arguments["op"] == hvd.Sum, shared)
+        _take_over(optimizer, method, hvd, call.arguments["op"] == hvd.Sum, shared, seed)
         return optimizer
 
+    DistributedOptimizer.__signature__ = signature  # type: ignore[attr-defined]
     DistributedOptimizer.__wrapped_by_hvd_compress__ = True  # type: ignore[attr-defined]
     return DistributedOptimizer
 
 
 def _check(hvd: Any, options: dict[str, Any], method: Compressor) -> None:
+    check_seed(options["seed"])
     if options["op"] == hvd.Adasum:
         raise ConfigError(
             f"op=Adasum cannot be combined with {method.name}: Adasum needs every rank's dense "
@@ -92,14 +95,16 @@ def _check(hvd: Any, options: dict[str, Any], method: Compressor) -> None:
         check_group(method, options["optimizer"], group)
 
 
-def _take_over(optimizer: Any, method: Compressor, hvd: Any, sums: bool, engine: Engine) -> None:
+def _take_over(
+    optimizer: Any, method: Compressor, hvd: Any, sums: bool, engine: Engine, seed: int
+) -> None:
     cls = type(optimizer)
     CompressedOptimizer.register(cls)
     cls._user_class = cls.__bases__[0]
     cls._horovod_load_state_dict = cls.load_state_dict
     for function in _METHODS:
         setattr(cls, function.__name__, function)
-    optimizer.compression = Binding(optimizer, method, hvd, sums, engine)
+    optimizer.compression = Binding(optimizer, method, hvd, sums, engine, seed)
     bound_optimizers.add(optimizer)
     checkpoint.adopt_momentum_buffers(optimizer)
     if not optimizer._grad_accs:

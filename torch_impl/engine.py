@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,7 +17,13 @@ class TorchFlightEngine(FlightEngine):
     """What collectives on torch tensors have in common."""
 
     def _split(self, own: torch.Tensor, everything: torch.Tensor) -> list[torch.Tensor]:
-        # Other sizes show when the frames are decoded.
+        if everything.numel() != own.numel() * self.size:
+            raise PayloadError(
+                f"the ranks' payloads differ in size: this rank's has {own.numel()} bytes, "
+                f"those of all {self.size} together {everything.numel()}. Do all run the same "
+                "version with the same compression options, or is a gradient sparse on some and "
+                "dense on others (sparse_as_dense=True)?"
+            )
         return list(torch.tensor_split(everything, self.size))
 
     def _splits(self, sizes: Sequence[int]) -> torch.Tensor:
@@ -46,9 +53,15 @@ class TorchFlightEngine(FlightEngine):
 class HorovodEngine(TorchFlightEngine, ProcessSetEngine):
     """Collectives of ``horovod.torch``, which is ``hvd``; see :class:`ProcessSetEngine`."""
 
+    #: engines made so far, by process set; in the same order on all of its ranks
+    _made: ClassVar[Counter[Any]] = Counter()
+
     def __init__(self, hvd: Any, process_set: Any, predivide: float = 1.0) -> None:
         super().__init__(process_set, predivide)
         self._hvd = hvd
+        # Two optimizers may be in the middle of a step at once.
+        self.agreement_name = f"agreement.{self._made[process_set.process_set_id]}"
+        self._made[process_set.process_set_id] += 1
 
     def _launch(self, kind: str, ops: Sequence[Op]) -> Any:
         hvd, name, common = self._hvd, ops[0].name, {"process_set": self._set}

@@ -387,6 +387,8 @@ def _make_optimizer(
         num_groups, groups: parameters that travel together: a number of groups, or lists.
         sparse_as_dense: make sparse gradients dense before they are exchanged.
         process_set: the ranks that take part.
+
+    And ``seed``, for randomness that the ranks share.
     """
     if process_set is global_process_set:
         process_set._needed()

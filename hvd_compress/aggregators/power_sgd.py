@@ -94,7 +94,9 @@ class power_sgd(Aggregator, name="power_sgd"):
             return (yield from self._one_side(xp, matrix, state, context))
         rank = min(n, m, self.rank)
         factor = state["factor"] if self.warm_start else _random(x, rank * m, context)
-        q = xp.reshape(factor, (rank, m))
+        old = xp.reshape(factor, (rank, m))
+        # Its scale means nothing to the result, and could take the product out of range.
+        q = _of_unit_length(xp, old)
         rows = yield from _product(n * m, _left, q, matrix)
         total = yield Sum(xp.reshape(rows, (-1,)))
         p = yield Batch(self._orthonormal, (xp.reshape(total / context.size, (rank, n)),))
@@ -105,7 +107,7 @@ class power_sgd(Aggregator, name="power_sgd"):
         sent = yield from _product(n * m, _whole, p, own)
         mean, sent = xp.reshape(mean, (-1,)), xp.reshape(sent, (-1,))
         if self.warm_start:
-            state = {"factor": xp.reshape(_without_zeros(xp, new, q), (-1,))}
+            state = {"factor": xp.reshape(_without_zeros(xp, new, old), (-1,))}
         return Met(mean, sent, xp.all_finite(mean), state)
 
     def _one_side(
@@ -193,11 +195,17 @@ def orthonormal_rows(xp: Any, rows: Array) -> Array:
             if basis:
                 known = xp.concat(basis, -2)
                 row = row - xp.matmul(xp.matmul(row, xp.transpose(known)), known)
-            wide = xp.cast(row, "float64")  # squares are in range
-            norm = xp.cast(xp.matmul(wide, xp.transpose(wide)) ** 0.5, xp.dtype(row))
-            row = row / xp.maximum(norm, xp.full_like(norm, _TINY))
+            row = _of_unit_length(xp, row)
         basis.append(row)
     return xp.concat(basis, -2)
+
+
+def _of_unit_length(xp: Any, rows: Array) -> Array:
+    """Each row of a matrix, or of a stack of them; zeros stay zeros."""
+    wide = xp.cast(rows, "float64")  # squares are in range
+    ones = xp.transpose(xp.full_like(wide[..., :1, :], 1.0))
+    norms = xp.cast(xp.matmul(wide * wide, ones) ** 0.5, xp.dtype(rows))
+    return rows / xp.maximum(norms, xp.full_like(norms, _TINY))
 
 
 def _by_qr(xp: Any, rows: Array) -> Array:

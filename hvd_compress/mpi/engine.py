@@ -23,9 +23,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from hvd_compress.agreement import Terms, agreement
 from hvd_compress.backend import backend_of
 from hvd_compress.base import (
     Alltoall,
+    Array,
     Batch,
     Exchange,
     Gather,
@@ -78,6 +80,8 @@ class MpiEngine:
         bucket_bytes: a bucket leaves when the gradients in it have that many bytes, uncompressed.
     """
 
+    is_collective = True
+
     def __init__(
         self,
         comm: MPI.Comm | Communicator | None = None,
@@ -91,6 +95,7 @@ class MpiEngine:
         self.predivide = predivide
         self._bucket_bytes = bucket_bytes
         self._plan: list[tuple[str, ...]] = []
+        self._agreement: _Flight | None = None
         self._flights: list[_Flight] = []
         self._launched = 0  # flights ever
         self._next = 0  # bucket of the plan
@@ -105,8 +110,11 @@ class MpiEngine:
     def size(self) -> int:
         return self.comm.size
 
-    def agree(self, text: str) -> None:
-        self.comm.agree(text)
+    def agree(self, terms: Terms, like: Array) -> None:
+        self.comm.check()
+        # In host memory, wherever the gradients are.
+        comparison = _Traveller("agreement", agreement(terms, np.empty(0)), Record())
+        self._agreement = _Flight(self, [comparison], self._next_tag())
 
     def start(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> None:
         self.comm.check()
@@ -127,6 +135,9 @@ class MpiEngine:
 
     def finish(self) -> dict[str, Outcome]:
         self.comm.check()
+        if self._agreement is not None:
+            flight, self._agreement = self._agreement, None
+            wait_for(self.comm, [flight])
         names = sorted(self._arrival)
         if self.comm.checks:
             self._agree_on_step(names)
@@ -158,7 +169,7 @@ class MpiEngine:
     def abandon(self) -> None:
         """Others may go on with the step, and what they send must never meet what is sent later:
         if anything has left, this engine cannot be used again."""
-        flights = self._flights
+        flights = [*self._flights, *([self._agreement] if self._agreement else [])]
         self._reset()
         if flights:
             self.comm.give_up("a step was abandoned in the middle", flights)
@@ -168,7 +179,8 @@ class MpiEngine:
         self.comm.free()
 
     def _reset(self) -> None:
-        self._flights, self._ready, self._arrival, self._next = [], {}, [], 0
+        self._agreement, self._flights, self._next = None, [], 0
+        self._ready, self._arrival = {}, []
 
     def _buckets(
         self, names: Sequence[str], records: Mapping[str, Record] | None = None
@@ -199,13 +211,17 @@ class MpiEngine:
         if not names:
             return
         travellers = [self._ready.pop(name) for name in names]
+        self._flights.append(_Flight(self, travellers, self._next_tag()))
+
+    def _next_tag(self) -> int:
         # Tags are used again after a while: whoever had them must be done by then.
         generations = self.comm.tags // 2 // _TAGS
-        if len(self._flights) >= generations:
-            wait_for(self.comm, self._flights[: len(self._flights) - generations + 1])
+        flights = [*([self._agreement] if self._agreement else []), *self._flights]
+        if len(flights) >= generations:
+            wait_for(self.comm, flights[: len(flights) - generations + 1])
         tag = self.comm.tags // 2 + self._launched % generations * _TAGS
         self._launched += 1
-        self._flights.append(_Flight(self, travellers, tag))
+        return tag
 
 
 class _Flight:

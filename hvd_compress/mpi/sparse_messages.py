@@ -138,11 +138,11 @@ class Format:
     # -- frames ------------------------------------------------------------------------------
 
     def encode(self, vector: Vector, n: int) -> np.ndarray:
-        """A frame of a vector of ``n`` elements."""
+        """A frame of a vector of ``n`` elements, a region of the whole."""
         if isinstance(vector, Sparse):
-            frame = encode_sparse(vector.indices, vector.values, n, self.codec)
+            frame = encode_sparse(vector.indices, vector.values, n, self.codec, self.n)
         else:
-            frame = encode_dense(vector)
+            frame = encode_dense(vector, whole=self.n)
         if frame.nbytes >= 2**31:
             raise UnsupportedError(f"a message of {frame.nbytes} bytes: split the tensor")
         return frame
@@ -150,7 +150,7 @@ class Format:
     def decode(self, frame: np.ndarray, n: int, dtype: str, sender: int) -> Vector:
         """The inverse; raises ``PayloadError``."""
         read = decode if self.may_be_dense else decode_sparse
-        indices, values = read(frame, n, dtype, sender=f"rank {sender}")
+        indices, values = read(frame, n, dtype, sender=f"rank {sender}", whole=self.n)
         values = values.astype(dtype)  # aligned, native and no view of the frame
         return values if indices is None else Sparse(indices.astype(np.int64), values)
 

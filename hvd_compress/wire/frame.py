@@ -4,11 +4,12 @@ All numbers are little-endian::
 
     offset  type    field
     0       u8[2]   b"HC"
-    2       u8      version, 2
+    2       u8      version, 3
     3       u8      kind: 1 = sparse, 2 = dense; 3 is that of hvd_compress.wire.coded
     4       u8      dtype of the values: 1 = float32, 2 = float16, 3 = float64
     5       u8      indices: 0 = none (dense), 1 = int32, 2 = int64, 3 = packed
-    6       u16     zero
+    6       u16     elements of the vector modulo 65521, so that a frame for a vector of
+                    another length is noticed, where lengths differ a little
     8       u32     number of entries
     12      u32     CRC-32 of the first 12 bytes and of all behind the header
 
@@ -37,7 +38,8 @@ CODECS = ("int32", "packed")
 DTYPES = ("float16", "float32", "float64")
 _HEADER = struct.Struct("<2sBBBBHI")
 START = _HEADER.size + 4
-MAGIC, VERSION, _SPARSE, _DENSE = b"HC", 2, 1, 2
+MAGIC, VERSION, _SPARSE, _DENSE = b"HC", 3, 1, 2
+_LARGEST_PRIME = 65521  # of 16 bits
 VALUES = {"float32": 1, "float16": 2, "float64": 3}
 _INDICES = {"none": 0, "int32": 1, "int64": 2, "packed": 3}
 
@@ -70,11 +72,16 @@ def padded(body: int) -> int:
 
 
 def encode_sparse(
-    indices: np.ndarray, values: np.ndarray, n: int, codec: str = "int32"
+    indices: np.ndarray,
+    values: np.ndarray,
+    n: int,
+    codec: str = "int32",
+    whole: int | None = None,
 ) -> np.ndarray:
     """A frame (1-D, uint8) of ascending ``indices`` into ``n`` elements and their ``values``
     (float16, float32 or float64).  ``codec="packed"``: about log2(n / count) + 1.5 bits an index,
-    and never more bytes than without."""
+    and never more bytes than without.  ``whole``: elements of the vector that these ``n`` are a
+    region of; receivers must expect the same."""
     check_choice("codec", codec, CODECS)
     count, size = indices.size, sparse_size(indices.size, n, values.dtype.name)
     if codec == "packed":
@@ -86,19 +93,19 @@ def encode_sparse(
             frame = np.zeros(packed_size, np.uint8)
             pack(gaps, found[0], frame[START:])
             _put(frame, packed_size - values.nbytes, values)
-            return _sealed(frame, _SPARSE, values, "packed", count)
+            return _sealed(frame, _SPARSE, values, "packed", count, whole or n)
     frame = np.zeros(size, np.uint8)
     dtype = index_dtype(n)
     end = _put(frame, START, indices.astype(dtype, copy=False))
     _put(frame, end, values)
-    return _sealed(frame, _SPARSE, values, dtype, count)
+    return _sealed(frame, _SPARSE, values, dtype, count, whole or n)
 
 
-def encode_dense(values: np.ndarray) -> np.ndarray:
+def encode_dense(values: np.ndarray, *, whole: int | None = None) -> np.ndarray:
     """A frame (1-D, uint8) of all ``values`` of a flat array."""
     frame = np.zeros(padded(values.nbytes), np.uint8)
     _put(frame, START, values)
-    return _sealed(frame, _DENSE, values, "none", values.size)
+    return _sealed(frame, _DENSE, values, "none", values.size, whole or values.size)
 
 
 def _put(frame: np.ndarray, start: int, array: np.ndarray) -> int:
@@ -108,12 +115,12 @@ def _put(frame: np.ndarray, start: int, array: np.ndarray) -> int:
 
 
 def _sealed(
-    frame: np.ndarray, kind: int, values: np.ndarray, indices: str, count: int
+    frame: np.ndarray, kind: int, values: np.ndarray, indices: str, count: int, n: int
 ) -> np.ndarray:
     if count >= 2**32:
         raise PayloadError(f"{count} entries do not fit in one frame; split the tensor")
     codes = VALUES[values.dtype.name], _INDICES[indices]
-    header = _HEADER.pack(MAGIC, VERSION, kind, *codes, 0, count)
+    header = _HEADER.pack(MAGIC, VERSION, kind, *codes, n % _LARGEST_PRIME, count)
     frame[: _HEADER.size] = np.frombuffer(header, np.uint8)
     frame[_HEADER.size : START].view("<u4")[0] = _checksum(frame)
     return frame
@@ -124,7 +131,13 @@ def _checksum(frame: np.ndarray) -> int:
 
 
 def decode_sparse(
-    frame: np.ndarray, n: int, values: str, count: int | None = None, *, sender: str = "a rank"
+    frame: np.ndarray,
+    n: int,
+    values: str,
+    count: int | None = None,
+    *,
+    sender: str = "a rank",
+    whole: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """``(indices, values)`` of a frame, views into it where that is possible.
 
@@ -133,24 +146,31 @@ def decode_sparse(
         n: number of elements of the tensor.
         values: the dtype that the values must have.
         count: the number of entries that there must be; ``None`` if only the sender knows.
+        whole: elements of the vector that the tensor is a region of.
 
     Raises:
         PayloadError: the frame is damaged, or made with other options than this rank's.
     """
-    indices, decoded = _decode(frame, n, values, count, sender, (_SPARSE,))
+    indices, decoded = _decode(frame, n, values, count, sender, (_SPARSE,), whole or n)
     assert indices is not None
     return indices, decoded
 
 
 def decode(
-    frame: np.ndarray, n: int, values: str, *, sender: str = "a rank"
+    frame: np.ndarray, n: int, values: str, *, sender: str = "a rank", whole: int | None = None
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """The same for a frame that may be dense: its indices are ``None``, its values ``n``."""
-    return _decode(frame, n, values, None, sender, (_SPARSE, _DENSE))
+    return _decode(frame, n, values, None, sender, (_SPARSE, _DENSE), whole or n)
 
 
 def _decode(
-    frame: np.ndarray, n: int, values: str, count: int | None, sender: str, kinds: tuple[int, ...]
+    frame: np.ndarray,
+    n: int,
+    values: str,
+    count: int | None,
+    sender: str,
+    kinds: tuple[int, ...],
+    whole: int,
 ) -> tuple[np.ndarray | None, np.ndarray]:
     def fail(problem: str) -> PayloadError:
         return PayloadError(
@@ -161,10 +181,10 @@ def _decode(
 
     if frame.size < START:
         raise fail(f"{frame.size} bytes are less than a header")
-    magic, version, kind, value_code, index_code, zero, entries = _HEADER.unpack(
+    magic, version, kind, value_code, index_code, length, entries = _HEADER.unpack(
         frame[: _HEADER.size].tobytes()
     )
-    if (magic, version, zero) != (MAGIC, VERSION, 0) or kind not in kinds:
+    if (magic, version) != (MAGIC, VERSION) or kind not in kinds:
         raise fail(f"no header of a sparse frame, version {VERSION}, at its start")
     plain = index_dtype(n)
     allowed = ("none",) if kind == _DENSE else (plain, "packed")
@@ -186,6 +206,8 @@ def _decode(
         start = START if kind == _DENSE else START + entries * np.dtype(plain).itemsize
     if _checksum(frame) != frame[_HEADER.size : START].view("<u4")[0]:
         raise fail("its checksum does not match")
+    if length != whole % _LARGEST_PRIME:
+        raise fail(f"it belongs to a vector that has not the {whole} elements of this rank's")
 
     decoded = frame[start : start + entries * item].view(f"<{np.dtype(values).str[1:]}")
     if kind == _DENSE:

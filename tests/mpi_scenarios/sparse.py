@@ -725,6 +725,19 @@ def differing_calls_are_errors_everywhere() -> None:
     comm.free()
 
 
+def vectors_of_other_lengths_are_noticed_without_comparing_calls() -> None:
+    """After the calls that ranks compare, or without any, frames tell."""
+    if P == 1:
+        return
+    odd = RANK == P - 1
+    for algorithm in mpi.sparse.ALGORITHMS:
+        comm = mpi.Communicator(world, timeout=3, checks=0)
+        n = 100 + odd
+        with raises((PayloadError, CollectiveTimeout)):
+            mpi.sparse_allreduce(_vector(RANK, n, 10), n, algorithm=algorithm, comm=comm)
+        comm.free()
+
+
 def damage_is_noticed_by_all_who_read_it() -> None:
     comm = mpi.Communicator(world, timeout=20)
 

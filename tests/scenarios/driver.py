@@ -26,6 +26,10 @@ adam: Any = _driver.adam
 #: this package's optimizers of those names
 onebit_adam: Any = _driver.onebit_adam
 zero_one_adam: Any = _driver.zero_one_adam
+#: how ranks that differ say so
+mismatch: type[BaseException] = _driver.mismatch
+#: make a run believe that it is at another step
+set_step: Any = _driver.set_step
 #: arrays of all ranks, one behind the other
 allgather: Any = _driver.allgather
 #: a weight of the oracle's in the layout of the framework, and back

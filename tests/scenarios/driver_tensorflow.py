@@ -115,6 +115,14 @@ onebit_adam = _with_torchs_names(hvd_keras.OneBitAdam)
 zero_one_adam = _with_torchs_names(hvd_keras.ZeroOneAdam)
 
 
+#: what a graph raises shows the error of this package
+mismatch = tf.errors.OpError
+
+
+def set_step(run: Run, step: int) -> None:
+    run.compression.step.assign(step)
+
+
 def turned(name: str, weight: np.ndarray) -> np.ndarray:
     """Keras has the layout of the oracle."""
     return weight

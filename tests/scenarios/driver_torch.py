@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_compress.errors import MismatchError
 from scenarios import oracle
 
 torch.set_num_threads(1)
@@ -86,6 +87,13 @@ class Run:
             for name, p in zip(self.names, self.model.parameters(), strict=True)
             for key, x in self.compression.state_of(p).items()
         }
+
+
+mismatch = MismatchError
+
+
+def set_step(run: Run, step: int) -> None:
+    run.compression.step = step
 
 
 def turned(name: str, weight: np.ndarray) -> np.ndarray:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from hvd_compress.base import Exchange, Gather
 from hvd_compress.errors import CompressionError, MismatchError
+from hvd_compress.stats import Record
 from hvd_compress.torch import DGC, ConfigError, NoCompression, PayloadError, SignSGD, Signum, TopK
 from scenarios import horovod_only
 from scenarios.common import (
@@ -243,15 +245,50 @@ def different_options_on_different_ranks_raise() -> None:
     model = make_model()
     density = 0.05 if hvd.rank() else 0.06
     if over == "mpi":
-        with raises(MismatchError, "different calls", "rank 0: DGC.density=0.06"):
+        with raises(MismatchError, "the ranks differ", "rank 0: DGC.density=0.06"):
             distribute(sgd(model), model, DGC(density=density))
         return
     optimizer = distribute(sgd(model), model, DGC(density=density))
     model[0].weight.grad = torch.randn(64, 40)
-    optimizer.compression.start([model[0].weight])
-    with raises(PayloadError, "same compression options"):
-        optimizer.compression.finish()
-    optimizer.compression.abandon()
+    with raises(MismatchError, "the ranks differ", "rank 0: DGC.density=0.06"):
+        optimizer.compression.start([model[0].weight])
+
+
+def models_that_differ_are_errors() -> None:
+    """By the name of a parameter, by its shape, by what is frozen."""
+    if hvd.size() == 1:
+        return
+    odd = hvd.rank() == 1
+    for what, change in (
+        ("other", lambda name, p: (name + ".other" * odd, p)),
+        (r"\[4, 3\]", lambda name, p: (name, torch.nn.Parameter(torch.zeros(3 + odd, 3)))),
+        ("frozen", lambda name, p: (name, p.requires_grad_(not odd))),
+    ):
+        named = [change("alone", torch.nn.Parameter(torch.zeros(3, 3)))]
+        named.append(("second", torch.nn.Parameter(torch.zeros(2))))
+        with raises(MismatchError, "parameters", what):
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD([p for _, p in named], 0.1),
+                named_parameters=named,
+                compression=NoCompression,
+            )
+            optimizer.synchronize()
+
+
+def a_payload_of_another_size_accuses_nobody() -> None:
+    """An allgather does not tell who sent how much."""
+    if over == "mpi" or hvd.size() == 1:
+        return  # over MPI sizes are known
+    own = torch.zeros(24 + 8 * (hvd.rank() == 1), dtype=torch.uint8)
+    binding = distribute(sgd(model := make_model()), model, TopK).compression
+
+    def unequal() -> Exchange:
+        yield Gather(own, equal_sizes=True)
+
+    binding.engine.start({"unequal": (unequal(), Record())})
+    with raises(PayloadError, f"has {own.numel()} bytes", f"{24 * hvd.size() + 8}"):
+        binding.engine.finish()
+    binding.abandon()
 
 
 def _embedding(sparse: bool) -> torch.nn.Module:

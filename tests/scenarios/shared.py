@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from hvd_compress import (
     DGC,
     FP16,
     NoCompression,
+    RandomK,
     StagedWarmup,
     TopK,
 )
@@ -23,8 +25,10 @@ from scenarios.driver import (
     barrier,
     hvd,
     make,
+    mismatch,
     over,
     raises,
+    set_step,
     train,
 )
 
@@ -128,6 +132,49 @@ def a_spoilt_step_leaves_no_trace() -> None:
         train(run, range(4, 6))
         assert all(np.isfinite(w).all() for w in run.weights().values())
         assert_same_everywhere(run.weights())
+
+
+def ranks_that_differ_all_say_so() -> None:
+    """Every rank raises, with both sides, instead of waiting or drifting apart."""
+    if hvd.size() == 1:
+        return  # one rank has nobody to differ from
+    odd = hvd.rank() == 1
+
+    def fails(what: str, here: str, there: str, method: Any, **options: Any) -> None:
+        step = options.pop("at_step", None)
+        with raises(mismatch, "the ranks differ", f"  {what}", f"rank 0.*: {here}", f"1: {there}"):
+            run = make(method, **options)
+            try:
+                if step is not None:
+                    set_step(run, step)
+                run.step(0)
+            finally:
+                if over == "mpi":  # what has left cannot be called back
+                    run.compression.abandon()
+                    run.compression.engine.close()
+
+    fails("method", "FP16", "TopK", TopK(density=0.05) if odd else FP16())
+    fails("method", "DGC.density=0.05", "DGC.density=0.1", DGC(density=0.1 if odd else 0.05))
+    fails("op", "Average", "Sum", FP16(), op=hvd.Sum if odd else hvd.Average)
+    fails("gradient_predivide", "2.0", "1.0", FP16(), gradient_predivide_factor=2.0 - odd)
+    fails("momentum", ".*0.9", ".*0.5", DENSE, momentum=0.5 if odd else 0.9)
+    fails("seed", "0", "7", RandomK(density=0.1), seed=7 * odd)
+    fails("step", "0", "3", RandomK(density=0.1), at_step=3 * odd)
+    # And afterwards all goes on.
+    assert_same_everywhere(train(make(SPARSE), range(2)).weights())
+
+
+def seeds_differ() -> None:
+    method = RandomK(density=0.1, error_feedback=False)
+    runs = [train(make(method, momentum=0.0, seed=seed), range(2)) for seed in (0, 0, 1)]
+    first, same, other = (np.concatenate([*map(np.ravel, r.weights().values())]) for r in runs)
+    assert [run.compression.seed for run in runs] == [0, 0, 1]
+    assert (first != other).any()
+    if over in ("horovod", "mpi"):  # Keras gives every model other names, and so other draws
+        np.testing.assert_array_equal(first, same)
+    for seed in (0.5, 2**63, True):
+        with raises(ConfigError, "seed must be a whole number"):
+            make(method, momentum=0.0, seed=seed)
 
 
 def spellings_agree() -> None:

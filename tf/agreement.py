@@ -1,0 +1,43 @@
+"""Whether all ranks are about to do the same, asked by a graph at the beginning of every step; see
+:mod:`hvd_compress.agreement`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow import allgather_object, mpi_ops
+
+from hvd_compress.agreement import Terms, differences, digest, encode
+from hvd_compress.errors import MismatchError
+
+
+def agreement(terms: Terms, counts: dict[str, tf.Tensor], name: str, process_set: Any) -> tf.Tensor:
+    """A tensor behind which all ranks are known to agree.
+
+    When the graph runs and they do not, it fails on every rank with a ``MismatchError``, which
+    TensorFlow shows inside of an error of its own.
+
+    Args:
+        terms: what is known while the graph is traced.
+        counts: what is known only when it runs, scalars of int64.
+        name: of the collective.
+    """
+    text = digest(encode(terms))
+    own = tf.stack([tf.constant(text, tf.int64), *counts.values()])
+    # The largest of each and the smallest: both are this rank's only if all are.
+    mine = tf.concat([own, -own], 0)
+    most = mpi_ops._allreduce(
+        mine, op=mpi_ops.Max, name=name, ignore_name_scope=True, process_set=process_set
+    )
+
+    def fail(*values: tf.Tensor) -> tf.Tensor:
+        now = {key: str(int(value)) for key, value in zip(counts, values, strict=True)}
+        everyone = allgather_object(encode({**terms, **now}), process_set=process_set)
+        raise MismatchError(differences(everyone))
+
+    return tf.cond(
+        tf.reduce_all(most == mine),
+        lambda: tf.constant(True),
+        lambda: tf.py_function(fail, list(counts.values()), tf.bool),
+    )
