@@ -15,6 +15,7 @@ import numpy as np
 from hvd_compress.agreement import Terms, listed
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Compressor, Context, Exchange, Outcome, Sparse, State, Sum
+from hvd_compress.checkpoints import check_array, entry, epoch_in, refused, whole
 from hvd_compress.config import check_seed
 from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
@@ -193,13 +194,11 @@ class Reducer:
     def _check_state(self, name: str, gradient: Array) -> None:
         xp = backend_of(gradient)
         method = self.method.for_tensor(name, xp.shape(gradient))
-        for key, fresh in method.init(gradient).items():
-            if xp.size(self.states[name][key]) != xp.size(fresh):
-                raise ConfigError(
-                    f"the gradient of {name!r} has {xp.size(gradient)} elements, and its {key} "
-                    f"{xp.size(self.states[name][key])} instead of {xp.size(fresh)}: one name "
-                    "belongs to one tensor"
-                )
+        if problem := _misfit(self.states[name], method.init(gradient)):
+            raise ConfigError(
+                f"the gradient of {name!r} has {xp.size(gradient)} elements, and of its state "
+                f"{problem}: one name belongs to one tensor, and a state to its model and options"
+            )
 
     def stats(self) -> Stats:
         """Exact bytes so far, by name and in total, and the norm of what waits."""
@@ -244,23 +243,45 @@ class Reducer:
         """Go on where :meth:`state_dict` was taken.
 
         Raises:
-            ConfigError: it was made by another method or version.
+            ConfigError: it was made by another method or version, or it is damaged; then nothing
+                has changed.
         """
-        if state_dict["version"] != _VERSION:
-            raise ConfigError(f"this state has version {state_dict['version']}, not {_VERSION}")
-        if (saved := state_dict["method"]["method"]) != self.method.name:
-            raise ConfigError(
-                f"this state is of {saved}, and the method here is {self.method.name}"
-            )
+        version = whole(state_dict, "version")
+        if version != _VERSION:
+            raise refused(f"it has version {version}, not {_VERSION}")
+        saved = entry(entry(state_dict, "method", Mapping), "method", str)
+        if saved != self.method.name:
+            raise refused(f"it is of {saved}, and the method here is {self.method.name}")
+        step, epoch = whole(state_dict, "step"), epoch_in(state_dict)
+        seed = whole(state_dict, "seed", -(2**63))
+        per_rank, states = self._loaded(state_dict)
         self._abandon()
-        self._shapes = {}
-        self.step, self.epoch = state_dict["step"], state_dict["epoch"]
-        self.seed = state_dict["seed"]
-        self._per_rank = {name: frozenset(keys) for name, keys in state_dict["per_rank"].items()}
-        self.states = {
-            name: {key: backend_of(x).copy(x) for key, x in state.items()}
-            for name, state in state_dict["states"].items()
-        }
+        self.step, self.epoch, self.seed = step, epoch, seed
+        self._per_rank, self.states, self._shapes = per_rank, states, {}
+
+    def _loaded(
+        self, state_dict: Mapping[str, Any]
+    ) -> tuple[dict[str, frozenset[str]], dict[str, State]]:
+        """Copies of the arrays by name and key, and which keys differ between ranks."""
+        per_rank: dict[str, frozenset[str]] = {}
+        states: dict[str, State] = {}
+        everything = entry(state_dict, "states", Mapping)
+        differing = entry(state_dict, "per_rank", Mapping)
+        if differing.keys() != everything.keys():
+            raise refused("'per_rank' and 'states' are of different tensors")
+        for name in everything:
+            state, keys = entry(everything, name, Mapping), entry(differing, name, (list, tuple))
+            if not all(isinstance(key, str) and key in state for key in keys):
+                raise refused(f"'per_rank' names keys that the state of {name!r} has not")
+            states[name] = {}
+            for key, x in state.items():
+                check_array(f"{key!r} of {name!r}", x)
+                states[name][key] = backend_of(x).copy(x)
+            per_rank[name] = frozenset(keys)
+        for name in self._shapes:  # of others the first gradient will tell
+            if problem := _misfit(entry(states, name, dict), self.states[name]):
+                raise refused(f"of {name!r} {problem}")
+        return per_rank, states
 
     def _consolidate(self, states: dict[str, State]) -> None:
         def averaged(x: Array) -> Exchange:
@@ -275,3 +296,16 @@ class Reducer:
         for label, outcome in self.engine.finish().items():
             name, key = label.split("\n")
             states[name][key] = outcome.mean
+
+
+def _misfit(state: State, fresh: State) -> str:
+    """What is wrong with a state, beside one that fits; nothing if the text is empty."""
+    if state.keys() != fresh.keys():
+        return f"there is {sorted(map(str, state))} where {sorted(fresh)} was expected"
+    for key, like in fresh.items():
+        here, there = (
+            f"{backend_of(x).dtype(x)}{list(backend_of(x).shape(x))}" for x in (state[key], like)
+        )
+        if here != there:
+            return f"{key!r} is {here} instead of {there}"
+    return ""

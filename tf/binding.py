@@ -18,7 +18,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvd_compress.agreement import Terms, listed
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, Sparse, State
-from hvd_compress.checkpoints import share
+from hvd_compress.checkpoints import check_array, refused, saver_in, share, whole
 from hvd_compress.config import check_seed
 from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import ConfigError
@@ -556,25 +556,38 @@ class Binding(tf.Module):
         return arrays
 
     def load_values(self, arrays: Mapping[str, Any]) -> None:
-        """Take up what :meth:`values` gave."""
-        saved = {key: int(arrays[key]) for key in ("consolidated", "rank", "size")}
-        factor = share(self.engine, saved)
-        self.step.assign(int(arrays["step"]))
-        self.epoch.assign(int(arrays["epoch"]))
-        self._consolidated_at.assign(int(arrays["step"]) if saved["consolidated"] else -1)
-        for name in arrays.keys() - saved.keys() - {"step", "epoch"}:
+        """Take up what :meth:`values` gave.
+
+        Raises:
+            ConfigError: it belongs to another model, or it is damaged; then nothing has changed.
+        """
+        numbers = {
+            key: x.item() if x.size == 1 and x.dtype.kind in "iu" else x
+            for key, x in arrays.items()
+            if "." not in key
+        }
+        saved = saver_in(numbers)
+        step, epoch = whole(numbers, "step"), whole(numbers, "epoch", -1)
+        found = {name: x for name, x in arrays.items() if name not in numbers}
+        known = {f"{i}.{key}": v for i, state in self.states.items() for key, v in state.items()}
+        for name, x in found.items():
             i, key = name.split(".", 1)
-            if key not in self.states.get(i, {key: None}):
+            if i not in self.states:
+                raise refused(f"{name!r} fits no variable: it belongs to another model")
+            if name not in known:
                 warnings.warn(f"{self.method.name} has no use for {key!r}: dropped", stacklevel=2)
-            elif i not in self.states or arrays[name].size != backend.size(self.states[i][key]):
-                raise ConfigError(
-                    f"saved compression state {name} has {arrays[name].size} elements and fits no "
-                    "variable: it belongs to another model, or to other options"
-                )
-            else:
-                slot = self.slots[int(i)]
-                differs = key in self._per_rank(slot)
-                self.states[i][key].assign(arrays[name] * (factor if differs else 1.0))
+                continue
+            check_array(f"{name!r}", x, backend.size(known[name]))
+            check_array(f"{name!r}", x.astype(known[name].dtype.as_numpy_dtype))
+        factor = share(self.engine, saved)
+        self.step.assign(step)
+        self.epoch.assign(epoch)
+        self._consolidated_at.assign(step if saved["consolidated"] else -1)
+        for name in known.keys() & found.keys():
+            i, key = name.split(".", 1)
+            differs = key in self._per_rank(self.slots[int(i)])
+            x = np.reshape(found[name], tuple(known[name].shape))
+            known[name].assign(x * (factor if differs else 1.0))
         for i, state in self.states.items():
             slot, old = self.slots[int(i)], {key: v.value() for key, v in state.items()}
             new = self._method_for(slot).repaired(tf.zeros(slot.shape, slot.dtype), old)

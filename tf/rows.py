@@ -1,13 +1,16 @@
 """Gradients of some rows (``tf.IndexedSlices``): rows travel whole, without loss.
 
-Duplicate rows are merged before they are sent, and payloads carry raw bytes, so any dtype travels.
+Duplicate rows are merged before they are sent, and frames carry raw bytes, so any dtype travels.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_compress.base import Context, Exchange, Gather, Outcome
+from hvd_compress.tensorflow import backend
+from hvd_compress.wire.rows import decode_rows, encode_rows
 
 
 def merged(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -26,30 +29,26 @@ def exchange_rows(gradient: tf.IndexedSlices, shape: tf.TensorShape, context: Co
     Args:
         shape: of the variable.
     """
-    own = merged(gradient)
-    parts = yield Gather(_bytes(own.indices))
-    counts = [tf.size(part) // tf.int64.size for part in parts]
-    indices = [tf.bitcast(tf.reshape(part, [-1, tf.int64.size]), tf.int64) for part in parts]
-    row = shape[1:].num_elements()
-    parts = yield Gather(_bytes(own.values))
-    dtype = own.values.dtype
-    values = []
-    for rank, (part, count, index) in enumerate(zip(parts, counts, indices, strict=True)):
-        fits = (tf.size(part) == count * row * dtype.size) & tf.reduce_all(
-            (index >= 0) & (index < shape[0])
-        )
-        check = tf.debugging.Assert(
-            fits, [f"PayloadError: rank {rank} sent rows that do not fit {shape}"]
-        )
-        with tf.control_dependencies([] if check is None else [check]):
-            raw = tf.reshape(part, [-1, dtype.size])
-        values.append(tf.reshape(tf.bitcast(raw, dtype), [count, *shape[1:]]))
+    own, n, dtype = merged(gradient), shape[0], gradient.values.dtype
+    row = shape[1:].num_elements() * dtype.size
+
+    def encode(places: np.ndarray, theirs: np.ndarray) -> list[np.ndarray]:
+        return [encode_rows(places, theirs, n)]
+
+    raw = tf.reshape(tf.bitcast(own.values, tf.uint8), [-1])
+    (frame,) = backend.on_host(encode, [own.indices, raw], [("uint8", None)], raw)
+    indices, values = [], []
+    for rank, part in enumerate((yield Gather(frame))):
+
+        def decode(message: np.ndarray, sender: str = f"rank {rank}") -> list[np.ndarray]:
+            return list(decode_rows(message, n, row, sender=sender))
+
+        places, theirs = backend.on_host(decode, [part], [("int64", None), ("uint8", None)], raw)
+        indices.append(places)
+        each = tf.bitcast(tf.reshape(theirs, [-1, dtype.size]), dtype)
+        values.append(tf.reshape(each, [-1, *shape[1:]]))
     total = merged(
         tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), gradient.dense_shape)
     )
     mean = tf.IndexedSlices(total.values / context.size, total.indices, gradient.dense_shape)
     return Outcome(mean, own.values, {})
-
-
-def _bytes(x: tf.Tensor) -> tf.Tensor:
-    return tf.reshape(tf.bitcast(x, tf.uint8), [-1])

@@ -18,16 +18,21 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from hvd_compress.checkpoints import share, unconsolidated
-from hvd_compress.errors import ConfigError
+from hvd_compress.base import State
+from hvd_compress.checkpoints import (
+    check_array,
+    refused,
+    share,
+    unconsolidated,
+)
+from hvd_compress.torch import backend
 from hvd_compress.torch.binding import PREFIX, reset_hooks
-
-_KEY = "hvd_compress"
-_VERSION = 1
+from hvd_compress.torch.checked_state import KEY, VERSION, Entries, checked_entries, checked_header
 
 
 def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
@@ -41,7 +46,7 @@ def state_dict(self: Any) -> dict[str, Any]:
     The momentum and the Nesterov flag in it are the user's, whoever applies them.
     """
     result = local_state_dict(self)
-    if not result[_KEY]["consolidated"] and _differs(self):
+    if not result[KEY]["consolidated"] and _differs(self):
         warnings.warn(
             unconsolidated("optimizer.consolidate_state_dict()"), UserWarning, stacklevel=2
         )
@@ -64,8 +69,8 @@ def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
                 entries["momentum_buffer"] = buffer
         if entries:
             result["state"][index] = result["state"].get(index, {}) | entries
-    result[_KEY] = {
-        "version": _VERSION,
+    result[KEY] = {
+        "version": VERSION,
         "method": binding.method.to_config(),
         "sparse": [index for index, p in enumerate(parameters) if p in binding.sparse],
         "consolidated": binding.is_consolidated and not own,
@@ -110,57 +115,65 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
     Args:
         state_dict: its momentum buffers, if it comes from a plain SGD, become velocities.
         exact: take residuals as they are, whichever rank they come from.
-    """
-    binding = self.compression
-    saved = state_dict.get(_KEY, {})
-    if saved.get("version", _VERSION) != _VERSION:
-        raise ConfigError(f"this state dict has version {saved['version']}; known is {_VERSION}")
-    plain = {"param_groups": state_dict["param_groups"], "state": {}}
-    ours: dict[Any, dict[str, Any]] = {}
-    for index, entries in state_dict["state"].items():
-        names = [key for key in entries if isinstance(key, str) and key.startswith(PREFIX)]
-        ours[index] = {key.removeprefix(PREFIX): entries[key] for key in names}
-        taken = {*names, "momentum_buffer"} if PREFIX + "velocity" in names else {*names}
-        if not binding.takes_optimizer_momentum:
-            taken.discard("momentum_buffer")  # the optimizer's own momentum goes on
-        if rest := {key: value for key, value in entries.items() if key not in taken}:
-            plain["state"][index] = rest
-    binding.abandon()
-    self._horovod_load_state_dict(plain)
-    binding.forget_groups()
 
+    Raises:
+        ConfigError: it belongs to another model, or it is damaged; then nothing has changed.
+    """
+    binding, parameters = self.compression, _parameters(self)
+    saved = checked_header(state_dict.get(KEY) if isinstance(state_dict, Mapping) else None)
+    plain, ours = checked_entries(self, state_dict)
+    sparse = set(saved.get("sparse", []))
+    if not sparse <= set(range(len(parameters))):
+        raise refused(f"'sparse' has {sorted(sparse)}, and there are {len(parameters)} parameters")
+    factor = 1.0 if exact else share(binding.engine, saved)
+    states = {
+        parameters[place]: _loaded_state(self, parameters[place], own, place in sparse, factor)
+        for place, own in ours.items()
+    }
+    before = self.state, self.param_groups
+    try:
+        self._horovod_load_state_dict(plain)
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        self.state, self.param_groups = before
+        raise refused(f"{type(self).__name__} says {error!r}") from error
+    binding.abandon()
+    binding.forget_groups()
     reset_hooks(self)
     binding.step = saved.get("step", 0)
     binding.epoch = saved.get("epoch", binding.epoch)
     binding.seed = saved.get("seed", binding.seed)
-    parameters = _parameters(self)
-    binding.sparse = {parameters[index] for index in saved.get("sparse", [])}
-    factor = 1.0 if exact else share(binding.engine, saved)
-    for index, entries in ours.items():
-        p = parameters[index]
-        fresh = binding.method_for(p).init(p.detach())
-        useful = {*fresh, "decay"} | ({"velocity"} if p in binding.sparse else set())
-        for key in [key for key in entries if key not in useful]:
-            if key == "velocity" and "momentum_buffer" in state_dict["state"][index]:
-                del entries[key]  # goes on as the optimizer's own momentum
-                continue
-            warnings.warn(f"{binding.method.name} has no use for {key!r}: dropped", stacklevel=2)
-            del entries[key]
-        state = {**fresh, **entries} if entries else {}
-        for key, x in entries.items():
-            wanted = fresh.get(key, p).numel()
-            if x.numel() != wanted:
-                raise ConfigError(
-                    f"{key} of {self._parameter_names[p]} has {x.numel()} elements instead of "
-                    f"{wanted}: the state dict belongs to another model, or to other options"
-                )
-            state[key] = x.detach().clone().to(p.device)
-            if key in binding.per_rank_keys(p):
-                state[key] *= factor
-        if state:  # even if it is this rank's own: that of others may be lost
-            state = binding.method_for(p).repaired(p.detach(), state)
+    binding.sparse = {parameters[index] for index in sparse}
+    for p, state in states.items():
         binding._set_state(p, state)
     adopt_momentum_buffers(self)
+
+
+def _loaded_state(
+    optimizer: Any, p: torch.nn.Parameter, entries: Entries, is_sparse: bool, factor: float
+) -> State:
+    """This package's state of a parameter; ``factor`` as of :func:`checkpoints.share`."""
+    binding, name = optimizer.compression, optimizer._parameter_names[p]
+    method = binding.method_for(p)
+    fresh = method.init(p.detach())
+    flat = backend.widen(p)
+    templates = {**fresh, "decay": p.detach().view(-1)} | ({"velocity": flat} if is_sparse else {})
+    state = dict(fresh) if entries.values else {}
+    per_rank = frozenset() if is_sparse else method.per_rank(p.detach())
+    for key, x in entries.values.items():
+        if key not in templates:
+            # A velocity that is a momentum buffer too goes on as the optimizer's own momentum.
+            if key != "velocity" or not entries.have_buffer:
+                warnings.warn(f"{method.name} has no use for {key!r}: dropped", stacklevel=3)
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise refused(f"{key!r} of {name!r} is {x!r} where a tensor was expected")
+        like = templates[key]
+        loaded = x.detach().to(like.device, like.dtype, copy=True)
+        state[key] = check_array(f"{key!r} of {name!r}", loaded, like.numel()).view(like.shape)
+        if key in per_rank:
+            state[key] *= factor
+    # Even if it is this rank's own: that of others may be lost.
+    return method.repaired(p.detach(), state) if state else state
 
 
 def adopt_momentum_buffers(optimizer: Any) -> None:
@@ -184,7 +197,7 @@ def broadcast(optimizer: Any, root_rank: int) -> None:
     payload = broadcast_tree(
         hvd, local_state_dict(optimizer, own=True) if hvd.rank() == root_rank else None, root_rank
     )
-    binding.sparse = {parameters[index] for index in payload[_KEY]["sparse"]}
+    binding.sparse = {parameters[index] for index in payload[KEY]["sparse"]}
     alive = binding.step > 0 or any(binding.state_of(p) for p in parameters)
     own = {}
     for index, entries in payload["state"].items():

@@ -1,15 +1,18 @@
 """Sparse gradients (``Embedding(sparse=True)``): rows travel whole, without loss.
 
-Duplicate rows are merged before they are sent, and payloads carry raw bytes, so any dtype travels.
+Duplicate rows are merged before they are sent, and frames carry raw bytes, so any dtype travels.
 A rank without a gradient sends no rows.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from hvd_compress.base import Context, Exchange, Gather, Outcome
 from hvd_compress.errors import PayloadError
+from hvd_compress.torch import backend
+from hvd_compress.wire.rows import decode_rows, encode_rows
 
 
 def exchange_rows(gradient: torch.Tensor, context: Context) -> Exchange:
@@ -24,20 +27,24 @@ def exchange_rows(gradient: torch.Tensor, context: Context) -> Exchange:
             f"sparse gradients must be rows of a matrix (sparse_dim 1), got {merged.sparse_dim()};"
             " pass sparse_as_dense=True to hvd.DistributedOptimizer"
         )
-    values = merged.values().contiguous()
-    # Eight-byte indices first, so that both parts are aligned in what the others receive.
-    parts = yield Gather(_bytes(merged.indices()[0].contiguous()))
-    indices = [part.clone().view(torch.int64) for part in parts]
-    row = values[:1].numel() * values.element_size() if len(values) else _row_bytes(gradient)
-    parts = yield Gather(_bytes(values))
-    rows = []
-    for rank, (index, part) in enumerate(zip(indices, parts, strict=True)):
-        in_range = index.numel() == 0 or (index.min() >= 0 and index.max() < gradient.shape[0])
-        if not in_range or part.numel() != index.numel() * row:
-            raise PayloadError(f"rank {rank} sent sparse rows that do not fit {gradient.shape}")
-        rows.append(part.clone().view(values.dtype).view(-1, *gradient.shape[1:]))
+    values, n = merged.values().contiguous(), gradient.shape[0]
+    row = gradient.shape[1:].numel() * gradient.element_size()
+    raw = values.view(-1).view(torch.uint8)
+    indices = merged.indices()[0]
+
+    def encode(places: np.ndarray, theirs: np.ndarray) -> list[np.ndarray]:
+        return [encode_rows(places, theirs, n)]
+
+    (frame,) = backend.on_host(encode, [indices, raw], [("uint8", None)], raw)
+    places, rows = [], []
+    for rank, part in enumerate((yield Gather(frame))):
+        found, theirs = decode_rows(backend.to_numpy(part), n, row, sender=f"rank {rank}")
+        places.append(torch.from_numpy(found.copy()).to(raw.device))
+        # A copy is aligned, whatever stands in front of it in the message.
+        own = torch.from_numpy(theirs.copy()).to(raw.device).view(values.dtype)
+        rows.append(own.view(-1, *gradient.shape[1:]))
     total = torch.sparse_coo_tensor(
-        torch.cat(indices)[None], torch.cat(rows), gradient.shape, check_invariants=False
+        torch.cat(places)[None], torch.cat(rows), gradient.shape, check_invariants=False
     )
     total = total.coalesce()
     mean = torch.sparse_coo_tensor(
@@ -48,11 +55,3 @@ def exchange_rows(gradient: torch.Tensor, context: Context) -> Exchange:
         check_invariants=False,
     )
     return Outcome(mean, merged, {})
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1).view(torch.uint8)
-
-
-def _row_bytes(gradient: torch.Tensor) -> int:
-    return gradient.shape[1:].numel() * gradient.element_size()

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from hvd_compress.config import is_number, is_whole
 from hvd_compress.errors import ConfigError
 
 
@@ -52,6 +54,21 @@ class CostModel:
     beta_pair: float | None = None
     beta_fan: float | None = None
     merge: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.size) or self.size < 1:
+            raise ConfigError(f"size must be a number of ranks, 1 or more; got {self.size!r}")
+        for name in ("alpha", "beta", "gamma", "overhead", "beta_pair", "beta_fan", "merge"):
+            value = getattr(self, name)
+            if value is None and name in ("beta_pair", "beta_fan"):
+                continue
+            if not is_number(value) or not 0 <= value < math.inf:
+                raise ConfigError(f"{name} must be seconds, 0 or more; got {value!r}")
+        points = [n for n, _ in self.native]
+        if len(points) == 1 or points != sorted(set(points)):
+            raise ConfigError(f"native must have two or more ascending sizes; got {points}")
+        if not all(0 <= value < math.inf for point in self.native for value in point):
+            raise ConfigError(f"native must be pairs of bytes and seconds; got {self.native!r}")
 
     def _beta(self, pattern: str) -> float:
         special = {"pair": self.beta_pair, "fan": self.beta_fan}.get(pattern)
@@ -147,10 +164,19 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
-        """What :meth:`save` wrote."""
-        values = json.loads(Path(path).read_text())
-        values["native"] = tuple((int(n), float(s)) for n, s in values["native"])
-        return cls(**values)
+        """What :meth:`save` wrote.
+
+        Raises:
+            ConfigError: the file is no cost model, or damaged.
+        """
+        try:
+            values = json.loads(Path(path).read_text())
+            values["native"] = tuple((int(n), float(s)) for n, s in values["native"])
+            return cls(**values)
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise ConfigError(
+                f"{path} holds no cost model ({error}): delete it, and it is measured again"
+            ) from None
 
 
 def _interpolate(points: Sequence[tuple[int, float]], n: int) -> float:

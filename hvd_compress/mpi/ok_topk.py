@@ -25,6 +25,7 @@ not four; what a rank has to keep is handed out as ``dropped`` instead of cleare
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Generator
 from typing import Any
@@ -33,7 +34,8 @@ import numpy as np
 
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Context, Sparse
-from hvd_compress.config import check_choice, is_whole
+from hvd_compress.checkpoints import entry, refused, whole
+from hvd_compress.config import check_choice, is_number, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.communicator import Channel, Communicator
 from hvd_compress.mpi.direct import direct
@@ -101,10 +103,24 @@ class OkTopk:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there.  All ranks must load the same state, up to the local threshold;
-        boundaries for another number of ranks are computed anew."""
+        boundaries for another number of ranks are computed anew.
+
+        Raises:
+            ConfigError: something is missing or damaged; then nothing has changed.
+        """
         known = {field.name for field in dataclasses.fields(OkTopkState)}
-        if set(state) != known:
-            raise ConfigError(f"a state has {sorted(known)}; got {sorted(state)}")
+        if not isinstance(state, dict) or set(state) != known:
+            found = [*map(str, state)] if isinstance(state, dict) else state
+            raise refused(f"it has {found!r} where {sorted(known)} were expected")
+        whole(state, "iteration")
+        for key in ("local_threshold", "global_threshold"):
+            if (value := state[key]) is not None and not (
+                is_number(value) and 0 <= value < math.inf
+            ):
+                raise refused(f"{key!r} is {value!r} where a number from 0 was expected")
+        bounds = entry(state, "boundaries", (list, type(None))) or []
+        if not all(is_whole(b) and b >= 0 for b in bounds) or bounds != sorted(bounds):
+            raise refused(f"'boundaries' are {bounds!r} where ascending places were expected")
         loaded = OkTopkState(**state)
         self.state.__dict__.update(dataclasses.asdict(loaded))
 

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvd_compress.checkpoints import check_array, entry, refused, whole
 from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.arrays import Flat, describe
 from hvd_compress.mpi.communicator import Communicator
 from hvd_compress.mpi.ring import segments
 
+#: more than there will ever be
+MOST_RANKS = 1 << 24
 #: elements in a column of arrays that have no columns of their own
 BLOCK = 2048
 
@@ -104,12 +107,30 @@ class QuantizedState:
         return {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, in whatever state this object is."""
+        """Take over what :meth:`state_dict` gave, in whatever state this object is.
+
+        Raises:
+            ConfigError: something is missing, damaged or does not fit; then nothing has changed.
+        """
         names = [field.name for field in dataclasses.fields(self)]
-        if sorted(state) != sorted(names):
-            raise ConfigError(
-                f"a state with {', '.join(sorted(state))} where {', '.join(names)} were expected"
-            )
+        if not isinstance(state, Mapping) or set(state) != set(names):
+            found = ", ".join(map(str, state)) if isinstance(state, Mapping) else repr(state)
+            raise refused(f"it has {found} where {', '.join(names)} were expected")
+        rank, size = whole(state, "rank"), whole(state, "size", 1)
+        if rank >= size:
+            raise refused(f"it is that of rank {rank} of {size}")
+        worker = entry(state, "worker", (np.ndarray, type(None)))
+        owner = entry(state, "owner", (np.ndarray, type(None)))
+        plan = Plan.of(() if worker is None else worker.shape, state["columns"])
+        if worker is not None:
+            check_array("'worker'", worker)
+        if owner is not None:
+            if size > MOST_RANKS:
+                raise refused(f"'size' is {size}, and there are never so many ranks")
+            stripe = plan.stripes(size)[rank]
+            check_array("'owner'", owner, None if worker is None else stripe.stop - stripe.start)
+            if owner.ndim != 1:
+                raise refused(f"'owner' has {owner.ndim} dimensions where 1 was expected")
         for name, value in state.items():
             setattr(self, name, value.copy() if isinstance(value, np.ndarray) else value)
 

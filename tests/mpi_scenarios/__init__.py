@@ -3,4 +3,4 @@
 Each is valid for any number of ranks; expectations are computed from rank and size.
 """
 
-MODULES = ["dense", "agreement", "sparse", "training", "quantized", "hierarchical"]
+MODULES = ["dense", "agreement", "sparse", "training", "quantized", "hierarchical", "states"]

@@ -20,6 +20,7 @@ import hvd_compress.tensorflow as hvd
 import hvd_compress.tensorflow.keras as hvd_keras
 from hvd_compress import BF16, DGC, FP16, NoCompression, StagedWarmup, TopK
 from hvd_compress.errors import ConfigError, UnsupportedError
+from mutations import mutations, same
 from scenarios import oracle
 from scenarios.driver import assert_close, assert_same_everywhere, barrier, make, raises, train
 from scenarios.driver_tensorflow import model_of
@@ -635,6 +636,11 @@ def a_damaged_message_is_an_error() -> None:
         tape = hvd.DistributedGradientTape(tape, compression=TopK(density=0.05))
         with raises(tf.errors.OpError, "PayloadError", "rank 1"):
             tape.gradient(y, [variable])
+        with tf.GradientTape() as tape:
+            y = tf.reduce_sum(tf.gather(variable, [1, 5]) ** 2)
+        tape = hvd.DistributedGradientTape(tape, compression=TopK(density=0.05))
+        with raises(tf.errors.OpError, "PayloadError", "rank 1"):
+            tape.gradient(y, [variable])
     finally:
         HorovodEngine._launch = honest
 
@@ -677,6 +683,34 @@ def what_cannot_work_says_what_to_write() -> None:
     with raises(AttributeError, "no_such_thing"):
         _ = hvd.no_such_thing
     assert {"init", "rank", "allreduce", "DGC", "bind"} <= set(dir(hvd))
+
+
+def damaged_checkpoints_are_refused_whole() -> None:
+    """Or they do no harm: whatever is loaded is finite, and a step can be taken."""
+    run = train(make(SPARSE), range(2))
+    saved, refused = run.compression.values(), 0
+    for what, damaged in mutations(saved, 120):
+        before = run.compression.values()
+        found = _problem_of(run, damaged)
+        if found:
+            refused += 1
+            assert "nothing was changed" in found, (what, found)
+            assert same(run.compression.values(), before), what
+            continue
+        assert all(np.isfinite(state).all() for state in run.states().values()), what
+        run.step(2)
+        assert not _problem_of(run, saved)
+    assert refused > 40, refused
+
+
+def _problem_of(run, values: dict) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            run.compression.load_values(values)
+        except ConfigError as error:
+            return str(error)
+    return ""
 
 
 def state_of_an_optimizer_that_was_used() -> None:

@@ -239,6 +239,37 @@ def a_damaged_message_raises() -> None:
     optimizer.compression.abandon()
 
 
+@horovod_only
+def damaged_rows_raise() -> None:
+    if hvd.size() == 1:
+        return  # alone, nothing travels
+    import hvd_compress.torch.engine as engine
+
+    model = _embedding(sparse=True)
+    optimizer = distribute(sgd(model), model, SPARSE)
+    _train_words(model, optimizer, range(2), [hvd.rank()])
+    honest = engine.HorovodEngine._launch
+
+    def damage(self, kind, ops):
+        if kind == "gather":
+            ops[0].tensor[-12] ^= 16  # behind the length and the header
+        return honest(self, kind, ops)
+
+    optimizer.zero_grad()
+    words = torch.arange(12)
+    torch.nn.functional.cross_entropy(model(words), words % 5).backward(inputs=[model[1].bias])
+    if hvd.rank() == 1:
+        engine.HorovodEngine._launch = damage
+    try:
+        model[0].weight.grad = torch.eye(50)[:, :30].to_sparse(1)
+        optimizer.compression.start([model[0].weight])
+    finally:
+        engine.HorovodEngine._launch = honest
+    with raises(PayloadError, "bad rows from rank 1", "checksum"):
+        optimizer.compression.finish()
+    optimizer.compression.abandon()
+
+
 def different_options_on_different_ranks_raise() -> None:
     if hvd.size() == 1:
         return  # one rank has nobody to differ from

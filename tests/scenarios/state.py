@@ -9,13 +9,16 @@ import logging
 import sys
 import tempfile
 import warnings
+from typing import Any
 from unittest import mock
 
 import torch
 
 from hvd_compress import Gather, Outcome, Sum
-from hvd_compress.torch import DGC, EF21, NoCompression, TopK
+from hvd_compress.torch import DGC, EF21, ConfigError, NoCompression, PowerSGD, TopK
+from hvd_compress.torch.checkpoint import local_state_dict
 from hvd_compress.wire import sparse_size
+from mutations import mutations, same
 from scenarios import horovod_only
 from scenarios.common import (
     assert_close,
@@ -127,6 +130,42 @@ def every_rank_may_save_its_own_state() -> None:
         train(again, resumed, range(5, 9))
         for p, q in zip(model.parameters(), again.parameters(), strict=True):
             assert torch.equal(p, q)
+
+
+def damaged_checkpoints_are_refused_whole() -> None:
+    """Or they do no harm: whatever is loaded is finite, and a step can be taken."""
+    for method, make_inner in (
+        (SPARSE, sgd),
+        (DGC(density=0.05, weight_decay="gradient"), lambda m: sgd(m, weight_decay=0.01)),
+        (PowerSGD(rank=2), lambda m: torch.optim.Adam(m.parameters(), lr=0.01)),
+    ):
+        model = make_model()
+        optimizer = distribute(make_inner(model), model, method)
+        train(model, optimizer, range(2))
+        saved, refused = copy.deepcopy(local_state_dict(optimizer)), 0
+        for what, damaged in mutations(saved, 100):
+            before = copy.deepcopy(local_state_dict(optimizer))
+            problem: list[str] = []
+            _warnings_of(lambda d=damaged, p=problem, o=optimizer: p.extend(_problem_of(o, d)))
+            if problem:
+                refused += 1
+                assert "nothing was changed" in problem[0], (what, problem)
+                assert same(local_state_dict(optimizer), before), what
+                continue
+            for p in model.parameters():
+                for key, x in optimizer.compression.state_of(p).items():
+                    assert torch.isfinite(x).all(), (what, key)
+            train(model, optimizer, range(1))
+            optimizer.load_state_dict(copy.deepcopy(saved), exact=True)
+        assert refused > 20, refused
+
+
+def _problem_of(optimizer: Any, state: Any) -> list[str]:
+    try:
+        optimizer.load_state_dict(state)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def estimates_that_are_lost_are_made_anew() -> None:

@@ -1,0 +1,77 @@
+"""The frame of some rows of a matrix: a header of 16 bytes as of :mod:`hvd_compress.wire.frame`,
+with kind 4, then the numbers of the rows as int64, then their bytes, padded to a multiple of 8.
+
+In the header the type of the values is the number of bytes of a row, modulo 256, and there are no
+codes of indices; elements are rows.  Values travel as they are, in any dtype.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+
+from hvd_compress.errors import PayloadError
+from hvd_compress.wire.frame import MAGIC, START, VERSION, padded
+
+_HEADER = struct.Struct("<2sBBBBHI")
+_ROWS = 4
+_LARGEST_PRIME = 65521
+
+
+def encode_rows(indices: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
+    """A frame (1-D, uint8) of the rows at ascending ``indices`` (int64) of ``n``; ``values`` are
+    their bytes (uint8), one row after the other."""
+    frame = np.zeros(padded(indices.nbytes + values.nbytes), np.uint8)
+    start = START + indices.nbytes
+    frame[START:start].view("<i8")[:] = indices
+    frame[start : start + values.nbytes] = values
+    row = values.nbytes // max(indices.size, 1)
+    header = _header(indices.size, row, n)
+    frame[: _HEADER.size] = np.frombuffer(header, np.uint8)
+    frame[_HEADER.size : START].view("<u4")[0] = zlib.crc32(frame[START:].data, zlib.crc32(header))
+    return frame
+
+
+def decode_rows(
+    frame: np.ndarray, n: int, row: int, *, sender: str = "a rank"
+) -> tuple[np.ndarray, np.ndarray]:
+    """``(indices, values)`` as they were encoded, views into the frame.
+
+    Args:
+        n: rows of the matrix.
+        row: bytes of a row.
+
+    Raises:
+        PayloadError: the frame is damaged, or belongs to another matrix.
+    """
+
+    def fail(problem: str) -> PayloadError:
+        return PayloadError(
+            f"bad rows from {sender}: {problem}. Either the message was damaged on its way, or the "
+            "ranks' models differ, or a gradient is sparse on some ranks and dense on others "
+            "(sparse_as_dense=True)"
+        )
+
+    if frame.size < START:
+        raise fail(f"{frame.size} bytes are less than a header")
+    count = int.from_bytes(frame[8:12].tobytes(), "little")
+    if frame.size != padded(count * (8 + row)):
+        raise fail(f"{frame.size} bytes where {padded(count * (8 + row))} were expected")
+    header = frame[: _HEADER.size].tobytes()
+    if zlib.crc32(frame[START:].data, zlib.crc32(header)) != int.from_bytes(
+        frame[_HEADER.size : START].tobytes(), "little"
+    ):
+        raise fail("its checksum does not match")
+    if header != _header(count, row if count else 0, n):
+        raise fail(f"no header of {count} rows of a matrix with {n} rows of {row} bytes")
+    start = START + 8 * count
+    indices = frame[START:start].view("<i8")
+    if count and (indices[0] < 0 or indices[-1] >= n or not (indices[1:] > indices[:-1]).all()):
+        raise fail(f"indices that are not ascending within 0..{n - 1}")
+    return indices, frame[start : start + count * row]
+
+
+def _header(count: int, row: int, n: int) -> bytes:
+    return _HEADER.pack(MAGIC, VERSION, _ROWS, row % 256, 0, n % _LARGEST_PRIME, count)

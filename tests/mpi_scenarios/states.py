@@ -1,0 +1,80 @@
+"""What collectives keep from call to call: damaged states are refused whole."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_compress import mpi
+from hvd_compress.errors import ConfigError
+from hvd_compress.mpi.cost_model import CostModel
+from mpi_scenarios.common import array, world
+from mutations import mutations, same
+
+
+def _problem_of(load: Callable[[Any], Any], state: Any) -> str:
+    try:
+        load(state)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def quantized_states() -> None:
+    x = array(world.rank, 5000, "float32")
+    state = mpi.QuantizedState()
+    mpi.quantized_allreduce(x, state, bits=1)
+    saved, refused = state.state_dict(), 0
+    for what, damaged in mutations(saved, 200):
+        target = mpi.QuantizedState()
+        target.load_state_dict(saved)
+        if problem := _problem_of(target.load_state_dict, damaged):
+            refused += 1
+            assert same(target.state_dict(), saved), what
+            continue
+        parts = [part for part in (target.worker, target.owner) if part is not None]
+        assert all(np.isfinite(part).all() for part in parts), (what, problem)
+    assert refused > 100
+
+
+def states_of_ok_topk() -> None:
+    ok_topk = mpi.OkTopk(20)
+    for step in range(3):
+        chosen = ok_topk.select(array(world.rank, 500, "float32", step))
+        ok_topk.allreduce(chosen, 500)
+    saved, refused = ok_topk.state_dict(), 0
+    for what, damaged in mutations(saved, 200):
+        target = mpi.OkTopk(20)
+        target.load_state_dict(saved)
+        if _problem_of(target.load_state_dict, damaged):
+            refused += 1
+            assert same(target.state_dict(), saved), what
+            continue
+        target.select(array(world.rank, 500, "float32"))
+    assert refused > 100
+
+
+def cost_models() -> None:
+    model = CostModel(world.size, 1e-5, 1e-9, 1e-10, 1e-6, ((8, 1e-5), (1024, 2e-5)), None, 2e-9)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.json"
+        model.save(path)
+        assert CostModel.load(path) == model
+        text, refused = path.read_text(), 0
+        for _, damaged in mutations(json.loads(text), 200):
+            path.write_text(json.dumps(damaged, default=str))
+            loaded: list[CostModel] = []
+            if _problem_of(lambda p, found=loaded: found.append(CostModel.load(p)), path):
+                refused += 1
+                continue
+            for name in ("ring", "direct", "halving_doubling"):
+                assert loaded[0].seconds(name, 1000, size=4) >= 0
+        assert refused > 100
+        for cut in (0, 1, len(text) // 2):
+            path.write_text(text[:cut])
+            assert "cost model" in _problem_of(CostModel.load, path)

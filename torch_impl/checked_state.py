@@ -1,0 +1,127 @@
+"""What can be wrong with a saved optimizer, found before any of it is assigned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from hvd_compress.checkpoints import check_array, entry, epoch_in, refused, saver_in, whole
+from hvd_compress.config import is_number, is_whole
+from hvd_compress.torch.binding import PREFIX
+
+#: under which a state dict says what it is
+KEY = "hvd_compress"
+VERSION = 1
+
+
+class Entries(NamedTuple):
+    """This package's for one parameter, and whether a momentum buffer stands beside them."""
+
+    values: dict[str, Any]
+    have_buffer: bool
+
+
+def checked_header(saved: Any) -> dict[str, Any]:
+    """What :func:`state_dict` says of itself; empty for the state dict of a plain optimizer."""
+    if saved is None:
+        return {}
+    if (version := whole(saved, "version")) != VERSION:
+        raise refused(f"it has version {version}; known is {VERSION}")
+    sparse = entry(saved, "sparse", (list, tuple))
+    if not all(map(is_whole, sparse)):
+        raise refused(f"'sparse' is {sparse!r} where places of parameters were expected")
+    return saver_in(saved) | {
+        "sparse": list(sparse),
+        "step": whole(saved, "step"),
+        "epoch": epoch_in(saved),
+        "seed": whole(saved, "seed", -(2**63)),
+    }
+
+
+def checked_entries(optimizer: Any, state_dict: Any) -> tuple[dict[str, Any], dict[int, Entries]]:
+    """A state dict for the user's optimizer, and this package's entries by parameter's place."""
+    groups = entry(state_dict, "param_groups", (list, tuple))
+    if len(groups) != len(optimizer.param_groups):
+        raise refused(
+            f"it has {len(groups)} parameter groups where {len(optimizer.param_groups)} are here"
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    places: list[Any] = []
+    for there, here in zip(groups, optimizer.param_groups, strict=True):
+        indices = entry(there, "params", (list, tuple), of="a parameter group")
+        if len(indices) != len(here["params"]) or not all(map(is_whole, indices)):
+            raise refused(f"a group has the parameters {indices!r}, of {len(here['params'])}")
+        places += indices
+        for option in optimizer.defaults.keys() & here.keys():
+            _check_option(there, option, here[option])
+    plain: dict[str, Any] = {"param_groups": list(groups), "state": {}}
+    ours: dict[int, Entries] = {}
+    everything = entry(state_dict, "state", Mapping)
+    for index in everything:
+        entries = entry(everything, index, Mapping)
+        if index not in places:
+            raise refused(f"'state' has an entry for {index!r}, which no group has")
+        names = [key for key in entries if isinstance(key, str) and key.startswith(PREFIX)]
+        place = places.index(index)
+        values = {key.removeprefix(PREFIX): entries[key] for key in names}
+        ours[place] = Entries(values, "momentum_buffer" in entries)
+        _check_buffers(parameters[place], entries)
+        taken = {*names, "momentum_buffer"} if PREFIX + "velocity" in names else {*names}
+        if not optimizer.compression.takes_optimizer_momentum:
+            taken.discard("momentum_buffer")  # the optimizer's own momentum goes on
+        if rest := {key: value for key, value in entries.items() if key not in taken}:
+            plain["state"][index] = rest
+    for there in groups:
+        _check_alike([plain["state"][i] for i in there["params"] if i in plain["state"]])
+    return plain, ours
+
+
+def _check_alike(states: list[dict[Any, Any]]) -> None:
+    """Optimizers keep the same of all parameters of a group."""
+    everything = {key for state in states for key in state}
+    for state in states:
+        if missing := everything - state.keys():
+            raise refused(f"{missing.pop()!r} is there for some parameters and not for all")
+
+
+def _check_option(group: Any, option: str, here: Any) -> None:
+    """An option of a saved parameter group, of the kind that it has here."""
+    is_flag = isinstance(here, bool | None)
+    if is_flag and option not in group:  # younger than the file
+        return
+    there = entry(group, option, object, of="a parameter group")
+    if is_flag and not isinstance(there, bool | None):
+        raise refused(f"{option!r} is {there!r} where {here!r} is here")
+    if is_flag:
+        return
+    pairs = [(there, here)]
+    if isinstance(here, tuple | list):
+        if not isinstance(there, tuple | list) or len(there) != len(here):
+            raise refused(f"{option!r} is {there!r} where {here!r} is here")
+        pairs = list(zip(there, here, strict=True))
+    for value, own in pairs:
+        if isinstance(own, int | float | torch.Tensor) and not _is_number(value):
+            raise refused(f"{option!r} is {there!r} where {here!r} is here")
+
+
+def _check_buffers(p: torch.Tensor, entries: Mapping[str, Any]) -> None:
+    """Those of SGD and of Adam's family, which are as large as the parameter."""
+    for key in ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        if (x := entries.get(key)) is None:
+            continue
+        if not isinstance(x, torch.Tensor) or x.shape != p.shape:
+            found = list(x.shape) if isinstance(x, torch.Tensor) else repr(x)
+            raise refused(f"{key!r} has the shape {found} where {list(p.shape)} was expected")
+        check_array(f"{key!r}", x)
+    for key in {"step", "variance_step"} & entries.keys():
+        if not _is_number(entries[key]) or entries[key] < 0:
+            raise refused(f"{key!r} is {entries[key]!r} where a number from 0 was expected")
+
+
+def _is_number(value: Any) -> bool:
+    """A finite one, in a tensor perhaps."""
+    is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
+    return (is_tensor or is_number(value)) and math.isfinite(value)
