@@ -40,9 +40,9 @@ def exchange_rows(gradient: torch.Tensor, context: Context) -> Exchange:
     for rank, part in enumerate((yield Gather(frame))):
         found, theirs = decode_rows(backend.to_numpy(part), n, row, sender=f"rank {rank}")
         places.append(torch.from_numpy(found.copy()).to(raw.device))
-        # A copy is aligned, whatever stands in front of it in the message.
-        own = torch.from_numpy(theirs.copy()).to(raw.device).view(values.dtype)
-        rows.append(own.view(-1, *gradient.shape[1:]))
+        own = values.new_empty(found.size, *gradient.shape[1:])
+        own.view(-1).view(torch.uint8).copy_(torch.from_numpy(theirs.copy()))
+        rows.append(own)
     total = torch.sparse_coo_tensor(
         torch.cat(places)[None], torch.cat(rows), gradient.shape, check_invariants=False
     )
