@@ -561,11 +561,7 @@ class Binding(tf.Module):
         Raises:
             ConfigError: it belongs to another model, or it is damaged; then nothing has changed.
         """
-        numbers = {
-            key: x.item() if x.size == 1 and x.dtype.kind in "iu" else x
-            for key, x in arrays.items()
-            if "." not in key
-        }
+        numbers = {key: _number(x) for key, x in arrays.items() if "." not in key}
         saved = saver_in(numbers)
         step, epoch = whole(numbers, "step"), whole(numbers, "epoch", -1)
         found = {name: x for name, x in arrays.items() if name not in numbers}
@@ -593,6 +589,12 @@ class Binding(tf.Module):
             new = self._method_for(slot).repaired(tf.zeros(slot.shape, slot.dtype), old)
             for key, variable in state.items():
                 variable.assign(new[key])
+
+
+def _number(x: Any) -> Any:
+    """The whole number in an array, or what else it is."""
+    is_one = isinstance(x, np.ndarray | np.generic) and x.size == 1 and x.dtype.kind in "iu"
+    return x.item() if is_one else x
 
 
 def _is_rows(gradient: Any) -> bool:
