@@ -65,6 +65,23 @@ def test_every_method_trains(tmp_path):
     assert rows == set(ours)
 
 
+SCRIPTS = [
+    script
+    for folder in (EXAMPLES, ROOT / "benchmarks")
+    for script in sorted(folder.glob("*.py"))
+    if re.search("^options = |parse_args", script.read_text(), re.MULTILINE)
+    and script.stem != "demo"
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_help_starts_neither_ranks_nor_mpi(script):
+    _, output = jobs.run(
+        [sys.executable, str(script), "--help"], timeout=60, OPAL_PREFIX="/nowhere"
+    )
+    assert output.startswith(f"usage: {script.name}")
+
+
 @pytest.mark.parametrize(
     ("example", "option", "value", "words"),
     [
@@ -136,6 +153,26 @@ def test_small_matrices():
     command = [sys.executable, str(script), "--matrices", "4", "--shape", "6", "5", "--rounds", "2"]
     _, output = jobs.run([*command, "--ranks", "1", "2"], timeout=60)
     assert re.findall(r"rank (\d): [\d.]+ ms alone, [\d.]+ ms stacked", output) == ["1", "2"]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        (
+            "dense_allreduce",
+            "--bytes 4000 --small 8 --rounds 1 --small-rounds 1",
+            "8 bytes, 2 ranks",
+        ),
+        ("scaling", "--elements 100000 --rounds 1 --predict 8", "measured on 2 ranks"),
+        ("sparse_allreduce", "--elements 100000 --rounds 1", "chosen on each of 2 ranks"),
+    ],
+)
+def test_benchmarks_of_collectives_start_their_ranks(name, options, words):
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--ranks", "2"]
+    _, output = jobs.run([*command, *options.split()], timeout=180)
+    assert output.startswith("$ ")
+    assert words in output
 
 
 def start(example: str, *options: str, launcher: str = "alone", ranks: int = 0) -> str:
