@@ -23,7 +23,9 @@ OLDEST, NEWEST = (3, 10), (3, 13)
 INPUTS = [
     "pyproject.toml",
     "setup.py",
+    "hvd_compress_open_mpi.pth",
     "constraints.txt",
+    "constraints-mpich.txt",
     "scripts/setup.py",
     "hvd_compress/environment.py",
     "hvd_compress/horovod_build.py",
@@ -50,25 +52,26 @@ def main() -> None:
 
     if not usable:
         base = getattr(sys, "_base_executable", sys.executable)
-        say("1/6", f".venv for Python {version()}")
+        say("1/5", f".venv for Python {version()}")
         done = subprocess.run([base, "-m", "venv", "--clear", str(VENV)], capture_output=True)
         if done.returncode:
             fail("no virtual environment: install python3-venv, or another Python: make PYTHON=...")
     LOG.write_text("")
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
-    pip += ["--constraint", "constraints.txt"]
-    logged("2/6", "PyTorch", [*pip, "torch"])
+    pinned = ["--require-hashes", "--no-deps", "--requirement"]
+    logged("2/5", "the pinned packages", [*pip, *pinned, "constraints.txt"])
+    # What it needs is there, but for the libraries of a CUDA build of PyTorch.
     extras = "torch,tensorflow,horovod,examples,dev"
-    logged("3/6", "hvd_compress and all it needs", [*pip, "--editable", f".[{extras}]"])
-    # It asks for the large TensorFlow, and is content with any.
-    logged("4/6", "Keras 2, for the tests", [*pip, "--no-deps", "tf_keras"])
+    ours = ["--no-build-isolation", "--editable", f".[{extras}]"]
+    logged("3/5", "hvd_compress", [*pip, *ours])
     if not mpich_is_installed():
         # In a folder of its own: the programs of both MPIs have the same names.  pip would only
         # lay a new version over the old one there.
         shutil.rmtree(MPICH, ignore_errors=True)
-        apart = ["--no-deps", "--ignore-installed", "--prefix", str(MPICH)]
-        logged("5/6", "MPICH beside Open MPI, for the tests", [*pip, *apart, "mpich"])
-    say("6/6", "Horovod")
+        apart = ["--ignore-installed", "--prefix", str(MPICH)]
+        command = [*pip, *apart, *pinned, "constraints-mpich.txt"]
+        logged("4/5", "MPICH beside Open MPI, for the tests", command)
+    say("5/5", "Horovod")
     command = [str(VENV / "bin" / "hvd-compress"), "install-horovod"]
     if subprocess.run(command, cwd=ROOT).returncode:
         sys.exit(1)
@@ -84,7 +87,8 @@ def digest_of_inputs() -> str:
 
 def mpich_is_installed() -> bool:
     """The pinned version is there, to its last file; jobs may be running on it."""
-    pinned = re.search(r"^mpich==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    pins = (ROOT / "constraints-mpich.txt").read_text()
+    pinned = re.search(r"^mpich==(\S+)", pins, re.MULTILINE)[1]
     return any(MPICH.glob(f"lib/python*/site-packages/mpich-{pinned}.dist-info/RECORD"))
 
 

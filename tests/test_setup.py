@@ -1,0 +1,66 @@
+"""What ``make setup`` rests on: a Python that runs, and pins that are whole and have hashes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ("constraints.txt", "constraints-mpich.txt")
+# Come with CUDA builds of PyTorch, and are cut.
+OF_CUDA = re.compile("cuda|nvidia|triton")
+
+
+def pins(file: str) -> list[tuple[Requirement, list[str]]]:
+    """Requirements with their hashes."""
+    text = re.sub("^#.*\n", "", (ROOT / file).read_text(), flags=re.MULTILINE)
+    lines = text.replace("\\\n", "").splitlines()
+    parts = [line.split("--hash=") for line in lines]
+    return [(Requirement(first), [h.strip() for h in hashes]) for first, *hashes in parts]
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/bin/true", "/no/such/python"])
+def test_what_is_no_python_is_said_in_one_line(python):
+    command = ["make", "--no-print-directory", "setup", f"PYTHON={python}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    line, _ = done.stderr.splitlines()  # the other one is make's
+    assert line.startswith(f"setup: error: {python} is no Python that runs: make setup PYTHON=")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_pin_is_exact_and_has_hashes(file):
+    for requirement, hashes in pins(file):
+        assert re.fullmatch(r"==[\w.]+", str(requirement.specifier)), requirement
+        assert hashes, requirement
+        assert all(re.fullmatch("sha256:[0-9a-f]{64}", value) for value in hashes), requirement
+
+
+def test_what_is_installed_needs_nothing_that_is_not_pinned():
+    """They are installed without their dependencies, so each of these must be a pin."""
+    pinned = {
+        canonicalize_name(requirement.name): requirement
+        for requirement, _ in pins("constraints.txt")
+        if requirement.marker is None or requirement.marker.evaluate()
+    }
+    assert "torch" in pinned
+    ours = ("torch", "tensorflow", "horovod", "examples", "dev")
+    wanted = [("hvd-compress", extra) for extra in ("", *ours, "mpi")]
+    wanted += [(name, "") for name in pinned if name != "tf-keras"]
+    for name, extra in wanted:
+        for text in importlib.metadata.requires(name) or ():
+            needed = Requirement(text)
+            needed_name = canonicalize_name(needed.name)
+            if needed.marker and not needed.marker.evaluate({"extra": extra}):
+                continue
+            if OF_CUDA.match(needed_name) or needed_name == "hvd-compress":
+                continue
+            assert needed_name in pinned, f"{name} needs {needed}"
+            version = str(pinned[needed_name].specifier).removeprefix("==")
+            assert needed.specifier.contains(version), f"{name} needs {needed}"
