@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from hvd_compress import __version__, config, methods
+from hvd_compress import __version__, methods
 from hvd_compress.base import Compressor
 from hvd_compress.doctor import WANTED, doctor
 from hvd_compress.errors import CompressionError
@@ -86,7 +86,7 @@ DISPENSABLE = ("state", "class", "reference", "meets by")
 
 def list_methods(names: Sequence[str], wide: bool) -> None:
     """Print a table of all methods with what they cost, or what is to be known of some."""
-    classes = [config.lookup("method", name) for name in names or methods.method_names()]
+    classes = [methods.named(name) for name in names or methods.method_names()]
     if names:
         for cls in classes:
             _describe(cls)
