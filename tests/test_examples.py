@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import sys
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,8 @@ def test_help_starts_neither_ranks_nor_mpi(script):
         ("train_digits", "--compression", "dcg", "method must be one of"),
         ("train_digits_keras", "--model", "vgg", "invalid choice"),
         ("train_digits", "--epochs", "0", "--epochs must be 1"),
+        ("train_digits", "--data-dir", "/no/such/folder", "/no/such/folder has no data_batch_1"),
+        ("train_digits_keras", "--data-dir", "/no/such/folder", "has no data_batch_1"),
         ("train_digits_mpi", "--compression", "dcg", "method must be one of"),
         ("train_digits_mpi", "--density", "7", "density must be"),
         ("train_digits_mpi", "--framework", "tensorflow", "invalid choice"),
@@ -121,10 +124,12 @@ def test_cifar10(tmp_path, example, model):
 
 
 def test_cifar10_in_part(tmp_path):
-    folder = fake_cifar10(tmp_path)
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    folder = fake_cifar10(tmp_path / "cifar-10-batches-py")
+    assert data.cifar10_folder(str(tmp_path)) == data.cifar10_folder(str(folder)) == folder
     (folder / "data_batch_3").unlink()
-    with pytest.raises(SystemExit, match="has no data_batch_3: --data-dir wants the folder"):
-        data.cifar10(folder)
+    with pytest.raises(ArgumentTypeError, match="has no data_batch_3: --data-dir wants the folder"):
+        data.cifar10_folder(str(tmp_path))
 
 
 def test_resnet20_is_of_the_papers_size():
