@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -52,30 +53,52 @@ def main() -> None:
 
     if not usable:
         base = getattr(sys, "_base_executable", sys.executable)
-        say("1/5", f".venv for Python {version()}")
+        say("1/6", f".venv for Python {version()}")
         done = subprocess.run([base, "-m", "venv", "--clear", str(VENV)], capture_output=True)
         if done.returncode:
             fail("no virtual environment: install python3-venv, or another Python: make PYTHON=...")
     LOG.write_text("")
-    pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
+    pip = [str(PYTHON), "-m", "pip"]
+    install = [*pip, "install", "--disable-pip-version-check"]
     pinned = ["--require-hashes", "--no-deps", "--requirement"]
-    logged("2/5", "the pinned packages", [*pip, *pinned, "constraints.txt"])
+    if not is_installed("torch", "constraints.txt", VENV):
+        install_pytorch(pip, install)
+    logged("3/6", "the other pinned packages", [*install, *pinned, "constraints.txt"])
     # What it needs is there, but for the libraries of a CUDA build of PyTorch.
     extras = "torch,tensorflow,horovod,examples,dev"
     ours = ["--no-build-isolation", "--editable", f".[{extras}]"]
-    logged("3/5", "hvd_compress", [*pip, *ours])
-    if not mpich_is_installed():
+    logged("4/6", "hvd_compress", [*install, *ours])
+    if not is_installed("mpich", "constraints-mpich.txt", MPICH):
         # In a folder of its own: the programs of both MPIs have the same names.  pip would only
         # lay a new version over the old one there.
         shutil.rmtree(MPICH, ignore_errors=True)
         apart = ["--ignore-installed", "--prefix", str(MPICH)]
-        command = [*pip, *apart, *pinned, "constraints-mpich.txt"]
-        logged("4/5", "MPICH beside Open MPI, for the tests", command)
-    say("5/5", "Horovod")
+        command = [*install, *apart, *pinned, "constraints-mpich.txt"]
+        logged("5/6", "MPICH beside Open MPI, for the tests", command)
+    say("6/6", "Horovod")
     command = [str(VENV / "bin" / "hvd-compress"), "install-horovod"]
     if subprocess.run(command, cwd=ROOT).returncode:
         sys.exit(1)
     STAMP.write_text(stamp)
+
+
+def install_pytorch(pip: list, install: list) -> None:
+    """The wheel that pip finds for the pinned version, if its hash is recorded.
+
+    Builds for the CPU and for each CUDA have the same version, in indexes of their own.  Asked for
+    hashes, pip would take that of the common index, whatever index it is told to prefer.
+    """
+    with tempfile.TemporaryDirectory(dir=VENV) as folder:
+        download = [*pip, "download", "--disable-pip-version-check", "--no-deps", "--dest", folder]
+        name = f"torch=={pinned_version('torch', 'constraints.txt')}"
+        logged("2/6", "PyTorch, download", [*download, name])
+        [wheel] = Path(folder).iterdir()
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if digest not in (ROOT / "constraints.txt").read_text():
+            if "+" not in wheel.name:
+                fail(f"{wheel.name} is not the published file: look at `pip config list`")
+            say("2/6", f"no hash is recorded for {wheel.name}, which is from an index of its own")
+        logged("2/6", "PyTorch", [*install, "--no-deps", str(wheel)])
 
 
 def digest_of_inputs() -> str:
@@ -85,11 +108,14 @@ def digest_of_inputs() -> str:
     return digest.hexdigest()
 
 
-def mpich_is_installed() -> bool:
+def pinned_version(name: str, pins: str) -> str:
+    return re.search(rf"^{name}==(\S+)", (ROOT / pins).read_text(), re.MULTILINE)[1]
+
+
+def is_installed(name: str, pins: str, prefix: Path) -> bool:
     """The pinned version is there, to its last file; jobs may be running on it."""
-    pins = (ROOT / "constraints-mpich.txt").read_text()
-    pinned = re.search(r"^mpich==(\S+)", pins, re.MULTILINE)[1]
-    return any(MPICH.glob(f"lib/python*/site-packages/mpich-{pinned}.dist-info/RECORD"))
+    folder = f"{name}-{pinned_version(name, pins)}*.dist-info"
+    return any(prefix.glob(f"lib/python*/site-packages/{folder}/RECORD"))
 
 
 def version() -> str:
