@@ -63,6 +63,7 @@ PAGES_THAT_RUN = (
     "docs/tensorflow.md",
 )
 BLOCKS = [(page, i) for page in PAGES_THAT_RUN for i in range(len(snippets(page)))]
+BLOCKS += [("README.md", 0), ("README.md", 1)]
 
 
 @pytest.mark.parametrize(("page", "number"), BLOCKS)
