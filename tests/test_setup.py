@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,9 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
+_spec = importlib.util.spec_from_file_location("make_setup", ROOT / "scripts" / "setup.py")
+make = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(make)
 FILES = ("constraints.txt", "constraints-mpich.txt")
 # Come with CUDA builds of PyTorch, and are cut.
 OF_CUDA = re.compile("cuda|nvidia|triton")
@@ -70,3 +75,33 @@ def test_what_is_installed_needs_nothing_that_is_not_pinned():
                 assert wanted in pinned, f"{name} needs {requirement}"
                 version = str(pinned[wanted].specifier).removeprefix("==")
                 assert requirement.specifier.contains(version), f"{name} needs {requirement}"
+
+
+@pytest.mark.parametrize(
+    ("build", "taken"), [("", False), ("+cpu", True)], ids=["common index", "own index"]
+)
+def test_pytorch_of_another_hash(tmp_path, monkeypatch, capsys, build, taken):
+    """What claims to be the published file is refused; a build of an index of its own is named."""
+    monkeypatch.setattr(make, "VENV", tmp_path)
+    monkeypatch.setattr(make, "LOG", tmp_path / "setup.log")
+    version = make.pinned_version("torch", "constraints.txt") + build
+    wheel = tmp_path / "index" / f"torch-{version}-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        info = f"torch-{version}.dist-info"
+        archive.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}"
+        )
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    pip = [sys.executable, "-m", "pip"]
+    install = [*pip, "install", "--target", str(tmp_path / "site")]
+    if taken:
+        make.install_pytorch(pip, install)
+        assert f"no hash is recorded for {wheel.name}" in capsys.readouterr().out
+    else:
+        with pytest.raises(SystemExit, match=f"{wheel.name} is not the published file"):
+            make.install_pytorch(pip, install)
+    assert any(tmp_path.glob("site/torch-*")) is taken
