@@ -19,8 +19,8 @@ help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1  \t/p' Makefile
 
 setup: ## make .venv with PyTorch, TensorFlow, MPI and Horovod (first time: some minutes)
-	@command -v $(PYTHON) >/dev/null || \
-		{ echo "setup: error: $(PYTHON) not found: make setup PYTHON=python3.12" >&2; exit 1; }
+	@test "$$($(PYTHON) -c 'print(1)' 2>/dev/null)" = 1 || \
+		{ echo "setup: error: $(PYTHON) is no Python that runs: make setup PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) scripts/setup.py
 
 demo: setup ## train on four processes; FRAMEWORK=tensorflow, METHODS="none topk" or all, ARGS=...

@@ -1,13 +1,15 @@
 """Dense allreduce over mpi4py: every algorithm against MPI_Allreduce, large and small, in one run.
 
-    mpirun -np 4 python benchmarks/dense_allreduce.py
+    python benchmarks/dense_allreduce.py                      # four ranks on this machine
+    mpirun -np 8 -H node1:4,node2:4 python benchmarks/dense_allreduce.py
     sudo .venv/bin/python tests/cluster --hosts 4 --timeout 600 -- \\
         python benchmarks/dense_allreduce.py
 
-The second line makes four hosts with links of 1 Gbit/s on this machine.  A sample is the time from
+The last command makes four hosts with links of 1 Gbit/s on this machine.  A sample is the time from
 a barrier until the slowest rank has the sum.  The contenders take turns, in another order each
 round, so that the machine's load hits all alike.
 """
+# ruff: noqa: E402  A process that is no rank must not import MPI, which starts with it.
 
 from __future__ import annotations
 
@@ -17,10 +19,9 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from mpi4py import MPI
 from tqdm import tqdm
 
-from hvd_compress import mpi
+from hvd_compress.launch import under_mpirun
 
 parser = argparse.ArgumentParser(
     description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -30,7 +31,13 @@ parser.add_argument("--rounds", type=int, default=5, help="samples of each, larg
 parser.add_argument("--small", type=int, nargs="*", default=[8, 1024, 16384, 262144])
 parser.add_argument("--small-rounds", type=int, default=100)
 parser.add_argument("--gbit", type=float, default=1.0, help="rate of a link, for the floor")
+parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
 options = parser.parse_args()
+under_mpirun(options.ranks)
+
+from mpi4py import MPI
+
+from hvd_compress import mpi
 
 world = MPI.COMM_WORLD
 #: checks are for the first steps of a training run, and have no place in what is timed

@@ -1,11 +1,13 @@
 """The cost model: its error where it can be checked, and what it says of 64 and 256 ranks.
 
-    mpirun -np 4 python benchmarks/scaling.py
+    python benchmarks/scaling.py                      # four ranks on this machine
+    mpirun -np 8 -H node1:4,node2:4 python benchmarks/scaling.py
     sudo .venv/bin/python tests/cluster --hosts 8 --timeout 600 -- python benchmarks/scaling.py
 
 Measures the model's constants on the ranks that it runs with, then dense and sparse allreduces of
 several sizes, and compares; then predicts for ranks that are not here, with the same network.
 """
+# ruff: noqa: E402  A process that is no rank must not import MPI, which starts with it.
 
 from __future__ import annotations
 
@@ -15,10 +17,9 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from mpi4py import MPI
 from tqdm import tqdm
 
-from hvd_compress import Sparse, mpi
+from hvd_compress.launch import under_mpirun
 
 parser = argparse.ArgumentParser(
     description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -27,7 +28,13 @@ parser.add_argument("--rounds", type=int, default=7, help="samples of each point
 parser.add_argument("--predict", type=int, nargs="*", default=[64, 256], help="numbers of ranks")
 parser.add_argument("--elements", type=int, default=25_557_032, help="of the model to predict for")
 parser.add_argument("--density", type=float, default=0.001)
+parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
 options = parser.parse_args()
+under_mpirun(options.ranks)
+
+from mpi4py import MPI
+
+from hvd_compress import Sparse, mpi
 
 world = MPI.COMM_WORLD
 comm = mpi.Communicator(world, checks=0)

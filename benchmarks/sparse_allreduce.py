@@ -1,10 +1,11 @@
 """Sparse allreduce of a ResNet-50 gradient at density 0.001: time, and bytes at the interface.
 
-    mpirun -np 4 python benchmarks/sparse_allreduce.py
+    python benchmarks/sparse_allreduce.py                      # four ranks on this machine
+    mpirun -np 8 -H node1:4,node2:4 python benchmarks/sparse_allreduce.py
     sudo .venv/bin/python tests/cluster --hosts 8 --timeout 600 -- \\
         python benchmarks/sparse_allreduce.py
 
-The second line makes eight hosts with links of 1 Gbit/s on this machine; the column "interface" is
+The last command makes eight hosts with links of 1 Gbit/s on this machine; the column "interface" is
 what came in at their network interfaces, headers included, the largest of all ranks.  Every rank
 brings the 0.1 % largest of 25,557,032 normal numbers, in places of its own.  Only the allreduce is
 timed, from a barrier until the slowest rank has the sum; the contenders take turns.
@@ -12,6 +13,7 @@ timed, from a barrier until the slowest rank has the sum; the contenders take tu
 The floor is that of coordinate pairs with 4 bytes each for index and value, 2 k (P - 1) / P words
 received by every rank (Li and Hoefler, 2022).
 """
+# ruff: noqa: E402  A process that is no rank must not import MPI, which starts with it.
 
 from __future__ import annotations
 
@@ -22,10 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from mpi4py import MPI
 from tqdm import tqdm
 
-from hvd_compress import Sparse, mpi
+from hvd_compress.launch import under_mpirun
 
 parser = argparse.ArgumentParser(
     description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -34,7 +35,13 @@ parser.add_argument("--elements", type=int, default=25_557_032)
 parser.add_argument("--density", type=float, default=0.001)
 parser.add_argument("--rounds", type=int, default=7, help="samples of each")
 parser.add_argument("--interface", default="eth0", help="whose bytes are counted, if it is there")
+parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
 options = parser.parse_args()
+under_mpirun(options.ranks)
+
+from mpi4py import MPI
+
+from hvd_compress import Sparse, mpi
 
 world = MPI.COMM_WORLD
 comm = mpi.Communicator(world, checks=0)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 
-from hvd_compress import __version__, config, methods
+from hvd_compress import __version__, methods
 from hvd_compress.base import Compressor
-from hvd_compress.doctor import doctor
+from hvd_compress.doctor import WANTED, doctor
 from hvd_compress.errors import CompressionError
-from hvd_compress.facts import RANKS, SHAPE, facts
+from hvd_compress.facts import RANKS, SHAPE, facts_of_defaults
 from hvd_compress.horovod_build import install_horovod
 from hvd_compress.horovod_plan import GPU, VERSION
 
@@ -53,10 +54,20 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=install_horovod)
 
     command = commands.add_parser("doctor", help="what is installed, what is wrong, what helps")
+    command.add_argument(
+        "--for",
+        nargs="+",
+        choices=WANTED,
+        default=(),
+        dest="wanted",
+        metavar="WHAT",
+        help=f"what has to work, of {', '.join(WANTED)} (default: what is installed)",
+    )
     command.set_defaults(run=doctor)
 
     command = commands.add_parser("methods", help="compression methods, their costs and options")
     command.add_argument("names", nargs="*", metavar="NAME", help="all about these")
+    command.add_argument("--wide", action="store_true", help="all columns, however narrow the room")
     command.set_defaults(run=list_methods)
     return parser
 
@@ -68,29 +79,52 @@ def _positive(text: str) -> int:
     return number
 
 
-def list_methods(names: Sequence[str]) -> None:
+COLUMNS = ("name", "class", "bits sent", "received", "meets by", "state", "reference")
+#: what a narrow terminal does without, in this order
+DISPENSABLE = ("state", "class", "reference", "meets by")
+
+
+def list_methods(names: Sequence[str], wide: bool) -> None:
     """Print a table of all methods with what they cost, or what is to be known of some."""
-    classes = [config.lookup("method", name) for name in names or methods.method_names()]
+    classes = [methods.named(name) for name in names or methods.method_names()]
     if names:
         for cls in classes:
             _describe(cls)
         return
-    rows = [("name", "class", "bits sent", "received", "meets by", "state", "reference")]
-    rows += [(cls.name, cls.__name__, *_costs(cls), cls.reference) for cls in classes]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows = [dict(zip(COLUMNS, COLUMNS, strict=True))]
+    for cls in classes:
+        values = (cls.name, cls.__name__, *_costs(cls), cls.reference)
+        rows.append(dict(zip(COLUMNS, values, strict=True)))
+    widths = {column: max(len(row[column]) for row in rows) for column in COLUMNS}
+    # Into a file or a pipe goes all.
+    room = sys.maxsize if wide else shutil.get_terminal_size(fallback=(sys.maxsize, 24)).columns
+    hidden = _hidden(widths, room)
     for row in rows:
-        cells = zip(row, widths, strict=True)
-        print("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
-    print(
-        f"\nBits an element, counted in float32 on a matrix of {SHAPE[0]} x {SHAPE[1]} between "
-        f"{RANKS} ranks. Where all\nis gathered, what is received grows with the number of ranks; "
-        "sums, all-to-all and the gather behind it\ndo not. State in units of the gradient. "
+        cells = [row[column].ljust(widths[column]) for column in COLUMNS if column not in hidden]
+        print("  ".join(cells).rstrip())
+    notes = (
+        f"Bits an element, counted in float32 on a matrix of {SHAPE[0]} x {SHAPE[1]} between "
+        f"{RANKS} ranks. Where all is gathered, what is received grows with the number of ranks; "
+        "sums, all-to-all and the gather behind it do not. State in units of the gradient. "
         "Options: hvd-compress methods NAME ..."
     )
+    if hidden:
+        notes += f" Left out for want of room: {', '.join(hidden)} (--wide shows all)."
+    print("\n" + textwrap.fill(notes, min(room, 100)))
+
+
+def _hidden(widths: dict[str, int], room: int) -> list[str]:
+    """The columns that must go so that the others have room, with two blanks between them."""
+    hidden: list[str] = []
+    for column in DISPENSABLE:
+        if sum(2 + width for name, width in widths.items() if name not in hidden) - 2 <= room:
+            break
+        hidden.append(column)
+    return hidden
 
 
 def _costs(cls: type[Compressor]) -> tuple[str, str, str, str]:
-    found = facts(cls())
+    found = facts_of_defaults(cls.name)
     state = ", ".join(f"{key} {size:g}" for key, size in found.memory.items()) or "-"
     return f"{found.sent:g}", f"{found.received:g}", ", ".join(found.meets), state
 

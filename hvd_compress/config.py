@@ -7,6 +7,8 @@ Methods, schedules and the building blocks of chains are all :class:`Configurabl
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeGuard
 
 from hvd_compress.errors import ConfigError
@@ -76,11 +78,12 @@ def from_config(config: Any) -> Any:
 def build(cls: Any, options: dict[str, Any]) -> Any:
     """``cls(**options)``, with an error that lists the options there are."""
     known = [f.name for f in dataclasses.fields(cls)]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ConfigError(
-            f"{cls.name} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}"
-        )
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"{cls.name} has no option {option!r}; it has {', '.join(known) or 'none'}"
+                + _meant(option, known)
+            )
     return cls(**options)
 
 
@@ -109,4 +112,14 @@ def check_fraction(option: str, value: Any) -> None:
 def check_choice(option: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise unless ``value`` is one of ``choices``."""
     if value not in choices:
-        raise ConfigError(f"{option} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+        raise ConfigError(
+            f"{option} must be one of {', '.join(map(repr, choices))}; got {value!r}"
+            + _meant(value, choices)
+        )
+
+
+def _meant(value: Any, choices: Sequence[Any]) -> str:
+    """The end of a message about a text that is almost one of the choices."""
+    texts = [choice for choice in choices if isinstance(choice, str)]
+    found = difflib.get_close_matches(value, texts, 1) if isinstance(value, str) else ()
+    return f"; did you mean {found[0]!r}?" if found else ""

@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,12 @@ from hvd_compress.horovod_build import built_with
 from hvd_compress.horovod_plan import FRAMEWORKS, RUN_NEEDS
 
 INSTALL = "hvd-compress install-horovod"
+#: what one may want to work: the module that it begins with, and how to get that
+WANTED = {
+    "torch": ("torch", "pip install torch"),
+    "tensorflow": ("tensorflow", "pip install tensorflow-cpu"),
+    "mpi": ("mpi4py", env.INSTALL_MPI),
+}
 ROOT = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 # One rank prints: mpirun may mix the lines of two.
 COUNT_RANKS = """from mpi4py import MPI
@@ -38,39 +44,63 @@ class Finding:
     fix: str = ""
 
 
-def doctor() -> int:
-    """Print the report; 1 if there is a problem, else 0."""
+def doctor(wanted: Sequence[str] = ()) -> int:
+    """Print the report; 1 if there is a problem, else 0.
+
+    Args:
+        wanted: of ``WANTED``, what has to work; if empty, all that is installed, or else PyTorch.
+    """
+    goal = Goal(wanted)
+    sections = [("Packages", _packages), ("Horovod", _horovod), ("MPI", _mpi)]
+    if goal.frameworks:
+        sections.append(("To build Horovod", _build_tools))
     findings = []
-    for title, section in (
-        ("Packages", _packages),
-        ("Horovod", _horovod),
-        ("MPI", _mpi),
-        ("To build Horovod", _build_tools),
-    ):
-        print(title)
-        for finding in section():
+    for title, section in sections:
+        print(title, flush=True)
+        for finding in section(goal):
             findings.append(finding)
             print(f"  {finding.mark:<8} {finding.name:<18} {finding.text}".rstrip(), flush=True)
             if finding.fix:
                 print(f"  {'':<8} {'':<18} -> {finding.fix}")
     problems = sum(finding.mark == "problem" for finding in findings)
-    print(f"{problems} problem{'s' * (problems != 1)}" if problems else "all is well")
+    verdict = f"{problems} problem{'s' * (problems != 1)}" if problems else "all is well"
+    print(f"{verdict} for {', '.join(goal.names)}")
     return 1 if problems else 0
 
 
-def _packages() -> Iterator[Finding]:
+class Goal:
+    """What has to work: ``names`` of ``WANTED``, and the ``frameworks`` among them."""
+
+    def __init__(self, wanted: Sequence[str]) -> None:
+        installed = [name for name, (module, _) in WANTED.items() if env.version_of(module)]
+        self.names = [name for name in WANTED if name in wanted] or installed or ["torch"]
+        self.frameworks = [name for name in FRAMEWORKS if name in self.names]
+        # PyTorch trains over MPI and under DistributedDataParallel as well.
+        self.can_do_without_horovod = not wanted and self.names == ["torch", "mpi"]
+
+
+def _packages(goal: Goal) -> Iterator[Finding]:
     yield Finding("ok", "Python", f"{platform.python_version()}  {sys.executable}")
-    for name in ("hvd_compress", "numpy", *FRAMEWORKS, "keras", "mpi4py"):
-        version = env.version_of(name)
-        yield Finding("ok" if version else "-", name, version or "not installed")
-    if not any(map(env.version_of, FRAMEWORKS)):
-        yield Finding("problem", "frameworks", "neither torch nor tensorflow", "pip install torch")
+    cures = dict(WANTED[name] for name in goal.names)
+    for module in ("hvd_compress", "numpy", *FRAMEWORKS, "keras", "mpi4py"):
+        version = env.version_of(module)
+        if version:
+            yield Finding("ok", module, version)
+        else:
+            mark = "problem" if module in cures else "-"
+            yield Finding(mark, module, "not installed", cures.get(module, ""))
 
 
-def _horovod() -> Iterator[Finding]:
+def _horovod(goal: Goal) -> Iterator[Finding]:
     version = env.version_of("horovod")
     if version is None:
-        yield Finding("problem", "horovod", "not installed", INSTALL)
+        if not goal.frameworks:
+            yield Finding("-", "horovod", "not installed")
+        elif goal.can_do_without_horovod:
+            text = "not installed: hvd_compress.torch.mpi and ddp_hook do without it"
+            yield Finding("note", "horovod", text, INSTALL)
+        else:
+            yield Finding("problem", "horovod", "not installed", INSTALL)
         return
     yield Finding("ok", "horovod", version)
     try:
@@ -78,7 +108,7 @@ def _horovod() -> Iterator[Finding]:
     except SetupError as problem:
         text, _, fix = str(problem).partition(": ")
         yield Finding("problem", "requirements", text, fix)
-    frameworks = [name for name in FRAMEWORKS if env.version_of(name)]
+    frameworks = [name for name in goal.frameworks if env.version_of(name)]
     with ThreadPoolExecutor() as pool:
         answers = pool.map(built_with, frameworks)
         for name, answer in zip(frameworks, answers, strict=True):
@@ -112,7 +142,7 @@ def _built_against() -> dict[str, str]:
     return {}
 
 
-def _mpi() -> Iterator[Finding]:
+def _mpi(goal: Goal) -> Iterator[Finding]:
     version, path = env.mpi_version(), env.find_tool("mpirun")
     if path is None:
         yield Finding("problem", "mpirun", "not found", env.INSTALL_MPI)
@@ -120,7 +150,7 @@ def _mpi() -> Iterator[Finding]:
     if version is None:
         yield Finding("problem", "mpirun", f"{path} does not run", _prefix_advice())
         return
-    if env.too_new_for_horovodrun(version):
+    if goal.frameworks and env.too_new_for_horovodrun(version):
         text = f"{version}  {path}: horovodrun does not work with it"
         yield Finding("problem", "mpirun", text, env.INSTALL_MPI)
     else:
@@ -182,7 +212,7 @@ def _prefix_advice() -> str:
     return "see what it says: mpirun -np 2 hostname"
 
 
-def _build_tools() -> Iterator[Finding]:
+def _build_tools(goal: Goal) -> Iterator[Finding]:
     absent: dict[str, Any] = {"mark": "-", "text": "not found (needed only to build Horovod)"}
     try:
         yield Finding("ok", "C++17 compiler", env.compiler_version(env.compiler()))

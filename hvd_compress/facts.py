@@ -1,5 +1,8 @@
 """What a method costs, found by running it: bits on the wire, how ranks meet, memory.
 
+That takes up to some seconds a method.  What is found for this package's methods with their
+defaults is kept in ``facts.json``; ``python -m hvd_compress.facts`` writes it anew.
+
 >>> from hvd_compress import TopK
 >>> facts(TopK(density=0.01))
 Facts(sent=0.64, received=2.56, meets=('gather',), memory={'residual': 1.0})
@@ -9,18 +12,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvd_compress import lockstep
+from hvd_compress import lockstep, methods
 from hvd_compress.base import Alltoall, Compressor, Context, Gather, Meeting
+from hvd_compress.config import lookup
 from hvd_compress.engines import payload_bytes, watched
 
 #: a fully connected layer in float32
 SHAPE, RANKS = (512, 2000), 4
 #: as many steps as ranks, since these may take turns
 _LATE = range(250_000, 250_000 + RANKS)
+_FILE = Path(__file__).with_suffix(".json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,3 +81,24 @@ def facts(method: Compressor) -> Facts:
         meets=tuple(kind for kind, _, _ in seen),
         memory={key: round(array.nbytes / size, 3) for key, array in states[0].items()},
     )
+
+
+def facts_of_defaults(name: str) -> Facts:
+    """Those of the method that a text names so, with its defaults: kept ones, or found now."""
+    return _kept().get(name) or facts(lookup("method", name)())
+
+
+@functools.cache
+def _kept() -> dict[str, Facts]:
+    rows = json.loads(_FILE.read_text())
+    return {name: Facts(**row | {"meets": tuple(row["meets"])}) for name, row in rows.items()}
+
+
+def _keep() -> None:
+    rows = {name: facts(lookup("method", name)()) for name in methods.method_names()}
+    lines = [f'"{name}": {json.dumps(dataclasses.asdict(row))}' for name, row in rows.items()]
+    _FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    _keep()

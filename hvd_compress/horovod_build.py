@@ -22,7 +22,15 @@ from pathlib import Path
 
 from hvd_compress import environment as env
 from hvd_compress.errors import SetupError
-from hvd_compress.horovod_plan import VERSION, Plan, make_plan, up_to_prefix
+from hvd_compress.horovod_plan import (
+    SOURCE_SHA256,
+    VERSION,
+    Plan,
+    digest_of,
+    make_plan,
+    record_of,
+    up_to_prefix,
+)
 
 
 def write_wrapper(folder: Path, compiler: list[str]) -> Path:
@@ -81,22 +89,42 @@ def build_environment(plan: Plan, wrapper: Path) -> dict[str, str]:
 
 def build(plan: Plan) -> Path:
     """Build the wheel into the cache; the log stays beside it."""
-    plan.folder.mkdir(parents=True, exist_ok=True)
     # Built aside and moved in at the end: what is in the cache is whole.
-    with tempfile.TemporaryDirectory(prefix="building-", dir=plan.folder) as work:
+    with _folder_in(plan.folder) as work:
+        source = Path(work, "source.txt")
+        source.write_text(f"horovod=={VERSION} --hash=sha256:{SOURCE_SHA256}\n")
         variables = build_environment(plan, write_wrapper(Path(work), plan.compiler))
         # --use-pep517: the old way would fetch setup_requires (cffi, which nothing uses).
         command = [sys.executable, "-m", "pip", "wheel", "-v", "--disable-pip-version-check"]
         command += ["--use-pep517", "--no-build-isolation", "--no-cache-dir", "--no-deps"]
-        command += ["--no-binary", "horovod", "--wheel-dir", work, f"horovod=={VERSION}"]
+        command += ["--no-binary", "horovod", "--wheel-dir", work, "--requirement", str(source)]
         status = _run_logged(command, variables, plan.log)
         built = next(iter(Path(work).glob("horovod-*.whl")), None)
         if status or built is None:
-            print(excerpt(plan.log.read_text(errors="replace")), file=sys.stderr)
+            log = plan.log.read_text(errors="replace")
+            if "DO NOT MATCH THE HASHES" in log:
+                raise SetupError(
+                    f"the source of Horovod {VERSION} that pip found is not the published one, "
+                    f"whose SHA-256 is {SOURCE_SHA256}: look at `pip config list`; log: {plan.log}"
+                )
+            print(excerpt(log), file=sys.stderr)
             raise SetupError(f"Horovod did not build; the whole log: {plan.log}")
         text = json.dumps(plan.inputs, indent=2, sort_keys=True)
         (plan.folder / "inputs.json").write_text(text + "\n")
-        return built.replace(plan.folder / built.name)
+        wheel = plan.folder / built.name
+        record_of(wheel).write_text(digest_of(built))
+        return built.replace(wheel)
+
+
+def _folder_in(cache: Path) -> tempfile.TemporaryDirectory[str]:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix="building-", dir=cache)
+    except OSError as error:
+        raise SetupError(
+            f"the cache {cache} cannot be written ({error.strerror}): set HVD_COMPRESS_CACHE to a "
+            "folder that can"
+        ) from None
 
 
 def _run_logged(command: list[str], variables: dict[str, str], log: Path) -> int:

@@ -23,6 +23,7 @@ from hvd_compress import environment as env
 from hvd_compress.errors import SetupError
 
 VERSION = "0.28.1"
+SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 RECIPE = 1  # goes into the key: raise it whenever the wheel comes out different
 FRAMEWORKS = ("torch", "tensorflow")
 GPU = ("none", "nccl", "mpi")
@@ -55,9 +56,17 @@ class Plan:
         return self.folder / "build.log"
 
     @property
-    def wheel(self) -> Path | None:
+    def cached(self) -> Path | None:
         """The wheel in the cache, if there is one."""
         return next(iter(sorted(self.folder.glob("horovod-*.whl"))), None)
+
+    @property
+    def wheel(self) -> Path | None:
+        """The same, if it is still what was built."""
+        wheel = self.cached
+        if wheel is None or not record_of(wheel).exists():
+            return None
+        return wheel if record_of(wheel).read_text() == digest_of(wheel) else None
 
     def describe(self, rebuild: bool = False) -> str:
         frameworks = [f"{name} {self.inputs[name]['version']}" for name in self.frameworks]
@@ -65,6 +74,8 @@ class Plan:
             work = "install the cached wheel, some seconds"
         else:
             work = f"build with {self.jobs} jobs, about {1 + round(7 / self.jobs)} minutes"
+            if self.cached and not rebuild:
+                work += "; the cached wheel is damaged, or has no recorded hash"
         rows = {
             "frameworks": ", ".join(frameworks),
             "MPI": self.inputs["mpi"]["version"],
@@ -79,6 +90,15 @@ class Plan:
     @property
     def frameworks(self) -> list[str]:
         return [name for name in FRAMEWORKS if self.inputs[name]]
+
+
+def record_of(wheel: Path) -> Path:
+    """Where the hash of a wheel in the cache is kept."""
+    return wheel.with_name(f"{wheel.name}.sha256")
+
+
+def digest_of(wheel: Path) -> str:
+    return hashlib.sha256(wheel.read_bytes()).hexdigest()
 
 
 def make_plan(gpu: str = "none", jobs: int | None = None) -> Plan:

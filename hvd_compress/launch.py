@@ -15,9 +15,19 @@ _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RAN
 
 
 def find_mpi() -> None:
-    """Open MPI's wheel finds its files under mpirun only; a process started alone needs a hint."""
-    in_environment = (Path(sys.prefix) / "lib" / "libopen-rte.so.40").exists()
-    if in_environment and "OMPI_COMM_WORLD_SIZE" not in os.environ:
+    """Open MPI's wheel finds its files under mpirun only; a process started alone needs a hint.
+
+    Not where mpi4py was told to use another MPI.  What is set already stays.  For scripts that
+    import mpi4py first, ``hvd_compress_open_mpi.pth`` does the same when Python starts, in every
+    environment that this package is installed in; this is for those where it only lies on the path.
+    """
+    library = Path(sys.prefix, "lib")
+    chosen = os.environ.get("MPI4PY_LIBMPI")
+    if (
+        (library / "libopen-rte.so.40").exists()
+        and "OMPI_COMM_WORLD_SIZE" not in os.environ
+        and (not chosen or Path(chosen).parent == library)
+    ):
         os.environ.setdefault("OPAL_PREFIX", sys.prefix)
 
 

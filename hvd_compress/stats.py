@@ -94,12 +94,14 @@ class Stats:
         return {"total": plain(self.total), "layers": layers}
 
     def line(self) -> str:
+        """Totals in one line.  Bytes saved and elements sent are two things: a method may send all
+        of them in a few bits each."""
         t = self.total
-        per_step = t.bytes_sent / max(t.steps, 1)
+        steps = max(t.steps, 1)
         return (
-            f"{t.steps} steps, {human_bytes(per_step)} sent a step of "
-            f"{human_bytes(t.dense_bytes / max(t.steps, 1))} dense (ratio {t.ratio:.1f}), "
-            f"{human_bytes(t.bytes_received)} received in all, density {t.density:.4%}, "
+            f"{t.steps} steps, {human_bytes(t.bytes_sent / steps)} sent a step of "
+            f"{human_bytes(t.dense_bytes / steps)} dense (ratio of bytes {t.ratio:.1f}, "
+            f"elements sent {t.density:.4%}), {human_bytes(t.bytes_received)} received in all, "
             f"residual norm {t.residual_norm:.3g}"
         )
 
@@ -107,13 +109,13 @@ class Stats:
         width = max([len("total"), *map(len, self.layers)])
         rows = [
             f"{'tensor':{width}}  {'steps':>7}  {'sent':>10}  {'received':>10}  {'dense':>10}"
-            f"  {'ratio':>8}  {'density':>8}  {'residual':>9}"
+            f"  {'dense/sent':>10}  {'elements':>8}  {'residual':>9}"
         ]
         for name, r in [*self.layers.items(), ("total", self.total)]:
             rows.append(
                 f"{name:{width}}  {r.steps:>7}  {human_bytes(r.bytes_sent):>10}"
                 f"  {human_bytes(r.bytes_received):>10}  {human_bytes(r.dense_bytes):>10}"
-                f"  {r.ratio:>8.1f}  {r.density:>8.3%}  {r.residual_norm:>9.3g}"
+                f"  {r.ratio:>10.1f}  {r.density:>8.3%}  {r.residual_norm:>9.3g}"
             )
         return "\n".join(rows)
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from budget import everything
+from data import cifar10_folder
 from hvd_compress import Compressor, ConfigError, as_compressor, warmup_to
 from report import Run, behind, picture, table
 
@@ -50,7 +51,7 @@ def horovod_parser(doc: str, models: list[str]) -> argparse.ArgumentParser:
     """For the examples that run on Horovod."""
     parser = parser_of(doc, "results/digits.png", epochs=30, seeds=3)
     parser.add_argument("--model", choices=models, default="cnn")
-    parser.add_argument("--data-dir", type=Path, help="CIFAR-10 in its usual files")
+    parser.add_argument("--data-dir", type=cifar10_folder, help="CIFAR-10 in its usual files")
     parser.add_argument(
         "--controller",
         choices=["gloo", "mpi"],
@@ -103,8 +104,9 @@ def compare(
     if rank == 0:
         print(f"\n{title}\n")
         print(table(runs))
-        if options.epochs <= options.warmup_epochs:
-            print("The warm-up was not over: no epoch ran at the density that was asked for.")
-        print(behind(runs))
+        cut_short = options.epochs <= options.warmup_epochs
+        if cut_short:
+            print("The warm-up was not over: learning rates were rising, densities falling.")
+        print(behind(runs, cut_short))
         picture(runs, options.output)
         print(f"\npicture: {options.output.resolve()}")

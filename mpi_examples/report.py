@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import statistics
 from pathlib import Path
 
 import matplotlib
-from adjustText import adjust_text
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.transforms import Bbox
 from PIL import Image
 
 from budget import reason
 from hvd_compress.stats import human_bytes
+
+# Where to write beside a point: right, left, above and below it, then at its corners.
+_DIRECTIONS = np.array([(1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1)])
 
 
 @dataclasses.dataclass
@@ -74,15 +80,18 @@ def table(runs: list[Run]) -> str:
     return "\n".join(rows)
 
 
-def behind(runs: list[Run], points: float = 1.0) -> str:
-    """Methods that end more than so many points below the dense run, and why that may be."""
+def behind(runs: list[Run], cut_short: bool = False, points: float = 1.0) -> str:
+    """Methods that end more than so many points below the dense run, and why that may be;
+    ``cut_short``: because the runs ended before their warm-up did."""
     final = {
         method: 100 * statistics.mean(run.accuracies[-1] for run in group)
         for method, group in _by_method(runs).items()
     }
     dense = final.get("none", 0.0)
+    early = "the warm-up was cut short: more --epochs, or fewer --warmup-epochs"
     lines = [
-        f"{method}: {dense - accuracy:.1f} points below none; {reason(method)}"
+        f"{method}: {dense - accuracy:.1f} points below none; "
+        + (early if cut_short else reason(method))
         for method, accuracy in final.items()
         if accuracy < dense - points
     ]
@@ -137,13 +146,39 @@ def _ends(groups: dict[str, list[Run]]) -> plt.Figure:
     axes.set(xlabel="sent by one rank [KiB a step]", ylabel="test accuracy at the end [%]")
     axes.set_title("Accuracy against bytes")
     axes.grid(alpha=0.3)
-    labels = [axes.text(*place, name, fontsize=8) for place, name in names.items()]
-    arrows = {"arrowstyle": "-", "color": "gray", "lw": 0.5}
-    figure.draw_without_rendering()  # until then nothing has its place
-    adjust_text(
-        labels, kibs, errors, ax=axes, arrowprops=arrows, expand=(1.2, 1.8), force_text=(0.3, 0.8)
-    )
+    label(axes, names)
     return figure
+
+
+def label(axes: plt.Axes, names: dict[tuple[float, float], str]) -> list[plt.Annotation]:
+    """Write a name beside each point, as near as it can be without covering a point or a name."""
+    axes.figure.draw_without_rendering()  # until then nothing has its place
+    pixels = axes.figure.dpi / 72  # of a point, the unit of lengths in print
+    spots = {place: axes.transData.transform(place) for place in names}
+    taken = [Bbox([spot - 4 * pixels, spot + 4 * pixels]) for spot in spots.values()]
+    labels = []
+    for place, name in sorted(names.items()):
+        text = axes.annotate(
+            name,
+            place,
+            (0, 0),
+            textcoords="offset points",
+            fontsize=8,
+            ha="center",
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": "gray", "lw": 0.5},
+        )
+        size = np.array(Text.get_window_extent(text).size) + 2 * pixels
+        for distance, direction in itertools.product(range(5, 120, 5), _DIRECTIONS):
+            offset = direction * (size / 2 + distance * pixels)
+            box = Bbox.from_bounds(*(spots[place] + offset - size / 2), *size)
+            inside = axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max)
+            if inside and not box.count_overlaps(taken):
+                text.set_position(offset / pixels)
+                break
+        taken.append(box)
+        labels.append(text)
+    return labels
 
 
 def save(figure: plt.Figure, path: Path) -> None:

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -23,7 +24,9 @@ OLDEST, NEWEST = (3, 10), (3, 13)
 INPUTS = [
     "pyproject.toml",
     "setup.py",
+    "hvd_compress_open_mpi.pth",
     "constraints.txt",
+    "constraints-mpich.txt",
     "scripts/setup.py",
     "hvd_compress/environment.py",
     "hvd_compress/horovod_build.py",
@@ -55,24 +58,47 @@ def main() -> None:
         if done.returncode:
             fail("no virtual environment: install python3-venv, or another Python: make PYTHON=...")
     LOG.write_text("")
-    pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
-    pip += ["--constraint", "constraints.txt"]
-    logged("2/6", "PyTorch", [*pip, "torch"])
+    pip = [str(PYTHON), "-m", "pip"]
+    install = [*pip, "install", "--disable-pip-version-check"]
+    pinned = ["--require-hashes", "--no-deps", "--requirement"]
+    if not is_installed("torch", "constraints.txt", VENV):
+        install_pytorch(pip, install)
+    logged("3/6", "the other pinned packages", [*install, *pinned, "constraints.txt"])
+    # What it needs is there, but for the libraries of a CUDA build of PyTorch.
     extras = "torch,tensorflow,horovod,examples,dev"
-    logged("3/6", "hvd_compress and all it needs", [*pip, "--editable", f".[{extras}]"])
-    # It asks for the large TensorFlow, and is content with any.
-    logged("4/6", "Keras 2, for the tests", [*pip, "--no-deps", "tf_keras"])
-    if not mpich_is_installed():
+    ours = ["--no-build-isolation", "--editable", f".[{extras}]"]
+    logged("4/6", "hvd_compress", [*install, *ours])
+    if not is_installed("mpich", "constraints-mpich.txt", MPICH):
         # In a folder of its own: the programs of both MPIs have the same names.  pip would only
         # lay a new version over the old one there.
         shutil.rmtree(MPICH, ignore_errors=True)
-        apart = ["--no-deps", "--ignore-installed", "--prefix", str(MPICH)]
-        logged("5/6", "MPICH beside Open MPI, for the tests", [*pip, *apart, "mpich"])
+        apart = ["--ignore-installed", "--prefix", str(MPICH)]
+        command = [*install, *apart, *pinned, "constraints-mpich.txt"]
+        logged("5/6", "MPICH beside Open MPI, for the tests", command)
     say("6/6", "Horovod")
     command = [str(VENV / "bin" / "hvd-compress"), "install-horovod"]
     if subprocess.run(command, cwd=ROOT).returncode:
         sys.exit(1)
     STAMP.write_text(stamp)
+
+
+def install_pytorch(pip: list, install: list) -> None:
+    """The wheel that pip finds for the pinned version, if its hash is recorded.
+
+    Builds for the CPU and for each CUDA have the same version, in indexes of their own.  Asked for
+    hashes, pip would take that of the common index, whatever index it is told to prefer.
+    """
+    with tempfile.TemporaryDirectory(dir=VENV) as folder:
+        download = [*pip, "download", "--disable-pip-version-check", "--no-deps", "--dest", folder]
+        name = f"torch=={pinned_version('torch', 'constraints.txt')}"
+        logged("2/6", "PyTorch, download", [*download, name])
+        [wheel] = Path(folder).iterdir()
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if digest not in (ROOT / "constraints.txt").read_text():
+            if "+" not in wheel.name:
+                fail(f"{wheel.name} is not the published file: look at `pip config list`")
+            say("2/6", f"no hash is recorded for {wheel.name}, which is from an index of its own")
+        logged("2/6", "PyTorch", [*install, "--no-deps", str(wheel)])
 
 
 def digest_of_inputs() -> str:
@@ -82,10 +108,14 @@ def digest_of_inputs() -> str:
     return digest.hexdigest()
 
 
-def mpich_is_installed() -> bool:
+def pinned_version(name: str, pins: str) -> str:
+    return re.search(rf"^{name}==(\S+)", (ROOT / pins).read_text(), re.MULTILINE)[1]
+
+
+def is_installed(name: str, pins: str, prefix: Path) -> bool:
     """The pinned version is there, to its last file; jobs may be running on it."""
-    pinned = re.search(r"^mpich==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
-    return any(MPICH.glob(f"lib/python*/site-packages/mpich-{pinned}.dist-info/RECORD"))
+    folder = f"{name}-{pinned_version(name, pins)}*.dist-info"
+    return any(prefix.glob(f"lib/python*/site-packages/{folder}/RECORD"))
 
 
 def version() -> str:

@@ -1,11 +1,15 @@
 """The command ``hvd-compress``, run as its users run it."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 
+import mpi4py
 import numpy
 import pytest
 
@@ -49,6 +53,29 @@ def test_methods_lists_every_method():
     assert rows["onebit"][1:5] == ["1.29", "2.06", "alltoall,", "gather"]
     assert rows["powersgd"][1:5] == ["0.08", "0.08", "sum,", "sum"]
     assert rows["topk"][4:6] == ["residual", "1"]
+
+
+def test_methods_fits_the_terminal():
+    everything = command("methods", "--wide", COLUMNS="60").stdout
+    header = everything.splitlines()[0]
+    assert "reference" in header
+    for columns in (60, 80, 100, 120, 200):
+        lines = command("methods", COLUMNS=str(columns)).stdout.splitlines()
+        assert max(map(len, lines)) <= columns
+        assert lines[0].startswith("name")
+        left_out = re.search(r"Left out for want of room: (.*) \(--wide", " ".join(lines))
+        absent = left_out[1].split(", ") if left_out else []
+        assert all(
+            (name in lines[0]) != (name in absent) for name in ("class", "state", "meets by")
+        )
+    assert command("methods", COLUMNS="").stdout == everything  # into a pipe
+
+
+def test_methods_answers_at_once():
+    start = time.monotonic()
+    command("methods")
+    # Without the kept figures it computes for ten seconds and more.
+    assert time.monotonic() - start < 3
 
 
 def test_methods_describes_one(capsys):
@@ -95,7 +122,7 @@ def test_loads_no_framework():
 def test_doctor_finds_all_well():
     done = command("doctor", **AS_ROOT)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.endswith("all is well\n")
+    assert done.stdout.endswith("all is well for torch, tensorflow, mpi\n")
     rows = {line.split()[1]: line for line in done.stdout.splitlines() if len(line.split()) > 2}
     for name in ("torch", "tensorflow"):
         if environment.version_of(name):
@@ -110,7 +137,33 @@ def test_doctor_names_cures(bare):
     lines = [line.strip() for line in done.stdout.splitlines()]
     for cure in ("pip install torch", "hvd-compress install-horovod"):
         assert f"-> {cure}" in lines
-    assert lines[-1].endswith(("problem", "problems"))
+    assert re.fullmatch(r"\d problems for torch", lines[-1])
+
+
+@pytest.fixture
+def mpi_only(bare, tmp_path):
+    """A Python that has mpi4py beside NumPy, but no framework and no Horovod."""
+    shutil.copytree(bare.parents[1], tmp_path / "env", symlinks=True)
+    (site,) = tmp_path.glob("env/lib/python*/site-packages")
+    for entry in Path(mpi4py.__file__).parents[1].glob("mpi4py*"):
+        (site / entry.name).symlink_to(entry)
+    return tmp_path / "env" / "bin" / "python"
+
+
+def test_doctor_judges_by_what_is_wanted(mpi_only):
+    def problems(*options):
+        library = str(Path(sys.prefix, "lib", "libmpi.so.40"))
+        done = command("doctor", *options, python=mpi_only, **AS_ROOT, MPI4PY_LIBMPI=library)
+        *lines, verdict = done.stdout.splitlines()
+        found = [line.split()[1] for line in lines if line.startswith("  problem")]
+        assert done.returncode == bool(found)
+        return found, verdict
+
+    for options in ([], ["--for", "mpi"]):
+        assert problems(*options) == ([], "all is well for mpi")
+    without = ["torch", "horovod"]
+    assert problems("--for", "torch", "mpi") == (without, "2 problems for torch, mpi")
+    assert problems("--for", "tensorflow")[0] == ["tensorflow", "horovod"]
 
 
 def test_doctor_notices_a_wrong_prefix_of_open_mpi(tmp_path):

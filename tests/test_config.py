@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import re
 from typing import ClassVar
 
 import numpy as np
@@ -28,6 +29,7 @@ from hvd_compress import (
     fading_memory,
     from_config,
     low_pass_memory,
+    method_names,
     momentum_after_averaging,
     momentum_correction,
     moving_average,
@@ -130,11 +132,31 @@ def test_methods_as_text(text, method):
         ("dgc:nesterov=no", "nesterov"),
         ("topk:error_feedback=off", "error_feedback"),
         ("randomk:error_feedback=off", "error_feedback"),
+        ("dcg", r"got 'dcg'; did you mean 'dgc'\?$"),
+        ("top-k", r"did you mean 'topk'\?$"),
+        ("topk:densty=0.1", r"did you mean 'density'\?$"),
+        ("topk:values=flaot16", r"did you mean 'float16'\?$"),
+        (
+            "dgc:density=0.1,density=0.2",
+            "'dgc:density=0.1,density=0.2' has the option density twice",
+        ),
+        ("topk: density = 0.1, density=0.1", "has the option density twice"),
+        ("chain", r"cannot be written as a text: pass chain\(\.\.\.\)"),
     ],
 )
 def test_mistyped_text(text, message):
     with pytest.raises(ConfigError, match=message):
         as_compressor(text)
+
+
+def test_an_error_lists_what_a_text_can_name_and_no_more():
+    with pytest.raises(ConfigError) as caught:
+        as_compressor("nothing like it")
+    listed = re.findall(r"'([\w-]+)'", str(caught.value).partition("; got")[0])
+    assert listed == method_names()
+    for name in listed:
+        assert as_compressor(name).name == name
+    assert "did you mean" not in str(caught.value)
 
 
 def test_methods_as_classes_and_instances():

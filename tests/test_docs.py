@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 import jobs
 from hvd_compress import as_compressor, config, method_names
-from hvd_compress.facts import facts
+from hvd_compress.facts import facts, facts_of_defaults
 from hvd_compress.testing import check_laws
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +52,7 @@ def test_every_method_has_its_row_and_page(name):
     expected = f"{costs.sent:g} | {costs.received:g} | {', '.join(costs.meets)} | {memory} |"
     assert (found[1], found[2].strip()) == (type(method).__name__, expected)
     assert type(method).__name__ in (ROOT / "docs" / found[4]).read_text()
+    assert facts_of_defaults(name) == costs, "to write it anew: python -m hvd_compress.facts"
 
 
 PAGES_THAT_RUN = (
@@ -61,6 +63,7 @@ PAGES_THAT_RUN = (
     "docs/tensorflow.md",
 )
 BLOCKS = [(page, i) for page in PAGES_THAT_RUN for i in range(len(snippets(page)))]
+BLOCKS += [("README.md", 0), ("README.md", 1)]
 
 
 @pytest.mark.parametrize(("page", "number"), BLOCKS)
@@ -102,3 +105,47 @@ def test_figures_are_those_of_real_frames():
     random_k = sum(4 * -(-int(np.prod(shape)) // 100) for shape in resnet50().values())
     for total in (count("float32"), count("float16"), count("float32", True), random_k):
         assert f"{total / 1000:,.0f} kB" in text
+
+
+def said(folder: str) -> str:
+    """All texts in the sources of a folder, with ``...`` for what is filled in."""
+
+    def text_of(node: ast.AST) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(text_of, node.values))
+        if isinstance(node, ast.Constant):
+            return str(node.value)
+        named = isinstance(node, ast.FormattedValue) and getattr(node.value, "id", None)
+        return str(constants.get(named, "..."))
+
+    texts = []
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        constants = {
+            node.targets[0].id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        }
+        texts += [text_of(n) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr | ast.Constant)]
+    return "\n".join(texts)
+
+
+#: said by MPI
+OTHERS = {"MPI_Init_thread", "mpirun has detected an attempt to run as root"}
+
+
+def test_troubleshooting_quotes_what_is_said():
+    page = (ROOT / "docs/troubleshooting.md").read_text().partition("\n## ")[0]
+    symptoms = [row.split("|")[1] for row in page.splitlines() if row.startswith("| ")][1:]
+    quotes = {quote for symptom in symptoms for quote in re.findall("`(.*?)`", symptom)} - OTHERS
+    sources = "\n".join(map(said, ("hvd_compress", "torch_impl", "tf")))
+    assert len(quotes) > 12
+    for quote in quotes:
+        name, _, text = quote.rpartition("Error: " if "Error: " in quote else "Timeout: ")
+        if name:
+            assert re.search(
+                f"class {name}(Error|Timeout)", (ROOT / "hvd_compress/errors.py").read_text()
+            )
+        assert text.strip(". ") in sources, quote

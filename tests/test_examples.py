@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import sys
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import numpy as np
@@ -65,12 +66,31 @@ def test_every_method_trains(tmp_path):
     assert rows == set(ours)
 
 
+SCRIPTS = [
+    script
+    for folder in (EXAMPLES, ROOT / "benchmarks")
+    for script in sorted(folder.glob("*.py"))
+    if re.search("^options = |parse_args", script.read_text(), re.MULTILINE)
+    and script.stem != "demo"
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_help_starts_neither_ranks_nor_mpi(script):
+    _, output = jobs.run(
+        [sys.executable, str(script), "--help"], timeout=60, OPAL_PREFIX="/nowhere"
+    )
+    assert output.startswith(f"usage: {script.name}")
+
+
 @pytest.mark.parametrize(
     ("example", "option", "value", "words"),
     [
         ("train_digits", "--compression", "dcg", "method must be one of"),
         ("train_digits_keras", "--model", "vgg", "invalid choice"),
         ("train_digits", "--epochs", "0", "--epochs must be 1"),
+        ("train_digits", "--data-dir", "/no/such/folder", "/no/such/folder has no data_batch_1"),
+        ("train_digits_keras", "--data-dir", "/no/such/folder", "has no data_batch_1"),
         ("train_digits_mpi", "--compression", "dcg", "method must be one of"),
         ("train_digits_mpi", "--density", "7", "density must be"),
         ("train_digits_mpi", "--framework", "tensorflow", "invalid choice"),
@@ -104,10 +124,12 @@ def test_cifar10(tmp_path, example, model):
 
 
 def test_cifar10_in_part(tmp_path):
-    folder = fake_cifar10(tmp_path)
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    folder = fake_cifar10(tmp_path / "cifar-10-batches-py")
+    assert data.cifar10_folder(str(tmp_path)) == data.cifar10_folder(str(folder)) == folder
     (folder / "data_batch_3").unlink()
-    with pytest.raises(SystemExit, match="has no data_batch_3: --data-dir wants the folder"):
-        data.cifar10(folder)
+    with pytest.raises(ArgumentTypeError, match="has no data_batch_3: --data-dir wants the folder"):
+        data.cifar10_folder(str(tmp_path))
 
 
 def test_resnet20_is_of_the_papers_size():
@@ -136,6 +158,26 @@ def test_small_matrices():
     command = [sys.executable, str(script), "--matrices", "4", "--shape", "6", "5", "--rounds", "2"]
     _, output = jobs.run([*command, "--ranks", "1", "2"], timeout=60)
     assert re.findall(r"rank (\d): [\d.]+ ms alone, [\d.]+ ms stacked", output) == ["1", "2"]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        (
+            "dense_allreduce",
+            "--bytes 4000 --small 8 --rounds 1 --small-rounds 1",
+            "8 bytes, 2 ranks",
+        ),
+        ("scaling", "--elements 100000 --rounds 1 --predict 8", "measured on 2 ranks"),
+        ("sparse_allreduce", "--elements 100000 --rounds 1", "chosen on each of 2 ranks"),
+    ],
+)
+def test_benchmarks_of_collectives_start_their_ranks(name, options, words):
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--ranks", "2"]
+    _, output = jobs.run([*command, *options.split()], timeout=180)
+    assert output.startswith("$ ")
+    assert words in output
 
 
 def start(example: str, *options: str, launcher: str = "alone", ranks: int = 0) -> str:

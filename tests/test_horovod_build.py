@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -194,10 +195,26 @@ class TestPlan:
         assert plan.wheel is None
         plan.folder.mkdir()
         wheel = plan.folder / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
-        wheel.touch()
+        wheel.write_bytes(b"a wheel")
+        horovod_plan.record_of(wheel).write_text(horovod_plan.digest_of(wheel))
         assert plan.wheel == wheel
-        assert "cached" in plan.describe()
+        assert "install the cached wheel" in plan.describe()
         assert "cached wheel" not in plan.describe(rebuild=True)
+
+    @pytest.mark.parametrize("damage", [b"", b"a whe", b"another"])
+    def test_damaged_wheel_is_not_taken(self, tmp_path, monkeypatch, damage):
+        monkeypatch.setenv("HVD_COMPRESS_CACHE", str(tmp_path))
+        plan = horovod_plan.make_plan()
+        plan.folder.mkdir()
+        wheel = plan.folder / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
+        wheel.write_bytes(b"a wheel")
+        assert plan.wheel is None, "of which nothing is recorded"
+        horovod_plan.record_of(wheel).write_text(horovod_plan.digest_of(wheel))
+        wheel.write_bytes(damage)
+        assert plan.wheel is None
+        assert "build with" in plan.describe()
+        assert "the cached wheel is damaged" in plan.describe()
+        assert "the cached wheel" not in plan.describe(rebuild=True)
 
     def test_place_of_the_cache(self, tmp_path, monkeypatch):
         monkeypatch.delenv("HVD_COMPRESS_CACHE", raising=False)
@@ -227,6 +244,27 @@ class TestBuild:
         assert "No matching distribution found for horovod==0.28.1" in done.stderr
         assert done.stderr.splitlines()[-1].endswith(f"the whole log: {log}")
         assert [file.name for file in log.parent.iterdir()] == ["build.log"]
+
+    def test_a_cache_that_cannot_be_written_is_one_line(self, tmp_path):
+        file = tmp_path / "file"
+        file.touch()
+        done = install(HVD_COMPRESS_CACHE=str(file))
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert f"the cache {file}" in done.stderr
+        assert "cannot be written (Not a directory): set HVD_COMPRESS_CACHE" in done.stderr
+
+    def test_another_source_is_not_built(self, tmp_path):
+        with tarfile.open(tmp_path / "horovod-0.28.1.tar.gz", "w:gz") as archive:
+            setup = tmp_path / "setup.py"
+            setup.write_text("open('/nowhere/at/all', 'w')")
+            archive.add(setup, "horovod-0.28.1/setup.py")
+        done = install(
+            HVD_COMPRESS_CACHE=str(tmp_path), PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path)
+        )
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert "is not the published one, whose SHA-256 is 92a43f5a94c4" in done.stderr
 
     def test_progress_in_plain_lines(self, tmp_path, capfd):
         lines = r"printf '[  3%%] a\n[ 12%%] b\n[ 19%%] c\n[100%%] d\n'; exit 3"

@@ -49,15 +49,21 @@ def test_numbers_for_json():
 
 def test_one_line():
     assert STATS.line() == (
-        "10 steps, 1.2 KiB sent a step of 391.0 KiB dense (ratio 333.7), 27.3 KiB received in all, "
-        "density 0.1998%, residual norm 5"
+        "10 steps, 1.2 KiB sent a step of 391.0 KiB dense (ratio of bytes 333.7, elements sent "
+        "0.1998%), 27.3 KiB received in all, residual norm 5"
     )
     assert "0 steps" in Stats({}).line()
 
 
+def test_all_elements_in_few_bits():
+    """A ratio of bytes beside a fraction of elements: the line says which is which."""
+    quantised = Record(1, 408, 1_632, 4_000, 1_000, 1_000)
+    assert "(ratio of bytes 9.8, elements sent 100.0000%)" in Stats({"w": quantised}).line()
+
+
 def test_a_table():
     lines = str(STATS).splitlines()
-    columns = ["tensor", "steps", "sent", "received", "dense", "ratio", "density", "residual"]
+    columns = ["tensor", "steps", "sent", "received", "dense", "dense/sent", "elements", "residual"]
     assert lines[0].split() == columns
     assert [line.split()[0] for line in lines[1:]] == ["layer.weight", "layer.bias", "total"]
     assert "500.0" in lines[1]

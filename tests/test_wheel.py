@@ -13,11 +13,25 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def copy_of_the_sources(folder: Path) -> Path:
+    skip = ignore_patterns(".venv", ".git", "build", "*.egg-info", "__pycache__", ".*_cache")
+    return copytree(ROOT, folder / "source", ignore=skip)
+
+
+def test_an_editable_installation_has_the_start_up_file(tmp_path):
+    build = "import setuptools.build_meta as b, sys; b.build_editable(sys.argv[1])"
+    source = copy_of_the_sources(tmp_path)
+    command = [sys.executable, "-c", build, str(tmp_path)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    [wheel] = tmp_path.glob("hvd_compress-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = archive.read("hvd_compress_open_mpi.pth")
+    assert packed == (ROOT / "hvd_compress_open_mpi.pth").read_bytes()
+
+
 @pytest.mark.timeout(200)
 def test_the_wheel_works_from_another_folder(tmp_path):
-    source, wheels, site = tmp_path / "source", tmp_path / "wheels", tmp_path / "site"
-    skip = ignore_patterns(".venv", ".git", "build", "*.egg-info", "__pycache__", ".*_cache")
-    copytree(ROOT, source, ignore=skip)
+    source, wheels, site = copy_of_the_sources(tmp_path), tmp_path / "wheels", tmp_path / "site"
     build = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-index"]
     subprocess.run(
         [*build, "--no-build-isolation", "-w", str(wheels), "-q"], check=True, timeout=150
@@ -34,7 +48,7 @@ def test_the_wheel_works_from_another_folder(tmp_path):
     for folder, package in homes.items():
         for file in (ROOT / folder).rglob("*.py"):
             assert f"{package}/{file.relative_to(ROOT / folder)}" in packed
-    assert "hvd_compress/py.typed" in packed
+    assert {"hvd_compress/py.typed", "hvd_compress_open_mpi.pth"} <= packed
     code = (
         "import hvd_compress.torch as h, hvd_compress, torch\n"
         "print(h.__file__, hvd_compress.__file__, h.DGC())"

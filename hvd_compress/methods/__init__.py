@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from hvd_compress.base import Compressor
-from hvd_compress.config import build, lookup, names
+from hvd_compress.config import build, check_choice, lookup, names
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods.adaptive import AdaptiveThreshold
 from hvd_compress.methods.composed import MomentumAfter, Partition, Switch, partition, rule, switch
@@ -97,6 +97,14 @@ def method_names() -> list[str]:
     return [name for name in names("method") if not _required(lookup("method", name))]
 
 
+def named(name: str) -> Any:
+    """The class of a method by its name; the error lists the names that a text can have."""
+    name = name.strip().lower()
+    if name not in names("method"):
+        check_choice("method", name, tuple(method_names()))
+    return lookup("method", name)
+
+
 def _required(cls: Any) -> list[str]:
     """The options that have no default."""
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
@@ -116,14 +124,18 @@ def as_compressor(compression: Any) -> Compressor:
         return compression()
     if isinstance(compression, str):
         name, _, text = compression.partition(":")
-        method = lookup("method", name.strip().lower())
+        method = named(name)
         if _required(method):
             raise ConfigError(f"a {name} cannot be written as a text: pass {name}(...)")
-        pairs = [part.partition("=") for part in text.split(",") if part]
-        for _, equals, _ in pairs:
+        options: dict[str, Any] = {}
+        for part in filter(None, text.split(",")):
+            key, equals, value = part.partition("=")
             if not equals:
                 raise ConfigError(f"options in {compression!r} are written {name}:option=value")
-        return build(method, {key.strip(): _value(v) for key, _, v in pairs})
+            if key.strip() in options:
+                raise ConfigError(f"{compression!r} has the option {key.strip()} twice")
+            options[key.strip()] = _value(value)
+        return build(method, options)
     raise ConfigError(
         f"{compression!r} is no compression method: pass DGC, DGC(density=0.01) or "
         "'dgc:density=0.01'"

@@ -1,0 +1,47 @@
+"""What the examples say at the end: names in pictures, and reasons."""
+
+from __future__ import annotations
+
+import itertools
+
+import matplotlib.pyplot as plt
+import pytest
+from matplotlib.text import Text
+
+from report import Run, behind, label
+
+CROWD = {
+    "two almost in one place": {(170.0, 1.67): "efsignsgd", (180.0, 1.67): "onebit"},
+    "a row": {(100.0 * 1.1**i, 2.0): f"method {i}" for i in range(12)},
+    "a heap": {
+        (10 ** (2 + x / 10), 10 ** (y / 10)): f"name {x} {y}" for x in range(5) for y in range(5)
+    },
+    "corners": {(x, y): "long enough a name" for x in (1.0, 1000.0) for y in (0.1, 100.0)},
+}
+
+
+@pytest.mark.parametrize("names", CROWD.values(), ids=CROWD)
+def test_names_cover_neither_points_nor_each_other(names):
+    figure, axes = plt.subplots(figsize=(11, 6.5), layout="constrained")
+    axes.scatter(*zip(*names, strict=True))
+    axes.set(xscale="log", yscale="log", xlim=(1, 5000), ylim=(0.05, 200))
+    labels = label(axes, names)
+    assert sorted(text.get_text() for text in labels) == sorted(names.values())
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in labels]
+    for one, other in itertools.combinations(boxes, 2):
+        assert not one.overlaps(other)
+    for box in boxes:
+        assert axes.bbox.contains(*box.min)
+        assert axes.bbox.contains(*box.max)
+        assert not any(box.contains(*axes.transData.transform(place)) for place in names)
+    plt.close(figure)
+
+
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_no_reason_is_known_only_where_the_warm_up_was_over(cut_short):
+    runs = [Run(m, 0, accuracies=[a]) for m, a in (("none", 0.98), ("dgc", 0.5), ("topk", 0.975))]
+    line = behind(runs, cut_short).strip()
+    assert line.startswith("dgc: 48.0 points below none; ")
+    assert ("no reason is known" in line) is not cut_short
+    assert ("the warm-up was cut short" in line) is cut_short
