@@ -34,6 +34,7 @@ The laws that every method obeys (checked by :func:`hvd_compress.testing.check_l
 * all ranks compute bitwise equal ``mean`` and ``update``;
 * shape, dtype and device of the gradient are kept;
 * a NaN or Inf on one rank makes ``mean`` non-finite on every rank and leaves every state as it was;
+* who claims to be ``homogeneous`` makes twice as much of twice the gradient;
 * a world of one rank, zeros, empty and one-element tensors work.
 
 State is handed in and handed out: a dict of arrays that belongs to one tensor on one rank.  After
@@ -181,8 +182,8 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     reference: ClassVar[str] = ""
     #: the method takes the optimizer's momentum over, and its weight decay with it
     takes_momentum: ClassVar[bool] = False
-    #: twice the gradient gives twice the result: where nothing waits either, loss scaling may be
-    #: taken back after the exchange
+    #: twice the gradient gives twice the result, so no option is in units of the gradient: where
+    #: nothing waits either, loss scaling may be taken back after the exchange
     homogeneous: ClassVar[bool] = True
     #: the class of the only optimizer that understands what the method hands out, if it is no
     #: gradient

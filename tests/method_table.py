@@ -48,10 +48,12 @@ from hvd_compress import (
     natural,
     natural_dithering,
     partition,
+    plus_minus,
     rounding,
     rule,
     scaled_sign,
     switch,
+    threshold,
     top_k,
     uniform_dithering,
 )
@@ -201,6 +203,10 @@ ROWS = {
         chain(error_feedback(), via=allgather(top_k(0.1), rounding(3.0, biased=True)))
     ),
     "chain-rounding-unbiased": Row(chain(via=alltoall(rounding(1.5)))),
+    "chain-levels": Row(
+        chain(via=allgather(threshold(0.5), contraction(rounding(levels=(0.5, 2.0, 8.0)))))
+    ),
+    "chain-plus-minus": Row(chain(via=allgather(threshold(0.25), plus_minus(0.25)))),
     "chain-l2-sign": Row(chain(via=alltoall(scaled_sign("l2")))),
     "chain": Row(
         chain(

@@ -82,6 +82,10 @@ class OfVelocities(Chained):
         if not is_whole(self.min_size) or self.min_size < 0:
             raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
 
+    @property
+    def homogeneous(self) -> bool:  # type: ignore[override]
+        return self._whole.homogeneous
+
     def compresses(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of that shape is ever sent in part."""
         return len(shape) > 1 and math.prod(shape) >= max(self.min_size, 1)
