@@ -124,12 +124,15 @@ class Outcome(NamedTuple):
         state: the new state.
         update: what an optimizer shall step along, where that differs from ``mean`` (momentum
             that is applied after averaging); ``None`` means ``mean``.
+        additive: where gradients are added instead of averaged, ``direction`` is to be multiplied
+            by the number of ranks.  A majority's vote is not: it is the same for both.
     """
 
     mean: Array
     sent: Array | Sparse
     state: State
     update: Array | None = None
+    additive: bool = True
 
     @property
     def direction(self) -> Array:
@@ -148,7 +151,8 @@ class Context(NamedTuple):
         seed: for randomness that ranks share.
         momentum, nesterov: the optimizer's, for methods that take momentum over.
         gradient_norm: L2 norm of the rank's whole gradient, over all tensors; ``None`` if unknown.
-        sums: gradients are added, not averaged, by whoever multiplies ``mean`` by ``size``.
+        sums: gradients are added, not averaged, by whoever multiplies the direction of an
+            ``additive`` outcome by ``size``.
         dtype, shape: of the gradient as it came, "float16"; set by ``Chain``.
         phase: one of the method's, where ``step`` is a symbol.
     """
@@ -182,6 +186,9 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     reference: ClassVar[str] = ""
     #: the method takes the optimizer's momentum over, and its weight decay with it
     takes_momentum: ClassVar[bool] = False
+    #: and hands out what a moving average of gradients says, in units of a gradient; other momentum
+    #: adds up to 1 / (1 - momentum) times as much, and weight decay beside it must do so too
+    averages_momentum: ClassVar[bool] = False
     #: twice the gradient gives twice the result, so no option is in units of the gradient: where
     #: nothing waits either, loss scaling may be taken back after the exchange
     homogeneous: ClassVar[bool] = True

@@ -117,7 +117,7 @@ class Reducer:
             self.states[name] = outcome.state
             sent = outcome.sent.values if isinstance(outcome.sent, Sparse) else outcome.sent
             self.records[name].elements_sent += backend_of(sent).size(sent)
-            factor = self.engine.size if self.sums else 1
+            factor = self.engine.size if self.sums and outcome.additive else 1
             result[name] = outcome.direction * factor if factor != 1 else outcome.direction
         return result
 

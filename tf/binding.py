@@ -449,7 +449,7 @@ class Binding(tf.Module):
             record.elements_sent = backend.size(sent)
             counts = tf.stack([tf.cast(getattr(record, name), tf.int64) for name in _COUNTED])
             direction = outcome.direction
-            if self._sums and engine.size > 1:
+            if self._sums and outcome.additive and engine.size > 1:
                 direction = _scaled(direction, engine.size)
             results[i] = (direction, outcome.state, counts)
         return results

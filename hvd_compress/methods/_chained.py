@@ -61,6 +61,10 @@ class OneChain(Chained):
     def homogeneous(self) -> bool:  # type: ignore[override]
         return self._chain.homogeneous
 
+    @property
+    def averages_momentum(self) -> bool:  # type: ignore[override]
+        return self._chain.averages_momentum
+
 
 class OfVelocities(Chained):
     """What is large in the accumulated velocities of matrices travels; momentum lives there, in the

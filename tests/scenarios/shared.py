@@ -11,8 +11,11 @@ from hvd_compress import (
     DGC,
     FP16,
     NoCompression,
+    SignSGD,
+    Signum,
     StagedWarmup,
     TopK,
+    switch,
 )
 from hvd_compress.errors import ConfigError
 from scenarios import oracle
@@ -50,6 +53,21 @@ def sums() -> None:
         total = train(make(method, op=hvd.Sum, lr=oracle.LR / hvd.size()), range(6))
         mean = train(make(method), range(6))
         assert_close(total.weights(), mean.weights(), 1e-3, 1e-4)
+
+
+def votes_are_the_same_in_sums() -> None:
+    small = {"lr": oracle.LR / 50}
+    for method in (SignSGD(), Signum()):
+        total = train(make(method, op=hvd.Sum, **small), range(3))
+        assert_close(total.weights(), train(make(method, **small), range(3)).weights(), 0, 0)
+    # What takes turns with votes is a sum when its turn comes.
+    method = switch(SignSGD(), NoCompression(), 2)
+    total, mean = (make(method, op=op, momentum=0.0, **small) for op in (hvd.Sum, hvd.Average))
+    before = train(total, range(2)).weights()
+    assert_close(train(mean, range(2)).weights(), before, 0, 0)
+    step, longer = (train(run, range(2, 3)).weights() for run in (mean, total))
+    for name, w in before.items():
+        np.testing.assert_allclose(longer[name] - w, hvd.size() * (step[name] - w), 1e-2, 1e-5)
 
 
 def other_operations_are_refused() -> None:
