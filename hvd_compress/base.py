@@ -147,7 +147,7 @@ class Context(NamedTuple):
         name: of the tensor, unique within the model.
         rank, size: this rank and the number of ranks that take part.
         step: exchanges of this tensor so far, counted from 0.
-        epoch: as announced by the user; ``None`` if never announced.
+        epoch: as announced by the user, a fraction within an epoch; ``None`` if never announced.
         seed: for randomness that ranks share.
         momentum, nesterov: the optimizer's, for methods that take momentum over.
         gradient_norm: L2 norm of the rank's whole gradient, over all tensors; ``None`` if unknown.
@@ -161,7 +161,7 @@ class Context(NamedTuple):
     rank: int = 0
     size: int = 1
     step: int = 0
-    epoch: int | None = None
+    epoch: float | None = None
     seed: int = 0
     momentum: float = 0.0
     nesterov: bool = False
@@ -256,8 +256,8 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         """Exact bytes so far and more; see :class:`hvd_compress.stats.Stats`."""
         return self._only_bound().stats()
 
-    def set_epoch(self, epoch: int) -> None:
-        """Announce an epoch, for schedules by epoch."""
+    def set_epoch(self, epoch: float) -> None:
+        """Announce an epoch, or a part of one such as 2.5, for schedules by epoch."""
         self._only_bound().set_epoch(epoch)
 
     @classmethod

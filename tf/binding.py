@@ -144,7 +144,7 @@ class Binding(tf.Module):
         self._schedules = schedules_of(self.method)
         with tf.init_scope():
             self.step = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
-            self.epoch = tf.Variable(-1, trainable=False, dtype=tf.int64, name="epoch")
+            self.epoch = tf.Variable(-1, trainable=False, dtype=tf.float64, name="epoch")
             self._counts = tf.Variable(
                 tf.zeros([len(slots), len(_COUNTED)], tf.int64), trainable=False, name="counts"
             )
@@ -189,9 +189,9 @@ class Binding(tf.Module):
                 records[name].bytes_received += record.bytes_received
         return Stats(records)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Announce an epoch, for schedules by epoch."""
-        self.epoch.assign(int(epoch))
+    def set_epoch(self, epoch: float) -> None:
+        """Announce an epoch, or a part of one such as 2.5, for schedules by epoch."""
+        self.epoch.assign(float(epoch))
 
     def report_at_exit(self) -> None:
         """Log one line of statistics when the program ends, on rank 0."""
@@ -410,7 +410,7 @@ class Binding(tf.Module):
     def _known_epoch(self) -> tf.Tensor:
         check = tf.debugging.assert_greater_equal(
             self.epoch,
-            tf.constant(0, tf.int64),
+            tf.constant(0, tf.float64),
             message=f"ConfigError: the density of {self.method.name} goes by epochs: call "
             "compression.set_epoch(epoch) at the start of every epoch, or add "
             "hvd.callbacks.CompressionCallback() to model.fit",
@@ -535,7 +535,7 @@ class Binding(tf.Module):
         saved = {key: int(arrays[key]) for key in ("consolidated", "rank", "size")}
         factor = share(self.engine, saved)
         self.step.assign(int(arrays["step"]))
-        self.epoch.assign(int(arrays["epoch"]))
+        self.epoch.assign(float(arrays["epoch"]))
         self._consolidated_at.assign(int(arrays["step"]) if saved["consolidated"] else -1)
         for name in arrays.keys() - saved.keys() - {"step", "epoch"}:
             i, key = name.split(".", 1)

@@ -55,7 +55,7 @@ class Binding:
         self, optimizer: Any, method: Compressor, hvd: Any, sums: bool, engine: Engine
     ) -> None:
         self.method = method
-        self.epoch: int | None = None
+        self.epoch: float | None = None
         self.step = 0
         self.seed = 0
         self.records: dict[str, Record] = {}
@@ -102,9 +102,9 @@ class Binding:
                 self.records.setdefault(name, Record()).residual_norm = norm
         return Stats(self.records)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Announce an epoch, for schedules by epoch."""
-        self.epoch = int(epoch)
+    def set_epoch(self, epoch: float) -> None:
+        """Announce an epoch, or a part of one such as 2.5, for schedules by epoch."""
+        self.epoch = float(epoch)
 
     def report_at_exit(self) -> None:
         """Log one line of statistics when the program ends, on rank 0."""

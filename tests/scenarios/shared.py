@@ -36,13 +36,13 @@ SPARSE = DGC(density=0.05)
 
 
 def warmups() -> None:
-    for unit in ("step", "epoch"):
-        method = DGC(density=StagedWarmup(unit, 2, (1.0, 0.25, 0.02)), min_size=0)
+    for unit, length, announced in (("step", 2, None), ("epoch", 2, 1), ("epoch", 0.5, 0.25)):
+        method = DGC(density=StagedWarmup(unit, length, (1.0, 0.25, 0.02)), min_size=0)
         run = make(method, dtype="float64")
         expected = DGC(density=StagedWarmup("step", 2, (1.0, 0.25, 0.02)), min_size=0)
         for step in range(8):
-            if unit == "epoch":
-                run.compression.set_epoch(step)
+            if announced:
+                run.compression.set_epoch(announced * step)
             run.step(step)
         reference = oracle.compressed(expected, range(8), hvd.size(), dtype="float64")
         assert_close(run.weights(), reference, 1e-6, 1e-8)
