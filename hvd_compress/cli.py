@@ -7,12 +7,13 @@ import dataclasses
 import inspect
 import sys
 import textwrap
+import warnings
 from collections.abc import Sequence
 
 from hvd_compress import __version__, config, methods
 from hvd_compress.base import Compressor
 from hvd_compress.doctor import doctor
-from hvd_compress.errors import CompressionError
+from hvd_compress.errors import CompressionError, NeedsTuning
 from hvd_compress.facts import RANKS, SHAPE, facts
 from hvd_compress.horovod_build import install_horovod
 from hvd_compress.horovod_plan import GPU, VERSION
@@ -70,6 +71,7 @@ def _positive(text: str) -> int:
 
 def list_methods(names: Sequence[str]) -> None:
     """Print a table of all methods with what they cost, or what is to be known of some."""
+    warnings.simplefilter("ignore", NeedsTuning)  # nothing is trained here
     classes = [config.lookup("method", name) for name in names or methods.method_names()]
     if names:
         for cls in classes:

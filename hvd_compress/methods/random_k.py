@@ -36,7 +36,7 @@ class RandomK(OneChain, name="randomk"):
 
     reference = "Stich et al., NeurIPS 2018"
 
-    density: Density = 0.01
+    density: Density = 0.25
     error_feedback: bool = True
     wire: str | None = None
     shared: bool = True

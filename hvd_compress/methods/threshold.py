@@ -35,7 +35,7 @@ class Threshold(OneChain, name="threshold"):
     reference = "Strom, Interspeech 2015"
 
     tau: float = 0.01
-    send: str = "sign"
+    send: str = "value"
 
     def __post_init__(self) -> None:
         check_choice("send", self.send, ("sign", "value"))
