@@ -45,9 +45,15 @@ def methods_of_sgd() -> list[str]:
 
 
 def accuracy(
-    method: Compressor, lr: float = 0.05, epochs: int = 20, width: int = 128, seed: int = 0
+    method: Compressor,
+    lr: float = 0.05,
+    epochs: int = 20,
+    width: int = 128,
+    seed: int = 0,
+    ranks: type[World] = World,
 ) -> float:
-    """On the test images, after training with ``method``; of momentum too if it takes it over."""
+    """On the test images, after training with ``method``, by which momentum travels if it takes it
+    over; ``ranks``: a world that looks at what is exchanged, for instance."""
     x, x_test, y, y_test = digits(seed)
     random = np.random.default_rng(seed)
     weights = {}
@@ -57,7 +63,7 @@ def accuracy(
         weights[f"bias{layer}"] = np.zeros(outputs, np.float32)
     velocity = {name: np.zeros_like(w) for name, w in weights.items()}
     inside, beside = (MOMENTUM, 0.0) if method.takes_momentum else (0.0, MOMENTUM)
-    world, batches = World(method, RANKS), len(x) // RANKS // BATCH
+    world, batches = ranks(method, RANKS), len(x) // RANKS // BATCH
     for epoch in range(epochs):
         world.epoch = epoch
         order = np.random.default_rng([seed, epoch]).permutation(len(x))[: RANKS * BATCH * batches]
