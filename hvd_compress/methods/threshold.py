@@ -27,8 +27,8 @@ class Threshold(OneChain, name="threshold"):
 
     Options:
         tau: in units of the gradient; what suits differs from model to model.
-        send: "value", what was picked as it is, or "sign", the paper's: ``tau sign(x)``.  An element
-            of many times ``tau`` is then sent at as many steps, and where gradients stay larger
+        send: "value", what was picked as it is, or "sign", the paper's: ``tau sign(x)``.  Then an
+            element of many times ``tau`` is sent at as many steps, and where gradients stay larger
             than ``tau`` residuals grow without end: it must be above nearly all gradients.
 
     Differs from the paper in: values by default; sign and index are not put into one word.
