@@ -34,6 +34,7 @@ The laws that every method obeys (checked by :func:`hvd_compress.testing.check_l
 * all ranks compute bitwise equal ``mean`` and ``update``;
 * shape, dtype and device of the gradient are kept;
 * a NaN or Inf on one rank makes ``mean`` non-finite on every rank and leaves every state as it was;
+* who claims to be ``homogeneous`` makes twice as much of twice the gradient;
 * a world of one rank, zeros, empty and one-element tensors work.
 
 State is handed in and handed out: a dict of arrays that belongs to one tensor on one rank.  After
@@ -123,12 +124,15 @@ class Outcome(NamedTuple):
         state: the new state.
         update: what an optimizer shall step along, where that differs from ``mean`` (momentum
             that is applied after averaging); ``None`` means ``mean``.
+        additive: where gradients are added instead of averaged, ``direction`` is to be multiplied
+            by the number of ranks.  A majority's vote is not: it is the same for both.
     """
 
     mean: Array
     sent: Array | Sparse
     state: State
     update: Array | None = None
+    additive: bool = True
 
     @property
     def direction(self) -> Array:
@@ -143,11 +147,12 @@ class Context(NamedTuple):
         name: of the tensor, unique within the model.
         rank, size: this rank and the number of ranks that take part.
         step: exchanges of this tensor so far, counted from 0.
-        epoch: as announced by the user; ``None`` if never announced.
+        epoch: as announced by the user, a fraction within an epoch; ``None`` if never announced.
         seed: for randomness that ranks share.
         momentum, nesterov: the optimizer's, for methods that take momentum over.
         gradient_norm: L2 norm of the rank's whole gradient, over all tensors; ``None`` if unknown.
-        sums: gradients are added, not averaged, by whoever multiplies ``mean`` by ``size``.
+        sums: gradients are added, not averaged, by whoever multiplies the direction of an
+            ``additive`` outcome by ``size``.
         dtype, shape: of the gradient as it came, "float16"; set by ``Chain``.
         phase: one of the method's, where ``step`` is a symbol.
     """
@@ -156,7 +161,7 @@ class Context(NamedTuple):
     rank: int = 0
     size: int = 1
     step: int = 0
-    epoch: int | None = None
+    epoch: float | None = None
     seed: int = 0
     momentum: float = 0.0
     nesterov: bool = False
@@ -181,8 +186,11 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     reference: ClassVar[str] = ""
     #: the method takes the optimizer's momentum over, and its weight decay with it
     takes_momentum: ClassVar[bool] = False
-    #: twice the gradient gives twice the result: where nothing waits either, loss scaling may be
-    #: taken back after the exchange
+    #: and hands out what a moving average of gradients says, in units of a gradient; other momentum
+    #: adds up to 1 / (1 - momentum) times as much, and weight decay beside it must do so too
+    averages_momentum: ClassVar[bool] = False
+    #: twice the gradient gives twice the result, so no option is in units of the gradient: where
+    #: nothing waits either, loss scaling may be taken back after the exchange
     homogeneous: ClassVar[bool] = True
     #: the class of the only optimizer that understands what the method hands out, if it is no
     #: gradient
@@ -248,8 +256,8 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         """Exact bytes so far and more; see :class:`hvd_compress.stats.Stats`."""
         return self._only_bound().stats()
 
-    def set_epoch(self, epoch: int) -> None:
-        """Announce an epoch, for schedules by epoch."""
+    def set_epoch(self, epoch: float) -> None:
+        """Announce an epoch, or a part of one such as 2.5, for schedules by epoch."""
         self._only_bound().set_epoch(epoch)
 
     @classmethod

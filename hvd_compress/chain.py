@@ -48,6 +48,10 @@ class Transform(Configurable, kind="block"):
     shared: ClassVar[tuple[str, ...]] = ()
     #: applies the optimizer's momentum
     takes_momentum: ClassVar[bool] = False
+    #: see :class:`hvd_compress.base.Compressor`
+    averages_momentum: ClassVar[bool] = False
+    #: see :class:`hvd_compress.base.Outcome`; of what ``finish`` returns
+    additive: ClassVar[bool] = True
     #: later messages make up for what one leaves out, so that must not be more than it had
     feeds_back: ClassVar[bool] = False
     #: must not stand behind a transform that feeds back
@@ -185,6 +189,10 @@ class Chain(Compressor, name="chain"):
         return any(t.takes_momentum for t in self.transforms)
 
     @property
+    def averages_momentum(self) -> bool:  # type: ignore[override]
+        return any(t.averages_momentum for t in self.transforms)
+
+    @property
     def momentum(self) -> float | None:
         """Of the transform that applies it, like the option of that name of other methods."""
         return getattr(self._momentum_block, "momentum", None)
@@ -255,7 +263,8 @@ class Chain(Compressor, name="chain"):
         if xp.dtype(mean) != xp.dtype(x):  # nor for the momentum of it
             fits = xp.all_finite(update)
             new_state = xp.choose(fits, lambda: new_state, lambda: old)
-        return Outcome(mean, met.sent, new_state, update)
+        additive = all(t.additive for t in self.transforms)
+        return Outcome(mean, met.sent, new_state, update, additive)
 
     @functools.cached_property
     def _has_update(self) -> bool:

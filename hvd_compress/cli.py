@@ -8,12 +8,13 @@ import inspect
 import shutil
 import sys
 import textwrap
+import warnings
 from collections.abc import Sequence
 
 from hvd_compress import __version__, methods
 from hvd_compress.base import Compressor
 from hvd_compress.doctor import WANTED, doctor
-from hvd_compress.errors import CompressionError
+from hvd_compress.errors import CompressionError, NeedsTuning
 from hvd_compress.facts import RANKS, SHAPE, facts_of_defaults
 from hvd_compress.horovod_build import install_horovod
 from hvd_compress.horovod_plan import GPU, VERSION
@@ -86,6 +87,7 @@ DISPENSABLE = ("state", "class", "reference", "meets by")
 
 def list_methods(names: Sequence[str], wide: bool) -> None:
     """Print a table of all methods with what they cost, or what is to be known of some."""
+    warnings.simplefilter("ignore", NeedsTuning)  # nothing is trained here
     classes = [methods.named(name) for name in names or methods.method_names()]
     if names:
         for cls in classes:

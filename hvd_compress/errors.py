@@ -28,6 +28,11 @@ class PoorFit(UserWarning):
     """Gradients have not got what a method counts on; training goes on."""
 
 
+class NeedsTuning(UserWarning):
+    """A method trains only with a learning rate unlike that of others; the message says which.
+    Ignore the category where the rate is chosen."""
+
+
 class SetupError(CompressionError, RuntimeError):
     """Something outside this package is missing: a compiler, Horovod, MPI."""
 

@@ -8,6 +8,7 @@ from hvd_compress.base import Compressor
 from hvd_compress.errors import (
     CompressionError,
     ConfigError,
+    NeedsTuning,
     PayloadError,
     PoorFit,
     SetupError,
@@ -23,6 +24,7 @@ __all__ = [
     "Compressor",
     "ConfigError",
     "ExponentialWarmup",
+    "NeedsTuning",
     "PayloadError",
     "PoorFit",
     "SetupError",

@@ -68,7 +68,7 @@ class Reducer:
         self.engine: Engine = engine if engine.size > 1 else LocalEngine()
         self.momentum, self.nesterov, self.sums, self.seed = momentum, nesterov, sums, seed
         self.step = 0
-        self.epoch: int | None = None
+        self.epoch: float | None = None
         self.states: dict[str, State] = {}
         self.records: dict[str, Record] = {}
         self._per_rank: dict[str, frozenset[str]] = {}  # keys of states that differ between ranks
@@ -133,7 +133,7 @@ class Reducer:
             self.states[name] = outcome.state
             sent = outcome.sent.values if isinstance(outcome.sent, Sparse) else outcome.sent
             self.records[name].elements_sent += backend_of(sent).size(sent)
-            factor = self.engine.size if self.sums else 1
+            factor = self.engine.size if self.sums and outcome.additive else 1
             result[name] = outcome.direction * factor if factor != 1 else outcome.direction
         return result
 
@@ -207,9 +207,9 @@ class Reducer:
                 self.records.setdefault(name, Record()).residual_norm = norm
         return Stats(self.records)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Announce an epoch, for schedules by epoch."""
-        self.epoch = int(epoch)
+    def set_epoch(self, epoch: float) -> None:
+        """Announce an epoch, or a part of one such as 2.5, for schedules by epoch."""
+        self.epoch = float(epoch)
 
     # -- checkpoints -------------------------------------------------------------------------
 

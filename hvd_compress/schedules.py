@@ -5,7 +5,9 @@ step on hurts: early gradients change fast, and what waits in the residual grows
 (ICLR 2018) therefore lower the density in stages while the learning rate warms up.
 
 Stages advance by ``unit="step"`` (``stage_length`` optimizer steps each) or by ``unit="epoch"``,
-which needs ``compression.set_epoch(epoch)`` once per epoch.
+which needs ``compression.set_epoch(epoch)`` once per epoch.  Stages shorter than an epoch advance
+within one if parts of epochs are announced too, ``set_epoch(epoch + batch / batches)``; otherwise
+the first stage of an epoch lasts until its end.
 """
 
 from __future__ import annotations
@@ -44,10 +46,10 @@ class _Staged(Configurable, abc.ABC, kind="schedule"):
     def in_stage(self, stage: int) -> Any:
         """The value of a stage, counted from 0."""
 
-    def __call__(self, step: int, epoch: int | None = None) -> Any:
+    def __call__(self, step: int, epoch: float | None = None) -> Any:
         return self.in_stage(min(self.stage(step, epoch), self.stages_in_all - 1))
 
-    def stage(self, step: int, epoch: int | None) -> int:
+    def stage(self, step: int, epoch: float | None) -> int:
         if self.unit == "epoch" and epoch is None:
             raise ConfigError(
                 f"{type(self).__name__}(unit='epoch') does not know the epoch: call "
@@ -113,6 +115,10 @@ def warmup_to(
 ) -> StagedWarmup:
     """The paper's warm-up, ending at any ``density``, spread over ``steps`` or ``epochs``.
 
+    It begins with 25 %, however short it is.  Where stages are shorter than an epoch, announce
+    parts of epochs, ``set_epoch(epoch + batch / batches)``, or write ``steps``: with whole epochs
+    alone the first stage of each lasts until its end, which is safe and sends more.
+
     >>> warmup_to(0.01, epochs=3)
     StagedWarmup(unit='epoch', stage_length=1, densities=(0.25, 0.0625, 0.015625, 0.01))
     """
@@ -123,8 +129,6 @@ def warmup_to(
     if not is_whole(length) or length < 0:
         raise ConfigError(f"the length of the warm-up must be 0 or more; got {length!r}")
     stages = [d for d in PAPER_DENSITIES if d > density] if length else []
-    # With fewer steps than stages, the first stages, which send most, are left out.
-    stages = stages[-length:] if length else []
     stage_length = length / len(stages) if stages else 1
     if stage_length == int(stage_length):
         stage_length = int(stage_length)
@@ -159,7 +163,7 @@ def as_start(value: Any) -> bool | After:
     return After("step", value) if value else True
 
 
-def started(start: Start, step: int, epoch: int | None) -> bool:
+def started(start: Start, step: int, epoch: float | None) -> bool:
     return start(step, epoch) if isinstance(start, After) else bool(start)
 
 
@@ -171,7 +175,7 @@ def as_density(value: Any) -> Density:
     return float(value)
 
 
-def density_at(density: Density, step: int, epoch: int | None) -> float:
+def density_at(density: Density, step: int, epoch: float | None) -> float:
     return density if isinstance(density, float) else density(step, epoch)
 
 

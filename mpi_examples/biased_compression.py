@@ -33,6 +33,7 @@ from hvd_compress import (
     chain,
     contraction,
     error_feedback,
+    gather_drawn,
     natural,
     natural_dithering,
     random_k,
@@ -244,6 +245,7 @@ def operators(d: int) -> list[Operator]:
     plain = {
         "dense": ("shared", allreduce()),
         "random-k, unbiased": ("shared", allreduce(select=random, unbiased=True)),
+        "random-k, own draws": ("plain", gather_drawn(random, unbiased=True)),
         "natural compression": ("plain", allgather(natural())),
         "natural dithering": ("plain", allgather(dithering)),
     }

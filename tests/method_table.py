@@ -48,10 +48,12 @@ from hvd_compress import (
     natural,
     natural_dithering,
     partition,
+    plus_minus,
     rounding,
     rule,
     scaled_sign,
     switch,
+    threshold,
     top_k,
     uniform_dithering,
 )
@@ -101,6 +103,9 @@ ROWS = {
     "randomk-unbiased": Row(RandomK(density=0.1, error_feedback=False)),
     "randomk-bfloat16": Row(RandomK(density=0.1, wire="bfloat16"), IN_BFLOAT16),
     "randomk-float16": Row(RandomK(density=0.1, wire="float16"), IN_FLOAT16),
+    "randomk-own": Row(RandomK(density=0.1, shared=False)),
+    "randomk-own-unbiased": Row(RandomK(density=0.1, error_feedback=False, shared=False)),
+    "randomk-own-float16": Row(RandomK(density=0.1, shared=False, wire="float16")),
     "dgc": Row(DGC(density=0.02), context=MOMENTUM),
     "dgc-nesterov": Row(DGC(density=0.02), context=NESTEROV),
     "dgc-momentum-given": Row(DGC(density=0.02, momentum=0.5, nesterov=False), context=NESTEROV),
@@ -137,8 +142,8 @@ ROWS = {
     "signum-nesterov": Row(Signum(), context=NESTEROV),
     "efsignsgd": Row(EFSignSGD()),
     "efsignsgd-allgather": Row(EFSignSGD(via="allgather")),
-    "threshold": Row(Threshold(tau=0.25)),
-    "threshold-value": Row(Threshold(tau=1.5, send="value")),
+    "threshold": Row(Threshold(tau=1.5)),
+    "threshold-sign": Row(Threshold(tau=0.25, send="sign")),
     "adaptive": Row(AdaptiveThreshold(density=0.05)),
     "mstopk": Row(MSTopK(density=0.05)),
     "mstopk-fp16-values": Row(MSTopK(density=0.3, values="float16")),
@@ -201,6 +206,10 @@ ROWS = {
         chain(error_feedback(), via=allgather(top_k(0.1), rounding(3.0, biased=True)))
     ),
     "chain-rounding-unbiased": Row(chain(via=alltoall(rounding(1.5)))),
+    "chain-levels": Row(
+        chain(via=allgather(threshold(0.5), contraction(rounding(levels=(0.5, 2.0, 8.0)))))
+    ),
+    "chain-plus-minus": Row(chain(via=allgather(threshold(0.25), plus_minus(0.25)))),
     "chain-l2-sign": Row(chain(via=alltoall(scaled_sign("l2")))),
     "chain": Row(
         chain(

@@ -257,6 +257,19 @@ class LosesOption(Cheat, name="test-loses-option"):
 
 
 @dataclasses.dataclass(frozen=True)
+class HasAScale(Cheat, name="test-has-a-scale"):
+    def exchange(self, gradient, state, context):
+        large = np.where(abs(gradient) <= 1, gradient.dtype.type(0), gradient)
+        return (yield from super().exchange(large, state, context))
+
+    def init(self, gradient):
+        return {}
+
+    def per_rank(self, gradient):
+        return frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
 class OddRepr(Cheat, name="test-odd-repr"):
     option: int = 1
 
@@ -292,6 +305,7 @@ def test_the_kit_accepts_what_is_honest():
         (GathersFloats(), "one-dimensional uint8"),
         (LosesOption(option=2), "JSON"),
         (OddRepr(option=2), "repr"),
+        (HasAScale(), "claims homogeneous"),
     ],
     ids=lambda value: value.name if isinstance(value, Compressor) else "",
 )

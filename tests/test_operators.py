@@ -11,12 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from hvd_compress import ConfigError, Context, RandomK, TopK, numpy_backend, random_k, top_k
+from hvd_compress import (
+    ConfigError,
+    Context,
+    Gather,
+    PayloadError,
+    RandomK,
+    Sum,
+    TopK,
+    gather_drawn,
+    numpy_backend,
+    random_k,
+    top_k,
+)
 from hvd_compress.backend import backend_of
 from hvd_compress.lockstep import World
-from hvd_compress.operators.random_k import shared_generator
+from hvd_compress.operators.random_k import own_generator, shared_generator
 from hvd_compress.operators.top_k import _SMALL
 from hvd_compress.operators.top_k import count as top_k_count
+from hvd_compress.wire import encode_dense
 
 N = _SMALL + 4099  # large enough for the sampled search
 
@@ -214,6 +227,90 @@ def test_variance_by_enumeration(d, k):
     drawn = [((world.exchange([x])[0].mean - x) ** 2).sum() for _ in range(50)]
     assert {round(e, 9) for e in drawn} <= {round(e, 9) for e in errors}
     assert len({round(e, 9) for e in drawn}) > 1
+
+
+# random_k, drawn by every rank for itself
+
+
+def test_ranks_that_draw_for_themselves_agree_on_the_average():
+    """By hand: every rank's elements are where the documented generator says, in any framework."""
+    x = [np.arange(1, 101, dtype=np.float32) + rank for rank in range(3)]
+    world = World(RandomK(density=0.05, shared=False), 3, seed=7)
+    for step in range(3):
+        outcomes = world.exchange(x)
+        expected = np.zeros(100)
+        for rank, outcome in enumerate(outcomes):
+            random = own_generator(Context(rank=rank, step=step, seed=7))
+            at = np.sort(random.choice(100, 5, replace=False, shuffle=False))
+            assert outcome.sent.indices.tolist() == at.tolist()
+            expected[at] += outcome.sent.values
+        for outcome in outcomes:
+            np.testing.assert_allclose(outcome.mean, expected / 3, rtol=1e-6)
+        chosen = [tuple(outcome.sent.indices) for outcome in outcomes]
+        assert len(set(chosen)) == 3, "ranks draw for themselves"
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("shared", [True, False])
+def test_variance_of_the_average_over_ranks(ranks, shared):
+    """E|C(x)|^2 = d/k |x|^2 on a rank.  Of N equal gradients the average has the error of one where
+    all ranks draw alike, and an N-th of it where each draws for itself (Beznosikov et al.)."""
+    d, k, steps = 24, 6, 4000
+    x = np.random.default_rng(3).normal(size=d)
+    method = RandomK(density=k / d, error_feedback=False, shared=shared)
+    world = World(method, ranks)
+    means, sizes = [], []
+    for _ in range(steps):
+        outcome = world.exchange([x] * ranks)[0]
+        means.append(outcome.mean)
+        sizes.append((outcome.sent.values**2).sum())
+    energy = (x**2).sum()
+    assert np.mean(sizes) == pytest.approx(d / k * energy, rel=0.05)
+    assert method._chain.via.classes(d).zeta == d / k
+    errors = ((np.array(means) - x) ** 2).sum(1)
+    expected = (d / k - 1) * energy / (1 if shared else ranks)
+    assert errors.mean() == pytest.approx(expected, rel=0.05)
+    np.testing.assert_allclose(np.mean(means, 0), x, atol=5 * np.abs(x).max() * (4 / steps) ** 0.5)
+
+
+@pytest.mark.parametrize(("wire", "item"), [(None, 4), ("float16", 2)])
+def test_bytes_of_own_draws_are_values_alone(wire, item):
+    x = np.ones(1000, np.float32)
+    exchange = RandomK(density=0.1, shared=False, wire=wire).exchange(
+        x, {"residual": np.zeros(1000, np.float32)}, Context(size=4)
+    )
+    request = next(exchange)
+    assert isinstance(request, Gather)
+    assert request.equal_sizes
+    assert request.payload.size == 16 + 100 * item
+
+
+def test_many_ranks_draw_for_themselves_in_a_dense_sum():
+    x = np.ones(50, np.float32)
+    exchange = RandomK(density=0.5, shared=False).exchange(
+        x, {"residual": np.zeros(50, np.float32)}, Context(size=5)
+    )
+    request = next(exchange)
+    assert isinstance(request, Sum)
+    assert np.count_nonzero(request.array) == 25
+
+
+def test_values_of_own_draws_must_be_as_many_as_were_drawn():
+    exchange = RandomK(density=0.1, error_feedback=False, shared=False).exchange(
+        np.ones(100, np.float32), {}, Context(size=2)
+    )
+    own = next(exchange).payload
+    with pytest.raises(PayloadError, match="rank 1"):
+        exchange.send([own, encode_dense(np.ones(9, np.float32))])
+
+
+def test_mistakes_with_own_draws():
+    with pytest.raises(ConfigError, match="wire"):
+        RandomK(shared=False, wire="bfloat16")
+    with pytest.raises(ConfigError, match="shared"):
+        RandomK(shared="no")
+    with pytest.raises(TypeError, match="random_k"):
+        gather_drawn(top_k(0.1))
 
 
 @pytest.mark.parametrize("operator", [top_k, random_k])

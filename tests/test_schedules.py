@@ -61,9 +61,19 @@ def test_warmup_to_by_epochs():
     assert warmup_to(0.001, epochs=4).densities == (0.25, 0.0625, 0.015625, 0.004, 0.001)
     assert warmup_to(0.001, epochs=4).stage_length == 1
     assert warmup_to(0.001, epochs=8).stage_length == 2
-    # one epoch is one stage: the one next to the density to be reached
-    assert warmup_to(0.001, epochs=1).densities == (0.004, 0.001)
-    assert warmup_to(0.001, epochs=2).densities == (0.015625, 0.004, 0.001)
+
+
+@pytest.mark.parametrize(("epochs", "stages"), [(1, 4), (2, 2), (3, 4 / 3)])
+def test_stages_shorter_than_an_epoch(epochs, stages):
+    """They begin with 25 % as all do, and follow one another as parts of epochs are announced."""
+    schedule = warmup_to(0.001, epochs=epochs)
+    assert schedule.densities == PAPER_DENSITIES
+    steps = [schedule(0, epoch / 12) for epoch in range(12 * epochs + 1)]
+    assert steps == [
+        PAPER_DENSITIES[int(stages * epoch / 12 + 1e-9)] for epoch in range(12 * epochs)
+    ] + [0.001]
+    # Of whole epochs every one has the density of its beginning.
+    assert [schedule(0, epoch) for epoch in range(epochs + 1)] == steps[::12]
 
 
 def test_warmup_to_by_steps():
@@ -86,6 +96,7 @@ def test_warmup_only_ever_sinks_and_ends_where_asked(density, steps):
     assert values[-1] == density
     warm = sum(value > density for value in values)
     stages = len(schedule.densities) - 1
+    assert not stages or values[0] == 0.25
     assert warm == (steps if stages else 0)
     assert (stages == 0) == (steps == 0 or density >= 0.25)
 

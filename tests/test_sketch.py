@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hvd_compress.backend import backend_of
 from hvd_compress.base import Sum
 from hvd_compress.lockstep import World
 from hvd_compress.operators.count_sketch import Hashes, estimates, sketch
+from lockstep_training import accuracy
 
 RANDOM = np.random.default_rng(13)
 
@@ -43,6 +45,47 @@ def spiky(n, spikes, seed=0):
     x = random.normal(size=n)
     x[random.choice(n, spikes, replace=False)] += 100 * np.sign(random.normal(size=spikes))
     return x.astype(np.float32)
+
+
+class Watching(World):
+    """Notes how many of the k largest elements of the average were sent, and with what energy."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.found.clear()
+
+    found: ClassVar = []
+
+    def exchange(self, gradients, name, momentum):
+        states = self.states.get(name, [])
+        waiting = [
+            s["residual"] + momentum * s["velocity"] + g.reshape(-1)
+            for s, g in zip(states, gradients, strict=False)
+            if "residual" in s
+        ]
+        outcomes = super().exchange(gradients, name, momentum=momentum)
+        if waiting:
+            v = np.mean(waiting, 0)
+            chosen = outcomes[0].sent.indices
+            largest = np.argsort(-abs(v))[: chosen.size]
+            recall = np.intersect1d(chosen, largest).size / chosen.size
+            self.found.append((recall, np.square(v[chosen]).sum() / np.square(v[largest]).sum()))
+        return outcomes
+
+
+@pytest.mark.parametrize(
+    ("method", "recall", "energy"),
+    [
+        (SketchedSGD(), 0.24, 0.69),
+        (SketchedSGD(density=0.001, candidates=4), 0.08, 0.26),
+    ],
+    ids=["defaults", "sparse"],
+)
+def test_what_is_found_of_the_largest_while_a_network_trains(method, recall, energy):
+    """The figures of docs/methods/sketch.md."""
+    accuracy(method, epochs=10, ranks=Watching)
+    found = np.mean(Watching.found, 0)
+    np.testing.assert_allclose(found, [recall, energy], rtol=0.2)
 
 
 # -- the table ---------------------------------------------------------------------------------
@@ -228,7 +271,7 @@ def test_everything_is_sent_in_the_end():
 def test_what_is_sent():
     """2 d / (|S| + P + k) of the paper counts what is received too; here are two sums."""
     gradient = RANDOM.normal(size=(100, 100)).astype(np.float32)
-    sums = requests_of(SketchedSGD(density=0.001), gradient)
+    sums = requests_of(SketchedSGD(density=0.001, candidates=4), gradient)
     assert all(isinstance(request, Sum) for request in sums)
     assert [request.array.nbytes for request in sums] == [4 * 5 * 10 * 10, 4 * 4 * 10]
     sums = requests_of(SketchedSGD(density=0.002, rows=3, width=7, candidates=2), gradient)

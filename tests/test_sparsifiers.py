@@ -88,19 +88,19 @@ def test_threshold_by_hand():
 
 
 def test_signs_times_tau_leave_the_rest():
-    outcome = World(Threshold(tau=4), 1).exchange([WORKED])[0]
+    outcome = World(Threshold(tau=4, send="sign"), 1).exchange([WORKED])[0]
     assert outcome.mean.tolist() == [0, 0, 4]
     assert outcome.state["residual"].tolist() == [3, -4, 8]
 
 
 def test_values_leave_nothing():
-    outcome = World(Threshold(tau=4, send="value"), 1).exchange([WORKED])[0]
+    outcome = World(Threshold(tau=4), 1).exchange([WORKED])[0]
     assert outcome.mean.tolist() == [0, 0, 12]
     assert outcome.state["residual"].tolist() == [3, -4, 0]
 
 
 def test_large_elements_are_sent_in_instalments():
-    world = World(Threshold(tau=4), 2)
+    world = World(Threshold(tau=4, send="sign"), 2)
     means = [world.exchange([WORKED, 0 * WORKED])[0].mean.tolist()]
     means += [world.exchange([0 * WORKED] * 2)[0].mean.tolist() for _ in range(2)]
     assert means == [[0, 0, 2], [0, 0, 2], [0, 0, 0]]  # 12 - 4 - 4 is not beyond 4
@@ -118,8 +118,8 @@ def test_bytes_of_threshold():
     x = np.zeros(1000, np.float32)
     x[[3, 500, 700, 701, 999]] = [2, -3, 4, -5, 6]
     for method, body in (
-        (Threshold(tau=1), 8 + 1),  # a packed index and a bit a value
-        (Threshold(tau=1, send="value"), 5 * (4 + 4)),
+        (Threshold(tau=1, send="sign"), 8 + 1),  # a packed index and a bit a value
+        (Threshold(tau=1), 5 * (4 + 4)),
         (Threshold(tau=7), 0),
     ):
         request = payload_of(method, x)

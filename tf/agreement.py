@@ -20,11 +20,12 @@ def agreement(terms: Terms, counts: dict[str, tf.Tensor], name: str, process_set
 
     Args:
         terms: what is known while the graph is traced.
-        counts: what is known only when it runs, scalars of int64.
+        counts: what is known only when it runs, scalars of int64 or float64.
         name: of the collective.
     """
     text = digest(encode(terms))
-    own = tf.stack([tf.constant(text, tf.int64), *counts.values()])
+    bits = [tf.bitcast(x, tf.int64) if x.dtype == tf.float64 else x for x in counts.values()]
+    own = tf.stack([tf.constant(text, tf.int64), *bits])
     # The largest of each and the smallest: both are this rank's only if all are.
     mine = tf.concat([own, -own], 0)
     most = mpi_ops._allreduce(
@@ -32,7 +33,7 @@ def agreement(terms: Terms, counts: dict[str, tf.Tensor], name: str, process_set
     )
 
     def fail(*values: tf.Tensor) -> tf.Tensor:
-        now = {key: str(int(value)) for key, value in zip(counts, values, strict=True)}
+        now = {key: str(value.numpy()) for key, value in zip(counts, values, strict=True)}
         everyone = allgather_object(encode({**terms, **now}), process_set=process_set)
         raise MismatchError(differences(everyone))
 

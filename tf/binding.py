@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import re
 import warnings
 import weakref
@@ -18,7 +19,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvd_compress.agreement import Terms, listed
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, Sparse, State
-from hvd_compress.checkpoints import check_array, refused, saver_in, share, whole
+from hvd_compress.checkpoints import check_array, entry, refused, saver_in, share, whole
 from hvd_compress.config import check_seed
 from hvd_compress.engines import Engine, LocalEngine
 from hvd_compress.errors import ConfigError
@@ -150,7 +151,7 @@ class Binding(tf.Module):
         self._schedules = schedules_of(self.method)
         with tf.init_scope():
             self.step = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
-            self.epoch = tf.Variable(-1, trainable=False, dtype=tf.int64, name="epoch")
+            self.epoch = tf.Variable(-1, trainable=False, dtype=tf.float64, name="epoch")
             self._counts = tf.Variable(
                 tf.zeros([len(slots), len(_COUNTED)], tf.int64), trainable=False, name="counts"
             )
@@ -196,9 +197,9 @@ class Binding(tf.Module):
                 records[name].bytes_received += record.bytes_received
         return Stats(records)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Announce an epoch, for schedules by epoch."""
-        self.epoch.assign(int(epoch))
+    def set_epoch(self, epoch: float) -> None:
+        """Announce an epoch, or a part of one such as 2.5, for schedules by epoch."""
+        self.epoch.assign(float(epoch))
 
     def report_at_exit(self) -> None:
         """Log one line of statistics when the program ends, on rank 0."""
@@ -435,7 +436,7 @@ class Binding(tf.Module):
     def _known_epoch(self) -> tf.Tensor:
         check = tf.debugging.assert_greater_equal(
             self.epoch,
-            tf.constant(0, tf.int64),
+            tf.constant(0, tf.float64),
             message=f"ConfigError: the density of {self.method.name} goes by epochs: call "
             "compression.set_epoch(epoch) at the start of every epoch, or add "
             "hvd.callbacks.CompressionCallback() to model.fit",
@@ -474,7 +475,7 @@ class Binding(tf.Module):
             record.elements_sent = backend.size(sent)
             counts = tf.stack([tf.cast(getattr(record, name), tf.int64) for name in _COUNTED])
             direction = outcome.direction
-            if self._sums and engine.size > 1:
+            if self._sums and outcome.additive and engine.size > 1:
                 direction = _scaled(direction, engine.size)
             results[i] = (direction, outcome.state, counts)
         return results
@@ -563,7 +564,9 @@ class Binding(tf.Module):
         """
         numbers = {key: _number(x) for key, x in arrays.items() if "." not in key}
         saved = saver_in(numbers)
-        step, epoch = whole(numbers, "step"), whole(numbers, "epoch", -1)
+        step, epoch = whole(numbers, "step"), entry(numbers, "epoch", (int, float))
+        if not (math.isfinite(epoch) and epoch >= -1):
+            raise refused(f"'epoch' is {epoch} where a number from -1 was expected")
         found = {name: x for name, x in arrays.items() if name not in numbers}
         known = {f"{i}.{key}": v for i, state in self.states.items() for key, v in state.items()}
         for name, x in found.items():
@@ -592,8 +595,8 @@ class Binding(tf.Module):
 
 
 def _number(x: Any) -> Any:
-    """The whole number in an array, or what else it is."""
-    is_one = isinstance(x, np.ndarray | np.generic) and x.size == 1 and x.dtype.kind in "iu"
+    """The number in an array, or what else it is."""
+    is_one = isinstance(x, np.ndarray | np.generic) and x.size == 1 and x.dtype.kind in "iuf"
     return x.item() if is_one else x
 
 

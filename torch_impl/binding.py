@@ -57,7 +57,7 @@ class Binding:
         self, optimizer: Any, method: Compressor, hvd: Any, sums: bool, engine: Engine, seed: int
     ) -> None:
         self.method = method
-        self.epoch: int | None = None
+        self.epoch: float | None = None
         self.step = 0
         self.seed = seed
         self.records: dict[str, Record] = {}
@@ -101,9 +101,9 @@ class Binding:
                 self.records.setdefault(name, Record()).residual_norm = norm
         return Stats(self.records)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Announce an epoch, for schedules by epoch."""
-        self.epoch = int(epoch)
+    def set_epoch(self, epoch: float) -> None:
+        """Announce an epoch, or a part of one such as 2.5, for schedules by epoch."""
+        self.epoch = float(epoch)
 
     def report_at_exit(self) -> None:
         """Log one line of statistics when the program ends, on rank 0."""
@@ -180,7 +180,7 @@ class Binding:
             if is_rows:
                 direction, state = self._momentum_of_rows(p, outcome.mean)
             self._set_state(p, state)
-            factor = (scale or 1) * (self.engine.size if self._sums else 1)
+            factor = (scale or 1) * (self.engine.size if self._sums and outcome.additive else 1)
             if scale is not None and self._scale is None:
                 self._true_units.append(p)
             self._assign_gradient(p, direction * factor if factor != 1 else direction, is_rows)
@@ -417,7 +417,8 @@ class Binding:
 
     def _decay(self, states: dict[torch.nn.Parameter, State]) -> None:
         """q = m q + wd w joins the averaged gradient, as in the authors' released code: weights
-        are equal on all ranks, so decay needs no wire and no residual."""
+        are equal on all ranks, so decay needs no wire and no residual.  Beside momentum that is a
+        moving average, which does not add up, it is wd w."""
         in_gradient = self.method_option("weight_decay") == "gradient"
         for p, state in states.items():
             group = self.group_of(p)
@@ -428,11 +429,14 @@ class Binding:
                 continue  # rows are exchanged without decay
             m, nesterov = self.momentum_of(group)
             w = p.detach() if not group["maximize"] else -p.detach()
+            if p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
+            if self.method_for(p).averages_momentum:
+                p.grad.add_(w, alpha=wd)
+                continue
             if "decay" not in state:
                 state["decay"] = p.detach().new_zeros(p.numel())
             q = state["decay"].view(p.shape).mul_(m).add_(w, alpha=wd)
-            if p.grad.is_sparse:
-                p.grad = p.grad.to_dense()
             if nesterov:
                 p.grad.add_(w, alpha=wd).add_(q, alpha=m)
             else:

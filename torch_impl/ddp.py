@@ -161,7 +161,7 @@ class DDPState:
         """Exact bytes so far, by parameter and in total, and the norm of what waits."""
         return self.reducer.stats()
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: float) -> None:
         """Announce an epoch, for schedules by epoch."""
         self.reducer.set_epoch(epoch)
 

@@ -5,6 +5,7 @@ from hvd_compress.aggregators.allreduce import allreduce
 from hvd_compress.aggregators.alltoall import alltoall
 from hvd_compress.aggregators.count_sketch import count_sketch
 from hvd_compress.aggregators.dense_until import dense_until
+from hvd_compress.aggregators.gather_drawn import gather_drawn
 from hvd_compress.aggregators.gtop_k import gtop_k
 from hvd_compress.aggregators.leader_top_k import leader_top_k
 from hvd_compress.aggregators.learned import learned_allreduce, learned_server
@@ -16,6 +17,7 @@ __all__ = [
     "alltoall",
     "count_sketch",
     "dense_until",
+    "gather_drawn",
     "gtop_k",
     "leader_top_k",
     "learned_allreduce",

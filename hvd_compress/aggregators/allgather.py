@@ -75,8 +75,9 @@ class allgather(Aggregator, name="allgather"):
 
     @property
     def homogeneous(self) -> bool:
-        codecs = [part for part in (self.select, self.values) if isinstance(part, Codec)]
-        return all(codec.homogeneous for codec in codecs)
+        return all(
+            part.homogeneous for part in (self.select, self.values) if not isinstance(part, str)
+        )
 
     @property
     def needs_epoch(self) -> bool:

@@ -44,15 +44,11 @@ class allreduce(Aggregator, name="allreduce"):
         return self.select is not None and self.select.needs_epoch
 
     def classes(self, d: int, context: Context | None = None) -> Classes:
-        """Scaled by d/k, what is selected is unbiased, and its second moment exactly d/k."""
         if self.wire in ("float16", "bfloat16"):
             return super().classes(d, context)
         if self.select is None:
             return IDENTITY
-        if not self.unbiased:
-            return self.select.classes(d, context)
-        zeta = 1 / self.select.kept(d, context or Context())
-        return Classes.unbiased(zeta, alpha=zeta)
+        return (self.select.scaled_classes if self.unbiased else self.select.classes)(d, context)
 
     def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
         xp = backend_of(x)

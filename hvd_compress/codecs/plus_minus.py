@@ -21,6 +21,8 @@ class plus_minus(_Signs, name="plus_minus"):
 
     tau: float
 
+    homogeneous = False
+
     def __post_init__(self) -> None:
         check_tau(self.tau)
 

@@ -63,6 +63,11 @@ class rounding(Codec, name="rounding"):
     def unbiased(self) -> bool:  # type: ignore[override]
         return not self.biased
 
+    @property
+    def homogeneous(self) -> bool:  # type: ignore[override]
+        """Twice the powers of 2 are powers of 2, and of no other base in float32."""
+        return self.levels is None and self.base == 2
+
     @functools.cached_property
     def _ladder(self) -> np.ndarray:
         """Zero, the levels and, where it can come to that, Inf; as float32 has them."""

@@ -61,6 +61,10 @@ class OneChain(Chained):
     def homogeneous(self) -> bool:  # type: ignore[override]
         return self._chain.homogeneous
 
+    @property
+    def averages_momentum(self) -> bool:  # type: ignore[override]
+        return self._chain.averages_momentum
+
 
 class OfVelocities(Chained):
     """What is large in the accumulated velocities of matrices travels; momentum lives there, in the
@@ -81,6 +85,10 @@ class OfVelocities(Chained):
         check_choice("masking", self.masking, (True, False))
         if not is_whole(self.min_size) or self.min_size < 0:
             raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
+
+    @property
+    def homogeneous(self) -> bool:  # type: ignore[override]
+        return self._whole.homogeneous
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of that shape is ever sent in part."""

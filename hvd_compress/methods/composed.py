@@ -83,6 +83,10 @@ class _Composed(Compressor):
         return any(part.takes_momentum for part in self._parts)
 
     @property
+    def averages_momentum(self) -> bool:  # type: ignore[override]
+        return any(part.averages_momentum for part in self._parts)
+
+    @property
     def momentum(self) -> float | None:
         return self._common("momentum")
 

@@ -48,7 +48,7 @@ class EF21(OneChain, name="ef21"):
 
     reference = "Richtarik et al., NeurIPS 2021"
 
-    density: Density = 0.01
+    density: Density = 0.02
     selection: str = "sampled"
     values: str | Codec = "float32"
     start: Start = True

@@ -29,7 +29,7 @@ class GTopK(OneChain, name="gtopk"):
 
     reference = "Shi et al., ICDCS 2019"
 
-    density: Density = 0.001
+    density: Density = 0.005
     selection: str = "sampled"
 
     @functools.cached_property

@@ -35,7 +35,7 @@ class ScaleCom(OneChain, name="scalecom"):
 
     reference = "Chen et al., NeurIPS 2020"
 
-    density: Density = 0.001
+    density: Density = 0.01
     beta: float = 1.0
     selection: str = "sampled"
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 
 from hvd_compress import codecs
 from hvd_compress.aggregators import allgather, alltoall
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice
+from hvd_compress.errors import NeedsTuning
 from hvd_compress.methods._chained import OneChain
 from hvd_compress.transforms import error_feedback, majority_vote, moving_average
 
@@ -18,13 +20,18 @@ class SignSGD(OneChain, name="signsgd"):
     """Send the sign of each element; step along what the majority says, +1, -1, or 0 for a tie.
 
     Sent: one bit an element.  No state.  Nothing corrects the bias, and steps do not shrink with
-    the gradient: the learning rate must, and be some hundred times smaller (1e-4).  For common
-    learning rates use :class:`EFSignSGD`.
+    the gradient: the learning rate must, and be some hundred times smaller, which
+    :class:`~hvd_compress.NeedsTuning` warns of.  For common learning rates use :class:`EFSignSGD`.
+    Ranks whose gradient is zero vote at random.
 
     Reference: Bernstein, Wang, Azizzadenesheli, Anandkumar, ICML 2018.
     """
 
     reference = "Bernstein et al., ICML 2018"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _warn(self.name, 0.0002)
 
     @functools.cached_property
     def _chain(self) -> Chain:
@@ -36,7 +43,8 @@ class Signum(OneChain, name="signum"):
     """Send the signs of a moving average of each rank's gradients; step as :class:`SignSGD` does.
 
     State: ``velocity``, the average ``m = beta m + (1 - beta) g``, in the place of the optimizer's
-    momentum.
+    momentum.  Weight decay acts as it is, ``w = w - lr (vote + wd w)``.  The learning rate must be
+    some hundred times smaller, which :class:`~hvd_compress.NeedsTuning` warns of.
 
     Options:
         momentum: beta; ``None`` takes the optimizer's.
@@ -52,10 +60,25 @@ class Signum(OneChain, name="signum"):
 
     takes_momentum = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _warn(self.name, 0.0005)
+
     @functools.cached_property
     def _chain(self) -> Chain:
         average = moving_average(self.momentum, self.nesterov)
         return chain(average, majority_vote(), via=allgather(codecs.sign()))
+
+
+def _warn(method: str, rate: float) -> None:
+    warnings.warn(
+        f"{method} moves every weight by the whole learning rate in every step, so that must be "
+        f"some hundred times smaller than SGD's: lr={rate} where SGD has 0.05, falling towards the "
+        "end. Where it is, warnings.simplefilter('ignore', hvd_compress.NeedsTuning); efsignsgd "
+        "trains with SGD's own",
+        NeedsTuning,
+        stacklevel=4,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

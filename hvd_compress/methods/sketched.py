@@ -46,10 +46,10 @@ class SketchedSGD(OfVelocities, name="sketch"):
 
     reference = "Ivkin et al., NeurIPS 2019"
 
-    density: Density = 0.001
+    density: Density = 0.005
     rows: int = 5
     width: int = 10
-    candidates: int = 4
+    candidates: int = 10
     momentum: float | None = None
     nesterov: bool | None = None
     masking: bool = True

@@ -17,25 +17,27 @@ from hvd_compress.transforms import error_feedback
 class Threshold(OneChain, name="threshold"):
     """Send what has grown beyond ``tau``, keep the rest for later::
 
-        x = gradient + residual;  where |x| > tau send tau sign(x);  residual = x - sent
+        x = gradient + residual;  where |x| > tau send x;  residual = x - sent
 
-    An element that is many times ``tau`` is sent at as many steps.  The number of elements differs
-    between steps, tensors and ranks; a tensor whose gradients are small sends nothing for long.
+    The number of elements differs between steps, tensors and ranks; a tensor whose gradients are
+    small sends nothing for long.
 
-    State: ``residual``.  Sent: a packed index and one bit an element, or, with ``send="value"``,
-    an index and the value.
+    State: ``residual``.  Sent: an index and the value, or, with ``send="sign"``, a packed index and
+    one bit an element.
 
     Options:
         tau: in units of the gradient; what suits differs from model to model.
-        send: "sign", the paper's, or "value", what was picked as it is, so nothing of it remains.
+        send: "value", what was picked as it is, or "sign", the paper's: ``tau sign(x)``.  Then an
+            element of many times ``tau`` is sent at as many steps, and where gradients stay larger
+            than ``tau`` residuals grow without end: it must be above nearly all gradients.
 
-    Differs from the paper in: sign and index are not put into one word.
+    Differs from the paper in: values by default; sign and index are not put into one word.
     """
 
     reference = "Strom, Interspeech 2015"
 
     tau: float = 0.01
-    send: str = "sign"
+    send: str = "value"
 
     def __post_init__(self) -> None:
         check_choice("send", self.send, ("sign", "value"))

@@ -1,8 +1,8 @@
-"""Select k = ceil(density * n) elements at random, the same ones on every rank.
+"""Select k = ceil(density * n) elements at random, the same ones on every rank, or its own on each.
 
-The indices come from a counter-based generator keyed by (seed, step, tensor name), so they need no
-wire: ranks, frameworks and devices agree without talking, and a resumed run draws what the
-uninterrupted one would have drawn.
+The indices come from a counter-based generator keyed by (seed, step, tensor name), and the rank
+where ranks draw for themselves, so they need no wire: ranks, frameworks and devices agree without
+talking, and a resumed run draws what the uninterrupted one would have drawn.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 
 from hvd_compress.backend import backend_of
 from hvd_compress.base import Array, Context
+from hvd_compress.classes import Classes
 from hvd_compress.operators.base import Selector
 from hvd_compress.operators.top_k import count
 from hvd_compress.schedules import Density, as_density, by_epoch, density_at
@@ -56,13 +57,21 @@ class random_k(Selector, name="random_k"):
         """k/d: every element is drawn with that probability."""
         return self.count(d, context) / d
 
+    def scaled_classes(self, d: int, context: Context | None = None) -> Classes:
+        """Of what is picked, scaled by d/k: unbiased, and its second moment exactly d/k."""
+        zeta = 1 / self.kept(d, context or Context())
+        return Classes.unbiased(zeta, alpha=zeta)
+
+    def draw(self, n: int, k: int | None, random: np.random.Generator) -> np.ndarray:
+        """Ascending indices (int64) of ``k`` out of ``n`` elements."""
+        return np.sort(random.choice(n, k, replace=False, shuffle=False)).astype(np.int64)
+
     def select(self, x: Array, k: int | None, context: Context) -> Array:
         """Ascending indices (int64) of ``k`` elements of the flat array ``x``."""
         xp = backend_of(x)
         n = xp.size(x)
 
         def draw(step: int) -> list[np.ndarray]:
-            random = shared_generator(context._replace(step=step))
-            return [np.sort(random.choice(n, k, replace=False, shuffle=False)).astype(np.int64)]
+            return [self.draw(n, k, shared_generator(context._replace(step=step)))]
 
         return xp.on_host(draw, [context.step], [("int64", k)], x)[0]

@@ -31,6 +31,8 @@ class threshold(Selector, name="threshold"):
 
     tau: float
 
+    homogeneous = False
+
     def __post_init__(self) -> None:
         check_tau(self.tau)
 

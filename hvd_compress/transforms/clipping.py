@@ -29,6 +29,7 @@ class clip_by_local_norm(Transform, name="clip_by_local_norm"):
     max_norm: float
     scale: str = "sqrt_size"
     needs_gradient_norm = True
+    homogeneous = False
 
     def __post_init__(self) -> None:
         check_choice("scale", self.scale, ("sqrt_size", "rank"))

@@ -12,10 +12,12 @@ from hvd_compress.chain import Transform
 @dataclasses.dataclass(frozen=True)
 class majority_vote(Transform, name="majority_vote"):
     """The optimizer steps along the sign of the average, which is what most ranks say where they
-    sent signs; a tie is 0."""
+    sent signs; a tie is 0.  The same where gradients are added instead of averaged: a vote has no
+    size that could grow with the number of ranks."""
 
     per_rank = False
     homogeneous = False
+    additive = False
 
     def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
         xp = backend_of(mean)

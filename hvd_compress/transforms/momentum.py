@@ -89,6 +89,7 @@ class moving_average(_Momentum, name="moving_average"):
     """
 
     of_gradients = True
+    averages_momentum = True
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         beta = context.momentum if self.momentum is None else self.momentum

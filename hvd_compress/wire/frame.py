@@ -163,6 +163,11 @@ def decode(
     return _decode(frame, n, values, None, sender, (_SPARSE, _DENSE), whole or n)
 
 
+def decode_dense(frame: np.ndarray, n: int, values: str, *, sender: str = "a rank") -> np.ndarray:
+    """The ``n`` values of a dense frame."""
+    return _decode(frame, n, values, n, sender, (_DENSE,), n)[1]
+
+
 def _decode(
     frame: np.ndarray,
     n: int,

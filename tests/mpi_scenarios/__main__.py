@@ -5,12 +5,13 @@ import warnings
 
 from mpi4py import MPI
 
-from hvd_compress import PoorFit
+from hvd_compress import NeedsTuning, PoorFit
 from scenarios import run_all, scenarios
 
 folder, *modules = sys.argv[1:]
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", category=PoorFit)  # a few steps teach nothing
+warnings.filterwarnings("ignore", category=NeedsTuning)
 functions = {
     f"{module}.{name}": function
     for module in modules

@@ -8,7 +8,17 @@ import math
 
 import numpy as np
 
-from hvd_compress import DGC, OneBit, lockstep, mpi, numpy_backend, warmup_to
+from hvd_compress import (
+    DGC,
+    NoCompression,
+    OneBit,
+    SignSGD,
+    Signum,
+    lockstep,
+    mpi,
+    numpy_backend,
+    warmup_to,
+)
 from hvd_compress.base import Compressor, Context, Gather, Max, Outcome, State, Sum
 from hvd_compress.errors import ConfigError
 from method_table import ROWS
@@ -133,6 +143,15 @@ def all_at_once_and_one_by_one_agree() -> None:
             for name, direction in other.finish().items():
                 assert direction.tobytes() == at_once[name].tobytes()
             assert_same_everywhere(*(at_once[name] for name in sorted(at_once)))
+
+
+def sums_of_averages_and_votes() -> None:
+    mine = _gradients(world.rank, 0)
+    for method, factor in ((NoCompression(), world.size), (SignSGD(), 1), (Signum(0.9), 1)):
+        mean, total = (mpi.Reducer(method, sums=sums, comm=_comm()) for sums in (False, True))
+        averages = mean.reduce(mine)
+        for name, direction in total.reduce(mine).items():
+            np.testing.assert_array_equal(direction, factor * averages[name])
 
 
 def statistics_are_counted_from_the_messages() -> None:

@@ -3,7 +3,7 @@
 import sys
 import warnings
 
-from hvd_compress import PoorFit
+from hvd_compress import NeedsTuning, PoorFit
 from scenarios import run_all, scenarios
 from scenarios.driver import barrier, hvd, over
 
@@ -11,6 +11,7 @@ folder, *modules = sys.argv[1:]
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", ".*__array__ implementation", DeprecationWarning)  # in Keras
 warnings.filterwarnings("ignore", category=PoorFit)  # a few steps teach nothing
+warnings.filterwarnings("ignore", category=NeedsTuning)
 hvd.init()
 functions = {
     f"{module}.{name}": function

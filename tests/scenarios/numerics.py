@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from hvd_compress import (
+    allgather,
+    allreduce,
+    chain,
+    clip_by_local_norm,
+    contraction,
+    plus_minus,
+    rounding,
+    threshold,
+)
 from hvd_compress.base import Exchange, Gather
 from hvd_compress.errors import CompressionError, MismatchError
 from hvd_compress.stats import Record
@@ -65,8 +75,16 @@ def not_a_number_reaches_every_rank_and_no_residual() -> None:
                 assert torch.equal(a, b)
 
 
-def votes_do_not_depend_on_the_loss_scale() -> None:
-    for method in (SignSGD(), Signum()):
+def what_has_a_scale_of_its_own_does_not_depend_on_the_loss_scale() -> None:
+    levels = rounding(levels=(0.001, 0.01, 0.1, 1.0, 10.0))
+    for method in (
+        *(SignSGD(), Signum()),
+        chain(via=allgather(threshold(0.02))),
+        chain(via=allgather(threshold(0.02), plus_minus(0.02))),
+        chain(via=allgather(levels)),
+        chain(via=allgather(contraction(levels))),
+        chain(clip_by_local_norm(0.1), via=allreduce()),
+    ):
         model, reference = make_model(), make_model()
         optimizer = distribute(sgd(model), model, method)
         train(reference, distribute(sgd(reference), reference, method), range(3))

@@ -47,6 +47,7 @@ LEARNED = LGC(density=0.05, learn=1, code=3)
 LOW_RANK = PowerSGD(rank=2, min_compression_rate=1)
 METHODS = (
     *(NoCompression(), FP16(), BF16(), TopK(density=0.05), RandomK(density=0.1), DENSE, SPARSE),
+    RandomK(density=0.1, shared=False),
     *(LOW_RANK, OneBit(), OneBit(via="allgather"), QSGD(), FP8(), Signum()),
     chain(error_feedback(), via=allgather(top_k(0.05), natural_dithering())),
     *(Threshold(), MSTopK(density=0.05), SIDCo(density=0.05), ScaleCom(density=0.05)),

@@ -13,8 +13,11 @@ from hvd_compress import (
     FP16,
     NoCompression,
     RandomK,
+    SignSGD,
+    Signum,
     StagedWarmup,
     TopK,
+    switch,
 )
 from hvd_compress.errors import ConfigError
 from scenarios import oracle
@@ -37,13 +40,13 @@ SPARSE = DGC(density=0.05)
 
 
 def warmups() -> None:
-    for unit in ("step", "epoch"):
-        method = DGC(density=StagedWarmup(unit, 2, (1.0, 0.25, 0.02)), min_size=0)
+    for unit, length, announced in (("step", 2, None), ("epoch", 2, 1), ("epoch", 0.5, 0.25)):
+        method = DGC(density=StagedWarmup(unit, length, (1.0, 0.25, 0.02)), min_size=0)
         run = make(method, dtype="float64")
         expected = DGC(density=StagedWarmup("step", 2, (1.0, 0.25, 0.02)), min_size=0)
         for step in range(8):
-            if unit == "epoch":
-                run.compression.set_epoch(step)
+            if announced:
+                run.compression.set_epoch(announced * step)
             run.step(step)
         reference = oracle.compressed(expected, range(8), hvd.size(), dtype="float64")
         assert_close(run.weights(), reference, 1e-6, 1e-8)
@@ -54,6 +57,21 @@ def sums() -> None:
         total = train(make(method, op=hvd.Sum, lr=oracle.LR / hvd.size()), range(6))
         mean = train(make(method), range(6))
         assert_close(total.weights(), mean.weights(), 1e-3, 1e-4)
+
+
+def votes_are_the_same_in_sums() -> None:
+    small = {"lr": oracle.LR / 50}
+    for method in (SignSGD(), Signum()):
+        total = train(make(method, op=hvd.Sum, **small), range(3))
+        assert_close(total.weights(), train(make(method, **small), range(3)).weights(), 0, 0)
+    # What takes turns with votes is a sum when its turn comes.
+    method = switch(SignSGD(), NoCompression(), 2)
+    total, mean = (make(method, op=op, momentum=0.0, **small) for op in (hvd.Sum, hvd.Average))
+    before = train(total, range(2)).weights()
+    assert_close(train(mean, range(2)).weights(), before, 0, 0)
+    step, longer = (train(run, range(2, 3)).weights() for run in (mean, total))
+    for name, w in before.items():
+        np.testing.assert_allclose(longer[name] - w, hvd.size() * (step[name] - w), 1e-2, 1e-5)
 
 
 def other_operations_are_refused() -> None:

@@ -6,7 +6,7 @@ import horovod.torch
 import torch
 
 from hvd_compress import allgather, chain, error_feedback, momentum_correction, top_k
-from hvd_compress.torch import BF16, DGC, FP16, NoCompression, RandomK, TopK
+from hvd_compress.torch import BF16, DGC, FP16, NoCompression, RandomK, Signum, TopK
 from scenarios import horovod_only
 from scenarios.common import (
     LR,
@@ -145,6 +145,23 @@ def separate_weight_decay_follows_its_formula() -> None:
         )
         train(model, optimizer, range(10))
         lockstep_reference(reference, DGC(density=0.05), 10, nesterov=nesterov, direction=direction)
+        assert_close(model, reference)
+
+
+def decay_beside_votes_does_not_add_up() -> None:
+    """w = w - lr (vote + wd w), as in the paper: votes have the size of one step, whatever beta."""
+    wd = 0.05
+    for nesterov in (False, True):
+        model, reference = make_model(), make_model()
+        optimizer = distribute(sgd(model, weight_decay=wd, nesterov=nesterov), model, Signum())
+        train(model, optimizer, range(10))
+        lockstep_reference(
+            reference,
+            Signum(),
+            10,
+            nesterov=nesterov,
+            direction=lambda name, p, g: g + wd * p.detach(),
+        )
         assert_close(model, reference)
 
 
