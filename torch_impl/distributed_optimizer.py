@@ -196,7 +196,13 @@ def _watch(self: Any, p: torch.nn.Parameter) -> None:
     if self._groups is not None:
         self._p_to_group[p] = (p,)
         self._group_counts[(p,)] = 0
-    p.register_post_accumulate_grad_hook(self._make_hook(p))
+    reference = weakref.ref(self)  # nothing would ever collect what a tensor's hook holds
+
+    def hook(p: torch.nn.Parameter) -> None:
+        if (optimizer := reference()) is not None:
+            optimizer._make_hook(p)(p)
+
+    p.register_post_accumulate_grad_hook(hook)
 
 
 _METHODS: tuple[Callable[..., Any], ...] = (

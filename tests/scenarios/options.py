@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import horovod.torch
 import torch
@@ -332,6 +334,17 @@ def compiled_models() -> None:
     dense_reference(reference, sgd(reference), range(4))
     assert_close(model, reference)
     assert "_orig_mod.0.weight" in optimizer.compression.stats().layers
+
+
+def what_nobody_uses_is_collected() -> None:
+    for options in ({}, {"groups": 2}):
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(sgd(model[0]), compression=SPARSE, **options)
+        optimizer.add_param_group({"params": model[2].parameters()})
+        train(model, optimizer, range(2))
+        optimizer = weakref.ref(optimizer)
+        gc.collect()
+        assert optimizer() is None
 
 
 @horovod_only
