@@ -13,7 +13,9 @@ from typing import Any
 
 import hvd_compress
 from hvd_compress.errors import SetupError
-from hvd_compress.methods import from_environment
+from hvd_compress.methods import VARIABLE, from_environment
+
+_log = logging.getLogger("hvd_compress")
 
 
 def show_log() -> None:
@@ -47,14 +49,37 @@ def load_horovod(
 
 
 def bind_call(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    rank: Callable[[], int],
 ) -> inspect.BoundArguments:
     """All arguments of a call; where it names no compression, the environment may."""
     call = signature.bind(*args, **kwargs)
-    if call.arguments.get("compression") is None and (method := from_environment()):
-        call.arguments["compression"] = method
     call.apply_defaults()
+    none = signature.parameters["compression"].default
+    call.arguments["compression"] = chosen(call.arguments["compression"], none, rank)
     return call
+
+
+_said: set[str] = set()
+
+
+def chosen(compression: Any, none: Any, rank: Callable[[], int]) -> Any:
+    """What a script names; or what ``HVD_COMPRESSION`` does, if the script names nothing or
+    ``none``, which is what Horovod's examples say.  Rank 0 logs once which of the two it is."""
+    method = from_environment()
+    if method is None:
+        return compression
+    named = compression is not None and compression is not none
+    if named:
+        message = f"is not used, since the script names compression={compression!r}"
+    else:
+        message = f"names the compression, since the script names none: {method!r}"
+    if message not in _said and rank() == 0:
+        _said.add(message)
+        _log.info("%s=%s %s", VARIABLE, os.environ[VARIABLE], message)
+    return compression if named else method
 
 
 def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framework: str) -> Any:

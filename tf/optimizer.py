@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
+from horovod.tensorflow import Compression, mpi_ops
 
 from hvd_compress.aggregators import allreduce
 from hvd_compress.base import Compressor
 from hvd_compress.chain import chain
+from hvd_compress.drop_in import chosen
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.methods import FP16, NoCompression, as_compressor, from_environment
+from hvd_compress.methods import FP16, NoCompression, as_compressor
 from hvd_compress.momentum import another_kind, check_one_momentum, check_partner, moved
 from hvd_compress.tensorflow.binding import Binding, native, places_of_groups, slots_of
 from hvd_compress.tensorflow.state_on_disk import state_on_disk
@@ -47,8 +48,9 @@ def is_tf_keras(optimizer: Any) -> bool:
 
 def as_ours(compression: Any) -> Compressor:
     """This package's method for a value of ``compression=``, Horovod's own included."""
+    compression = chosen(compression, Compression.none, mpi_ops.rank)
     if compression is None:
-        return from_environment() or NoCompression()
+        return NoCompression()
     if is_ours(compression):
         return as_compressor(compression)
     name = getattr(compression, "__name__", type(compression).__name__)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from horovod.tensorflow import mpi_ops
 
 from hvd_compress.drop_in import bind_call
 from hvd_compress.errors import UnsupportedError
@@ -99,7 +100,7 @@ def wrap_optimizer(factory: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        call = bind_call(signature, args, kwargs)
+        call = bind_call(signature, args, kwargs, mpi_ops.rank)
         options = dict(call.arguments)
         optimizer = options.pop("optimizer")
         if is_ours(options["compression"]):

@@ -162,7 +162,7 @@ def wrap_tape(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     @tf.autograph.experimental.do_not_convert
     def DistributedGradientTape(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        call = bind_call(signature, args, kwargs)
+        call = bind_call(signature, args, kwargs, mpi_ops.rank)
         options = call.arguments
         if not is_ours(options["compression"]):
             return _with_keras_variables(factory(*args, **kwargs))

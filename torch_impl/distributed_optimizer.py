@@ -50,7 +50,7 @@ def wrap_factory(
 
     @functools.wraps(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        call = bind_call(signature, args, kwargs)
+        call = bind_call(signature, args, kwargs, hvd.rank)
         compression = call.arguments["compression"]
         if hasattr(compression, "compress") and not is_ours(compression):
             return factory(*args, **kwargs)

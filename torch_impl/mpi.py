@@ -74,10 +74,11 @@ Average, Sum, Max, Adasum = "mean", "sum", "max", "adasum"
 
 
 class Compression:
-    """Horovod's names for what needs no state."""
+    """Horovod's names for what needs no state; instances, so that a script that says ``none`` can
+    be told from one that names ``NoCompression``."""
 
-    none = NoCompression
-    fp16 = FP16
+    none = NoCompression()
+    fp16 = FP16()
 
 
 class ProcessSet:
@@ -366,7 +367,7 @@ def __getattr__(name: str) -> Any:
 def _make_optimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: Compressor | type[Compressor] | str = NoCompression,
+    compression: Compressor | type[Compressor] | str = Compression.none,
     backward_passes_per_step: int = 1,
     op: str = Average,
     gradient_predivide_factor: float = 1.0,

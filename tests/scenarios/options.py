@@ -23,7 +23,8 @@ from scenarios.common import (
     sgd,
     train,
 )
-from scenarios.driver import hvd, raises
+from scenarios.driver import hvd, over, raises
+from scenarios.environment import assert_said, environment
 
 DENSE = DGC(density=1.0)  # momentum SGD, through all of DGC's machinery
 SPARSE = DGC(density=0.05)
@@ -355,6 +356,35 @@ def join_is_refused() -> None:
         with raises(UnsupportedError, "join", "drop_last"):
             module.join()
     del optimizer
+
+
+def the_environment_names_a_method_for_scripts_that_say_none() -> None:
+    modules = [hvd] if over == "mpi" else [hvd, horovod.torch]
+    with environment("topk:density=0.05") as lines:
+        for options in ({}, {"compression": hvd.Compression.none}):
+            for module in modules:
+                model = make_model()
+                optimizer = module.DistributedOptimizer(sgd(model), **options)
+                assert optimizer.compression.method == TopK(density=0.05)
+                train(model, optimizer, range(2))
+                assert_same_everywhere(model)
+        model = make_model()
+        assert distribute(sgd(model), model, NoCompression).compression.method == NoCompression()
+        x = torch.ones(3)
+        assert torch.equal(hvd.allreduce(x, name="x", compression=hvd.Compression.none), x)
+    variable = "HVD_COMPRESSION=topk:density=0.05"
+    assert_said(
+        lines,
+        hvd.rank(),
+        f"{variable} names the compression, since the script names none: TopK(density=0.05",
+        f"{variable} is not used, since the script names compression=<class",
+    )
+    with environment("dcg"), raises(ConfigError, "HVD_COMPRESSION=dcg"):
+        hvd.DistributedOptimizer(sgd(make_model()))
+    model = make_model()
+    plain = hvd.DistributedOptimizer(sgd(model), compression=hvd.Compression.none)
+    is_horovods = not hasattr(plain, "compression")
+    assert is_horovods or plain.compression.method == NoCompression()
 
 
 def what_cannot_work_says_what_to_write() -> None:
