@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
 import hvd_compress
-from hvd_compress.errors import SetupError
-from hvd_compress.methods import VARIABLE, from_environment
+from hvd_compress.base import Compressor
+from hvd_compress.errors import SetupError, UnsupportedError
+from hvd_compress.methods import FP16, VARIABLE, NoCompression, as_compressor, from_environment
 
 _log = logging.getLogger("hvd_compress")
 
@@ -80,6 +83,62 @@ def chosen(compression: Any, none: Any, rank: Callable[[], int]) -> Any:
         _said.add(message)
         _log.info("%s=%s %s", VARIABLE, os.environ[VARIABLE], message)
     return compression if named else method
+
+
+def checked_join(join: Callable[..., Any], users: Collection[Any], advice: str) -> Any:
+    """Horovod's ``join``, refused as long as one of ``users`` of compression is there."""
+
+    @functools.wraps(join)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        # Optimizers are parts of cycles: those that nobody needs may still be there, on some ranks,
+        # and a call that some ranks refuse leaves the others waiting.
+        gc.collect()
+        if users:
+            raise UnsupportedError(
+                "hvd.join() cannot be used with compressed gradients: Horovod's allgather does not "
+                f"support it. Give every rank the same number of batches{advice}"
+            )
+        return join(*args, **kwargs)
+
+    return checked
+
+
+def is_ours(compression: Any) -> bool:
+    """Whether a value for ``compression=`` means one of this package's methods."""
+    if isinstance(compression, type):
+        return issubclass(compression, Compressor)
+    return isinstance(compression, Compressor | str)
+
+
+def without_state(compression: Any) -> str:
+    """The name of a method for tensors by themselves: "none" or "fp16".
+
+    Raises:
+        UnboundError: the method is one for an optimizer.
+    """
+    method = as_compressor(compression)
+    if not isinstance(method, NoCompression | FP16):
+        method.compress()  # which says so
+    return method.name
+
+
+def take_stateless(function: Callable[..., Any], horovods: Any) -> Callable[..., Any]:
+    """Horovod's ``allreduce`` or one like it that takes ``NoCompression`` and ``FP16`` by class,
+    instance and name as well.
+
+    Args:
+        horovods: ``hvd.Compression``.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        if is_ours(compression := call.arguments.get("compression")):
+            call.arguments["compression"] = getattr(horovods, without_state(compression))
+        return function(*call.args, **call.kwargs)
+
+    return wrapped
 
 
 def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framework: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_compress.drop_in import bind_call
+from hvd_compress.drop_in import bind_call, checked_join, take_stateless
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensorflow.binding import Binding, native
 from hvd_compress.tensorflow.optimizer import distribute, is_keras_3, is_tf_keras
@@ -40,18 +40,9 @@ def register(hvd: Any) -> None:
         return broadcast([native(variable) for variable in variables], *args, **kwargs)
 
     hvd.broadcast_variables = broadcast_variables
-    join = hvd.join
-
-    @functools.wraps(join)
-    def checked_join(*args: Any, **kwargs: Any) -> Any:
-        if Binding.alive:
-            raise UnsupportedError(
-                "hvd.join() cannot be used with compressed gradients: Horovod's allgather does not "
-                "support it. Give every rank the same number of batches"
-            )
-        return join(*args, **kwargs)
-
-    hvd.join = checked_join
+    hvd.join = checked_join(hvd.join, Binding.alive, "")
+    for name in ("reducescatter", "grouped_reducescatter"):
+        setattr(hvd, name, take_stateless(getattr(hvd, name), hvd.Compression))
     _guard(importlib.import_module("horovod._keras"))
     for name in ("horovod.tensorflow.keras", "horovod.keras"):
         register_keras(importlib.import_module(name))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hvd_compress.base import Compressor
-from hvd_compress.drop_in import bind_call
+from hvd_compress.drop_in import bind_call, is_ours
 from hvd_compress.engines import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import as_compressor
@@ -34,11 +34,21 @@ class CompressedOptimizer(abc.ABC):  # noqa: B024
 bound_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def is_ours(compression: Any) -> bool:
-    """Whether a value for ``compression=`` means one of this package's methods."""
-    if isinstance(compression, type):
-        return issubclass(compression, Compressor)
-    return isinstance(compression, Compressor | str)
+def broadcast_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
+    """All ranks take over the state of ``root_rank``.
+
+    As Horovod does, an optimizer that has not stepped yet leaves zeros where there are no
+    gradients; sparse ones for embeddings of ``model`` that have such.
+    """
+    if not optimizer.state:
+        modules = [] if model is None else model.modules()
+        rows = {m.weight for m in modules if isinstance(m, torch.nn.Embedding) and m.sparse}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p.grad is None:
+                    zeros = torch.zeros_like(p)
+                    p.grad = zeros.to_sparse(1) if p in rows else zeros
+    checkpoint.broadcast(optimizer, root_rank)
 
 
 def wrap_factory(

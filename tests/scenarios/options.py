@@ -10,7 +10,15 @@ import horovod.torch
 import torch
 
 from hvd_compress import allgather, chain, error_feedback, momentum_correction, top_k
-from hvd_compress.torch import DGC, ConfigError, NoCompression, TopK, UnboundError, UnsupportedError
+from hvd_compress.torch import (
+    DGC,
+    FP16,
+    ConfigError,
+    NoCompression,
+    TopK,
+    UnboundError,
+    UnsupportedError,
+)
 from scenarios import horovod_only
 from scenarios.common import (
     assert_close,
@@ -349,13 +357,83 @@ def what_nobody_uses_is_collected() -> None:
 
 
 @horovod_only
-def join_is_refused() -> None:
-    model = make_model()
-    optimizer = distribute(sgd(model), model, DGC)
-    for module in (hvd, horovod.torch):
-        with raises(UnsupportedError, "join", "drop_last"):
-            module.join()
-    del optimizer
+def join_is_refused_as_long_as_an_optimizer_is_in_use() -> None:
+    """On all ranks alike: one that nobody needs any more may wait for the garbage collector, and
+    which rank it has come to is chance."""
+    torch._dynamo.reset()  # it keeps models that were compiled, and they keep optimizers
+    gc.disable()
+    try:
+        model = make_model()
+        optimizer = distribute(sgd(model), model, DGC)
+        train(model, optimizer, range(1))
+        for module in (hvd, horovod.torch):
+            with raises(UnsupportedError, "join", "drop_last"):
+                module.join()
+        del model, optimizer
+        if hvd.rank() == 0:
+            gc.collect()
+        hvd.join()
+        assert hvd.allreduce(torch.ones(3), name="afterwards").tolist() == [1, 1, 1]
+    finally:
+        gc.enable()
+
+
+def single_tensors_take_methods_without_state() -> None:
+    x = torch.tensor([1.0, -2.0, 70000.0]) * (hvd.rank() + 1)
+    mean = torch.tensor([1.0, -2.0, 70000.0]) * (hvd.size() + 1) / 2
+    for method in (NoCompression, NoCompression(), "none", hvd.Compression.none):
+        torch.testing.assert_close(hvd.allreduce(x, name="x", compression=method), mean)
+    for method in (FP16, FP16(), "fp16", hvd.Compression.fp16):
+        found = hvd.allreduce(x, compression=method, name="x", op=hvd.Sum)
+        assert found.dtype == torch.float32
+        assert found.tolist()[:2] == (mean * hvd.size()).tolist()[:2]
+        assert torch.isinf(found[2]), "it travelled in half precision"
+    for method in (DGC, TopK(density=0.5), "bf16"):
+        with raises(UnboundError, "hvd.FP16"):
+            hvd.allreduce(x, compression=method)
+
+
+@horovod_only
+def groups_and_parts_of_single_tensors_too() -> None:
+    x = torch.ones(2 * hvd.size(), 3)
+    for method in (FP16, "fp16", NoCompression()):
+        for module in (hvd, horovod.torch):
+            for y in module.grouped_allreduce([x, 2 * x], compression=method)[:1]:
+                assert torch.equal(y, x)
+            y = module.reducescatter(x, compression=method, op=hvd.Sum)
+            assert torch.equal(y, hvd.size() * x[:2])
+            y, _ = module.grouped_reducescatter([x, x], compression=method)
+            assert torch.equal(y, x[:2])
+
+
+def a_broadcast_before_the_first_step_leaves_gradients_of_zero() -> None:
+    for method in (NoCompression, TopK(density=0.1), SPARSE):
+        model, reference = make_model(), make_model()
+        model[0].weight.requires_grad_(False)
+        optimizer = distribute(sgd(model), model, method)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert model[0].weight.grad is None
+        model[0].weight.requires_grad_(True)
+        for p in model[1:].parameters():
+            assert torch.equal(p.grad, torch.zeros_like(p))
+        other = distribute(sgd(reference), reference, method)
+        for m, o in ((model, optimizer), (reference, other)):
+            loss_of(m, hvd.rank(), 0).backward()
+            o.step()
+            m.zero_grad()
+            train(m, o, range(1, 3))
+        assert_close(model, reference, rtol=0, atol=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        model.zero_grad()
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert all(p.grad is None for p in model.parameters()), "only before the first step"
+    words = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = hvd.DistributedOptimizer(sgd(words, momentum=0.0), compression=NoCompression)
+    hvd.broadcast_optimizer_state(optimizer, 0, words)
+    words(torch.tensor([hvd.rank()])).sum().backward()
+    assert words.weight.grad.is_sparse
+    optimizer.step()
+    assert_same_everywhere(words)
 
 
 def the_environment_names_a_method_for_scripts_that_say_none() -> None:
