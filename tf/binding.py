@@ -154,8 +154,7 @@ class Binding(tf.Module):
             self._consolidated_at = tf.Variable(0, trainable=False, dtype=tf.int64)
         self.on_behalf: list[Binding] = []
         object.__setattr__(self, "_averages", {})  # functions, which no checkpoint shall look at
-        # Rows come in any number.
-        self._traced = tf.function(self._reduce, autograph=False, reduce_retracing=True)
+        self.forget_graphs()
         self.method.bind(self)
         Binding.alive.add(self)
 
@@ -242,6 +241,33 @@ class Binding(tf.Module):
         if len(set(steps.tolist())) > 1:
             own = [v for state in self.states.values() for v in state.values()]
             horovod.broadcast_variables([self.step, self.epoch, *own], root_rank, self._set)
+
+    def unite(self) -> None:
+        """All ranks go on with the state of rank 0 and, of what differs between ranks, with the
+        mean over those that have made a step: in an elastic run new ones have nothing waiting.  A
+        collective."""
+        if self.engine.size == 1:
+            return
+        number = horovod.broadcast(tf.constant(self.number), 0, name="hvd_compress.number")
+        self._number = int(number)  # those who come later have counted fewer
+        has_begun = tf.cast(self.step > 0, tf.float64)
+        share = horovod.allreduce(has_begun, op=horovod.Average, name="hvd_compress.has_begun")
+        differing = self._differing()
+        for _, variable in differing:
+            variable.assign(variable * tf.cast(has_begun, variable.dtype))
+        self.average(differing)
+        for _, variable in differing:
+            variable.assign(tf.math.divide_no_nan(variable, tf.cast(share, variable.dtype)))
+        everyones = {id(variable) for _, variable in differing}
+        states = [v for state in self.states.values() for v in state.values()]
+        common = [self.step, self.epoch, *(v for v in states if id(v) not in everyones)]
+        horovod.broadcast_variables(common, 0)
+
+    def forget_graphs(self) -> None:
+        """The number of ranks is another one from now on."""
+        self._averages.clear()
+        # Rows come in any number.
+        self._traced = tf.function(self._reduce, autograph=False, reduce_retracing=True)
 
     def _differing(self) -> list[tuple[str, tf.Variable]]:
         """What differs between ranks, with names, in the same order on all of them."""

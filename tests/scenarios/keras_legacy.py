@@ -68,8 +68,9 @@ def callbacks_work() -> None:
 
 def older_optimizers_are_refused() -> None:
     old = tf_keras.optimizers.legacy.SGD(0.1)
-    with raises(UnsupportedError, "legacy"):
-        hvd_keras.DistributedOptimizer(old, compression=DGC)
+    for module in (hvd, hvd_keras, horovod.tensorflow.keras):
+        with raises(UnsupportedError, "legacy are not supported: use tf_keras.optimizers.SGD"):
+            module.DistributedOptimizer(old, compression=DGC)
 
 
 def horovods_own_still_works() -> None:
