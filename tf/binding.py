@@ -8,7 +8,7 @@ import logging
 import re
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import horovod.tensorflow as horovod
@@ -100,7 +100,7 @@ class Binding(tf.Module):
         on_behalf: others whose messages count here as well.
     """
 
-    _numbers: ClassVar[Iterator[int]] = itertools.count()
+    _next_number: ClassVar[int] = 0
     #: those that exist
     alive: ClassVar[weakref.WeakSet[Binding]] = weakref.WeakSet()
 
@@ -248,8 +248,10 @@ class Binding(tf.Module):
         collective."""
         if self.engine.size == 1:
             return
-        number = horovod.broadcast(tf.constant(self.number), 0, name="hvd_compress.number")
-        self._number = int(number)  # those who come later have counted fewer
+        # Those who come later have counted fewer.
+        numbers = tf.constant([self.number, Binding._next_number])
+        numbers = horovod.broadcast(numbers, 0, name="hvd_compress.numbers")
+        self._number, Binding._next_number = map(int, numbers)
         has_begun = tf.cast(self.step > 0, tf.float64)
         share = horovod.allreduce(has_begun, op=horovod.Average, name="hvd_compress.has_begun")
         differing = self._differing()
@@ -284,7 +286,8 @@ class Binding(tf.Module):
         """Of this binding among all, by first use, which is in the same order on all ranks: names
         of collectives begin with it, since variables of two models may have the same names."""
         if self._number is None:
-            self._number = next(Binding._numbers)
+            self._number = Binding._next_number
+            Binding._next_number += 1
         return self._number
 
     @property

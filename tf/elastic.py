@@ -55,7 +55,8 @@ class TensorFlowKerasState(ObjectState):
                 "ranks on their own between two meetings have no common state that an elastic run "
                 "could go back to: use hvd.OneBitAdam in place of hvd.ZeroOneAdam"
             )
-        self.optimizer.build(model.trainable_variables)  # new workers need all that others have
+        if hasattr(self.optimizer, "build"):  # new workers need all that others have
+            self.optimizer.build(model.trainable_variables)
         self._keep()
         super().__init__(bcast_object=horovod.broadcast_object, get_rank=horovod.rank, **kwargs)
 
