@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -132,10 +133,15 @@ def _grouped_allreduce_grad_async(self: Any, parameters: tuple[Any, ...]) -> tup
     return True, None
 
 
+def _holds_averages(optimizer: Any) -> bool:
+    """Nothing is new since the last exchange."""
+    return optimizer._synchronized and not optimizer._handles and optimizer.compression.untouched()
+
+
 def synchronize(self: Any) -> None:
     """Finish all exchanges; afterwards every ``p.grad`` holds the average."""
-    if self._synchronized and not self._handles and self.compression.untouched():
-        return  # nothing new since the last time: averages must not be averaged again
+    if _holds_averages(self):
+        return  # they must not be averaged again
     started: set[Any] = set()
     for key, (handle, _) in self._handles.items():
         if handle is not None:
@@ -167,6 +173,14 @@ def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         with torch.enable_grad():
             loss = closure()
     if self._should_synchronize:
+        if _holds_averages(self) and self.compression.last_scale is None:  # GradScaler does so
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() after "
+                "optimizer.synchronize(): gradients are averaged once here, and twice by Horovod's "
+                "own optimizer; write `with optimizer.skip_synchronize(): optimizer.step()`",
+                UserWarning,
+                stacklevel=2,
+            )
         self.synchronize()
     self._synchronized = False
     with self.compression.optimizer_step():

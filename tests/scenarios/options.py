@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 
 import horovod.torch
@@ -234,7 +235,11 @@ def a_second_synchronize_changes_nothing() -> None:
     optimizer.synchronize()
     before = [p.grad.clone() for p in model.parameters()]
     optimizer.synchronize()
-    optimizer.step()  # without skip_synchronize: Horovod would average the averages
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()  # Horovod would average the averages
+    [warning] = caught
+    assert "without optimizer.skip_synchronize()" in str(warning.message)
     for p, g in zip(model.parameters(), before, strict=True):
         assert torch.equal(p.grad, g)
 
