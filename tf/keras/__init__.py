@@ -70,4 +70,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return drop_in.names_of(_horovod, globals())
+    return sorted({*drop_in.names_of(_horovod, globals()), *drop_in.names_of(_older, {})})
