@@ -253,13 +253,13 @@ class Binding(tf.Module):
         numbers = horovod.broadcast(numbers, 0, name="hvd_compress.numbers")
         self._number, Binding._next_number = map(int, numbers)
         has_begun = tf.cast(self.step > 0, tf.float64)
-        share = horovod.allreduce(has_begun, op=horovod.Average, name="hvd_compress.has_begun")
+        part = horovod.allreduce(has_begun, op=horovod.Average, name="hvd_compress.has_begun")
         differing = self._differing()
         for _, variable in differing:
             variable.assign(variable * tf.cast(has_begun, variable.dtype))
         self.average(differing)
         for _, variable in differing:
-            variable.assign(tf.math.divide_no_nan(variable, tf.cast(share, variable.dtype)))
+            variable.assign(tf.math.divide_no_nan(variable, tf.cast(part, variable.dtype)))
         everyones = {id(variable) for _, variable in differing}
         states = [v for state in self.states.values() for v in state.values()]
         common = [self.step, self.epoch, *(v for v in states if id(v) not in everyones)]
