@@ -267,8 +267,8 @@ class Compressor(Configurable, abc.ABC, kind="method"):
             f"{cls.__name__} knows neither the optimizer nor the parameters. Import "
             "hvd_compress.torch before you take DistributedOptimizer from Horovod, and write "
             "hvd.DistributedOptimizer(optimizer, named_parameters=..., "
-            f"compression={cls.__name__}). For a single hvd.allreduce use Horovod's own "
-            "hvd.Compression"
+            f"compression={cls.__name__}). A single hvd.allreduce takes hvd.NoCompression and "
+            "hvd.FP16"
         )
 
     decompress = compress

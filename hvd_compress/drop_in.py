@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
 import hvd_compress
-from hvd_compress.errors import SetupError
-from hvd_compress.methods import from_environment
+from hvd_compress.base import Compressor
+from hvd_compress.errors import SetupError, UnsupportedError
+from hvd_compress.methods import FP16, VARIABLE, NoCompression, as_compressor, from_environment
+
+_log = logging.getLogger("hvd_compress")
 
 
 def show_log() -> None:
@@ -55,14 +60,93 @@ def with_seed(factory: Callable[..., Any]) -> inspect.Signature:
 
 
 def bind_call(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    rank: Callable[[], int],
 ) -> inspect.BoundArguments:
     """All arguments of a call; where it names no compression, the environment may."""
     call = signature.bind(*args, **kwargs)
-    if call.arguments.get("compression") is None and (method := from_environment()):
-        call.arguments["compression"] = method
     call.apply_defaults()
+    none = signature.parameters["compression"].default
+    call.arguments["compression"] = chosen(call.arguments["compression"], none, rank)
     return call
+
+
+_said: set[str] = set()
+
+
+def chosen(compression: Any, none: Any, rank: Callable[[], int]) -> Any:
+    """What a script names; or what ``HVD_COMPRESSION`` does, if the script names nothing or
+    ``none``, which is what Horovod's examples say.  Rank 0 logs once which of the two it is."""
+    method = from_environment()
+    if method is None:
+        return compression
+    named = compression is not None and compression is not none
+    if named:
+        message = f"is not used, since the script names compression={compression!r}"
+    else:
+        message = f"names the compression, since the script names none: {method!r}"
+    if message not in _said and rank() == 0:
+        _said.add(message)
+        _log.info("%s=%s %s", VARIABLE, os.environ[VARIABLE], message)
+    return compression if named else method
+
+
+def checked_join(join: Callable[..., Any], users: Collection[Any], advice: str) -> Any:
+    """Horovod's ``join``, refused as long as one of ``users`` of compression is there."""
+
+    @functools.wraps(join)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        # Optimizers are parts of cycles: those that nobody needs may still be there, on some ranks,
+        # and a call that some ranks refuse leaves the others waiting.
+        gc.collect()
+        if users:
+            raise UnsupportedError(
+                "hvd.join() cannot be used with compressed gradients: Horovod's allgather does not "
+                f"support it. Give every rank the same number of batches{advice}"
+            )
+        return join(*args, **kwargs)
+
+    return checked
+
+
+def is_ours(compression: Any) -> bool:
+    """Whether a value for ``compression=`` means one of this package's methods."""
+    if isinstance(compression, type):
+        return issubclass(compression, Compressor)
+    return isinstance(compression, Compressor | str)
+
+
+def without_state(compression: Any) -> str:
+    """The name of a method for tensors by themselves: "none" or "fp16".
+
+    Raises:
+        UnboundError: the method is one for an optimizer.
+    """
+    method = as_compressor(compression)
+    if not isinstance(method, NoCompression | FP16):
+        method.compress()  # which says so
+    return method.name
+
+
+def take_stateless(function: Callable[..., Any], horovods: Any) -> Callable[..., Any]:
+    """Horovod's ``allreduce`` or one like it that takes ``NoCompression`` and ``FP16`` by class,
+    instance and name as well.
+
+    Args:
+        horovods: ``hvd.Compression``.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        if is_ours(compression := call.arguments.get("compression")):
+            call.arguments["compression"] = getattr(horovods, without_state(compression))
+        return function(*call.args, **call.kwargs)
+
+    return wrapped
 
 
 def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framework: str) -> Any:

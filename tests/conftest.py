@@ -20,4 +20,4 @@ def pytest_collection_modifyitems(items):
 
 
 # Programs that are started by tests, with arguments.
-collect_ignore = ["elastic_worker.py", "train_small.py"]
+collect_ignore = ["elastic_keras_worker.py", "elastic_worker.py", "train_small.py"]

@@ -26,12 +26,15 @@ from hvd_compress.torch import (
     NoCompression,
     OneBit,
     RandomK,
+    StagedWarmup,
     TopK,
     ddp_hook,
 )
 from scenarios import run_all
 
 STEPS = 6
+#: made before there is a process group
+EARLY = DDPState("topk:density=0.05")
 
 
 def _model() -> torch.nn.Module:
@@ -88,6 +91,11 @@ def _lockstep(method, steps, momentum=0.0):
 def _assert_close(model, reference):
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-4, atol=1e-5)
+
+
+def _assert_equal(model, other):
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 def trains_as_the_lockstep_world() -> None:
@@ -194,11 +202,78 @@ def nan_reaches_every_rank_and_no_state() -> None:
         assert torch.equal(state.reducer.states[name]["residual"], residual)
 
 
+def a_state_may_be_made_before_its_model() -> None:
+    """Same bits as one that knew the model; so do warm-ups, checkpoints and names by place."""
+    method = DGC(density=StagedWarmup("epoch", 1, (0.5, 0.05)), momentum=0.9, min_size=0)
+    model, state = _distributed(method)
+    early = DDPState(method)
+    assert early.stats().layers == {}
+    late_model = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
+    late_model.register_comm_hook(early, ddp_hook)
+    for each in (state, early):
+        each.set_epoch(0)
+    for each in (model, late_model):
+        _train(each, range(STEPS))
+    _assert_equal(model, late_model)
+    places = [name for name, _ in model.module.named_parameters()]
+    for i, name in enumerate(places):
+        expected, found = (
+            s.reducer.states[n] for s, n in ((state, name), (early, f"parameter.{i}"))
+        )
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], x) for key, x in expected.items())
+        assert early.stats().layers[f"parameter.{i}"].elements_sent > 0
+    again = DDPState(method)
+    again.load_state_dict(early.state_dict(consolidate=False))
+    # Other buckets, and in them the parameters have the same places.
+    other = DistributedDataParallel(copy.deepcopy(late_model.module), bucket_cap_mb=25)
+    other.register_comm_hook(again, ddp_hook)
+    for each in (late_model, other):
+        _train(each, range(STEPS, 2 * STEPS))
+    _same_everywhere(other)
+    _assert_close(other, late_model)
+    assert again.reducer.step == 2 * STEPS
+
+
+def a_state_may_be_made_before_the_process_group() -> None:
+    model, _ = _distributed("topk:density=0.05")
+    other = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
+    other.register_comm_hook(EARLY, ddp_hook)
+    for each in (model, other):
+        _train(each, range(STEPS))
+    _assert_equal(model, other)
+
+
+def a_state_dict_of_other_names_is_refused() -> None:
+    model, state = _distributed("topk:density=0.05")
+    _train(model, range(2))
+    early = DDPState("topk:density=0.05")
+    early.load_state_dict(state.state_dict())
+    late_model = DistributedDataParallel(_model())
+    late_model.register_comm_hook(early, ddp_hook)
+    with pytest.raises(ConfigError, match=r"0\.bias.*with the model or without"):
+        _train(late_model, range(1))
+
+
+def a_state_serves_one_model() -> None:
+    for options in ({}, {"model": _model()}):
+        state = DDPState("topk", **options)
+        inner = options.get("model", _model())
+        models = [DistributedDataParallel(m, bucket_cap_mb=0.005) for m in (inner, _model())]
+        for model in models:
+            model.register_comm_hook(state, ddp_hook)
+        _train(models[0], range(2))
+        with pytest.raises(ConfigError, match="make one for each"):
+            _train(models[1], range(1))
+
+
 def mistakes_are_errors() -> None:
     with pytest.raises(ConfigError, match="give the optimizer momentum=0"):
         DDPState("dgc", _model())
     with pytest.raises(ConfigError, match="leaves momentum to the optimizer"):
         DDPState("topk", _model(), momentum=0.9)
+    with pytest.raises(ConfigError, match="leaves momentum to the optimizer"):
+        DDPState("topk", momentum=0.9)
     with pytest.raises(ConfigError, match="DDPState"):
         ddp_hook(None, None)
 

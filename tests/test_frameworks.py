@@ -17,7 +17,7 @@ import jobs
 from scenarios import names, read
 
 TORCH = ("training", "options", "numerics", "state", "parity", "shared")
-KERAS = ("parity", "shared", "keras_fit")
+KERAS = ("parity", "shared", "keras_fit", "keras_users")
 PARITY = ("parity",)
 ADAM = ("adam_onebit", "adam_zero_one")
 ADAM_TORCH = (*ADAM, "adam_torch", "adam_zero_one_torch")

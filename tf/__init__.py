@@ -36,12 +36,12 @@ find_mpi()
 show_log()
 _horovod = load_horovod("horovod.tensorflow", "TensorFlow", _register)
 if not isinstance(_horovod, ImportError):
-    from hvd_compress.tensorflow.registration import (
-        drop_in_optimizer as DistributedOptimizer,  # noqa: N812
-    )
+    from hvd_compress.tensorflow.registration import wrap_optimizer
     from hvd_compress.tensorflow.tape import bind
 
+    DistributedOptimizer = wrap_optimizer(_horovod.DistributedOptimizer, every_keras=True)
     __all__ += ["DistributedOptimizer", "bind"]
+    from hvd_compress.tensorflow import keras  # noqa: F401, which registers with Horovod, too
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ import math
 import re
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import horovod.tensorflow as horovod
@@ -105,7 +105,7 @@ class Binding(tf.Module):
         on_behalf: others whose messages count here as well.
     """
 
-    _numbers: ClassVar[Iterator[int]] = itertools.count()
+    _next_number: ClassVar[int] = 0
     #: those that exist
     alive: ClassVar[weakref.WeakSet[Binding]] = weakref.WeakSet()
 
@@ -161,8 +161,7 @@ class Binding(tf.Module):
             self._consolidated_at = tf.Variable(0, trainable=False, dtype=tf.int64)
         self.on_behalf: list[Binding] = []
         object.__setattr__(self, "_averages", {})  # functions, which no checkpoint shall look at
-        # Rows come in any number.
-        self._traced = tf.function(self._reduce, autograph=False, reduce_retracing=True)
+        self.forget_graphs()
         self.method.bind(self)
         Binding.alive.add(self)
 
@@ -251,6 +250,35 @@ class Binding(tf.Module):
             own = [v for state in self.states.values() for v in state.values()]
             horovod.broadcast_variables([self.step, self.epoch, *own], root_rank, self._set)
 
+    def unite(self) -> None:
+        """All ranks go on with the state of rank 0 and, of what differs between ranks, with the
+        mean over those that have made a step: in an elastic run new ones have nothing waiting.  A
+        collective."""
+        if self.engine.size == 1:
+            return
+        # Those who come later have counted fewer.
+        numbers = tf.constant([self.number, Binding._next_number])
+        numbers = horovod.broadcast(numbers, 0, name="hvd_compress.numbers")
+        self._number, Binding._next_number = map(int, numbers)
+        has_begun = tf.cast(self.step > 0, tf.float64)
+        part = horovod.allreduce(has_begun, op=horovod.Average, name="hvd_compress.has_begun")
+        differing = self._differing()
+        for _, variable in differing:
+            variable.assign(variable * tf.cast(has_begun, variable.dtype))
+        self.average(differing)
+        for _, variable in differing:
+            variable.assign(tf.math.divide_no_nan(variable, tf.cast(part, variable.dtype)))
+        everyones = {id(variable) for _, variable in differing}
+        states = [v for state in self.states.values() for v in state.values()]
+        common = [self.step, self.epoch, *(v for v in states if id(v) not in everyones)]
+        horovod.broadcast_variables(common, 0)
+
+    def forget_graphs(self) -> None:
+        """The number of ranks is another one from now on."""
+        self._averages.clear()
+        # Rows come in any number.
+        self._traced = tf.function(self._reduce, autograph=False, reduce_retracing=True)
+
     def _differing(self) -> list[tuple[str, tf.Variable]]:
         """What differs between ranks, with names, in the same order on all of them."""
         return [
@@ -266,7 +294,8 @@ class Binding(tf.Module):
         """Of this binding among all, by first use, which is in the same order on all ranks: names
         of collectives begin with it, since variables of two models may have the same names."""
         if self._number is None:
-            self._number = next(Binding._numbers)
+            self._number = Binding._next_number
+            Binding._next_number += 1
         return self._number
 
     @property

@@ -24,7 +24,7 @@ from hvd_compress.base import Compressor
 from hvd_compress.chain import chain
 from hvd_compress.config import check_seed
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.methods import FP16, NoCompression, as_compressor, from_environment
+from hvd_compress.methods import FP16, NoCompression, as_compressor
 from hvd_compress.momentum import another_kind, check_one_momentum, check_partner, moved
 from hvd_compress.tensorflow.binding import Binding, native, places_of_groups, slots_of
 from hvd_compress.tensorflow.state_on_disk import state_on_disk
@@ -41,15 +41,21 @@ def is_keras_3(optimizer: Any) -> bool:
 
 
 def is_tf_keras(optimizer: Any) -> bool:
-    """Of the package ``tf_keras``, Keras 2."""
+    """Of the package ``tf_keras``, Keras 2, and not of its ``optimizers.legacy``."""
     tf_keras = sys.modules.get("tf_keras")
     return tf_keras is not None and isinstance(optimizer, tf_keras.optimizers.Optimizer)
+
+
+def is_legacy(optimizer: Any) -> bool:
+    """Of ``tf_keras.optimizers.legacy``."""
+    tf_keras = sys.modules.get("tf_keras")
+    return tf_keras is not None and isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer)
 
 
 def as_ours(compression: Any) -> Compressor:
     """This package's method for a value of ``compression=``, Horovod's own included."""
     if compression is None:
-        return from_environment() or NoCompression()
+        return NoCompression()
     if is_ours(compression):
         return as_compressor(compression)
     name = getattr(compression, "__name__", type(compression).__name__)
@@ -77,13 +83,13 @@ def distribute(
     groups: Any = None,
     process_set: Any = mpi_ops.global_process_set,
     scale_local_gradients: bool = True,
+    local_layers: Any = None,
     seed: int = 0,
 ) -> Any:
     """A new optimizer like ``optimizer`` that averages gradients over the ranks.
 
-    Args: as Horovod's; ``compression`` also takes this package's methods, and ``None`` is what the
-        environment's ``HVD_COMPRESSION`` names, or nothing; ``seed`` is for randomness that the
-        ranks share.
+    Args: as Horovod's; ``compression`` also takes this package's methods; ``seed`` is for
+        randomness that the ranks share.
 
     Raises:
         ConfigError, UnsupportedError: options that do not go together.
@@ -114,11 +120,11 @@ def distribute(
         optimizer = _with_loss_scale(optimizer)
     elif is_tf_keras(optimizer):
         mixin = TfKerasOptimizer
-        if hasattr(optimizer, "_create_slots"):
-            raise UnsupportedError(
-                "optimizers of keras.optimizers.legacy are not supported: use "
-                f"keras.optimizers.{type(optimizer).__name__}"
-            )
+    elif is_legacy(optimizer):
+        raise UnsupportedError(
+            "optimizers of tf_keras.optimizers.legacy are not supported: use "
+            f"tf_keras.optimizers.{type(optimizer).__name__}"
+        )
     else:
         raise UnsupportedError(
             f"{type(optimizer).__module__}.{type(optimizer).__name__} is no Keras optimizer; for "
@@ -152,10 +158,21 @@ def distribute(
         average_aggregated_gradients,
         scale_local_gradients,
     )
+    for variable in _weights_of(local_layers):
+        new.register_local_var(variable)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if getattr(inner, "built", getattr(inner, "_built", False)):
         new._hvd_take_over(optimizer)
     return new
+
+
+def _weights_of(layers: Any) -> list[Any]:
+    """What is trained of a layer, or of several."""
+    layers = [] if layers is None else layers if isinstance(layers, list | tuple) else [layers]
+    for layer in layers:
+        if not hasattr(layer, "trainable_weights"):
+            raise ConfigError(f"local_layers must be layers of Keras; got {type(layer).__name__}")
+    return [variable for layer in layers for variable in layer.trainable_weights]
 
 
 def _with_loss_scale(optimizer: Any) -> Any:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
+from horovod.tensorflow import mpi_ops
 
-from hvd_compress.drop_in import bind_call, with_seed
+from hvd_compress.drop_in import bind_call, checked_join, take_stateless, with_seed
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.tensorflow import elastic
 from hvd_compress.tensorflow.binding import Binding, native
 from hvd_compress.tensorflow.optimizer import distribute, is_keras_3, is_tf_keras
 from hvd_compress.tensorflow.tape import is_ours, wrap_allreduce, wrap_tape
@@ -38,29 +40,29 @@ def register(hvd: Any) -> None:
         return broadcast([native(variable) for variable in variables], *args, **kwargs)
 
     hvd.broadcast_variables = broadcast_variables
-    join = hvd.join
-
-    @functools.wraps(join)
-    def checked_join(*args: Any, **kwargs: Any) -> Any:
-        if Binding.alive:
-            raise UnsupportedError(
-                "hvd.join() cannot be used with compressed gradients: Horovod's allgather does not "
-                "support it. Give every rank the same number of batches"
-            )
-        return join(*args, **kwargs)
-
-    hvd.join = checked_join
+    hvd.join = checked_join(hvd.join, Binding.alive, "")
+    for name in ("reducescatter", "grouped_reducescatter"):
+        setattr(hvd, name, take_stateless(getattr(hvd, name), hvd.Compression))
+    hvd.elastic.TensorFlowKerasState = elastic.TensorFlowKerasState
+    hvd.elastic.run = elastic.wrap_run(hvd.elastic.run)
     _guard(importlib.import_module("horovod._keras"))
-    for name in ("horovod.tensorflow.keras", "horovod.keras"):
-        register_keras(importlib.import_module(name))
 
 
-def register_keras(hvd: Any) -> None:
-    """Wrap ``DistributedOptimizer`` of ``horovod.tensorflow.keras``, or of ``horovod.keras``."""
+def register_keras(hvd: Any, replacements: Mapping[str, Mapping[str, Any]]) -> None:
+    """Wrap what meets an optimizer in ``horovod.tensorflow.keras`` or ``horovod.keras``.
+
+    Args:
+        replacements: by submodule, classes that know Keras 3 in place of those that do not.
+    """
     if hasattr(hvd, _DONE):
         return
     setattr(hvd, _DONE, True)
-    hvd.DistributedOptimizer = wrap_optimizer(hvd.DistributedOptimizer)
+    for name in ("DistributedOptimizer", "PartialDistributedOptimizer"):
+        if hasattr(hvd, name):
+            setattr(hvd, name, wrap_optimizer(getattr(hvd, name)))
+    for module, classes in replacements.items():
+        for name, cls in classes.items():
+            setattr(getattr(hvd, module), name, cls)
 
 
 def _guard(impl: Any) -> None:
@@ -82,34 +84,30 @@ def _guard(impl: Any) -> None:
     impl.create_distributed_optimizer = create_distributed_optimizer
 
 
-def drop_in_optimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``DistributedOptimizer`` of our own modules: ours for Keras, Horovod's for the rest."""
-    is_legacy = is_tf_keras(optimizer) and hasattr(optimizer, "_create_slots")
-    if is_keras_3(optimizer) or (is_tf_keras(optimizer) and not is_legacy):
-        return distribute(optimizer, *args, **kwargs)
-    import horovod.tensorflow as hvd
+def wrap_optimizer(factory: Callable[..., Any], every_keras: bool = False) -> Callable[..., Any]:
+    """Horovod's ``DistributedOptimizer`` that takes this package's compressors as well.
 
-    return hvd.DistributedOptimizer(optimizer, *args, **kwargs)
-
-
-def wrap_optimizer(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Horovod's ``DistributedOptimizer`` that takes this package's compressors as well."""
+    Args:
+        every_keras: optimizers of Keras are all made here, whatever the compression, since
+            Horovod's own do not exchange gradients under Keras 3: for our own modules.
+    """
     signature = with_seed(factory)
 
     @functools.wraps(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        call = bind_call(signature, args, kwargs)
+        call = bind_call(signature, args, kwargs, mpi_ops.rank)
         options = dict(call.arguments)
         optimizer = options.pop("optimizer")
-        if is_ours(options["compression"]):
-            if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-                raise UnsupportedError(
-                    "optimizers of tf.compat.v1 are not supported: use keras.optimizers, or "
-                    "hvd.DistributedGradientTape"
-                )
-            options.pop("use_locking", None)
-            return distribute(optimizer, **options)
-        return factory(*args, **kwargs)
+        is_keras = is_keras_3(optimizer) or is_tf_keras(optimizer)
+        if not is_ours(options["compression"]) and not (every_keras and is_keras):
+            return factory(*args, **kwargs)
+        if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+            raise UnsupportedError(
+                "optimizers of tf.compat.v1 are not supported: use keras.optimizers, or "
+                "hvd.DistributedGradientTape"
+            )
+        options.pop("use_locking", None)
+        return distribute(optimizer, **options)
 
     DistributedOptimizer.__signature__ = signature  # type: ignore[attr-defined]
     return DistributedOptimizer

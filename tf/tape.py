@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_compress.base import Compressor
+from hvd_compress import drop_in
 from hvd_compress.drop_in import bind_call, with_seed
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import as_compressor
@@ -28,10 +28,8 @@ _DEFAULTS = {
 
 
 def is_ours(compression: Any) -> bool:
-    """Whether a value for ``compression=`` means one of this package's methods."""
-    if isinstance(compression, type):
-        return issubclass(compression, Compressor)
-    return isinstance(compression, Compressor | Binding | str)
+    """Whether a value for ``compression=`` means one of this package's methods, or a binding."""
+    return isinstance(compression, Binding) or drop_in.is_ours(compression)
 
 
 def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
@@ -162,7 +160,7 @@ def wrap_tape(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     @tf.autograph.experimental.do_not_convert
     def DistributedGradientTape(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        call = bind_call(signature, args, kwargs)
+        call = bind_call(signature, args, kwargs, mpi_ops.rank)
         options = call.arguments
         if not is_ours(options["compression"]):
             return _with_keras_variables(factory(*args, **kwargs))

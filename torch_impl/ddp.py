@@ -1,7 +1,7 @@
 """A communication hook for PyTorch's DistributedDataParallel, for jobs that torchrun starts::
 
     model = torch.nn.parallel.DistributedDataParallel(model)
-    state = DDPState(DGC(momentum=0.9), model)
+    state = DDPState(DGC(momentum=0.9), model)  # model may be left out
     model.register_comm_hook(state, ddp_hook)
 
 The exchanges are those of every other engine.  DDP decides which gradients make a bucket and when
@@ -11,16 +11,18 @@ it leaves; what has more than one round finishes when the last bucket has left.
 # No postponed annotations here: DDP looks at those of its hook.
 
 import atexit
+import functools
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress.base import Compressor
-from hvd_compress.errors import ConfigError, SetupError
+from hvd_compress.engines import LocalEngine
+from hvd_compress.errors import ConfigError
 from hvd_compress.flights import Op
 from hvd_compress.methods import as_compressor
 from hvd_compress.momentum import check_partner
@@ -110,33 +112,46 @@ class ProcessGroupEngine(TorchFlightEngine):
         return [torch.cat(parts) for parts in zip(*messages, strict=True)]
 
 
+class _Bucket(NamedTuple):
+    """One of DDP's, and what it waits for."""
+
+    buffer: torch.Tensor
+    parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    future: torch.futures.Future[torch.Tensor]
+
+
 class DDPState:
     """What :func:`ddp_hook` remembers: one for each model.
+
+    It may be made before the model and the process group, as Lightning does, and is bound by the
+    first gradients that come to the hook.
 
     Args:
         compression: a method, its class, its name, or a text such as "dgc:density=0.01".
         model: whose gradients are exchanged, inside of DistributedDataParallel or without it.
+            Without it, parameters are called by their place in it, "parameter.0", in statistics,
+            checkpoints and rules by name.
         process_group: as for DistributedDataParallel.
         momentum, nesterov: for methods that take momentum over (DGC): then the optimizer must have
             none, since a hook cannot switch it off.  ``momentum=0.0`` for none at all.
         seed: for randomness that the ranks share.
 
     Raises:
-        ConfigError: the method takes momentum over, and none was named.
+        ConfigError: the method takes momentum over, and none was named; or, from the hook, this
+            state belongs to another model.
     """
 
     def __init__(
         self,
         compression: Any,
-        model: torch.nn.Module,
+        model: torch.nn.Module | None = None,
         *,
         process_group: Any = None,
         momentum: float | None = None,
         nesterov: bool = False,
         seed: int = 0,
     ) -> None:
-        if not dist.is_initialized():
-            raise SetupError("call torch.distributed.init_process_group() first")
         method: Compressor = as_compressor(compression)
         check_partner(method, None, None)
         own = getattr(method, "momentum", None)
@@ -146,16 +161,30 @@ class DDPState:
                 f"write DDPState({type(method).__name__}(momentum=0.9), ...) and give the "
                 "optimizer momentum=0; or DDPState(..., momentum=0.0) for error feedback alone"
             )
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        self._names = {p: name for name, p in inner.named_parameters()}
-        self.reducer = Reducer(
-            method,
-            ProcessGroupEngine(process_group),
-            momentum=momentum or 0.0,
-            nesterov=nesterov,
-            seed=seed,
+        self._group = process_group
+        self._make = functools.partial(
+            Reducer, method, momentum=momentum or 0.0, nesterov=nesterov, seed=seed
         )
-        self._buckets: list[tuple[Any, dict[str, torch.Tensor], torch.futures.Future[Any]]] = []
+        #: of a world of one until there is a process group: it knows the epoch
+        self.reducer = self._make(LocalEngine())
+        self._names: dict[torch.nn.Parameter, str] = {}
+        self._loaded: dict[str, Any] | None = None
+        self._is_bound = False
+        self._buckets: list[_Bucket] = []
+        if model is not None:
+            inner = model.module if isinstance(model, DistributedDataParallel) else model
+            self._names = {p: name for name, p in inner.named_parameters()}
+            if dist.is_initialized():
+                self._bind()
+
+    def _bind(self) -> None:
+        epoch = self.reducer.epoch
+        self.reducer = self._make(ProcessGroupEngine(self._group))
+        self.reducer.epoch = epoch
+        self._is_bound = True
+        if self._loaded is not None:
+            self._load(self._loaded)
+            self._loaded = None
 
     def stats(self) -> Stats:
         """Exact bytes so far, by parameter and in total, and the norm of what waits."""
@@ -171,38 +200,62 @@ class DDPState:
         return self.reducer.state_dict(consolidate=consolidate)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken."""
+        """Go on where :meth:`state_dict` was taken; from the first gradients on, if there is no
+        model yet."""
+        if not self._is_bound:
+            self._loaded = state_dict
+            return
         self._buckets.clear()
-        self.reducer.load_state_dict(state_dict)
+        self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         devices = {name: p.device for p, name in self._names.items()}
+        if unknown := set(state_dict.get("states", ())) - devices.keys():
+            raise ConfigError(
+                f"this state dict has a state of {min(unknown)!r}, which the model has not: load "
+                "it into a DDPState that is made as the saved one was, with the model or without"
+            )
+        self.reducer.load_state_dict(state_dict)
         for name, state in self.reducer.states.items():  # it may come from another one
             state.update({key: x.to(devices[name]) for key, x in state.items()})
 
     def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
-        if any(p not in self._names for p in bucket.parameters()):
-            raise ConfigError(
-                "DDPState was made for another model than the one it is registered with"
-            )
-        gradients = {
-            self._names[p]: g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
-        }
+        buffer, parameters = bucket.buffer(), bucket.parameters()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
-        self._buckets.append((buffer, gradients, future))
-        self.reducer.start_together(gradients)
+        is_foreign = self._names and any(p not in self._names for p in parameters)
+        if is_foreign or (not self._names and bucket.index() != len(self._buckets)):
+            raise ConfigError(
+                "this DDPState belongs to another model: make one for each, "
+                "model.register_comm_hook(DDPState(...), ddp_hook)"
+            )
+        self._buckets.append(_Bucket(buffer, parameters, bucket.gradients(), future))
+        if self._names:
+            if not self._is_bound:
+                self._bind()
+            self.reducer.start_together(self._gradients(self._buckets[-1]))
+        elif bucket.is_last():
+            # DDP's first buckets go through the model from its end to its beginning.
+            everyone = [p for each in reversed(self._buckets) for p in each.parameters]
+            self._names = {p: f"parameter.{i}" for i, p in enumerate(everyone)}
+            self._bind()
+            for each in self._buckets:
+                self.reducer.start_together(self._gradients(each))
         if bucket.is_last():
             self._finish()
         return future
 
+    def _gradients(self, bucket: _Bucket) -> dict[str, torch.Tensor]:
+        return {self._names[p]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
+
     def _finish(self) -> None:
         buckets, self._buckets = self._buckets, []
         directions = self.reducer.finish()
-        for buffer, gradients, future in buckets:
-            for name, gradient in gradients.items():
+        for bucket in buckets:
+            for name, gradient in self._gradients(bucket).items():
                 gradient.copy_(directions[name])  # a view into the buffer
-            future.set_result(buffer)
+            bucket.future.set_result(bucket.buffer)
 
 
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -210,6 +263,6 @@ def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[t
     if not isinstance(state, DDPState):
         raise ConfigError(
             f"the hook's state is {type(state).__name__}: write "
-            'model.register_comm_hook(DDPState("topk", model), ddp_hook)'
+            'model.register_comm_hook(DDPState("topk"), ddp_hook)'
         )
     return state._start(bucket)

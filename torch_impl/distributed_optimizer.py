@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from hvd_compress.base import Compressor
 from hvd_compress.config import check_seed
-from hvd_compress.drop_in import bind_call, with_seed
+from hvd_compress.drop_in import bind_call, is_ours, with_seed
 from hvd_compress.engines import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import as_compressor
@@ -34,11 +35,21 @@ class CompressedOptimizer(abc.ABC):  # noqa: B024
 bound_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def is_ours(compression: Any) -> bool:
-    """Whether a value for ``compression=`` means one of this package's methods."""
-    if isinstance(compression, type):
-        return issubclass(compression, Compressor)
-    return isinstance(compression, Compressor | str)
+def broadcast_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
+    """All ranks take over the state of ``root_rank``.
+
+    As Horovod does, an optimizer that has not stepped yet leaves zeros where there are no
+    gradients; sparse ones for embeddings of ``model`` that have such.
+    """
+    if not optimizer.state:
+        modules = [] if model is None else model.modules()
+        rows = {m.weight for m in modules if isinstance(m, torch.nn.Embedding) and m.sparse}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p.grad is None:
+                    zeros = torch.zeros_like(p)
+                    p.grad = zeros.to_sparse(1) if p in rows else zeros
+    checkpoint.broadcast(optimizer, root_rank)
 
 
 def wrap_factory(
@@ -50,7 +61,7 @@ def wrap_factory(
 
     @functools.wraps(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        call = bind_call(signature, args, kwargs)
+        call = bind_call(signature, args, kwargs, hvd.rank)
         compression = call.arguments["compression"]
         if hasattr(compression, "compress") and not is_ours(compression):
             return factory(*args, **kwargs)
@@ -127,10 +138,15 @@ def _grouped_allreduce_grad_async(self: Any, parameters: tuple[Any, ...]) -> tup
     return True, None
 
 
+def _holds_averages(optimizer: Any) -> bool:
+    """Nothing is new since the last exchange."""
+    return optimizer._synchronized and not optimizer._handles and optimizer.compression.untouched()
+
+
 def synchronize(self: Any) -> None:
     """Finish all exchanges; afterwards every ``p.grad`` holds the average."""
-    if self._synchronized and not self._handles and self.compression.untouched():
-        return  # nothing new since the last time: averages must not be averaged again
+    if _holds_averages(self):
+        return  # they must not be averaged again
     started: set[Any] = set()
     for key, (handle, _) in self._handles.items():
         if handle is not None:
@@ -162,6 +178,14 @@ def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         with torch.enable_grad():
             loss = closure()
     if self._should_synchronize:
+        if _holds_averages(self) and self.compression.last_scale is None:  # GradScaler does so
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() after "
+                "optimizer.synchronize(): gradients are averaged once here, and twice by Horovod's "
+                "own optimizer; write `with optimizer.skip_synchronize(): optimizer.step()`",
+                UserWarning,
+                stacklevel=2,
+            )
         self.synchronize()
     self._synchronized = False
     with self.compression.optimizer_step():
@@ -201,7 +225,13 @@ def _watch(self: Any, p: torch.nn.Parameter) -> None:
     if self._groups is not None:
         self._p_to_group[p] = (p,)
         self._group_counts[(p,)] = 0
-    p.register_post_accumulate_grad_hook(self._make_hook(p))
+    reference = weakref.ref(self)  # nothing would ever collect what a tensor's hook holds
+
+    def hook(p: torch.nn.Parameter) -> None:
+        if (optimizer := reference()) is not None:
+            optimizer._make_hook(p)(p)
+
+    p.register_post_accumulate_grad_hook(hook)
 
 
 _METHODS: tuple[Callable[..., Any], ...] = (

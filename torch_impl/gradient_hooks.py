@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -92,24 +93,30 @@ class GradientHooks:
             self._grad_accs.append(p.register_post_accumulate_grad_hook(self._make_hook(p)))
 
     def _make_hook(self, p: torch.nn.Parameter) -> Callable[[torch.Tensor], None]:
-        def hook(_: torch.Tensor) -> None:
-            key = p if self._groups is None else self._p_to_group[p]
-            under_way = self._handles.get(key, (None, None))[0] is not None
-            if under_way and self._allreduce_delay[p] <= 0:
-                raise AssertionError(
-                    "a gradient was computed more than backward_passes_per_step times before "
-                    "step(): pass the number of backward passes as backward_passes_per_step, or "
-                    "call optimizer.synchronize() in between"
-                )
-            self._allreduce_delay[p] -= 1
-            if self._allreduce_delay[p] > 0:
-                self._handles[p] = (None, None)
-            elif self._groups is None:
-                self._handles[p] = self._allreduce_grad_async(p)
-            else:
-                self._count_group(self._p_to_group[p])
+        reference = weakref.ref(self)  # nothing would ever collect what a tensor's hook holds
+
+        def hook(p: torch.Tensor) -> None:
+            if (optimizer := reference()) is not None:
+                optimizer._is_ready(p)
 
         return hook
+
+    def _is_ready(self, p: Any) -> None:
+        key = p if self._groups is None else self._p_to_group[p]
+        under_way = self._handles.get(key, (None, None))[0] is not None
+        if under_way and self._allreduce_delay[p] <= 0:
+            raise AssertionError(
+                "a gradient was computed more than backward_passes_per_step times before "
+                "step(): pass the number of backward passes as backward_passes_per_step, or "
+                "call optimizer.synchronize() in between"
+            )
+        self._allreduce_delay[p] -= 1
+        if self._allreduce_delay[p] > 0:
+            self._handles[p] = (None, None)
+        elif self._groups is None:
+            self._handles[p] = self._allreduce_grad_async(p)
+        else:
+            self._count_group(self._p_to_group[p])
 
     def _count_group(self, group: tuple[torch.nn.Parameter, ...]) -> None:
         self._group_counts[group] += 1

@@ -24,6 +24,7 @@ from mpi4py import MPI
 
 from hvd_compress import mpi
 from hvd_compress.base import Compressor
+from hvd_compress.drop_in import without_state
 from hvd_compress.errors import ConfigError, MismatchError, SetupError, UnsupportedError
 from hvd_compress.methods import FP16, NoCompression
 from hvd_compress.mpi.allreduce import ALGORITHMS, start
@@ -34,7 +35,11 @@ from hvd_compress.torch import *  # noqa: F403
 from hvd_compress.torch import __all__ as _methods
 from hvd_compress.torch import checkpoint
 from hvd_compress.torch.amp import watch_grad_scaler
-from hvd_compress.torch.distributed_optimizer import CompressedOptimizer, wrap_factory
+from hvd_compress.torch.distributed_optimizer import (
+    CompressedOptimizer,
+    broadcast_state,
+    wrap_factory,
+)
 from hvd_compress.torch.gradient_hooks import GradientHooks
 
 __all__ = [
@@ -74,10 +79,11 @@ Average, Sum, Max, Adasum = "mean", "sum", "max", "adasum"
 
 
 class Compression:
-    """Horovod's names for what needs no state."""
+    """Horovod's names for what needs no state; instances, so that a script that says ``none`` can
+    be told from one that names ``NoCompression``."""
 
-    none = NoCompression
-    fp16 = FP16
+    none = NoCompression()
+    fp16 = FP16()
 
 
 class ProcessSet:
@@ -215,18 +221,15 @@ def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: Any = None,
+    compression: Any = Compression.none,
     op: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """The average, sum or maximum over the ranks; a new tensor."""
-    method = compression if isinstance(compression, type | None) else type(compression)
-    if method not in (None, NoCompression, FP16):
-        return method.compress(tensor)  # which says that it needs an optimizer
     dtype = tensor.dtype
-    if method is FP16 and tensor.is_floating_point():
+    if without_state(compression) == "fp16" and tensor.is_floating_point():
         tensor = tensor.half()
     if prescale_factor != 1:
         tensor = tensor * prescale_factor
@@ -336,11 +339,12 @@ def broadcast_parameters(parameters: Any, root_rank: int) -> None:
             broadcast_(tensor.data, root_rank)
 
 
-def broadcast_optimizer_state(optimizer: Any, root_rank: int) -> None:
-    """The state of ``root_rank``'s optimizer for all; of what differs by rank, the mean."""
+def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
+    """The state of ``root_rank``'s optimizer for all; of what differs by rank, the mean.  What has
+    no gradient yet gets zeros, sparse ones for such embeddings of ``model``."""
     this = sys.modules[__name__]
     if isinstance(optimizer, CompressedOptimizer):
-        checkpoint.broadcast(optimizer, root_rank)
+        broadcast_state(optimizer, root_rank, model)
     else:
         state = optimizer.state_dict() if rank() == root_rank else None
         optimizer.load_state_dict(checkpoint.broadcast_tree(this, state, root_rank))
@@ -366,7 +370,7 @@ def __getattr__(name: str) -> Any:
 def _make_optimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: Compressor | type[Compressor] | str = NoCompression,
+    compression: Compressor | type[Compressor] | str = Compression.none,
     backward_passes_per_step: int = 1,
     op: str = Average,
     gradient_predivide_factor: float = 1.0,

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.drop_in import checked_join, take_stateless
 from hvd_compress.torch import checkpoint
 from hvd_compress.torch.amp import watch_grad_scaler
 from hvd_compress.torch.distributed_optimizer import (
     CompressedOptimizer,
     bound_optimizers,
+    broadcast_state,
     wrap_factory,
 )
 
@@ -31,7 +32,7 @@ def register(hvd: Any) -> None:
     @functools.wraps(broadcast)
     def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
         if isinstance(optimizer, CompressedOptimizer):
-            checkpoint.broadcast(optimizer, root_rank)
+            broadcast_state(optimizer, root_rank, model)
         else:
             broadcast(optimizer, root_rank, model)
 
@@ -39,19 +40,10 @@ def register(hvd: Any) -> None:
     hvd.functions.broadcast_optimizer_state = broadcast_optimizer_state
     hvd.elastic.state.broadcast_optimizer_state = broadcast_optimizer_state
 
-    join = hvd.join
-
-    @functools.wraps(join)
-    def checked_join(*args: Any, **kwargs: Any) -> Any:
-        if bound_optimizers:
-            raise UnsupportedError(
-                "hvd.join() cannot be used with compressed gradients: Horovod's allgather does not "
-                "support it. Give every rank the same number of batches, for instance with "
-                "DistributedSampler(..., drop_last=True)"
-            )
-        return join(*args, **kwargs)
-
-    hvd.join = checked_join
+    for name in ("allreduce", "grouped_allreduce", "reducescatter", "grouped_reducescatter"):
+        setattr(hvd, name, take_stateless(getattr(hvd, name), hvd.Compression))
+    advice = ", for instance with DistributedSampler(..., drop_last=True)"
+    hvd.join = checked_join(hvd.join, bound_optimizers, advice)
 
     state = hvd.elastic.state
     handler = checkpoint.elastic_handler(state.StateHandler)

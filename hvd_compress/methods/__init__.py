@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import logging
 import os
 from typing import Any
 
@@ -32,8 +31,6 @@ from hvd_compress.methods.sketched import SketchedSGD
 from hvd_compress.methods.threshold import Threshold
 from hvd_compress.methods.top_k import TopK
 from hvd_compress.methods.zero_one_adam import ZeroOneAdamCompression
-
-_log = logging.getLogger(__name__)
 
 __all__ = [
     "BF16",
@@ -85,11 +82,9 @@ def from_environment() -> Compressor | None:
     if not text:
         return None
     try:
-        method = as_compressor(text)
+        return as_compressor(text)
     except ConfigError as error:
         raise ConfigError(f"the environment has {VARIABLE}={text}: {error}") from None
-    _log.info("%s=%s: gradients travel by %r", VARIABLE, text, method)
-    return method
 
 
 def method_names() -> list[str]:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import copy
+import gc
+import warnings
+import weakref
 
 import horovod.torch
 import torch
 
 from hvd_compress import allgather, chain, error_feedback, momentum_correction, top_k
-from hvd_compress.torch import DGC, ConfigError, NoCompression, TopK, UnboundError, UnsupportedError
+from hvd_compress.torch import (
+    DGC,
+    FP16,
+    ConfigError,
+    NoCompression,
+    TopK,
+    UnboundError,
+    UnsupportedError,
+)
 from scenarios import horovod_only
 from scenarios.common import (
     assert_close,
@@ -21,7 +32,8 @@ from scenarios.common import (
     sgd,
     train,
 )
-from scenarios.driver import hvd, raises
+from scenarios.driver import hvd, over, raises
+from scenarios.environment import assert_said, environment
 
 DENSE = DGC(density=1.0)  # momentum SGD, through all of DGC's machinery
 SPARSE = DGC(density=0.05)
@@ -223,7 +235,11 @@ def a_second_synchronize_changes_nothing() -> None:
     optimizer.synchronize()
     before = [p.grad.clone() for p in model.parameters()]
     optimizer.synchronize()
-    optimizer.step()  # without skip_synchronize: Horovod would average the averages
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()  # Horovod would average the averages
+    [warning] = caught
+    assert "without optimizer.skip_synchronize()" in str(warning.message)
     for p, g in zip(model.parameters(), before, strict=True):
         assert torch.equal(p.grad, g)
 
@@ -334,14 +350,124 @@ def compiled_models() -> None:
     assert "_orig_mod.0.weight" in optimizer.compression.stats().layers
 
 
+def what_nobody_uses_is_collected() -> None:
+    for options in ({}, {"groups": 2}):
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(sgd(model[0]), compression=SPARSE, **options)
+        optimizer.add_param_group({"params": model[2].parameters()})
+        train(model, optimizer, range(2))
+        optimizer = weakref.ref(optimizer)
+        gc.collect()
+        assert optimizer() is None
+
+
 @horovod_only
-def join_is_refused() -> None:
+def join_is_refused_as_long_as_an_optimizer_is_in_use() -> None:
+    """On all ranks alike: one that nobody needs any more may wait for the garbage collector, and
+    which rank it has come to is chance."""
+    torch._dynamo.reset()  # it keeps models that were compiled, and they keep optimizers
+    gc.disable()
+    try:
+        model = make_model()
+        optimizer = distribute(sgd(model), model, DGC)
+        train(model, optimizer, range(1))
+        for module in (hvd, horovod.torch):
+            with raises(UnsupportedError, "join", "drop_last"):
+                module.join()
+        del model, optimizer
+        if hvd.rank() == 0:
+            gc.collect()
+        hvd.join()
+        assert hvd.allreduce(torch.ones(3), name="afterwards").tolist() == [1, 1, 1]
+    finally:
+        gc.enable()
+
+
+def single_tensors_take_methods_without_state() -> None:
+    x = torch.tensor([1.0, -2.0, 70000.0]) * (hvd.rank() + 1)
+    mean = torch.tensor([1.0, -2.0, 70000.0]) * (hvd.size() + 1) / 2
+    for method in (NoCompression, NoCompression(), "none", hvd.Compression.none):
+        torch.testing.assert_close(hvd.allreduce(x, name="x", compression=method), mean)
+    for method in (FP16, FP16(), "fp16", hvd.Compression.fp16):
+        found = hvd.allreduce(x, compression=method, name="x", op=hvd.Sum)
+        assert found.dtype == torch.float32
+        assert found.tolist()[:2] == (mean * hvd.size()).tolist()[:2]
+        assert torch.isinf(found[2]), "it travelled in half precision"
+    for method in (DGC, TopK(density=0.5), "bf16"):
+        with raises(UnboundError, "hvd.FP16"):
+            hvd.allreduce(x, compression=method)
+
+
+@horovod_only
+def groups_and_parts_of_single_tensors_too() -> None:
+    x = torch.ones(2 * hvd.size(), 3)
+    for method in (FP16, "fp16", NoCompression()):
+        for module in (hvd, horovod.torch):
+            for y in module.grouped_allreduce([x, 2 * x], compression=method)[:1]:
+                assert torch.equal(y, x)
+            y = module.reducescatter(x, compression=method, op=hvd.Sum)
+            assert torch.equal(y, hvd.size() * x[:2])
+            y, _ = module.grouped_reducescatter([x, x], compression=method)
+            assert torch.equal(y, x[:2])
+
+
+def a_broadcast_before_the_first_step_leaves_gradients_of_zero() -> None:
+    for method in (NoCompression, TopK(density=0.1), SPARSE):
+        model, reference = make_model(), make_model()
+        model[0].weight.requires_grad_(False)
+        optimizer = distribute(sgd(model), model, method)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert model[0].weight.grad is None
+        model[0].weight.requires_grad_(True)
+        for p in model[1:].parameters():
+            assert torch.equal(p.grad, torch.zeros_like(p))
+        other = distribute(sgd(reference), reference, method)
+        for m, o in ((model, optimizer), (reference, other)):
+            loss_of(m, hvd.rank(), 0).backward()
+            o.step()
+            m.zero_grad()
+            train(m, o, range(1, 3))
+        assert_close(model, reference, rtol=0, atol=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        model.zero_grad()
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert all(p.grad is None for p in model.parameters()), "only before the first step"
+    words = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = hvd.DistributedOptimizer(sgd(words, momentum=0.0), compression=NoCompression)
+    hvd.broadcast_optimizer_state(optimizer, 0, words)
+    words(torch.tensor([hvd.rank()])).sum().backward()
+    assert words.weight.grad.is_sparse
+    optimizer.step()
+    assert_same_everywhere(words)
+
+
+def the_environment_names_a_method_for_scripts_that_say_none() -> None:
+    modules = [hvd] if over == "mpi" else [hvd, horovod.torch]
+    with environment("topk:density=0.05") as lines:
+        for options in ({}, {"compression": hvd.Compression.none}):
+            for module in modules:
+                model = make_model()
+                optimizer = module.DistributedOptimizer(sgd(model), **options)
+                assert optimizer.compression.method == TopK(density=0.05)
+                train(model, optimizer, range(2))
+                assert_same_everywhere(model)
+        model = make_model()
+        assert distribute(sgd(model), model, NoCompression).compression.method == NoCompression()
+        x = torch.ones(3)
+        assert torch.equal(hvd.allreduce(x, name="x", compression=hvd.Compression.none), x)
+    variable = "HVD_COMPRESSION=topk:density=0.05"
+    assert_said(
+        lines,
+        hvd.rank(),
+        f"{variable} names the compression, since the script names none: TopK(density=0.05",
+        f"{variable} is not used, since the script names compression=<class",
+    )
+    with environment("dcg"), raises(ConfigError, "HVD_COMPRESSION=dcg"):
+        hvd.DistributedOptimizer(sgd(make_model()))
     model = make_model()
-    optimizer = distribute(sgd(model), model, DGC)
-    for module in (hvd, horovod.torch):
-        with raises(UnsupportedError, "join", "drop_last"):
-            module.join()
-    del optimizer
+    plain = hvd.DistributedOptimizer(sgd(model), compression=hvd.Compression.none)
+    is_horovods = not hasattr(plain, "compression")
+    assert is_horovods or plain.compression.method == NoCompression()
 
 
 def what_cannot_work_says_what_to_write() -> None:

@@ -52,6 +52,7 @@ def all_spellings_work_and_agree() -> None:
 @horovod_only
 def everything_of_horovod_is_there() -> None:
     wrapped = {"DistributedOptimizer", "broadcast_optimizer_state", "join"}
+    wrapped |= {"allreduce", "grouped_allreduce", "reducescatter", "grouped_reducescatter"}
     for name in dir(horovod.torch):
         if not name.startswith("_"):
             assert getattr(hvd, name) is getattr(horovod.torch, name), name

@@ -11,34 +11,63 @@ for tf_keras (``TF_USE_LEGACY_KERAS=1``).
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
 from hvd_compress import drop_in
 from hvd_compress.tensorflow import *  # noqa: F403
 from hvd_compress.tensorflow import __all__ as _methods
-from hvd_compress.tensorflow.keras import callbacks
-from hvd_compress.tensorflow.keras.models import load_model
-from hvd_compress.tensorflow.registration import (
-    drop_in_optimizer as DistributedOptimizer,  # noqa: N812
-)
-from hvd_compress.tensorflow.registration import register_keras
-
-__all__ = [*_methods, "DistributedOptimizer", "callbacks", "load_model"]
-
+from hvd_compress.tensorflow.keras import callbacks, elastic
+from hvd_compress.tensorflow.keras.models import KERAS_3, load_model
+from hvd_compress.tensorflow.registration import register_keras, wrap_optimizer
 
 #: those that import Keras 3, and their modules
 _OPTIMIZERS = {"OneBitAdam": "onebit_adam", "ZeroOneAdam": "zero_one_adam"}
 
-_horovod = drop_in.load_horovod("horovod.tensorflow.keras", "TensorFlow", register_keras)
+_elastic = {
+    "KerasState": elastic.KerasState,
+    "TensorFlowKerasState": elastic.TensorFlowKerasState,
+    "run": importlib.import_module("horovod.tensorflow.elastic").run,  # wrapped
+}
+_whole_models = {"BestModelCheckpoint": callbacks.BestWholeModelCheckpoint}
+_horovod = drop_in.load_horovod(
+    "horovod.tensorflow.keras",
+    "TensorFlow",
+    functools.partial(
+        register_keras, replacements={"callbacks": callbacks.OF_HOROVOD, "elastic": _elastic}
+    ),
+)
+_older = drop_in.load_horovod(
+    "horovod.keras",
+    "TensorFlow",
+    functools.partial(
+        register_keras,
+        replacements={"callbacks": callbacks.OF_HOROVOD | _whole_models, "elastic": _elastic},
+    ),
+)
+if KERAS_3:
+    _horovod.load_model = _older.load_model = load_model
+DistributedOptimizer = wrap_optimizer(_horovod.DistributedOptimizer, every_keras=True)
+PartialDistributedOptimizer = wrap_optimizer(_older.PartialDistributedOptimizer, every_keras=True)
+
+__all__ = [
+    *_methods,
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "callbacks",
+    "elastic",
+    "load_model",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """The optimizers, and the rest of ``horovod.tensorflow.keras``."""
+    """The optimizers, and the rest of ``horovod.tensorflow.keras`` and ``horovod.keras``."""
     if name in _OPTIMIZERS:
         return getattr(importlib.import_module(f"{__name__}.{_OPTIMIZERS[name]}"), name)
-    return drop_in.rest_of(_horovod, name, __name__, "TensorFlow")
+    only_older = hasattr(_older, name) and not hasattr(_horovod, name)
+    return drop_in.rest_of(_older if only_older else _horovod, name, __name__, "TensorFlow")
 
 
 def __dir__() -> list[str]:
-    return drop_in.names_of(_horovod, globals())
+    return sorted({*drop_in.names_of(_horovod, globals()), *drop_in.names_of(_older, {})})

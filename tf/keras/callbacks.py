@@ -62,14 +62,32 @@ class BroadcastGlobalVariablesCallback(_Callback):
     """All ranks start with the weights and the optimizer's variables of ``root_rank``.
 
     What exists when training starts is sent then, what comes to be with the first batch after it.
+
+    Args:
+        root_rank: whose values all take over.
+        device: where the broadcast is computed, as for ``tf.device``.
+        local_variables: a variable of the model, or several, that keep what their rank has.  The
+            optimizer's variables that belong to them are sent like all others, as by Horovod.
+
+    Raises:
+        ConfigError: ``local_variables`` has something else in it.
     """
 
-    def __init__(self, root_rank: int = 0, device: str = "") -> None:
+    def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
         self.root_rank = root_rank
         self._device = device
         self._sent: set[int] = set()
+        self._local: set[int] = set()
         self._rounds = 0
+        for variable in tf.nest.flatten([] if local_variables is None else local_variables):
+            self.register_local_var(variable)
+
+    def register_local_var(self, var: Any) -> None:
+        """This variable of the model is not sent."""
+        if not hasattr(var, "assign"):
+            raise ConfigError(f"local_variables must be variables; got {type(var).__name__}")
+        self._local.add(id(native(var)))
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._send_once(0)
@@ -86,7 +104,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
         optimizer = self.model.optimizer
         known = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
         variables = [native(v) for v in [*self.model.variables, *known]]
-        new = [v for v in variables if id(v) not in self._sent]
+        new = [v for v in variables if id(v) not in self._sent | self._local]
         with tf.device(self._device):
             if new:
                 horovod.broadcast_variables(new, self.root_rank)
@@ -100,14 +118,23 @@ class MetricAverageCallback(_Callback):
 
     Must stand before callbacks that read them: ``ReduceLROnPlateau``, ``TensorBoard``.  All ranks
     must have the same metrics: validate on all of them, or on none.
+
+    Args:
+        device: where the averages are computed, as for ``tf.device``.
     """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self._device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not logs:
             return
         names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
-        means = horovod.allreduce(values, op=horovod.Average, name="hvd_compress.metrics")
+        means = horovod.allreduce(
+            values, op=horovod.Average, name="hvd_compress.metrics", device_dense=self._device
+        )
         logs.update(zip(names, means.numpy().tolist(), strict=True))
 
 
@@ -117,12 +144,18 @@ class LearningRateScheduleCallback(_Callback):
 
     Args:
         initial_lr: for multiplier 1.
-        multiplier: a number, or a function of the epoch, which is a fraction during an epoch
-            unless ``staircase``.
+        multiplier: a function of the epoch, or a number, by which the rate is multiplied every
+            epoch after ``start_epoch``.
+        start_epoch, end_epoch: of the schedule; the end is exclusive.
+        staircase: the rate changes at the beginning of an epoch; otherwise with every batch, and
+            the epoch is a fraction.
         momentum_correction: scale the velocities of an SGD whose momentum has the learning rate in
             it when that changes (Goyal et al., 2017, section 2.1).  Momentum that acts inside
             the exchange has no learning rate in it and needs none.
         steps_per_epoch: taken from ``fit`` where it knows.
+
+    Raises:
+        ConfigError: there is no ``initial_lr``, or nobody knows ``steps_per_epoch``.
     """
 
     def __init__(
@@ -136,6 +169,8 @@ class LearningRateScheduleCallback(_Callback):
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
+        if initial_lr is None:
+            raise ConfigError("initial_lr=None: pass the learning rate that the multiplier scales")
         self.initial_lr = initial_lr
         self.start_epoch, self.end_epoch = start_epoch, end_epoch
         self.staircase = staircase
@@ -145,8 +180,8 @@ class LearningRateScheduleCallback(_Callback):
         if callable(multiplier):
             self.multiplier = multiplier
         else:
-            self.staircase, constant = True, float(multiplier)
-            self.multiplier = lambda epoch: constant
+            factor = float(multiplier)
+            self.multiplier = lambda epoch: factor ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self.steps_per_epoch is None and not self.staircase:
@@ -212,9 +247,84 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if self.verbose and self.end_epoch is not None and epoch == self.end_epoch - 1:
+        is_over = self.end_epoch is not None and epoch == self.end_epoch - 1
+        if self.verbose and is_over and horovod.rank() == 0:
             rate = float(np.asarray(self.model.optimizer.learning_rate))
             print(f"\nEpoch {epoch + 1}: warm-up is over, learning rate {rate:g}.")
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Saves the model whenever ``monitor`` is better than ever before.
+
+    Like every ``ModelCheckpoint`` it saves on each rank that has it: give it to rank 0 alone, and
+    behind ``MetricAverageCallback`` and ``CompressionCallback``, which all ranks have.
+
+    Args:
+        monitor, verbose, save_weights_only, mode, save_freq: as for ``ModelCheckpoint``.
+        filepath: where to, ``"best.keras"`` or ``"best.weights.h5"`` for instance.  Horovod's has
+            no such option: as there, the attribute may be set before training instead.
+
+    Raises:
+        ConfigError: training starts, and there is no file to save to.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+        filepath: Any = None,
+    ) -> None:
+        # Keras looks at the ending right away.
+        later = "best.weights.h5" if save_weights_only else "best.keras"
+        super().__init__(
+            later if filepath is None else filepath,
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        if filepath is None:
+            self.filepath = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.filepath is None:
+            raise ConfigError(
+                "BestModelCheckpoint knows no file: BestModelCheckpoint(filepath='best.keras'), or "
+                "set its filepath before fit()"
+            )
+        super().on_train_begin(logs)
+
+
+class BestWholeModelCheckpoint(BestModelCheckpoint):
+    """``BestModelCheckpoint`` as ``horovod.keras`` has it: not of weights alone."""
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+        filepath: Any = None,
+    ) -> None:
+        super().__init__(monitor, verbose, False, mode, save_freq, filepath)
+
+
+#: those that Horovod has under the same names
+OF_HOROVOD = {
+    cls.__name__: cls
+    for cls in (
+        BestModelCheckpoint,
+        BroadcastGlobalVariablesCallback,
+        LearningRateScheduleCallback,
+        LearningRateWarmupCallback,
+        MetricAverageCallback,
+    )
+}
 
 
 def __getattr__(name: str) -> Any:

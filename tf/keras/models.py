@@ -6,17 +6,23 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from horovod.tensorflow import Compression, mpi_ops
 from tensorflow import keras
 
+from hvd_compress.drop_in import chosen
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.tensorflow.optimizer import distribute, is_tf_keras
+
+#: what ``tf.keras`` is; otherwise it is tf_keras
+KERAS_3 = keras.Model.__module__.startswith("keras.")
 
 
 def load_model(
     filepath: Any,
     custom_optimizers: Sequence[type] | None = None,
     custom_objects: Mapping[str, Any] | None = None,
-    compression: Any = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
     **options: Any,
 ) -> Any:
     """A saved model whose optimizer is distributed, with its state and, if it has been saved, that
@@ -27,11 +33,18 @@ def load_model(
         custom_optimizers: classes beyond those of ``keras.optimizers``.
         custom_objects: as for ``keras.models.load_model``.
         compression, options: of :func:`DistributedOptimizer`.
+        legacy_opts: must be false.
 
     Raises:
         ConfigError: the model was saved without an optimizer.
+        UnsupportedError: the model or its optimizer is one of tf_keras.
     """
-    if keras.__version__.startswith("3"):
+    if legacy_opts:
+        raise UnsupportedError(
+            "legacy_opts=True: optimizers of tf_keras.optimizers.legacy are not supported; save "
+            "the model with one of keras.optimizers"
+        )
+    if KERAS_3:
         for module in ("onebit_adam", "zero_one_adam"):  # known from now on
             importlib.import_module(f"hvd_compress.tensorflow.keras.{module}")
     known = {cls.__name__: cls for cls in custom_optimizers or ()}
@@ -46,6 +59,7 @@ def load_model(
             "load_model is for Keras 3: load the model with tf_keras, and compile it with "
             "hvd.DistributedOptimizer"
         )
+    compression = chosen(compression, Compression.none, mpi_ops.rank)
     model.optimizer = distribute(model.optimizer, compression=compression, **options)
     model.load_weights(filepath)  # once more, for what a plain optimizer does not look for
     return model

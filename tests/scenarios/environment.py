@@ -1,0 +1,38 @@
+"""``HVD_COMPRESSION`` for a while, and what this package logs meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def environment(text: str) -> Iterator[list[str]]:
+    handler, logger = _Lines(), logging.getLogger("hvd_compress")
+    logger.addHandler(handler)
+    os.environ["HVD_COMPRESSION"] = text
+    try:
+        yield handler.lines
+    finally:
+        del os.environ["HVD_COMPRESSION"]
+        logger.removeHandler(handler)
+
+
+def assert_said(lines: list[str], rank: int, *beginnings: str) -> None:
+    """Rank 0 says once what the variable does, and once for each what a script says instead."""
+    about = [line for line in lines if line.startswith("HVD_COMPRESSION=")]
+    wanted = beginnings if rank == 0 else ()
+    assert len(about) == len(wanted), about
+    for line, beginning in zip(about, wanted, strict=True):
+        assert line.startswith(beginning), line

@@ -1,0 +1,123 @@
+"""Drop-in for ``horovod.tensorflow.elastic``: training that outlives its workers::
+
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
+
+    @hvd.elastic.run
+    def train(state): ...
+
+What waits in a compression is part of the state, and the number of ranks is part of a graph: when
+that changes, graphs of Keras are made anew.  A ``tf.function`` of your own that exchanges gradients
+must be made inside of ``train``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+from horovod.common.elastic import ObjectState
+from horovod.common.exceptions import HorovodInternalError
+
+from hvd_compress.drop_in import rest_of
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.tensorflow.binding import Binding, native
+
+
+class TensorFlowKerasState(ObjectState):
+    """A model and its optimizer, of Keras 3 or tf_keras, and what you want to keep with them.
+
+    A commit keeps every rank's own residuals; when the set of workers changes, all start from the
+    mean over those that have one.
+
+    Args:
+        model: built.
+        optimizer: where it is not the one that the model was compiled with.
+        backend: not needed; Horovod's callers may pass it.
+        kwargs: further values, attributes of this object, that rank 0 has for all.
+
+    Raises:
+        ValueError: the model is not built.
+        UnsupportedError: the optimizer lets ranks differ for some steps (``ZeroOneAdam``).
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
+    ) -> None:
+        if not getattr(model, "built", True):
+            raise ValueError("the model is not built: model.build(input_shape), or keras.Input")
+        self.model = model
+        self.optimizer = optimizer or model.optimizer
+        if hasattr(self.optimizer, "meet"):
+            raise UnsupportedError(
+                "ranks on their own between two meetings have no common state that an elastic run "
+                "could go back to: use hvd.OneBitAdam in place of hvd.ZeroOneAdam"
+            )
+        if hasattr(self.optimizer, "build"):  # new workers need all that others have
+            self.optimizer.build(model.trainable_variables)
+        self._keep()
+        super().__init__(bcast_object=horovod.broadcast_object, get_rank=horovod.rank, **kwargs)
+
+    def save(self) -> None:
+        self._keep()
+        super().save()
+
+    def restore(self) -> None:
+        for variable, value in self._kept:
+            variable.assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        for binding in self._bindings():
+            binding.unite()
+        horovod.broadcast_variables(self._common(), 0)
+        self._keep()
+        super().sync()
+
+    def reset(self) -> None:
+        """There may be another number of ranks."""
+        self.model.train_function = None
+        for binding in self._bindings():
+            binding.forget_graphs()
+
+    def _keep(self) -> None:
+        own = [v for binding in self._bindings() for v in binding.variables]
+        self._kept = [(v, tf.identity(v)) for v in [*self._common(), *own]]
+
+    def _common(self) -> list[tf.Variable]:
+        """What all ranks have alike."""
+        known = self.optimizer.variables
+        known = known() if callable(known) else known
+        return [native(v) for v in [*self.model.variables, *known]]
+
+    def _bindings(self) -> Iterator[Binding]:
+        for name in ("compression", "local_compression"):
+            if isinstance(binding := getattr(self.optimizer, name, None), Binding):
+                yield binding
+
+
+def wrap_run(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Horovod's ``run``, which knows some of its collectives by name; all of them fail when a
+    worker is gone, and then training starts again from the last commit."""
+
+    @functools.wraps(run)
+    def wrapped(func: Callable[..., Any]) -> Any:
+        @functools.wraps(func)
+        def train(state: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return func(state, *args, **kwargs)
+            except (tf.errors.UnknownError, tf.errors.AbortedError) as error:
+                if "Horovod" not in str(error):
+                    raise
+                raise HorovodInternalError(error) from error
+
+        return run(train)
+
+    return wrapped
+
+
+def __getattr__(name: str) -> Any:
+    """The rest of Horovod's module."""
+    return rest_of(horovod.elastic, name, __name__, "TensorFlow")
