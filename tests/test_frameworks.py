@@ -55,6 +55,7 @@ JOBS = [
     Job("tensorflow", PARITY, "gloo", 2),
     Job("tensorflow", ADAM_KERAS, "mpirun", 2),
     Job("tensorflow", ("graphs",), "mpirun", 3),
+    Job("tensorflow", ("graphs",), "mpirun", 5),
     Job("tensorflow", PARITY, "mpirun", 4),
     Job("tape", ("parity", "shared"), "mpirun", 2),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),

@@ -140,12 +140,8 @@ class Format:
     def encode(self, vector: Vector, n: int) -> np.ndarray:
         """A frame of a vector of ``n`` elements, a region of the whole."""
         if isinstance(vector, Sparse):
-            frame = encode_sparse(vector.indices, vector.values, n, self.codec, self.n)
-        else:
-            frame = encode_dense(vector, whole=self.n)
-        if frame.nbytes >= 2**31:
-            raise UnsupportedError(f"a message of {frame.nbytes} bytes: split the tensor")
-        return frame
+            return encode_sparse(vector.indices, vector.values, n, self.codec, self.n)
+        return encode_dense(vector, self.n)
 
     def decode(self, frame: np.ndarray, n: int, dtype: str, sender: int) -> Vector:
         """The inverse; raises ``PayloadError``."""
@@ -189,9 +185,13 @@ def swap(
 
     Raises:
         PayloadError: a rank announces more than that.
+        UnsupportedError: a frame has more bytes than MPI can count.
     """
     if not frames and not sources:
         return {}
+    longest = max((frame.nbytes for frame in frames.values()), default=0)
+    if longest >= 2**31:
+        raise UnsupportedError(f"a message of {longest} bytes: split the tensor")
     sizes = {peer: np.empty(1, "<i8") for peer in sources}
     messages: list[Message] = [channel.receive(sizes[peer], peer) for peer in sources]
     messages += [

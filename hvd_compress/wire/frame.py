@@ -101,7 +101,7 @@ def encode_sparse(
     return _sealed(frame, _SPARSE, values, dtype, count, whole or n)
 
 
-def encode_dense(values: np.ndarray, *, whole: int | None = None) -> np.ndarray:
+def encode_dense(values: np.ndarray, whole: int | None = None) -> np.ndarray:
     """A frame (1-D, uint8) of all ``values`` of a flat array."""
     frame = np.zeros(padded(values.nbytes), np.uint8)
     _put(frame, START, values)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from hvd_compress import Sparse, mpi
+from hvd_compress import Context, GTopK, Sparse, mpi, top_k
+from hvd_compress.codecs.plus_minus import plus_minus
 from hvd_compress.errors import (
     CollectiveTimeout,
     ConfigError,
@@ -20,9 +21,11 @@ from hvd_compress.errors import (
     PayloadError,
     UnsupportedError,
 )
+from hvd_compress.lockstep import World
 from hvd_compress.mpi import sparse_messages
 from hvd_compress.mpi.sparse_messages import swap
 from hvd_compress.wire import encode_sparse, sparse_size
+from hvd_compress.wire.coded import coded_size
 from mpi_scenarios.common import FLOATS, assert_same_everywhere, raises, world
 
 ALGORITHMS = ("allgather", "recursive_doubling", "split_allgather")
@@ -359,16 +362,17 @@ def gtop_k_is_not_the_global_top_k() -> None:
         total, dropped = mpi.gtop_k_allreduce(mine, 2, 1, op=op)
         assert total.indices.tolist() == [0]
         assert total.values.tolist() == [value]
-        assert dropped.indices.tolist() == ([1] if RANK == 0 else [])
-        assert dropped.values.tolist() == ([2] if RANK == 0 else [])
+        assert dropped.indices.tolist() == ([1] if RANK == 1 else [])
+        assert dropped.values.tolist() == ([2] if RANK == 1 else [])
     whole = _sparse([0, 1], [3, 2]) if RANK == 0 else mine
     total, dropped = mpi.gtop_k_allreduce(whole, 2, 1)
     assert (total.indices.tolist(), total.values.tolist()) == ([0], [3])
-    assert dropped.values.tolist() == ([4] if RANK == 0 else [])
+    assert dropped.values.tolist() == ([2] if RANK < 2 else [])
 
 
 def gtop_k_loses_nothing() -> None:
-    """Also what was dropped in one branch of the tree and survives in another."""
+    """Also what was dropped in one pair and survives in another.  All that a rank keeps was its
+    own."""
     for n, k, brought_k in ((300, 10, 10), (300, 25, 60), (12, 3, 6), (50, 50, 20)):
         for dtype, tolerance in (("float16", 1e-3), ("float32", 1e-6), ("float64", 1e-14)):
             brought = _vectors(n, brought_k, dtype)
@@ -378,8 +382,31 @@ def gtop_k_loses_nothing() -> None:
                     assert reduced.total.indices.size <= k
                     assert reduced.total.values.dtype == dtype
                     _assert_nothing_is_lost(brought, reduced, n, P * tolerance, scale)
+                    own = np.isin(brought[RANK].indices, reduced.dropped.indices)
+                    np.testing.assert_array_equal(
+                        brought[RANK].indices[own], reduced.dropped.indices
+                    )
+                    np.testing.assert_array_equal(brought[RANK].values[own], reduced.dropped.values)
             if k == n:
                 assert reduced.dropped.indices.size == 0
+
+
+def gtop_k_is_the_method() -> None:
+    """The same bits as the exchange of ``GTopK`` in a world inside one process."""
+    n, k = 300, 15
+    for dtype in ("float32", "float64"):
+        generators = [np.random.default_rng([rank, n]) for rank in range(P)]
+        gradients = [generator.standard_normal(n).astype(dtype) for generator in generators]
+        expected = World(GTopK(density=k / n), P).exchange(gradients)[RANK]
+        mine = top_k().select(gradients[RANK], k, Context())
+        brought = Sparse(mine, gradients[RANK][mine])
+        for codec in CODECS:
+            mean, dropped = mpi.gtop_k_allreduce(brought, n, k, op="mean", indices=codec)
+            np.testing.assert_array_equal(_dense(mean, n, dtype), expected.mean)
+            residual = gradients[RANK].copy()
+            residual[mine] = 0
+            residual[dropped.indices] = dropped.values
+            np.testing.assert_array_equal(residual, expected.state["residual"])
 
 
 def gtop_k_keeps_lower_indices_of_equals() -> None:
@@ -398,10 +425,12 @@ def gtop_k_sends_k_entries_at_most() -> None:
     n, k = 10_000, 50
     mpi.gtop_k_allreduce(_vector(RANK, n, k), n, k, comm=comm)
     frame = sparse_size(k, n, "float32")
-    children = sum(
-        1 for step in range(P.bit_length()) if RANK % (2 << step) == 0 and RANK + (1 << step) < P
-    )
-    assert comm.bytes_sent == (children + (RANK > 0)) * (SIZE + frame)
+    rounds = P.bit_length() - 1
+    expected = rounds * (SIZE + frame) if (1 << rounds) > RANK else 0
+    if RANK ^ (1 << rounds) < P:  # two more, the last with a bit for each entry
+        bits = coded_size(plus_minus(1.0), k, np.dtype("float32"))
+        expected += 2 * (SIZE + frame) + bits
+    assert comm.bytes_sent == expected
     comm.free()
 
 

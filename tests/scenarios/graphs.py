@@ -3,11 +3,15 @@ of its input, which may be computed early, once for two, or not at all."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import tensorflow as tf
 
 import hvd_compress.tensorflow as hvd
 from hvd_compress import GTopK, StagedWarmup, TopK, switch
+from hvd_compress.base import Alltoall, Compressor, Gather, Max, Outcome, Sum, Swap
+from hvd_compress.lockstep import World
 from scenarios.driver import assert_close
 from scenarios.parity import follow_the_oracle
 
@@ -21,6 +25,59 @@ def merging_with_a_rank_too_many() -> None:
 
 def merging_behind_branches() -> None:
     follow_the_oracle(GTopK(SCHEDULE), 6)
+
+
+def merging_in_a_function_of_ones_own() -> None:
+    method, n, size = GTopK(density=0.05), 300, hvd.size()
+    variable, world = tf.Variable(tf.zeros([n])), World(method, size)
+    compression = hvd.bind(method, [variable])
+    average = tf.function(lambda x: compression.reduce([x])[0])
+    for step in range(4):
+        random = np.random.default_rng(step)
+        gradients = list(random.integers(-99, 100, (size, n)).astype(np.float32))
+        expected = world.exchange(gradients)[hvd.rank()]
+        mean = average(tf.constant(gradients[hvd.rank()]))
+        np.testing.assert_allclose(mean, expected.mean, rtol=1e-6)
+        residual = compression.states["0"]["residual"]
+        np.testing.assert_array_equal(residual, expected.state["residual"])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Deaf(Compressor, name="test-deaf"):
+    """Each kind of request; rank 0 reads the first reply only, and has no partner."""
+
+    def init(self, gradient):
+        return {}
+
+    def per_rank(self, gradient):
+        return frozenset()
+
+    def exchange(self, gradient, state, context):
+        total = yield Sum(gradient)
+        payload = tf.reshape(tf.bitcast(gradient, tf.uint8), [-1])
+        partner = {1: 2, 2: 1}.get(context.rank)
+        for request in (
+            Max(gradient),
+            Sum(gradient, "bfloat16"),
+            Gather(payload),
+            Gather(payload, equal_sizes=True),
+            Alltoall([payload] * context.size),
+            Swap(payload, partner),
+        ):
+            reply = yield request
+            if context.rank:
+                heard = [tf.reduce_max(tf.cast(x, tf.float32)) for x in tf.nest.flatten(reply)]
+                total += tf.minimum(tf.abs(sum(heard)), 0)
+        return Outcome(total / context.size, total, state)
+
+
+def replies_that_one_rank_does_not_read() -> None:
+    variable = tf.Variable(tf.zeros([5]))
+    compression = hvd.bind(_Deaf(), [variable])
+    average = tf.function(lambda x: compression.reduce([x])[0])
+    for step in range(3):
+        own = tf.fill([5], float(step + hvd.rank()))
+        np.testing.assert_allclose(average(own), step + (hvd.size() - 1) / 2)
 
 
 def constant_gradients_on_some_ranks() -> None:
