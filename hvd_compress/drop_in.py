@@ -55,6 +55,8 @@ def with_seed(factory: Callable[..., Any]) -> inspect.Signature:
     """Horovod's signature with an option more, for this package's methods: ``seed``, for randomness
     that the ranks share."""
     signature = inspect.signature(factory)
+    if "seed" in signature.parameters:  # wrapped before
+        return signature
     seed = inspect.Parameter("seed", inspect.Parameter.KEYWORD_ONLY, default=0, annotation=int)
     return signature.replace(parameters=[*signature.parameters.values(), seed])
 
