@@ -28,6 +28,15 @@ def running_scale() -> float | None:
     return _running
 
 
+#: a ``GradScaler`` lets an optimizer step, and has averaged before
+_steps = False
+
+
+def scaler_steps() -> bool:
+    """Inside ``optimizer.step()``: whether a ``GradScaler`` calls it."""
+    return _steps
+
+
 def watch_grad_scaler() -> None:
     """Wrap the three methods, once."""
     cls = torch.amp.GradScaler
@@ -53,7 +62,12 @@ def watch_grad_scaler() -> None:
 
     @functools.wraps(step)
     def watched_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = step(self, optimizer, *args, **kwargs)
+        global _steps
+        _steps = True
+        try:
+            result = step(self, optimizer, *args, **kwargs)
+        finally:
+            _steps = False
         if _binding_of(optimizer) is not None:
             optimizer._synchronized = False
         return result

@@ -23,6 +23,7 @@ from hvd_compress.engines import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import as_compressor
 from hvd_compress.torch import checkpoint
+from hvd_compress.torch.amp import scaler_steps
 from hvd_compress.torch.binding import Binding, check_group, reset_hooks
 from hvd_compress.torch.engine import HorovodEngine
 
@@ -178,7 +179,7 @@ def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         with torch.enable_grad():
             loss = closure()
     if self._should_synchronize:
-        if _holds_averages(self) and self.compression.last_scale is None:  # GradScaler does so
+        if _holds_averages(self) and not scaler_steps():
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() after "
                 "optimizer.synchronize(): gradients are averaged once here, and twice by Horovod's "
