@@ -376,7 +376,10 @@ class Binding(tf.Module):
         }
         counts = {"step": self.step.value(), "epoch": self.epoch.value()}
         name = f"hvd_compress.{self.number}.agreement"
-        with tf.control_dependencies([agreement(terms, counts, name, self._set)]):
+        checks = [agreement(terms, counts, name, self._set)]
+        if self.method.needs_epoch:  # or some collectives are on their way when this fails
+            checks.append(self._known_epoch())
+        with tf.control_dependencies(checks):
             return tf.nest.map_structure(tf.identity, gradients)
 
     def _context(self, gradients: Mapping[int, Gradient]) -> Context:
