@@ -20,7 +20,7 @@ from hvd_compress import (
     warmup_to,
 )
 from hvd_compress.base import Compressor, Context, Gather, Max, Outcome, State, Sum
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, MismatchError
 from method_table import ROWS
 from mpi_scenarios.common import assert_same_everywhere, raises, world
 
@@ -196,6 +196,26 @@ def checkpoints_keep_the_total() -> None:
     assert_same_everywhere(spread.reduce(_gradients(world.rank, 5))["w1"])
     with raises(ConfigError, "topk", "dgc"):
         spread.load_state_dict(mpi.Reducer("topk").state_dict())
+
+
+def a_state_that_one_rank_alone_has_loaded_is_noticed() -> None:
+    """Ranks at different steps would draw different elements, and drift apart."""
+    if world.size == 1:
+        return
+    for method in ("randomk:density=0.1", "sketch"):
+        reducer = mpi.Reducer(method)
+        for step in range(2):
+            reducer.reduce(_gradients(world.rank, step))
+        saved = reducer.state_dict()
+        fresh = mpi.Reducer(method)
+        if world.rank == 0:
+            fresh.load_state_dict(saved)
+        with raises(MismatchError, "  step", "rank 0: 2", ": 0"):
+            fresh.reduce(_gradients(world.rank, 2))
+        for owner in (reducer, fresh):  # what has left cannot be called back
+            owner.engine.close()
+    with raises(MismatchError, "seed", "rank 0: 0"):
+        mpi.Reducer("randomk", seed=int(world.rank > 0))
 
 
 def nan_reaches_all_and_enters_no_state() -> None:
