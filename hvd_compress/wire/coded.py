@@ -19,7 +19,6 @@ are not finite the codes are zeros: a frame's size does not depend on it.
 
 from __future__ import annotations
 
-import struct
 import zlib
 
 import numpy as np
@@ -27,17 +26,19 @@ import numpy as np
 from hvd_compress.codecs.base import Codec
 from hvd_compress.errors import PayloadError
 from hvd_compress.wire.frame import (
+    HEADER,
     MAGIC,
     START,
     VALUES,
     VERSION,
     index_dtype,
+    is_sealed,
     padded,
     plain_indices,
+    seal,
 )
 from hvd_compress.wire.indices import best_parameter, gaps_of, pack, unpack
 
-_HEADER = struct.Struct("<2sBBBBHI")
 _CODED = 3
 _NOT_FINITE, _PACKED = 1, 2
 
@@ -75,10 +76,8 @@ def encode_coded(
     else:
         code = codec.encode(x, random)
         frame[start : start + code.size] = code
-    header = _HEADER.pack(MAGIC, VERSION, _CODED, VALUES[x.dtype.name], status, _tag(codec), x.size)
-    frame[: _HEADER.size] = np.frombuffer(header, np.uint8)
-    frame[_HEADER.size : START].view("<u4")[0] = zlib.crc32(frame[START:].data, zlib.crc32(header))
-    return frame
+    values = VALUES[x.dtype.name]
+    return seal(frame, HEADER.pack(MAGIC, VERSION, _CODED, values, status, _tag(codec), x.size))
 
 
 def decode_coded(
@@ -118,13 +117,10 @@ def decode_coded(
             raise fail(f"{frame.size} bytes are no {count} values with packed indices")
     elif frame.size != size:
         raise fail(f"{frame.size} bytes where {size} were expected")
-    header = frame[: _HEADER.size].tobytes()
-    if zlib.crc32(frame[START:].data, zlib.crc32(header)) != int.from_bytes(
-        frame[_HEADER.size : START].tobytes(), "little"
-    ):
+    if not is_sealed(frame):
         raise fail("its checksum does not match")
-    expected = _HEADER.pack(MAGIC, VERSION, _CODED, VALUES[dtype.name], status, _tag(codec), count)
-    if header != expected or status > _NOT_FINITE + _PACKED:
+    expected = HEADER.pack(MAGIC, VERSION, _CODED, VALUES[dtype.name], status, _tag(codec), count)
+    if frame[: HEADER.size].tobytes() != expected or status > _NOT_FINITE + _PACKED:
         raise fail(f"no header of {count} values by {codec!r} at its start")
     start, indices = START, None
     try:

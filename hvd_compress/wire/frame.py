@@ -36,10 +36,9 @@ from hvd_compress.wire.indices import best_parameter, gaps_of, pack, unpack
 CODECS = ("int32", "packed")
 #: dtypes that values can have
 DTYPES = ("float16", "float32", "float64")
-_HEADER = struct.Struct("<2sBBBBHI")
-START = _HEADER.size + 4
+HEADER = struct.Struct("<2sBBBBHI")
+START = HEADER.size + 4
 MAGIC, VERSION, _SPARSE, _DENSE = b"HC", 3, 1, 2
-_LARGEST_PRIME = 65521  # of 16 bits
 VALUES = {"float32": 1, "float16": 2, "float64": 3}
 _INDICES = {"none": 0, "int32": 1, "int64": 2, "packed": 3}
 
@@ -120,14 +119,28 @@ def _sealed(
     if count >= 2**32:
         raise PayloadError(f"{count} entries do not fit in one frame; split the tensor")
     codes = VALUES[values.dtype.name], _INDICES[indices]
-    header = _HEADER.pack(MAGIC, VERSION, kind, *codes, n % _LARGEST_PRIME, count)
-    frame[: _HEADER.size] = np.frombuffer(header, np.uint8)
-    frame[_HEADER.size : START].view("<u4")[0] = _checksum(frame)
+    return seal(frame, HEADER.pack(MAGIC, VERSION, kind, *codes, length_tag(n), count))
+
+
+def seal(frame: np.ndarray, header: bytes) -> np.ndarray:
+    """The frame, with its header and the checksum of all of it."""
+    frame[: HEADER.size] = np.frombuffer(header, np.uint8)
+    frame[HEADER.size : START].view("<u4")[0] = _checksum(frame)
     return frame
 
 
+def is_sealed(frame: np.ndarray) -> bool:
+    """Whether a frame, a header at least, has the checksum that belongs to its bytes."""
+    return _checksum(frame) == int.from_bytes(frame[HEADER.size : START].tobytes(), "little")
+
+
+def length_tag(n: int) -> int:
+    """Of the length of a vector, 16 bits: modulo the largest prime that they hold."""
+    return n % 65521
+
+
 def _checksum(frame: np.ndarray) -> int:
-    return zlib.crc32(frame[START:].data, zlib.crc32(frame[: _HEADER.size].data))
+    return zlib.crc32(frame[START:].data, zlib.crc32(frame[: HEADER.size].data))
 
 
 def decode_sparse(
@@ -186,8 +199,8 @@ def _decode(
 
     if frame.size < START:
         raise fail(f"{frame.size} bytes are less than a header")
-    magic, version, kind, value_code, index_code, length, entries = _HEADER.unpack(
-        frame[: _HEADER.size].tobytes()
+    magic, version, kind, value_code, index_code, length, entries = HEADER.unpack(
+        frame[: HEADER.size].tobytes()
     )
     if (magic, version) != (MAGIC, VERSION) or kind not in kinds:
         raise fail(f"no header of a sparse frame, version {VERSION}, at its start")
@@ -209,9 +222,9 @@ def _decode(
         if frame.size != size:
             raise fail(f"{frame.size} bytes where {size} were expected")
         start = START if kind == _DENSE else START + entries * np.dtype(plain).itemsize
-    if _checksum(frame) != frame[_HEADER.size : START].view("<u4")[0]:
+    if not is_sealed(frame):
         raise fail("its checksum does not match")
-    if length != whole % _LARGEST_PRIME:
+    if length != length_tag(whole):
         raise fail(f"it belongs to a vector that has not the {whole} elements of this rank's")
 
     decoded = frame[start : start + entries * item].view(f"<{np.dtype(values).str[1:]}")

@@ -7,17 +7,21 @@ codes of indices; elements are rows.  Values travel as they are, in any dtype.
 
 from __future__ import annotations
 
-import struct
-import zlib
-
 import numpy as np
 
 from hvd_compress.errors import PayloadError
-from hvd_compress.wire.frame import MAGIC, START, VERSION, padded
+from hvd_compress.wire.frame import (
+    HEADER,
+    MAGIC,
+    START,
+    VERSION,
+    is_sealed,
+    length_tag,
+    padded,
+    seal,
+)
 
-_HEADER = struct.Struct("<2sBBBBHI")
 _ROWS = 4
-_LARGEST_PRIME = 65521
 
 
 def encode_rows(indices: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
@@ -28,10 +32,7 @@ def encode_rows(indices: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
     frame[START:start].view("<i8")[:] = indices
     frame[start : start + values.nbytes] = values
     row = values.nbytes // max(indices.size, 1)
-    header = _header(indices.size, row, n)
-    frame[: _HEADER.size] = np.frombuffer(header, np.uint8)
-    frame[_HEADER.size : START].view("<u4")[0] = zlib.crc32(frame[START:].data, zlib.crc32(header))
-    return frame
+    return seal(frame, _header(indices.size, row, n))
 
 
 def decode_rows(
@@ -59,12 +60,9 @@ def decode_rows(
     count = int.from_bytes(frame[8:12].tobytes(), "little")
     if frame.size != padded(count * (8 + row)):
         raise fail(f"{frame.size} bytes where {padded(count * (8 + row))} were expected")
-    header = frame[: _HEADER.size].tobytes()
-    if zlib.crc32(frame[START:].data, zlib.crc32(header)) != int.from_bytes(
-        frame[_HEADER.size : START].tobytes(), "little"
-    ):
+    if not is_sealed(frame):
         raise fail("its checksum does not match")
-    if header != _header(count, row if count else 0, n):
+    if frame[: HEADER.size].tobytes() != _header(count, row if count else 0, n):
         raise fail(f"no header of {count} rows of a matrix with {n} rows of {row} bytes")
     start = START + 8 * count
     indices = frame[START:start].view("<i8")
@@ -74,4 +72,4 @@ def decode_rows(
 
 
 def _header(count: int, row: int, n: int) -> bytes:
-    return _HEADER.pack(MAGIC, VERSION, _ROWS, row % 256, 0, n % _LARGEST_PRIME, count)
+    return HEADER.pack(MAGIC, VERSION, _ROWS, row % 256, 0, length_tag(n), count)
