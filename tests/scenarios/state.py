@@ -397,7 +397,7 @@ def statistics_count_every_byte() -> None:
     total = stats.total
     assert total.bytes_sent == sum(r.bytes_sent for r in stats.layers.values())
     assert total.ratio == total.dense_bytes / total.bytes_sent > 1
-    assert f"ratio {total.ratio:.1f}" in stats.line()
+    assert f"ratio of bytes {total.ratio:.1f}" in stats.line()
     assert "0.weight" in str(stats)
     # The method that was handed over answers, too.
     method, model = DGC(density=density), make_model()
