@@ -11,10 +11,14 @@ import torch
 from hvd_compress.checkpoints import check_array, entry, epoch_in, refused, saver_in, whole
 from hvd_compress.config import is_number, is_whole
 from hvd_compress.torch.binding import PREFIX
+from hvd_compress.torch.frozen_adam import FrozenAdam
 
 #: under which a state dict says what it is
 KEY = "hvd_compress"
 VERSION = 1
+#: optimizers that step with all of this, or with none of it before their first step
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, FrozenAdam)
+_OF_ADAMS = {"exp_avg", "exp_avg_sq", "step"}
 
 
 class Entries(NamedTuple):
@@ -73,18 +77,10 @@ def checked_entries(optimizer: Any, state_dict: Any) -> tuple[dict[str, Any], di
         if not optimizer.compression.takes_optimizer_momentum:
             taken.discard("momentum_buffer")  # the optimizer's own momentum goes on
         if rest := {key: value for key, value in entries.items() if key not in taken}:
+            if isinstance(optimizer, _ADAMS) and (missing := _OF_ADAMS - rest.keys()):
+                raise refused(f"the state of parameter {index} has no {missing.pop()!r}")
             plain["state"][index] = rest
-    for there in groups:
-        _check_alike([plain["state"][i] for i in there["params"] if i in plain["state"]])
     return plain, ours
-
-
-def _check_alike(states: list[dict[Any, Any]]) -> None:
-    """Optimizers keep the same of all parameters of a group."""
-    everything = {key for state in states for key in state}
-    for state in states:
-        if missing := everything - state.keys():
-            raise refused(f"{missing.pop()!r} is there for some parameters and not for all")
 
 
 def _check_option(group: Any, option: str, here: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import io
 import logging
 import sys
@@ -158,6 +159,29 @@ def damaged_checkpoints_are_refused_whole() -> None:
             train(model, optimizer, range(1))
             optimizer.load_state_dict(copy.deepcopy(saved), exact=True)
         assert refused > 20, refused
+
+
+def every_optimizer_of_torch_takes_its_own_state() -> None:
+    """Whatever it keeps: checks must not take it for damage."""
+    classes = [
+        cls
+        for name, cls in sorted(vars(torch.optim).items())
+        if isinstance(cls, type) and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
+    ]
+    assert len(classes) > 8
+    for cls in classes:
+        known = inspect.signature(cls).parameters
+        wanted = {"lr": 0.01, "momentum": 0.9, "amsgrad": True, "centered": True}
+        options = {key: value for key, value in wanted.items() if key in known}
+        model = make_model()
+        optimizer = distribute(cls(model.parameters(), **options), model, TopK(density=0.05))
+        train(model, optimizer, range(2))
+        optimizer.consolidate_state_dict()
+        state = copy.deepcopy(optimizer.state_dict())
+        again = make_model()
+        resumed = distribute(cls(again.parameters(), **options), again, TopK(density=0.05))
+        resumed.load_state_dict(state)
+        train(again, resumed, range(2, 3))
 
 
 def _problem_of(optimizer: Any, state: Any) -> list[str]:
