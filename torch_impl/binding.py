@@ -211,7 +211,9 @@ class Binding:
         if self._agrees:
             return
         optimizer, groups = self._optimizer, self._optimizer.param_groups
-        momenta = [(g.get("momentum"), g.get("nesterov")) for g in groups]
+        # Else momentum is the optimizer's own affair, and may be about to be broadcast.
+        taken = groups if self.method.takes_momentum else ()
+        momenta = [(group.get("momentum"), group.get("nesterov")) for group in taken]
         terms: Terms = {
             "method": repr(self.method),
             "op": "Sum" if self._sums else "Average",
