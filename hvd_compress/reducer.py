@@ -94,7 +94,6 @@ class Reducer:
 
     def start_together(self, gradients: Mapping[str, Array]) -> None:
         """:meth:`start` for several that became ready at once."""
-        self._agree(next(iter(gradients.values()), _NOTHING))
         if twice := gradients.keys() & (self._like.keys() | self._deferred.keys()):
             raise ConfigError(f"{twice.pop()!r} was started already: call finish() once a step")
         if self.method.needs_epoch and self.epoch is None:
@@ -102,6 +101,7 @@ class Reducer:
                 f"the density of {self.method.name} goes by epochs: call set_epoch(epoch) at the "
                 "start of every epoch"
             )
+        self._agree(next(iter(gradients.values()), _NOTHING))
         if self.method.needs_gradient_norm:
             self._deferred.update(gradients)
         else:

@@ -135,7 +135,6 @@ class Binding:
     def _start(self, parameters: list[torch.nn.Parameter]) -> None:
         self.consolidated, self.is_consolidated = {}, False
         self._optimizer._synchronized = False
-        self._agree()
         if (scale := running_scale()) is not None:
             self._scale = scale
         if self.method.needs_epoch and self.epoch is None:
@@ -143,6 +142,7 @@ class Binding:
                 f"the density of {self.method.name} goes by epochs: call "
                 "optimizer.compression.set_epoch(epoch) at the start of every epoch"
             )
+        self._agree()
         for p in parameters:
             if p.grad is None:  # other ranks may have one
                 p.grad = self._no_gradient(p)

@@ -168,8 +168,9 @@ class MpiEngine:
 
     def abandon(self) -> None:
         """Others may go on with the step, and what they send must never meet what is sent later:
-        if anything has left, this engine cannot be used again."""
-        flights = [*self._flights, *([self._agreement] if self._agreement else [])]
+        if gradients have left, this engine cannot be used again.  The comparison of the ranks has
+        tags of its own, and comes to its end by itself."""
+        flights = self._flights
         self._reset()
         if flights:
             self.comm.give_up("a step was abandoned in the middle", flights)
