@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -131,6 +132,8 @@ def check_laws(
     """
     _check_options(compressor, {**vars(hvd_compress), **(namespace or {})})
     went_in = went_in or _reported_by_transforms(compressor)
+    shapes = tuple(shapes)
+    largest = max(shapes, key=math.prod)
     for shape in shapes:
         for size in sizes:
             for dtype in dtypes if size == sizes[-1] else ("float32",):
@@ -138,10 +141,13 @@ def check_laws(
                 _check_steps(_Case(*common, seed, context), steps)
                 _check_frameworks_agree(_Case(*common, seed, context), steps)
                 _check_spoilt_steps(_Case(*common, seed, context))
-                if size == sizes[-1]:
-                    _check_recovery(_Case(*common, seed, context))
                 _check_zeros(_Case(*common, seed, context))
                 _check_strides(_Case(*common, seed, context))
+                # Laws of magnitudes, which have nothing to do with the number of ranks.
+                if size != sizes[-1]:
+                    continue
+                if shape == largest:
+                    _check_recovery(_Case(*common, seed, context))
                 if compressor.homogeneous:
                     _check_homogeneous(lambda: _Case(*common, seed, context), steps)  # noqa: B023
     _check_integers(compressor, make)
