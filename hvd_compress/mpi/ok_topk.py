@@ -111,7 +111,7 @@ class OkTopk:
         known = {field.name for field in dataclasses.fields(OkTopkState)}
         if not isinstance(state, dict) or set(state) != known:
             found = [*map(str, state)] if isinstance(state, dict) else state
-            raise refused(f"it has {found!r} where {sorted(known)} were expected")
+            raise refused(f"it must have {sorted(known)}; got {found!r}")
         whole(state, "iteration")
         for key in ("local_threshold", "global_threshold"):
             if (value := state[key]) is not None and not (

@@ -760,7 +760,7 @@ def vectors_of_other_lengths_are_noticed_without_comparing_calls() -> None:
         return
     odd = RANK == P - 1
     for algorithm in mpi.sparse.ALGORITHMS:
-        comm = mpi.Communicator(world, timeout=3, checks=0)
+        comm = mpi.Communicator(world, timeout=2, checks=0)
         n = 100 + odd
         with raises((PayloadError, CollectiveTimeout)):
             mpi.sparse_allreduce(_vector(RANK, n, 10), n, algorithm=algorithm, comm=comm)
