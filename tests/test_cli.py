@@ -42,7 +42,8 @@ def bare(tmp_path_factory):
 
 
 def test_methods_lists_every_method():
-    done = command("methods")  # a process of its own: tests register methods too
+    # A process of its own: tests register methods too.  Wide: whoever starts tests may set COLUMNS.
+    done = command("methods", "--wide")
     assert (done.returncode, done.stderr) == (0, "")
     lines = filter(None, done.stdout.splitlines())
     rows = {name: columns for name, *columns in map(str.split, lines)}
