@@ -41,6 +41,6 @@ setup(
         "hvd_compress.tensorflow.keras",
     ],
     package_dir={"hvd_compress.torch": "torch_impl", "hvd_compress.tensorflow": "tf"},
-    package_data={"hvd_compress": ["*.in", "*.json", "py.typed"]},
+    package_data={"hvd_compress": ["*.in", "cli/*.json", "py.typed"]},
     cmdclass={"build": build_all, "build_start_up": build_start_up},
 )

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 from tqdm import tqdm
 
-from hvd_compress.launch import under_mpirun
+from hvd_compress.integrations.launch import under_mpirun
 
 parser = argparse.ArgumentParser(
     description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter

@@ -1,20 +1,16 @@
 """Gradient compression for Horovod and MPI: the core, which needs nothing but NumPy.
 
-The frameworks have packages of their own: ``hvd_compress.torch`` and ``hvd_compress.tensorflow``.
+The frameworks have packages of their own, ``hvd_compress.torch`` and ``hvd_compress.tensorflow``;
+``hvd_compress.blocks`` has what methods are built from.
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
-from hvd_compress import aggregators, codecs, exports, operators, transforms
-from hvd_compress.aggregators import *  # noqa: F403, each of these has a list of its own
 from hvd_compress.base import Alltoall, Batch, Context, Gather, Max, Outcome, Sparse, Sum, Swap
-from hvd_compress.chain import Chain, Transform, chain
-from hvd_compress.codecs import *  # noqa: F403
 from hvd_compress.config import from_config
-from hvd_compress.exports import *  # noqa: F403
-from hvd_compress.operators import *  # noqa: F403
+from hvd_compress.integrations import exports
+from hvd_compress.integrations.exports import *  # noqa: F403, which has a list of its own
 from hvd_compress.schedules import PAPER_DENSITIES
-from hvd_compress.transforms import *  # noqa: F403
 
 try:
     __version__ = version("hvd_compress")
@@ -25,7 +21,6 @@ __all__ = [
     "PAPER_DENSITIES",
     "Alltoall",
     "Batch",
-    "Chain",
     "Context",
     "Gather",
     "Max",
@@ -33,12 +28,6 @@ __all__ = [
     "Sparse",
     "Sum",
     "Swap",
-    "Transform",
-    "chain",
     "from_config",
 ]
-__all__ += aggregators.__all__
-__all__ += codecs.__all__
 __all__ += exports.__all__
-__all__ += operators.__all__
-__all__ += transforms.__all__

@@ -2,7 +2,7 @@
 
 import sys
 
-from hvd_compress.cli import main
+from hvd_compress.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

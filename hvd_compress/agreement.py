@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Exchange, Gather, Max, Outcome
 from hvd_compress.errors import MismatchError
 

@@ -11,7 +11,7 @@ generator: it yields *requests*, an engine carries each of them out over all ran
 
 All ranks run the same generator for the same tensor, so they yield the same kinds of request in
 the same order.  One generator therefore runs on every engine: the lockstep world inside one
-process (:mod:`hvd_compress.lockstep`), Horovod under PyTorch, and whatever comes next.
+process (:mod:`hvd_compress.engines.lockstep`), Horovod under PyTorch, and whatever comes next.
 
 The type of a request says how ranks meet:
 

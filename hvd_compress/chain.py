@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import (
     Array,
     Compressor,
@@ -30,9 +30,9 @@ from hvd_compress.base import (
     Sparse,
     State,
 )
-from hvd_compress.classes import Classes
 from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.operator_classes import Classes
 
 
 class Transform(Configurable, kind="block"):

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.agreement import Terms, listed
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor, Context, Exchange, Outcome, Sparse, State, Sum
-from hvd_compress.checkpoints import check_array, entry, epoch_in, refused, whole
 from hvd_compress.config import check_seed
-from hvd_compress.engines import Engine, LocalEngine
+from hvd_compress.engines.base import Engine, LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
+from hvd_compress.integrations.checkpoints import check_array, entry, epoch_in, refused, whole
 from hvd_compress.methods import as_compressor
 from hvd_compress.stats import Record, Stats, waiting_norm
 

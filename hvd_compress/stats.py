@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 
 #: keys of states under which something waits to be sent
 WAITING = ("residual", "memory", "owner_residual")

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 import hvd_compress
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor, Context, Gather, Sparse, State
 from hvd_compress.chain import Chain
 from hvd_compress.config import from_config
+from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.lockstep import World, run
 from hvd_compress.methods._chained import Chained
 
 #: scalar, empty, one element, vectors, small and larger matrices, and one beyond the size from

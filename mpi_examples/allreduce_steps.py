@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_compress.launch import under_mpirun
+from hvd_compress.integrations.launch import under_mpirun
 
 ALGORITHMS = ("ring", "halving_doubling", "fold", "direct")
 
@@ -56,12 +56,12 @@ under_mpirun(options.ranks)
 import matplotlib.pyplot as plt
 
 from hvd_compress.mpi import Communicator
-from hvd_compress.mpi.communicator import Channel
-from hvd_compress.mpi.direct import direct
-from hvd_compress.mpi.halving_doubling import halving_doubling
-from hvd_compress.mpi.reduction import Reduction
-from hvd_compress.mpi.ring import ring
-from hvd_compress.mpi.work import Algorithm, Wait
+from hvd_compress.mpi.dense.direct_allreduce import direct
+from hvd_compress.mpi.dense.halving_doubling import halving_doubling
+from hvd_compress.mpi.dense.ring import ring
+from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.progress import Algorithm, Wait
+from hvd_compress.mpi.transport.reduction import Reduction
 from report import save
 
 FUNCTIONS = {

@@ -24,10 +24,8 @@ from scipy.optimize import minimize
 from sklearn.datasets import load_digits
 from tqdm import tqdm
 
-from hvd_compress import (
-    EF21,
-    Compressor,
-    NoCompression,
+from hvd_compress import EF21, Compressor, NoCompression
+from hvd_compress.blocks import (
     allgather,
     allreduce,
     chain,
@@ -41,10 +39,10 @@ from hvd_compress import (
     scaled_sign,
     top_k,
 )
-from hvd_compress.classes import Classes, ef21_step_size
-from hvd_compress.engines import payload_bytes, watched
-from hvd_compress.launch import under_mpirun
-from hvd_compress.lockstep import World
+from hvd_compress.engines.base import payload_bytes, watched
+from hvd_compress.engines.lockstep import World
+from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.operator_classes import Classes, ef21_step_size
 from hvd_compress.stats import human_bytes
 
 TARGETS = (1e-2, 1e-3, 1e-4, 1e-5)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from hvd_compress.launch import under_mpirun
+from hvd_compress.integrations.launch import under_mpirun
 
 
 def arguments() -> argparse.Namespace:

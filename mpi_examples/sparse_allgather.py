@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hvd_compress.launch import under_mpirun
+from hvd_compress.integrations.launch import under_mpirun
 
 
 def arguments() -> argparse.Namespace:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 import budget
 from data import cifar10, digits
 from demo import compare, horovod_parser, parse
-from hvd_compress.launch import under_horovodrun
+from hvd_compress.integrations.launch import under_horovodrun
 from models import MODELS
 from report import Run
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 import budget
 from data import cifar10, digits
 from demo import compare, horovod_parser, parse
-from hvd_compress.launch import under_horovodrun
+from hvd_compress.integrations.launch import under_horovodrun
 from report import Run
 
 options = parse(horovod_parser(__doc__, ["cnn", "mlp", "resnet20"]))

@@ -20,7 +20,7 @@ from tqdm import tqdm
 import budget
 from data import digits
 from demo import compare, parse, parser_of
-from hvd_compress.launch import under_mpirun
+from hvd_compress.integrations.launch import under_mpirun
 from report import Run
 
 parser = parser_of(__doc__, "results/digits_mpi.png", epochs=15, seeds=1)

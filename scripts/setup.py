@@ -28,9 +28,9 @@ INPUTS = [
     "constraints.txt",
     "constraints-mpich.txt",
     "scripts/setup.py",
-    "hvd_compress/environment.py",
-    "hvd_compress/horovod_build.py",
-    "hvd_compress/horovod_plan.py",
+    "hvd_compress/cli/environment.py",
+    "hvd_compress/cli/horovod_build.py",
+    "hvd_compress/cli/horovod_plan.py",
 ]
 
 

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress import Gather, Max, Outcome, Sum
 from hvd_compress.base import Compressor
+from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError
-from hvd_compress.lockstep import World
 from hvd_compress.torch import (
     BF16,
     DGC,

@@ -17,7 +17,7 @@ from sklearn.model_selection import train_test_split
 
 from hvd_compress import Compressor, as_compressor
 from hvd_compress.config import lookup
-from hvd_compress.lockstep import World
+from hvd_compress.engines.lockstep import World
 from hvd_compress.methods import method_names
 
 RANKS, BATCH = 4, 16

@@ -33,6 +33,12 @@ from hvd_compress import (
     Threshold,
     TopK,
     ZeroOneAdamCompression,
+    partition,
+    rule,
+    switch,
+)
+from hvd_compress.backends import backend_of
+from hvd_compress.blocks import (
     adaptive_random,
     allgather,
     allreduce,
@@ -47,17 +53,13 @@ from hvd_compress import (
     momentum_correction,
     natural,
     natural_dithering,
-    partition,
     plus_minus,
     rounding,
-    rule,
     scaled_sign,
-    switch,
     threshold,
     top_k,
     uniform_dithering,
 )
-from hvd_compress.backend import backend_of
 
 # Largest relative error of rounding a sum to the type in which it travels.
 IN_FLOAT16 = 2.0**-11

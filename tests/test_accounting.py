@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 import pytest
+from accounting import dense_bytes, dgc_paper_bytes, ratio
+from model_shapes import alexnet, ptb_lstm, resnet50
 
 from hvd_compress import DGC, Context, Gather
-from hvd_compress.accounting import dense_bytes, dgc_paper_bytes, ratio
-from hvd_compress.lockstep import reply_to
-from hvd_compress.model_shapes import alexnet, ptb_lstm, resnet50
+from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.wire import sparse_size
 
 MIB = 2**20

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hvd_compress import Gather, Max
 from hvd_compress.agreement import agreement, digest, encode, listed
+from hvd_compress.engines.lockstep import reply_to, run
 from hvd_compress.errors import MismatchError
-from hvd_compress.lockstep import reply_to, run
 
 TERMS = {"method": "TopK(density=0.1)", "step": "3", "tensors": ["w [3, 4]", "b [4]"]}
 NOTHING = np.empty(0)

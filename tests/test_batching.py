@@ -9,10 +9,10 @@ import torch
 
 from hvd_compress import Context, PowerSGD
 from hvd_compress.aggregators.power_sgd import orthonormal_rows
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Batch
-from hvd_compress.batching import Traveller, answer_batches, answers
-from hvd_compress.lockstep import World
+from hvd_compress.engines.batching import Traveller, answer_batches, answers
+from hvd_compress.engines.lockstep import World
 
 MAKERS = {"numpy": np.asarray, "torch": torch.tensor, "tensorflow": tf.constant}
 

@@ -11,21 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from hvd_compress import (
-    EF21,
-    Context,
-    StagedWarmup,
+from hvd_compress import EF21, Context, StagedWarmup, codecs, from_config
+from hvd_compress.blocks import (
     adaptive_random,
     allgather,
     allreduce,
     alltoall,
     bernoulli,
     chain,
-    codecs,
     contraction,
     ef21,
     error_feedback,
-    from_config,
     gather_drawn,
     natural,
     natural_dithering,
@@ -36,9 +32,9 @@ from hvd_compress import (
     top_k,
     uniform_dithering,
 )
-from hvd_compress.classes import ef21_constants, ef21_step_size
+from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.lockstep import World
+from hvd_compress.operator_classes import ef21_constants, ef21_step_size
 from operator_classes import adversaries, check_constants
 from test_codecs import random, through
 

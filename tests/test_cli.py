@@ -14,8 +14,9 @@ import numpy
 import pytest
 
 import hvd_compress
-from hvd_compress import config, environment, methods
-from hvd_compress.cli import main
+from hvd_compress import config, methods
+from hvd_compress.cli import environment
+from hvd_compress.cli.main import main
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -113,9 +114,7 @@ def test_wrong_usage(wrong, capsys):
 
 
 def test_loads_no_framework():
-    code = (
-        "import hvd_compress.cli, sys; print({'torch', 'tensorflow', 'horovod'} & {*sys.modules})"
-    )
+    code = "import hvd_compress.cli.main, sys; print({'torch', 'tensorflow', 'horovod'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "set()\n"
 

@@ -10,15 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from hvd_compress import (
+from hvd_compress import codecs, from_config
+from hvd_compress.blocks import (
     alltoall,
     chain,
-    codecs,
     column_means,
     contraction,
     exponential_dithering,
     float8,
-    from_config,
     natural,
     natural_dithering,
     scaled_sign,
@@ -26,10 +25,10 @@ from hvd_compress import (
     ternary,
     uniform_dithering,
 )
+from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
+from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, PayloadError, UnsupportedError
-from hvd_compress.lockstep import World
-from hvd_compress.wire.coded import coded_size, decode_coded, encode_coded
-from hvd_compress.wire.fields import digits_size, pack_digits, unpack_digits
+from hvd_compress.wire.bitpacking import digits_size, pack_digits, unpack_digits
 from operator_classes import adversaries, check_constants
 
 F4, F8 = np.dtype("float32"), np.dtype("float64")

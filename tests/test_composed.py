@@ -24,7 +24,7 @@ from hvd_compress import (
     rule,
     switch,
 )
-from hvd_compress.lockstep import World
+from hvd_compress.engines.lockstep import World
 from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.stats import waiting_norm
 

@@ -18,18 +18,20 @@ from hvd_compress import (
     NoCompression,
     StagedWarmup,
     TopK,
-    Transform,
     UnboundError,
+    as_compressor,
+    from_config,
+    method_names,
+)
+from hvd_compress.blocks import (
+    Transform,
     allgather,
     allreduce,
-    as_compressor,
     chain,
     ef21,
     error_feedback,
     fading_memory,
-    from_config,
     low_pass_memory,
-    method_names,
     momentum_after_averaging,
     momentum_correction,
     moving_average,
@@ -40,7 +42,7 @@ from hvd_compress import (
     uniform_dithering,
 )
 from hvd_compress.config import Configurable, lookup, names
-from hvd_compress.lockstep import World
+from hvd_compress.engines.lockstep import World
 from method_table import ROWS
 
 CONFIGURED = {

@@ -8,13 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_compress import (
-    DGC,
-    ConfigError,
-    Context,
-    Sparse,
-    StagedWarmup,
-    TopK,
+from hvd_compress import DGC, ConfigError, Context, Sparse, StagedWarmup, TopK
+from hvd_compress.blocks import (
     allgather,
     allreduce,
     chain,
@@ -22,7 +17,7 @@ from hvd_compress import (
     momentum_correction,
     top_k,
 )
-from hvd_compress.lockstep import World, run
+from hvd_compress.engines.lockstep import World, run
 from hvd_compress.wire import decode_sparse
 
 # By hand: momentum 0.9, one of three elements a step, one rank.

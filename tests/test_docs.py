@@ -14,7 +14,7 @@ import torch
 
 import jobs
 from hvd_compress import as_compressor, config, method_names
-from hvd_compress.facts import facts, facts_of_defaults
+from hvd_compress.cli.costs import facts, facts_of_defaults
 from hvd_compress.testing import check_laws
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,7 +52,7 @@ def test_every_method_has_its_row_and_page(name):
     expected = f"{costs.sent:g} | {costs.received:g} | {', '.join(costs.meets)} | {memory} |"
     assert (found[1], found[2].strip()) == (type(method).__name__, expected)
     assert type(method).__name__ in (ROOT / "docs" / found[4]).read_text()
-    assert facts_of_defaults(name) == costs, "to write it anew: python -m hvd_compress.facts"
+    assert facts_of_defaults(name) == costs, "to write it anew: python -m hvd_compress.cli.costs"
 
 
 PAGES_THAT_RUN = (
@@ -88,7 +88,8 @@ def test_links_lead_somewhere():
 
 
 def test_figures_are_those_of_real_frames():
-    from hvd_compress.model_shapes import resnet50
+    from model_shapes import resnet50
+
     from hvd_compress.wire import sparse_size
 
     def count(values, everything_sparse=False):

@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
-from hvd_compress import ConfigError, Context, GTopK, Swap, TopK, chain, error_feedback, gtop_k
+from hvd_compress import ConfigError, Context, GTopK, Swap, TopK
+from hvd_compress.blocks import chain, error_feedback, gtop_k
+from hvd_compress.codecs.frame import coded_size
 from hvd_compress.codecs.plus_minus import plus_minus
+from hvd_compress.engines.lockstep import World, reply_to
 from hvd_compress.errors import CompressionError, PayloadError
-from hvd_compress.lockstep import World, reply_to
 from hvd_compress.wire import sparse_size
-from hvd_compress.wire.coded import coded_size
 
 
 def residuals(outcomes):

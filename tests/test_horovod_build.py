@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hvd_compress import environment as env
-from hvd_compress import horovod_build, horovod_plan
+from hvd_compress.cli import environment as env
+from hvd_compress.cli import horovod_build, horovod_plan
 from hvd_compress.errors import SetupError
 
 INSTALL = [sys.executable, "-m", "hvd_compress", "install-horovod"]

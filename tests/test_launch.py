@@ -12,7 +12,7 @@ from pathlib import Path
 import mpi4py
 import pytest
 
-from hvd_compress.launch import find_mpi
+from hvd_compress.integrations.launch import find_mpi
 
 START_UP = Path(__file__).resolve().parents[1] / "hvd_compress_open_mpi.pth"
 VARIABLES = ("OPAL_PREFIX", "OMPI_COMM_WORLD_SIZE", "MPI4PY_LIBMPI")

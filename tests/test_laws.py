@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from hvd_compress import Context, Gather, Outcome, Sum, UnsupportedError, chain
-from hvd_compress.backend import backend_of
+from hvd_compress import Context, Gather, Outcome, Sum, UnsupportedError
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Compressor
+from hvd_compress.blocks import chain
 from hvd_compress.chain import Aggregator, Met, Transform
-from hvd_compress.lockstep import World
+from hvd_compress.engines.lockstep import World
 from hvd_compress.methods import method_names
 from hvd_compress.testing import check_laws
 from method_table import ROWS

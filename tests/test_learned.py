@@ -9,23 +9,12 @@ import pytest
 import tensorflow as tf
 import torch
 
-from hvd_compress import (
-    LGC,
-    After,
-    ConfigError,
-    Context,
-    Gather,
-    PoorFit,
-    Sum,
-    chain,
-    fading_memory,
-    learned_allreduce,
-    learned_server,
-)
+from hvd_compress import LGC, After, ConfigError, Context, Gather, PoorFit, Sum
 from hvd_compress.autoencoder import first_weights, latent_size, lengths, numpy_network
 from hvd_compress.autoencoder.layout import DECODER, ENCODER, last_layer
+from hvd_compress.blocks import chain, fading_memory, learned_allreduce, learned_server
+from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import PayloadError
-from hvd_compress.lockstep import World
 from hvd_compress.tensorflow import autoencoder as tensorflow_network
 from hvd_compress.torch import autoencoder as torch_network
 
@@ -148,7 +137,7 @@ class Linear:
 
 
 def test_a_linear_network_decodes_the_mean_to_the_mean(monkeypatch):
-    monkeypatch.setattr("hvd_compress.numpy_backend.autoencoder", lambda: Linear)
+    monkeypatch.setattr("hvd_compress.backends.numpy.autoencoder", lambda: Linear)
     monkeypatch.setattr("hvd_compress.aggregators.learned.numpy_network", Linear)
     method = chain(via=learned_allreduce(0.04, start=0, selection="exact"))
     gradients = [x.astype(np.float64) for x in alike(0)]

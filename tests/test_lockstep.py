@@ -18,8 +18,8 @@ from hvd_compress import (
     TopK,
     UnsupportedError,
 )
-from hvd_compress.backend import backend_of
-from hvd_compress.lockstep import World, reply_to, run
+from hvd_compress.backends import backend_of
+from hvd_compress.engines.lockstep import World, reply_to, run
 
 MAKES = [np.asarray, torch.from_numpy]
 

@@ -12,18 +12,11 @@ import pytest
 import torch
 from adam_reference import OneBitMean, variance_steps
 
-from hvd_compress import (
-    After,
-    ConfigError,
-    OneBitAdamCompression,
-    ZeroOneAdamCompression,
-    averaged_momentum,
-    chain,
-    error_feedback,
-)
+from hvd_compress import After, ConfigError, OneBitAdamCompression, ZeroOneAdamCompression
 from hvd_compress.aggregators import allreduce
+from hvd_compress.blocks import averaged_momentum, chain, error_feedback
+from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import UnboundError
-from hvd_compress.lockstep import World
 from hvd_compress.torch import OneBitAdam, ZeroOneAdam
 
 WORKED = np.array([3.0, -4.0, 12.0])

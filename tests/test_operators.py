@@ -19,13 +19,11 @@ from hvd_compress import (
     RandomK,
     Sum,
     TopK,
-    gather_drawn,
     numpy_backend,
-    random_k,
-    top_k,
 )
-from hvd_compress.backend import backend_of
-from hvd_compress.lockstep import World
+from hvd_compress.backends import backend_of
+from hvd_compress.blocks import gather_drawn, random_k, top_k
+from hvd_compress.engines.lockstep import World
 from hvd_compress.operators.random_k import own_generator, shared_generator
 from hvd_compress.operators.top_k import _SMALL
 from hvd_compress.operators.top_k import count as top_k_count

@@ -12,13 +12,9 @@ from hvd_compress import (
     RandomK,
     StagedWarmup,
     TopK,
-    allgather,
-    allreduce,
-    chain,
-    random_k,
-    top_k,
     warmup_to,
 )
+from hvd_compress.blocks import allgather, allreduce, chain, random_k, top_k
 from hvd_compress.schedules import as_density, by_epoch, density_at
 
 

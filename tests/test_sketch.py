@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_compress import ConfigError, Context, SketchedSGD, chain, count_sketch, error_feedback
-from hvd_compress.backend import backend_of
+from hvd_compress import ConfigError, Context, SketchedSGD
+from hvd_compress.aggregators.sketching import Hashes, estimates, sketch
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Sum
-from hvd_compress.lockstep import World
-from hvd_compress.operators.count_sketch import Hashes, estimates, sketch
+from hvd_compress.blocks import chain, count_sketch, error_feedback
+from hvd_compress.engines.lockstep import World
 from lockstep_training import accuracy
 
 RANDOM = np.random.default_rng(13)

@@ -22,6 +22,10 @@ from hvd_compress import (
     ScaleCom,
     SIDCo,
     Threshold,
+)
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Gather, Sum
+from hvd_compress.blocks import (
     adaptive_threshold,
     chain,
     error_feedback,
@@ -32,10 +36,8 @@ from hvd_compress import (
     sidco,
     threshold,
 )
-from hvd_compress.backend import backend_of
-from hvd_compress.base import Gather, Sum
+from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import PayloadError
-from hvd_compress.lockstep import World
 from hvd_compress.operators.quantiles import (
     FITS,
     inverse_upper_gamma,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_compress import DGC, ConfigError, Context, Gather, PayloadError, TopK
-from hvd_compress.lockstep import reply_to
+from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.wire import (
     decode,
     decode_sparse,

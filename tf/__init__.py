@@ -18,16 +18,16 @@ try:
 except ImportError as error:
     raise ImportError("hvd_compress.tensorflow needs TensorFlow: pip install tensorflow") from error
 
-from hvd_compress.drop_in import load_horovod, names_of, rest_of, show_log
-from hvd_compress.exports import *  # noqa: F403
-from hvd_compress.exports import __all__ as _common
-from hvd_compress.launch import find_mpi
+from hvd_compress.integrations.exports import *  # noqa: F403
+from hvd_compress.integrations.exports import __all__ as _common
+from hvd_compress.integrations.horovod import load_horovod, names_of, rest_of, show_log
+from hvd_compress.integrations.launch import find_mpi
 
 __all__ = [*_common]
 
 
 def _register(horovod_tensorflow: Any) -> None:
-    from hvd_compress.tensorflow.registration import register
+    from .registration import register
 
     register(horovod_tensorflow)
 
@@ -36,12 +36,12 @@ find_mpi()
 show_log()
 _horovod = load_horovod("horovod.tensorflow", "TensorFlow", _register)
 if not isinstance(_horovod, ImportError):
-    from hvd_compress.tensorflow.registration import wrap_optimizer
-    from hvd_compress.tensorflow.tape import bind
+    from .registration import wrap_optimizer
+    from .tape import bind
 
     DistributedOptimizer = wrap_optimizer(_horovod.DistributedOptimizer, every_keras=True)
     __all__ += ["DistributedOptimizer", "bind"]
-    from hvd_compress.tensorflow import keras  # noqa: F401, which registers with Horovod, too
+    from . import keras  # noqa: F401, which registers with Horovod, too
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""TensorFlow tensors, with values or symbolic; see :class:`hvd_compress.backend.Backend`."""
+"""TensorFlow tensors, with values or symbolic; see :class:`hvd_compress.backends.base.Backend`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.backend import HostFunction, Output
+from hvd_compress.backends import HostFunction, Output
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.tensorflow.selection import top_k as top_k
+
+from .selection import top_k as top_k
 
 Array = tf.Tensor
 
@@ -170,7 +171,7 @@ def from_numpy(x: np.ndarray, like: Array) -> Array:
 
 
 def autoencoder() -> Any:
-    from hvd_compress.tensorflow import autoencoder as tensorflow_network
+    from . import autoencoder as tensorflow_network
 
     return tensorflow_network
 

@@ -19,20 +19,28 @@ from horovod.tensorflow import mpi_ops
 
 from hvd_compress.agreement import Terms, listed
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, Sparse, State
-from hvd_compress.checkpoints import check_array, entry, refused, saver_in, share, whole
 from hvd_compress.config import check_seed
-from hvd_compress.engines import Engine, LocalEngine
+from hvd_compress.engines.base import Engine, LocalEngine
 from hvd_compress.errors import ConfigError
+from hvd_compress.integrations.checkpoints import (
+    check_array,
+    entry,
+    refused,
+    saver_in,
+    share,
+    whole,
+)
 from hvd_compress.methods import as_compressor
 from hvd_compress.methods._chained import Chained
 from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.stats import Record, Stats, waiting_norm
-from hvd_compress.tensorflow import backend
-from hvd_compress.tensorflow.agreement import agreement
-from hvd_compress.tensorflow.engine import HorovodEngine
-from hvd_compress.tensorflow.rows import exchange_rows, merged
-from hvd_compress.tensorflow.xla import refuse_xla
 from hvd_compress.transforms import momentum_after_averaging
+
+from . import backend
+from .agreement import agreement
+from .engine import HorovodEngine
+from .rows import exchange_rows, merged
+from .xla import refuse_xla
 
 logger = logging.getLogger("hvd_compress")
 

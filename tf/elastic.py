@@ -21,9 +21,10 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_compress.drop_in import rest_of
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.tensorflow.binding import Binding, native
+from hvd_compress.integrations.horovod import rest_of
+
+from .binding import Binding, native
 
 
 class TensorFlowKerasState(ObjectState):

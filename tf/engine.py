@@ -14,8 +14,8 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_compress.base import Outcome
-from hvd_compress.engines import LENGTH
-from hvd_compress.flights import Op, ProcessSetEngine
+from hvd_compress.engines.base import LENGTH
+from hvd_compress.engines.named import Op, ProcessSetEngine
 
 _OPS = {"sum": mpi_ops.Sum, "max": mpi_ops.Max}
 

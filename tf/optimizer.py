@@ -24,12 +24,18 @@ from hvd_compress.base import Compressor
 from hvd_compress.chain import chain
 from hvd_compress.config import check_seed
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.integrations.optimizers import (
+    another_kind,
+    check_one_momentum,
+    check_partner,
+    moved,
+)
 from hvd_compress.methods import FP16, NoCompression, as_compressor
-from hvd_compress.momentum import another_kind, check_one_momentum, check_partner, moved
-from hvd_compress.tensorflow.binding import Binding, native, places_of_groups, slots_of
-from hvd_compress.tensorflow.state_on_disk import state_on_disk
-from hvd_compress.tensorflow.tape import is_ours
 from hvd_compress.transforms import momentum_after_averaging
+
+from .binding import Binding, native, places_of_groups, slots_of
+from .state_on_disk import state_on_disk
+from .tape import is_ours
 
 logger = logging.getLogger("hvd_compress")
 

@@ -14,12 +14,13 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_compress.drop_in import bind_call, checked_join, take_stateless, with_seed
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.tensorflow import elastic
-from hvd_compress.tensorflow.binding import Binding, native
-from hvd_compress.tensorflow.optimizer import distribute, is_keras_3, is_tf_keras
-from hvd_compress.tensorflow.tape import is_ours, wrap_allreduce, wrap_tape
+from hvd_compress.integrations.horovod import bind_call, checked_join, take_stateless, with_seed
+
+from . import elastic
+from .binding import Binding, native
+from .optimizer import distribute, is_keras_3, is_tf_keras
+from .tape import is_ours, wrap_allreduce, wrap_tape
 
 _DONE = "__wrapped_by_hvd_compress__"
 

@@ -9,8 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.base import Context, Exchange, Gather, Outcome
-from hvd_compress.tensorflow import backend
 from hvd_compress.wire.rows import decode_rows, encode_rows
+
+from . import backend
 
 
 def merged(gradient: tf.IndexedSlices) -> tf.IndexedSlices:

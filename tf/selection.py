@@ -13,7 +13,7 @@ _DIGIT = 16
 
 
 def top_k(x: tf.Tensor, k: int) -> tf.Tensor:
-    """See :meth:`hvd_compress.backend.Backend.top_k`."""
+    """See :meth:`hvd_compress.backends.base.Backend.top_k`."""
     n = x.shape.num_elements()
     if n <= _SMALL:
         return _by_ranking(x, k)

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.checkpoints import unconsolidated
-from hvd_compress.tensorflow.binding import Binding
+from hvd_compress.integrations.checkpoints import unconsolidated
+
+from .binding import Binding
 
 
 def state_on_disk(

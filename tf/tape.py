@@ -12,12 +12,13 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_compress import drop_in
-from hvd_compress.drop_in import bind_call, with_seed
 from hvd_compress.errors import ConfigError
+from hvd_compress.integrations import horovod as drop_in
+from hvd_compress.integrations.horovod import bind_call, with_seed
+from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import as_compressor
-from hvd_compress.momentum import check_partner
-from hvd_compress.tensorflow.binding import Binding, Slot, native, places_of_groups, slots_of
+
+from .binding import Binding, Slot, native, places_of_groups, slots_of
 
 _BINDINGS = "_hvd_compress_bindings"
 _DEFAULTS = {

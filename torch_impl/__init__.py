@@ -17,19 +17,20 @@ try:
 except ImportError as error:
     raise ImportError("hvd_compress.torch needs PyTorch: pip install torch") from error
 
-from hvd_compress.drop_in import load_horovod, names_of, rest_of, show_log
-from hvd_compress.exports import *  # noqa: F403
-from hvd_compress.exports import __all__ as _common
-from hvd_compress.launch import find_mpi
-from hvd_compress.torch.ddp import DDPState, ddp_hook
-from hvd_compress.torch.onebit_adam import OneBitAdam
-from hvd_compress.torch.zero_one_adam import ZeroOneAdam
+from hvd_compress.integrations.exports import *  # noqa: F403
+from hvd_compress.integrations.exports import __all__ as _common
+from hvd_compress.integrations.horovod import load_horovod, names_of, rest_of, show_log
+from hvd_compress.integrations.launch import find_mpi
+
+from .ddp import DDPState, ddp_hook
+from .onebit_adam import OneBitAdam
+from .zero_one_adam import ZeroOneAdam
 
 __all__ = [*_common, "DDPState", "OneBitAdam", "ZeroOneAdam", "ddp_hook"]
 
 
 def _register(horovod_torch: Any) -> None:
-    from hvd_compress.torch.registration import register
+    from .registration import register
 
     register(horovod_torch)
 

@@ -77,7 +77,7 @@ def watch_grad_scaler() -> None:
 
 
 def _binding_of(optimizer: Any) -> Any:
-    from hvd_compress.torch.binding import Binding
+    from .binding import Binding
 
     binding = getattr(optimizer, "compression", None)
     return binding if isinstance(binding, Binding) else None

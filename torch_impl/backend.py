@@ -1,4 +1,4 @@
-"""Torch tensors on any device; see :class:`hvd_compress.backend.Backend`."""
+"""Torch tensors on any device; see :class:`hvd_compress.backends.base.Backend`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_compress.backend import HostFunction, Output
+from hvd_compress.backends import HostFunction, Output
 from hvd_compress.errors import UnsupportedError
 
 Array = torch.Tensor
@@ -179,7 +179,7 @@ def from_numpy(x: np.ndarray, like: Array) -> Array:
 
 
 def autoencoder() -> Any:
-    from hvd_compress.torch import autoencoder as torch_network
+    from . import autoencoder as torch_network
 
     return torch_network
 

@@ -13,14 +13,20 @@ import torch
 
 from hvd_compress.agreement import Terms, listed
 from hvd_compress.base import Compressor, Context, Outcome, Sparse, State
-from hvd_compress.engines import Engine, LocalEngine
+from hvd_compress.engines.base import Engine, LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
-from hvd_compress.momentum import another_kind, check_one_momentum, check_partner, moved
+from hvd_compress.integrations.optimizers import (
+    another_kind,
+    check_one_momentum,
+    check_partner,
+    moved,
+)
 from hvd_compress.stats import Record, Stats, waiting_norm
-from hvd_compress.torch import backend
-from hvd_compress.torch.amp import running_scale
-from hvd_compress.torch.rows import exchange_rows
 from hvd_compress.transforms import momentum_after_averaging
+
+from . import backend
+from .amp import running_scale
+from .rows import exchange_rows
 
 logger = logging.getLogger("hvd_compress")
 

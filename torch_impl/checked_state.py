@@ -8,10 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvd_compress.checkpoints import check_array, entry, epoch_in, refused, saver_in, whole
 from hvd_compress.config import is_number, is_whole
-from hvd_compress.torch.binding import PREFIX
-from hvd_compress.torch.frozen_adam import FrozenAdam
+from hvd_compress.integrations.checkpoints import (
+    check_array,
+    entry,
+    epoch_in,
+    refused,
+    saver_in,
+    whole,
+)
+
+from .binding import PREFIX
+from .frozen_adam import FrozenAdam
 
 #: under which a state dict says what it is
 KEY = "hvd_compress"

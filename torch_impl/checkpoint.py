@@ -24,15 +24,16 @@ from typing import Any, NamedTuple
 import torch
 
 from hvd_compress.base import State
-from hvd_compress.checkpoints import (
+from hvd_compress.integrations.checkpoints import (
     check_array,
     refused,
     share,
     unconsolidated,
 )
-from hvd_compress.torch import backend
-from hvd_compress.torch.binding import PREFIX, reset_hooks
-from hvd_compress.torch.checked_state import KEY, VERSION, Entries, checked_entries, checked_header
+
+from . import backend
+from .binding import PREFIX, reset_hooks
+from .checked_state import KEY, VERSION, Entries, checked_entries, checked_header
 
 
 def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:

@@ -21,14 +21,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress.base import Compressor
-from hvd_compress.engines import LocalEngine
+from hvd_compress.engines.base import LocalEngine
+from hvd_compress.engines.named import Op
 from hvd_compress.errors import ConfigError
-from hvd_compress.flights import Op
+from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import as_compressor
-from hvd_compress.momentum import check_partner
 from hvd_compress.reducer import Reducer
 from hvd_compress.stats import Stats
-from hvd_compress.torch.engine import TorchFlightEngine
+
+from .engine import TorchFlightEngine
 
 # Its name before PyTorch 2.13 was another one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -18,14 +18,15 @@ import torch
 
 from hvd_compress.base import Compressor
 from hvd_compress.config import check_seed
-from hvd_compress.drop_in import bind_call, is_ours, with_seed
-from hvd_compress.engines import Engine
+from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.integrations.horovod import bind_call, is_ours, with_seed
 from hvd_compress.methods import as_compressor
-from hvd_compress.torch import checkpoint
-from hvd_compress.torch.amp import scaler_steps
-from hvd_compress.torch.binding import Binding, check_group, reset_hooks
-from hvd_compress.torch.engine import HorovodEngine
+
+from . import checkpoint
+from .amp import scaler_steps
+from .binding import Binding, check_group, reset_hooks
+from .engine import HorovodEngine
 
 
 class CompressedOptimizer(abc.ABC):  # noqa: B024

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from hvd_compress.engines import LENGTH
+from hvd_compress.engines.base import LENGTH
+from hvd_compress.engines.named import FlightEngine, Op, ProcessSetEngine
 from hvd_compress.errors import PayloadError
-from hvd_compress.flights import FlightEngine, Op, ProcessSetEngine
 
 
 class TorchFlightEngine(FlightEngine):

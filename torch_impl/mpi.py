@@ -24,23 +24,24 @@ from mpi4py import MPI
 
 from hvd_compress import mpi
 from hvd_compress.base import Compressor
-from hvd_compress.drop_in import without_state
 from hvd_compress.errors import ConfigError, MismatchError, SetupError, UnsupportedError
+from hvd_compress.integrations.horovod import without_state
 from hvd_compress.methods import FP16, NoCompression
-from hvd_compress.mpi.allreduce import ALGORITHMS, start
-from hvd_compress.mpi.arrays import flatten
-from hvd_compress.mpi.gather import allgather as gather_bytes
-from hvd_compress.mpi.work import Message, Wait
-from hvd_compress.torch import *  # noqa: F403
-from hvd_compress.torch import __all__ as _methods
-from hvd_compress.torch import checkpoint
-from hvd_compress.torch.amp import watch_grad_scaler
-from hvd_compress.torch.distributed_optimizer import (
+from hvd_compress.mpi.dense.allgather import allgather as gather_bytes
+from hvd_compress.mpi.dense.allreduce import ALGORITHMS, start
+from hvd_compress.mpi.transport.arrays import flatten
+from hvd_compress.mpi.transport.progress import Message, Wait
+
+from . import *  # noqa: F403
+from . import __all__ as _methods
+from . import checkpoint
+from .amp import watch_grad_scaler
+from .distributed_optimizer import (
     CompressedOptimizer,
     broadcast_state,
     wrap_factory,
 )
-from hvd_compress.torch.gradient_hooks import GradientHooks
+from .gradient_hooks import GradientHooks
 
 __all__ = [
     *_methods,

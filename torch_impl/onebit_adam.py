@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from hvd_compress.methods.onebit_adam import OneBitAdamCompression, check_freeze_step
-from hvd_compress.torch.frozen_adam import FrozenAdam, start_state, update_parameter
+
+from .frozen_adam import FrozenAdam, start_state, update_parameter
 
 
 class OneBitAdam(FrozenAdam):

@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from hvd_compress.drop_in import checked_join, take_stateless
-from hvd_compress.torch import checkpoint
-from hvd_compress.torch.amp import watch_grad_scaler
-from hvd_compress.torch.distributed_optimizer import (
+from hvd_compress.integrations.horovod import checked_join, take_stateless
+
+from . import checkpoint
+from .amp import watch_grad_scaler
+from .distributed_optimizer import (
     CompressedOptimizer,
     bound_optimizers,
     broadcast_state,

@@ -11,8 +11,9 @@ import torch
 
 from hvd_compress.base import Context, Exchange, Gather, Outcome
 from hvd_compress.errors import PayloadError
-from hvd_compress.torch import backend
 from hvd_compress.wire.rows import decode_rows, encode_rows
+
+from . import backend
 
 
 def exchange_rows(gradient: torch.Tensor, context: Context) -> Exchange:

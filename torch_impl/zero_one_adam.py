@@ -10,7 +10,8 @@ import torch
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods.zero_one_adam import ZeroOneAdamCompression
-from hvd_compress.torch.frozen_adam import FrozenAdam, scale_of, start_state, update_parameter
+
+from .frozen_adam import FrozenAdam, scale_of, start_state, update_parameter
 
 
 class ZeroOneAdam(FrozenAdam):

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregator, Met
-from hvd_compress.classes import Classes
 from hvd_compress.codecs import Codec
+from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.config import check_choice
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.operator_classes import Classes
 from hvd_compress.operators import Selector, random_k, top_k
 from hvd_compress.operators.random_k import own_generator
 from hvd_compress.wire import (
@@ -27,7 +28,6 @@ from hvd_compress.wire import (
     encode_sparse,
     sparse_size,
 )
-from hvd_compress.wire.coded import coded_size, decode_coded, encode_coded
 from hvd_compress.wire.frame import index_dtype
 
 

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Generator
 from typing import Any
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregator, Met
-from hvd_compress.classes import IDENTITY, Classes
 from hvd_compress.config import check_choice
+from hvd_compress.operator_classes import IDENTITY, Classes
 from hvd_compress.operators import random_k
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Alltoall, Array, Context, Gather, Request, State
 from hvd_compress.chain import Aggregator, Met
 from hvd_compress.codecs import Codec
+from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.random_k import own_generator
-from hvd_compress.wire.coded import coded_size, decode_coded, encode_coded
 
 Stripes = list[slice]
 

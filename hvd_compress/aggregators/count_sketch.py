@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.backend import backend_of
+from hvd_compress.aggregators.sketching import Hashes, estimates, sketch
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregator, Met
 from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators import top_k
-from hvd_compress.operators.count_sketch import Hashes, estimates, sketch
 from hvd_compress.operators.random_k import shared_generator
 from hvd_compress.operators.top_k import count
 from hvd_compress.schedules import Density, as_density, by_epoch, density_at

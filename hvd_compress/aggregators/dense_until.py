@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Generator
 from typing import Any
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, State, Sum
 from hvd_compress.chain import Aggregator, Met
 from hvd_compress.errors import ConfigError

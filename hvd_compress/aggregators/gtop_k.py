@@ -7,10 +7,10 @@ from collections.abc import Generator
 from typing import Any
 
 from hvd_compress.aggregators._of_top_k import OfTopK
-from hvd_compress.backend import backend_of
+from hvd_compress.aggregators.merging import Merging
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse
 from hvd_compress.chain import Met
-from hvd_compress.merging import Merging
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvd_compress.aggregators._leader import leaders_choice
 from hvd_compress.aggregators._of_top_k import OfTopK
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse, Sum
 from hvd_compress.chain import Met
 

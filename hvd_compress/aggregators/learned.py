@@ -13,9 +13,10 @@ import numpy as np
 
 from hvd_compress.aggregators._leader import leaders_choice
 from hvd_compress.autoencoder import LEAST, first_weights, latent_size, numpy_network
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregator, Met
+from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.plain import plain
 from hvd_compress.config import check_fraction, is_whole
 from hvd_compress.errors import ConfigError, PoorFit
@@ -23,7 +24,6 @@ from hvd_compress.operators import top_k
 from hvd_compress.operators.top_k import count
 from hvd_compress.schedules import After, Start, as_start, by_epoch, started
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
-from hvd_compress.wire.coded import coded_size, decode_coded, encode_coded
 
 #: of Adam: how its two moments decay, and what keeps its quotient finite
 _FIRST, _SECOND, _EPSILON = 0.9, 0.999, 1e-8

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Batch, Context, Request, State, Sum
 from hvd_compress.chain import Aggregator, Met
 from hvd_compress.config import check_choice, is_whole

@@ -1,6 +1,5 @@
 """Codecs: the values of an array in few bits, one family a file."""
 
-from hvd_compress.classes import Classes
 from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.contraction import contraction
 from hvd_compress.codecs.exponential import exponential_dithering, natural, natural_dithering
@@ -11,6 +10,7 @@ from hvd_compress.codecs.qsgd import uniform_dithering
 from hvd_compress.codecs.rounding import rounding
 from hvd_compress.codecs.sign import scaled_sign, sign
 from hvd_compress.codecs.ternary import ternary
+from hvd_compress.operator_classes import Classes
 
 __all__ = [
     "Classes",

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from hvd_compress.classes import Classes
 from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.operator_classes import Classes
 
 
 class Codec(Configurable, abc.ABC, kind="block"):

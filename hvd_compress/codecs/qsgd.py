@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from hvd_compress.classes import Classes
 from hvd_compress.codecs.dithering import Dithering
+from hvd_compress.operator_classes import Classes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,11 +9,11 @@ import math
 
 import numpy as np
 
-from hvd_compress.classes import Classes
 from hvd_compress.codecs.base import Codec
 from hvd_compress.config import check_choice, is_number
 from hvd_compress.errors import ConfigError
-from hvd_compress.wire.fields import digits_size, pack_digits, unpack_digits
+from hvd_compress.operator_classes import Classes
+from hvd_compress.wire.bitpacking import digits_size, pack_digits, unpack_digits
 
 #: the range of normal float32
 _LEAST, _MOST = 2.0**-126, float(np.finfo(np.float32).max)

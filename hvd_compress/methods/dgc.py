@@ -8,7 +8,7 @@ import math
 
 from hvd_compress import operators
 from hvd_compress.aggregators import allgather
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.config import check_choice, is_number

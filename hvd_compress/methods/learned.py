@@ -14,7 +14,7 @@ from hvd_compress.aggregators import (
     learned_server,
 )
 from hvd_compress.aggregators.learned import settled_after
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice
@@ -49,7 +49,7 @@ class LGC(OfVelocities, name="lgc"):
     (``partition`` leaves out what is not worth it):
 
         >>> import numpy as np
-        >>> from hvd_compress.model_shapes import resnet50
+        >>> from model_shapes import resnet50
         >>> states = [LGC().init(np.zeros(shape, np.float32)) for shape in resnet50().values()]
         >>> coded = [state for state in states if "autoencoder" in state]
         >>> moments = ("first_moment", "second_moment")

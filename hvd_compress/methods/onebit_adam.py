@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from hvd_compress.aggregators import allreduce, alltoall, dense_until
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign

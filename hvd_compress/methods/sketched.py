@@ -7,7 +7,7 @@ import functools
 import math
 
 from hvd_compress.aggregators import count_sketch
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.methods._chained import OfVelocities

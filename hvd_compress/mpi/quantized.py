@@ -22,9 +22,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.errors import ConfigError, PayloadError, UnsupportedError
-from hvd_compress.mpi.allreduce import Comm, direct_allreduce
-from hvd_compress.mpi.arrays import describe, flatten
-from hvd_compress.mpi.communicator import Channel, Communicator, others
+from hvd_compress.mpi.dense.allreduce import Comm, direct_allreduce
 from hvd_compress.mpi.quantized_frame import (
     DAMAGED,
     FINE,
@@ -35,8 +33,10 @@ from hvd_compress.mpi.quantized_frame import (
     frame_size,
 )
 from hvd_compress.mpi.quantized_state import Plan, QuantizedState
-from hvd_compress.mpi.reduction import Reduction
-from hvd_compress.mpi.work import Algorithm, Wait
+from hvd_compress.mpi.transport.arrays import describe, flatten
+from hvd_compress.mpi.transport.communicator import Channel, Communicator, others
+from hvd_compress.mpi.transport.progress import Algorithm, Wait
+from hvd_compress.mpi.transport.reduction import Reduction
 
 
 def quantized_allreduce(

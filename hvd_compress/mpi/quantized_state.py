@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_compress.checkpoints import check_array, entry, refused, whole
 from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi.arrays import Flat, describe
-from hvd_compress.mpi.communicator import Communicator
-from hvd_compress.mpi.ring import segments
+from hvd_compress.integrations.checkpoints import check_array, entry, refused, whole
+from hvd_compress.mpi.dense.ring import segments
+from hvd_compress.mpi.transport.arrays import Flat, describe
+from hvd_compress.mpi.transport.communicator import Communicator
 
 #: more than there will ever be
 MOST_RANKS = 1 << 24

@@ -6,8 +6,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hvd_compress.mpi.communicator import Communicator
 from hvd_compress.mpi.engine import BUCKET_BYTES, MpiEngine
+from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.reducer import Reducer as CoreReducer
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.operators.base import Selector
 from hvd_compress.operators.random_k import own_generator

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.config import check_fraction
 from hvd_compress.errors import ConfigError

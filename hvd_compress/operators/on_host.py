@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, State
 from hvd_compress.operators.base import Selector
 from hvd_compress.operators.top_k import count

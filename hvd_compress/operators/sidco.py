@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, State
 from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError

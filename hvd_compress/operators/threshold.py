@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError

@@ -19,7 +19,7 @@ import dataclasses
 import math
 from typing import Any
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.config import check_choice, check_fraction
 from hvd_compress.operators.base import Selector

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Transform
 from hvd_compress.config import check_choice

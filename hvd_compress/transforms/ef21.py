@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Transform
 
@@ -28,7 +28,7 @@ class ef21(Transform, name="ef21"):
     of the gradients is sent as it comes, and averaged by nobody: put ``smoothing(0.9)`` before
     it (Fatkhullin, Tyurin, Richtarik, NeurIPS 2023).
 
-    What is sent must be a contraction, class B3; see :mod:`hvd_compress.classes` for step sizes.
+    What is sent must be a contraction, class B3; see :mod:`hvd_compress.operator_classes` for step sizes.
     It must be the last transform, since it passes on differences.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hvd_compress.backend import backend_of
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Transform
 from hvd_compress.config import check_choice, is_number

@@ -5,7 +5,7 @@ All numbers are little-endian::
     offset  type    field
     0       u8[2]   b"HC"
     2       u8      version, 3
-    3       u8      kind: 1 = sparse, 2 = dense; 3 is that of hvd_compress.wire.coded
+    3       u8      kind: 1 = sparse, 2 = dense; 3 is that of hvd_compress.codecs.frame
     4       u8      dtype of the values: 1 = float32, 2 = float16, 3 = float64
     5       u8      indices: 0 = none (dense), 1 = int32, 2 = int64, 3 = packed
     6       u16     elements of the vector modulo 65521, so that a frame for a vector of

@@ -22,7 +22,7 @@ import math
 
 import numpy as np
 
-from hvd_compress.wire.fields import full_bytes, pack_fields, unpack_fields
+from hvd_compress.wire.bitpacking import full_bytes, pack_fields, unpack_fields
 
 #: what 64-bit integers allow with room to spare, and no gaps of real tensors need more
 _MOST_BITS, _MOST_ELEMENTS = 48, 2**56

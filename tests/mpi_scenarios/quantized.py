@@ -10,8 +10,8 @@ import torch
 
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, MismatchError, PayloadError, UnsupportedError
-from hvd_compress.mpi.communicator import Channel
-from hvd_compress.mpi.ring import segments
+from hvd_compress.mpi.dense.ring import segments
+from hvd_compress.mpi.transport.communicator import Channel
 from mpi_scenarios.common import array, assert_same_everywhere, raises, world
 
 HEADER = 16

@@ -12,8 +12,11 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from hvd_compress import Context, GTopK, Sparse, mpi, top_k
+from hvd_compress import Context, GTopK, Sparse, mpi
+from hvd_compress.blocks import top_k
+from hvd_compress.codecs.frame import coded_size
 from hvd_compress.codecs.plus_minus import plus_minus
+from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import (
     CollectiveTimeout,
     ConfigError,
@@ -21,11 +24,9 @@ from hvd_compress.errors import (
     PayloadError,
     UnsupportedError,
 )
-from hvd_compress.lockstep import World
 from hvd_compress.mpi import sparse_messages
-from hvd_compress.mpi.sparse_messages import swap
+from hvd_compress.mpi.sparse.messages import swap
 from hvd_compress.wire import encode_sparse, sparse_size
-from hvd_compress.wire.coded import coded_size
 from mpi_scenarios.common import FLOATS, assert_same_everywhere, raises, world
 
 ALGORITHMS = ("allgather", "recursive_doubling", "split_allgather")

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi.cost_model import CostModel
+from hvd_compress.mpi.tuning.cost_model import CostModel
 from mpi_scenarios.common import array, world
 from mutations import mutations, same
 

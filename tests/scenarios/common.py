@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hvd_compress.lockstep import World
+from hvd_compress.engines.lockstep import World
 from scenarios.driver import hvd
 
 Model = torch.nn.Module

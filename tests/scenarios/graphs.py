@@ -11,7 +11,7 @@ import tensorflow as tf
 import hvd_compress.tensorflow as hvd
 from hvd_compress import GTopK, StagedWarmup, TopK, switch
 from hvd_compress.base import Alltoall, Compressor, Gather, Max, Outcome, Sum, Swap
-from hvd_compress.lockstep import World
+from hvd_compress.engines.lockstep import World
 from scenarios.driver import assert_close
 from scenarios.parity import follow_the_oracle
 

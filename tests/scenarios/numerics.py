@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hvd_compress import (
+from hvd_compress.base import Exchange, Gather
+from hvd_compress.blocks import (
     allgather,
     allreduce,
     chain,
@@ -14,7 +15,6 @@ from hvd_compress import (
     rounding,
     threshold,
 )
-from hvd_compress.base import Exchange, Gather
 from hvd_compress.errors import CompressionError, MismatchError
 from hvd_compress.stats import Record
 from hvd_compress.torch import DGC, ConfigError, NoCompression, PayloadError, SignSGD, Signum, TopK

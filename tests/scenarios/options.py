@@ -10,7 +10,7 @@ import weakref
 import horovod.torch
 import torch
 
-from hvd_compress import allgather, chain, error_feedback, momentum_correction, top_k
+from hvd_compress.blocks import allgather, chain, error_feedback, momentum_correction, top_k
 from hvd_compress.torch import (
     DGC,
     FP16,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.lockstep import World
+from hvd_compress.engines.lockstep import World
 
 WIDTHS = (40, 64, 32, 5)
 WORDS, LENGTH, DIMENSIONS = 30, 6, 8

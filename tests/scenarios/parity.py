@@ -22,15 +22,11 @@ from hvd_compress import (
     SketchedSGD,
     Threshold,
     TopK,
-    allgather,
-    chain,
-    error_feedback,
-    natural_dithering,
     partition,
     rule,
     switch,
-    top_k,
 )
+from hvd_compress.blocks import allgather, chain, error_feedback, natural_dithering, top_k
 from scenarios import oracle
 from scenarios.driver import (
     assert_close,

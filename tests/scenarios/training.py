@@ -5,7 +5,7 @@ from __future__ import annotations
 import horovod.torch
 import torch
 
-from hvd_compress import allgather, chain, error_feedback, momentum_correction, top_k
+from hvd_compress.blocks import allgather, chain, error_feedback, momentum_correction, top_k
 from hvd_compress.torch import BF16, DGC, FP16, NoCompression, RandomK, Signum, TopK
 from scenarios import horovod_only
 from scenarios.common import (

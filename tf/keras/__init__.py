@@ -15,12 +15,13 @@ import functools
 import importlib
 from typing import Any
 
-from hvd_compress import drop_in
-from hvd_compress.tensorflow import *  # noqa: F403
-from hvd_compress.tensorflow import __all__ as _methods
-from hvd_compress.tensorflow.keras import callbacks, elastic
-from hvd_compress.tensorflow.keras.models import KERAS_3, load_model
-from hvd_compress.tensorflow.registration import register_keras, wrap_optimizer
+from hvd_compress.integrations import horovod as drop_in
+
+from .. import *  # noqa: F403
+from .. import __all__ as _methods
+from ..registration import register_keras, wrap_optimizer
+from . import callbacks, elastic
+from .models import KERAS_3, load_model
 
 #: those that import Keras 3, and their modules
 _OPTIMIZERS = {"OneBitAdam": "onebit_adam", "ZeroOneAdam": "zero_one_adam"}

@@ -12,8 +12,9 @@ import tensorflow as tf
 from tensorflow import keras
 
 from hvd_compress.errors import ConfigError
-from hvd_compress.tensorflow.binding import native
-from hvd_compress.tensorflow.optimizer import CompressedOptimizer
+
+from ..binding import native
+from ..optimizer import CompressedOptimizer
 
 _Callback = keras.callbacks.Callback
 

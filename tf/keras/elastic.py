@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hvd_compress.drop_in import rest_of
-from hvd_compress.tensorflow.elastic import TensorFlowKerasState
+from hvd_compress.integrations.horovod import rest_of
+
+from ..elastic import TensorFlowKerasState
 
 
 class KerasState(TensorFlowKerasState):

@@ -10,7 +10,8 @@ import tensorflow as tf
 from keras import ops
 
 from hvd_compress.errors import ConfigError
-from hvd_compress.tensorflow.binding import Binding
+
+from ..binding import Binding
 
 
 class FrozenAdam(keras.optimizers.Optimizer):

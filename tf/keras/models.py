@@ -9,9 +9,10 @@ from typing import Any
 from horovod.tensorflow import Compression, mpi_ops
 from tensorflow import keras
 
-from hvd_compress.drop_in import chosen
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.tensorflow.optimizer import distribute, is_tf_keras
+from hvd_compress.integrations.horovod import chosen
+
+from ..optimizer import distribute, is_tf_keras
 
 #: what ``tf.keras`` is; otherwise it is tf_keras
 KERAS_3 = keras.Model.__module__.startswith("keras.")

@@ -9,8 +9,9 @@ import tensorflow as tf
 from keras import ops
 
 from hvd_compress.methods.onebit_adam import OneBitAdamCompression, check_freeze_step
-from hvd_compress.tensorflow.binding import native
-from hvd_compress.tensorflow.keras.frozen_adam import FrozenAdam
+
+from ..binding import native
+from .frozen_adam import FrozenAdam
 
 
 @keras.saving.register_keras_serializable(package="hvd_compress")

@@ -11,9 +11,10 @@ from keras import ops
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods.zero_one_adam import ZeroOneAdamCompression
-from hvd_compress.tensorflow.binding import Binding, native
-from hvd_compress.tensorflow.keras.frozen_adam import FrozenAdam
-from hvd_compress.tensorflow.state_on_disk import state_on_disk
+
+from ..binding import Binding, native
+from ..state_on_disk import state_on_disk
+from .frozen_adam import FrozenAdam
 
 
 class _Phase(NamedTuple):

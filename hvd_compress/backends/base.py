@@ -1,0 +1,169 @@
+"""The array primitives that the algorithms are written over, and how to find them.
+
+A backend is looked up by the type of an array, so no framework is imported before the user has
+imported it.  NumPy's backend is the reference; another one must agree with it (a test runs all
+methods over all backends).
+
+Primitives work on flat arrays.  ``put`` and ``add_at`` may modify their first argument and return
+it: callers pass only arrays that they have made themselves.
+
+TensorFlow traces: there, arrays are symbols without values, what is called a bool or a float here
+is a symbol too, and Python must not branch on it.  So the algorithms say ``choose`` instead of
+``if``, and ``on_host`` where they leave arrays for bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvd_compress.autoencoder import Network
+from hvd_compress.errors import UnsupportedError
+
+Array = Any
+HostFunction = Callable[..., Sequence[np.ndarray]]
+Output = tuple[str, int | None]
+
+
+class Backend(Protocol):
+    #: arrays may be symbols
+    traces: bool
+    #: operations on stacks of small arrays take less time than one after the other
+    batches: bool
+
+    def check_gradient(self, x: Array) -> None:
+        """Raise ``UnsupportedError`` unless ``x`` is a dense array of floats."""
+
+    def widen(self, x: Array) -> Array:
+        """Flat and in a dtype to accumulate in: half precisions become float32."""
+
+    def restore(self, flat: Array, like: Array) -> Array:
+        """Shape and dtype of ``like``."""
+
+    def zeros(self, n: int, like: Array) -> Array: ...
+
+    def full_like(self, x: Array, value: float) -> Array: ...
+
+    def copy(self, x: Array) -> Array: ...
+
+    def size(self, x: Array) -> int: ...
+
+    def shape(self, x: Array) -> tuple[int, ...]: ...
+
+    def abs(self, x: Array) -> Array: ...
+
+    def maximum(self, x: Array, y: Array) -> Array: ...
+
+    def norm(self, x: Array) -> float:
+        """L2 norm, added up in float64."""
+
+    def sum(self, x: Array) -> float:
+        """Of all elements, added up in float64."""
+
+    def scale(self, x: Array, factor: float) -> Array:
+        """``x`` times a number, such as a quotient of norms."""
+
+    def all_finite(self, x: Array) -> bool: ...
+
+    def kth_largest(self, x: Array, k: int) -> float:
+        """The k-th largest value (k from 1); NaN counts as larger than everything."""
+
+    def top_k(self, x: Array, k: int) -> Array:
+        """Ascending indices of the k largest elements, of equal ones the first; int64.  Only where
+        arrays may be symbols: elsewhere ``operators.top_k`` is made of other primitives."""
+
+    def nonzero(self, mask: Array) -> Array:
+        """Ascending indices, int64."""
+
+    def reshape(self, x: Array, shape: tuple[int, ...]) -> Array: ...
+
+    def matmul(self, x: Array, y: Array) -> Array:
+        """Of two matrices, or of two stacks of them."""
+
+    def transpose(self, x: Array) -> Array:
+        """Of a matrix, or of each of a stack."""
+
+    def orthonormal_columns(self, x: Array) -> Array:
+        """Q of the QR decomposition of a matrix that is no wider than high, or of each of a stack,
+        with signs such that R has no negative diagonal."""
+
+    def concat(self, arrays: list[Array], axis: int = 0) -> Array: ...
+
+    def stack(self, arrays: Sequence[Array]) -> Array:
+        """Along a new dimension in front."""
+
+    def unstack(self, x: Array) -> list[Array]:
+        """Undo ``stack``."""
+
+    def sort(self, x: Array) -> Array: ...
+
+    def take(self, x: Array, indices: Array) -> Array: ...
+
+    def put(self, x: Array, indices: Array, values: Array | float) -> Array: ...
+
+    def add_at(self, x: Array, indices: Array, values: Array) -> Array:
+        """Add at indices that are unique."""
+
+    def cast(self, x: Array, dtype: str) -> Array: ...
+
+    def round_to(self, x: Array, wire: str | None, saturate: bool = False) -> Array:
+        """The values of ``x`` as they arrive after travelling as ``wire``; dtype of ``x``.
+        ``saturate``: what is too large becomes the largest finite value instead of Inf."""
+
+    def dtype(self, x: Array) -> str:
+        """A NumPy name: "float32"."""
+
+    def choose(self, condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+        """``yes()`` if ``condition`` else ``no()``: arrays, or equal nests of them."""
+
+    def on_host(
+        self,
+        function: HostFunction,
+        inputs: Sequence[Any],
+        outputs: Sequence[Output],
+        like: Array,
+    ) -> list[Array]:
+        """``function`` of NumPy arrays: of ``inputs``, arrays or plain numbers.
+
+        Args:
+            function: returns as many arrays as there are ``outputs``, and has no side effects.
+            outputs: (dtype, length) of the flat results; length ``None`` if unknown.
+            like: an array on whose device the results shall be.
+        """
+
+    def from_numpy(self, x: np.ndarray, like: Array) -> Array:
+        """On the device of ``like``; shares the memory where it can."""
+
+    def autoencoder(self) -> Network:
+        """The network of LGC over these arrays."""
+
+    def to_numpy(self, x: Array) -> np.ndarray:
+        """Shares the memory where it can."""
+
+
+_MODULES = {
+    "numpy": "hvd_compress.backends.numpy",
+    "torch": "hvd_compress.torch.backend",
+    "tensorflow": "hvd_compress.tensorflow.backend",
+}
+
+
+def backend_of(x: Array) -> Any:
+    """The backend module for an array (a module that has the functions of :class:`Backend`)."""
+    return _backend_of_class(type(x))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _backend_of_class(cls: type) -> Any:
+    for parent in cls.__mro__:  # parameters and the like are subclasses of tensors
+        name = _MODULES.get(parent.__module__.partition(".")[0])
+        if name is not None:
+            return importlib.import_module(name)
+    raise UnsupportedError(
+        f"no array backend for {cls.__module__}.{cls.__qualname__}; "
+        f"pass an array of {' or '.join(_MODULES)}"
+    )

@@ -1,0 +1,187 @@
+"""NumPy: the reference for every other backend; see :class:`hvd_compress.backends.base.Backend`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.backends.base import HostFunction, Output
+from hvd_compress.errors import UnsupportedError
+
+Array = np.ndarray
+
+traces = False
+# A product of stacks is made matrix by matrix, and its bits depend on where these begin.
+batches = False
+
+
+def check_gradient(x: Array) -> None:
+    if x.dtype.kind != "f" or x.dtype.itemsize > 8:
+        raise UnsupportedError(
+            f"cannot compress an array of {x.dtype}: gradients must be float16, float32 or "
+            "float64; convert it with .astype('float32')"
+        )
+
+
+def widen(x: Array) -> Array:
+    flat = x.reshape(-1)
+    return flat.astype(np.float32) if x.dtype == np.float16 else flat
+
+
+def restore(flat: Array, like: Array) -> Array:
+    return cast(flat.reshape(like.shape), like.dtype)
+
+
+def zeros(n: int, like: Array) -> Array:
+    return np.zeros(n, like.dtype)
+
+
+def full_like(x: Array, value: float) -> Array:
+    return np.full_like(x, value)
+
+
+def copy(x: Array) -> Array:
+    return x.copy()
+
+
+def size(x: Array) -> int:
+    return x.size
+
+
+def shape(x: Array) -> tuple[int, ...]:
+    return x.shape
+
+
+def abs(x: Array) -> Array:
+    return np.abs(x)
+
+
+def maximum(x: Array, y: Array) -> Array:
+    return np.maximum(x, y)
+
+
+def norm(x: Array) -> float:
+    return float(np.sqrt(np.sum(np.square(x, dtype=np.float64))))
+
+
+def sum(x: Array) -> float:
+    return float(np.sum(x, dtype=np.float64))
+
+
+def scale(x: Array, factor: float) -> Array:
+    return x * factor
+
+
+def all_finite(x: Array) -> bool:
+    return bool(np.isfinite(x).all())
+
+
+def kth_largest(x: Array, k: int) -> float:
+    return np.partition(x, x.size - k)[x.size - k]
+
+
+def nonzero(mask: Array) -> Array:
+    return np.flatnonzero(mask)
+
+
+def reshape(x: Array, shape: tuple[int, ...]) -> Array:
+    return x.reshape(shape)
+
+
+def matmul(x: Array, y: Array) -> Array:
+    return x @ y
+
+
+def transpose(x: Array) -> Array:
+    return np.swapaxes(x, -1, -2)
+
+
+def orthonormal_columns(x: Array) -> Array:
+    q, r = np.linalg.qr(x)
+    diagonal = np.diagonal(r, axis1=-2, axis2=-1)
+    return q * np.where(diagonal < 0, x.dtype.type(-1), x.dtype.type(1))[..., None, :]
+
+
+def concat(arrays: list[Array], axis: int = 0) -> Array:
+    return np.concatenate(arrays, axis)
+
+
+def stack(arrays: Sequence[Array]) -> Array:
+    return np.stack(arrays)
+
+
+def unstack(x: Array) -> list[Array]:
+    return list(x)
+
+
+def sort(x: Array) -> Array:
+    return np.sort(x)
+
+
+def take(x: Array, indices: Array) -> Array:
+    return x[indices]
+
+
+def put(x: Array, indices: Array, values: Array | float) -> Array:
+    x[indices] = values
+    return x
+
+
+def add_at(x: Array, indices: Array, values: Array) -> Array:
+    x[indices] += values
+    return x
+
+
+def cast(x: Array, dtype: np.typing.DTypeLike) -> Array:
+    # An overflow must arrive as Inf and a NaN as NaN, not as a warning.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return x.astype(dtype, copy=False)
+
+
+def round_to(x: Array, wire: str | None, saturate: bool = False) -> Array:
+    if wire is None or wire == dtype(x):
+        return x
+    if wire == "bfloat16":
+        return _round_to_bfloat16(x)
+    if saturate:
+        limit = float(np.finfo(wire).max)
+        x = np.clip(x, -limit, limit)
+    return cast(cast(x, wire), dtype(x))
+
+
+def _round_to_bfloat16(x: Array) -> Array:
+    """Round to nearest even at 8 bits of significand, the result still in x's dtype."""
+    bits = cast(x, "float32").view(np.uint32)
+    rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+    rounded = (rounded & np.uint32(0xFFFF0000)).view(np.float32)
+    return cast(np.where(np.isnan(x), x, rounded), dtype(x))
+
+
+def dtype(x: Array) -> str:
+    return x.dtype.name
+
+
+def choose(condition: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    return yes() if condition else no()
+
+
+def on_host(
+    function: HostFunction, inputs: Sequence[Any], outputs: Sequence[Output], like: Array
+) -> Sequence[Array]:
+    return function(*inputs)
+
+
+def from_numpy(x: Array, like: Array) -> Array:
+    return x
+
+
+def autoencoder() -> Any:
+    from hvd_compress.autoencoder import numpy_network
+
+    return numpy_network
+
+
+def to_numpy(x: Array) -> Array:
+    return x

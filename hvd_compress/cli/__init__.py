@@ -1,0 +1,1 @@
+"""The command ``hvd-compress``: look at an environment, build Horovod, list methods."""

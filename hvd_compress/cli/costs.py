@@ -1,0 +1,108 @@
+"""What a method costs, found by running it: bits on the wire, how ranks meet, memory.
+
+That takes up to some seconds a method.  What is found for this package's methods with their
+defaults is kept in ``facts.json``; ``python -m hvd_compress.cli.costs`` writes it anew.
+
+>>> from hvd_compress import TopK
+>>> facts(TopK(density=0.01))
+Facts(sent=0.64, received=2.56, meets=('gather',), memory={'residual': 1.0})
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_compress import methods
+from hvd_compress.base import Alltoall, Compressor, Context, Gather, Meeting
+from hvd_compress.config import lookup
+from hvd_compress.engines import lockstep
+from hvd_compress.engines.base import payload_bytes, watched
+from hvd_compress.errors import NeedsTuning
+
+#: a fully connected layer in float32
+SHAPE, RANKS = (512, 2000), 4
+#: as many steps as ranks, since these may take turns
+_LATE = range(250_000, 250_000 + RANKS)
+_FILE = Path(__file__).with_suffix(".json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Of exchanges of a matrix of 512 x 2000 float32 between 4 ranks, by rank 0.
+
+    Attributes:
+        sent: bits that a rank hands over, per element.
+        received: bits that arrive for it, per element, its own included; sums arrive once.
+        meets: the kinds of requests, in their order.
+        memory: what the state takes by its keys, in units of the gradient.
+    """
+
+    sent: float
+    received: float
+    meets: tuple[str, ...]
+    memory: dict[str, float]
+
+
+@functools.cache
+def facts(method: Compressor) -> Facts:
+    """On average over late steps, when methods that begin with dense ones are at work."""
+    method = method.for_tensor("weight", SHAPE)
+    random = np.random.default_rng(0)
+    gradients = [random.standard_normal(SHAPE, np.float32) for _ in range(RANKS)]
+    states = [method.init(gradient) for gradient in gradients]
+    total: list[Any] = []
+    for step in (0, 1, *_LATE):
+        seen: list[Any] = []
+
+        def note(request: Meeting, reply: Any, seen: list[Any] = seen) -> None:
+            """Kind, bytes handed over and bytes received."""
+            sent = payload_bytes(request)
+            lists = isinstance(request, Gather | Alltoall)
+            received = sum(part.nbytes for part in reply) if lists else sent
+            seen.append((type(request).__name__.lower(), sent, received))
+
+        exchanges = [
+            method.exchange(
+                gradient, state, Context("weight", rank, RANKS, step, epoch=step, momentum=0.9)
+            )
+            for rank, (gradient, state) in enumerate(zip(gradients, states, strict=True))
+        ]
+        outcomes = lockstep.run([watched(exchanges[0], note), *exchanges[1:]])
+        states = [outcome.state for outcome in outcomes]
+        total += seen if step in _LATE else []
+    n, size = len(_LATE) * gradients[0].size, gradients[0].nbytes
+    return Facts(
+        sent=round(8 * sum(sent for _, sent, _ in total) / n, 2),
+        received=round(8 * sum(received for _, _, received in total) / n, 2),
+        meets=tuple(kind for kind, _, _ in seen),
+        memory={key: round(array.nbytes / size, 3) for key, array in states[0].items()},
+    )
+
+
+def facts_of_defaults(name: str) -> Facts:
+    """Those of the method that a text names so, with its defaults: kept ones, or found now."""
+    return _kept().get(name) or facts(lookup("method", name)())
+
+
+@functools.cache
+def _kept() -> dict[str, Facts]:
+    rows = json.loads(_FILE.read_text())
+    return {name: Facts(**row | {"meets": tuple(row["meets"])}) for name, row in rows.items()}
+
+
+def _keep() -> None:
+    warnings.simplefilter("ignore", NeedsTuning)  # nothing is trained here
+    rows = {name: facts(lookup("method", name)()) for name in methods.method_names()}
+    lines = [f'"{name}": {json.dumps(dataclasses.asdict(row))}' for name, row in rows.items()]
+    _FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    _keep()

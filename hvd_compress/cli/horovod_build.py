@@ -1,0 +1,236 @@
+"""``hvd-compress install-horovod``: Horovod 0.28.1 for the frameworks of this environment.
+
+Its source release does not compile against today's frameworks: it pins C++14 where PyTorch >= 2.1
+wants C++17, and TensorFlow's wheels stopped shipping headers that its ``xla_mpi_ops.cc`` includes.
+Both are cured from outside, without touching a file of Horovod: CXX is a small script that puts
+the compiler to work with other arguments (:func:`write_wrapper`).  Only the opt-in XLA allreduce
+op is lost.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from hvd_compress.cli import environment as env
+from hvd_compress.cli.horovod_plan import (
+    SOURCE_SHA256,
+    VERSION,
+    Plan,
+    digest_of,
+    make_plan,
+    record_of,
+    up_to_prefix,
+)
+from hvd_compress.errors import SetupError
+
+
+def write_wrapper(folder: Path, compiler: list[str]) -> Path:
+    """A script that stands in for the compiler.
+
+    It asks for C++17 where Horovod's build asks for C++14, compiles an empty unit in place of
+    ``xla_mpi_ops.cc``, and makes the library search path relative to the library, so that the
+    wheel works in other environments too.
+    """
+    empty = folder / "empty.cc"
+    empty.write_text("")
+    prefixes = {sys.prefix, str(Path(sys.prefix).resolve())}
+    edits = [f"-e {shlex.quote(f's|{p}/|$ORIGIN/{up_to_prefix()}/|g')}" for p in sorted(prefixes)]
+    script = folder / "cxx"
+    script.write_text(f"""#!/bin/sh
+count=$#
+for argument in "$@"; do
+    case "$argument" in
+        -std=c++14 | -std=gnu++14) argument=-std=c++17 ;;
+        */xla_mpi_ops.cc) argument={shlex.quote(str(empty))} ;;
+        -Wl,-rpath,*) argument=$(printf %s "$argument" | sed {" ".join(edits)}) ;;
+    esac
+    set -- "$@" "$argument"
+done
+shift "$count"
+exec {shlex.join(compiler)} "$@"
+""")
+    script.chmod(0o755)
+    return script
+
+
+def build_environment(plan: Plan, wrapper: Path) -> dict[str, str]:
+    """The variables that steer Horovod's build."""
+    switches = {
+        f"HOROVOD_{'WITH' if name in plan.frameworks else 'WITHOUT'}_{variable}": "1"
+        for name, variable in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW"))
+    }
+    if plan.gpu != "none":
+        switches["HOROVOD_GPU_OPERATIONS"] = plan.gpu.upper()
+        switches["HOROVOD_CUDA_HOME"] = str(env.cuda_home())
+    return {
+        **os.environ,
+        **switches,
+        "PATH": env.search_path(),
+        "CXX": str(wrapper),
+        "HOROVOD_WITH_MPI": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "CMAKE_GENERATOR": "Unix Makefiles",
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses the age of Gloo's files
+        "MAKEFLAGS": f"-j{plan.jobs}",
+        "VERBOSE": "1",  # compile commands in the log
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+
+
+def build(plan: Plan) -> Path:
+    """Build the wheel into the cache; the log stays beside it."""
+    # Built aside and moved in at the end: what is in the cache is whole.
+    with _folder_in(plan.folder) as work:
+        source = Path(work, "source.txt")
+        source.write_text(f"horovod=={VERSION} --hash=sha256:{SOURCE_SHA256}\n")
+        variables = build_environment(plan, write_wrapper(Path(work), plan.compiler))
+        # --use-pep517: the old way would fetch setup_requires (cffi, which nothing uses).
+        command = [sys.executable, "-m", "pip", "wheel", "-v", "--disable-pip-version-check"]
+        command += ["--use-pep517", "--no-build-isolation", "--no-cache-dir", "--no-deps"]
+        command += ["--no-binary", "horovod", "--wheel-dir", work, "--requirement", str(source)]
+        status = _run_logged(command, variables, plan.log)
+        built = next(iter(Path(work).glob("horovod-*.whl")), None)
+        if status or built is None:
+            log = plan.log.read_text(errors="replace")
+            if "DO NOT MATCH THE HASHES" in log:
+                raise SetupError(
+                    f"the source of Horovod {VERSION} that pip found is not the published one, "
+                    f"whose SHA-256 is {SOURCE_SHA256}: look at `pip config list`; log: {plan.log}"
+                )
+            print(excerpt(log), file=sys.stderr)
+            raise SetupError(f"Horovod did not build; the whole log: {plan.log}")
+        text = json.dumps(plan.inputs, indent=2, sort_keys=True)
+        (plan.folder / "inputs.json").write_text(text + "\n")
+        wheel = plan.folder / built.name
+        record_of(wheel).write_text(digest_of(built))
+        return built.replace(wheel)
+
+
+def _folder_in(cache: Path) -> tempfile.TemporaryDirectory[str]:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix="building-", dir=cache)
+    except OSError as error:
+        raise SetupError(
+            f"the cache {cache} cannot be written ({error.strerror}): set HVD_COMPRESS_CACHE to a "
+            "folder that can"
+        ) from None
+
+
+def _run_logged(command: list[str], variables: dict[str, str], log: Path) -> int:
+    progress = _Progress()
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            file.write(line)
+            if found := re.match(r"\s*\[\s*(\d+)%\]", line):
+                progress.show(int(found[1]))
+    progress.close()
+    return process.returncode
+
+
+class _Progress:
+    """Percent done: a bar on a terminal with tqdm, else a line at each tenth."""
+
+    def __init__(self) -> None:
+        self.percent, self.start, self.bar = 0, time.monotonic(), None
+        if sys.stderr.isatty() and importlib.util.find_spec("tqdm"):
+            from tqdm import tqdm
+
+            layout = "  building {percentage:3.0f}% |{bar:40}| {elapsed}"
+            self.bar = tqdm(total=100, bar_format=layout, leave=True)
+
+    def show(self, percent: int) -> None:
+        if percent <= self.percent:
+            return
+        if self.bar is not None:
+            self.bar.update(percent - self.percent)
+        elif percent // 10 > self.percent // 10:
+            seconds = round(time.monotonic() - self.start)
+            print(f"  building {percent // 10 * 10:3}%  {seconds} s", flush=True)
+        self.percent = percent
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def excerpt(log: str, errors: int = 3, context: int = 3, tail: int = 30) -> str:
+    """The part of a build log that matters: the first errors, or the last lines."""
+    lines = [line.rstrip() for line in log.splitlines()]
+    pattern = re.compile(r"\b(fatal )?error: |CMake Error|undefined reference|: cannot find -l")
+    hits = [i for i, line in enumerate(lines) if pattern.search(line)][:errors]
+    if not hits:
+        return "\n".join(lines[-tail:])
+    wanted = sorted({j for i in hits for j in range(max(0, i - 1), i + 1 + context)})
+    return "\n".join(lines[j][:300] for j in wanted if j < len(lines))
+
+
+def install(wheel: Path) -> None:
+    """Put the wheel into this environment, in place of any other Horovod."""
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    command += ["--no-index", "--no-deps", "--force-reinstall", str(wheel)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        print(done.stdout[-3000:], file=sys.stderr)
+        raise SetupError(f"pip could not install {wheel}")
+
+
+def verify(frameworks: list[str]) -> None:
+    """Import what was installed, each framework in a fresh process."""
+    for name in frameworks:
+        facts = built_with(name)
+        if facts is None or not (facts["mpi"] and facts["gloo"]):
+            raise SetupError(
+                f"horovod.{name} was installed but cannot be imported with MPI and Gloo; "
+                "build it anew: hvd-compress install-horovod --rebuild"
+            )
+
+
+def built_with(framework: str) -> dict[str, bool] | None:
+    """What ``horovod.<framework>`` was built with; ``None`` if it cannot be imported."""
+    facts: dict[str, bool] | None = env.ask_python(
+        f"import json, horovod.{framework} as hvd\n"
+        "names = ('mpi', 'gloo', 'nccl', 'cuda', 'rocm')\n"
+        "print(json.dumps({n: bool(getattr(hvd, n + '_built')()) for n in names}))"
+    )
+    return facts
+
+
+def install_horovod(
+    gpu: str = "none", jobs: int | None = None, rebuild: bool = False, dry_run: bool = False
+) -> None:
+    """Say what will be done; build unless cached; install; verify."""
+    plan = make_plan(gpu, jobs)
+    print(plan.describe(rebuild), flush=True)
+    if env.too_new_for_horovodrun(plan.inputs["mpi"]["version"]):
+        print(f"  warning: horovodrun does not work with Open MPI 5: {env.INSTALL_MPI}")
+    if dry_run:
+        return
+    start = time.monotonic()
+    wheel = None if rebuild else plan.wheel
+    install(wheel or build(plan))
+    verify(plan.frameworks)
+    seconds = round(time.monotonic() - start)
+    print(f"Horovod {VERSION} works with {', '.join(plan.frameworks)} ({seconds} s)")

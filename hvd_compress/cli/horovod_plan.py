@@ -1,0 +1,216 @@
+"""What ``hvd-compress install-horovod`` will build, with what, and where the wheel is kept.
+
+A build takes minutes, so the wheel is cached.  pip's own cache would hand a wheel built for
+PyTorch alone to an environment that has TensorFlow as well; ours is keyed by all that the wheel
+depends on (:func:`key_inputs`), and its wheels work in any environment with the same key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hvd_compress.cli import environment as env
+from hvd_compress.errors import SetupError
+
+VERSION = "0.28.1"
+SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+RECIPE = 1  # goes into the key: raise it whenever the wheel comes out different
+FRAMEWORKS = ("torch", "tensorflow")
+GPU = ("none", "nccl", "mpi")
+BUILD_NEEDS = {"pip": "pip", "setuptools": "setuptools", "wheel": "wheel"}
+RUN_NEEDS = {
+    "cloudpickle": "cloudpickle",
+    "packaging": "packaging",
+    "psutil": "psutil",
+    "yaml": "pyyaml",
+    "setuptools": "setuptools",  # horovodrun imports distutils, which Python 3.12 took away
+}
+# Variables of the user that Horovod's build reads.
+BUILD_VARIABLES = re.compile(
+    r"HOROVOD_(WITH|BUILD|GPU|NCCL|CUDA|CPU_OPERATIONS|ROCM|ALLOW_MIXED)|(C|CXX|CPP|LD)FLAGS$|MPI_"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to build, with what, and where it is kept."""
+
+    compiler: list[str]
+    gpu: str
+    jobs: int
+    inputs: dict[str, Any]
+    folder: Path
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "build.log"
+
+    @property
+    def cached(self) -> Path | None:
+        """The wheel in the cache, if there is one."""
+        return next(iter(sorted(self.folder.glob("horovod-*.whl"))), None)
+
+    @property
+    def wheel(self) -> Path | None:
+        """The same, if it is still what was built."""
+        wheel = self.cached
+        if wheel is None or not record_of(wheel).exists():
+            return None
+        return wheel if record_of(wheel).read_text() == digest_of(wheel) else None
+
+    def describe(self, rebuild: bool = False) -> str:
+        frameworks = [f"{name} {self.inputs[name]['version']}" for name in self.frameworks]
+        if self.wheel and not rebuild:
+            work = "install the cached wheel, some seconds"
+        else:
+            work = f"build with {self.jobs} jobs, about {1 + round(7 / self.jobs)} minutes"
+            if self.cached and not rebuild:
+                work += "; the cached wheel is damaged, or has no recorded hash"
+        rows = {
+            "frameworks": ", ".join(frameworks),
+            "MPI": self.inputs["mpi"]["version"],
+            "compiler": self.inputs["compiler"],
+            "gpu": self.gpu,
+            "cache": str(self.folder),
+            "work": work,
+        }
+        lines = [f"  {name:<10} {text}" for name, text in rows.items()]
+        return "\n".join([f"Horovod {VERSION} for {sys.prefix}", *lines])
+
+    @property
+    def frameworks(self) -> list[str]:
+        return [name for name in FRAMEWORKS if self.inputs[name]]
+
+
+def record_of(wheel: Path) -> Path:
+    """Where the hash of a wheel in the cache is kept."""
+    return wheel.with_name(f"{wheel.name}.sha256")
+
+
+def digest_of(wheel: Path) -> str:
+    return hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+
+def make_plan(gpu: str = "none", jobs: int | None = None) -> Plan:
+    """Look at the environment; raise :class:`SetupError` for the first thing missing."""
+    if not any(importlib.util.find_spec(name) for name in FRAMEWORKS):
+        raise SetupError(
+            "neither torch nor tensorflow is installed: pip install torch (or tensorflow-cpu) first"
+        )
+    env.require_packages(BUILD_NEEDS, "building Horovod")
+    env.require_packages(RUN_NEEDS, "Horovod")
+    compiler = env.compiler()
+    if "HOROVOD_CMAKE" not in os.environ:
+        env.require_tool("cmake", "install CMake 3.13 or newer: pip install cmake")
+    env.require_tool("make", "install make (Debian, Ubuntu: apt install make)")
+    env.require_tool("mpicxx", env.INSTALL_MPI)
+    env.require_tool("mpirun", env.INSTALL_MPI)
+    _check_cuda(gpu)
+    inputs = key_inputs(compiler, gpu)
+    if gpu != "none" and inputs["torch"] and not inputs["torch"]["cuda"]:
+        raise SetupError(
+            f"--gpu {gpu} needs PyTorch with CUDA, but {inputs['torch']['version']} has none"
+        )
+    folder = cache_root() / f"horovod-{VERSION}-{key_of(inputs)}"
+    return Plan(compiler, gpu, jobs or _cores(), inputs, folder)
+
+
+def _cores() -> int:
+    """Those that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check_cuda(gpu: str) -> None:
+    if gpu == "none":
+        return
+    home = env.cuda_home()
+    if home is None:
+        raise SetupError(
+            f"--gpu {gpu} needs the CUDA toolkit, but nvcc is neither on PATH nor in "
+            "/usr/local/cuda/bin: install it, or set HOROVOD_CUDA_HOME"
+        )
+    if gpu == "nccl" and not {"HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE"} & set(os.environ):
+        headers = [home / "include" / "nccl.h", Path("/usr/include/nccl.h")]
+        if not any(header.exists() for header in headers):
+            raise SetupError(
+                f"--gpu nccl needs NCCL, but nccl.h is neither in {home}/include nor in "
+                "/usr/include: install libnccl-dev, or set HOROVOD_NCCL_HOME"
+            )
+
+
+def cache_root() -> Path:
+    """HVD_COMPRESS_CACHE, or hvd_compress in the user's cache folder."""
+    if named := os.environ.get("HVD_COMPRESS_CACHE"):
+        return Path(named).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_compress"
+
+
+def key_inputs(compiler: list[str], gpu: str) -> dict[str, Any]:
+    """All that the wheel depends on.
+
+    Places inside the environment are written relative to it, as the wheel's RUNPATH is.
+    """
+    cuda = env.cuda_home() if gpu != "none" else None
+    chosen = {k: v for k, v in sorted(os.environ.items()) if BUILD_VARIABLES.match(k)}
+    return {
+        "horovod": VERSION,
+        "recipe": RECIPE,
+        "python": sysconfig.get_config_var("SOABI"),
+        "platform": [sysconfig.get_platform(), *platform.libc_ver()],
+        "layout": up_to_prefix(),
+        "torch": _torch(),
+        "tensorflow": _framework("tensorflow"),
+        "mpi": {"version": env.mpi_version(), "mpicxx": _relative(env.find_tool("mpicxx"))},
+        "compiler": env.compiler_version(compiler),
+        "gpu": gpu,
+        "cuda": env.output_of([str(cuda / "bin" / "nvcc"), "--version"]) if cuda else None,
+        "variables": {name: _relative(value) for name, value in chosen.items()},
+    }
+
+
+def key_of(inputs: dict[str, Any]) -> str:
+    text = json.dumps(inputs, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _relative(text: str | None) -> str | None:
+    return text and text.replace(sys.prefix + os.sep, "{prefix}" + os.sep)
+
+
+def _framework(name: str) -> dict[str, Any] | None:
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        return None
+    return {"version": env.version_of(name), "where": _relative(spec.origin)}
+
+
+def _torch() -> dict[str, Any] | None:
+    facts = _framework("torch")
+    if facts is None:
+        return None
+    abi = env.ask_python(
+        "import json, torch\n"
+        "print(json.dumps([torch.compiled_with_cxx11_abi(), torch.version.cuda]))"
+    )
+    if abi is None:
+        raise SetupError(
+            f"PyTorch {facts['version']} is installed but cannot be imported; "
+            'see what `python -c "import torch"` says'
+        )
+    return facts | {"cxx11_abi": abi[0], "cuda": abi[1]}
+
+
+def up_to_prefix() -> str:
+    """From the folder of Horovod's libraries up to the environment."""
+    folder = Path(sysconfig.get_path("platlib"), "horovod", "torch")
+    return os.path.relpath(sys.prefix, folder)

@@ -1,0 +1,152 @@
+"""The command ``hvd-compress``.  It loads no framework by itself."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import shutil
+import sys
+import textwrap
+import warnings
+from collections.abc import Sequence
+
+from hvd_compress import __version__, methods
+from hvd_compress.base import Compressor
+from hvd_compress.cli.costs import RANKS, SHAPE, facts_of_defaults
+from hvd_compress.cli.doctor import WANTED, doctor
+from hvd_compress.cli.horovod_build import install_horovod
+from hvd_compress.cli.horovod_plan import GPU, VERSION
+from hvd_compress.errors import CompressionError, NeedsTuning
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit status."""
+    arguments = vars(_parser().parse_args(argv))
+    run = arguments.pop("run")
+    try:
+        return run(**arguments) or 0
+    except CompressionError as error:
+        print(f"hvd-compress: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hvd-compress", description="Gradient compression for Horovod and MPI."
+    )
+    parser.add_argument("--version", action="version", version=f"hvd_compress {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser(
+        "install-horovod",
+        help=f"build Horovod {VERSION} for the frameworks of this environment and install it",
+        description=f"Build Horovod {VERSION}, which pip cannot, for the installed PyTorch and "
+        "TensorFlow, and install it.  Wheels are cached: a second time takes seconds.",
+    )
+    command.add_argument(
+        "--gpu", choices=GPU, default="none", help="what moves GPU tensors (default: none)"
+    )
+    command.add_argument("--jobs", type=_positive, metavar="N", help="default: number of cores")
+    command.add_argument("--rebuild", action="store_true", help="even if there is a cached wheel")
+    command.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
+    command.set_defaults(run=install_horovod)
+
+    command = commands.add_parser("doctor", help="what is installed, what is wrong, what helps")
+    command.add_argument(
+        "--for",
+        nargs="+",
+        choices=WANTED,
+        default=(),
+        dest="wanted",
+        metavar="WHAT",
+        help=f"what has to work, of {', '.join(WANTED)} (default: what is installed)",
+    )
+    command.set_defaults(run=doctor)
+
+    command = commands.add_parser("methods", help="compression methods, their costs and options")
+    command.add_argument("names", nargs="*", metavar="NAME", help="all about these")
+    command.add_argument("--wide", action="store_true", help="all columns, however narrow the room")
+    command.set_defaults(run=list_methods)
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+COLUMNS = ("name", "class", "bits sent", "received", "meets by", "state", "reference")
+#: what a narrow terminal does without, in this order
+DISPENSABLE = ("state", "class", "reference", "meets by")
+
+
+def list_methods(names: Sequence[str], wide: bool) -> None:
+    """Print a table of all methods with what they cost, or what is to be known of some."""
+    warnings.simplefilter("ignore", NeedsTuning)  # nothing is trained here
+    classes = [methods.named(name) for name in names or methods.method_names()]
+    if names:
+        for cls in classes:
+            _describe(cls)
+        return
+    rows = [dict(zip(COLUMNS, COLUMNS, strict=True))]
+    for cls in classes:
+        values = (cls.name, cls.__name__, *_costs(cls), cls.reference)
+        rows.append(dict(zip(COLUMNS, values, strict=True)))
+    widths = {column: max(len(row[column]) for row in rows) for column in COLUMNS}
+    # Into a file or a pipe goes all.
+    room = sys.maxsize if wide else shutil.get_terminal_size(fallback=(sys.maxsize, 24)).columns
+    hidden = _hidden(widths, room)
+    for row in rows:
+        cells = [row[column].ljust(widths[column]) for column in COLUMNS if column not in hidden]
+        print("  ".join(cells).rstrip())
+    notes = (
+        f"Bits an element, counted in float32 on a matrix of {SHAPE[0]} x {SHAPE[1]} between "
+        f"{RANKS} ranks. Where all is gathered, what is received grows with the number of ranks; "
+        "sums, all-to-all and the gather behind it do not. State in units of the gradient. "
+        "Options: hvd-compress methods NAME ..."
+    )
+    if hidden:
+        notes += f" Left out for want of room: {', '.join(hidden)} (--wide shows all)."
+    print("\n" + textwrap.fill(notes, min(room, 100)))
+
+
+def _hidden(widths: dict[str, int], room: int) -> list[str]:
+    """The columns that must go so that the others have room, with two blanks between them."""
+    hidden: list[str] = []
+    for column in DISPENSABLE:
+        if sum(2 + width for name, width in widths.items() if name not in hidden) - 2 <= room:
+            break
+        hidden.append(column)
+    return hidden
+
+
+def _costs(cls: type[Compressor]) -> tuple[str, str, str, str]:
+    found = facts_of_defaults(cls.name)
+    state = ", ".join(f"{key} {size:g}" for key, size in found.memory.items()) or "-"
+    return f"{found.sent:g}", f"{found.received:g}", ", ".join(found.meets), state
+
+
+def _describe(cls: type[Compressor]) -> None:
+    print(f"{cls.name}: {cls.__name__}\n")
+    print(textwrap.indent(inspect.getdoc(cls) or "", "    "))
+    print("\n    Defaults:")
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        print(f"        {_option(field)}")
+    if cls.name not in methods.method_names():
+        return
+    sent, received, meets, state = _costs(cls)
+    print(f"\n    Bits an element: {sent} sent, {received} received between {RANKS} ranks")
+    print(f"    Meets by: {meets}; state, in gradients: {state}\n")
+
+
+def _option(field: dataclasses.Field[object]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"{field.name}={field.default!r}"
+    if field.default_factory is not dataclasses.MISSING:
+        return f"{field.name}={field.default_factory()!r}"
+    return field.name

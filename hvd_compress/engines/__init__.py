@@ -1,0 +1,1 @@
+"""Engines carry exchanges between ranks: in one process, or over a library of collectives."""

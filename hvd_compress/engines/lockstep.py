@@ -1,0 +1,154 @@
+"""A world of ranks inside one process: the simplest engine, for tests, studies and examples.
+
+All ranks advance together, one request at a time, so there is no concurrency and no time-out, and
+hundreds of ranks fit into one test.  Works on the arrays of every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import (
+    Alltoall,
+    Array,
+    Batch,
+    Compressor,
+    Context,
+    Exchange,
+    Gather,
+    Max,
+    Outcome,
+    State,
+    Swap,
+)
+from hvd_compress.engines.batching import answers
+from hvd_compress.errors import CompressionError
+
+
+def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
+    """What a rank gets for its request, given all ranks' requests in rank order."""
+    kinds = {type(request) for request in requests}
+    if len(kinds) > 1:
+        raise CompressionError(f"ranks ask for different things at once: {requests}")
+    first = requests[0]
+    if isinstance(first, Batch):
+        return answers([requests[rank]])[0]
+    if isinstance(first, Swap):
+        return _from_partner(requests, rank)
+    if isinstance(first, Alltoall):
+        mine = [request.payloads[rank] for request in requests]
+        sizes = {backend_of(payload).size(payload) for payload in mine}
+        if len(sizes) > 1:
+            raise CompressionError(f"payloads for rank {rank} differ in size: {sorted(sizes)}")
+        return mine
+    if isinstance(first, Gather):
+        return [request.payload for request in requests]
+    xp = backend_of(first.array)
+    looks = {
+        (xp.shape(request.array), xp.dtype(request.array), getattr(request, "wire", None))
+        for request in requests
+    }
+    if len(looks) > 1:
+        raise CompressionError(
+            f"ranks meet with arrays that differ in (shape, dtype, wire): {sorted(looks, key=str)}"
+        )
+    if isinstance(first, Max):
+        result = first.array
+        for request in requests[1:]:
+            result = xp.maximum(result, request.array)
+        return result
+    if first.wire is None:
+        result = first.array
+        for request in requests[1:]:
+            result = result + request.array
+        return result
+    # Like a good allreduce: the wire type between ranks, float32 for adding.
+    dtype = xp.dtype(first.array)
+    parts = [xp.cast(xp.round_to(request.array, first.wire), "float32") for request in requests]
+    result = parts[0]
+    for part in parts[1:]:
+        result = result + part
+    return xp.cast(xp.round_to(result, first.wire), dtype)
+
+
+def _from_partner(requests: Sequence[Swap], rank: int) -> Array:
+    own = requests[rank]
+    if own.partner is None:
+        return own.payload[:0]
+    theirs = requests[own.partner]
+    sizes = [backend_of(request.payload).size(request.payload) for request in (own, theirs)]
+    if theirs.partner != rank or len(set(sizes)) > 1:
+        raise CompressionError(
+            f"rank {rank} has {sizes[0]} bytes for its partner {own.partner}, which has {sizes[1]} "
+            f"for rank {theirs.partner}"
+        )
+    return theirs.payload
+
+
+def run(exchanges: Sequence[Exchange]) -> list[Outcome]:
+    """Run one exchange per rank to the end."""
+    outcomes: list[Outcome] = []
+    replies: list[Any] = [None] * len(exchanges)
+    while True:
+        requests = []
+        for exchange, reply in zip(exchanges, replies, strict=True):
+            try:
+                requests.append(exchange.send(reply))
+            except StopIteration as stop:
+                outcomes.append(stop.value)
+        if not requests:
+            return outcomes
+        if outcomes:
+            raise CompressionError("some ranks are done while others still want to exchange")
+        common = None if isinstance(requests[0], Alltoall | Swap | Batch) else reply_to(requests)
+        replies = [
+            reply_to(requests, rank) if common is None else common for rank in range(len(requests))
+        ]
+
+
+class World:
+    """Ranks that hold one state each for every tensor name.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress import TopK
+        >>> world = World(TopK(density=0.5), size=2)
+        >>> world.exchange([np.array([3.0, 1.0]), np.array([1.0, 2.0])])[0].mean
+        array([1.5, 1. ])
+    """
+
+    def __init__(self, compressor: Compressor, size: int, seed: int = 0) -> None:
+        self.compressor = compressor
+        self.size = size
+        self.seed = seed
+        self.epoch: int | None = None
+        self.states: dict[str, list[State]] = {}
+        self.steps: dict[str, int] = {}
+
+    def exchange(
+        self, gradients: Sequence[Array], name: str = "tensor", **context: Any
+    ) -> list[Outcome]:
+        """Average one tensor; ``gradients`` in rank order, ``context`` as in ``base.Context``."""
+        if len(gradients) != self.size:
+            raise CompressionError(f"{len(gradients)} gradients for {self.size} ranks")
+        shape = backend_of(gradients[0]).shape(gradients[0])
+        method = self.compressor.for_tensor(name, shape)
+        if name not in self.states:
+            self.states[name] = [method.init(gradient) for gradient in gradients]
+        step = self.steps.get(name, 0)
+        common = Context(
+            name=name, size=self.size, step=step, epoch=self.epoch, seed=self.seed
+        )._replace(**context)
+        outcomes = run(
+            [
+                method.exchange(gradient, state, common._replace(rank=rank))
+                for rank, (gradient, state) in enumerate(
+                    zip(gradients, self.states[name], strict=True)
+                )
+            ]
+        )
+        self.states[name] = [outcome.state for outcome in outcomes]
+        self.steps[name] = step + 1
+        return outcomes

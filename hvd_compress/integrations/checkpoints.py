@@ -1,0 +1,121 @@
+"""What checkpoints of one rank mean for others, and what can be wrong with them.
+
+Residuals differ between ranks, and users save rank 0 only.  What matters for training is the mean
+over the ranks of what waits; a checkpoint that holds the mean serves any number of ranks.  One that
+holds a single rank's own state serves that rank.
+
+Files are cut off, mixed up and edited.  Whoever loads a state checks all of it with the functions
+below before anything is assigned, so that a state that is refused leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array
+from hvd_compress.config import is_number, is_whole
+from hvd_compress.errors import ConfigError, UnsupportedError
+
+
+def refused(problem: str) -> ConfigError:
+    """The error for a state that cannot be loaded."""
+    return ConfigError(f"this state cannot be loaded, and nothing was changed: {problem}")
+
+
+def entry(state: Any, key: Any, kind: type | tuple[type, ...], *, of: str = "it") -> Any:
+    """``state[key]``, if that is of a ``kind``."""
+    if not isinstance(state, Mapping):
+        raise refused(f"{of} is {_look(state)} where a dict was expected")
+    if key not in state:
+        raise refused(f"{of} has no {key!r}")
+    if not isinstance(state[key], kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        names = " or ".join(k.__name__ for k in kinds)
+        raise refused(f"{key!r} is {_look(state[key])} where {names} was expected")
+    return state[key]
+
+
+def whole(state: Any, key: str, least: int = 0) -> int:
+    """``state[key]``, if that is a whole number, ``least`` or more."""
+    value = entry(state, key, object)
+    if not is_whole(value) or value < least:
+        raise refused(f"{key!r} is {_look(value)} where a whole number from {least} was expected")
+    return value
+
+
+def epoch_in(state: Any) -> Any:
+    """The epoch that was announced, if any."""
+    value = entry(state, "epoch", object)
+    if value is not None and not (is_number(value) and math.isfinite(value) and value >= 0):
+        raise refused(f"'epoch' is {_look(value)} where a number from 0, or None, was expected")
+    return value
+
+
+def saver_in(state: Any) -> dict[str, Any]:
+    """Who saved: "consolidated", "rank" and "size"."""
+    saved = {
+        "consolidated": bool(entry(state, "consolidated", (bool, int))),
+        "rank": whole(state, "rank"),
+        "size": whole(state, "size", 1),
+    }
+    if saved["rank"] >= saved["size"]:
+        raise refused(f"it was saved by rank {saved['rank']} of {saved['size']}")
+    return saved
+
+
+def check_array(what: str, x: Any, n: int | None = None) -> Array:
+    """``x``, if that is an array of ``n`` floating-point numbers (any number of them if ``None``),
+    all of them finite."""
+    try:
+        xp = backend_of(x)
+        dtype, size = xp.dtype(x), xp.size(x)
+    except (UnsupportedError, AttributeError):
+        raise refused(f"{what} is {_look(x)} where an array was expected") from None
+    if "float" not in dtype:
+        raise refused(f"{what} has elements of {dtype} where floating-point numbers were expected")
+    if n is not None and size != n:
+        raise refused(
+            f"{what} has {size} elements instead of {n}: it belongs to another model, or to other "
+            "options"
+        )
+    if not bool(xp.all_finite(x)):
+        raise refused(f"{what} has elements that are NaN or Inf")
+    return x
+
+
+def _look(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) < 60 else text[:60] + ' ...'}"
+
+
+def unconsolidated(call: str) -> str:
+    """A warning for those who save what is one rank's own."""
+    return (
+        f"this state holds the residuals of this rank only. Call {call} on every rank before "
+        "rank 0 saves; or save every rank's own and load it on the same rank"
+    )
+
+
+def share(engine: Any, saved: Mapping[str, Any]) -> float:
+    """What becomes of saved residuals on this rank, so that nothing is counted twice: a factor.
+
+    Args:
+        saved: "consolidated", and the "rank" and "size" of those who saved; empty if unknown.
+    """
+    if not saved or saved["consolidated"] or saved["size"] == 1:
+        return 1.0
+    if saved["size"] == engine.size and saved["rank"] == engine.rank:
+        return 1.0
+    warnings.warn(
+        f"this state holds what waited on rank {saved['rank']} of {saved['size']} only; the "
+        "residuals of the other ranks are lost. Before saving on one rank, consolidate on every "
+        "rank: optimizer.consolidate_state_dict() in PyTorch, optimizer.compression.consolidate() "
+        "in Keras",
+        UserWarning,
+        stacklevel=4,
+    )
+    return engine.size / saved["size"] if engine.rank == saved["rank"] else 0.0

@@ -1,0 +1,1 @@
+"""Collectives of arrays that are sent whole."""

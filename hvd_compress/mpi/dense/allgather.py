@@ -1,0 +1,38 @@
+"""Every rank's bytes on every rank: one message from each rank to each other."""
+
+from __future__ import annotations
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_compress.errors import PayloadError
+from hvd_compress.mpi.transport.communicator import Channel, Communicator, others
+from hvd_compress.mpi.transport.progress import Algorithm, Wait
+
+
+def allgather(
+    message: np.ndarray, *, comm: MPI.Comm | Communicator | None = None
+) -> list[np.ndarray]:
+    """Every rank's ``message`` (1-D, uint8, of any size), in rank order."""
+    comm = Communicator.of(comm)
+    comm.agree("allgather")
+    return comm.run("allgather", gather(comm.channel(), message))[0]
+
+
+def gather(channel: Channel, message: np.ndarray, equal_sizes: bool = False) -> Algorithm:
+    """The algorithm; ``equal_sizes`` is a promise that spares the exchange of sizes."""
+    peers = others(channel.rank, channel.size)
+    sizes = np.full(channel.size, message.nbytes, np.int64)
+    if not equal_sizes:
+        mine = sizes[channel.rank : channel.rank + 1].copy()
+        lengths = [channel.receive(sizes[peer : peer + 1], peer) for peer in peers]
+        lengths += [channel.send(mine, peer) for peer in peers]
+        yield Wait(lengths, "sizes of payloads")
+        if sizes.min() < 0 or sizes.max() >= 2**31:
+            raise PayloadError(f"ranks announce payloads of {sizes.tolist()} bytes")
+    everything = [np.empty(size, np.uint8) for size in sizes]
+    everything[channel.rank] = message
+    messages = [channel.receive(everything[peer], peer) for peer in peers]
+    messages += [channel.send(message, peer) for peer in peers]
+    yield Wait(messages, "payloads")
+    return everything

@@ -1,0 +1,214 @@
+"""Dense allreduce: one function for each algorithm, and one that chooses."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_compress.errors import ConfigError
+from hvd_compress.mpi.dense.direct_allreduce import direct
+from hvd_compress.mpi.dense.halving_doubling import REMAINDERS, halving_doubling
+from hvd_compress.mpi.dense.native import native
+from hvd_compress.mpi.dense.ring import ring, segments
+from hvd_compress.mpi.transport.arrays import Flat, describe, flatten
+from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes
+from hvd_compress.mpi.transport.progress import Work
+from hvd_compress.mpi.transport.reduction import reduction
+from hvd_compress.mpi.tuning.measuring import model_of
+
+Comm = MPI.Comm | Communicator | None
+Algorithm = Callable[..., Any]
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "direct": direct,
+    "halving_doubling": halving_doubling,
+    "mpi": native,
+    "ring": ring,
+}
+#: bytes of one message, and arrays cut into so many blocks that are under way at once
+CHUNK, DEPTH = 512 * 1024, 4
+
+
+def allreduce(
+    x: Any,
+    *,
+    op: str = "sum",
+    algorithm: str = "auto",
+    out: Any = None,
+    comm: Comm = None,
+    chunk: int = CHUNK,
+) -> Any:
+    """Reduce an array over all ranks; every rank gets the same bits.
+
+    Args:
+        x: any shape, the same on all ranks: a NumPy array, a torch tensor, or a GPU array with
+            DLPack.  float16, bfloat16, float32, float64 or integers.  Half precisions are added in
+            float32 and rounded once.
+        op: "sum", "mean" (floats only) or "max" (NaN counts as largest).
+        algorithm: "ring", "halving_doubling", "direct", "mpi" (MPI's own), or "auto": what a model
+            measured on this communicator expects to be fastest, see :class:`.CostModel`.
+        out: where the result goes, of the shape and dtype of ``x``; ``out=x`` works in place.  A
+            new array if ``None``.
+        comm: ``None`` for all ranks.
+        chunk: bytes of a message; the array travels in blocks, so that one is added while others
+            are on the wire.  No more than a few chunks of memory are needed beside the result.
+
+    Returns:
+        ``out``, or a new array of the kind of ``x``.
+
+    Raises:
+        UnsupportedError: a dtype that cannot be reduced.
+        MismatchError: ranks differ in shape, dtype or options (found by the first calls' check).
+        CollectiveTimeout: some rank does not answer.
+    """
+    if algorithm != "auto" and algorithm not in ALGORITHMS:
+        raise ConfigError(f"algorithm={algorithm!r} is not one of auto, {', '.join(ALGORITHMS)}")
+    communicator = Communicator.of(comm)
+    if algorithm == "auto":
+        flat = flatten(x)
+        communicator.agree(f"allreduce({describe(flat)}, {op}, auto)")
+        algorithm = model_of(communicator).fastest(nbytes(flat.array), flat.dtype)
+    return _run(ALGORITHMS[algorithm], algorithm, x, op, out, communicator, chunk)
+
+
+def ring_allreduce(
+    x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
+) -> Any:
+    """:func:`allreduce` around a ring: 2 (P - 1) rounds, 2 n (P - 1) / P bytes sent by each rank.
+
+    The order of additions of an element depends on its place in the array.
+    """
+    return _run(ring, "ring", x, op, out, Communicator.of(comm), chunk)
+
+
+def halving_doubling_allreduce(
+    x: Any,
+    *,
+    op: str = "sum",
+    out: Any = None,
+    comm: Comm = None,
+    chunk: int = CHUNK,
+    remainder: str = "binary_blocks",
+) -> Any:
+    """:func:`allreduce` by recursive halving and doubling: 2 log2 P rounds.
+
+    Args:
+        remainder: what happens if P is no power of two: "binary_blocks" or "fold".
+    """
+    if remainder not in REMAINDERS:
+        raise ConfigError(f"remainder={remainder!r} is not one of {', '.join(REMAINDERS)}")
+    algorithm = functools.partial(halving_doubling, remainder=remainder)
+    name = f"halving_doubling, {remainder}"
+    return _run(algorithm, name, x, op, out, Communicator.of(comm), chunk)
+
+
+def direct_allreduce(
+    x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
+) -> Any:
+    """:func:`allreduce` with two rounds of messages from each rank to each other; additions in the
+    order of the ranks, whatever else changes."""
+    return _run(direct, "direct", x, op, out, Communicator.of(comm), chunk)
+
+
+def _run(
+    algorithm: Algorithm,
+    name: str,
+    x: Any,
+    op: str,
+    out: Any,
+    comm: Communicator,
+    chunk: int,
+) -> Any:
+    if chunk < 64:
+        raise ConfigError(f"chunk={chunk} bytes: at least 64")
+    flat = flatten(x)
+    call = f"allreduce({describe(flat)}, {op}, {name})"
+    comm.agree(call)
+    target = flat if out is x else _target(out, flat)
+    if is_same(target.array, flat.array):  # a view of x, say
+        target = flat
+    elif _overlap(target.array, flat.array):
+        target = _target(None, flat)
+    start(comm, call, algorithm, flat, target.array, op, chunk).wait()
+    done = target.give_back(target.array)
+    return done if out is None else _assign(out, done)
+
+
+def start(
+    comm: Communicator,
+    call: str,
+    algorithm: Algorithm,
+    flat: Flat,
+    out: Any,
+    op: str,
+    chunk: int = CHUNK,
+    channel: Callable[[], Channel] | None = None,
+) -> Work:
+    """The allreduce of a flat array as work under way; ``channel`` opens one for each block."""
+    channel = channel or comm.channel
+    x, reduce = flat.array, reduction(op, flat, comm.size)
+    if comm.size == 1 and out is not x:
+        out[:] = x
+    if comm.size == 1 or not len(x):
+        return Work(comm, call, ())
+    itemsize = nbytes(x[:1]) or 1
+    per_block = max(1, chunk // itemsize) * comm.size
+    if algorithm is native:
+        # Counts of MPI-3 are 32-bit integers; and what is copied should be small.
+        per_block = max(1, 16 * chunk // itemsize) if out is x or reduce.widens else 2**30
+    elif algorithm not in (ring, direct):
+        per_block = max(1, 2 * chunk // itemsize)  # the first message is half of a block
+    blocks = segments(len(x), -(-len(x) // per_block))
+    return Work(
+        comm,
+        call,
+        [
+            # A view of its own is not the same object, but in place is in place.
+            algorithm(channel(), part := x[block], part if out is x else out[block], reduce)
+            for block in blocks
+        ],
+        DEPTH,
+    )
+
+
+def _target(out: Any, like: Flat) -> Flat:
+    """Where the result is made: ``out`` itself where that is possible."""
+    if out is None:
+        array = like.array
+        fresh = (
+            np.empty_like(array) if isinstance(array, np.ndarray) else array.new_empty(len(array))
+        )
+        return like._replace(array=fresh)
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ConfigError("out is read-only: pass an array that can be written, or out=None")
+    target = flatten(out)
+    if (target.dtype, target.shape) != (like.dtype, like.shape):
+        raise ConfigError(
+            f"out is {describe(target)} and x is {describe(like)}: they must be alike"
+        )
+    return target
+
+
+def is_same(x: Any, y: Any) -> bool:
+    """Whether flat arrays are the same memory."""
+    if isinstance(x, np.ndarray):
+        return isinstance(y, np.ndarray) and len(x) > 0 and x.ctypes.data == y.ctypes.data
+    return x.data_ptr() == y.data_ptr()
+
+
+def _overlap(x: Any, y: Any) -> bool:
+    return isinstance(x, np.ndarray) and isinstance(y, np.ndarray) and np.may_share_memory(x, y)
+
+
+def _assign(out: Any, done: Any) -> Any:
+    """Put the result into ``out``, unless it was made there."""
+    if isinstance(out, np.ndarray):
+        if not is_same(out, done):
+            out[...] = done
+    elif not is_same(out, done):
+        out.detach().copy_(done)
+    return out

@@ -1,0 +1,33 @@
+"""A message from each rank to each other, or to a partner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hvd_compress.mpi.transport.communicator import Channel, others
+from hvd_compress.mpi.transport.progress import Algorithm, Wait
+
+
+def alltoall(channel: Channel, messages: Sequence[np.ndarray]) -> Algorithm:
+    """``messages`` (1-D, uint8) by the rank they are for; all ranks have equally many bytes for the
+    same rank.  The result is what each rank has for this one."""
+    rank = channel.rank
+    peers = others(rank, channel.size)
+    arriving = [np.empty_like(messages[rank]) for _ in messages]
+    arriving[rank] = messages[rank]
+    under_way = [channel.receive(arriving[peer], peer) for peer in peers]
+    under_way += [channel.send(messages[peer], peer) for peer in peers]
+    yield Wait(under_way, "payloads")
+    return arriving
+
+
+def swap(channel: Channel, messages: Mapping[int, np.ndarray]) -> Algorithm:
+    """``messages`` (1-D, uint8) by partner, who has equally many bytes for this rank.  The result
+    is what each partner has."""
+    arriving = {peer: np.empty_like(message) for peer, message in messages.items()}
+    under_way = [channel.receive(theirs, peer) for peer, theirs in arriving.items()]
+    under_way += [channel.send(message, peer) for peer, message in messages.items()]
+    yield Wait(under_way, "payloads of partners")
+    return arriving

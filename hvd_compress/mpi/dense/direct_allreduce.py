@@ -1,0 +1,38 @@
+"""Direct exchange: every rank adds up one part, in rank order, and sends the sum to all.
+
+Two rounds of P - 1 messages each, all under way at once; every rank sends 2 n (P - 1) / P like a
+ring.  The order of additions is that of the ranks for every element, so the result depends neither
+on how arrays are cut or fused nor on timing, and it is that of the lockstep world, bit for bit.
+Partial sums never travel: half precisions are sent as they are and rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_compress.mpi.dense.ring import segments
+from hvd_compress.mpi.transport.communicator import Channel, others
+from hvd_compress.mpi.transport.progress import Algorithm, Wait
+from hvd_compress.mpi.transport.reduction import Reduction
+
+
+def direct(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
+    """Reduce the flat ``x`` into ``out``, which may be ``x``."""
+    rank, size = channel.rank, channel.size
+    parts = segments(len(x), size)
+    length = parts[rank].stop - parts[rank].start
+    arriving = {peer: reduction.scratch_of_dtype(length) for peer in others(rank, size)}
+    messages = [channel.receive(array, peer) for peer, array in arriving.items()]
+    messages += [channel.send(x[parts[peer]], peer) for peer in arriving]
+    yield Wait(messages, "direct reduce-scatter")
+
+    arriving[rank] = x[parts[rank]]
+    total = reduction.scratch(length)
+    reduction.widen(arriving[0], total)
+    for peer in range(1, size):
+        reduction.combine(total, arriving[peer])
+    reduction.finish(total, out[parts[rank]])
+
+    messages = [channel.receive(out[parts[peer]], peer) for peer in others(rank, size)]
+    messages += [channel.send(out[parts[rank]], peer) for peer in others(rank, size)]
+    yield Wait(messages, "direct allgather")

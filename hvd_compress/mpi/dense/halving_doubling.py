@@ -1,0 +1,157 @@
+"""Recursive halving and doubling: partners at distance 1, 2, 4 ..., each time half of the data.
+
+2 log2 P rounds and 2 n (P - 1) / P bytes from every rank, if P is a power of two (Thakur,
+Rabenseifner, Gropp, 2005).  For other P there are two ways:
+
+``binary_blocks``
+    The ranks form blocks of the powers of two that P is made of, 6 = 4 + 2.  Each block reduces and
+    scatters within itself; sums move up from the smallest block to the largest, and results down
+    again (Rabenseifner and Traeff, 2004).
+``fold``
+    P - 2^k ranks hand their data to a neighbour, pairs sharing the additions, and get the result
+    at the end (Rabenseifner, 2004; MPICH).  Fewer partners, more bytes for the pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
+
+from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.progress import Algorithm, Wait
+from hvd_compress.mpi.transport.reduction import Reduction
+
+REMAINDERS = ("binary_blocks", "fold")
+
+
+class _Range(NamedTuple):
+    start: int
+    stop: int
+
+    def half(self, which: int) -> _Range:
+        middle = (self.start + self.stop) // 2
+        return _Range(self.start, middle) if which == 0 else _Range(middle, self.stop)
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+def _owned(n: int, member: int, rounds: int) -> list[_Range]:
+    """What member ``member`` of a block still holds after 0, 1 ... ``rounds`` halvings."""
+    ranges = [_Range(0, n)]
+    for step in range(rounds):
+        ranges.append(ranges[-1].half(member >> step & 1))
+    return ranges
+
+
+def halving_doubling(
+    channel: Channel, x: Any, out: Any, reduction: Reduction, remainder: str = "binary_blocks"
+) -> Algorithm:
+    """Reduce the flat ``x`` into ``out``, which may be ``x``."""
+    partial = reduction.scratch(len(x))
+    reduction.widen(x, partial)
+    run = _binary_blocks if remainder == "binary_blocks" else _fold
+    yield from run(channel, partial, out, reduction)
+
+
+def _halve(
+    channel: Channel, members: Sequence[int], partial: Any, reduction: Reduction
+) -> Generator[Wait, None, _Range]:
+    """Reduce-scatter among ``members``; what this rank holds afterwards."""
+    member, rounds = members.index(channel.rank), len(members).bit_length() - 1
+    ranges = _owned(len(partial), member, rounds)
+    arriving = reduction.scratch((len(partial) + 1) // 2)
+    for step in range(rounds):
+        peer = members[member ^ (1 << step)]
+        keep = ranges[step + 1]
+        give = ranges[step].half(1 - (member >> step & 1))
+        taken = arriving[: keep.stop - keep.start]
+        messages = [channel.receive(taken, peer), channel.send(partial[give.slice], peer)]
+        yield Wait(messages, "halving", (step + 1, rounds))
+        reduction.merge(partial[keep.slice], taken)
+    return ranges[-1]
+
+
+def _double(channel: Channel, members: Sequence[int], out: Any) -> Algorithm:
+    """Allgather among ``members`` of what :func:`_halve` left with each."""
+    member, rounds = members.index(channel.rank), len(members).bit_length() - 1
+    ranges = _owned(len(out), member, rounds)
+    for step in reversed(range(rounds)):
+        peer = members[member ^ (1 << step)]
+        theirs = ranges[step].half(1 - (member >> step & 1))
+        messages = [
+            channel.receive(out[theirs.slice], peer),
+            channel.send(out[ranges[step + 1].slice], peer),
+        ]
+        yield Wait(messages, "doubling", (rounds - step, rounds))
+
+
+def _blocks(size: int) -> list[range]:
+    """Powers of two that add up to ``size``, the largest first."""
+    blocks, start = [], 0
+    for bit in reversed(range(size.bit_length())):
+        if size >> bit & 1:
+            blocks.append(range(start, start + (1 << bit)))
+            start += 1 << bit
+    return blocks
+
+
+def _binary_blocks(channel: Channel, partial: Any, out: Any, reduction: Reduction) -> Algorithm:
+    rank, n = channel.rank, len(partial)
+    blocks = _blocks(channel.size)
+    index = next(i for i, block in enumerate(blocks) if rank in block)
+    block = blocks[index]
+    mine = yield from _halve(channel, block, partial, reduction)
+
+    # A member of a larger block holds a part of what the member of a smaller one with the same
+    # low bits holds, because both halved by the same bits first.
+    smaller = blocks[index + 1] if index + 1 < len(blocks) else None
+    larger = blocks[index - 1] if index > 0 else None
+    below = smaller[(rank - block.start) % len(smaller)] if smaller else None
+    above: dict[int, _Range] = {}
+    if larger:
+        rounds = len(larger).bit_length() - 1
+        for member in range(rank - block.start, len(larger), len(block)):
+            above[larger[member]] = _owned(n, member, rounds)[-1]
+
+    if below is not None:
+        taken = reduction.scratch(mine.stop - mine.start)
+        yield Wait([channel.receive(taken, below)], "sums from the smaller block")
+        reduction.merge(partial[mine.slice], taken)
+    if above:
+        sums = [channel.send(partial[part.slice], peer) for peer, part in above.items()]
+        yield Wait(sums, "sums to the larger block")
+        results = [channel.receive(out[part.slice], peer) for peer, part in above.items()]
+        yield Wait(results, "results from the larger block")
+    else:
+        reduction.finish(partial[mine.slice], out[mine.slice])
+    if below is not None:
+        yield Wait([channel.send(out[mine.slice], below)], "results to the smaller block")
+    yield from _double(channel, block, out)
+
+
+def _fold(channel: Channel, partial: Any, out: Any, reduction: Reduction) -> Algorithm:
+    rank, size, n = channel.rank, channel.size, len(partial)
+    core = 1 << (size.bit_length() - 1)
+    extra = size - core
+    # Of the first 2 * extra ranks the even ones go on; then all that have no partner.
+    members = [*range(0, 2 * extra, 2), *range(2 * extra, size)]
+    if rank < 2 * extra:
+        peer, is_even = rank ^ 1, rank % 2 == 0
+        keep, give = _Range(0, n).half(rank % 2), _Range(0, n).half(1 - rank % 2)
+        taken = reduction.scratch(keep.stop - keep.start)
+        messages = [channel.receive(taken, peer), channel.send(partial[give.slice], peer)]
+        yield Wait(messages, "folding, halves")
+        reduction.merge(partial[keep.slice], taken)
+        if is_even:
+            yield Wait([channel.receive(partial[give.slice], peer)], "folding, sums")
+        else:
+            yield Wait([channel.send(partial[keep.slice], peer)], "folding, sums")
+            yield Wait([channel.receive(out, peer)], "unfolding")
+            return
+    mine = yield from _halve(channel, members, partial, reduction)
+    reduction.finish(partial[mine.slice], out[mine.slice])
+    yield from _double(channel, members, out)
+    if rank < 2 * extra:
+        yield Wait([channel.send(out, rank ^ 1)], "unfolding")

@@ -1,0 +1,46 @@
+"""MPI's own allreduce, behind the same interface and with the same time-out."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from mpi4py.util.dtlib import to_numpy_dtype
+
+from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.progress import Algorithm, Message, Wait
+from hvd_compress.mpi.transport.reduction import Reduction
+
+
+def _maximum(incoming: Any, result: Any, datatype: MPI.Datatype) -> None:
+    """MPICH's own MPI.MAX loses a NaN."""
+    dtype = to_numpy_dtype(datatype)
+    x, y = np.frombuffer(incoming, dtype), np.frombuffer(result, dtype)
+    np.maximum(x, y, out=y)
+
+
+@functools.cache
+def _op(name: str) -> MPI.Op:
+    """Made when it is needed: MPI may be initialised after the import."""
+    return MPI.Op.Create(_maximum, commute=True) if name == "max" else MPI.SUM
+
+
+def native(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
+    """Reduce the flat ``x`` into ``out``, which may be ``x``.
+
+    The non-blocking form is used, since nothing ends a blocking call whose partner has gone.  MPI
+    knows no half precisions: they are added as float32.  ``x`` is copied rather than reduced in
+    place, for which Open MPI takes an algorithm that is several times slower.
+    """
+    source, total = x, out
+    if reduction.widens or x is out:
+        source = reduction.scratch(len(x))
+        reduction.widen(x, source)
+    if reduction.widens:
+        total = reduction.scratch(len(x))
+    request = channel.comm.mpi.Iallreduce(source, total, _op(reduction.op))
+    yield Wait([Message.collective(request)], "MPI_Iallreduce")
+    if reduction.widens or reduction.op == "mean":
+        reduction.finish(total, out)

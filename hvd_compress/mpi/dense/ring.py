@@ -1,0 +1,54 @@
+"""Ring allreduce: reduce-scatter, then allgather, each rank talking to its two neighbours.
+
+2 (P - 1) rounds; every rank sends 2 n (P - 1) / P, which is the least that an allreduce of n bytes
+can do with (Patarasuk and Yuan, 2009).  Every segment is added up on one path around the ring, so
+all ranks hold the same bits; which order of additions that is depends on the segment.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.progress import Algorithm, Wait
+from hvd_compress.mpi.transport.reduction import Reduction
+
+
+def segments(n: int, parts: int) -> list[slice]:
+    """``n`` elements in ``parts`` pieces that differ by one element at most."""
+    bounds = [n * i // parts for i in range(parts + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+def ring(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
+    """Reduce the flat ``x`` into ``out``, which may be ``x``."""
+    rank, size = channel.rank, channel.size
+    left, right = (rank - 1) % size, (rank + 1) % size
+    parts = segments(len(x), size)
+    largest = max(part.stop - part.start for part in parts)
+    buffers = [reduction.scratch(largest), reduction.scratch(largest)]
+
+    leaving = x[parts[rank]]
+    if reduction.widens:
+        leaving = buffers[0][: len(leaving)]
+        reduction.widen(x[parts[rank]], leaving)
+    mine = (rank + 1) % size
+    for step in range(1, size):
+        comes = parts[(rank - step) % size]
+        arriving = buffers[step % 2][: comes.stop - comes.start]
+        messages = [channel.receive(arriving, left), channel.send(leaving, right)]
+        yield Wait(messages, "ring reduce-scatter", (step, size - 1))
+        if step < size - 1:
+            reduction.combine(arriving, x[comes])
+            leaving = arriving
+        else:
+            reduction.complete(arriving, x[comes], out[parts[mine]])
+    reduction.give_back(*buffers)
+
+    for step in range(1, size):
+        messages = [
+            channel.receive(out[parts[(mine - step) % size]], left),
+            channel.send(out[parts[(mine - step + 1) % size]], right),
+        ]
+        yield Wait(messages, "ring allgather", (step, size - 1))

@@ -1,0 +1,1 @@
+"""Sums of vectors that are given by indices and values."""

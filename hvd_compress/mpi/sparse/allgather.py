@@ -1,0 +1,42 @@
+"""Sparse allgather: every rank's entries go to every rank, which adds them up in rank order.
+
+One message to each rank, after one of 8 bytes with its size.  A rank receives the entries of all
+others, k (P - 1) of them, however many fall on the same places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from hvd_compress.base import Sparse
+from hvd_compress.mpi.sparse.messages import Format, most_bytes, swap
+from hvd_compress.mpi.sparse.vectors import Vector, empty
+from hvd_compress.mpi.transport.communicator import Channel, others
+from hvd_compress.mpi.transport.progress import Wait
+
+
+def gather(
+    channel: Channel, mine: Vector, lengths: list[int], form: Format, phase: str
+) -> Generator[Wait, None, list[Vector]]:
+    """What each rank has, in rank order; that of rank r are ``lengths[r]`` elements.
+
+    A rank's own is read from its own frame, so that all ranks hold the same.
+    """
+    peers = others(channel.rank, channel.size)
+    frame = form.encode(mine, lengths[channel.rank])
+    limit = most_bytes(max(lengths), form.wire)
+    frames = yield from swap(channel, dict.fromkeys(peers, frame), peers, limit, phase)
+    frames[channel.rank] = frame
+    return [form.decode(frames[r], lengths[r], form.wire, r) for r in range(channel.size)]
+
+
+def allgather(
+    channel: Channel, mine: Sparse, form: Format
+) -> Generator[Wait, None, tuple[Vector, Sparse]]:
+    """The result, and what rounding it took off: nothing."""
+    lengths = [form.n] * channel.size
+    parts = yield from gather(channel, mine, lengths, form, "sparse allgather")
+    total = form.add_up(parts, form.n, form.dtype)
+    if isinstance(total, Sparse):
+        return Sparse(total.indices, form.finish(total.values, form.dtype)), empty(form.wide)
+    return form.finish(total, form.dtype), empty(form.wide)

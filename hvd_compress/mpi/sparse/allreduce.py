@@ -1,0 +1,183 @@
+"""Sparse collectives: vectors given by the places and values of their nonzero elements.
+
+Which one is for what is said in docs/sparse-collectives.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Sparse
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError, PayloadError
+from hvd_compress.mpi.sparse.allgather import allgather, gather
+from hvd_compress.mpi.sparse.messages import Format
+from hvd_compress.mpi.sparse.recursive_doubling import recursive_doubling
+from hvd_compress.mpi.sparse.split_allgather import split_allgather
+from hvd_compress.mpi.sparse.vectors import Vector, add_up, give_back, pick, take_in
+from hvd_compress.mpi.transport.communicator import Channel, Communicator, others
+from hvd_compress.mpi.transport.progress import Algorithm, Wait
+from hvd_compress.mpi.tuning.cost_model import CostModel
+from hvd_compress.mpi.tuning.measuring import model_of
+
+Comm = MPI.Comm | Communicator | None
+
+ALGORITHMS: dict[str, Callable[..., Any]] = {
+    "allgather": allgather,
+    "recursive_doubling": recursive_doubling,
+    "split_allgather": split_allgather,
+}
+
+
+class Reduced(NamedTuple):
+    """The result of a sparse allreduce.
+
+    Attributes:
+        total: the same bits on all ranks: a ``Sparse`` of the dtype that was brought, or a flat
+            array of all n elements, where that is shorter.
+        dropped: what is not in ``total`` and this rank has to keep, a ``Sparse`` (float32 if
+            float16 was brought).  Over all ranks, what they brought adds up to the sum, which is P
+            times the mean, and what they dropped.
+    """
+
+    total: Any
+    dropped: Sparse
+
+    def dense(self, n: int) -> Any:
+        """The total as a flat array of ``n`` elements: ``total`` itself if it is one."""
+        if not isinstance(self.total, Sparse):
+            if len(self.total) != n:
+                raise ConfigError(f"n={n}, and the result has {len(self.total)} elements")
+            return self.total
+        xp = backend_of(self.total.values)
+        return xp.put(xp.zeros(n, self.total.values), self.total.indices, self.total.values)
+
+
+def sparse_allgather(
+    sparse: Sparse,
+    n: int,
+    *,
+    comm: Comm = None,
+    values: str | None = None,
+    indices: str = "int32",
+) -> list[Sparse]:
+    """Every rank's entries, in rank order; the same bits on all ranks.
+
+    Args:
+        sparse: ascending unique indices within 0..n-1 and as many values, float16, float32 or
+            float64, in NumPy arrays or torch tensors.  Ranks may have different numbers of
+            entries, and none.
+        n: elements of the flat tensor, the same on all ranks.
+        comm: ``None`` for all ranks.
+        values: a narrower dtype for the values on the wire; the result holds the rounded values
+            in their own dtype, this rank's as well.
+        indices: on the wire: "int32" (int64 in tensors of more than 2^31 elements), or "packed",
+            about log2(n / k) + 1.5 bits each.
+
+    Raises:
+        ConfigError, UnsupportedError: an option or an array that does not fit.
+        MismatchError: ranks differ in n, dtype or options.
+        PayloadError: a message was damaged on its way.
+    """
+    communicator = Communicator.of(comm)
+    mine, like = take_in(sparse, n)
+    form = Format.of(n, mine.values.dtype.name, values, indices, "sum", communicator.size)
+    brought, _ = form.bring(mine)
+    lengths = [form.n] * communicator.size
+
+    def start() -> Algorithm:
+        return gather(communicator.channel(), brought, lengths, form, "sparse allgather")
+
+    parts = run(communicator, f"sparse_allgather({form})", start)
+    return [give_back(Sparse(part.indices, part.values.astype(form.dtype)), like) for part in parts]
+
+
+def sparse_allreduce(
+    sparse: Sparse,
+    n: int,
+    *,
+    op: str = "sum",
+    algorithm: str = "auto",
+    comm: Comm = None,
+    values: str | None = None,
+    indices: str = "int32",
+) -> Reduced:
+    """Add up sparse vectors; the same bits on all ranks.  Nothing is left out.
+
+    Args:
+        sparse, n, comm, indices: as for :func:`sparse_allgather`.
+        op: "sum" or "mean".
+        algorithm: "allgather", "recursive_doubling", "split_allgather", or "auto": what a model
+            measured on this communicator expects to be fastest for the largest number of entries
+            that a rank has, see :class:`.CostModel`.
+        values: a narrower dtype for values on the wire.  What rounding takes off is in
+            ``dropped``, on the rank that rounded; otherwise ``dropped`` is empty.  Values too
+            large for it become its largest number.
+
+    float16 is added in float32 and rounded once.
+
+    Raises:
+        ConfigError, UnsupportedError: an option or an array that does not fit.
+        MismatchError: ranks differ in n, dtype or options.
+        PayloadError: a message was damaged on its way.
+    """
+    check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
+    communicator = Communicator.of(comm)
+    mine, like = take_in(sparse, n)
+    form = Format.of(n, mine.values.dtype.name, values, indices, op, communicator.size, True)
+    brought, rounded_off = form.bring(mine)
+
+    def start() -> Algorithm:
+        if algorithm != "auto":
+            return ALGORITHMS[algorithm](communicator.channel(), brought, form)
+        model = model_of(communicator)
+        return _fastest(communicator.channel(), brought, form, model)
+
+    call = f"sparse_allreduce({form}, {algorithm})"
+    total, lost = run(communicator, call, start)
+    return reduced(form, total, [rounded_off, lost], like)
+
+
+def run(comm: Communicator, call: str, start: Callable[[], Algorithm]) -> Any:
+    """Agree on the call, and drive its algorithm to the end.
+
+    What a rank could not read it cannot answer, so the communicator is of no use afterwards.
+    """
+    comm.agree(call)
+    try:
+        return comm.run(call, start())[0]
+    except PayloadError as error:
+        comm.give_up(f"{call}: {error}", [])
+        raise
+
+
+def reduced(form: Format, total: Vector, dropped: list[Sparse], like: Any) -> Reduced:
+    """As the caller gets it.  What is not finite has reached everyone, by the k of them that are
+    largest if there are more; it must not enter a residual."""
+    finite = [pick(part, np.isfinite(part.values)) for part in dropped]
+    rest = add_up(finite, form.n, form.wide)
+    return Reduced(give_back(form.present(total), like), give_back(rest, like))
+
+
+def _fastest(
+    channel: Channel, mine: Sparse, form: Format, model: CostModel
+) -> Generator[Wait, None, tuple[Vector, Sparse]]:
+    counts = np.full(channel.size, mine.indices.size, "<i8")
+    own = counts[channel.rank : channel.rank + 1].copy()
+    messages = []
+    for peer in others(channel.rank, channel.size):
+        messages.append(channel.receive(counts[peer : peer + 1], peer))
+        messages.append(channel.send(own, peer))
+    if messages:
+        yield Wait(messages, "numbers of entries")
+    k = int(counts.max())
+    if not 0 <= k <= form.n:
+        raise PayloadError(f"ranks announce {counts.tolist()} entries of {form.n}")
+    pair, item = form.bytes_per_entry(k), np.dtype(form.wire).itemsize
+    name = model.fastest_sparse(k, form.n, pair=pair, item=item)
+    return (yield from ALGORITHMS[name](channel, mine, form))

@@ -1,0 +1,94 @@
+"""gTop-k: a sparse allreduce whose messages never have more than k entries.
+
+Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low
+Bandwidth Networks", ICDCS 2019.  The algorithm is that of :mod:`hvd_compress.aggregators.merging`, as for the
+method ``GTopK``: vectors are merged in pairs, then in pairs of pairs, and each merge keeps only the
+k largest sums.
+
+The result is not the k largest of all sums: a place that is small in each part is dropped on the
+way, however large its sum would have become.
+
+Differs from the paper in: nothing is lost.  There, every rank clears what it sent if the index is
+in the result; but its part may have been dropped in one pair while the index survived in another.
+Here a rank knows which of its entries are in the result.  Pairs swap, where the paper has a tree
+and a broadcast with twice as many rounds.  Any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import numpy as np
+
+from hvd_compress.aggregators.merging import Merging
+from hvd_compress.base import Sparse
+from hvd_compress.errors import ConfigError
+from hvd_compress.mpi.sparse.allreduce import Comm, Reduced, reduced, run
+from hvd_compress.mpi.sparse.messages import Format, swap
+from hvd_compress.mpi.sparse.vectors import contains, largest, pick, take_in
+from hvd_compress.mpi.transport.communicator import Channel, Communicator
+from hvd_compress.mpi.transport.progress import Wait
+
+
+def gtop_k_allreduce(
+    sparse: Sparse,
+    n: int,
+    k: int,
+    *,
+    op: str = "sum",
+    comm: Comm = None,
+    indices: str = "int32",
+) -> Reduced:
+    """At most ``k`` of the sums over the ranks, the same bits on all ranks.
+
+    Args:
+        sparse, n, comm, indices: as for :func:`.sparse_allreduce`; more than ``k`` entries are cut
+            to the largest at the start.
+        k: entries of the result and of every message, at most.
+        op: "sum" or "mean".
+
+    ``dropped`` are those of this rank's entries that are not in the total.  Over all ranks, what
+    they brought adds up to the sum and what they dropped, up to rounding.  Partial sums of float16
+    are float32.
+
+    Raises:
+        ConfigError, UnsupportedError: an option or an array that does not fit.
+        MismatchError: ranks differ in n, k, dtype or options.
+        PayloadError: a message was damaged on its way.
+    """
+    if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+        raise ConfigError(f"k must be an integer, 1 or more; got {k!r}")
+    communicator = Communicator.of(comm)
+    mine, like = take_in(sparse, n)
+    form = Format.of(n, mine.values.dtype.name, None, indices, op, communicator.size)
+    merging = Merging(
+        communicator.rank, communicator.size, form.n, min(int(k), form.n), form.wide, codec=indices
+    )
+    total, sent = run(
+        communicator,
+        f"gtop_k_allreduce({form}, k={k})",
+        lambda: _merge(communicator.channel(), mine, merging),
+    )
+    total = Sparse(total.indices, form.finish(total.values, form.dtype))
+    return reduced(form, total, [pick(mine, ~contains(sent, mine.indices))], like)
+
+
+def _merge(
+    channel: Channel, mine: Sparse, merging: Merging
+) -> Generator[Wait, None, tuple[Sparse, Sparse]]:
+    """The sums, and which of this rank's entries are in them."""
+    chosen = pick(mine, largest(mine.values, merging.k))
+    swaps = merging.in_pairs(chosen.indices, chosen.values.astype(merging.dtype))
+    step, theirs = 0, None
+    while True:
+        try:
+            payload, partner = swaps.send(theirs)
+        except StopIteration as stop:
+            indices, sums, *sent = stop.value
+            return Sparse(indices.astype(np.int64), sums), Sparse(*sent)
+        step += 1
+        frames = {} if partner is None else {partner: payload}
+        arrived = yield from swap(
+            channel, frames, frames, merging.largest_message, "gTop-k", (step, merging.rounds)
+        )
+        theirs = payload[:0] if partner is None else arrived[partner]

@@ -1,0 +1,110 @@
+"""Hierarchical sparse allreduce: entries are united inside each node before they go across.
+
+Ranks that train on similar data choose many of the same places.  With L ranks on a node that is
+told to the other nodes once instead of L times.  On even nodes each rank adds up a region of n / L
+places, reduces it across nodes with the ranks that own the same region there, and all regions are
+gathered inside; on uneven nodes the first rank of a node owns everything.  Nothing is left out.
+
+Differs from HiTopKComm (Shi et al., 2021), which adds up dense gradients inside the node and
+chooses only then what goes across: here each rank has chosen before, as error feedback on each rank
+needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import numpy as np
+
+from hvd_compress.base import Sparse
+from hvd_compress.config import check_choice
+from hvd_compress.mpi.sparse.allreduce import (
+    ALGORITHMS,
+    Comm,
+    Reduced,
+    _fastest,
+    reduced,
+    run,
+    sparse_allreduce,
+)
+from hvd_compress.mpi.sparse.messages import Format
+from hvd_compress.mpi.sparse.split_allgather import assemble, from_owners, to_owners
+from hvd_compress.mpi.sparse.vectors import Vector, empty, take_in
+from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.mpi.transport.nodes import Nodes, named, nodes_of
+from hvd_compress.mpi.transport.progress import Algorithm, Wait
+from hvd_compress.mpi.tuning.cost_model import CostModel
+from hvd_compress.mpi.tuning.measuring import model_of
+
+
+def hierarchical_sparse_allreduce(
+    sparse: Sparse,
+    n: int,
+    *,
+    op: str = "sum",
+    algorithm: str = "auto",
+    comm: Comm = None,
+    ranks_per_node: int | None = None,
+    indices: str = "int32",
+) -> Reduced:
+    """:func:`sparse_allreduce` by way of nodes; that itself on one node, or one rank on each.
+
+    Args:
+        sparse, n, op, comm, indices: as there.
+        algorithm: across nodes: "allgather", "recursive_doubling", "split_allgather" or "auto".
+        ranks_per_node: see :func:`hierarchical_allreduce`.
+
+    float16 is added in float32 on both levels and rounded once; ``dropped`` is empty.
+    """
+    check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
+    communicator = Communicator.of(comm)
+    mine, like = take_in(sparse, n)
+    dtype = mine.values.dtype.name
+    form = Format.of(n, dtype, None, indices, op, communicator.size, True)
+    name = f"{algorithm} across nodes"
+    name += f" of {ranks_per_node}" if ranks_per_node is not None else ""
+    call = f"hierarchical_sparse_allreduce({form}, {name})"
+    communicator.agree(call)
+    nodes = nodes_of(communicator, ranks_per_node)
+    if nodes.is_flat:
+        return sparse_allreduce(
+            sparse, n, op=op, algorithm=algorithm, comm=communicator, indices=indices
+        )
+
+    model = None
+    if algorithm == "auto" and nodes.across is not None:
+        model = model_of(nodes.across)
+
+    def start() -> Algorithm:
+        return _by_nodes(nodes, mine, form, algorithm, model)
+
+    return reduced(form, run(communicator, call, start), [], like)
+
+
+def _by_nodes(
+    nodes: Nodes, mine: Sparse, form: Format, algorithm: str, model: CostModel | None
+) -> Generator[Wait, None, Vector]:
+    assert nodes.inside is not None
+    inside = nodes.inside.channel()
+    owners = inside.size if nodes.is_even else 1
+    bounds = [form.n * min(i, owners) // owners for i in range(inside.size + 1)]
+    length = bounds[inside.rank + 1] - bounds[inside.rank]
+    parts = yield from named("inside the node", to_owners(inside, mine, bounds, form))
+
+    done: Vector = empty(form.dtype)
+    if nodes.across is not None:
+        region = form.add_up(parts, length, form.wide)
+        if not isinstance(region, Sparse):
+            places = np.flatnonzero(region)
+            region = Sparse(places, region[places])
+        between = Format.of(length, form.wide, None, form.codec, "sum", nodes.across.size, True)
+        channel = nodes.across.channel()
+        if model is not None:
+            algorithm_across = _fastest(channel, region, between, model)
+        else:
+            algorithm_across = ALGORITHMS[algorithm](channel, region, between)
+        total, _ = yield from named("across nodes", algorithm_across)
+        done, _ = form.settle(total)
+
+    regions = yield from named("inside the node", from_owners(inside, done, bounds, form))
+    return assemble(regions, bounds, form)

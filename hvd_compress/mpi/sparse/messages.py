@@ -1,0 +1,218 @@
+"""Messages of sparse collectives: what is in them, and how they travel when nobody knows their
+size."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Generator, Mapping, Sequence
+
+import numpy as np
+
+from hvd_compress.base import Sparse
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError, PayloadError, UnsupportedError
+from hvd_compress.mpi.sparse.vectors import Vector, add_up, densify, empty
+from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.progress import Message, Wait
+from hvd_compress.wire import (
+    decode,
+    decode_sparse,
+    dense_is_shorter,
+    encode_dense,
+    encode_sparse,
+    sparse_size,
+)
+from hvd_compress.wire.frame import CODECS, DTYPES, index_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """What the messages of one call have in common on all ranks.
+
+    Attributes:
+        n: elements of the tensor.
+        dtype: of the values that ranks bring, and of the result.
+        wire: of values on the wire; narrower than ``dtype`` means that they are rounded.
+        codec: of indices, see ``encode_sparse``.
+        op, size: "sum" or "mean", over so many ranks.
+        may_be_dense: vectors become dense arrays where that is shorter.
+    """
+
+    n: int
+    dtype: str
+    wire: str
+    codec: str
+    op: str
+    size: int
+    may_be_dense: bool
+
+    @classmethod
+    def of(
+        cls,
+        n: int,
+        dtype: str,
+        values: str | None,
+        indices: str,
+        op: str,
+        size: int,
+        may_be_dense: bool = False,
+    ) -> Format:
+        """Raises ``ConfigError`` for options that do not exist or do not fit."""
+        check_choice("op", op, ("sum", "mean"))
+        check_choice("indices", indices, CODECS)
+        check_choice("values", values, (None, *DTYPES))
+        if values is not None and np.dtype(values).itemsize > np.dtype(dtype).itemsize:
+            raise ConfigError(f"values={values!r} is wider than the values, which are {dtype}")
+        return cls(int(n), dtype, values or dtype, indices, op, size, may_be_dense)
+
+    @property
+    def wide(self) -> str:
+        """The dtype that sums are made in."""
+        return "float32" if self.dtype == "float16" else self.dtype
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{self.n}] as {self.wire}, {self.codec}, {self.op}"
+
+    # -- rounding ----------------------------------------------------------------------------
+
+    def bring(self, mine: Sparse) -> tuple[Sparse, Sparse]:
+        """What the others get of ``mine``, and what rounding takes off."""
+        if self.wire == self.dtype:
+            return mine, empty(self.wide)
+        rounded = Sparse(mine.indices, _narrow(mine.values, self.wire))
+        return rounded, _difference(mine, rounded.values.astype(self.dtype))
+
+    def settle(self, total: Vector) -> tuple[Vector, Sparse]:
+        """A sum becomes a part of the result, as it travels; and what rounding takes off the sum.
+
+        Rounding to the dtype of the result is part of every sum and not reported.
+        """
+        sums = total.values if isinstance(total, Sparse) else total
+        result = self.finish(sums, self.wire)
+        done = Sparse(total.indices, result) if isinstance(total, Sparse) else result
+        if self.wire == self.dtype:
+            return done, empty(self.wide)
+        restored = result.astype(self.wide)
+        if self.op == "mean":
+            restored *= self.size
+        if isinstance(total, Sparse):
+            return done, _difference(total, restored)
+        return done, _difference(Sparse(np.arange(total.size), total), restored)
+
+    def finish(self, sums: np.ndarray, dtype: str) -> np.ndarray:
+        """Sums over all ranks become values of the result."""
+        if self.op == "mean":
+            sums = sums / sums.dtype.type(self.size)
+        if dtype != self.dtype:
+            return _narrow(sums, dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return sums.astype(dtype)
+
+    def bytes_per_entry(self, count: int) -> float:
+        """An index with its value on the wire, about, if there are ``count`` of them."""
+        item = np.dtype(self.wire).itemsize
+        if self.codec == "packed" and count:
+            return item + (math.log2(self.n / count) + 1.5) / 8
+        return item + np.dtype(index_dtype(self.n)).itemsize
+
+    # -- sparse or dense ---------------------------------------------------------------------
+
+    def add_up(self, parts: Sequence[Vector], n: int, travels: str) -> Vector:
+        """The sum of vectors of ``n`` elements, in the order of ``parts``; dense if it is shorter
+        when it ``travels`` as that dtype."""
+        if not self.may_be_dense:
+            return add_up(parts, n, self.wide)
+        return add_up(parts, n, self.wide, lambda count: self.is_full(count, n, travels))
+
+    def is_full(self, count: int, n: int, dtype: str) -> bool:
+        """Whether ``count`` of ``n`` elements are better dense."""
+        return self.may_be_dense and dense_is_shorter(count, n, dtype, self.codec)
+
+    def present(self, total: Vector) -> Vector:
+        """A result as callers get it: dense if that is shorter."""
+        if isinstance(total, Sparse) and self.is_full(total.indices.size, self.n, self.dtype):
+            return densify(total, self.n)
+        return total
+
+    # -- frames ------------------------------------------------------------------------------
+
+    def encode(self, vector: Vector, n: int) -> np.ndarray:
+        """A frame of a vector of ``n`` elements, a region of the whole."""
+        if isinstance(vector, Sparse):
+            return encode_sparse(vector.indices, vector.values, n, self.codec, self.n)
+        return encode_dense(vector, self.n)
+
+    def decode(self, frame: np.ndarray, n: int, dtype: str, sender: int) -> Vector:
+        """The inverse; raises ``PayloadError``."""
+        read = decode if self.may_be_dense else decode_sparse
+        indices, values = read(frame, n, dtype, sender=f"rank {sender}", whole=self.n)
+        values = values.astype(dtype)  # aligned, native and no view of the frame
+        return values if indices is None else Sparse(indices.astype(np.int64), values)
+
+
+def _narrow(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Rounded; what is too large becomes the largest number there is, and Inf stays Inf."""
+    limit = float(np.finfo(dtype).max)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.where(np.isfinite(x), np.clip(x, -limit, limit), x).astype(dtype)
+
+
+def _difference(exact: Sparse, values: np.ndarray) -> Sparse:
+    """What ``values`` lack; nothing where ``exact`` is not finite, which always arrives."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        rest = np.where(np.isfinite(exact.values), exact.values - values, 0)
+    some = np.flatnonzero(rest)
+    return Sparse(exact.indices[some], rest[some].astype(exact.values.dtype, copy=False))
+
+
+def swap(
+    channel: Channel,
+    frames: Mapping[int, np.ndarray],
+    sources: Collection[int],
+    limit: int,
+    phase: str,
+    step: tuple[int, int] = (1, 1),
+) -> Generator[Wait, None, dict[int, np.ndarray]]:
+    """Send a frame to each of some ranks and receive one from each of others.
+
+    Sizes go ahead, 8 bytes to each rank, all at once; then the frames, all at once.
+
+    Args:
+        frames: by the rank that they go to.
+        sources: ranks that send one to this rank.
+        limit: bytes that no valid frame exceeds.
+
+    Raises:
+        PayloadError: a rank announces more than that.
+        UnsupportedError: a frame has more bytes than MPI can count.
+    """
+    if not frames and not sources:
+        return {}
+    longest = max((frame.nbytes for frame in frames.values()), default=0)
+    if longest >= 2**31:
+        raise UnsupportedError(f"a message of {longest} bytes: split the tensor")
+    sizes = {peer: np.empty(1, "<i8") for peer in sources}
+    messages: list[Message] = [channel.receive(sizes[peer], peer) for peer in sources]
+    messages += [
+        channel.send(np.array([frame.nbytes], "<i8"), peer) for peer, frame in frames.items()
+    ]
+    yield Wait(messages, f"{phase}, sizes", step)
+
+    arriving = {}
+    for peer, size in sizes.items():
+        if not 0 <= size[0] <= limit:
+            raise PayloadError(
+                f"bad payload from rank {peer}: {size[0]} bytes announced where {limit} are the "
+                "most: the ranks' calls differ"
+            )
+        arriving[peer] = np.empty(size[0], np.uint8)
+    messages = [channel.receive(array, peer) for peer, array in arriving.items()]
+    messages += [channel.send(frame, peer) for peer, frame in frames.items()]
+    yield Wait(messages, phase, step)
+    return arriving
+
+
+def most_bytes(n: int, dtype: str) -> int:
+    """The largest frame of ``n`` elements."""
+    return sparse_size(n, n, dtype)

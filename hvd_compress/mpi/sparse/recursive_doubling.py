@@ -1,0 +1,86 @@
+"""Recursive doubling for sparse vectors: SparCML's SSAR_Recursive_double (Renggli et al., SC 2019).
+
+In round s a rank exchanges all that it has with rank XOR 2^s, and both add: log2 P rounds, in
+which vectors grow as their places unite, from k to at most P k entries.  A vector travels dense as
+soon as that is shorter, and each message says itself what it is.
+
+Differs from the paper in: any number of ranks (the first P - 2^m ranks add the vectors of the last
+P - 2^m before, and send them the result afterwards); the lower rank's vector is the first operand
+of every addition, so that all ranks hold the same bits, whatever NaNs are in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import numpy as np
+
+from hvd_compress.base import Sparse
+from hvd_compress.mpi.sparse.messages import Format, most_bytes, swap
+from hvd_compress.mpi.sparse.vectors import Vector, empty
+from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.progress import Wait
+
+
+def recursive_doubling(
+    channel: Channel, mine: Sparse, form: Format
+) -> Generator[Wait, None, tuple[Vector, Sparse]]:
+    """The result, and what rounding it took off: nothing, since partial sums are not rounded."""
+    rank, n = channel.rank, form.n
+    rounds = channel.size.bit_length() - 1
+    core, extra = 1 << rounds, channel.size - (1 << rounds)
+    total: Vector = mine
+    travels = form.wire  # until the first addition
+
+    if extra:
+        folded = yield from _fold(channel, form.encode(total, n), core, extra, form)
+        if rank < extra:
+            parts = [mine, form.decode(folded[rank + core], n, travels, rank + core)]
+            total = form.add_up(parts, n, form.wide)
+        travels = form.wide
+    if rank < core:
+        for step in range(rounds):
+            peer = rank ^ (1 << step)
+            total = _in_dtype(total, travels)
+            frame = form.encode(total, n)
+            limit = most_bytes(n, travels)
+            frames = yield from swap(
+                channel, {peer: frame}, [peer], limit, "recursive doubling", (step + 1, rounds)
+            )
+            theirs = form.decode(frames[peer], n, travels, peer)
+            ordered = [total, theirs] if rank < peer else [theirs, total]
+            total = form.add_up(ordered, n, form.wide)
+            travels = form.wide
+        total = _finish(total, form)
+    if not extra:
+        return total, empty(form.wide)
+
+    back = {rank + core: form.encode(total, n)} if rank < extra else {}
+    sources = [rank - core] if rank >= core else []
+    limit = most_bytes(n, form.dtype)
+    frames = yield from swap(channel, back, sources, limit, "result to the last ranks")
+    for source, frame in frames.items():
+        total = form.decode(frame, n, form.dtype, source)
+    return total, empty(form.wide)
+
+
+def _fold(
+    channel: Channel, frame: np.ndarray, core: int, extra: int, form: Format
+) -> Generator[Wait, None, dict[int, np.ndarray]]:
+    rank = channel.rank
+    outgoing = {rank - core: frame} if rank >= core else {}
+    sources = [rank + core] if rank < extra else []
+    limit = most_bytes(form.n, form.wire)
+    return (yield from swap(channel, outgoing, sources, limit, "vectors of the last ranks"))
+
+
+def _in_dtype(vector: Vector, dtype: str) -> Vector:
+    if isinstance(vector, Sparse):
+        return Sparse(vector.indices, vector.values.astype(dtype, copy=False))
+    return vector.astype(dtype, copy=False)
+
+
+def _finish(total: Vector, form: Format) -> Vector:
+    if isinstance(total, Sparse):
+        return Sparse(total.indices, form.finish(total.values, form.dtype))
+    return form.finish(total, form.dtype)

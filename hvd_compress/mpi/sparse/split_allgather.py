@@ -1,0 +1,79 @@
+"""Split and allgather: SparCML's SSAR_ and DSAR_Split_allgather (Renggli et al., SC 2019).
+
+The n places are split into P regions.  Every rank sends each region's entries to the region's
+owner, which adds them up in rank order; then all owners send their sums to all ranks.  A rank
+receives k (P - 1) / P entries at first, and then the union of all places outside its region.
+
+Differs from the paper in: each owner decides for its own region whether the sum travels sparse or
+dense; all messages of a phase are under way at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import numpy as np
+
+from hvd_compress.base import Sparse
+from hvd_compress.mpi.sparse.allgather import gather
+from hvd_compress.mpi.sparse.messages import Format, most_bytes, swap
+from hvd_compress.mpi.sparse.vectors import Vector, cut, densify, join
+from hvd_compress.mpi.transport.communicator import Channel, others
+from hvd_compress.mpi.transport.progress import Wait
+
+
+def split_allgather(
+    channel: Channel, mine: Sparse, form: Format
+) -> Generator[Wait, None, tuple[Vector, Sparse]]:
+    """The result, and what rounding took off this rank's region."""
+    bounds = [form.n * i // channel.size for i in range(channel.size + 1)]
+    parts = yield from to_owners(channel, mine, bounds, form)
+    start, stop = bounds[channel.rank : channel.rank + 2]
+    done, lost = form.settle(form.add_up(parts, stop - start, form.wire))
+    regions = yield from from_owners(channel, done, bounds, form)
+    return assemble(regions, bounds, form), Sparse(lost.indices + start, lost.values)
+
+
+def to_owners(
+    channel: Channel, mine: Sparse, bounds: Sequence[int], form: Format
+) -> Generator[Wait, None, list[Vector]]:
+    """Every rank's entries in this rank's region, in rank order, indices counted from its start."""
+    rank, peers = channel.rank, others(channel.rank, channel.size)
+    parts = cut(mine, bounds)
+    frames = {peer: form.encode(parts[peer], bounds[peer + 1] - bounds[peer]) for peer in peers}
+    length = bounds[rank + 1] - bounds[rank]
+    limit = most_bytes(length, form.wire)
+    arriving = yield from swap(channel, frames, peers, limit, "entries to their owners")
+    return [
+        parts[r] if r == rank else form.decode(arriving[r], length, form.wire, r)
+        for r in range(channel.size)
+    ]
+
+
+def from_owners(
+    channel: Channel, mine: Vector, bounds: Sequence[int], form: Format
+) -> Generator[Wait, None, list[Vector]]:
+    """All regions, in the dtype of the result."""
+    lengths = [bounds[i + 1] - bounds[i] for i in range(channel.size)]
+    regions = yield from gather(channel, mine, lengths, form, "sums from their owners")
+    return [
+        Sparse(region.indices, region.values.astype(form.dtype))
+        if isinstance(region, Sparse)
+        else region.astype(form.dtype)
+        for region in regions
+    ]
+
+
+def assemble(regions: Sequence[Vector], bounds: Sequence[int], form: Format) -> Vector:
+    lengths = [bounds[i + 1] - bounds[i] for i in range(len(regions))]
+    counts = [x.indices.size if isinstance(x, Sparse) else np.count_nonzero(x) for x in regions]
+    if form.is_full(int(sum(counts)), form.n, form.dtype):
+        pairs = zip(regions, lengths, strict=True)
+        return np.concatenate([densify(x, m) if isinstance(x, Sparse) else x for x, m in pairs])
+    sparse = []
+    for region in regions:
+        if not isinstance(region, Sparse):
+            places = np.flatnonzero(region)
+            region = Sparse(places, region[places])
+        sparse.append(region)
+    return join(sparse, bounds)

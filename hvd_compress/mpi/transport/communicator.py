@@ -1,0 +1,315 @@
+"""A communicator of this package's own: a duplicate, tags, a time-out, and a check that all ranks
+make the same calls."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_compress.errors import CollectiveTimeout, ConfigError, MismatchError, SetupError
+from hvd_compress.mpi.transport.progress import Algorithm, Job, Message, Wait, Work
+
+logger = logging.getLogger("hvd_compress")
+
+#: as many tags as are used in turn at most, in bits; every MPI has 2**15
+_TAG_BITS = 20
+#: further bits of a tag say which size the message has, if MPI has tags of so many bits
+_SIZE_BITS = 8
+#: below the size from which MPIs announce a message over TCP before they send it, 64 KiB mostly
+_SEGMENT = 60 * 1024
+#: bytes of a call's description that ranks compare
+_DESCRIPTION = 384
+
+
+class Communicator:
+    """What every collective of this package runs on.
+
+    Functions take an ``MPI.Comm`` as well, and make one of these for it at their first call, which
+    is therefore collective; :meth:`of` is that step.
+
+    Args:
+        comm: an intracommunicator; ``None`` means ``MPI.COMM_WORLD``.  It is duplicated, so that
+            no message of ours meets one of the caller's.
+        timeout: seconds without any progress after which a call raises ``CollectiveTimeout``;
+            ``$HVD_COMPRESS_TIMEOUT`` or 600.  A warning comes after a tenth of it.
+        checks: for so many calls all ranks compare what they call before they do it, so that a
+            difference in order, shape, dtype or option is an error on every rank and not a hang;
+            ``$HVD_COMPRESS_CHECKS`` or 20, -1 for always.
+        segment: bytes of the pieces that longer messages travel in, 0 for whole;
+            ``$HVD_COMPRESS_SEGMENT``.  By default 60 KiB between hosts that have Ethernet only,
+            where pieces that need no handshake keep the link busy, and whole within a host or where
+            there is RDMA, which takes messages as they are.
+
+    Raises:
+        SetupError: MPI was initialised without support for threads.
+
+    Attributes:
+        rank, size: of this process, and number of processes.
+        mpi: the duplicate, an ``MPI.Comm``.
+        tags: number of tags that are used in turn, one for each algorithm under way.
+        bytes_sent: payload of all messages that this rank sent through this package so far.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm | None = None,
+        *,
+        timeout: float | None = None,
+        checks: int | None = None,
+        segment: int | None = None,
+    ) -> None:
+        if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+            raise SetupError(
+                "MPI was initialised for one thread only, and autograd may call from its own: set "
+                'mpi4py.rc.thread_level = "multiple" before mpi4py.MPI is imported'
+            )
+        comm = MPI.COMM_WORLD if comm is None else comm
+        started = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or "1"
+        if comm == MPI.COMM_WORLD and comm.size == 1 and started not in ("0", "1"):
+            raise SetupError(
+                f"{started} processes were started, and mpi4py sees only this one: it uses another "
+                "MPI than the one of mpirun or mpiexec. Import mpi4py first, or set MPI4PY_LIBMPI"
+            )
+        if not isinstance(comm, MPI.Comm) or comm == MPI.COMM_NULL or comm.Is_inter():
+            raise ConfigError(f"comm={comm!r}: an intracommunicator is needed")
+        self.timeout = _number("timeout", timeout, "HVD_COMPRESS_TIMEOUT", 600.0)
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout={self.timeout}: seconds, more than 0")
+        self.patience = self.timeout / 10
+        self.checks = int(_number("checks", checks, "HVD_COMPRESS_CHECKS", 20))
+        self._options: dict[str, Any] = {
+            "timeout": self.timeout,
+            "checks": self.checks,
+            "segment": segment,
+        }
+        self.mpi = comm.Dup()
+        self.mpi.Set_errhandler(MPI.ERRORS_RETURN)
+        self.rank, self.size = self.mpi.rank, self.mpi.size
+        largest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        bits = (largest + 1).bit_length() - 1
+        self.tags = 1 << min(bits, _TAG_BITS)
+        self.size_bits = max(0, min(bits - _TAG_BITS, _SIZE_BITS))
+        self.bytes_sent = 0
+        self.segment = int(_number("segment", segment, "HVD_COMPRESS_SEGMENT", -1))
+        self._settle()
+        self.calls = 0
+        self.cost_model: Any = None  # see cost_model.py
+        self._nodes: Any = None  # see nodes.py
+        self._problem: str | None = None
+        self._lost: list[Any] = []
+        #: what is not over: MPI writes to its buffers, even if nobody waits for it
+        self.under_way: set[Job] = set()
+        _alive.append(self)
+
+    @classmethod
+    def of(cls, comm: MPI.Comm | Communicator | None) -> Communicator:
+        """The one that belongs to an ``MPI.Comm``, made at the first call."""
+        if isinstance(comm, cls):
+            return comm
+        comm = MPI.COMM_WORLD if comm is None else comm
+        if not isinstance(comm, MPI.Comm):
+            raise ConfigError(f"comm={comm!r}: pass an mpi4py.MPI.Comm, or None for all ranks")
+        found: Any = comm.Get_attr(_keyval())
+        if found is None:
+            found = cls(comm)
+            comm.Set_attr(_keyval(), found)
+        return found
+
+    def _settle(self) -> None:
+        """Options that must be the same on all ranks."""
+        has_rdma = any(Path("/sys/class/infiniband").glob("*"))
+        mine = (self.checks, self.segment), MPI.Get_processor_name(), has_rdma
+        everyones = self.mpi.allgather(mine)
+        if len({options for options, _, _ in everyones}) > 1:
+            found = [f"rank {r}: {o}" for r, (o, _, _) in enumerate(everyones)]
+            raise MismatchError(f"ranks differ in (checks, segment): {', '.join(found)}")
+        if self.segment < 0:
+            same_host = len({host for _, host, _ in everyones}) == 1
+            is_whole = same_host or any(rdma for _, _, rdma in everyones)
+            self.segment = 0 if is_whole else _SEGMENT
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank {self.rank} of {self.size})"
+
+    def duplicate(self) -> Communicator:
+        """Another one of the same ranks, with the options that this one was made with."""
+        return Communicator(self.mpi, **self._options)
+
+    def free(self) -> None:
+        """Give the duplicate back; a collective."""
+        if self in _alive:
+            _alive.remove(self)
+            if self._problem is None and not self.under_way:
+                for nodes in (self._nodes or {}).values():
+                    nodes.free()
+                self.mpi.Free()
+
+    # -- messages ----------------------------------------------------------------------------
+
+    def channel(self, tag: int | None = None) -> Channel:
+        """For the messages of one algorithm.  Ranks open channels in the same order, or name the
+        tag."""
+        if tag is None:
+            tag = self.calls % (self.tags // 2)  # the other half is for those who name theirs
+            self.calls += 1
+        return Channel(self, tag % self.tags)
+
+    def run(self, call: str, *algorithms: Algorithm, depth: int = 1) -> list[Any]:
+        """Drive algorithms to their end; their results."""
+        self.check()
+        return Work(self, call, algorithms, depth).wait()
+
+    # -- agreement ---------------------------------------------------------------------------
+
+    def agree(self, call: str) -> None:
+        """All ranks are about to make the same ``call``.
+
+        Raises:
+            MismatchError: on every rank, if they are not.
+            CollectiveTimeout: some rank makes no call at all, or the communicator is broken.
+        """
+        self.check()
+        if self.size == 1 or self.checks == 0:
+            return
+        self.checks -= 1 if self.checks > 0 else 0
+        calls = self.run(call, self._compare(call))[0]
+        if len(set(calls)) > 1:
+            who: dict[str, list[int]] = {}
+            for rank, theirs in enumerate(calls):
+                who.setdefault(theirs, []).append(rank)
+            lines = [f"  rank {', '.join(map(str, r))}: {theirs}" for theirs, r in who.items()]
+            raise MismatchError("the ranks make different calls:\n" + "\n".join(lines))
+
+    def _compare(self, call: str) -> Algorithm:
+        text = call.encode()
+        if len(text) > _DESCRIPTION:  # what is cut off shall count
+            text = text[: _DESCRIPTION - 12] + f" ...{zlib.crc32(text):08x}".encode()
+        text = text.ljust(_DESCRIPTION)
+        everything = np.empty((self.size, _DESCRIPTION), np.uint8)
+        everything[self.rank] = np.frombuffer(text, np.uint8)
+        channel = self.channel()
+        messages = []
+        for other in others(self.rank, self.size):
+            messages.append(channel.receive(everything[other], other))
+            messages.append(channel.send(everything[self.rank], other))
+        yield Wait(messages, "comparing calls")
+        return [row.tobytes().decode(errors="replace").rstrip() for row in everything]
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if nothing can be received any more."""
+        if self._problem is not None:
+            raise CollectiveTimeout(f"this communicator is broken: {self._problem}")
+        if self.mpi == MPI.COMM_NULL:
+            raise ConfigError("this communicator was freed")
+
+    def give_up(self, problem: str, lost: Iterable[Any]) -> None:
+        """Nothing can be received reliably any more; ``lost`` still owns buffers that MPI may
+        write to."""
+        self._problem = self._problem or problem
+        self._lost += lost
+
+
+class Channel:
+    """Messages of one algorithm between its ranks: 1-D contiguous arrays, told apart from other
+    algorithms' by a tag and among themselves by their order."""
+
+    def __init__(self, comm: Communicator, tag: int) -> None:
+        self.comm, self.tag = comm, tag
+        self.rank, self.size = comm.rank, comm.size
+
+    def send(self, array: Any, to: int) -> Message:
+        self.comm.bytes_sent += nbytes(array)
+        pieces, sizes = self._pieces(array)
+        start = self.comm.mpi.Isend
+        requests = [
+            start([piece, size, MPI.BYTE], to, self._tag(size))
+            for piece, size in zip(pieces, sizes, strict=True)
+        ]
+        return Message(tuple(requests), to, sizes, incoming=False)
+
+    def receive(self, array: Any, source: int) -> Message:
+        pieces, sizes = self._pieces(array)
+        start = self.comm.mpi.Irecv
+        requests = [
+            start([piece, size, MPI.BYTE], source, self._tag(size))
+            for piece, size in zip(pieces, sizes, strict=True)
+        ]
+        return Message(tuple(requests), source, sizes, incoming=True)
+
+    def _pieces(self, array: Any) -> tuple[list[Any], tuple[int, ...]]:
+        size, segment = nbytes(array), self.comm.segment
+        if not segment or size <= segment:
+            return [array], (size,)
+        raw = array.view(np.uint8 if isinstance(array, np.ndarray) else sys.modules["torch"].uint8)
+        pieces = [raw[start : start + segment] for start in range(0, size, segment)]
+        sizes = (segment,) * (len(pieces) - 1) + (size - segment * (len(pieces) - 1),)
+        return pieces, sizes
+
+    def _tag(self, size: int) -> int:
+        """A message of another size shall not match: Open MPI 4.1 writes what is too long behind
+        the end of the buffer.  It is missed until the time-out instead."""
+        mixed = size * 0x9E3779B97F4A7C15 % 2**64 >> 64 - _SIZE_BITS
+        return self.tag + self.comm.tags * (mixed % (1 << self.comm.size_bits))
+
+
+def nbytes(array: Any) -> int:
+    """Of a NumPy array or a torch tensor."""
+    return array.nbytes if isinstance(array, np.ndarray) else array.numel() * array.element_size()
+
+
+def others(rank: int, size: int) -> list[int]:
+    """All ranks but this one, each rank's list starting elsewhere, so that not all of them send to
+    the same one at once."""
+    return [(rank + i) % size for i in range(1, size)]
+
+
+def _number(option: str, value: float | None, variable: str, default: float) -> float:
+    text = os.environ.get(variable)
+    if value is None and text is not None:
+        try:
+            return float(text)
+        except ValueError:
+            raise ConfigError(f"{variable}={text!r} is not a number") from None
+    return default if value is None else value
+
+
+_alive: list[Communicator] = []
+_keyvals: list[int] = []
+
+
+def _keyval() -> int:
+    if not _keyvals:
+        _keyvals.append(MPI.Comm.Create_keyval(delete_fn=_forget))
+    return _keyvals[0]
+
+
+def _forget(comm: MPI.Comm, keyval: int, ours: Communicator) -> None:
+    if not MPI.Is_finalized():
+        ours.free()
+
+
+@atexit.register
+def _leave() -> None:
+    """MPI_Finalize would wait for ranks that do not answer, and after an error of this rank alone
+    the others would wait for it until the time-out.  Others may be about to report too, and most
+    launchers end the whole job when the first process goes."""
+    is_broken = any(comm._problem is not None for comm in _alive)
+    ends_by_error = hasattr(sys, "last_value") and not hasattr(sys, "ps1")  # and not interactive
+    if is_broken or (ends_by_error and any(comm.size > 1 for comm in _alive)):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        logging.shutdown()
+        time.sleep(min(5.0 if is_broken else 1.0, max(comm.timeout for comm in _alive) / 2))
+        os._exit(1)

@@ -1,0 +1,135 @@
+"""Which ranks share a machine, and communicators for them and between machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mpi4py import MPI
+
+from hvd_compress.errors import ConfigError, MismatchError
+from hvd_compress.mpi.transport.communicator import Channel, Communicator
+from hvd_compress.mpi.transport.progress import Algorithm, Message
+
+
+class Part(Communicator):
+    """Some ranks of a communicator.
+
+    Problems, bytes and ranks in messages are those of the whole: nobody else knows the numbers of a
+    part.
+    """
+
+    def __init__(self, whole: Communicator, comm: MPI.Comm, members: tuple[int, ...]) -> None:
+        super().__init__(comm, timeout=whole.timeout, checks=0, segment=whole.segment)
+        self.whole, self.members = whole, members
+
+    def channel(self, tag: int | None = None) -> Channel:
+        return _PartChannel(self, super().channel(tag).tag)
+
+    def give_up(self, problem: str, lost: Iterable[Any]) -> None:
+        super().give_up(problem, lost)
+        self.whole.give_up(problem, [])
+
+
+class _PartChannel(Channel):
+    comm: Part
+
+    def send(self, array: Any, to: int) -> Message:
+        message = super().send(array, to)
+        self.comm.whole.bytes_sent += message.size
+        return message._replace(peer=self.comm.members[to])
+
+    def receive(self, array: Any, source: int) -> Message:
+        return super().receive(array, source)._replace(peer=self.comm.members[source])
+
+
+class Nodes:
+    """The machines that a communicator runs on: collective to make, and to free.
+
+    Args:
+        comm: the communicator.
+        leaders: by rank, the lowest rank on its machine.
+
+    Attributes:
+        members: ranks of each node, ascending.
+        is_flat: there is one node, or every rank has its own; then there are no parts.
+        is_even: all nodes have the same number of ranks.
+        inside: the ranks of this rank's node.
+        across: if even, the ranks with the same place in their nodes; otherwise the first ranks of
+            all nodes, ``None`` on others.
+    """
+
+    def __init__(self, comm: Communicator, leaders: list[int]) -> None:
+        self.members = [
+            tuple(rank for rank in range(comm.size) if leaders[rank] == leader)
+            for leader in sorted(set(leaders))
+        ]
+        self.is_flat = len(self.members) in (1, comm.size)
+        self.is_even = len(set(map(len, self.members))) == 1
+        self.inside: Part | None = None
+        self.across: Part | None = None
+        if self.is_flat:
+            return
+        node = next(members for members in self.members if comm.rank in members)
+        self.inside = _part(comm, node[0], node)
+        place = node.index(comm.rank)
+        if self.is_even or place == 0:
+            peers = tuple(members[place] for members in self.members)
+            self.across = _part(comm, place, peers)
+        else:
+            _part(comm, MPI.UNDEFINED, ())
+
+    def free(self) -> None:
+        for part in (self.inside, self.across):
+            if part is not None:
+                part.free()
+
+
+def _part(comm: Communicator, color: int, members: tuple[int, ...]) -> Part | None:
+    split = comm.mpi.Split(color, comm.rank)
+    if split == MPI.COMM_NULL:
+        return None
+    part = Part(comm, split, members)
+    split.Free()
+    return part
+
+
+def named(place: str, algorithm: Algorithm) -> Algorithm:
+    """The algorithm, saying where it runs when it waits too long."""
+    while True:
+        try:
+            wait = next(algorithm)
+        except StopIteration as stop:
+            return stop.value
+        wait.phase = f"{place}, {wait.phase}"
+        yield wait
+
+
+def nodes_of(comm: Communicator, ranks_per_node: int | None = None) -> Nodes:
+    """The nodes of a communicator, found at the first call, which is collective.
+
+    Args:
+        ranks_per_node: instead of asking MPI which ranks share memory, so many consecutive ranks
+            make a node; the last one may have fewer.
+    """
+    if ranks_per_node is not None and (type(ranks_per_node) is not int or ranks_per_node < 1):
+        raise ConfigError(f"ranks_per_node={ranks_per_node!r}: a number of ranks, 1 or more")
+    if comm._nodes is None:
+        comm._nodes = {}
+    if ranks_per_node not in comm._nodes:
+        comm._nodes[ranks_per_node] = Nodes(comm, _leaders(comm, ranks_per_node))
+    return comm._nodes[ranks_per_node]
+
+
+def _leaders(comm: Communicator, ranks_per_node: int | None) -> list[int]:
+    # MPI's own collectives, below, have no time-out: first make sure that everyone is here.
+    what = f"ranks_per_node={ranks_per_node}"
+    calls = comm.run("finding the nodes", comm._compare(what))[0]
+    if len(set(calls)) > 1:
+        raise MismatchError(f"the ranks differ: {', '.join(sorted(set(calls)))}")
+    if ranks_per_node is not None:
+        return [rank // ranks_per_node * ranks_per_node for rank in range(comm.size)]
+    shared = comm.mpi.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
+    leader = shared.bcast(comm.rank)
+    shared.Free()
+    return comm.mpi.allgather(leader)

@@ -1,0 +1,164 @@
+"""Adding up: operations, dtypes to accumulate in, and rounding once at the end."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.mpi.transport.arrays import Flat
+
+OPS = ("sum", "mean", "max")
+
+
+class Reduction:
+    """``op`` over arrays of ``dtype``.
+
+    Half precisions are added in float32, and partial results travel as float32, so that the result
+    is rounded once, however many ranks there are.
+
+    Attributes:
+        widens: partial results need another dtype than the array's.
+    """
+
+    def __init__(self, op: str, dtype: str, size: int) -> None:
+        if op not in OPS:
+            raise ConfigError(f"op={op!r} is not one of {', '.join(OPS)}")
+        if op == "mean" and "int" in dtype:
+            raise UnsupportedError(
+                f'the mean of {dtype} is not an integer: use op="sum" and divide, or float arrays'
+            )
+        self.op, self.dtype, self.size = op, dtype, size
+        self._free: dict[int, list[Any]] = {}
+        self.widens = dtype in ("float16", "bfloat16")
+
+    def scratch(self, n: int) -> Any:
+        """For ``n`` partial results; comes again after :meth:`give_back`, since the first touch of
+        fresh memory costs more than an addition."""
+        free = self._free.get(n)
+        return free.pop() if free else self._new(n)
+
+    def give_back(self, *arrays: Any) -> None:
+        """What :meth:`scratch` returned and nobody uses any more."""
+        for array in arrays:
+            self._free.setdefault(len(array), []).append(array)
+
+    def _new(self, n: int) -> Any:
+        return np.empty(n, self._wide)
+
+    def scratch_of_dtype(self, n: int) -> Any:
+        """For ``n`` elements as they came."""
+        return np.empty(n, self._narrow)
+
+    def widen(self, x: Any, out: Any) -> None:
+        """Elements as partial results."""
+        out[:] = self._as_number(x)
+
+    def combine(self, partial: Any, x: Any) -> None:
+        """Add elements as they came to partial results, in place."""
+        self.merge(partial, self._as_number(x))
+
+    def merge(self, partial: Any, other: Any) -> None:
+        """Add other partial results to partial results, in place."""
+        if self.op == "max":
+            np.maximum(partial, other, out=partial)
+        else:
+            # Inf - Inf is the caller's affair, and arrives as NaN on every rank.
+            with np.errstate(invalid="ignore", over="ignore"):
+                np.add(partial, other, out=partial)
+
+    def _as_number(self, x: Any) -> Any:
+        return from_bfloat16(x) if self.dtype == "bfloat16" else x
+
+    def complete(self, partial: Any, x: Any, out: Any) -> None:
+        """The last :meth:`combine`, and :meth:`finish`; ``out`` may be ``x``."""
+        if self.widens:
+            self.combine(partial, x)
+            self.finish(partial, out)
+            return
+        with np.errstate(invalid="ignore", over="ignore"):
+            (np.maximum if self.op == "max" else np.add)(partial, x, out=out)
+            if self.op == "mean":
+                np.divide(out, self.size, out=out)
+
+    def finish(self, partial: Any, out: Any) -> None:
+        """Partial results over all ranks become the result."""
+        if self.op == "mean":
+            np.divide(partial, self.size, out=partial)
+        if self.dtype == "bfloat16":
+            out[:] = to_bfloat16(partial)
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                out[:] = partial
+
+    @property
+    def _narrow(self) -> np.dtype:
+        return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
+
+    @property
+    def _wide(self) -> np.dtype:
+        return np.dtype("float32") if self.widens else self._narrow
+
+
+class DeviceReduction(Reduction):
+    """The same on torch tensors, for an MPI that reads GPU memory."""
+
+    def __init__(self, op: str, dtype: str, size: int, like: Any) -> None:
+        super().__init__(op, dtype, size)
+        self._torch = sys.modules["torch"]
+        self._like = like
+
+    def _as_number(self, x: Any) -> Any:
+        return x
+
+    def _ready(self) -> None:
+        if self._like.is_cuda:  # MPI knows nothing of streams
+            self._torch.cuda.current_stream(self._like.device).synchronize()
+
+    def _new(self, n: int) -> Any:
+        return self._like.new_empty(n, dtype=self._torch.float32 if self.widens else None)
+
+    def complete(self, partial: Any, x: Any, out: Any) -> None:
+        self.combine(partial, x)
+        self.finish(partial, out)
+
+    def scratch_of_dtype(self, n: int) -> Any:
+        return self._like.new_empty(n)
+
+    def widen(self, x: Any, out: Any) -> None:
+        out.copy_(x)
+        self._ready()
+
+    def merge(self, partial: Any, other: Any) -> None:
+        if self.op == "max":
+            self._torch.maximum(partial, other.to(partial.dtype), out=partial)
+        else:
+            partial.add_(other)
+        self._ready()
+
+    def finish(self, partial: Any, out: Any) -> None:
+        if self.op == "mean":
+            partial.div_(self.size)
+        out.copy_(partial)
+        self._ready()
+
+
+def reduction(op: str, flat: Flat, size: int) -> Reduction:
+    """For a flat array, wherever it lives."""
+    if isinstance(flat.array, np.ndarray):
+        return Reduction(op, flat.dtype, size)
+    return DeviceReduction(op, flat.dtype, size, flat.array)
+
+
+def from_bfloat16(x: np.ndarray) -> np.ndarray:
+    """The bits of bfloat16 are the upper half of those of float32."""
+    return np.left_shift(x, 16, dtype=np.uint32).view(np.float32)
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """float32 to the bits of bfloat16, to nearest even; NaN stays NaN."""
+    bits = x.view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded.astype(np.uint16))
