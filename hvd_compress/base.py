@@ -29,7 +29,7 @@ request        reply                                         used by
 The laws that every method obeys (checked by :func:`hvd_compress.testing.check_laws`):
 
 * ``mean`` is the average over the ranks of what each of them ``sent``, but for what stays with the
-  owner of a stripe (state ``owner_residual``, see :mod:`hvd_compress.aggregators.alltoall`);
+  owner of a shard (state ``owner_residual``, see :mod:`hvd_compress.aggregators.alltoall`);
 * with error feedback nothing is lost: what went in = what was sent + what remains in the state;
 * all ranks compute bitwise equal ``mean`` and ``update``;
 * shape, dtype and device of the gradient are kept;
@@ -104,8 +104,8 @@ class Batch(NamedTuple):
 
 
 #: what other ranks have to answer
-Meeting = Sum | Max | Gather | Alltoall | Swap
-Request = Meeting | Batch
+Collective = Sum | Max | Gather | Alltoall | Swap
+Request = Collective | Batch
 
 
 class Sparse(NamedTuple):

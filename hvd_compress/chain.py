@@ -83,7 +83,7 @@ class Transform(Configurable, kind="block"):
         return mean, state
 
 
-class Met(NamedTuple):
+class Aggregated(NamedTuple):
     """What an aggregator returns: the flat average, this rank's contribution to it, whether all
     ranks' contributions were finite (a bool, or a symbol of one), and its new state."""
 
@@ -108,7 +108,9 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
         return {}
 
     @abc.abstractmethod
-    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+    def aggregate(
+        self, x: Array, state: State, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
         """Average the flat array ``x`` over the ranks; never changes ``x`` or ``state`` in place.
         ``context.shape`` is that of the tensor."""
 
@@ -236,35 +238,35 @@ class Chain(Compressor, name="chain"):
         context = context._replace(dtype=xp.dtype(gradient), shape=xp.shape(gradient))
         if any(transform.feeds_back for transform in self.transforms):
             self.via.check_feedback(context.shape, context)
-        met = yield from self.via.meet(x, own, context)
+        aggregated = yield from self.via.aggregate(x, own, context)
 
-        mean = xp.restore(met.mean, gradient)
+        mean = xp.restore(aggregated.mean, gradient)
         # A half-precision gradient may have no room for the mean of what had waited.
-        finite = met.finite if xp.dtype(mean) == xp.dtype(x) else xp.all_finite(mean)
+        finite = aggregated.finite if xp.dtype(mean) == xp.dtype(x) else xp.all_finite(mean)
 
         old = {key: state[key] for part in self._parts for key in part.keys}
 
         def settled() -> tuple[Array, State]:
-            update, new_state = met.mean, dict(met.state)
+            update, new_state = aggregated.mean, dict(aggregated.state)
             for transform, own in zip(reversed(self.transforms), reversed(states), strict=True):
-                own = transform.settle(met.sent, own, context)
+                own = transform.settle(aggregated.sent, own, context)
                 update, own = transform.finish(update, own, context)
                 new_state.update(own)
             return update, new_state
 
         def restored() -> tuple[Array, State]:
             # If it is the state that overflows, with finite gradients, it would do so for ever.
-            return met.mean, {key: _in_range(x) for key, x in old.items()}
+            return aggregated.mean, {key: _in_range(x) for key, x in old.items()}
 
         update, new_state = xp.choose(finite, settled, restored)
         if not self._has_update:
-            return Outcome(mean, met.sent, new_state)
+            return Outcome(mean, aggregated.sent, new_state)
         update = xp.restore(update, gradient)
         if xp.dtype(mean) != xp.dtype(x):  # nor for the momentum of it
             fits = xp.all_finite(update)
             new_state = xp.choose(fits, lambda: new_state, lambda: old)
         additive = all(t.additive for t in self.transforms)
-        return Outcome(mean, met.sent, new_state, update, additive)
+        return Outcome(mean, aggregated.sent, new_state, update, additive)
 
     @functools.cached_property
     def _has_update(self) -> bool:

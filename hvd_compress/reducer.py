@@ -20,7 +20,7 @@ from hvd_compress.engines.base import Engine, LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.integrations.checkpoints import check_array, entry, epoch_in, refused, whole
 from hvd_compress.methods import as_compressor
-from hvd_compress.stats import Record, Stats, waiting_norm
+from hvd_compress.stats import Record, Stats, norm_of_residual
 
 _VERSION = 1
 _NOTHING = np.empty(0)
@@ -203,7 +203,7 @@ class Reducer:
     def stats(self) -> Stats:
         """Exact bytes so far, by name and in total, and the norm of what waits."""
         for name, state in self.states.items():
-            if (norm := waiting_norm(state)) is not None:
+            if (norm := norm_of_residual(state)) is not None:
                 self.records.setdefault(name, Record()).residual_norm = norm
         return Stats(self.records)
 

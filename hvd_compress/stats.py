@@ -13,7 +13,7 @@ from hvd_compress.backends import backend_of
 WAITING = ("residual", "memory", "owner_residual")
 
 
-def waiting_norm(state: Mapping[str, Any]) -> float | None:
+def norm_of_residual(state: Mapping[str, Any]) -> float | None:
     """L2 norm of what waits in a state of arrays; ``None`` if nothing ever does."""
     found = [state[key] for key in WAITING if key in state]
     return math.hypot(*(float(backend_of(x).norm(x)) for x in found)) if found else None

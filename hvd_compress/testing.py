@@ -140,7 +140,7 @@ def check_laws(
                 common = (compressor, make, size, dtype, shape, tolerance, agreement, went_in)
                 _check_steps(_Case(*common, seed, context), steps)
                 _check_frameworks_agree(_Case(*common, seed, context), steps)
-                _check_spoilt_steps(_Case(*common, seed, context))
+                _check_nonfinite_steps(_Case(*common, seed, context))
                 _check_zeros(_Case(*common, seed, context))
                 _check_strides(_Case(*common, seed, context))
                 # Laws of magnitudes, which have nothing to do with the number of ranks.
@@ -254,7 +254,7 @@ def _check_looks_like(case: _Case, result: Array, gradient: Array) -> None:
 
 
 def _owned(state: State) -> np.ndarray:
-    """What stays with the owner of a stripe, if the method has such a thing."""
+    """What stays with the owner of a shard, if the method has such a thing."""
     return _numbers(state["owner_residual"]) if "owner_residual" in state else np.zeros(1)
 
 
@@ -270,7 +270,7 @@ def _check_mean(case: _Case, mean: np.ndarray, parts: Sequence[np.ndarray]) -> N
     error = np.abs(mean - sum(parts) / case.size)
     case.require(
         bool(np.all(error <= allowed)),
-        "mean is the average of what the ranks sent, less what stays with the owners of stripes; "
+        "mean is the average of what the ranks sent, less what stays with the owners of shards; "
         f"off by {error.max(initial=0.0):.3g}",
     )
 
@@ -314,7 +314,7 @@ def _check_frameworks_agree(case: _Case, steps: int) -> None:
                 )
 
 
-def _check_spoilt_steps(case: _Case) -> None:
+def _check_nonfinite_steps(case: _Case) -> None:
     """NaN and Inf on one rank: seen by all, remembered by none."""
     if 0 in case.shape:
         return
@@ -332,7 +332,9 @@ def _check_spoilt_steps(case: _Case) -> None:
         after = [_state_bits(state) for state in case.world.states["tensor"]]
         case.require(before == after, f"{spoilt} on rank {rank} leaves all states as they were")
     for outcome in case.exchange(case.arrays(case.numbers())):
-        case.require(bool(np.isfinite(_numbers(outcome.mean)).all()), "a spoilt step is forgotten")
+        case.require(
+            bool(np.isfinite(_numbers(outcome.mean)).all()), "a non-finite step is forgotten"
+        )
 
 
 #: gradients so many times the usual, by dtype: far beyond it, and nearly out of range

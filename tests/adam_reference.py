@@ -16,11 +16,11 @@ def one_bit(x: np.ndarray, norm: str = "l1") -> np.ndarray:
 
 
 class OneBitMean:
-    """The mean over ranks of flat arrays, through the owners of stripes as equal as can be."""
+    """The mean over ranks of flat arrays, through the owners of shards as equal as can be."""
 
     def __init__(self, n: int, ranks: int, norm: str = "l1") -> None:
         bounds = [n * rank // ranks for rank in range(ranks + 1)]
-        self.stripes = [slice(*bounds[rank : rank + 2]) for rank in range(ranks)]
+        self.shards = [slice(*bounds[rank : rank + 2]) for rank in range(ranks)]
         self.worker_errors = np.zeros((ranks, n))
         self.owner_errors = np.zeros(n)
         self.norm = norm
@@ -28,13 +28,13 @@ class OneBitMean:
     def __call__(self, arrays: list[np.ndarray]) -> np.ndarray:
         with_errors = np.array(arrays) + self.worker_errors
         mean = np.empty_like(self.owner_errors)
-        for stripe in self.stripes:
-            sent = np.array([one_bit(x[stripe], self.norm) for x in with_errors])
-            self.worker_errors[:, stripe] = with_errors[:, stripe] - sent
-            total = sent.sum(0) + self.owner_errors[stripe]
+        for shard in self.shards:
+            sent = np.array([one_bit(x[shard], self.norm) for x in with_errors])
+            self.worker_errors[:, shard] = with_errors[:, shard] - sent
+            total = sent.sum(0) + self.owner_errors[shard]
             told = one_bit(total, self.norm)
-            self.owner_errors[stripe] = total - told
-            mean[stripe] = told / len(arrays)
+            self.owner_errors[shard] = total - told
+            mean[shard] = told / len(arrays)
         return mean
 
 

@@ -359,7 +359,7 @@ def test_the_mean_estimate_is_the_mean_of_the_estimates(values):
     assert world.compressor.per_rank(np.zeros(3)) == {"estimate"}
 
 
-def test_a_spoilt_step_leaves_estimates_alone():
+def test_a_nonfinite_step_leaves_estimates_alone():
     world = World(EF21(density=0.5), 2)
     world.exchange([np.array([1.0, 2]), np.array([3.0, 0])])
     before = [{k: v.copy() for k, v in state.items()} for state in world.states["tensor"]]
@@ -581,7 +581,7 @@ def test_the_virtual_iterate_takes_plain_steps(via):
         virtual = virtual - rate * gradients.mean(0)
         states = [outcome.state for outcome in outcomes]
         waiting = np.mean([state["residual"] for state in states], axis=0)
-        # What the owners of stripes keep is in units of the sum.
+        # What the owners of shards keep is in units of the sum.
         waiting = waiting + sum(state.get("owner_residual", 0) for state in states) / ranks
         np.testing.assert_allclose(x - waiting.reshape(5, 8), virtual, atol=1e-12)
     assert np.abs(waiting).max() > 1e-4

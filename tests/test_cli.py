@@ -114,7 +114,8 @@ def test_wrong_usage(wrong, capsys):
 
 
 def test_loads_no_framework():
-    code = "import hvd_compress.cli.main, sys; print({'torch', 'tensorflow', 'horovod'} & {*sys.modules})"
+    code = "import hvd_compress.cli.main, sys; print({'torch', 'tensorflow', 'horovod'} "
+    code += "& {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "set()\n"
 

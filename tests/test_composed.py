@@ -26,7 +26,7 @@ from hvd_compress import (
 )
 from hvd_compress.engines.lockstep import World
 from hvd_compress.schedules import schedules_of, with_values
-from hvd_compress.stats import waiting_norm
+from hvd_compress.stats import norm_of_residual
 
 DENSE = DGC(density=1.0, min_size=0)
 
@@ -202,6 +202,6 @@ def test_a_direction_that_does_not_fit_leaves_no_trace():
 
 def test_all_that_waits_is_counted():
     state = {"residual": np.array([3.0]), "owner_residual": np.array([4.0]), "velocity": np.ones(9)}
-    assert waiting_norm(state) == 5
-    assert waiting_norm({"memory": np.array([2.0])}) == 2
-    assert waiting_norm({"velocity": np.ones(1)}) is None
+    assert norm_of_residual(state) == 5
+    assert norm_of_residual({"memory": np.array([2.0])}) == 2
+    assert norm_of_residual({"velocity": np.ones(1)}) is None

@@ -125,7 +125,7 @@ def test_bytes_do_not_grow_with_the_number_of_ranks_but_for_its_logarithm():
     gradient, k = np.random.default_rng(0).normal(size=1000), 10
     frame, bits = sparse_size(k, 1000, "float64"), coded_size(plus_minus(1.0), k, gradient.dtype)
     for size, pairs in ((1, 0), (2, 1), (3, 1), (4, 2), (7, 2), (16, 4), (64, 6)):
-        exchange = gtop_k(0.01).meet(gradient, {}, Context(rank=0, size=size))
+        exchange = gtop_k(0.01).aggregate(gradient, {}, Context(rank=0, size=size))
         seen, reply = [], None
         try:
             while True:
@@ -139,7 +139,7 @@ def test_bytes_do_not_grow_with_the_number_of_ranks_but_for_its_logarithm():
 
 
 def test_damage_is_noticed():
-    exchange = gtop_k(0.1).meet(np.arange(100.0), {}, Context(size=2))
+    exchange = gtop_k(0.1).aggregate(np.arange(100.0), {}, Context(size=2))
     payload = next(exchange).payload.copy()
     payload[30] ^= 4
     with pytest.raises(PayloadError, match="rank 1"):
@@ -149,7 +149,7 @@ def test_damage_is_noticed():
 @pytest.mark.parametrize("where", [30, -2])
 def test_damage_of_what_comes_back_is_noticed(where):
     """In the entries, and in the bits behind them."""
-    exchange = gtop_k(0.1).meet(np.arange(100.0), {}, Context(rank=2, size=3))
+    exchange = gtop_k(0.1).aggregate(np.arange(100.0), {}, Context(rank=2, size=3))
     frame = next(exchange).payload
     assert exchange.send(frame).partner is None
     result = exchange.send(frame[:0]).payload.copy()

@@ -14,7 +14,7 @@ from hvd_compress import Context, Gather, Outcome, Sum, UnsupportedError
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Compressor
 from hvd_compress.blocks import chain
-from hvd_compress.chain import Aggregator, Met, Transform
+from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.engines.lockstep import World
 from hvd_compress.methods import method_names
 from hvd_compress.testing import check_laws
@@ -199,7 +199,7 @@ class HidesNaN(Cheat, name="test-hides-nan"):
 
 
 @dataclasses.dataclass(frozen=True)
-class CountsSpoiltSteps(Cheat, name="test-counts-spoilt-steps"):
+class CountsNonfiniteSteps(Cheat, name="test-counts-spoilt-steps"):
     def init(self, gradient):
         return {"steps": np.zeros(1)}
 
@@ -212,7 +212,7 @@ class CountsSpoiltSteps(Cheat, name="test-counts-spoilt-steps"):
 
 
 @dataclasses.dataclass(frozen=True)
-class KeepsRankSecret(CountsSpoiltSteps, name="test-keeps-rank-secret"):
+class KeepsRankSecret(CountsNonfiniteSteps, name="test-keeps-rank-secret"):
     def outcome(self, gradient, x, mean, state, context):
         honest = super().outcome(gradient, x, mean, state, context)
         return honest._replace(state={"steps": np.full(1, context.rank)})
@@ -298,7 +298,7 @@ def test_the_kit_accepts_what_is_honest():
         (Leaky(), "what went in"),
         (ChangesGradient(), "not modified"),
         (HidesNaN(), "non-finite on every rank"),
-        (CountsSpoiltSteps(), "leaves all states"),
+        (CountsNonfiniteSteps(), "leaves all states"),
         (KeepsRankSecret(), "equal on all ranks"),
         (EatsOldState(), "breaks off"),
         (TakesIntegers(), "integers"),
@@ -332,10 +332,10 @@ class half_of_it(Transform, name="test-half-of-it"):
 
 @dataclasses.dataclass(frozen=True)
 class plain_sum(Aggregator, name="test-plain-sum"):
-    def meet(self, x, state, context):
+    def aggregate(self, x, state, context):
         total = yield Sum(x)
         mean = total / context.size
-        return Met(mean, x, backend_of(x).all_finite(mean))
+        return Aggregated(mean, x, backend_of(x).all_finite(mean))
 
 
 def test_the_kit_catches_a_framework_that_disagrees_with_numpy():

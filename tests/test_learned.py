@@ -346,7 +346,7 @@ def test_an_autoencoder_that_was_not_taken_over_is_noticed():
 
 
 @each_way
-def test_a_spoilt_step_of_training_is_forgotten(way):
+def test_a_nonfinite_step_of_training_is_forgotten(way):
     world = World(chain(via=way(0.1, start=10)), 3)
     world.exchange(alike(0))
     before = world.states["tensor"][1]["autoencoder"].copy()

@@ -219,7 +219,7 @@ def test_the_step_may_be_a_symbol():
 
     @tf.function
     def meet(x, step):
-        exchange = via.meet(x, {}, Context(step=step))
+        exchange = via.aggregate(x, {}, Context(step=step))
         request, requests = next(exchange), []
         for _ in range(1):
             requests.append(request.array)

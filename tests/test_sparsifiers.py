@@ -339,7 +339,7 @@ def test_stages_are_chosen_again_after_five_steps(total, kept):
     assert sidco(0.002, stages=2).pick(x, None, given, Context(step=5))[1]["stages"][0] == 2
 
 
-def test_a_spoilt_step_does_not_count():
+def test_a_nonfinite_step_does_not_count():
     world = World(SIDCo(density=0.1), 2)
     world.exchange([NORMAL[:100]] * 2)
     before = [state["stages"].copy() for state in world.states["tensor"]]
@@ -425,15 +425,15 @@ def test_the_step_may_be_a_symbol():
     via = leader_top_k(0.05)
 
     @tf.function
-    def meet(x, step):
-        exchange = via.meet(x, {}, Context(size=2, rank=1, step=step))
+    def aggregate(x, step):
+        exchange = via.aggregate(x, {}, Context(size=2, rank=1, step=step))
         request = next(exchange)
         theirs = tf.zeros(0, tf.uint8)
         frames = [theirs, request.payload]
         request = exchange.send(frames)
         return frames[1], request.array
 
-    frame, values = meet(tf.constant(gradient), tf.constant(3, tf.int64))
+    frame, values = aggregate(tf.constant(gradient), tf.constant(3, tf.int64))
     assert frame.shape == (16 + 8,)  # five indices, packed
     best = np.sort(np.argsort(-np.abs(gradient))[:5])
     np.testing.assert_array_equal(values.numpy(), gradient[best])

@@ -33,7 +33,7 @@ from hvd_compress.integrations.checkpoints import (
 from hvd_compress.methods import as_compressor
 from hvd_compress.methods._chained import Chained
 from hvd_compress.schedules import schedules_of, with_values
-from hvd_compress.stats import Record, Stats, waiting_norm
+from hvd_compress.stats import Record, Stats, norm_of_residual
 from hvd_compress.transforms import momentum_after_averaging
 
 from . import backend
@@ -197,7 +197,7 @@ class Binding(tf.Module):
         for i, (slot, row) in enumerate(zip(self.slots, self._counts.numpy(), strict=True)):
             records[slot.name] = Record(**dict(zip(_COUNTED, map(int, row), strict=True)))
             state = {key: x.value() for key, x in self.states.get(str(i), {}).items()}
-            records[slot.name].residual_norm = waiting_norm(state) or 0.0
+            records[slot.name].residual_norm = norm_of_residual(state) or 0.0
         for binding in self.on_behalf:
             for name, record in binding.stats().layers.items():
                 records[name].bytes_sent += record.bytes_sent

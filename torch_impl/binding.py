@@ -21,7 +21,7 @@ from hvd_compress.integrations.optimizers import (
     check_partner,
     moved,
 )
-from hvd_compress.stats import Record, Stats, waiting_norm
+from hvd_compress.stats import Record, Stats, norm_of_residual
 from hvd_compress.transforms import momentum_after_averaging
 
 from . import backend
@@ -103,7 +103,7 @@ class Binding:
     def stats(self) -> Stats:
         """Exact bytes so far, by parameter and in total, and the norm of what waits."""
         for p, name in self._optimizer._parameter_names.items():
-            if (norm := waiting_norm(self.state_of(p))) is not None:
+            if (norm := norm_of_residual(self.state_of(p))) is not None:
                 self.records.setdefault(name, Record()).residual_norm = norm
         return Stats(self.records)
 

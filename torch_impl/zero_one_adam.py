@@ -193,7 +193,7 @@ class ZeroOneAdam(FrozenAdam):
         return {p: outcome.mean for p, outcome in outcomes.items()}
 
     def _in_full(self, states: dict[Any, Any]) -> dict[Any, torch.Tensor]:
-        # What owners of stripes keep is in units of a sum, and its mean is its share of ours.
+        # What owners of shards keep is in units of a sum, and its mean is its share of ours.
         binding, everything = self._binding(), {}
         for p, state in states.items():
             rest = [state.pop(k) for k in ("meet.residual", "meet.owner_residual") if k in state]

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, State, Sum
-from hvd_compress.chain import Aggregator, Met
+from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.operators import top_k
 from hvd_compress.schedules import Density
 
@@ -32,15 +32,19 @@ class OfTopK(Aggregator):
     def needs_epoch(self) -> bool:
         return self._select.needs_epoch
 
-    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+    def aggregate(
+        self, x: Array, state: State, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
         k = self._select.count(xp.size(x), context)
         if k == xp.size(x):
             total = yield Sum(x)
             mean = total / context.size
-            return Met(mean, x, xp.all_finite(mean))
-        return (yield from self._meet_some(x, k, context))
+            return Aggregated(mean, x, xp.all_finite(mean))
+        return (yield from self._aggregate_top_k(x, k, context))
 
     @abc.abstractmethod
-    def _meet_some(self, x: Array, k: int, context: Context) -> Generator[Request, Any, Met]:
+    def _aggregate_top_k(
+        self, x: Array, k: int, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
         """Of fewer than all elements."""

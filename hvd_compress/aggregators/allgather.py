@@ -12,7 +12,7 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
-from hvd_compress.chain import Aggregator, Met
+from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.codecs import Codec
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.config import check_choice
@@ -105,31 +105,33 @@ class allgather(Aggregator, name="allgather"):
         codes = self.values.classes(d if k is None else k)
         return codes if k == d else codes.after_selecting(self.select.kept(d, context))
 
-    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+    def aggregate(
+        self, x: Array, state: State, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
         if isinstance(self.select, Codec):
             return (yield from _everything(self.select.for_shape(context.shape), x, context))
         xp = backend_of(x)
         n = xp.size(x)
         k = self.select.count(n, context)
         if k == n and isinstance(self.values, Codec):
-            met = yield from _everything(self.values, x, context)
-            return met._replace(state=state)
+            aggregated = yield from _everything(self.values, x, context)
+            return aggregated._replace(state=state)
         if k == n:
             total = yield Sum(x)
             mean = total / context.size
-            return Met(mean, x, xp.all_finite(mean), state)
+            return Aggregated(mean, x, xp.all_finite(mean), state)
         indices, state = self.select.pick(x, k, state, context)
         values = xp.take(x, indices)
         if isinstance(self.values, Codec):
-            met = yield from _coded(self.values, x, indices, values, k, context)
+            aggregated = yield from _coded(self.values, x, indices, values, k, context)
         else:
-            met = yield from _plain(self.values, x, indices, values, k, context)
-        return met._replace(state=state)
+            aggregated = yield from _plain(self.values, x, indices, values, k, context)
+        return aggregated._replace(state=state)
 
 
 def _plain(
     dtype: str, x: Array, indices: Array, values: Array, k: int | None, context: Context
-) -> Generator[Request, Any, Met]:
+) -> Generator[Request, Any, Aggregated]:
     xp = backend_of(x)
     n = xp.size(x)
     values = xp.round_to(values, dtype, saturate=True)
@@ -139,7 +141,7 @@ def _plain(
     if context.size * entries > 2 * 4 * n:
         total = yield Sum(xp.put(xp.zeros(n, x), indices, values))
         mean = total / context.size
-        return Met(mean, sent, xp.all_finite(mean))
+        return Aggregated(mean, sent, xp.all_finite(mean))
     (frame,) = xp.on_host(
         functools.partial(_encode_plain, n, k),
         [indices, xp.cast(values, dtype)],
@@ -158,7 +160,7 @@ def _plain(
 
 def _coded(
     codec: Codec, x: Array, indices: Array, values: Array, k: int | None, context: Context
-) -> Generator[Request, Any, Met]:
+) -> Generator[Request, Any, Aggregated]:
     """The values as codes behind their indices."""
     xp = backend_of(x)
     n, dtype = xp.size(x), np.dtype(xp.dtype(x))
@@ -184,7 +186,7 @@ def _coded(
     return _added(x, parts, Sparse(indices, decoded), context)
 
 
-def _added(x: Array, parts: list[Array], sent: Sparse, context: Context) -> Met:
+def _added(x: Array, parts: list[Array], sent: Sparse, context: Context) -> Aggregated:
     """``parts``: every rank's indices and values in turn."""
     xp = backend_of(x)
     mean = xp.zeros(xp.size(x), x)
@@ -192,10 +194,10 @@ def _added(x: Array, parts: list[Array], sent: Sparse, context: Context) -> Met:
         mean = xp.add_at(mean, at, xp.cast(what, xp.dtype(x)))
     # Dividing the few nonzero elements would be cheaper, but they are not unique.
     mean /= context.size
-    return Met(mean, sent, xp.all_finite(xp.concat(parts[1::2])))
+    return Aggregated(mean, sent, xp.all_finite(xp.concat(parts[1::2])))
 
 
-def _everything(codec: Codec, x: Array, context: Context) -> Generator[Request, Any, Met]:
+def _everything(codec: Codec, x: Array, context: Context) -> Generator[Request, Any, Aggregated]:
     xp = backend_of(x)
     n, dtype = xp.size(x), np.dtype(xp.dtype(x))
 
@@ -214,7 +216,7 @@ def _everything(codec: Codec, x: Array, context: Context) -> Generator[Request, 
     frames = yield Gather(frame, equal_sizes=True)
     (total,) = xp.on_host(add_up, frames, [(dtype.name, n)], x)
     mean = total / context.size
-    return Met(mean, sent, xp.all_finite(mean))
+    return Aggregated(mean, sent, xp.all_finite(mean))
 
 
 def _encode_plain(

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
-from hvd_compress.chain import Aggregator, Met
+from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import check_choice
 from hvd_compress.operator_classes import IDENTITY, Classes
 from hvd_compress.operators import random_k
@@ -50,7 +50,9 @@ class allreduce(Aggregator, name="allreduce"):
             return IDENTITY
         return (self.select.scaled_classes if self.unbiased else self.select.classes)(d, context)
 
-    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+    def aggregate(
+        self, x: Array, state: State, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
         wire = self.wire
         if wire == "gradient":
@@ -58,7 +60,7 @@ class allreduce(Aggregator, name="allreduce"):
         if self.select is None:
             total = yield Sum(x, wire)
             mean = total / context.size
-            return Met(mean, xp.round_to(x, wire), xp.all_finite(mean))
+            return Aggregated(mean, xp.round_to(x, wire), xp.all_finite(mean))
         n = xp.size(x)
         k = self.select.count(n, context)
         indices = self.select.select(x, k, context)
@@ -69,4 +71,4 @@ class allreduce(Aggregator, name="allreduce"):
         values_mean = total / context.size
         mean = xp.put(xp.zeros(n, x), indices, values_mean)
         sent = Sparse(indices, xp.round_to(values, wire))
-        return Met(mean, sent, xp.all_finite(values_mean))
+        return Aggregated(mean, sent, xp.all_finite(values_mean))

@@ -1,4 +1,4 @@
-"""Quantised sums: every rank adds up one stripe of the tensor, and quantises what comes out."""
+"""Quantised sums: every rank adds up one shard of the tensor, and quantises what comes out."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Alltoall, Array, Context, Gather, Request, State
-from hvd_compress.chain import Aggregator, Met
+from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.codecs import Codec
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.random_k import own_generator
 
-Stripes = list[slice]
+Shards = list[slice]
 
 
 @dataclasses.dataclass(frozen=True)
 class alltoall(Aggregator, name="alltoall"):
-    """Send each rank its stripe of the tensor, coded; it adds them up, and sends the sum of its
-    stripe, coded again, to all.
+    """Send each rank its shard of the tensor, coded; it adds them up, and sends the sum of its
+    shard, coded again, to all.
 
     A rank sends and receives about two coded tensors, however many ranks there are, where
     ``allgather`` would receive one from each.  What the second coding leaves out stays with the
-    stripe's owner, and is added there next time.
+    shard's owner, and is added there next time.
 
     State: ``owner_residual`` o, in units of the sum; as large as the tensor, zero outside the
-    rank's own stripe.  With it the law of averages reads::
+    rank's own shard.  With it the law of averages reads::
 
         sum of sent + sum of o before = N * mean + sum of o after
 
-    If the number of ranks changes, stripes do, and what lies outside a rank's own travels with its
+    If the number of ranks changes, shards do, and what lies outside a rank's own travels with its
     next message, so nothing is lost; a checkpoint may average ``owner_residual`` over the ranks.
 
     Options:
@@ -59,15 +59,17 @@ class alltoall(Aggregator, name="alltoall"):
     def homogeneous(self) -> bool:
         return self.codec.homogeneous
 
-    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+    def aggregate(
+        self, x: Array, state: State, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
         n, dtype = xp.size(x), np.dtype(xp.dtype(x))
         codec = self.codec.for_shape(context.shape)
-        stripes = stripes_of(n, context.size, codec.unit(n))
+        shards = shards_of(n, context.size, codec.unit(n))
         # Owners feed back what they leave out, whether a transform does or not.
-        codec.check_feedback(max(s.stop - s.start for s in stripes))
-        sizes = [coded_size(codec, s.stop - s.start, dtype) for s in stripes]
-        work = _Work(codec, stripes, context, n, dtype)
+        codec.check_feedback(max(s.stop - s.start for s in shards))
+        sizes = [coded_size(codec, s.stop - s.start, dtype) for s in shards]
+        work = _Work(codec, shards, context, n, dtype)
 
         *frames, sent = xp.on_host(
             work.encode,
@@ -85,10 +87,10 @@ class alltoall(Aggregator, name="alltoall"):
         frames = yield Gather(frame, equal_sizes=len(set(sizes)) == 1)
         (total,) = xp.on_host(work.decode, frames, [(dtype.name, n)], x)
         mean = total / context.size
-        return Met(mean, sent, xp.all_finite(mean), {"owner_residual": owner_residual})
+        return Aggregated(mean, sent, xp.all_finite(mean), {"owner_residual": owner_residual})
 
 
-def stripes_of(n: int, size: int, unit: int) -> Stripes:
+def shards_of(n: int, size: int, unit: int) -> Shards:
     """One for each rank: whole units, as equal as they can be; the last unit may be short."""
     units = -(-n // unit)
     bounds = [min(n, unit * (units * rank // size)) for rank in range(size + 1)]
@@ -100,7 +102,7 @@ class _Work:
     """What a rank does on its host."""
 
     codec: Codec
-    stripes: Stripes
+    shards: Shards
     context: Context
     n: int
     dtype: np.dtype
@@ -110,29 +112,29 @@ class _Work:
 
     @property
     def _own(self) -> slice:
-        return self.stripes[self.context.rank]
+        return self.shards[self.context.rank]
 
-    def _decode(self, frame: np.ndarray, stripe: slice, sender: int) -> np.ndarray:
-        count = stripe.stop - stripe.start
+    def _decode(self, frame: np.ndarray, shard: slice, sender: int) -> np.ndarray:
+        count = shard.stop - shard.start
         return decode_coded(self.codec, frame, count, self.dtype, sender=f"rank {sender}")[1]
 
     def encode(self, step: int, x: np.ndarray, owner_residual: np.ndarray) -> list[np.ndarray]:
         """A frame for each rank, and what they say, less what came from ``owner_residual``."""
         foreign = owner_residual.copy()
         foreign[self._own] = 0
-        moved = foreign.any()  # the stripes did
+        moved = foreign.any()  # the shards did
         x = x + foreign if moved else x
         random = self._random(step, 0)
-        frames = [encode_coded(self.codec, x[stripe], random) for stripe in self.stripes]
+        frames = [encode_coded(self.codec, x[shard], random) for shard in self.shards]
         sent = np.empty_like(x)
-        for stripe, frame in zip(self.stripes, frames, strict=True):
-            sent[stripe] = self._decode(frame, stripe, self.context.rank)
+        for shard, frame in zip(self.shards, frames, strict=True):
+            sent[shard] = self._decode(frame, shard, self.context.rank)
         return [*frames, sent - foreign if moved else sent]
 
     def add_up(
         self, step: int, owner_residual: np.ndarray, *frames: np.ndarray
     ) -> list[np.ndarray]:
-        """The frame of the sum of the rank's stripe, and what it leaves out."""
+        """The frame of the sum of the rank's shard, and what it leaves out."""
         total = owner_residual[self._own].copy()
         for rank, frame in enumerate(frames):
             total += self._decode(frame, self._own, rank)
@@ -143,6 +145,6 @@ class _Work:
 
     def decode(self, *frames: np.ndarray) -> list[np.ndarray]:
         total = np.empty(self.n, self.dtype)
-        for rank, (stripe, frame) in enumerate(zip(self.stripes, frames, strict=True)):
-            total[stripe] = self._decode(frame, stripe, rank)
+        for rank, (shard, frame) in enumerate(zip(self.shards, frames, strict=True)):
+            total[shard] = self._decode(frame, shard, rank)
         return [total]

@@ -11,7 +11,7 @@ import numpy as np
 from hvd_compress.aggregators.sketching import Hashes, estimates, sketch
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
-from hvd_compress.chain import Aggregator, Met
+from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators import top_k
@@ -66,13 +66,15 @@ class count_sketch(Aggregator, name="count_sketch"):
         k = count(n, density_at(self.density, context.step, context.epoch))
         return k if (self.rows * self.width + self.candidates) * k < n else n
 
-    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+    def aggregate(
+        self, x: Array, state: State, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
         n, k = xp.size(x), self.count(xp.size(x), context)
         if k == n:
             total = yield Sum(x)
             mean = total / context.size
-            return Met(mean, x, xp.all_finite(mean))
+            return Aggregated(mean, x, xp.all_finite(mean))
         shape, several = (self.rows, self.width * k), self.candidates * k
 
         def hashes(step: Any) -> Hashes:
@@ -91,7 +93,7 @@ class count_sketch(Aggregator, name="count_sketch"):
         (best,) = xp.on_host(lambda values: _largest(values, k), [exact], [("int64", k)], x)
         indices = xp.take(found, best)
         mean = xp.put(xp.zeros(n, x), indices, xp.take(exact, best) / context.size)
-        return Met(mean, Sparse(indices, xp.take(x, indices)), xp.all_finite(exact))
+        return Aggregated(mean, Sparse(indices, xp.take(x, indices)), xp.all_finite(exact))
 
 
 def _largest(x: np.ndarray, k: int) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, State, Sum
-from hvd_compress.chain import Aggregator, Met
+from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.errors import ConfigError
 from hvd_compress.schedules import Start, as_start, by_epoch, started
 
@@ -52,9 +52,11 @@ class dense_until(Aggregator, name="dense_until"):
     def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
         self.via.check_feedback(shape, context)
 
-    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+    def aggregate(
+        self, x: Array, state: State, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
         if started(self.start, context.step, context.epoch):
-            return (yield from self.via.meet(x, state, context))
+            return (yield from self.via.aggregate(x, state, context))
         total = yield Sum(x)
         mean = total / context.size
-        return Met(mean, x, backend_of(x).all_finite(mean), state)
+        return Aggregated(mean, x, backend_of(x).all_finite(mean), state)

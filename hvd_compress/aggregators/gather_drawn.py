@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
-from hvd_compress.chain import Aggregator, Met
+from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import check_choice
 from hvd_compress.operator_classes import Classes
 from hvd_compress.operators.random_k import own_generator, random_k
@@ -61,14 +61,16 @@ class gather_drawn(Aggregator, name="gather_drawn"):
             return super().classes(d, context)
         return (self.select.scaled_classes if self.unbiased else self.select.classes)(d, context)
 
-    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+    def aggregate(
+        self, x: Array, state: State, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
         n, k = xp.size(x), self.select.count(xp.size(x), context)
         own, wire = np.dtype(xp.dtype(x)), np.dtype(self.wire or xp.dtype(x))
         if k == n:
             total = yield Sum(x)
             mean = total / context.size
-            return Met(mean, x, xp.all_finite(mean))
+            return Aggregated(mean, x, xp.all_finite(mean))
 
         def places(step: Any, rank: int) -> np.ndarray:
             its = context._replace(step=int(step), rank=rank)
@@ -85,7 +87,7 @@ class gather_drawn(Aggregator, name="gather_drawn"):
         if context.size * k * wire.itemsize > 2 * n * own.itemsize:
             total = yield Sum(xp.put(xp.zeros(n, x), indices, values))
             mean = total / context.size
-            return Met(mean, sent, xp.all_finite(mean))
+            return Aggregated(mean, sent, xp.all_finite(mean))
 
         def add_up(step: Any, *frames: np.ndarray) -> list[np.ndarray]:
             total = np.zeros(n, own)
@@ -103,4 +105,4 @@ class gather_drawn(Aggregator, name="gather_drawn"):
         frames = yield Gather(frame, equal_sizes=True)
         (total,) = xp.on_host(add_up, [context.step, *frames], [(own.name, n)], x)
         mean = total / context.size
-        return Met(mean, sent, xp.all_finite(mean))
+        return Aggregated(mean, sent, xp.all_finite(mean))

@@ -10,7 +10,7 @@ from hvd_compress.aggregators._of_top_k import OfTopK
 from hvd_compress.aggregators.merging import Merging
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse
-from hvd_compress.chain import Met
+from hvd_compress.chain import Aggregated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +35,13 @@ class gtop_k(OfTopK, name="gtop_k"):
     takes half as many rounds for the same result; any number of ranks.
     """
 
-    def _meet_some(self, x: Array, k: int, context: Context) -> Generator[Request, Any, Met]:
+    def _aggregate_top_k(
+        self, x: Array, k: int, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
         n = xp.size(x)
         own = self._select.select(x, k, context)
         merging = Merging(context.rank, context.size, n, k, xp.dtype(x), always_k=True)
         indices, total, *sent = yield from merging.in_pairs(own, xp.take(x, own))
         mean = xp.put(xp.zeros(n, x), indices, total / context.size)
-        return Met(mean, Sparse(*sent), xp.all_finite(total))
+        return Aggregated(mean, Sparse(*sent), xp.all_finite(total))

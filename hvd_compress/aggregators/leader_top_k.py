@@ -10,7 +10,7 @@ from hvd_compress.aggregators._leader import leaders_choice
 from hvd_compress.aggregators._of_top_k import OfTopK
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse, Sum
-from hvd_compress.chain import Met
+from hvd_compress.chain import Aggregated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +28,13 @@ class leader_top_k(OfTopK, name="leader_top_k"):
     Reference: Chen et al., ScaleCom, NeurIPS 2020, where it is called CLT-k.
     """
 
-    def _meet_some(self, x: Array, k: int, context: Context) -> Generator[Request, Any, Met]:
+    def _aggregate_top_k(
+        self, x: Array, k: int, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
         indices, _ = yield from leaders_choice(self._select, x, k, context)
         values = xp.take(x, indices)
         total = yield Sum(values)
         values_mean = total / context.size
         mean = xp.put(xp.zeros(xp.size(x), x), indices, values_mean)
-        return Met(mean, Sparse(indices, values), xp.all_finite(values_mean))
+        return Aggregated(mean, Sparse(indices, values), xp.all_finite(values_mean))

@@ -15,7 +15,7 @@ from hvd_compress.aggregators._leader import leaders_choice
 from hvd_compress.autoencoder import LEAST, first_weights, latent_size, numpy_network
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
-from hvd_compress.chain import Aggregator, Met
+from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.plain import plain
 from hvd_compress.config import check_fraction, is_whole
@@ -100,23 +100,25 @@ class _Learned(Aggregator):
             "quality": xp.zeros(3, x),
         }
 
-    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+    def aggregate(
+        self, x: Array, state: State, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
         if not started(self.start, context.step, context.epoch):
             return (yield from self._train(x, state, context))
         xp, weights = backend_of(x), state["autoencoder"]
         late = started(self.settled, context.step, context.epoch)  # type: ignore[arg-type]
         if not late:
             weights = yield Sum(weights if context.rank == 0 else xp.full_like(weights, 0.0))
-        met = yield from self._meet_coded(x, weights, context)
+        aggregated = yield from self._aggregate_coded(x, weights, context)
         report = _Report(context.name, context.rank, late and self.settled != self.start)
         (quality,) = xp.on_host(report, [state["quality"]], [(xp.dtype(x), 3)], x)
-        return met._replace(state={**state, "autoencoder": weights, "quality": quality})
+        return aggregated._replace(state={**state, "autoencoder": weights, "quality": quality})
 
     @abc.abstractmethod
-    def _meet_coded(
+    def _aggregate_coded(
         self, x: Array, weights: Array, context: Context
-    ) -> Generator[Request, Any, Met]:
-        """When training is over; the state of ``Met`` is not looked at."""
+    ) -> Generator[Request, Any, Aggregated]:
+        """When training is over; the state of ``Aggregated`` is not looked at."""
 
     @abc.abstractmethod
     def _example(
@@ -125,7 +127,9 @@ class _Learned(Aggregator):
         """From all ranks' values (N, k): what enters the network, what should leave it, and the
         innovations."""
 
-    def _train(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+    def _train(
+        self, x: Array, state: State, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
         n, ranks = xp.size(x), context.size
         k, dtype = count(n, self.density), np.dtype(xp.dtype(x))
@@ -141,7 +145,7 @@ class _Learned(Aggregator):
                     for rank, frame in enumerate(frames)
                 ]
             )
-            with np.errstate(invalid="ignore"):  # of a spoilt step
+            with np.errstate(invalid="ignore"):  # of a non-finite step
                 values, wanted, innovations = self._example(rows, int(step) % ranks)
                 cosine = mean_cosine(rows)
             return [
@@ -165,7 +169,7 @@ class _Learned(Aggregator):
         )
         error = xp.reshape(decoded, (-1,)) - wanted
         lost = _product(xp, error, error) / (_product(xp, wanted, wanted) + _TINY)
-        return Met(
+        return Aggregated(
             xp.put(xp.zeros(n, x), indices, mean),
             Sparse(indices, own),
             xp.all_finite(mean),
@@ -212,9 +216,9 @@ class learned_allreduce(_Learned, name="learned_allreduce"):
         values = rows / largest(rows[leader])
         return values, values.mean(0), None
 
-    def _meet_coded(
+    def _aggregate_coded(
         self, x: Array, weights: Array, context: Context
-    ) -> Generator[Request, Any, Met]:
+    ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
         n, k, dtype = xp.size(x), count(xp.size(x), self.density), xp.dtype(x)
 
@@ -226,7 +230,7 @@ class learned_allreduce(_Learned, name="learned_allreduce"):
             return [numpy_network.decode(weights, latent, k, None)[0]]
 
         def fit(decoded: np.ndarray, product: np.ndarray, scale: np.ndarray) -> list[np.ndarray]:
-            with np.errstate(invalid="ignore"):  # of a spoilt step
+            with np.errstate(invalid="ignore"):  # of a non-finite step
                 factor = nearest(product / context.size, decoded) * scale
             return [decoded * factor.astype(decoded.dtype)]
 
@@ -238,7 +242,7 @@ class learned_allreduce(_Learned, name="learned_allreduce"):
         product = yield Sum(_product(xp, values, decoded))
         (result,) = xp.on_host(fit, [decoded, product, scale], [(dtype, k)], x)
         mean = xp.put(xp.zeros(n, x), indices, result)
-        return Met(mean, Sparse(indices, result), xp.all_finite(result))
+        return Aggregated(mean, Sparse(indices, result), xp.all_finite(result))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,9 +294,9 @@ class learned_server(_Learned, name="learned_server"):
         m = count(values.size, self.innovation)
         return np.sort(np.argsort(-np.abs(values), kind="stable")[:m])
 
-    def _meet_coded(
+    def _aggregate_coded(
         self, x: Array, weights: Array, context: Context
-    ) -> Generator[Request, Any, Met]:
+    ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
         n, ranks, dtype = xp.size(x), context.size, xp.dtype(x)
         k = count(n, self.density)
@@ -307,7 +311,7 @@ class learned_server(_Learned, name="learned_server"):
 
         def encode(weights: np.ndarray, latent: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
             places = self._places(values)
-            with np.errstate(invalid="ignore"):  # of a spoilt step
+            with np.errstate(invalid="ignore"):  # of a non-finite step
                 own = values[places] / largest(values)
                 innovation = _spread(places, own, k)[None]
                 row = numpy_network.decode(weights, latent[None], k, innovation, context.rank)[0]
@@ -338,7 +342,7 @@ class learned_server(_Learned, name="learned_server"):
         (frame,) = xp.on_host(encode, own, [("uint8", size + one)], x)
         frames = yield Gather(frame, equal_sizes=True)
         mean, sent = xp.on_host(decode, [weights, latent, *frames], [(dtype, k), (dtype, k)], x)
-        return Met(
+        return Aggregated(
             xp.put(xp.zeros(n, x), indices, mean), Sparse(indices, sent), xp.all_finite(mean)
         )
 

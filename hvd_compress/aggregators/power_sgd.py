@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Batch, Context, Request, State, Sum
-from hvd_compress.chain import Aggregator, Met
+from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.random_k import shared_generator
@@ -81,12 +81,14 @@ class power_sgd(Aggregator, name="power_sgd"):
             state[key] = xp.cast(xp.from_numpy(factor, x), xp.dtype(x))
         return state
 
-    def meet(self, x: Array, state: State, context: Context) -> Generator[Request, Any, Met]:
+    def aggregate(
+        self, x: Array, state: State, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
         n, m = matrix_shape(context.shape)
         if n * m == 0:
             total = yield Sum(x)
-            return Met(total, x, True, state)
+            return Aggregated(total, x, True, state)
         # Products of matrices depend in their last bits on where in memory these begin; fresh ones
         # begin alike on all ranks.
         matrix = xp.reshape(xp.copy(x), (n, m))
@@ -108,11 +110,11 @@ class power_sgd(Aggregator, name="power_sgd"):
         mean, sent = xp.reshape(mean, (-1,)), xp.reshape(sent, (-1,))
         if self.warm_start:
             state = {"factor": xp.reshape(_without_zeros(xp, new, old), (-1,))}
-        return Met(mean, sent, xp.all_finite(mean), state)
+        return Aggregated(mean, sent, xp.all_finite(mean), state)
 
     def _one_side(
         self, xp: Any, matrix: Array, state: State, context: Context
-    ) -> Generator[Request, Any, Met]:
+    ) -> Generator[Request, Any, Aggregated]:
         n, m = xp.shape(matrix)
         q, p = xp.reshape(state["factor"], (-1, m)), xp.reshape(state["other_factor"], (-1, n))
         rank = xp.shape(q)[0]
@@ -161,7 +163,7 @@ class power_sgd(Aggregator, name="power_sgd"):
             "factor": xp.reshape(new_q, (-1,)),
             "other_factor": xp.reshape(new_p, (-1,)),
         }
-        return Met(mean, product(own), xp.all_finite(mean), factors)
+        return Aggregated(mean, product(own), xp.all_finite(mean), factors)
 
     @property
     def _orthonormal(self) -> Callable[[Any, Array], Array]:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import methods
-from hvd_compress.base import Alltoall, Compressor, Context, Gather, Meeting
+from hvd_compress.base import Alltoall, Collective, Compressor, Context, Gather
 from hvd_compress.config import lookup
 from hvd_compress.engines import lockstep
 from hvd_compress.engines.base import payload_bytes, watched
@@ -61,7 +61,7 @@ def facts(method: Compressor) -> Facts:
     for step in (0, 1, *_LATE):
         seen: list[Any] = []
 
-        def note(request: Meeting, reply: Any, seen: list[Any] = seen) -> None:
+        def note(request: Collective, reply: Any, seen: list[Any] = seen) -> None:
             """Kind, bytes handed over and bytes received."""
             sent = payload_bytes(request)
             lists = isinstance(request, Gather | Alltoall)

@@ -33,7 +33,7 @@ class Codec(Configurable, abc.ABC, kind="block"):
         return self
 
     def unit(self, n: int) -> int:
-        """Where the array may be cut into stripes without a loss: after each so many elements."""
+        """Where the array may be cut into shards without a loss: after each so many elements."""
         return 1
 
     @abc.abstractmethod

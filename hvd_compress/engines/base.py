@@ -14,7 +14,17 @@ import numpy as np
 
 from hvd_compress.agreement import Terms
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Alltoall, Array, Batch, Exchange, Gather, Meeting, Outcome, Sum, Swap
+from hvd_compress.base import (
+    Alltoall,
+    Array,
+    Batch,
+    Collective,
+    Exchange,
+    Gather,
+    Outcome,
+    Sum,
+    Swap,
+)
 from hvd_compress.engines import lockstep
 from hvd_compress.stats import Record
 
@@ -52,7 +62,7 @@ def itemsize(dtype: str) -> int:
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
-def payload_bytes(request: Meeting) -> int:
+def payload_bytes(request: Collective) -> int:
     """What a rank hands over for a request, the length of a message of any size included."""
     if isinstance(request, Gather):
         size = backend_of(request.payload).size(request.payload)
@@ -78,7 +88,7 @@ class LocalEngine:
     def start(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> None:
         for name, (exchange, record) in exchanges.items():
 
-            def count(request: Meeting, reply: Any, record: Record = record) -> None:
+            def count(request: Collective, reply: Any, record: Record = record) -> None:
                 """What would be sent; alone, nothing is received."""
                 record.bytes_sent += payload_bytes(request)
 
@@ -95,7 +105,7 @@ class LocalEngine:
         pass
 
 
-def watched(exchange: Exchange, note: Callable[[Meeting, Any], None]) -> Exchange:
+def watched(exchange: Exchange, note: Callable[[Collective, Any], None]) -> Exchange:
     """The same exchange; ``note(request, reply)`` learns of each request that meets others."""
     reply = None
     while True:

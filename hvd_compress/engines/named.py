@@ -22,10 +22,10 @@ from hvd_compress.base import (
     Alltoall,
     Array,
     Batch,
+    Collective,
     Exchange,
     Gather,
     Max,
-    Meeting,
     Outcome,
     Swap,
 )
@@ -197,7 +197,7 @@ class FlightEngine(abc.ABC):
             reply = yield from self._carry(request, f"hvd_compress.{name}.{number}", record)
             number += 1
 
-    def _carry(self, request: Meeting, name: str, record: Record) -> Generator[Op, Any, Any]:
+    def _carry(self, request: Collective, name: str, record: Record) -> Generator[Op, Any, Any]:
         sent = payload_bytes(request)
         record.bytes_sent += sent
         if isinstance(request, Gather):

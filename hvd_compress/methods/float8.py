@@ -16,13 +16,13 @@ from hvd_compress.transforms import error_feedback
 class FP8(OneChain, name="fp8"):
     """Eight-bit floats and a scale a bucket, which puts the largest element at their largest.
 
-    Sent: 8 bits an element, and the sums of a stripe to all; received: twice 8 bits.  Each rank
-    adds up one stripe in full precision, so sums are rounded once and not at every hop.
+    Sent: 8 bits an element, and the sums of a shard to all; received: twice 8 bits.  Each rank
+    adds up one shard in full precision, so sums are rounded once and not at every hop.
     State: ``residual`` and ``owner_residual``, which keep what rounding leaves out.
 
     Options:
         format: "e4m3" has three bits of significand, "e5m2" two and a larger range.
-        bucket: elements that share a scale; ``None``: a tensor, or a rank's stripe of it.
+        bucket: elements that share a scale; ``None``: a tensor, or a rank's shard of it.
     """
 
     reference = "Micikevicius et al., 2022"

@@ -18,7 +18,7 @@ from hvd_compress.transforms import error_feedback
 class OneBit(OneChain, name="onebit"):
     """Send one bit an element and two means a column, and keep what that leaves out.
 
-    With ``via="alltoall"``, as in the paper, each rank adds up one stripe of every tensor and
+    With ``via="alltoall"``, as in the paper, each rank adds up one shard of every tensor and
     quantises the sum once more, with a residual of its own: a rank sends 1 + 1/N bits an element
     and receives two, however many ranks there are.  With "allgather" every rank receives one bit an
     element from each other, and nothing is quantised twice.

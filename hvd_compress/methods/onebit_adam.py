@@ -44,7 +44,7 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
     Compressing works for momentum, which is linear in the gradients, and would not for Adam's
     steps, which are not: they are divided by a root of squares.
 
-    Sent: one bit an element and a number a stripe, each way, through the owners of stripes, who
+    Sent: one bit an element and a number a shard, each way, through the owners of shards, who
     keep residuals too (``aggregators/alltoall.py``).
 
     State: ``average`` u, equal on all ranks; ``residual`` and ``owner_residual``.
@@ -60,7 +60,7 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
         min_size: tensors with fewer elements are summed whole, since frames would be longer; their
             momentum is exact.
 
-    Differs from the released code in: "l1"; small tensors; the stripes are those of
+    Differs from the released code in: "l1"; small tensors; the shards are those of
     ``alltoall``, without padding; a checkpoint keeps the residuals.
     """
 

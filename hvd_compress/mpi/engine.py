@@ -29,10 +29,10 @@ from hvd_compress.base import (
     Alltoall,
     Array,
     Batch,
+    Collective,
     Exchange,
     Gather,
     Max,
-    Meeting,
     Outcome,
     Swap,
 )
@@ -388,7 +388,7 @@ class _Flight:
 _CARRIERS = {"gather": _Flight._gather, "alltoall": _Flight._alltoall, "swap": _Flight._swap}
 
 
-def _describe(request: Meeting) -> str:
+def _describe(request: Collective) -> str:
     """What must be the same on all ranks."""
     if isinstance(request, Alltoall):
         return f"alltoall of {[backend_of(p).size(p) for p in request.payloads]}"
@@ -400,7 +400,7 @@ def _describe(request: Meeting) -> str:
     return f"gather of {size}"
 
 
-def _kind(request: Meeting) -> Any:
+def _kind(request: Collective) -> Any:
     if isinstance(request, Gather):
         return "gather"
     if isinstance(request, Alltoall):

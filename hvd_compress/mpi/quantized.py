@@ -1,15 +1,15 @@
 """Quantised allreduce: the exchange of 1-bit SGD (Seide, Fu, Droppo, Li, Yu; Interspeech 2014).
 
-The columns of an array are dealt out to the ranks in stripes.  Every rank quantises its array and
-sends each stripe to the stripe's owner; the owner decodes them all, adds them up, quantises the sum
+The columns of an array are dealt out to the ranks in shards.  Every rank quantises its array and
+sends each shard to the shard's owner; the owner decodes them all, adds them up, quantises the sum
 and sends it to all.  So arrays are quantised at two points, and what rounding takes away stays at
 both, in two residuals that are added before the next quantisation: the worker's, of full size, and
-the owner's, of the size of its stripe.  Nothing is lost, it only comes later.
+the owner's, of the size of its shard.  Nothing is lost, it only comes later.
 
 Each rank sends (P - 1) / P of its quantised array twice; with one bit and columns of 2048 float32
 that is 31.03 times less than a dense allreduce.  A ring cannot do it: a partial sum of quantised
 arrays is not one of few values any more, and would have to be quantised again on each hop.
-DeepSpeed's compressed allreduce has the same two levels, with one scale for a whole stripe.
+DeepSpeed's compressed allreduce has the same two levels, with one scale for a whole shard.
 
 Differs from the paper in: all frames of a phase are under way at once; 8 bits are offered too;
 NaN and Inf are seen and change no residual.
@@ -61,7 +61,7 @@ def quantized_allreduce(
             with the weights of ``torch.nn.Linear`` and of convolutions what leads to one output;
             "last": every index of the last axis, which is the same for Keras.  A number: runs of
             so many elements, whatever the shape, and the default, 2048, for arrays of less than
-            two dimensions.  Stripes are whole columns: with fewer columns than ranks some ranks own
+            two dimensions.  Shards are whole columns: with fewer columns than ranks some ranks own
             none.  A column of r float32 travels as r + 64 bits, so short ones are dear: give
             a number for arrays such as (n, 1) or (n, 1, 3, 3).
         comm: ``None`` for all ranks.
@@ -137,8 +137,8 @@ def _exchange(
     all ranks come to the same conclusion.
     """
     rank, size, length = channel.rank, channel.size, plan.length
-    stripes = plan.stripes(size)
-    lengths = [stripe.stop - stripe.start for stripe in stripes]
+    shards = plan.shards(size)
+    lengths = [shard.stop - shard.start for shard in shards]
     owners = [peer for peer in others(rank, size) if lengths[peer]]
     workers = others(rank, size) if lengths[rank] else []
     error: PayloadError | None = None
@@ -158,7 +158,7 @@ def _exchange(
     arriving = {peer: frames(rank) for peer in workers}
     messages = [channel.receive(frame, peer) for peer, frame in arriving.items()]
     for owner in [*owners, rank]:
-        part = x[stripes[owner]]
+        part = x[shards[owner]]
         frame, status = encode_frame(part, length, bits)
         if status == FINE:
             part -= decode(frame, rank, owner)[0]
@@ -183,7 +183,7 @@ def _exchange(
         # What is left is reckoned from what the ranks get, rounded to their dtype.
         values, _ = decode(frame, rank, rank)
         assert values is not None
-        mine = out[stripes[rank]]
+        mine = out[shards[rank]]
         reduction.finish(values, mine)
         reduction.widen(mine, values)
         with np.errstate(over="ignore"):
@@ -202,7 +202,7 @@ def _exchange(
         if status == DAMAGED and error is None:
             error = PayloadError(f"rank {owner} got a damaged payload: see its message")
         if values is not None:
-            reduction.finish(values, out[stripes[owner]])
+            reduction.finish(values, out[shards[owner]])
     if error is not None:
         raise error
     return total if worst == FINE else None

@@ -56,7 +56,7 @@ class Plan(NamedTuple):
             return np.moveaxis(flat.reshape(self.shape[-1:] + self.shape[:-1]), 0, -1)
         return flat.reshape(self.shape)
 
-    def stripes(self, ranks: int) -> list[slice]:
+    def shards(self, ranks: int) -> list[slice]:
         """Each rank's elements."""
         n, length = self.n, self.length
         return [
@@ -76,10 +76,10 @@ class QuantizedState:
         worker: what this rank still has to send, in the shape of the array; float64 for float64,
             otherwise float32.
         owner: what this rank still has to send of the *sum* over the ranks (also with
-            ``op="mean"``), for its stripe: 1-D.
-        columns, rank, size: what the stripe depends on.
+            ``op="mean"``), for its shard: 1-D.
+        columns, rank, size: what the shard depends on.
 
-    When the number of ranks changes, the stripes change with it, and :func:`quantized_allreduce`
+    When the number of ranks changes, the shards change with it, and :func:`quantized_allreduce`
     refuses a state that has an owner's residual.  It belongs to the sum, to which every rank's
     residual is added in the end; so it may as well wait in a worker's residual.  :meth:`fold` puts
     it into this rank's, and needs no other rank: enough where ranks drop out and the others go on.
@@ -97,7 +97,7 @@ class QuantizedState:
         if self.worker is not None and self.owner is not None:
             plan = Plan.of(self.worker.shape, self.columns)
             flat = plan.flatten(self.worker).copy()
-            flat[plan.stripes(self.size)[self.rank]] += self.owner
+            flat[plan.shards(self.size)[self.rank]] += self.owner
             self.worker = plan.restore(flat)
         self.owner = None
 
@@ -127,8 +127,8 @@ class QuantizedState:
         if owner is not None:
             if size > MOST_RANKS:
                 raise refused(f"'size' is {size}, and there are never so many ranks")
-            stripe = plan.stripes(size)[rank]
-            check_array("'owner'", owner, None if worker is None else stripe.stop - stripe.start)
+            shard = plan.shards(size)[rank]
+            check_array("'owner'", owner, None if worker is None else shard.stop - shard.start)
             if owner.ndim != 1:
                 raise refused(f"'owner' has {owner.ndim} dimensions where 1 was expected")
         for name, value in state.items():
@@ -148,12 +148,12 @@ class QuantizedState:
         theirs, ours = (self.columns, self.rank, self.size), (columns, comm.rank, comm.size)
         if self.owner is not None and theirs != ours:
             raise ConfigError(
-                "state has stripes of columns={!r} for rank {} of {}".format(*theirs)
+                "state has shards of columns={!r} for rank {} of {}".format(*theirs)
                 + ", and this call has columns={!r} on rank {} of {}".format(*ours)
                 + ": call consolidate(state) before the ranks change, or state.fold() on each"
             )
         if self.owner is None:
-            stripe = plan.stripes(comm.size)[comm.rank]
-            self.owner = np.zeros(stripe.stop - stripe.start, dtype)
+            shard = plan.shards(comm.size)[comm.rank]
+            self.owner = np.zeros(shard.stop - shard.start, dtype)
             self.columns, self.rank, self.size = ours
         return self.worker, self.owner

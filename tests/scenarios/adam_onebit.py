@@ -41,7 +41,7 @@ def _run(method: Any = None, *, dtype: str = "float64", make_options: Any = None
 def _reference(steps: int, ranks: int, kind: str = "mlp", **options: Any) -> oracle.Weights:
     weights = oracle.initial_weights(kind, "float64")
     own = Options(**{"lr": LR, "freeze_step": FREEZE, **options})
-    # The layout matters: stripes are parts of the flat tensor.
+    # The layout matters: shards are parts of the flat tensor.
     parts = {name: OneBitAdam(turned(name, w), ranks, own) for name, w in weights.items()}
     for step in range(steps):
         found = [oracle.gradients(kind, weights, rank, step) for rank in range(ranks)]
@@ -113,7 +113,7 @@ def it_sends_one_bit_each_way() -> None:
     train(run, range(3, 7))
     after = _layer(run, name)
     ranks = hvd.size()
-    # Stripes to all, and the own stripe once more; a head and a scale each.
+    # Shards to all, and the own shard once more; a head and a scale each.
     bits = n / 8 * (1 + 1 / ranks)
     each = (after.bytes_sent - sent) / 4
     assert bits <= each <= bits + 24 * (ranks + 1), (each, bits)

@@ -137,7 +137,7 @@ def rows_as_dense() -> None:
     assert_close(run.weights(), oracle.dense(range(6), hvd.size(), kind="words"))
 
 
-def a_spoilt_step_leaves_no_trace() -> None:
+def a_nonfinite_step_leaves_no_trace() -> None:
     """NaN on one rank reaches all, and enters no state."""
     for method in (SPARSE, TopK(density=0.05), DGC(density=0.05, clip_norm=1.0)):
         run = train(make(method, momentum=0.9 if method.takes_momentum else 0.0), range(3))

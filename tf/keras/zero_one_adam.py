@@ -115,7 +115,7 @@ class ZeroOneAdam(FrozenAdam):
         self._meetings.average([(f"{prefix}.{i}", buffer) for i, buffer in enumerate(buffers)])
         means = []
         for i, buffer in enumerate(buffers):
-            # What owners of stripes keep is in units of a sum, and its mean is its share of ours.
+            # What owners of shards keep is in units of a sum, and its mean is its share of ours.
             rest = list(self._meetings.states[str(i)].values())
             waiting = [tf.cast(tf.reshape(x, buffer.shape), buffer.dtype) for x in rest]
             means.append(tf.add_n([buffer.value(), *waiting]))

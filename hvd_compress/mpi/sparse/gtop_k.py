@@ -1,7 +1,8 @@
 """gTop-k: a sparse allreduce whose messages never have more than k entries.
 
 Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low
-Bandwidth Networks", ICDCS 2019.  The algorithm is that of :mod:`hvd_compress.aggregators.merging`, as for the
+Bandwidth Networks", ICDCS 2019.  The algorithm is that of
+:mod:`hvd_compress.aggregators.merging`, as for the
 method ``GTopK``: vectors are merged in pairs, then in pairs of pairs, and each merge keeps only the
 k largest sums.
 
