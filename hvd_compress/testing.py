@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 import hvd_compress
+import hvd_compress.blocks
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor, Context, Gather, Sparse, State
 from hvd_compress.chain import Chain
@@ -130,7 +131,9 @@ def check_laws(
         namespace: names beyond this package's in which ``repr`` can be evaluated.
         context: further fields of :class:`hvd_compress.Context`: ``momentum=0.9``.
     """
-    _check_options(compressor, {**vars(hvd_compress), **(namespace or {})})
+    _check_options(
+        compressor, {**vars(hvd_compress), **vars(hvd_compress.blocks), **(namespace or {})}
+    )
     went_in = went_in or _reported_by_transforms(compressor)
     shapes = tuple(shapes)
     largest = max(shapes, key=math.prod)

@@ -88,9 +88,8 @@ def test_links_lead_somewhere():
 
 
 def test_figures_are_those_of_real_frames():
-    from model_shapes import resnet50
-
     from hvd_compress.wire import sparse_size
+    from model_shapes import resnet50
 
     def count(values, everything_sparse=False):
         total = 0

@@ -19,9 +19,9 @@ from hvd_compress import (
     RandomK,
     Sum,
     TopK,
-    numpy_backend,
 )
 from hvd_compress.backends import backend_of
+from hvd_compress.backends import numpy as numpy_backend
 from hvd_compress.blocks import gather_drawn, random_k, top_k
 from hvd_compress.engines.lockstep import World
 from hvd_compress.operators.random_k import own_generator, shared_generator
