@@ -32,7 +32,7 @@ from hvd_compress.integrations.checkpoints import (
 )
 
 from . import backend
-from .binding import PREFIX, reset_hooks
+from .binding import PREFIX
 from .checked_state import KEY, VERSION, Entries, checked_entries, checked_header
 
 
@@ -139,7 +139,7 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
         raise refused(f"{type(self).__name__} says {error!r}") from error
     binding.abandon()
     binding.forget_groups()
-    reset_hooks(self)
+    self.reset_hooks()
     binding.step = saved.get("step", 0)
     binding.epoch = saved.get("epoch", binding.epoch)
     binding.seed = saved.get("seed", binding.seed)

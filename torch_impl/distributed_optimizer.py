@@ -25,8 +25,9 @@ from hvd_compress.methods import as_compressor
 
 from . import checkpoint
 from .amp import scaler_steps
-from .binding import Binding, check_group, reset_hooks
+from .binding import Binding
 from .engine import HorovodEngine
+from .momentum import check_group
 
 
 class CompressedOptimizer(abc.ABC):  # noqa: B024
@@ -131,12 +132,12 @@ def _take_over(
 
 
 def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Any, None]:
-    self.compression.start([p], in_backward=True)
+    self.compression.exchange_gradients([p], in_backward=True)
     return True, None
 
 
 def _grouped_allreduce_grad_async(self: Any, parameters: tuple[Any, ...]) -> tuple[Any, None]:
-    self.compression.start(parameters, in_backward=True)
+    self.compression.exchange_gradients(parameters, in_backward=True)
     return True, None
 
 
@@ -165,10 +166,10 @@ def synchronize(self: Any) -> None:
             together = (p,)
             if self._groups is not None:  # all ranks must submit the same groups
                 together = tuple(q for q in self._p_to_group[p] if q.requires_grad)
-            self.compression.start(together)
+            self.compression.exchange_gradients(together)
             started.update(together)
     self.compression.finish()
-    reset_hooks(self)
+    self.reset_hooks()
     self._synchronized = True
 
 
@@ -236,6 +237,20 @@ def _watch(self: Any, p: torch.nn.Parameter) -> None:
     p.register_post_accumulate_grad_hook(hook)
 
 
+def reset_hooks(self: Any) -> None:
+    """Counters as before the first backward pass of a step."""
+    self._handles.clear()
+    for p in self._allreduce_delay:
+        self._allreduce_delay[p] = self.backward_passes_per_step
+    for key in self._group_counts:
+        self._group_counts[key] = 0
+
+
+def groups_of_parameters(self: Any) -> list[tuple[torch.nn.Parameter, ...]] | None:
+    """Those that are to be exchanged together; ``None`` without groups."""
+    return None if self._groups is None else list(dict.fromkeys(self._p_to_group.values()))
+
+
 _METHODS: tuple[Callable[..., Any], ...] = (
     _allreduce_grad_async,
     _grouped_allreduce_grad_async,
@@ -244,6 +259,8 @@ _METHODS: tuple[Callable[..., Any], ...] = (
     checkpoint.consolidate_state_dict,
     checkpoint.load_state_dict,
     checkpoint.state_dict,
+    groups_of_parameters,
+    reset_hooks,
     step,
     synchronize,
     zero_grad,

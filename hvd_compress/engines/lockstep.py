@@ -23,7 +23,7 @@ from hvd_compress.base import (
     State,
     Swap,
 )
-from hvd_compress.engines.batching import answers
+from hvd_compress.engines.joining import answers
 from hvd_compress.errors import CompressionError
 
 
