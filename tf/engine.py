@@ -38,7 +38,7 @@ class HorovodEngine(ProcessSetEngine):
         # Horovod would take what stands before a slash for a scope, and drop it.
         name = re.sub(r"[^\w.-]", ".", op.name)
         common: dict[str, Any] = {"name": name, "ignore_name_scope": True, "process_set": self._set}
-        if op.kind in ("alltoall", "swap"):
+        if op.splits is not None:
             return mpi_ops.alltoall(tensor, op.splits, **common)
         if op.kind in _OPS:
             common |= {"op": _OPS[op.kind], **(self._scales if op.kind == "sum" else {})}
@@ -76,7 +76,7 @@ class HorovodEngine(ProcessSetEngine):
         return tf.unstack(rows)
 
     def _splits(self, sizes: Sequence[int]) -> tf.Tensor:
-        return tf.constant(sizes, tf.int32)
+        return tf.stack([tf.cast(size, tf.int32) for size in sizes])
 
     def _sum_bfloat16(self, array: tf.Tensor, name: str) -> Generator[Op, Any, tf.Tensor]:
         """Horovod cannot add bfloat16, but it can carry its bits: every rank adds one part, in

@@ -57,8 +57,16 @@ class ProcessGroupEngine(TorchEngine):
 
     def _launch(self, op: Op) -> Any:
         """The operation, where its result will be, and what to wait for."""
-        if op.kind in ("alltoall", "swap"):
-            return self._alltoall_single(op)
+        if op.kind == "alltoall_open":
+            sizes = op.splits.to(op.tensor.device)  # type: ignore[union-attr]
+            theirs = torch.empty_like(sizes)
+            work = dist.all_to_all_single(theirs, sizes, group=self._group, async_op=True)
+            return op, theirs, work
+        if op.splits is not None:
+            mine = op.splits.tolist()
+            if op.kind == "alltoall":
+                mine = [mine[self.rank]] * self.size
+            return self._alltoall_single(op, mine)
         tensor = op.tensor.reshape(-1)
         if op.kind in _OPS:
             total = tensor.clone()  # reductions are in place
@@ -71,10 +79,9 @@ class ProcessGroupEngine(TorchEngine):
         sizes = size.new_empty(self.size)
         return op, sizes, self._all_gather(sizes, size)
 
-    def _alltoall_single(self, op: Op) -> Any:
-        sizes = op.splits.tolist()  # type: ignore[union-attr]
-        mine = sizes if op.kind == "swap" else [sizes[self.rank]] * self.size
+    def _alltoall_single(self, op: Op, mine: list[int]) -> Any:
         received = op.tensor.new_empty(sum(mine))
+        sizes = op.splits.tolist()  # type: ignore[union-attr]
         work = dist.all_to_all_single(
             received, op.tensor, mine, sizes, group=self._group, async_op=True
         )
@@ -86,7 +93,12 @@ class ProcessGroupEngine(TorchEngine):
     def _wait(self, handle: Any) -> Any:
         op, received, work = handle
         work.wait()
-        if op.kind in ("alltoall", "swap"):
+        if op.kind == "alltoall_open":
+            sizes = received.tolist()
+            _, everything, work = self._alltoall_single(op, sizes)
+            work.wait()
+            return everything, sizes
+        if op.splits is not None:
             return received, None
         if op.kind in _OPS:
             return received.view(op.tensor.shape)

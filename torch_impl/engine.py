@@ -45,7 +45,7 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
 
     def _launch(self, op: Op) -> Any:
         hvd, common = self._hvd, {"name": op.name, "process_set": self._set}
-        if op.kind in ("alltoall", "swap"):
+        if op.splits is not None:
             return hvd.alltoall_async(op.tensor, op.splits, **common)
         if op.kind == "sum":
             return hvd.allreduce_async(op.tensor, op=hvd.Sum, **self._scales, **common)

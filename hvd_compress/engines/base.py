@@ -68,7 +68,8 @@ def payload_bytes(request: Collective) -> int:
     if isinstance(request, Swap):
         return 0 if request.partner is None else backend_of(request.payload).size(request.payload)
     if isinstance(request, Alltoall):
-        return sum(backend_of(payload).size(payload) for payload in request.payloads)
+        size = sum(backend_of(payload).size(payload) for payload in request.payloads)
+        return size + (0 if request.equal_sizes else LENGTH * len(request.payloads))
     xp = backend_of(request.array)
     wire = (isinstance(request, Sum) and request.wire) or xp.dtype(request.array)
     return xp.size(request.array) * itemsize(wire)

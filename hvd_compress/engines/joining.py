@@ -94,7 +94,9 @@ def kind_of(request: Collective | Batch) -> Hashable:
     """Requests of one kind can be joined."""
     if isinstance(request, Swap):
         return "swap", request.partner
-    if isinstance(request, Gather | Alltoall | Batch):
+    if isinstance(request, Alltoall):
+        return "alltoall", request.equal_sizes
+    if isinstance(request, Gather | Batch):
         return type(request).__name__.lower()
     array = request.array
     look = backend_of(array).dtype(array), str(getattr(array, "device", None))
@@ -106,7 +108,8 @@ def describe(request: Collective | Batch) -> str:
     if isinstance(request, Batch):
         return "local work"
     if isinstance(request, Alltoall):
-        return f"alltoall of {[backend_of(p).size(p) for p in request.payloads]}"
+        sizes = [backend_of(p).size(p) for p in request.payloads] if request.equal_sizes else "some"
+        return f"alltoall of {sizes}"
     if isinstance(request, Swap):
         return f"swap of {backend_of(request.payload).size(request.payload)}"
     if isinstance(request, Gather):
@@ -144,12 +147,7 @@ def _gather(group: Sequence[Member], rank: int, size: int) -> Round:
     xp = backend_of(payloads[0])
     sizes: list[Any] = [xp.size(payload) for payload in payloads]
     open_sizes = [i for i, request in enumerate(requests) if not request.equal_sizes]
-    message = payloads[0]
-    if len(group) > 1:
-        # The last size that is open follows from that of the message.
-        table = [xp.pack_sizes([payloads[i] for i in open_sizes[:-1]])] if open_sizes[1:] else []
-        message = xp.concat([*table, *payloads])
-    messages = yield Gather(message, equal_sizes=not open_sizes)
+    messages = yield Gather(_packed(xp, payloads, open_sizes), equal_sizes=not open_sizes)
     parts = [_unpacked(xp, m, sizes, open_sizes, sender) for sender, m in enumerate(messages)]
     for i, (member, request) in enumerate(zip(group, requests, strict=True)):
         own = [theirs[i] for theirs in parts]
@@ -161,18 +159,24 @@ def _gather(group: Sequence[Member], rank: int, size: int) -> Round:
 
 
 def _alltoall(group: Sequence[Member], rank: int, size: int) -> Round:
-    rows = [member.request.payloads for member in group]
-    xp = backend_of(rows[0][0])
-    if len(group) == 1:
-        received = [[reply] for reply in (yield group[0].request)]
-    else:
-        messages = yield Alltoall([xp.concat(list(column)) for column in zip(*rows, strict=True)])
-        # All ranks have as many bytes for this one as it has for itself.
-        sizes = [xp.size(row[rank]) for row in rows]
-        received = [_cut(message, sizes) for message in messages]
-    for i, member in enumerate(group):
-        own = [theirs[i] for theirs in received]
-        member.record.bytes_received += xp.size(own[0]) * (size - 1)
+    requests: list[Alltoall] = [member.request for member in group]
+    xp = backend_of(requests[0].payloads[0])
+    equal = requests[0].equal_sizes
+    messages = [
+        _packed(xp, column, () if equal else range(len(group)))
+        for column in zip(*(request.payloads for request in requests), strict=True)
+    ]
+    # Of equal sizes, all ranks have as many bytes for this one as it has for itself.
+    sizes = [xp.size(request.payloads[rank]) for request in requests]
+    parts = [
+        _unpacked(xp, message, sizes, () if equal else range(len(group)), sender)
+        for sender, message in enumerate((yield Alltoall(messages, equal)))
+    ]
+    for i, (member, n) in enumerate(zip(group, sizes, strict=True)):
+        own = [theirs[i] for theirs in parts]
+        received = sum(xp.size(part) for part in own) - n
+        lengths = 0 if equal else LENGTH * (size - 1)
+        member.record.bytes_received += received + lengths
         member.advance(own)
 
 
@@ -197,6 +201,15 @@ def _cut(array: Array, sizes: Sequence[int]) -> list[Array]:
         parts.append(array[start : start + n])
         start += n
     return parts
+
+
+def _packed(xp: Any, payloads: Sequence[Array], open_sizes: Sequence[int]) -> Array:
+    """One message, with the sizes that are open in front, but for the last: that follows from the
+    size of the message."""
+    if len(payloads) == 1:
+        return payloads[0]
+    table = [xp.pack_sizes([payloads[i] for i in open_sizes[:-1]])] if len(open_sizes) > 1 else []
+    return xp.concat([*table, *payloads])
 
 
 def _unpacked(

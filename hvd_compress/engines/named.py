@@ -23,9 +23,9 @@ from hvd_compress.errors import PayloadError
 
 
 class Op(NamedTuple):
-    """One collective: "sum", "max", "gather", "gather_equal", "alltoall" or "swap".  In an
-    "alltoall", so many elements of the tensor as ``splits`` says are for each rank; in a "swap", as
-    many come from it."""
+    """One collective: "sum", "max", "gather", "gather_equal", "alltoall", "alltoall_open" or
+    "swap".  Where there are ``splits``, so many elements of the tensor are for each rank; in a
+    "swap", as many come from it, and in an "alltoall" as many as this rank has for itself."""
 
     kind: str
     name: str
@@ -153,7 +153,7 @@ class NamedEngine(abc.ABC):
         if isinstance(request, Gather):
             return (yield from self._gather(request, name))
         if isinstance(request, Alltoall):
-            return (yield from self._alltoall(request.payloads, name))
+            return (yield from self._alltoall(request, name))
         if isinstance(request, Swap):
             return (yield from self._swap(request, name))
         array, xp = request.array, backend_of(request.array)
@@ -190,12 +190,20 @@ class NamedEngine(abc.ABC):
             start += length
         return parts
 
-    def _alltoall(self, payloads: list[Array], name: str) -> Generator[Op, Any, list[Array]]:
+    def _alltoall(self, request: Alltoall, name: str) -> Generator[Op, Any, list[Array]]:
+        payloads = request.payloads
         xp, mine = backend_of(payloads[0]), payloads[self.rank]
         splits = self._splits([xp.size(payload) for payload in payloads])
+        kind = "alltoall" if request.equal_sizes else "alltoall_open"
         # What arrived, and how much of it came from whom.
-        everything, _ = yield Op("alltoall", name, xp.concat(payloads), splits)
-        return self._split(mine, everything)
+        everything, received = yield Op(kind, name, xp.concat(payloads), splits)
+        if request.equal_sizes:
+            return self._split(mine, everything)
+        parts, start = [], 0
+        for rank in range(self.size):
+            parts.append(everything[start : start + received[rank]])
+            start += received[rank]
+        return parts
 
     def _swap(self, request: Swap, name: str) -> Generator[Op, Any, Array]:
         xp, partner = backend_of(request.payload), request.partner

@@ -209,7 +209,8 @@ class _InFlight:
     ) -> tuple[Work, Callable[[], Any]]:
         xp, like = backend_of(request.payloads[0]), request.payloads[0]
         messages = [xp.to_numpy(payload) for payload in request.payloads]
-        work = Work(self.comm, "all-to-all of payloads", [alltoall(channel(), messages)])
+        algorithm = alltoall(channel(), messages, request.equal_sizes)
+        work = Work(self.comm, "all-to-all of payloads", [algorithm])
         return work, lambda: [xp.from_numpy(part, like) for part in work.results[0]]
 
     def _swap(
