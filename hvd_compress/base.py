@@ -56,12 +56,21 @@ Array = Any  # numpy.ndarray, torch.Tensor, ...: whatever a backend is registere
 State = dict[str, Array]
 
 
+class Sparse(NamedTuple):
+    """``values`` at ascending unique ``indices`` of a flat array; zero elsewhere."""
+
+    indices: Array
+    values: Array
+
+
 class Sum(NamedTuple):
     """Sum ``array`` over the ranks.  ``wire`` names the dtype on the wire where that is not the
-    array's own: "float16" or "bfloat16".  The reply has the dtype of ``array``."""
+    array's own: "float16" or "bfloat16".  The reply has the dtype of ``array``.  ``algorithm`` is
+    for engines that have several; ``None`` takes the engine's own."""
 
     array: Array
     wire: str | None = None
+    algorithm: str | None = None
 
 
 class Max(NamedTuple):
@@ -95,6 +104,34 @@ class Swap(NamedTuple):
     partner: int | None
 
 
+class SparseSum(NamedTuple):
+    """Sum over the ranks of flat arrays of ``n`` elements, of which each rank gives those that are
+    not zero; by an ``algorithm`` of the engine's.  The reply is a :class:`SparseTotal`.
+
+    ``wire`` names the dtype of values on the wire where that is not their own: "float16".
+    """
+
+    sparse: Sparse
+    n: int
+    wire: str | None = None
+    algorithm: str = "auto"
+
+
+class SparseTotal(NamedTuple):
+    """The reply to a :class:`SparseSum`.
+
+    Attributes:
+        total: flat array of all n elements, the same bits on all ranks.
+        dropped: what is not in it and stays with this rank.
+        bytes_sent, bytes_received: by this rank; ``None`` where no algorithm was at work.
+    """
+
+    total: Array
+    dropped: Sparse
+    bytes_sent: int | None = None
+    bytes_received: int | None = None
+
+
 class Batch(NamedTuple):
     """A function of arrays, for this tensor and at once for all that ask for the same with equal
     shapes: ``function(xp, *stacks)``, each of one more dimension in front, as its result must
@@ -106,15 +143,8 @@ class Batch(NamedTuple):
 
 
 #: what other ranks have to answer
-Collective = Sum | Max | Gather | Alltoall | Swap
+Collective = Sum | Max | Gather | Alltoall | Swap | SparseSum
 Request = Collective | Batch
-
-
-class Sparse(NamedTuple):
-    """``values`` at ascending unique ``indices`` of a flat array; zero elsewhere."""
-
-    indices: Array
-    values: Array
 
 
 class Outcome(NamedTuple):

@@ -19,6 +19,7 @@ from hvd_compress import (
     NaturalCompression,
     NaturalDithering,
     NoCompression,
+    OkTopk,
     OneBit,
     OneBitAdamCompression,
     PowerSGD,
@@ -156,6 +157,8 @@ ROWS = {
     "scalecom-low-pass": Row(ScaleCom(density=0.05, beta=0.25)),
     "gtopk": Row(GTopK(density=0.05)),
     "gtopk-half": Row(GTopK(density=0.5, selection="exact")),
+    "oktopk": Row(OkTopk(density=0.05)),
+    "oktopk-two-steps": Row(OkTopk(density=0.3, selection="exact", threshold_every=2)),
     "lgc": Row(LGC(density=0.05, learn=1, code=2, min_size=4), context=MOMENTUM, **TRAINED),
     "lgc-server": Row(
         LGC(density=0.03, learn=0, code=1, via="server", decoders=2, innovation=0.1),

@@ -12,9 +12,11 @@ matrices in another order than one matrix (``Backend.batches``).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Hashable, Sequence
 from typing import Any
 
+from hvd_compress.aggregators.sparse_vectors import cut
 from hvd_compress.backends import backend_of
 from hvd_compress.base import (
     Alltoall,
@@ -25,6 +27,9 @@ from hvd_compress.base import (
     Gather,
     Max,
     Outcome,
+    Sparse,
+    SparseSum,
+    SparseTotal,
     Sum,
     Swap,
 )
@@ -98,9 +103,13 @@ def kind_of(request: Collective | Batch) -> Hashable:
         return "alltoall", request.equal_sizes
     if isinstance(request, Gather | Batch):
         return type(request).__name__.lower()
+    if isinstance(request, SparseSum):
+        return "sparse sum", request.wire, request.algorithm
     array = request.array
     look = backend_of(array).dtype(array), str(getattr(array, "device", None))
-    return ("max", *look) if isinstance(request, Max) else ("sum", request.wire, *look)
+    if isinstance(request, Max):
+        return "max", *look
+    return "sum", request.wire, request.algorithm, *look
 
 
 def describe(request: Collective | Batch) -> str:
@@ -115,6 +124,8 @@ def describe(request: Collective | Batch) -> str:
     if isinstance(request, Gather):
         size = backend_of(request.payload).size(request.payload) if request.equal_sizes else "some"
         return f"gather of {size}"
+    if isinstance(request, SparseSum):
+        return f"sparse sum of {request.n} by {request.algorithm}"
     xp, array = backend_of(request.array), request.array
     wire = (isinstance(request, Sum) and request.wire) or xp.dtype(array)
     return f"{type(request).__name__.lower()} of {xp.size(array)} {wire}"
@@ -192,7 +203,38 @@ def _swap(group: Sequence[Member], rank: int, size: int) -> Round:
         member.advance(part)
 
 
-_ROUNDS = {Sum: _reduce, Max: _reduce, Gather: _gather, Alltoall: _alltoall, Swap: _swap}
+def _sparse_sum(group: Sequence[Member], rank: int, size: int) -> Round:
+    """Vectors end to end are one vector."""
+    requests: list[SparseSum] = [member.request for member in group]
+    bounds = [0, *itertools.accumulate(request.n for request in requests)]
+    xp = backend_of(requests[0].sparse.values)
+    together = Sparse(
+        xp.concat([r.sparse.indices + start for r, start in zip(requests, bounds, strict=False)]),
+        xp.concat([r.sparse.values for r in requests]),
+    )
+    reply: SparseTotal = yield requests[0]._replace(sparse=together, n=bounds[-1])
+    dropped = Sparse(xp.to_numpy(reply.dropped.indices), xp.to_numpy(reply.dropped.values))
+    totals = _cut(reply.total, [request.n for request in requests])
+    for i, (member, total, own) in enumerate(zip(group, totals, cut(dropped, bounds), strict=True)):
+        if reply.bytes_sent is not None and reply.bytes_received is not None:
+            # One algorithm for all: each has its share by its elements.
+            for field, n in (("sent", reply.bytes_sent), ("received", reply.bytes_received)):
+                share = n * bounds[i + 1] // bounds[-1] - n * bounds[i] // bounds[-1]
+                count = getattr(member.record, f"bytes_{field}") + share
+                setattr(member.record, f"bytes_{field}", count)
+        like = requests[0].sparse.values
+        mine = Sparse(xp.from_numpy(own.indices, like), xp.from_numpy(own.values, like))
+        member.advance(SparseTotal(total, mine))
+
+
+_ROUNDS = {
+    SparseSum: _sparse_sum,
+    Sum: _reduce,
+    Max: _reduce,
+    Gather: _gather,
+    Alltoall: _alltoall,
+    Swap: _swap,
+}
 
 
 def _cut(array: Array, sizes: Sequence[int]) -> list[Array]:

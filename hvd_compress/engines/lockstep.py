@@ -20,6 +20,9 @@ from hvd_compress.base import (
     Gather,
     Max,
     Outcome,
+    Sparse,
+    SparseSum,
+    SparseTotal,
     State,
     Swap,
 )
@@ -45,6 +48,8 @@ def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
         return mine
     if isinstance(first, Gather):
         return [request.payload for request in requests]
+    if isinstance(first, SparseSum):
+        return _sparse_total(requests)
     xp = backend_of(first.array)
     looks = {
         (xp.shape(request.array), xp.dtype(request.array), getattr(request, "wire", None))
@@ -71,6 +76,18 @@ def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
     for part in parts[1:]:
         result = result + part
     return xp.cast(xp.round_to(result, first.wire), dtype)
+
+
+def _sparse_total(requests: Sequence[SparseSum]) -> SparseTotal:
+    """Added in the order of the ranks."""
+    if len({(request.n, request.wire, request.algorithm) for request in requests}) > 1:
+        raise CompressionError(f"ranks ask for sparse sums that differ: {requests}")
+    like = requests[0].sparse
+    xp = backend_of(like.values)
+    total = xp.zeros(requests[0].n, like.values)
+    for indices, values in (request.sparse for request in requests):
+        total = xp.add_at(total, indices, xp.round_to(values, requests[0].wire))
+    return SparseTotal(total, Sparse(like.indices[:0], like.values[:0]))
 
 
 def _from_partner(requests: Sequence[Swap], rank: int) -> Array:

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from hvd_compress.agreement import Terms, agreement
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Alltoall, Array, Collective, Gather, Max, Swap
+from hvd_compress.base import Alltoall, Array, Collective, Gather, Max, SparseSum, Sum, Swap
 from hvd_compress.engines.base import LENGTH
-from hvd_compress.errors import PayloadError
+from hvd_compress.errors import PayloadError, UnsupportedError
 
 
 class Op(NamedTuple):
@@ -156,6 +156,13 @@ class NamedEngine(abc.ABC):
             return (yield from self._alltoall(request, name))
         if isinstance(request, Swap):
             return (yield from self._swap(request, name))
+        if isinstance(request, SparseSum) or (
+            isinstance(request, Sum) and request.algorithm is not None
+        ):
+            raise UnsupportedError(
+                f"algorithm={request.algorithm!r} needs hvd_compress.mpi or hvd_compress.torch.mpi:"
+                " here the library of collectives chooses; leave algorithm out"
+            )
         array, xp = request.array, backend_of(request.array)
         if xp.size(array) == 0:
             return array

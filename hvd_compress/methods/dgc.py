@@ -48,6 +48,8 @@ class DGC(OfVelocities, name="dgc"):
         selection: "sampled" or "exact"; the same elements, found in two ways.
         values: "float32" or "float16" on the wire.
         min_size: tensors with fewer elements are sent whole.
+        algorithm: how entries are added up: "allgather", or over MPI one of those of
+            :class:`hvd_compress.blocks.allgather`.
 
     Differs from the paper in: the message has exactly k elements (see ``operators/top_k.py``); 32
     bits instead of 16 an index; density 1 turns masking off, since masking everything that is sent
@@ -65,6 +67,7 @@ class DGC(OfVelocities, name="dgc"):
     selection: str = "sampled"
     values: str = "float32"
     min_size: int = 1024
+    algorithm: str = "allgather"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "density", as_density(self.density))
@@ -106,7 +109,7 @@ class DGC(OfVelocities, name="dgc"):
 
     @functools.cached_property
     def _sparse(self) -> Chain:
-        via = allgather(self._select, self.values)
+        via = allgather(self._select, self.values, self.algorithm)
         return chain(*self._accumulated(self.masking), via=via)
 
     @functools.cached_property

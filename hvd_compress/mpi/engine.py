@@ -9,7 +9,6 @@ lockstep world, bit for bit.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -17,22 +16,14 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.agreement import Terms, agreement
-from hvd_compress.backends import backend_of
-from hvd_compress.base import Alltoall, Array, Collective, Gather, Max, Sum, Swap
+from hvd_compress.base import Array
 from hvd_compress.errors import MismatchError
-from hvd_compress.mpi.dense.allgather import gather
-from hvd_compress.mpi.dense.allreduce import CHUNK, start
-from hvd_compress.mpi.dense.alltoall import alltoall, swap
-from hvd_compress.mpi.dense.direct_allreduce import direct
-from hvd_compress.mpi.transport.arrays import Flat
-from hvd_compress.mpi.transport.communicator import Channel, Communicator
+from hvd_compress.mpi.carriers import carry
+from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.progress import Work, wait_for
-from hvd_compress.mpi.transport.reduction import from_bfloat16, to_bfloat16
 
 #: tags of one exchange, and of one of its rounds; a round opens fewer channels than it has tags
 _TAGS, _ROUND = 1024, 256
-#: channels that one sum may open
-_BLOCKS = 24
 
 
 class MpiEngine:
@@ -170,79 +161,6 @@ class _InFlight:
         except StopIteration as stop:
             self._work, self.result = None, stop.value
             return
-        tags = itertools.count(self._tag + self._round % (_TAGS // _ROUND) * _ROUND)
+        tag = self._tag + self._round % (_TAGS // _ROUND) * _ROUND
         self._round += 1
-        carry = _CARRIERS[type(request)]
-        self._work, self._reply = carry(self, request, lambda: self.comm.channel(next(tags)))
-
-    def _reduce(
-        self, request: Sum | Max, channel: Callable[[], Channel]
-    ) -> tuple[Work, Callable[[], Any]]:
-        xp, array = backend_of(request.array), request.array
-        op = "max" if isinstance(request, Max) else "sum"
-        dtype = getattr(request, "wire", None) or xp.dtype(array)
-        scale = self._predivide if op == "sum" else 1.0
-        total = _on_wire(array, dtype, scale)
-        flat = Flat(total, dtype, total.shape, lambda done: done)
-        chunk = max(CHUNK, -(-total.nbytes // (self.comm.size * _BLOCKS)))
-        call = f"{op} of gradients"
-        work = start(self.comm, call, direct, flat, total, op, chunk, channel=channel)
-
-        def reply() -> Any:
-            result = from_bfloat16(total) if dtype == "bfloat16" else total
-            summed = xp.cast(xp.from_numpy(result, array), xp.dtype(array))
-            summed = xp.reshape(summed, xp.shape(array))
-            return summed * scale if scale != 1 else summed
-
-        return work, reply
-
-    def _gather(
-        self, request: Gather, channel: Callable[[], Channel]
-    ) -> tuple[Work, Callable[[], Any]]:
-        xp, payload = backend_of(request.payload), request.payload
-        algorithm = gather(channel(), xp.to_numpy(payload), request.equal_sizes)
-        work = Work(self.comm, "gathering of payloads", [algorithm])
-        return work, lambda: [xp.from_numpy(part, payload) for part in work.results[0]]
-
-    def _alltoall(
-        self, request: Alltoall, channel: Callable[[], Channel]
-    ) -> tuple[Work, Callable[[], Any]]:
-        xp, like = backend_of(request.payloads[0]), request.payloads[0]
-        messages = [xp.to_numpy(payload) for payload in request.payloads]
-        algorithm = alltoall(channel(), messages, request.equal_sizes)
-        work = Work(self.comm, "all-to-all of payloads", [algorithm])
-        return work, lambda: [xp.from_numpy(part, like) for part in work.results[0]]
-
-    def _swap(
-        self, request: Swap, channel: Callable[[], Channel]
-    ) -> tuple[Work, Callable[[], Any]]:
-        xp, payload, partner = backend_of(request.payload), request.payload, request.partner
-        messages = {} if partner is None else {partner: xp.to_numpy(payload)}
-        work = Work(self.comm, "swap of payloads", [swap(channel(), messages)])
-
-        def reply() -> Any:
-            none = partner is None
-            return payload[:0] if none else xp.from_numpy(work.results[0][partner], payload)
-
-        return work, reply
-
-
-_CARRIERS: dict[type[Collective], Any] = {
-    Sum: _InFlight._reduce,
-    Max: _InFlight._reduce,
-    Gather: _InFlight._gather,
-    Alltoall: _InFlight._alltoall,
-    Swap: _InFlight._swap,
-}
-
-
-def _on_wire(array: Any, dtype: str, predivide: float) -> np.ndarray:
-    """A flat copy in host memory, as it is sent; bfloat16 as its bits."""
-    if predivide != 1:
-        array = array / predivide
-    xp = backend_of(array)
-    if dtype == "bfloat16":
-        return to_bfloat16(xp.to_numpy(xp.cast(array, "float32")).reshape(-1))
-    cast = xp.cast(array, dtype)
-    own = xp.to_numpy(cast).reshape(-1)
-    return own.copy() if predivide == 1 and cast is array else own
+        self._work, self._reply = carry(request, self.comm, tag, self._predivide)

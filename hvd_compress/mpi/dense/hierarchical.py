@@ -18,6 +18,7 @@ levels, travel between nodes as float32, and are rounded once at the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hvd_compress.errors import ConfigError
@@ -76,12 +77,12 @@ def hierarchical_allreduce(
     if nodes.is_flat or not len(flat.array):
         return allreduce(x, op=op, algorithm=algorithm, out=out, comm=communicator, chunk=chunk)
     target = flat if out is x else _target(out, flat)
-    _start(communicator, nodes, call, algorithm, flat, target.array, op, chunk).wait()
+    start(communicator, nodes, call, algorithm, flat, target.array, op, chunk).wait()
     done = target.give_back(target.array)
     return done if out is None else _assign(out, done)
 
 
-def _start(
+def start(
     comm: Communicator,
     nodes: Nodes,
     call: str,
@@ -90,7 +91,9 @@ def _start(
     out: Any,
     op: str,
     chunk: int,
+    channel: Callable[[Communicator], Channel] = lambda part: part.channel(),
 ) -> Work:
+    """As work under way; ``channel`` opens one for each block, inside a node and across."""
     x, reduce = flat.array, reduction(op, flat, comm.size)
     inside, across = nodes.inside, nodes.across
     assert inside is not None
@@ -104,10 +107,10 @@ def _start(
     steps = []
     for block in segments(len(x), -(-len(x) // per_block)):
         # Channels are opened here, in the same order everywhere, and not when a block gets there.
-        between = None if across is None else _Across(across.channel(), algorithm, op, wide)
+        between = None if across is None else _Across(channel(across), algorithm, op, wide)
         part = x[block]
         run = _even if nodes.is_even else _uneven
-        steps.append(run(inside.channel(), between, part, part if out is x else out[block], reduce))
+        steps.append(run(channel(inside), between, part, part if out is x else out[block], reduce))
     # Blocks overtake each other, and MPI's own collectives must be called in one order.
     return Work(comm, call, steps, 1 if algorithm == "mpi" else DEPTH)
 

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress.aggregators.sparse_vectors import contains, join, largest, pick, take_in
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Context, Sparse
 from hvd_compress.config import check_choice, is_number, is_whole
@@ -41,7 +42,6 @@ from hvd_compress.mpi.dense.direct_allreduce import direct
 from hvd_compress.mpi.sparse.allreduce import Comm, Reduced, reduced, run
 from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.sparse.split_allgather import from_owners, to_owners
-from hvd_compress.mpi.sparse.vectors import contains, join, largest, pick, take_in
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.progress import Wait
 from hvd_compress.mpi.transport.reduction import Reduction

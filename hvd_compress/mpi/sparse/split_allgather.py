@@ -14,10 +14,10 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
+from hvd_compress.aggregators.sparse_vectors import Vector, cut, densify, join
 from hvd_compress.base import Sparse
 from hvd_compress.mpi.sparse.allgather import gather
 from hvd_compress.mpi.sparse.messages import Format, most_bytes, swap
-from hvd_compress.mpi.sparse.vectors import Vector, cut, densify, join
 from hvd_compress.mpi.transport.communicator import Channel, others
 from hvd_compress.mpi.transport.progress import Wait
 

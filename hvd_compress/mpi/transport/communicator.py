@@ -228,9 +228,11 @@ class Channel:
     def __init__(self, comm: Communicator, tag: int) -> None:
         self.comm, self.tag = comm, tag
         self.rank, self.size = comm.rank, comm.size
+        self.bytes_sent = self.bytes_received = 0
 
     def send(self, array: Any, to: int) -> Message:
         self.comm.bytes_sent += nbytes(array)
+        self.bytes_sent += nbytes(array)
         pieces, sizes = self._pieces(array)
         start = self.comm.mpi.Isend
         requests = [
@@ -240,6 +242,7 @@ class Channel:
         return Message(tuple(requests), to, sizes, incoming=False)
 
     def receive(self, array: Any, source: int) -> Message:
+        self.bytes_received += nbytes(array)
         pieces, sizes = self._pieces(array)
         start = self.comm.mpi.Irecv
         requests = [
