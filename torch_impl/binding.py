@@ -51,7 +51,7 @@ class Binding:
     ``report_at_exit()``, ``method``.
 
     Args:
-        optimizer: made by Horovod's factory, around the user's class.
+        optimizer: a :class:`CompressedOptimizer`.
         method: the compression method.
         hvd: the module ``horovod.torch``, or another with its functions.
         sums: the user asked for ``op=Sum``.
@@ -134,7 +134,7 @@ class Binding:
         try:
             self._start(list(parameters))
         except BaseException:  # the optimizer stays usable
-            reset_hooks(self._optimizer)
+            self._optimizer.reset_hooks()
             self.abandon()
             raise
 
@@ -173,7 +173,7 @@ class Binding:
                 self._gradient_norm = None
             outcomes = self.engine.finish()
         except BaseException:  # the optimizer stays usable
-            reset_hooks(self._optimizer)
+            self._optimizer.reset_hooks()
             self.abandon()
             raise
         if outcomes.keys() != self._in_flight.keys():
@@ -561,12 +561,3 @@ def check_group(method: Compressor, optimizer: Any, group: dict[str, Any]) -> No
             f"{method.name} takes the optimizer's momentum over and knows no "
             f"dampening={group['dampening']}; use dampening=0"
         )
-
-
-def reset_hooks(optimizer: Any) -> None:
-    """Horovod's counters as before the first backward pass of a step."""
-    optimizer._handles.clear()
-    for p in optimizer._allreduce_delay:
-        optimizer._allreduce_delay[p] = optimizer.backward_passes_per_step
-    for key in optimizer._group_counts:
-        optimizer._group_counts[key] = 0
