@@ -54,7 +54,6 @@ PartialDistributedOptimizer = wrap_optimizer(_older.PartialDistributedOptimizer,
 
 __all__ = [
     *_methods,
-    "DistributedOptimizer",
     "PartialDistributedOptimizer",
     "callbacks",
     "elastic",
@@ -71,4 +70,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*drop_in.names_of(_horovod, globals()), *drop_in.names_of(_older, {})})
+    return sorted(
+        {*drop_in.names_of(_horovod, [*__all__, *_OPTIMIZERS]), *drop_in.names_of(_older, [])}
+    )
