@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -13,7 +13,7 @@ from hvd_compress.errors import UnsupportedError
 
 from .selection import top_k as top_k
 
-Array = tf.Tensor
+Array: TypeAlias = tf.Tensor
 
 traces = True
 batches = True

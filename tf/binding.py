@@ -10,7 +10,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import horovod.tensorflow as horovod
 import numpy as np
@@ -44,7 +44,7 @@ from .xla import refuse_xla
 
 logger = logging.getLogger("hvd_compress")
 
-Gradient = tf.Tensor | tf.IndexedSlices | None
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 #: what is counted in the graph: these fields of a Record
 _COUNTED = ("steps", "bytes_sent", "bytes_received", "dense_bytes", "elements", "elements_sent")

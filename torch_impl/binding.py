@@ -339,9 +339,7 @@ class Binding:
         direction, state = transform.finish(gradient, state, Context())
         return direction.view(p.shape), state
 
-    def _assign_gradient(
-        self, p: torch.nn.Parameter, direction: torch.Tensor, is_rows: bool
-    ) -> None:
+    def _assign_gradient(self, p: Any, direction: torch.Tensor, is_rows: bool) -> None:
         direction = direction.to(p.grad.dtype)
         if is_rows:
             p.grad = direction

@@ -284,7 +284,7 @@ def elastic_handler(base: type[Any]) -> type[Any]:
         base: Horovod's ``StateHandler``.
     """
 
-    class CompressedOptimizerHandler(base):  # type: ignore[misc]
+    class CompressedOptimizerHandler(base):
         """A commit keeps the rank's own residuals; a new set of workers starts from their mean."""
 
         def __init__(self, optimizer: Any) -> None:

@@ -168,7 +168,7 @@ class DDPState:
         )
         #: of a world of one until there is a process group: it knows the epoch
         self.reducer = self._make(LocalEngine())
-        self._names: dict[torch.nn.Parameter, str] = {}
+        self._names: dict[torch.Tensor, str] = {}
         self._loaded: dict[str, Any] | None = None
         self._is_bound = False
         self._buckets: list[_Bucket] = []

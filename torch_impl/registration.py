@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.horovod import checked_join, take_stateless
 
@@ -27,7 +28,7 @@ def register(hvd: Any) -> None:
     if hasattr(factory, "__wrapped_by_hvd_compress__"):
         return
 
-    def make_engine(process_set: Any, predivide: float) -> HorovodEngine:
+    def make_engine(process_set: Any, predivide: float) -> Engine:
         if predivide != 1.0 and hvd.rocm_built():
             raise ConfigError(
                 "gradient_predivide_factor does not work where Horovod was built for ROCm: leave "

@@ -78,7 +78,7 @@ class FlightEngine(abc.ABC):
     #: ``_outcome`` wants to know all that arrived, which takes memory until ``finish``
     keeps_results: ClassVar[bool] = False
 
-    is_collective: ClassVar[bool] = False
+    is_collective = False
     #: under which ranks compare what they are about to do; unique among what is under way
     agreement_name: str = "agreement"
 

@@ -32,14 +32,14 @@ _elastic = {
     "run": importlib.import_module("horovod.tensorflow.elastic").run,  # wrapped
 }
 _whole_models = {"BestModelCheckpoint": callbacks.BestWholeModelCheckpoint}
-_horovod = drop_in.load_horovod(
+_horovod: Any = drop_in.load_horovod(
     "horovod.tensorflow.keras",
     "TensorFlow",
     functools.partial(
         register_keras, replacements={"callbacks": callbacks.OF_HOROVOD, "elastic": _elastic}
     ),
 )
-_older = drop_in.load_horovod(
+_older: Any = drop_in.load_horovod(
     "horovod.keras",
     "TensorFlow",
     functools.partial(

@@ -17,7 +17,7 @@ from hvd_compress.methods import FP16, NoCompression
 from hvd_compress.mpi.dense.allgather import allgather as gather_bytes
 from hvd_compress.mpi.dense.allreduce import ALGORITHMS, start
 from hvd_compress.mpi.transport.arrays import flatten
-from hvd_compress.mpi.transport.progress import Message, Wait
+from hvd_compress.mpi.transport.progress import Algorithm, Message, Wait
 
 from .process_sets import ProcessSet, global_process_set, rank
 
@@ -149,7 +149,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, *args: Any, **options: Any) 
     return broadcast_(tensor.detach().clone(), root_rank, *args, **options)
 
 
-def _broadcast(comm: mpi.Communicator, raw: np.ndarray, root_rank: int) -> Any:
+def _broadcast(comm: mpi.Communicator, raw: np.ndarray, root_rank: int) -> Algorithm:
     """MPI's own, in pieces that its counts can express."""
     for first in range(0, raw.size, 2**30):
         request = comm.mpi.Ibcast(raw[first : first + 2**30], root_rank)
@@ -170,5 +170,8 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """All ranks come here before any goes on."""
     comm = process_set.communicator
-    request = comm.mpi.Ibarrier()
-    comm.run("barrier", iter([Wait([Message.collective(request)], "MPI_Ibarrier")]))
+    comm.run("barrier", _barrier(comm))
+
+
+def _barrier(comm: mpi.Communicator) -> Algorithm:
+    yield Wait([Message.collective(comm.mpi.Ibarrier())], "MPI_Ibarrier")
