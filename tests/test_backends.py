@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+import hvd_compress
+
+ROOT = Path(hvd_compress.__file__).parent.parent
 BACKENDS = {
     "hvd_compress/backends/numpy.py": "EagerBackend",
     "torch_impl/backend.py": "EagerBackend",

@@ -82,6 +82,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _watch(self, p: Parameter) -> None:
         self._watched.add(p)
+        if self._groups is not None and p not in self._group_of:  # it has come later
+            self._group_of[p] = (p,)
+            self._groups.append((p,))
         reference = weakref.ref(self)  # nothing would ever collect what a tensor's hook holds
 
         def hook(p: Any) -> None:
@@ -105,8 +108,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 "without create_graph=True"
             )
         self._passes[p] = passes + 1
-        together = self._together(p)
-        if all(self._passes.get(q, 0) == self.backward_passes_per_step for q in together):
+        group = self._group_of.get(p, (p,))
+        needed = self.backward_passes_per_step
+        if all(self._passes.get(q, 0) == needed for q in group if q.requires_grad):
+            together = self._together(p)
             self._started.update(together)
             self.compression.start(together, in_backward=True)
 
@@ -218,8 +223,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         index = len(self.param_groups) - 1
         for j, p in enumerate(self.param_groups[index]["params"]):
             self._parameter_names[p] = f"added.{index}.{j}"
-            if self._groups is not None:
-                self._groups.append((p,))
             if p.requires_grad:
                 self._watch(p)
         self.compression.forget_groups()

@@ -582,8 +582,11 @@ def number_of_groups() -> None:
         ([[f, a], [torch.zeros(1)], [c]], [(f, a), (c,), (b,), (d,), (e,)]),
     ):
         optimizer = hvd.DistributedOptimizer(sgd(model), groups=groups, **options)
-        for found, members in zip(optimizer.groups_of_parameters(), expected, strict=True):
-            assert [id(p) for p in found] == [id(p) for p in members]
+        more = torch.nn.Parameter(torch.zeros(3))
+        optimizer.add_param_group({"params": [more]})
+        found = optimizer.groups_of_parameters()
+        for members, wanted in zip(found, [*expected, (more,)], strict=True):
+            assert [id(p) for p in members] == [id(p) for p in wanted]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         older = hvd.DistributedOptimizer(sgd(model), num_groups=2, **options)
