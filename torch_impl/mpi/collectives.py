@@ -25,8 +25,11 @@ Average, Sum, Max, Adasum = "mean", "sum", "max", "adasum"
 
 
 class Compression:
-    """Horovod's names for what needs no state; instances, so that a script that says ``none`` can
-    be told from one that names ``NoCompression``."""
+    """Horovod's names for the methods without state.
+
+    They are instances, so that a script that says ``none`` can be told from one that names
+    ``NoCompression``.
+    """
 
     none = NoCompression()
     fp16 = FP16()
@@ -44,7 +47,7 @@ def allreduce_async(
     op: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> _Handle:
-    """Begin an allreduce; :func:`synchronize` returns its result."""
+    """Begin :func:`allreduce` and return a handle for :func:`synchronize`; does not wait."""
     comm, op = process_set.communicator, _checked(op, average)
     flat = flatten(tensor)
     call = f"allreduce({name or flat.dtype}{list(flat.shape)}, {op})"
@@ -55,7 +58,7 @@ def allreduce_async(
 
 
 def synchronize(handle: _Handle) -> torch.Tensor:
-    """The result of what ``handle`` began."""
+    """Wait for the operation that ``handle`` stands for, and return its result."""
     handle.work.wait()
     return handle.finish()
 
@@ -70,7 +73,22 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The average, sum or maximum over the ranks; a new tensor."""
+    """Return the average, the sum or the maximum over the ranks, in a new tensor.
+
+    Args:
+        tensor: of the same shape and dtype on all ranks.
+        average: older than ``op``: ``False`` means ``op=hvd.Sum``.
+        name: shown in error messages.
+        compression: ``hvd.FP16`` or ``hvd.Compression.fp16`` sends half precision.
+        op: ``hvd.Average``, ``hvd.Sum`` or ``hvd.Max``.
+        prescale_factor, postscale_factor: multiply before and after.
+        process_set: the ranks that take part.
+
+    Raises:
+        MismatchError: the ranks' tensors or options differ.
+        UnboundError: the compression is one that needs an optimizer.
+        UnsupportedError: another ``op``, or a dtype that cannot be added.
+    """
     dtype = tensor.dtype
     if without_state(compression) == "fp16" and tensor.is_floating_point():
         tensor = tensor.half()
@@ -99,7 +117,14 @@ def _checked(op: str | None, average: Any) -> str:
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """All ranks' tensors one after the other along the first dimension, which may differ."""
+    """Return all ranks' tensors, joined along the first dimension in rank order.
+
+    Args:
+        tensor: of the same dtype on all ranks, and of the same shape but for the first dimension.
+
+    Raises:
+        MismatchError: the ranks' rows differ in dtype or shape.
+    """
     comm = process_set.communicator
     kind = f"allgather of {tensor.dtype} rows of {list(tensor.shape[1:])}"
     head = np.array([zlib.crc32(kind.encode())], "<u4").view(np.uint8)
@@ -117,7 +142,7 @@ def allgather(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Every rank's object, in rank order."""
+    """Return the objects of all ranks, in rank order; they are pickled."""
     raw = np.frombuffer(pickle.dumps(obj), np.uint8)
     parts = gather_bytes(raw, comm=global_process_set.communicator)
     return [pickle.loads(part.tobytes()) for part in parts]
@@ -129,7 +154,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The tensor of ``root_rank`` for all, in place."""
+    """Overwrite ``tensor`` by that of ``root_rank``, and return it."""
     comm = process_set.communicator
     members = range(comm.size) if process_set.ranks is None else process_set.ranks
     if root_rank not in members:
@@ -157,7 +182,7 @@ def _broadcast(comm: mpi.Communicator, raw: np.ndarray, root_rank: int) -> Algor
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """What ``root_rank`` has, on all ranks."""
+    """Return the object of ``root_rank`` on all ranks; it is pickled."""
     raw = torch.empty(0, dtype=torch.uint8)
     if rank() == root_rank:
         raw = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
@@ -168,7 +193,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """All ranks come here before any goes on."""
+    """Wait until all ranks have called this."""
     comm = process_set.communicator
     comm.run("barrier", _barrier(comm))
 
