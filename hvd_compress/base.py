@@ -80,9 +80,11 @@ class Gather(NamedTuple):
 
 class Alltoall(NamedTuple):
     """One payload (1-D, uint8) for each rank, in rank order; the reply is what each rank has for
-    this one.  All ranks must have equally many bytes for the same rank."""
+    this one.  ``equal_sizes`` is a promise that all ranks have equally many bytes for the same
+    rank, which spares engines the exchange of sizes."""
 
     payloads: list[Array]
+    equal_sizes: bool = True
 
 
 class Swap(NamedTuple):

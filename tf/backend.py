@@ -166,6 +166,16 @@ def on_host(
     return results
 
 
+def pack_sizes(arrays: Sequence[Array]) -> Array:
+    sizes = tf.stack([tf.size(x, tf.int64) for x in arrays])
+    return tf.reshape(tf.bitcast(sizes, tf.uint8), [-1])
+
+
+def unpack_sizes(table: Array, count: int) -> list[Any]:
+    whole = tf.pad(table, [[0, 8 * count - tf.size(table)]])
+    return tf.unstack(tf.bitcast(tf.reshape(whole, [count, 8]), tf.int64))
+
+
 def from_numpy(x: np.ndarray, like: Array) -> Array:
     return tf.convert_to_tensor(x)
 

@@ -171,6 +171,15 @@ def on_host(
     return [from_numpy(result, like) for result in function(*arrays)]
 
 
+def pack_sizes(arrays: Sequence[Array]) -> Array:
+    sizes = torch.tensor([x.numel() for x in arrays], dtype=torch.int64)
+    return sizes.view(torch.uint8).to(arrays[0].device)
+
+
+def unpack_sizes(table: Array, count: int) -> list[int]:
+    return np.frombuffer(bytes(table.tolist()).ljust(8 * count, b"\0"), "<i8").tolist()
+
+
 def from_numpy(x: np.ndarray, like: Array) -> Array:
     if not x.flags.writeable or not x.flags.aligned:
         x = x.copy()

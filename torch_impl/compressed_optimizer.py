@@ -19,7 +19,8 @@ from hvd_compress.errors import ConfigError
 
 from . import checkpoint
 from .amp import scaler_steps
-from .binding import Binding, check_group
+from .binding import Binding
+from .momentum import check_group
 from .parameters import Groups, Parameter, split_into_groups
 
 
@@ -113,7 +114,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if all(self._passes.get(q, 0) == needed for q in group if q.requires_grad):
             together = self._together(p)
             self._started.update(together)
-            self.compression.start(together, in_backward=True)
+            self.compression.exchange_gradients(together, in_backward=True)
 
     def _together(self, p: Parameter) -> tuple[Parameter, ...]:
         """``p`` and what is exchanged with it; on all ranks the same."""
@@ -156,7 +157,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             if alone:
                 together = tuple(q for q in together if q.grad is not None)
             started.update(together)
-            self.compression.start(together)
+            self.compression.exchange_gradients(together)
         self.compression.finish()
         self.reset_hooks()
         self._synchronized = True

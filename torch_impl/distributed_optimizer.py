@@ -17,8 +17,9 @@ from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.horovod import bind_call, is_ours, with_seed
 from hvd_compress.methods import as_compressor
 
-from .binding import Binding, check_group
+from .binding import Binding
 from .compressed_optimizer import CompressedOptimizer, check_passes
+from .momentum import check_group
 from .parameters import Groups, Parameter, check_groups, names_of_parameters
 
 #: those that are alive

@@ -123,6 +123,13 @@ class Backend(Protocol):
             like: an array on whose device the results shall be.
         """
 
+    def pack_sizes(self, arrays: Sequence[Array]) -> Array:
+        """The number of elements of each array, eight bytes little-endian (1-D, uint8), on the
+        device of the arrays."""
+
+    def unpack_sizes(self, table: Array, count: int) -> list[int]:
+        """Undo ``pack_sizes``; a table that is too short is filled with zeros."""
+
     def from_numpy(self, x: np.ndarray, like: Array) -> Array:
         """On the device of ``like``; shares the memory where it can."""
 

@@ -173,6 +173,14 @@ def on_host(
     return list(function(*inputs))
 
 
+def pack_sizes(arrays: Sequence[Array]) -> Array:
+    return np.array([x.size for x in arrays], "<i8").view(np.uint8)
+
+
+def unpack_sizes(table: Array, count: int) -> list[int]:
+    return np.frombuffer(table.tobytes().ljust(8 * count, b"\0"), "<i8").tolist()
+
+
 def from_numpy(x: Array, like: Array) -> Array:
     return x
 

@@ -519,7 +519,7 @@ def a_name_for_every_collective() -> None:
         for p, g in zip(parameters.values(), gradients, strict=True):
             p.grad = g
         for name in order:
-            optimizer.compression.start([parameters[name]])
+            optimizer.compression.exchange_gradients([parameters[name]])
         optimizer.compression.finish()
         optimizer._synchronized = True
         with optimizer.skip_synchronize():

@@ -28,11 +28,16 @@ def gather(channel: Channel, message: np.ndarray, equal_sizes: bool = False) -> 
         lengths = [channel.receive(sizes[peer : peer + 1], peer) for peer in peers]
         lengths += [channel.send(mine, peer) for peer in peers]
         yield Wait(lengths, "sizes of payloads")
-        if sizes.min() < 0 or sizes.max() >= 2**31:
-            raise PayloadError(f"ranks announce payloads of {sizes.tolist()} bytes")
+        check_sizes(sizes)
     everything = [np.empty(size, np.uint8) for size in sizes]
     everything[channel.rank] = message
     messages = [channel.receive(everything[peer], peer) for peer in peers]
     messages += [channel.send(message, peer) for peer in peers]
     yield Wait(messages, "payloads")
     return everything
+
+
+def check_sizes(sizes: np.ndarray) -> None:
+    """Raise unless there can be messages of as many bytes as ranks announce."""
+    if sizes.min() < 0 or sizes.max() >= 2**31:
+        raise PayloadError(f"ranks announce payloads of {sizes.tolist()} bytes")
