@@ -1,4 +1,4 @@
-"""Who takes part: all ranks, those of a node, and sets of ranks."""
+"""Ranks: all of them, those of a node, and sets that work together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ProcessSet:
 
     @property
     def communicator(self) -> mpi.Communicator:
-        """That of the set.
+        """The communicator of these ranks.
 
         Raises:
             SetupError: this rank does not belong to it, or ``hvd.init()`` is missing.
@@ -66,7 +66,7 @@ def init(comm: MPI.Comm | None = None) -> None:
 
 
 def shutdown() -> None:
-    """Give communicators back; ``init`` may be called again."""
+    """Free all communicators; ``init`` may be called again."""
     for comm in [global_process_set.comm, *_node]:
         if comm is not None:
             comm.free()
@@ -123,7 +123,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Give the set's communicator back; every rank calls it.  Returns ``True``, as Horovod does."""
+    """Free the communicator of the set and return ``True``; every rank calls it."""
     if process_set.comm is not None:
         process_set.comm.free()
         process_set.comm = None
