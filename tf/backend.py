@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.backends import HostFunction, Output
+from hvd_compress.backends import HostFunction, Output, TracingBackend
 from hvd_compress.errors import UnsupportedError
 
 from .selection import top_k as top_k
 
-Array = tf.Tensor
+Array: TypeAlias = tf.Tensor
 
 traces = True
 batches = True
@@ -188,3 +188,9 @@ def autoencoder() -> Any:
 
 def to_numpy(x: Array) -> np.ndarray:
     return x.numpy()
+
+
+if TYPE_CHECKING:  # the module is held to the protocol
+    from . import backend
+
+    _: TracingBackend = backend

@@ -10,7 +10,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import horovod.tensorflow as horovod
 import numpy as np
@@ -45,7 +45,7 @@ from .xla import refuse_xla
 
 logger = logging.getLogger("hvd_compress")
 
-Gradient = tf.Tensor | tf.IndexedSlices | None
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
 class Slot(NamedTuple):
@@ -487,7 +487,7 @@ class Binding(tf.Module):
         self, method: Compressor, gradients: Mapping[int, Any], common: Context
     ) -> dict[int, Any]:
         """(direction, state, counts) by index."""
-        results = {}
+        results: dict[int, Any] = {}
         for rows in (False, True):
             own = {i: g for i, g in gradients.items() if _is_rows(g) == rows}
             if own:

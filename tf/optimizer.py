@@ -137,7 +137,7 @@ def distribute(
             "others use hvd.DistributedGradientTape"
         )
     base = type(optimizer)
-    cls = type(base.__name__, (mixin, base), {"__module__": base.__module__})
+    cls: Any = type(base.__name__, (mixin, base), {"__module__": base.__module__})
     config = optimizer.get_config()
     rate = getattr(optimizer, "_learning_rate", None)
     if callable(rate):  # a schedule of the user's own, which Keras would not find by its name

@@ -179,7 +179,7 @@ def wrap_tape(factory: Callable[..., Any]) -> Callable[..., Any]:
         new._hvd_local = set()
         return new
 
-    DistributedGradientTape.__signature__ = signature
+    DistributedGradientTape.__signature__ = signature  # type: ignore[attr-defined]
     return DistributedGradientTape
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from hvd_compress.backends import HostFunction, Output
+from hvd_compress.backends import EagerBackend, HostFunction, Output
 from hvd_compress.errors import UnsupportedError
 
 Array = torch.Tensor
@@ -195,3 +195,9 @@ def autoencoder() -> Any:
 
 def to_numpy(x: Array) -> np.ndarray:
     return x.detach().cpu().numpy()
+
+
+if TYPE_CHECKING:  # the module is held to the protocol
+    from . import backend
+
+    _: EagerBackend = backend

@@ -48,7 +48,7 @@ class Binding(Reducer):
     ``report_at_exit()``, ``method``.
 
     Args:
-        optimizer: made by ``hvd.DistributedOptimizer``, around the user's class.
+        optimizer: a :class:`CompressedOptimizer`.
         method: the compression method.
         hvd: the module ``horovod.torch``, or another with its functions.
         sums: the user asked for ``op=Sum``.
@@ -139,7 +139,7 @@ class Binding(Reducer):
                 p.grad = self._no_gradient(p)
             self._parameters[self._optimizer._parameter_names[p]] = p
         names = self._optimizer._parameter_names
-        self.start_together({names[p]: p.grad.detach() for p in parameters})  # type: ignore[union-attr]
+        self.start_together({names[p]: p.grad.detach() for p in parameters})
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Wait for everything that was started and put the averages into ``p.grad``.
@@ -288,10 +288,7 @@ class Binding(Reducer):
             rows.indices(), values, gradient.shape, is_coalesced=True, check_invariants=False
         )
 
-    def _assign_gradient(
-        self, p: torch.nn.Parameter, direction: torch.Tensor, is_rows: bool
-    ) -> None:
-        assert p.grad is not None
+    def _assign_gradient(self, p: Any, direction: torch.Tensor, is_rows: bool) -> None:
         direction = direction.to(p.grad.dtype)
         if is_rows:
             p.grad = direction

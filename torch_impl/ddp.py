@@ -58,7 +58,7 @@ class ProcessGroupEngine(TorchEngine):
     def _launch(self, op: Op) -> Any:
         """The operation, where its result will be, and what to wait for."""
         if op.kind == "alltoall_open":
-            sizes = op.splits.to(op.tensor.device)  # type: ignore[union-attr]
+            sizes = op.splits.to(op.tensor.device)
             theirs = torch.empty_like(sizes)
             work = dist.all_to_all_single(theirs, sizes, group=self._group, async_op=True)
             return op, theirs, work
@@ -81,7 +81,7 @@ class ProcessGroupEngine(TorchEngine):
 
     def _alltoall_single(self, op: Op, mine: list[int]) -> Any:
         received = op.tensor.new_empty(sum(mine))
-        sizes = op.splits.tolist()  # type: ignore[union-attr]
+        sizes = op.splits.tolist()
         work = dist.all_to_all_single(
             received, op.tensor, mine, sizes, group=self._group, async_op=True
         )
@@ -174,7 +174,7 @@ class DDPState:
         )
         #: of a world of one until there is a process group: it knows the epoch
         self.reducer = self._make(LocalEngine())
-        self._names: dict[torch.nn.Parameter, str] = {}
+        self._names: dict[torch.Tensor, str] = {}
         self._loaded: dict[str, Any] | None = None
         self._is_bound = False
         self._buckets: list[_Bucket] = []

@@ -47,7 +47,7 @@ class Momentum:
         if own is not None:
             return
         if not self.is_taken:
-            warnings.warn(another_kind(self._method, wrapped), UserWarning, stacklevel=7)
+            warnings.warn(another_kind(self._method, wrapped), UserWarning, stacklevel=6)
             return
         momenta = sorted({group["momentum"] for group in optimizer.param_groups})
         if any(momenta):

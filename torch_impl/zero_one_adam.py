@@ -62,6 +62,8 @@ class ZeroOneAdam(FrozenAdam):
         ConfigError: an option makes no sense.
     """
 
+    _parameter_names: dict[torch.Tensor, str]  # once it is distributed
+
     method = ZeroOneAdamCompression
     schedule = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
 

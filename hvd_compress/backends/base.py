@@ -69,16 +69,6 @@ class Backend(Protocol):
 
     def all_finite(self, x: Array) -> bool: ...
 
-    def kth_largest(self, x: Array, k: int) -> float:
-        """The k-th largest value (k from 1); NaN counts as larger than everything."""
-
-    def top_k(self, x: Array, k: int) -> Array:
-        """Ascending indices of the k largest elements, of equal ones the first; int64.  Only where
-        arrays may be symbols: elsewhere ``operators.top_k`` is made of other primitives."""
-
-    def nonzero(self, mask: Array) -> Array:
-        """Ascending indices, int64."""
-
     def reshape(self, x: Array, shape: tuple[int, ...]) -> Array: ...
 
     def matmul(self, x: Array, y: Array) -> Array:
@@ -98,8 +88,6 @@ class Backend(Protocol):
 
     def unstack(self, x: Array) -> list[Array]:
         """Undo ``stack``."""
-
-    def sort(self, x: Array) -> Array: ...
 
     def take(self, x: Array, indices: Array) -> Array: ...
 
@@ -150,6 +138,25 @@ class Backend(Protocol):
 
     def to_numpy(self, x: Array) -> np.ndarray:
         """Shares the memory where it can."""
+
+
+class EagerBackend(Backend, Protocol):
+    """Arrays that have values."""
+
+    def kth_largest(self, x: Array, k: int) -> Array:
+        """The k-th largest value (k from 1), a scalar; NaN counts as larger than everything."""
+
+    def nonzero(self, mask: Array) -> Array:
+        """Ascending indices, int64."""
+
+    def sort(self, x: Array) -> Array: ...
+
+
+class TracingBackend(Backend, Protocol):
+    """Arrays that may be symbols, whose numbers of elements must be known beforehand."""
+
+    def top_k(self, x: Array, k: int) -> Array:
+        """Ascending indices of the k largest elements, of equal ones the first; int64."""
 
 
 _MODULES = {

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvd_compress.backends.base import HostFunction, Output
+from hvd_compress.backends.base import EagerBackend, HostFunction, Output
 from hvd_compress.errors import UnsupportedError
 
 Array = np.ndarray
@@ -78,7 +78,7 @@ def all_finite(x: Array) -> bool:
     return bool(np.isfinite(x).all())
 
 
-def kth_largest(x: Array, k: int) -> float:
+def kth_largest(x: Array, k: int) -> Array:
     return np.partition(x, x.size - k)[x.size - k]
 
 
@@ -169,8 +169,8 @@ def choose(condition: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> An
 
 def on_host(
     function: HostFunction, inputs: Sequence[Any], outputs: Sequence[Output], like: Array
-) -> Sequence[Array]:
-    return function(*inputs)
+) -> list[Array]:
+    return list(function(*inputs))
 
 
 def pack_sizes(arrays: Sequence[Array]) -> Array:
@@ -193,3 +193,9 @@ def autoencoder() -> Any:
 
 def to_numpy(x: Array) -> Array:
     return x
+
+
+if TYPE_CHECKING:  # the module is held to the protocol
+    from hvd_compress.backends import numpy
+
+    _: EagerBackend = numpy

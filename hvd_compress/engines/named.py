@@ -51,7 +51,7 @@ class NamedEngine(abc.ABC):
     #: ``_with_replies`` wants to know all that arrived, which takes memory until ``finish``
     keeps_replies: ClassVar[bool] = False
 
-    is_collective: ClassVar[bool] = False
+    is_collective = False
     #: in front of all names, and unique among what is in flight
     prefix: str = "hvd_compress"
 

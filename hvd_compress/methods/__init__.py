@@ -66,7 +66,6 @@ __all__ = [
     "TopK",
     "ZeroOneAdamCompression",
     "as_compressor",
-    "from_environment",
     "method_names",
     "partition",
     "rule",

@@ -498,7 +498,7 @@ def several_rounds_advance_together() -> None:
                 pairs = list(zip(model.parameters(), gradients, strict=True))
                 for p, g in pairs if hvd.rank() % 2 else pairs[::-1]:
                     p.grad = g
-                    optimizer._handles[p] = optimizer._allreduce_grad_async(p)
+                    optimizer._is_ready(p)
             else:
                 loss_of(model, hvd.rank(), step).backward()
             optimizer.step()

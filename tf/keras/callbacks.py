@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import horovod.tensorflow as horovod
 import numpy as np
@@ -16,7 +16,7 @@ from hvd_compress.errors import ConfigError
 from ..binding import native
 from ..optimizer import CompressedOptimizer
 
-_Callback = keras.callbacks.Callback
+_Callback: TypeAlias = keras.callbacks.Callback
 
 
 class CompressionCallback(_Callback):
