@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import torch
 
-import hvd_compress.mpi.engine
+import hvd_compress.mpi.carriers
 from hvd_compress.errors import (
     CollectiveTimeout,
     CompressionError,
@@ -89,21 +89,21 @@ def a_damaged_message_ends_the_use_of_the_optimizer() -> None:
     model = make_model()
     optimizer = distribute(sgd(model), model, TopK(density=0.05))
     train(model, optimizer, range(2))
-    honest = hvd_compress.mpi.engine.gather
+    honest = hvd_compress.mpi.carriers.gather
 
     def damage(channel, message, equal_sizes=False):
         message[-1] ^= 16
         return honest(channel, message, equal_sizes)
 
     if hvd.rank() == 0:
-        hvd_compress.mpi.engine.gather = damage
+        hvd_compress.mpi.carriers.gather = damage
     try:
         optimizer.zero_grad()
         with raises(PayloadError, "rank 0", "checksum"):
             loss_of(model, hvd.rank(), 2).backward()  # already here, if the bucket was fast
             optimizer.step()
     finally:
-        hvd_compress.mpi.engine.gather = honest
+        hvd_compress.mpi.carriers.gather = honest
     optimizer.zero_grad()
     with raises(CollectiveTimeout, "broken", "abandoned"):
         train(model, optimizer, range(3, 4))
