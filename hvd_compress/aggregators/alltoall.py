@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Generator
 from typing import Any
 
@@ -16,8 +15,7 @@ from hvd_compress.codecs import Codec
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.random_k import own_generator
-
-Shards = list[slice]
+from hvd_compress.sharding import shards_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,19 +88,12 @@ class alltoall(Aggregator, name="alltoall"):
         return Aggregated(mean, sent, xp.all_finite(mean), {"owner_residual": owner_residual})
 
 
-def shards_of(n: int, size: int, unit: int) -> Shards:
-    """One for each rank: whole units, as equal as they can be; the last unit may be short."""
-    units = -(-n // unit)
-    bounds = [min(n, unit * (units * rank // size)) for rank in range(size + 1)]
-    return [slice(a, b) for a, b in itertools.pairwise(bounds)]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Work:
     """What a rank does on its host."""
 
     codec: Codec
-    shards: Shards
+    shards: list[slice]
     context: Context
     n: int
     dtype: np.dtype

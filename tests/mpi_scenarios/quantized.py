@@ -10,8 +10,8 @@ import torch
 
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, MismatchError, PayloadError, UnsupportedError
-from hvd_compress.mpi.dense.ring import segments
 from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.sharding import shards_of
 from mpi_scenarios.common import array, assert_same_everywhere, raises, world
 
 HEADER = 16
@@ -97,7 +97,7 @@ def two_quantisations_and_no_more() -> None:
             got = mpi.quantized_allreduce(x, state, bits=bits)
             np.testing.assert_allclose(got, mean, rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(state.worker, workers[world.rank], rtol=1e-4, atol=1e-4)
-            mine = segments(shape[0], P)[world.rank]
+            mine = shards_of(shape[0], P)[world.rank]
             np.testing.assert_allclose(state.owner, owner[mine].ravel(), rtol=1e-4, atol=1e-4)
 
 
