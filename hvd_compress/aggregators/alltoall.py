@@ -127,11 +127,12 @@ class _Work:
     ) -> list[np.ndarray]:
         """The frame of the sum of the rank's shard, and what it leaves out."""
         total = owner_residual[self._own].copy()
-        for rank, frame in enumerate(frames):
-            total += self._decode(frame, self._own, rank)
-        frame = encode_coded(self.codec, total, self._random(step, 1))
         left = np.zeros(self.n, self.dtype)
-        left[self._own] = total - self._decode(frame, self._own, self.context.rank)
+        with np.errstate(over="ignore", invalid="ignore"):  # of a non-finite step
+            for rank, frame in enumerate(frames):
+                total += self._decode(frame, self._own, rank)
+            frame = encode_coded(self.codec, total, self._random(step, 1))
+            left[self._own] = total - self._decode(frame, self._own, self.context.rank)
         return [frame, left]
 
     def decode(self, *frames: np.ndarray) -> list[np.ndarray]:

@@ -69,6 +69,6 @@ class Codec(Configurable, abc.ABC, kind="block"):
         """Constants in d dimensions, for step sizes and rates; see :class:`Classes`."""
         raise UnsupportedError(f"no constants are known for {self.name}")
 
-    def bits(self, d: int) -> float:
-        """On the wire, per element of an array of ``d`` float32."""
+    def bits_per_element(self, d: int) -> float:
+        """Return the bits on the wire per element of an array of ``d`` float32."""
         return 8 * self.size(d, np.dtype(np.float32)) / d

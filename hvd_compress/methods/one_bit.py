@@ -27,7 +27,7 @@ class OneBit(OneChain, name="onebit"):
 
     Options:
         column: elements that share two means, a run of the flat tensor; ``None`` takes a row of a
-            PyTorch matrix; see ``codecs/one_bit.py``.
+            PyTorch matrix; see ``codecs/column_means.py``.
         via: see above.
         start: so many steps send everything, since the first gradients of a training suffer most;
             the paper begins on a fraction of the data.

@@ -158,7 +158,9 @@ def _without_loss(
 
 def _gather(request: Gather, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
     xp, payload = backend_of(request.payload), request.payload
-    algorithm = gather(channel(), xp.to_numpy(payload), request.equal_sizes)
+    message = xp.to_numpy(payload)
+    sizes = comm.size * [message.nbytes] if request.equal_sizes else None
+    algorithm = gather(channel(), message, sizes)
     work = Work(comm, "gathering of payloads", [algorithm])
     return work, lambda: [xp.from_numpy(part, payload) for part in work.results[0]]
 
