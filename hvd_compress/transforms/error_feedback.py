@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Sparse, State
-from hvd_compress.chain import Transform
+from hvd_compress.base import Array, Sparse
+from hvd_compress.transforms.feedback import Feedback, unsent
 
 
 @dataclasses.dataclass(frozen=True)
-class error_feedback(Transform, name="error_feedback"):
+class error_feedback(Feedback, name="error_feedback"):
     """``x = gradient + residual``; after the exchange ``residual = x - sent``, exactly.
 
     State: ``residual``, as large as the gradient.  Called local gradient accumulation in DGC.
@@ -27,20 +26,6 @@ class error_feedback(Transform, name="error_feedback"):
     """
 
     keys = ("residual",)
-    feeds_back = True
 
-    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
-        x = x + state["residual"]
-        return x, {"residual": x}
-
-    def settle(self, sent: Array | Sparse, state: State, context: Context) -> State:
-        return {"residual": unsent(state["residual"], sent)}
-
-
-def unsent(x: Array, sent: Array | Sparse, keep: float = 1) -> Array:
-    """``x - sent``; where something was sent, the part ``keep`` of it."""
-    xp = backend_of(x)
-    left = xp.take(x, sent.indices) - sent.values if isinstance(sent, Sparse) else x - sent
-    if keep != 1:
-        left = keep * left
-    return xp.put(x, sent.indices, left) if isinstance(sent, Sparse) else left
+    def remaining(self, x: Array, sent: Array | Sparse, old: Array) -> Array:
+        return unsent(x, sent)
