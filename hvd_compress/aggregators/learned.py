@@ -12,7 +12,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvd_compress.aggregators._leader import leaders_choice
-from hvd_compress.autoencoder import LEAST, first_weights, latent_size, numpy_network
+from hvd_compress.autoencoder import (
+    LEAST,
+    first_weights,
+    latent_size,
+    network_of,
+    numpy_network,
+)
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregated, Aggregator
@@ -161,7 +167,7 @@ class _Learned(Aggregator):
         mean, values, wanted, innovations, cosine = xp.on_host(
             prepare, [context.step, *frames], [(dtype.name, size) for size in outputs], x
         )
-        gradient, decoded = xp.autoencoder().gradient(
+        gradient, decoded = network_of(x).gradient(
             state["autoencoder"],
             xp.reshape(values, (ranks, k)),
             xp.reshape(innovations, (ranks, k)) if innovates else None,
@@ -236,7 +242,7 @@ class learned_allreduce(_Learned, name="learned_allreduce"):
 
         indices, scale = yield from leaders_choice(self._select, x, k, context, scale_of, 1)
         values = xp.take(x, indices) / scale
-        latent = xp.autoencoder().encode(weights, xp.reshape(values, (1, k)))
+        latent = network_of(x).encode(weights, xp.reshape(values, (1, k)))
         total = yield Sum(xp.reshape(latent, (-1,)))
         (decoded,) = xp.on_host(decode, [weights, total], [(dtype, k)], x)
         product = yield Sum(_product(xp, values, decoded))
@@ -307,7 +313,7 @@ class learned_server(_Learned, name="learned_server"):
             values = xp.take(x, indices)
             (scale,) = xp.on_host(_largest, [values], [(dtype, 1)], x)
             rows = xp.reshape(values / scale, (1, k))
-            return xp.reshape(xp.autoencoder().encode(weights, rows), (-1,))
+            return xp.reshape(network_of(x).encode(weights, rows), (-1,))
 
         def encode(weights: np.ndarray, latent: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
             places = self._places(values)

@@ -178,12 +178,6 @@ def from_numpy(x: Array, like: Array) -> Array:
     return x
 
 
-def autoencoder() -> Any:
-    from hvd_compress.autoencoder import numpy_network
-
-    return numpy_network
-
-
 def to_numpy(x: Array) -> Array:
     return x
 
