@@ -1,4 +1,4 @@
-"""Composition: local transforms around one way of meeting.
+"""Composition: local transforms before and after one way of aggregating.
 
 ``chain(momentum_correction, error_feedback, via=allgather(top_k))`` reads in the order in which a
 gradient passes.  After the exchange the transforms ``settle`` in reverse order, and that is how
@@ -30,7 +30,7 @@ from hvd_compress.base import (
     Sparse,
     State,
 )
-from hvd_compress.config import Configurable
+from hvd_compress.config import Configurable, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.operator_classes import Classes
 
@@ -46,8 +46,11 @@ class Transform(Configurable, kind="block"):
     per_rank: ClassVar[bool] = True
     #: but for these keys, which are equal on all ranks
     shared: ClassVar[tuple[str, ...]] = ()
-    #: applies the optimizer's momentum
+    #: applies the optimizer's momentum, unless it has its own: see
+    #: :class:`hvd_compress.base.Compressor`
     takes_momentum: ClassVar[bool] = False
+    momentum: float | None = None
+    nesterov: bool | None = None
     #: see :class:`hvd_compress.base.Compressor`
     averages_momentum: ClassVar[bool] = False
     #: see :class:`hvd_compress.base.Outcome`; of what ``finish`` returns
@@ -56,8 +59,6 @@ class Transform(Configurable, kind="block"):
     feeds_back: ClassVar[bool] = False
     #: must not stand behind a transform that feeds back
     of_gradients: ClassVar[bool] = False
-    #: see :class:`hvd_compress.base.Compressor`
-    homogeneous: ClassVar[bool] = True
     #: passes on something that is no gradient, so no transform may stand behind it
     last: ClassVar[bool] = False
 
@@ -73,10 +74,6 @@ class Transform(Configurable, kind="block"):
     def repaired(self, state: State) -> State:
         """See :class:`hvd_compress.base.Compressor`; of this transform's own keys."""
         return state
-
-    @property
-    def needs_epoch(self) -> bool:
-        return False
 
     def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
         """What the optimizer shall step along, given the average; equal on all ranks."""
@@ -94,7 +91,7 @@ class Aggregated(NamedTuple):
 
 
 class Aggregator(Configurable, abc.ABC, kind="block"):
-    """How payloads meet: one file each in ``hvd_compress.aggregators``."""
+    """How the ranks' contributions are averaged: one file each in ``hvd_compress.aggregators``."""
 
     #: scales what it sends, so that the expectation is right
     unbiased: bool = False
@@ -122,25 +119,16 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
         """Constants of what a rank sends of ``d`` elements; ``context`` where they depend on it."""
         raise UnsupportedError(f"no constants are known for {self!r}")
 
-    @property
-    def needs_epoch(self) -> bool:
-        return False
-
-    @property
-    def homogeneous(self) -> bool:
-        """See :class:`hvd_compress.base.Compressor`."""
-        return True
-
 
 @dataclasses.dataclass(frozen=True)
 class Chain(Compressor, name="chain"):
     """``transforms`` in the order in which a gradient passes, then ``via`` an aggregator."""
 
-    transforms: tuple[Transform, ...]
+    transforms: tuple[Transform, ...] = dataclasses.field(metadata=converted(tuple))
     via: Aggregator
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "transforms", tuple(self.transforms))
+        super().__post_init__()
         for transform in self.transforms:
             if not isinstance(transform, Transform):
                 raise ConfigError(f"{transform!r} is not a transform; aggregators go behind via=")
@@ -172,14 +160,6 @@ class Chain(Compressor, name="chain"):
     def needs_gradient_norm(self) -> bool:
         return any(t.needs_gradient_norm for t in self.transforms)
 
-    @property
-    def needs_epoch(self) -> bool:
-        return any(part.needs_epoch for part in self._parts)
-
-    @property
-    def homogeneous(self) -> bool:  # type: ignore[override]
-        return self.via.homogeneous and all(t.homogeneous for t in self.transforms)
-
     def repaired(self, gradient: Array, state: State) -> State:
         for transform in self.transforms:
             own = {key: state[key] for key in transform.keys if key in state}
@@ -195,21 +175,16 @@ class Chain(Compressor, name="chain"):
         return any(t.averages_momentum for t in self.transforms)
 
     @property
-    def momentum(self) -> float | None:
-        """Of the transform that applies it, like the option of that name of other methods."""
-        return getattr(self._momentum_block, "momentum", None)
+    def momentum(self) -> float | None:  # type: ignore[override]
+        return next((t.momentum for t in self.transforms if t.takes_momentum), None)
 
     @property
-    def nesterov(self) -> bool | None:
-        return getattr(self._momentum_block, "nesterov", None)
+    def nesterov(self) -> bool | None:  # type: ignore[override]
+        return next((t.nesterov for t in self.transforms if t.takes_momentum), None)
 
     @property
     def _parts(self) -> tuple[Transform | Aggregator, ...]:
         return (*self.transforms, self.via)
-
-    @property
-    def _momentum_block(self) -> Transform | None:
-        return next((t for t in self.transforms if t.takes_momentum), None)
 
     def per_rank(self, gradient: Array) -> frozenset[str]:
         shared = {key for transform in self.transforms for key in transform.shared}

@@ -14,10 +14,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from hvd_compress.config import Configurable, check_choice, check_fraction, is_number, is_whole
+from hvd_compress.config import (
+    Configurable,
+    check_choice,
+    check_fraction,
+    converted,
+    is_number,
+    is_whole,
+)
 from hvd_compress.errors import ConfigError
 
 #: densities of the paper's warm-up stages: sparsity 75, 93.75, 98.4375, 99.6, 99.9 %
@@ -30,12 +37,17 @@ class _Staged(Configurable, abc.ABC, kind="schedule"):
     stage_length: float = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("unit", self.unit, ("step", "epoch"))
         length = self.stage_length
         if not is_number(length) or not length > 0:
             raise ConfigError(
                 f"stage_length must be a positive number of {self.unit}s; got {length!r}"
             )
+
+    @property
+    def needs_epoch(self) -> bool:
+        return self.unit == "epoch"
 
     @property
     @abc.abstractmethod
@@ -67,11 +79,12 @@ class StagedWarmup(_Staged, name="staged"):
     fractions will do; 1.0 stands for dense stages.
     """
 
-    densities: tuple[float, ...] = PAPER_DENSITIES
+    densities: tuple[float, ...] = dataclasses.field(
+        default=PAPER_DENSITIES, metadata=converted(tuple)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "densities", tuple(self.densities))
         if not self.densities:
             raise ConfigError("densities must not be empty; the paper's are the default")
         for density in self.densities:
@@ -179,12 +192,12 @@ def density_at(density: Density, step: int, epoch: float | None) -> float:
     return density if isinstance(density, float) else density(step, epoch)
 
 
-def schedules_of(thing: Any) -> list[Schedule]:
+def schedules_of(thing: Configurable) -> list[Schedule]:
     """Those in the options of a method, at any depth; each once."""
     if isinstance(thing, _Staged):
         return [thing]  # type: ignore[list-item]
     found: list[Schedule] = []
-    for part in _parts(thing):
+    for part in thing.parts:
         found += [schedule for schedule in schedules_of(part) if schedule not in found]
     return found
 
@@ -200,14 +213,3 @@ def with_values(thing: Any, values: Mapping[Any, Any]) -> Any:
         options = {name: with_values(getattr(thing, name), values) for name in names}
         return dataclasses.replace(thing, **options)  # type: ignore[type-var]
     return thing
-
-
-def _parts(thing: Any) -> Iterable[Any]:
-    if isinstance(thing, Configurable):
-        return [getattr(thing, f.name) for f in dataclasses.fields(thing)]  # type: ignore[arg-type]
-    return thing if isinstance(thing, tuple) else ()
-
-
-def by_epoch(option: Any) -> bool:
-    """Whether it is a schedule that counts epochs."""
-    return isinstance(option, _Staged) and option.unit == "epoch"

@@ -59,6 +59,7 @@ class allgather(Aggregator, name="allgather"):
     algorithm: str = "allgather"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.values, str):
             check_choice("values", self.values, ("float32", "float16"))
         elif not isinstance(self.values, Codec):
@@ -90,16 +91,6 @@ class allgather(Aggregator, name="allgather"):
 
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         return self.select.init(x) if isinstance(self.select, Selector) else {}
-
-    @property
-    def homogeneous(self) -> bool:
-        return all(
-            part.homogeneous for part in (self.select, self.values) if not isinstance(part, str)
-        )
-
-    @property
-    def needs_epoch(self) -> bool:
-        return isinstance(self.select, Selector) and self.select.needs_epoch
 
     def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
         n = math.prod(shape)

@@ -53,10 +53,6 @@ class alltoall(Aggregator, name="alltoall"):
         xp = backend_of(x)
         return {"owner_residual": xp.zeros(xp.size(x), x)}
 
-    @property
-    def homogeneous(self) -> bool:
-        return self.codec.homogeneous
-
     def aggregate(
         self, x: Array, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:

@@ -51,10 +51,6 @@ class gather_drawn(Aggregator, name="gather_drawn"):
                 "write allgather(...) for operators that look at the gradient"
             )
 
-    @property
-    def needs_epoch(self) -> bool:
-        return self.select.needs_epoch
-
     def classes(self, d: int, context: Context | None = None) -> Classes:
         """Of what one rank sends: those of ``allreduce`` with the same operator."""
         if self.wire:

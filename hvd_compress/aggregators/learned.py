@@ -24,11 +24,11 @@ from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Su
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.plain import plain
-from hvd_compress.config import check_fraction, is_whole
+from hvd_compress.config import check_fraction, converted, is_whole
 from hvd_compress.errors import ConfigError, PoorFit
 from hvd_compress.operators import top_k
 from hvd_compress.operators.top_k import count
-from hvd_compress.schedules import After, Start, as_start, by_epoch, started
+from hvd_compress.schedules import After, Start, as_start, started
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
 
 #: of Adam: how its two moments decay, and what keeps its quotient finite
@@ -39,6 +39,17 @@ _DECAY = 0.9
 _ALIKE, _LOST = 0.05, 0.95
 #: avoids 0 / 0
 _TINY = 1e-30
+
+
+def settled_after(settled: Start | None, start: Start) -> Start:
+    """``settled``, or what is a little later than ``start``: more than one step, since a NaN undoes
+    a step."""
+    if settled is not None:
+        return as_start(settled)
+    if isinstance(start, After):
+        more = 3 if start.unit == "step" else 1
+        return After(start.unit, start.stage_length + more)
+    return After("step", 3) if start else start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +71,12 @@ class _Learned(Aggregator):
     """
 
     density: float = 0.001
-    start: Start = 300
+    start: Start = dataclasses.field(default=300, metadata=converted(as_start))
     rate: float = 0.003
     selection: str = "sampled"
-    settled: Start | None = None
+    settled: Start | None = dataclasses.field(
+        default=None, metadata=converted(settled_after, "start")
+    )
 
     keys = ("autoencoder", "first_moment", "second_moment", "quality")
     per_rank = False
@@ -71,19 +84,14 @@ class _Learned(Aggregator):
     innovation: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fraction("density", self.density)
         check_fraction("rate", self.rate)
-        object.__setattr__(self, "start", as_start(self.start))
-        object.__setattr__(self, "settled", settled_after(self.settled, self.start))
         assert self._select  # checks the other options
 
     @property
     def _select(self) -> top_k:
         return top_k(self.density, self.selection)
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.start) or by_epoch(self.settled)
 
     def fits(self, n: int) -> bool:
         """Whether so many of ``n`` elements are selected that they have a latent."""
@@ -351,17 +359,6 @@ class learned_server(_Learned, name="learned_server"):
         return Aggregated(
             xp.put(xp.zeros(n, x), indices, mean), Sparse(indices, sent), xp.all_finite(mean)
         )
-
-
-def settled_after(settled: Start | None, start: Start) -> Start:
-    """``settled``, or what is a little later than ``start``: more than one step, since a NaN undoes
-    a step."""
-    if settled is not None:
-        return as_start(settled)
-    if isinstance(start, After):
-        more = 3 if start.unit == "step" else 1
-        return After(start.unit, start.stage_length + more)
-    return After("step", 3) if start else start
 
 
 def largest(values: np.ndarray) -> np.floating:

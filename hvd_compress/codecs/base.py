@@ -25,9 +25,6 @@ class Codec(Configurable, abc.ABC, kind="block"):
     #: ``encode`` draws random numbers, and E[decode(encode(x))] = x
     unbiased: ClassVar[bool] = False
 
-    #: twice the values decode to twice as much
-    homogeneous: ClassVar[bool] = True
-
     def for_shape(self, shape: tuple[int, ...]) -> Codec:
         """The codec for a tensor of ``shape``, if that makes a difference."""
         return self

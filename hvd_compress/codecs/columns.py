@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Columns(Codec):
     def _decode(self, levels: np.ndarray, code: np.ndarray, n: int, length: int) -> np.ndarray:
         """``n`` numbers in columns of ``length``, from levels of shape (columns, ``levels``)."""
 
-    def for_shape(self, shape: tuple[int, ...]) -> Self:
+    def for_shape(self, shape: tuple[int, ...]) -> Columns:
         if self.column is not None:
             return self
         length = max(1, math.prod(shape[1:]) if len(shape) > 1 else math.prod(shape))

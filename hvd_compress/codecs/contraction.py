@@ -24,10 +24,6 @@ class contraction(Codec, name="contraction"):
             raise ConfigError(f"contraction takes an unbiased codec; got {self.codec!r}")
         self.codec.classes(1)  # or there is nothing to scale by
 
-    @property
-    def homogeneous(self) -> bool:  # type: ignore[override]
-        return self.codec.homogeneous
-
     def for_shape(self, shape: tuple[int, ...]) -> Codec:
         return contraction(self.codec.for_shape(shape))
 

@@ -6,17 +6,22 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 
 from hvd_compress.codecs.base import Codec
-from hvd_compress.config import check_choice, is_number
+from hvd_compress.config import check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.operator_classes import Classes
 from hvd_compress.wire.bitpacking import digits_size, pack_digits, unpack_digits
 
 #: the range of normal float32
 _LEAST, _MOST = 2.0**-126, float(np.finfo(np.float32).max)
+
+
+def _as_tuple(levels: Any) -> Any:
+    return None if levels is None else tuple(levels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +47,20 @@ class rounding(Codec, name="rounding"):
     """
 
     base: float = 2.0
-    levels: tuple[float, ...] | None = None
+    levels: tuple[float, ...] | None = dataclasses.field(
+        default=None, metadata=converted(_as_tuple)
+    )
     biased: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         base, levels = self.base, self.levels
         check_choice("biased", self.biased, (True, False))
         if not is_number(base) or not 1.0055 <= base < 1e9:
             raise ConfigError(f"base must be from 1.0055 to 1e9; got {base!r}")
         if levels is None:
             return
-        object.__setattr__(self, "levels", tuple(levels))
-        numbers = np.asarray(self.levels, np.float32)
+        numbers = np.asarray(levels, np.float32)
         if not 2 <= numbers.size <= 32766 or not (np.diff(numbers) > 0).all():
             raise ConfigError("levels must be 2 to 32766 ascending numbers, distinct in float32")
         if not numbers[0] >= _LEAST or not np.isfinite(numbers).all():
@@ -64,7 +71,7 @@ class rounding(Codec, name="rounding"):
         return not self.biased
 
     @property
-    def homogeneous(self) -> bool:  # type: ignore[override]
+    def homogeneous(self) -> bool:
         """Twice the powers of 2 are powers of 2, and of no other base in float32."""
         return self.levels is None and self.base == 2
 

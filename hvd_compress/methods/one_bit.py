@@ -8,7 +8,7 @@ import functools
 from hvd_compress.aggregators import allgather, alltoall, dense_until
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import column_means
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, converted
 from hvd_compress.methods._chained import OneChain
 from hvd_compress.schedules import Start, as_start
 from hvd_compress.transforms import error_feedback
@@ -41,11 +41,10 @@ class OneBit(OneChain, name="onebit"):
 
     column: int | None = None
     via: str = "alltoall"
-    start: Start = True
+    start: Start = dataclasses.field(default=True, metadata=converted(as_start))
 
     def __post_init__(self) -> None:
         check_choice("via", self.via, ("alltoall", "allgather"))
-        object.__setattr__(self, "start", as_start(self.start))
         super().__post_init__()
 
     @functools.cached_property

@@ -16,16 +16,10 @@ class Selector(Configurable, abc.ABC, kind="block"):
 
     #: what the operator remembers of a tensor, arrays of any size; differs between ranks
     keys: ClassVar[tuple[str, ...]] = ()
-    #: twice the values, the same choice
-    homogeneous: ClassVar[bool] = True
 
     def init(self, x: Array) -> State:
         """The state before the first exchange of a tensor of which ``x`` is flat."""
         return {}
-
-    @property
-    def needs_epoch(self) -> bool:
-        return False
 
     @abc.abstractmethod
     def count(self, n: int, context: Context) -> int | None:

@@ -14,10 +14,11 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
+from hvd_compress.config import converted
 from hvd_compress.operator_classes import Classes
 from hvd_compress.operators.base import Selector
 from hvd_compress.operators.top_k import count
-from hvd_compress.schedules import Density, as_density, by_epoch, density_at
+from hvd_compress.schedules import Density, as_density, density_at
 
 
 def shared_generator(context: Context) -> np.random.Generator:
@@ -41,14 +42,7 @@ def _generator(label: str) -> np.random.Generator:
 class random_k(Selector, name="random_k"):
     """Options: ``density``, a fraction or a schedule."""
 
-    density: Density = 0.01
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "density", as_density(self.density))
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.density)
+    density: Density = dataclasses.field(default=0.01, metadata=converted(as_density))
 
     def count(self, n: int, context: Context) -> int:
         return count(n, density_at(self.density, context.step, context.epoch))

@@ -7,7 +7,8 @@ import dataclasses
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Transform
-from hvd_compress.schedules import Start, as_start, by_epoch, started
+from hvd_compress.config import converted
+from hvd_compress.schedules import Start, as_start, started
 from hvd_compress.transforms.averaging import averaged
 from hvd_compress.transforms.taking_momentum import check_momentum
 
@@ -35,19 +36,15 @@ class averaged_momentum(Transform, name="averaged_momentum"):
     """
 
     beta: float = 0.9
-    start: Start = True
+    start: Start = dataclasses.field(default=True, metadata=converted(as_start))
 
     keys = ("average",)
     per_rank = False
     of_gradients = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_momentum("beta", self.beta)
-        object.__setattr__(self, "start", as_start(self.start))
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.start)
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         if not started(self.start, context.step, context.epoch):
