@@ -49,6 +49,6 @@ class OneBit(OneChain, name="onebit"):
 
     @functools.cached_property
     def _chain(self) -> Chain:
-        meet = alltoall if self.via == "alltoall" else allgather
-        via = dense_until(self.start, meet(column_means(self.column)))
+        aggregate = alltoall if self.via == "alltoall" else allgather
+        via = dense_until(self.start, aggregate(column_means(self.column)))
         return chain(error_feedback(), via=via)

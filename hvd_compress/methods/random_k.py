@@ -50,7 +50,7 @@ class RandomK(OneChain, name="randomk"):
 
     @functools.cached_property
     def _chain(self) -> Chain:
-        meet = allreduce if self.shared else gather_drawn
+        aggregate = allreduce if self.shared else gather_drawn
         select = operators.random_k(self.density)
-        via = meet(wire=self.wire, select=select, unbiased=not self.error_feedback)
+        via = aggregate(wire=self.wire, select=select, unbiased=not self.error_feedback)
         return chain(error_feedback(), via=via) if self.error_feedback else chain(via=via)
