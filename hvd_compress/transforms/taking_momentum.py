@@ -14,7 +14,7 @@ from hvd_compress.errors import ConfigError
 def check_momentum(option: str, value: Any) -> None:
     """Raise unless ``value`` is in [0, 1)."""
     if not is_number(value) or not 0 <= value < 1:
-        raise ConfigError(f"{option} must be in [0, 1); got {value!r}")
+        raise ConfigError(f"{option} must be a number in [0, 1); got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
