@@ -205,7 +205,7 @@ class Chain(Compressor, name="chain"):
         for transform in self.transforms:
             x, own = transform.update(x, {key: state[key] for key in transform.keys}, context)
             states.append(own)
-        # Whatever the aggregator picks, the others must see that this step is spoilt.
+        # Whatever the aggregator picks, the others must see that this step is not finite.
         fresh = x
         x = xp.choose(xp.all_finite(x), lambda: fresh, lambda: xp.full_like(fresh, math.nan))
 
@@ -216,7 +216,7 @@ class Chain(Compressor, name="chain"):
         aggregated = yield from self.via.aggregate(x, own, context)
 
         mean = xp.restore(aggregated.mean, gradient)
-        # A half-precision gradient may have no room for the mean of what had waited.
+        # A half-precision gradient may have no room for the mean of residuals.
         finite = aggregated.finite if xp.dtype(mean) == xp.dtype(x) else xp.all_finite(mean)
 
         old = {key: state[key] for part in self._parts for key in part.keys}

@@ -1,4 +1,4 @@
-"""Options as frozen dataclasses that travel as JSON.
+"""Options as frozen dataclasses that can be stored as JSON.
 
 Methods, schedules and the building blocks of chains are all :class:`Configurable`:
 ``thing == from_config(json.loads(json.dumps(thing.to_config())))``.
@@ -155,7 +155,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def check_seed(seed: Any) -> None:
-    """Raise unless ``seed`` is a whole number that travels in 64 bits."""
+    """Raise unless ``seed`` is a whole number of 64 bits."""
     if not is_whole(seed) or not -(2**63) <= seed < 2**63:
         raise ConfigError(f"seed must be a whole number, for instance seed=1; got {seed!r}")
 

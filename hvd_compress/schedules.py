@@ -1,7 +1,7 @@
 """Densities that change during training.
 
 A schedule maps (step, epoch) to the fraction of elements to send.  Sending 0.1 % from the first
-step on hurts: early gradients change fast, and what waits in the residual grows stale.  Lin et al.
+step on hurts: early gradients change fast, and residuals grow stale.  Lin et al.
 (ICLR 2018) therefore lower the density in stages while the learning rate warms up.
 
 Stages advance by ``unit="step"`` (``stage_length`` optimizer steps each) or by ``unit="epoch"``,

@@ -21,7 +21,7 @@ from hvd_compress.sharding import shards_of
 @dataclasses.dataclass(frozen=True)
 class alltoall(Aggregator, name="alltoall"):
     """Send each rank its shard of the tensor, coded; it adds them up, and sends the sum of its
-    shard, coded again, to all.
+    shard, coded again, to all ranks.
 
     A rank sends and receives about two coded tensors, however many ranks there are, where
     ``allgather`` would receive one from each.  What the second coding leaves out stays with the
@@ -32,7 +32,7 @@ class alltoall(Aggregator, name="alltoall"):
 
         sum of sent + sum of o before = N * mean + sum of o after
 
-    If the number of ranks changes, shards do, and what lies outside a rank's own travels with its
+    If the number of ranks changes, shards do, and what lies outside a rank's own is sent with its
     next message, so nothing is lost; a checkpoint may average ``owner_residual`` over the ranks.
 
     Options:
@@ -86,7 +86,7 @@ class alltoall(Aggregator, name="alltoall"):
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What a rank does on its host."""
+    """What a rank computes on its host."""
 
     codec: Codec
     shards: list[slice]
@@ -106,7 +106,8 @@ class _Work:
         return decode_coded(self.codec, frame, count, self.dtype, sender=f"rank {sender}")[1]
 
     def encode(self, step: int, x: np.ndarray, owner_residual: np.ndarray) -> list[np.ndarray]:
-        """A frame for each rank, and what they say, less what came from ``owner_residual``."""
+        """Return a frame for each rank; and what the frames decode to, less what came from
+        ``owner_residual``."""
         foreign = owner_residual.copy()
         foreign[self._own] = 0
         moved = foreign.any()  # the shards did
@@ -121,7 +122,7 @@ class _Work:
     def add_up(
         self, step: int, owner_residual: np.ndarray, *frames: np.ndarray
     ) -> list[np.ndarray]:
-        """The frame of the sum of the rank's shard, and what it leaves out."""
+        """Return the frame of the sum of the rank's shard; and what the frame leaves out of it."""
         total = owner_residual[self._own].copy()
         left = np.zeros(self.n, self.dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # of a non-finite step

@@ -58,7 +58,7 @@ class count_sketch(Aggregator, name="count_sketch"):
             raise ConfigError(f"rows must be odd, so that one is in the middle; got {self.rows}")
 
     def count(self, n: int, context: Context) -> int:
-        """How many of ``n`` elements are kept; ``n`` where a sketch would not be smaller."""
+        """Return how many of ``n`` elements are kept: ``n`` where a sketch would not be smaller."""
         k = count(n, density_at(self.density, context.step, context.epoch))
         return k if (self.rows * self.width + self.candidates) * k < n else n
 

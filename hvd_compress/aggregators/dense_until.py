@@ -17,7 +17,7 @@ from hvd_compress.schedules import Start, as_start, started
 @dataclasses.dataclass(frozen=True)
 class dense_until(Aggregator, name="dense_until"):
     """Sum everything until ``start``, a number of steps or ``After("epoch", ...)``; then ``via``,
-    another aggregator, whose state waits meanwhile."""
+    another aggregator, whose state does not change until then."""
 
     start: Start = dataclasses.field(metadata=converted(as_start))
     via: Aggregator

@@ -42,8 +42,8 @@ _TINY = 1e-30
 
 
 def settled_after(settled: Start | None, start: Start) -> Start:
-    """``settled``, or what is a little later than ``start``: more than one step, since a NaN undoes
-    a step."""
+    """Return ``settled``, or else a schedule that begins a little later than ``start``: by more
+    than one step, since a non-finite step is undone."""
     if settled is not None:
         return as_start(settled)
     if isinstance(start, After):
@@ -57,7 +57,7 @@ class _Learned(Aggregator):
     """A leader, who changes with every step, chooses the k = ceil(density * n) elements that are
     largest on it, and all ranks take theirs at the same places.  Until ``start``, a number of steps
     or ``After("epoch", ...)``, every rank sends its values to all, and all ranks make the same
-    step of Adam on them; from then on, only what the autoencoder makes of them travels.
+    step of Adam on them; from then on, only latents are sent.
 
     State, equal on all ranks: ``autoencoder``, the weights; ``first_moment`` and ``second_moment``,
     Adam's; ``quality``: averages of the mean cosine between the values of two ranks and of the
@@ -94,7 +94,7 @@ class _Learned(Aggregator):
         return top_k(self.density, self.selection)
 
     def fits(self, n: int) -> bool:
-        """Whether so many of ``n`` elements are selected that they have a latent."""
+        """Return whether enough of ``n`` elements are selected for the autoencoder, and not all."""
         return LEAST <= count(n, self.density) < n
 
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
@@ -213,7 +213,7 @@ class learned_allreduce(_Learned, name="learned_allreduce"):
 
         z = sum over the ranks of encode(values / s) / N;   mean = a decode(z)
 
-    where s is the largest magnitude among the leader's values, which travels with the indices, and
+    where s is the largest magnitude among the leader's values, which is sent with the indices, and
     a takes the result as near to the mean of the values as it gets, which takes a sum of one number
     from each rank.  Every rank counts as having sent the common result.
 
@@ -266,7 +266,7 @@ class learned_server(_Learned, name="learned_server"):
         z = encode(values / s) on the leader;   mean = sum of a_i decode_i(z, innovation_i) / N
 
     where the values and innovations of each rank are divided by the largest magnitude among them,
-    and a_i, which travels with the innovation, takes the result as near to the values of rank i as
+    and a_i, which is sent with the innovation, takes the result as near to the values of rank i as
     it gets.
 
     Options:
@@ -362,7 +362,7 @@ class learned_server(_Learned, name="learned_server"):
 
 
 def largest(values: np.ndarray) -> np.floating:
-    """The largest magnitude, or 1 if all are zero; NaN if one is."""
+    """Return the largest magnitude; 1 if all are zero, NaN if one is."""
     found = np.abs(values).max()
     return found if found != 0 else values.dtype.type(1)
 
@@ -376,7 +376,8 @@ def _encode_all(values: np.ndarray) -> list[np.ndarray]:
 
 
 def mean_cosine(rows: np.ndarray) -> float:
-    """Mean over pairs of the rows (N, k); 1 if N = 1.  A row of zeros is like no other."""
+    """Return the mean cosine over the pairs of the rows (shape (N, k)); 1 if N = 1.  A row of zeros
+    has cosine 0 with all others."""
     ranks = len(rows)
     if ranks == 1:
         return 1.0
@@ -391,7 +392,8 @@ def _product(xp: Any, x: Array, y: Array) -> Array:
 
 
 def nearest(product: Any, decoded: np.ndarray) -> Any:
-    """The factor that takes ``decoded`` as near to values as it gets, given their product."""
+    """Return the factor a that makes |values - a decoded| least, given the scalar product of the
+    two."""
     return product / (np.sum(np.square(decoded, dtype=np.float64)) + _TINY)
 
 

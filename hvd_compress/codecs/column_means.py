@@ -69,6 +69,6 @@ class column_means(Columns, name="column_means"):
         return values.view(levels.dtype)
 
     def classes(self, d: int) -> Classes:
-        """The two means are a projection, and never worse than one mean of magnitudes."""
+        """Return those of a projection that is never worse than one mean of magnitudes."""
         d = min(d, self._length(d))
         return Classes(1 / d, 1.0, 1 / d, float(d))

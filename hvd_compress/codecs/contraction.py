@@ -14,7 +14,7 @@ from hvd_compress.errors import ConfigError
 class contraction(Codec, name="contraction"):
     """What ``codec`` decodes to, divided by its zeta: of class U(zeta) becomes class B3(zeta).
 
-    The same bytes travel.  Reference: Beznosikov et al., JMLR 2023.
+    The same bytes are sent.  Reference: Beznosikov et al., JMLR 2023.
     """
 
     codec: Codec

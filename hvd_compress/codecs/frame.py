@@ -13,8 +13,8 @@ All numbers are little-endian::
     8       u32     number of values
     12      u32     CRC-32 of the first 12 bytes and of all behind the header
 
-Indices, where only some elements travel, are ascending, int32 or int64 as in other frames; or they
-are packed and padded to 8 bytes, where the sender was asked to and that is shorter.  Where values
+Where only some elements are sent, their indices are ascending, int32 or int64 as in other frames;
+or packed and padded to 8 bytes, where the sender was asked to and that is shorter.  Where values
 are not finite, or there are none, the codes are zeros: a frame's size does not depend on it.
 """
 
@@ -45,8 +45,8 @@ _NOT_FINITE, _PACKED, _DAMAGED = 1, 2, 4
 
 
 def coded_size(codec: Codec, count: int, dtype: np.dtype, n: int | None = None) -> int:
-    """Bytes of a frame of ``count`` values; ``n`` if they have indices into so many elements, which
-    take that much unless they are packed."""
+    """Return the bytes of a frame of ``count`` values; with ``n``, of values with indices into
+    ``n`` elements that are not packed."""
     indices = 0 if n is None else count * np.dtype(index_dtype(n)).itemsize
     return padded(indices + codec.size(count, dtype))
 
@@ -60,7 +60,9 @@ def encode_coded(
     *,
     packed: bool = False,
 ) -> np.ndarray:
-    """A frame (1-D, uint8) of the flat ``x`` (float32 or float64), at ``indices`` of ``n``."""
+    """Return a frame (1-D, uint8) of the flat ``x`` (float32 or float64), which are the values at
+    ``indices`` of ``n`` elements if these are given.  ``packed`` packs indices where that is
+    shorter."""
     size, status = coded_size(codec, x.size, x.dtype, n), 0
     own = np.zeros(0, np.uint8)
     if indices is not None and n is not None:
@@ -81,8 +83,8 @@ def encode_coded(
 
 
 def frame_of_damaged(codec: Codec, count: int, dtype: np.dtype) -> np.ndarray:
-    """A frame of the usual size that has no values: it tells the others, who wait for a frame, that
-    its sender cannot make one.  Whoever decodes it gets a ``PayloadError``."""
+    """Return a frame of the usual size without values, which tells the ranks that wait for a frame
+    that its sender cannot make one.  Decoding it raises ``PayloadError``."""
     frame = np.zeros(coded_size(codec, count, dtype), np.uint8)
     return seal(frame, _header(codec, count, dtype, _DAMAGED))
 

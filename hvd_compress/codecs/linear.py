@@ -77,9 +77,9 @@ class linear(Columns, name="linear"):
         return values
 
     def classes(self, d: int) -> Classes:
-        """For columns of d elements: |C(x) - x|^2 <= e^2 |x|^2 with e^2 = q / (1 + q) and
-        q = (d - 1) / (2 L)^2, from elements of half a scale beside the largest; the other constants
-        follow from e."""
+        """Return the constants for columns of d elements, which follow from |C(x) - x|^2 <= e^2
+        |x|^2 with e^2 = q / (1 + q), q = (d - 1) / (2 L)^2.  The worst case is elements of half a
+        scale beside the largest."""
         d = min(d, self._length(d))
         q = (d - 1) / (2 * self._largest) ** 2
         e = math.sqrt(q / (1 + q))

@@ -33,7 +33,7 @@ class rounding(Codec, name="rounding"):
     own on the wire.
 
     Sent: the number of the level and the sign as one digit, about log2(2 m + 1) bits an element
-    for m levels; the levels themselves are options, and do not travel.
+    for m levels; the levels themselves are options, and are not sent.
 
     Below the lowest level a_1 it is a choice between a_1 and zero.  Beyond the highest, a biased
     one sends the highest, for error feedback to make up; an unbiased one, which has nothing true
@@ -77,7 +77,7 @@ class rounding(Codec, name="rounding"):
 
     @functools.cached_property
     def _ladder(self) -> np.ndarray:
-        """Zero, the levels and, where it can come to that, Inf; as float32 has them."""
+        """Zero, the levels and, for an unbiased codec, Inf; all as float32."""
         levels = self.levels
         if levels is None:
             lowest = math.ceil(math.log(_LEAST, self.base) - 1e-9)

@@ -64,11 +64,11 @@ class OneChain(Chained):
 
 
 class OfVelocities(Chained):
-    """What is large in the accumulated velocities of matrices travels; momentum lives there, in the
-    place of the optimizer's.  One-dimensional and tiny tensors are averaged whole, with momentum
-    afterwards.
+    """The largest elements of the accumulated velocities of matrices are sent; momentum is applied
+    there, in the place of the optimizer's.  One-dimensional and tiny tensors are averaged in full,
+    with momentum afterwards.
 
-    Of its subclasses' options: ``momentum``, ``nesterov``, ``masking`` and ``min_size``.
+    Subclasses have the options ``momentum``, ``nesterov``, ``masking`` and ``min_size``.
     """
 
     momentum: float | None

@@ -160,7 +160,7 @@ class MomentumAfter(Chained, name="momentum_after"):
 
 @dataclasses.dataclass(frozen=True)
 class Partition(_Composed, name="partition"):
-    """The first rule that fits a tensor decides how it travels; see :func:`partition`."""
+    """The first rule that fits a tensor decides on its method; see :func:`partition`."""
 
     rules: tuple[rule, ...] = dataclasses.field(metadata=converted(tuple))
     otherwise: Compressor
@@ -199,8 +199,8 @@ class Partition(_Composed, name="partition"):
 class Switch(_Composed, name="switch"):
     """``first`` until ``start``, a number of steps or ``After("epoch", ...)``; then ``then``.
 
-    State: that of both, which they share where keys are equal: what waits in a residual goes on
-    waiting while the other method has none.
+    State: that of both, which they share where keys are equal; a residual stays as it is while the
+    other method is in use and has none.
 
     Raises:
         ConfigError: at the first tensor for which ``first`` keeps per rank what must be equal on

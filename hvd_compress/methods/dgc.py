@@ -40,8 +40,8 @@ class DGC(OfVelocities, name="dgc"):
         momentum, nesterov: ``None`` takes the optimizer's.
         masking: momentum factor masking.
         clip_norm: L2 threshold for the common gradient; each rank clips what it adds to that to
-            ``clip_norm / sqrt(N)``, before anything is accumulated.  Makes all messages wait for
-            the end of backward.  ``None``: off, as in the paper's vision models.
+            ``clip_norm / sqrt(N)``, before anything is accumulated.  Nothing is sent before
+            the end of backward then.  ``None``: off, as in the paper's vision models.
         weight_decay: "separate" keeps decay out of the exchange, with a momentum buffer of its own
             (the released code); "gradient" adds it to the local gradient before accumulation
             (PaddlePaddle's treatment).  An optimizer that decays by itself (AdamW) still does.

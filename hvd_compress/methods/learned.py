@@ -26,7 +26,7 @@ from hvd_compress.transforms import fading_memory
 
 @dataclasses.dataclass(frozen=True)
 class LGC(OfVelocities, name="lgc"):
-    """Send what an autoencoder, trained on the way, makes of the largest 0.1 %.
+    """Send the largest 0.1 %, encoded by an autoencoder that is trained during the first steps.
 
     For every matrix and larger tensor, on each rank::
 
@@ -34,7 +34,7 @@ class LGC(OfVelocities, name="lgc"):
         until ``learn``      everything is summed
         from ``learn`` on    a leader chooses where, every rank sends its v there to all, and all
                              ranks make the same step of training
-        from ``code`` on     a leader chooses where, the values there travel as a latent
+        from ``code`` on     a leader chooses where, the values there are sent as a latent
         v = keep (v - what was decoded) and u = 0 there;  w = w - lr (mean of what was decoded)
 
     Momentum lives in ``u``, in the place of the optimizer's.  One-dimensional and tiny tensors are

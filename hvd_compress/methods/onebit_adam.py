@@ -43,7 +43,7 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
     Half of 1-bit Adam: the other half is the optimizer, ``OneBitAdam`` of ``hvd_compress.torch``
     and of ``hvd_compress.tensorflow.keras``, whose ``compressor()`` makes this with the options
     that fit.  Until ``freeze_step``, gradients are summed, and Adam steps as ever.  Then its
-    variance stays as it is, and what travels is::
+    variance stays as it is, and what is sent is::
 
         x_i = beta1 u + (1 - beta1) g_i + residual_i     on each rank
         sent_i = scale_i * sign(x_i);  residual_i = x_i - sent_i
@@ -89,7 +89,7 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
         assert self._whole
 
     def frozen(self, step: int, epoch: int | None) -> bool:
-        """Whether the exchange of that step hands out a momentum."""
+        """Return whether the exchange of that step returns a momentum instead of a gradient."""
         return started(self.freeze_step, step, epoch)
 
     def chain(self, gradient: Array, context: Context) -> Chain:

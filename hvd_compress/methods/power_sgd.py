@@ -19,7 +19,7 @@ from hvd_compress.transforms import error_feedback
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(Chained, name="powersgd"):
-    """Send two thin factors of every matrix, which sums can travel as.
+    """Send two thin factors of every matrix, in two sums over the ranks.
 
     A tensor is a matrix of its first dimension by all others.  Vectors, and matrices that would
     hardly shrink, are averaged as they are.  Traffic does not grow with the number of ranks.

@@ -28,9 +28,9 @@ class RandomK(OneChain, name="randomk"):
     the gradient as its variance, and there is no state.
 
     Options:
-        density: fraction of elements to send, or a schedule.  An element waits for 1 / density
-            steps, and then arrives all at once: at 0.01, a learning rate must be some hundred times
-            smaller than without compression.
+        density: fraction of elements to send, or a schedule.  An element is sent about
+            every 1 / density steps, with all that its residual holds: at 0.01, a learning rate must
+            be some hundred times smaller than without compression.
         error_feedback: see above.
         wire: ``None``, "float16", or "bfloat16" if ``shared``.
         shared: see above.

@@ -42,8 +42,8 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
       ``local_interval`` doubles after every ``local_step_scaler`` steps, up to
       ``local_step_clipper``.
 
-    State: ``residual`` and ``owner_residual`` of the gradients; they wait while gradients are
-    summed, since Adam's variance is that of a gradient.
+    State: ``residual`` and ``owner_residual`` of the gradients; they do not change while gradients
+    are summed, since Adam's variance is that of a gradient.
 
     Options:
         var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper: the optimizer's.
@@ -106,7 +106,7 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
         return Partition((rule(self._one_bit, min_size=self.min_size),), NoCompression())
 
     def chain(self, gradient: Array, context: Context) -> Chain:
-        """For what travels in one bit."""
+        """The chain for what is sent in one bit an element."""
         n = math.prod(backend_of(gradient).shape(gradient))
         return self._one_bit if n >= self.min_size else self._whole
 

@@ -46,7 +46,7 @@ class bernoulli(Selector, name="bernoulli"):
         return None
 
     def kept(self, d: int, context: Context) -> float:
-        """The least probability, which takes an x that is zero elsewhere."""
+        """Return the least probability, which is attained where x is zero elsewhere."""
         return float(self._probabilities(d).min())
 
     def _probabilities(self, n: int) -> np.ndarray:

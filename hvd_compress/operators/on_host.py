@@ -29,8 +29,9 @@ class HostSelector(Selector):
     def find(
         self, x: np.ndarray, k: int, context: Context, *memory: np.ndarray
     ) -> tuple[np.ndarray, ...]:
-        """Ascending indices of about ``k`` elements of ``x``, which is finite, flat and not empty;
-        and what comes after ``memory``, which must not be changed."""
+        """Return ascending indices of about ``k`` elements of ``x``, which is finite, flat and not
+        empty; behind them the new arrays of the state, for those in ``memory``, which must not be
+        changed in place."""
 
     def select(self, x: Array, k: int | None, context: Context) -> Array:
         return self.pick(x, k, self.init(x), context)[0]

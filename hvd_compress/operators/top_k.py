@@ -46,15 +46,16 @@ class top_k(Selector, name="top_k"):
         check_fraction("sample_fraction", self.sample_fraction)
 
     def count(self, n: int, context: Context) -> int:
-        """How many of ``n`` elements are sent, the same on all ranks."""
+        """Return how many of ``n`` elements are selected, the same number on all ranks."""
         return count(n, density_at(self.density, context.step, context.epoch))
 
     def kept(self, d: int, context: Context) -> float:
-        """k/d: the k largest have at least their share; exactly that if all are equally large."""
+        """Return k/d: the k largest elements have at least that share, and exactly that if all are
+        equally large."""
         return self.count(d, context) / d
 
     def select(self, x: Array, k: int | None, context: Context) -> Array:
-        """Ascending indices (int64) of ``k`` elements of the flat array ``x``."""
+        """Return ascending indices (int64) of the ``k`` largest elements of the flat ``x``."""
         assert k is not None
         xp = backend_of(x)
         magnitude = xp.abs(x)

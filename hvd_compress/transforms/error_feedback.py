@@ -18,11 +18,12 @@ class error_feedback(Feedback, name="error_feedback"):
     Differs from the latter and from Beznosikov et al. (JMLR 2023) in: the residual is in units of
     the gradient, where theirs is in units of the step, e = learning rate * residual.  At a constant
     rate this is the same, but for operators that do not scale with what they get, such as rounding
-    to given levels.  When the rate falls from a to b, what waits is applied at b instead of a.  We
-    keep to gradients because an exchange does not know the rate, which an optimizer may have many
-    of, or none (Adam); and because what waits from before the change would else arrive as steps of
-    the old size.  For a study that needs steps, hand ``learning rate * gradient`` to the exchange
-    and subtract what comes back: that is theirs exactly, whatever the rate does.
+    to given levels.  When the rate falls from a to b, the residual is applied at b instead of a.
+    The units are those of the gradient because an exchange does not know the rate, of which an
+    optimizer may have many, or none that means as much (Adam); and because residuals from before
+    the change would else be applied as steps of the old size.  For a study that needs steps, hand
+    ``learning rate * gradient`` to the exchange and subtract the result: that is theirs exactly,
+    whatever the rate does.
     """
 
     keys = ("residual",)

@@ -15,8 +15,9 @@ class fading_memory(Feedback, name="fading_memory"):
     """``x = gradient + memory``; after the exchange ``memory = x - sent``, but where something was
     sent, only the part ``keep`` of it stays.
 
-    With ``keep=1`` this is error feedback.  For operators that cannot express some things at all:
-    what they leave out then grows until it is all that there is, and nothing else is sent any more.
+    With ``keep=1`` this is error feedback.  A smaller ``keep`` is for operators that cannot express
+    some components at all: with error feedback these would grow until the operator selects nothing
+    else.
 
     State: ``memory``, as large as the gradient.
 

@@ -30,7 +30,7 @@ class momentum_correction(_Momentum, name="momentum_correction"):
 
     Plain: ``u = m u + g``, passes on ``u``.  Nesterov: ``u = m (u + g)``, passes on ``u + g``.
     With ``masking`` the velocity is cleared where elements were sent (momentum factor masking),
-    so that a coordinate which waited for hundreds of steps is not driven by stale momentum.
+    so that an element that was not sent for hundreds of steps is not driven by stale momentum.
 
     State: ``velocity``.  Reference: Lin et al., ICLR 2018, sections 3.1 and 3.2.  Must stand before
     error feedback: behind it, momentum would be applied to the residual again at every step.
@@ -58,7 +58,7 @@ class momentum_correction(_Momentum, name="momentum_correction"):
 
 @dataclasses.dataclass(frozen=True)
 class momentum_after_averaging(_Momentum, name="momentum_after_averaging"):
-    """Ordinary momentum on the averaged gradient, for tensors that travel whole.
+    """Ordinary momentum on the averaged gradient, for tensors that are sent in full.
 
     State: ``velocity``, equal on all ranks.
     """
