@@ -216,9 +216,9 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     for free; whatever changes from step to step is state.
     """
 
-    #: who invented it
+    #: the paper that the method is from
     reference: ClassVar[str] = ""
-    #: the method takes the optimizer's momentum over, and its weight decay with it
+    #: the method applies the optimizer's momentum, and weight decay with it, in its place
     takes_momentum: ClassVar[bool] = False
     #: what such a method applies instead of the optimizer's momentum and Nesterov flag; ``None``:
     #: the optimizer's own.  Methods have these as options
@@ -228,18 +228,18 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     weight_decay: str | None = None
     #: what is done to a gradient before the exchange, of methods that are a chain
     transforms: tuple[Any, ...] = ()
-    #: and hands out what a moving average of gradients says, in units of a gradient; other momentum
-    #: adds up to 1 / (1 - momentum) times as much, and weight decay beside it must do so too
+    #: and its momentum is a moving average, in units of a gradient, where that of SGD adds up to
+    #: 1 / (1 - momentum) times as much; weight decay beside it has to be scaled accordingly
     averages_momentum: ClassVar[bool] = False
-    #: the class of the only optimizer that understands what the method hands out, if it is no
-    #: gradient
+    #: the name of the optimizer class that the method needs, if its result is not a gradient
     partner: ClassVar[str | None] = None
-    #: what the method does by turns, if that is decided anew at every step
+    #: the names of the kinds of steps, if the method has several
     phases: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def init(self, gradient: Array) -> State:
-        """The state before the first exchange of a tensor that looks like ``gradient``."""
+        """Return the state before the first exchange of a tensor of the shape, dtype and device of
+        ``gradient``."""
 
     @abc.abstractmethod
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
@@ -247,7 +247,7 @@ class Compressor(Configurable, abc.ABC, kind="method"):
 
     @abc.abstractmethod
     def per_rank(self, gradient: Array) -> frozenset[str]:
-        """The keys of the state that differ between ranks; checkpoints average them."""
+        """Return the keys of the state under which ranks differ; checkpoints average these."""
 
     def chain(self, gradient: Array, context: Context) -> Compressor:
         """Return what this exchange of the tensor does: a :class:`~hvd_compress.chain.Chain`, if
@@ -261,17 +261,18 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         return self
 
     def for_tensor(self, name: str, shape: tuple[int, ...]) -> Compressor:
-        """The method for a tensor of that name and shape: this one, unless it is a composition.
-        Whoever runs exchanges asks this before anything else."""
+        """Return the method for a tensor of that name and shape: this one, unless it is a
+        composition.  To be called before all other methods."""
         return self
 
     def repaired(self, gradient: Array, state: State) -> State:
-        """The state, after a checkpoint in which what is per rank may have been averaged, or be
-        lost on some ranks: for methods that keep what must go with it, equal on all ranks."""
+        """Return a consistent state after a checkpoint was loaded, in which entries that differ
+        between ranks may have been averaged, or be missing on some ranks."""
         return state
 
     def phase_index(self, step: Array) -> Array:
-        """Into ``phases``, int32; ``step`` counts from 1, and may be a symbol."""
+        """Return the index into ``phases`` (int32) of a step; ``step`` counts from 1, and may be a
+        symbol."""
         raise UnsupportedError(f"{self.name} does the same in every step: it has no phases")
 
     @property

@@ -52,11 +52,11 @@ class _Staged(Configurable, abc.ABC, kind="schedule"):
     @property
     @abc.abstractmethod
     def stages_in_all(self) -> int:
-        """The last stage stays."""
+        """The number of stages; the last one never ends."""
 
     @abc.abstractmethod
     def in_stage(self, stage: int) -> Any:
-        """The value of a stage, counted from 0."""
+        """Return the value of a stage, counted from 0."""
 
     def __call__(self, step: int, epoch: float | None = None) -> Any:
         return self.in_stage(min(self.stage(step, epoch), self.stages_in_all - 1))
@@ -168,7 +168,7 @@ Start = bool | int | After
 
 
 def as_start(value: Any) -> bool | After:
-    """``True``, or a schedule; a number counts steps."""
+    """Return a bool, or a schedule that is false before it begins; a number counts steps."""
     if isinstance(value, bool | After):
         return value
     if not is_whole(value) or value < 0:
@@ -181,7 +181,7 @@ def started(start: Start, step: int, epoch: float | None) -> bool:
 
 
 def as_density(value: Any) -> Density:
-    """A fraction or a schedule, checked."""
+    """Return a fraction or a schedule, or raise ``ConfigError``."""
     if isinstance(value, StagedWarmup | ExponentialWarmup):
         return value
     check_fraction("density", value)
@@ -193,7 +193,7 @@ def density_at(density: Density, step: int, epoch: float | None) -> float:
 
 
 def schedules_of(thing: Configurable) -> list[Schedule]:
-    """Those in the options of a method, at any depth; each once."""
+    """Return the schedules in the options of a method, at any depth; each once."""
     if isinstance(thing, _Staged):
         return [thing]  # type: ignore[list-item]
     found: list[Schedule] = []
@@ -203,7 +203,7 @@ def schedules_of(thing: Configurable) -> list[Schedule]:
 
 
 def with_values(thing: Any, values: Mapping[Any, Any]) -> Any:
-    """A copy of a method in which every schedule has given way to its value."""
+    """Return a copy of a method with the value of every schedule in its place."""
     if isinstance(thing, _Staged):
         return values[thing]
     if isinstance(thing, tuple):
