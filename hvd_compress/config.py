@@ -40,7 +40,7 @@ class Configurable:
 
     def __post_init__(self) -> None:
         """Convert the options that have a converter, in their order; see :func:`converted`.
-        Subclasses with checks of their own call this, too."""
+        Subclasses that check their options in this method call it, too."""
         for field in _fields(self):
             if (converter := field.metadata.get(_CONVERTER)) is not None:
                 values = [getattr(self, name) for name in (field.name, *converter.others)]
