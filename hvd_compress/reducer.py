@@ -75,7 +75,7 @@ class Reducer:
                 f"{self.method.name} leaves momentum to the optimizer: drop momentum={momentum} "
                 "here and apply it to what comes back"
             )
-        own = getattr(self.method, "momentum", None)
+        own = self.method.momentum
         if own and momentum not in (0, own):
             raise ConfigError(f"two momenta, {momentum} and {own} in {self.method!r}")
         self.momentum, self.nesterov, self.sums, self.seed = momentum, nesterov, sums, seed

@@ -50,6 +50,7 @@ from hvd_compress.blocks import (
     contraction,
     ef21,
     error_feedback,
+    linear,
     momentum_after_averaging,
     momentum_correction,
     natural,
@@ -214,6 +215,8 @@ ROWS = {
     "chain-levels": Row(
         chain(via=allgather(threshold(0.5), contraction(rounding(levels=(0.5, 2.0, 8.0)))))
     ),
+    "chain-linear": Row(chain(error_feedback(), via=alltoall(linear(column=32)))),
+    "chain-linear-of-top-k": Row(chain(error_feedback(), via=allgather(top_k(0.05), linear(4)))),
     "chain-plus-minus": Row(chain(via=allgather(threshold(0.25), plus_minus(0.25)))),
     "chain-l2-sign": Row(chain(via=alltoall(scaled_sign("l2")))),
     "chain": Row(

@@ -180,12 +180,6 @@ def from_numpy(x: np.ndarray, like: Array) -> Array:
     return tf.convert_to_tensor(x)
 
 
-def autoencoder() -> Any:
-    from . import autoencoder as tensorflow_network
-
-    return tensorflow_network
-
-
 def to_numpy(x: Array) -> np.ndarray:
     return x.numpy()
 

@@ -32,8 +32,8 @@ from hvd_compress.integrations.checkpoints import (
     whole,
 )
 from hvd_compress.methods import as_compressor
-from hvd_compress.methods._chained import Chained
 from hvd_compress.schedules import schedules_of, with_values
+from hvd_compress.sharding import shards_of
 from hvd_compress.stats import Record, Stats, norm_of_residual
 
 from . import backend
@@ -171,7 +171,7 @@ class Binding(tf.Module):
         self.method.bind(self)
         Binding.alive.add(self)
 
-    def for_meetings(self, method: Compressor) -> Binding:
+    def for_synchronization(self, method: Compressor) -> Binding:
         """Another one of the same variables and ranks, for what is no gradient: always averages;
         its messages count here."""
         other = Binding(
@@ -416,8 +416,7 @@ class Binding(tf.Module):
         if not isinstance(self._groups, int):
             return self._groups or ()
         count = min(self._groups, len(places))
-        bounds = [len(places) * j // count for j in range(count + 1)] if count else []
-        return [places[a:b] for a, b in itertools.pairwise(bounds)]
+        return [places[part] for part in shards_of(len(places), count)] if count else []
 
     def _in_phase(
         self, gradients: Mapping[int, Any], common: Context, phase: tf.Tensor | None
@@ -465,8 +464,7 @@ class Binding(tf.Module):
         to tensors that are sent whole."""
 
         def what(method: Compressor, slot: Slot, gradient: Any) -> Any:
-            own = method.for_tensor(slot.name, tuple(slot.shape))
-            return own.chain(gradient, context) if isinstance(own, Chained) else own
+            return method.for_tensor(slot.name, tuple(slot.shape)).chain(gradient, context)
 
         dense = {i: g for i, g in gradients.items() if not _is_rows(g)}
         done = [[what(m, self.slots[i], g) for i, g in dense.items()] for m in methods]
@@ -499,7 +497,7 @@ class Binding(tf.Module):
         """(momentum, nesterov) that act inside the exchange."""
         if not self.method.takes_momentum:
             return 0.0, False
-        own = getattr(self.method, "momentum", None), getattr(self.method, "nesterov", None)
+        own = self.method.momentum, self.method.nesterov
         return (
             self.momentum if own[0] is None else own[0],
             self.nesterov if own[1] is None else own[1],

@@ -98,9 +98,9 @@ class TracedReducer(Reducer):
     ) -> Exchange:
         """Rows are clipped like all, sent whole, and take momentum after averaging."""
         rows = merged(gradient)
-        template = getattr(method, "template", lambda _: method)(tf.zeros(slot.shape, slot.dtype))
+        template = method.template(tf.zeros(slot.shape, slot.dtype))
         values = rows.values
-        for transform in getattr(template, "transforms", ()):
+        for transform in template.transforms:
             if transform.needs_gradient_norm:
                 values, _ = transform.update(values, {}, context)
         rows = tf.IndexedSlices(values, rows.indices, rows.dense_shape)

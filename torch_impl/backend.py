@@ -187,12 +187,6 @@ def from_numpy(x: np.ndarray, like: Array) -> Array:
     return tensor.long().to(like.device) if x.dtype == np.int32 else tensor.to(like.device)
 
 
-def autoencoder() -> Any:
-    from . import autoencoder as torch_network
-
-    return torch_network
-
-
 def to_numpy(x: Array) -> np.ndarray:
     return x.detach().cpu().numpy()
 

@@ -278,10 +278,10 @@ class Binding(Reducer):
         self, p: torch.nn.Parameter, gradient: torch.Tensor, context: Context
     ) -> torch.Tensor:
         method = self.method_for(p)
-        template = getattr(method, "template", lambda _: method)(gradient[0].to_dense())
+        template = method.template(gradient[0].to_dense())
         rows = gradient.coalesce()
         values = rows.values()
-        for transform in getattr(template, "transforms", ()):
+        for transform in template.transforms:
             if transform.needs_gradient_norm:
                 values, _ = transform.update(values, {}, context)
         return torch.sparse_coo_tensor(
@@ -403,7 +403,7 @@ class Binding(Reducer):
         for p, x in tensors.items():
             record = self.records.setdefault(names[p], Record())
             context = Context(f"buffer.{names[p]}", engine.rank, engine.size, self.step)
-            chain = self.method.chain(x, context)  # type: ignore[attr-defined]
+            chain = self.method.chain(x, context)
             exchange = chain.exchange(x, states[p], context)
             members.append(Member(context.name, exchange, record, x.nbytes))
         outcomes = self._run(members)

@@ -156,8 +156,7 @@ class DDPState:
     ) -> None:
         method: Compressor = as_compressor(compression)
         check_partner(method, None, None)
-        own = getattr(method, "momentum", None)
-        if method.takes_momentum and momentum is None and own is None:
+        if method.takes_momentum and momentum is None and method.momentum is None:
             raise ConfigError(
                 f"{method.name} corrects momentum, and a hook knows nothing of the optimizer: "
                 f"write DDPState({type(method).__name__}(momentum=0.9), ...) and give the "

@@ -42,7 +42,7 @@ class Momentum:
             self._tell()
 
     def _tell(self) -> None:
-        optimizer, own = self._optimizer, self._option("momentum")
+        optimizer, own = self._optimizer, self._method.momentum
         wrapped = type(optimizer).__name__
         if own is not None:
             return
@@ -54,13 +54,10 @@ class Momentum:
             nesterov = any(group["nesterov"] for group in optimizer.param_groups)
             logger.info("%s", moved(self._method, momenta, nesterov, wrapped))
 
-    def _option(self, name: str) -> Any:
-        return getattr(self._method, name, None)
-
     @property
     def decays_gradients(self) -> bool:
         """Weight decay joins each rank's gradient before it is exchanged, and not the average."""
-        return self.is_taken and self._option("weight_decay") == "gradient"
+        return self.is_taken and self._method.weight_decay == "gradient"
 
     def group_of(self, p: torch.nn.Parameter) -> dict[str, Any]:
         """The parameter group with the options of ``p``."""
@@ -77,7 +74,7 @@ class Momentum:
         if not self.is_taken:
             return 0.0, False
         group = self.group_of(p)
-        own, nesterov = self._option("momentum"), self._option("nesterov")
+        own, nesterov = self._method.momentum, self._method.nesterov
         return (
             group["momentum"] if own is None else own,
             group["nesterov"] if nesterov is None else nesterov,

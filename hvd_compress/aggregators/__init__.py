@@ -1,4 +1,5 @@
-"""How payloads meet, one file each; the contract is ``chain.Aggregator``."""
+"""How the ranks' contributions are averaged, one way a file; the contract is
+``chain.Aggregator``."""
 
 from hvd_compress.aggregators.allgather import allgather
 from hvd_compress.aggregators.allreduce import allreduce

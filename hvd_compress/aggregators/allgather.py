@@ -1,4 +1,4 @@
-"""Every rank's choice or code goes to every rank, which adds them up in rank order."""
+"""Every rank's elements or codes are gathered by every rank, which adds them up in rank order."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class allgather(Aggregator, name="allgather"):
 
     Options:
         select: an operator that picks elements, such as ``top_k``; or a codec, which takes all.
-        values: what becomes of the picked values: "float32", "float16" (values beyond its range
+        values: how the picked values are sent: "float32", "float16" (values beyond its range
             are sent as its largest, and error feedback keeps the rest), or a codec.
         algorithm: "allgather" delivers all ranks' entries to every rank, which adds them in rank
             order.  Over MPI also "split_allgather", where each rank adds up one region,
@@ -50,8 +50,8 @@ class allgather(Aggregator, name="allgather"):
             docs/sparse-collectives.md.  Values as they are or in float16.
 
     An allgather delivers P messages to everyone, an allreduce about two dense arrays.  Where the
-    former is more (density 25 % on more than 4 ranks, say), the same choice of elements travels in
-    a dense sum, uncoded values only: the result is the same up to the order of additions.
+    former is more (density 25 % on more than 4 ranks, say), uncoded values at the same places are
+    sent in a dense sum instead: the result is the same up to the order of additions.
     """
 
     select: Selector | Codec = top_k()
@@ -59,6 +59,7 @@ class allgather(Aggregator, name="allgather"):
     algorithm: str = "allgather"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.values, str):
             check_choice("values", self.values, ("float32", "float16"))
         elif not isinstance(self.values, Codec):
@@ -91,16 +92,6 @@ class allgather(Aggregator, name="allgather"):
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         return self.select.init(x) if isinstance(self.select, Selector) else {}
 
-    @property
-    def homogeneous(self) -> bool:
-        return all(
-            part.homogeneous for part in (self.select, self.values) if not isinstance(part, str)
-        )
-
-    @property
-    def needs_epoch(self) -> bool:
-        return isinstance(self.select, Selector) and self.select.needs_epoch
-
     def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
         n = math.prod(shape)
         if isinstance(self.select, Codec):
@@ -109,9 +100,9 @@ class allgather(Aggregator, name="allgather"):
             self.values.check_feedback(self.select.count(n, context) or n)
 
     def classes(self, d: int, context: Context | None = None) -> Classes:
-        """Of the operator, of the codec, or of the one followed by the other: codes of top-k have
-        alpha k/d times the codec's, its beta, and d/k times its delta.  Rounding float64 to float32
-        is not counted."""
+        """Return the constants of the operator, of the codec, or of the one followed by the other:
+        codes of top-k have alpha k/d times the codec's, its beta, and d/k times its delta.  What is
+        lost by rounding float64 to float32 is not counted."""
         if isinstance(self.select, Codec):
             return self.select.classes(d)
         if self.values == "float16":

@@ -48,10 +48,6 @@ class allreduce(Aggregator, name="allreduce"):
                 "write allgather(...) for operators that look at the gradient"
             )
 
-    @property
-    def needs_epoch(self) -> bool:
-        return self.select is not None and self.select.needs_epoch
-
     def classes(self, d: int, context: Context | None = None) -> Classes:
         if self.wire in ("float16", "bfloat16"):
             return super().classes(d, context)

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvd_compress.autoencoder import Network
 from hvd_compress.errors import UnsupportedError
 
 Array = Any
@@ -133,9 +132,6 @@ class Backend(Protocol):
     def from_numpy(self, x: np.ndarray, like: Array) -> Array:
         """On the device of ``like``; shares the memory where it can."""
 
-    def autoencoder(self) -> Network:
-        """The network of LGC over these arrays."""
-
     def to_numpy(self, x: Array) -> np.ndarray:
         """Shares the memory where it can."""
 
@@ -173,10 +169,19 @@ def backend_of(x: Array) -> Any:
 
 @functools.cache
 def _backend_of_class(cls: type) -> Any:
+    return importlib.import_module(_MODULES[library_of(cls)])
+
+
+def library_of(cls: type) -> str:
+    """Return the library that a class of arrays comes from: "numpy", "torch" or "tensorflow".
+
+    Raises:
+        UnsupportedError: it comes from another one.
+    """
     for parent in cls.__mro__:  # parameters and the like are subclasses of tensors
-        name = _MODULES.get(parent.__module__.partition(".")[0])
-        if name is not None:
-            return importlib.import_module(name)
+        library = parent.__module__.partition(".")[0]
+        if library in _MODULES:
+            return library
     raise UnsupportedError(
         f"no array backend for {cls.__module__}.{cls.__qualname__}; "
         f"pass an array of {' or '.join(_MODULES)}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvd_compress.backends.base import EagerBackend, HostFunction, Output
+from hvd_compress.backends.bfloat16 import from_bfloat16, to_bfloat16
 from hvd_compress.errors import UnsupportedError
 
 Array = np.ndarray
@@ -144,19 +145,11 @@ def round_to(x: Array, wire: str | None, saturate: bool = False) -> Array:
     if wire is None or wire == dtype(x):
         return x
     if wire == "bfloat16":
-        return _round_to_bfloat16(x)
+        return cast(from_bfloat16(to_bfloat16(cast(x, "float32"))), dtype(x))
     if saturate:
         limit = float(np.finfo(wire).max)
         x = np.clip(x, -limit, limit)
     return cast(cast(x, wire), dtype(x))
-
-
-def _round_to_bfloat16(x: Array) -> Array:
-    """Round to nearest even at 8 bits of significand, the result still in x's dtype."""
-    bits = cast(x, "float32").view(np.uint32)
-    rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-    rounded = (rounded & np.uint32(0xFFFF0000)).view(np.float32)
-    return cast(np.where(np.isnan(x), x, rounded), dtype(x))
 
 
 def dtype(x: Array) -> str:
@@ -183,12 +176,6 @@ def unpack_sizes(table: Array, count: int) -> list[int]:
 
 def from_numpy(x: Array, like: Array) -> Array:
     return x
-
-
-def autoencoder() -> Any:
-    from hvd_compress.autoencoder import numpy_network
-
-    return numpy_network
 
 
 def to_numpy(x: Array) -> Array:

@@ -57,7 +57,7 @@ def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
     }
     if len(looks) > 1:
         raise CompressionError(
-            f"ranks meet with arrays that differ in (shape, dtype, wire): {sorted(looks, key=str)}"
+            f"the ranks' arrays differ in (shape, dtype, wire): {sorted(looks, key=str)}"
         )
     if isinstance(first, Max):
         result = first.array

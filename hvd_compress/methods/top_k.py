@@ -19,7 +19,8 @@ class TopK(OneChain, name="topk"):
     """Send the k = ceil(density * n) elements of largest magnitude, keep the rest for later.
 
     State: ``residual``.  Sent: k values and k int32 indices a tensor.  The optimizer's momentum
-    is applied to what arrives, which delays it for elements that wait; :class:`DGC` corrects that.
+    is applied to the average, so it comes late for elements in the residual; :class:`DGC` corrects
+    that.
 
     Options:
         density: fraction of elements to send, or a schedule.

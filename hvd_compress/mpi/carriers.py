@@ -15,6 +15,7 @@ import numpy as np
 
 from hvd_compress.aggregators.sparse_vectors import Vector, densify, empty, give_back, take_in
 from hvd_compress.backends import backend_of
+from hvd_compress.backends.bfloat16 import from_bfloat16, to_bfloat16
 from hvd_compress.base import (
     Alltoall,
     Array,
@@ -40,7 +41,6 @@ from hvd_compress.mpi.transport.arrays import Flat
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.nodes import Nodes, nodes_of
 from hvd_compress.mpi.transport.progress import Wait, Work
-from hvd_compress.mpi.transport.reduction import from_bfloat16, to_bfloat16
 from hvd_compress.mpi.tuning.measuring import model_of
 
 SparseAlgorithm = Generator[Wait, None, tuple[Vector, Sparse]]
@@ -158,7 +158,9 @@ def _without_loss(
 
 def _gather(request: Gather, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
     xp, payload = backend_of(request.payload), request.payload
-    algorithm = gather(channel(), xp.to_numpy(payload), request.equal_sizes)
+    message = xp.to_numpy(payload)
+    sizes = comm.size * [message.nbytes] if request.equal_sizes else None
+    algorithm = gather(channel(), message, sizes)
     work = Work(comm, "gathering of payloads", [algorithm])
     return work, lambda: [xp.from_numpy(part, payload) for part in work.results[0]]
 

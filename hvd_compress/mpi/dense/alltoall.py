@@ -12,7 +12,10 @@ from hvd_compress.mpi.transport.progress import Algorithm, Wait
 
 
 def alltoall(
-    channel: Channel, messages: Sequence[np.ndarray], equal_sizes: bool = True
+    channel: Channel,
+    messages: Sequence[np.ndarray],
+    equal_sizes: bool = True,
+    phase: str = "payloads",
 ) -> Algorithm:
     """``messages`` (1-D, uint8) by the rank they are for.  The result is what each rank has for
     this one.  ``equal_sizes`` is a promise that all ranks have equally many bytes for the same
@@ -30,7 +33,7 @@ def alltoall(
     arriving[rank] = messages[rank]
     under_way = [channel.receive(arriving[peer], peer) for peer in peers]
     under_way += [channel.send(messages[peer], peer) for peer in peers]
-    yield Wait(under_way, "payloads")
+    yield Wait(under_way, phase)
     return arriving
 
 

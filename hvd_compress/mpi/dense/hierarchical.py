@@ -31,13 +31,13 @@ from hvd_compress.mpi.dense.allreduce import (
     _target,
     allreduce,
 )
-from hvd_compress.mpi.dense.ring import segments
 from hvd_compress.mpi.transport.arrays import Flat, describe, flatten
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes, others
 from hvd_compress.mpi.transport.nodes import Nodes, named, nodes_of
 from hvd_compress.mpi.transport.progress import Algorithm, Wait, Work
 from hvd_compress.mpi.transport.reduction import Reduction, reduction
 from hvd_compress.mpi.tuning.measuring import model_of
+from hvd_compress.sharding import shards_of
 
 
 def hierarchical_allreduce(
@@ -105,7 +105,7 @@ def start(
     # Not by the algorithm: ranks that are not across together may have chosen different ones.
     per_block = max(1, chunk // itemsize) * len(nodes.members) * share
     steps = []
-    for block in segments(len(x), -(-len(x) // per_block)):
+    for block in shards_of(len(x), -(-len(x) // per_block)):
         # Channels are opened here, in the same order everywhere, and not when a block gets there.
         between = None if across is None else _Across(channel(across), algorithm, op, wide)
         part = x[block]
@@ -134,7 +134,7 @@ def _even(
 ) -> Algorithm:
     assert across is not None
     rank, size = inside.rank, inside.size
-    parts = segments(len(x), size)
+    parts = shards_of(len(x), size)
     mine = parts[rank]
     length = mine.stop - mine.start
     arriving = {peer: reduction.scratch_of_dtype(length) for peer in others(rank, size)}

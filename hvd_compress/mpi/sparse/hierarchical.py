@@ -35,6 +35,7 @@ from hvd_compress.mpi.transport.nodes import Nodes, named, nodes_of
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.tuning.cost_model import CostModel
 from hvd_compress.mpi.tuning.measuring import model_of
+from hvd_compress.sharding import bounds_of
 
 
 def hierarchical_sparse_allreduce(
@@ -94,7 +95,7 @@ def by_nodes(
 ) -> Generator[Wait, None, Vector]:
     """The sum; ``across`` is ``None`` on ranks that do not talk to other nodes."""
     owners = inside.size if nodes.is_even else 1
-    bounds = [form.n * min(i, owners) // owners for i in range(inside.size + 1)]
+    bounds = bounds_of(form.n, owners) + [form.n] * (inside.size - owners)
     length = bounds[inside.rank + 1] - bounds[inside.rank]
     parts = yield from named("inside the node", to_owners(inside, mine, bounds, form))
 

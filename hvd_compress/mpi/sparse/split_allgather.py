@@ -20,13 +20,14 @@ from hvd_compress.mpi.sparse.allgather import gather
 from hvd_compress.mpi.sparse.messages import Format, most_bytes, swap
 from hvd_compress.mpi.transport.communicator import Channel, others
 from hvd_compress.mpi.transport.progress import Wait
+from hvd_compress.sharding import bounds_of
 
 
 def split_allgather(
     channel: Channel, mine: Sparse, form: Format
 ) -> Generator[Wait, None, tuple[Vector, Sparse]]:
     """The result, and what rounding took off this rank's region."""
-    bounds = [form.n * i // channel.size for i in range(channel.size + 1)]
+    bounds = bounds_of(form.n, channel.size)
     parts = yield from to_owners(channel, mine, bounds, form)
     start, stop = bounds[channel.rank : channel.rank + 2]
     done, lost = form.settle(form.add_up(parts, stop - start, form.wire))

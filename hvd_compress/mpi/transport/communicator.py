@@ -39,7 +39,7 @@ class Communicator:
 
     Args:
         comm: an intracommunicator; ``None`` means ``MPI.COMM_WORLD``.  It is duplicated, so that
-            no message of ours meets one of the caller's.
+            no message of ours is taken for one of the caller's.
         timeout: seconds without any progress after which a call raises ``CollectiveTimeout``;
             ``$HVD_COMPRESS_TIMEOUT`` or 600.  A warning comes after a tenth of it.
         checks: for so many calls all ranks compare what they call before they do it, so that a
