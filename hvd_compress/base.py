@@ -277,7 +277,7 @@ class Compressor(Configurable, abc.ABC, kind="method"):
 
     @property
     def needs_gradient_norm(self) -> bool:
-        """Whether the exchange has to wait until the norm of the whole gradient is known."""
+        """Whether an exchange needs the norm of the whole gradient, and so the end of backward."""
         return False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -286,7 +286,7 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     # Runtime: a compressor knows the optimizers that it was handed to.
 
     def bind(self, optimizer_side: Any) -> None:
-        """Called by framework bindings with what keeps the statistics and the epoch."""
+        """Called by framework bindings with the object that keeps the statistics and the epoch."""
         self.__dict__.setdefault("_bound", weakref.WeakSet()).add(optimizer_side)
 
     def _only_bound(self) -> Any:
@@ -299,7 +299,7 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         return bound[0]
 
     def stats(self) -> Stats:
-        """Exact bytes so far and more; see :class:`hvd_compress.stats.Stats`."""
+        """Return exact bytes so far and more; see :class:`hvd_compress.stats.Stats`."""
         return self._only_bound().stats()
 
     def set_epoch(self, epoch: float) -> None:

@@ -53,7 +53,8 @@ class Configurable:
 
     @property
     def needs_epoch(self) -> bool:
-        """Whether the user has to announce epochs: an option, at any depth, goes by them."""
+        """Whether the user has to announce epochs: an option, at any depth, is a schedule by
+        epoch."""
         return any(part.needs_epoch for part in self.parts)
 
     @property
@@ -64,7 +65,7 @@ class Configurable:
         return all(part.homogeneous for part in self.parts)
 
     def to_config(self) -> dict[str, Any]:
-        """A dict of what JSON can carry."""
+        """Return a dict that can be stored as JSON; see :func:`from_config`."""
         options = {field.name: _plain(getattr(self, field.name)) for field in _fields(self)}
         return {self.kind: self.name} | options
 
@@ -108,18 +109,18 @@ def _plain(value: Any) -> Any:
 
 
 def names(kind: str) -> list[str]:
-    """What is registered, for instance ``names("method")``."""
+    """Return what is registered, for instance ``names("method")``."""
     return sorted(_REGISTRY.get(kind, {}))
 
 
 def lookup(kind: str, name: str) -> Any:
-    """The class of that name, or an error that lists what there is."""
+    """Return the class of that name; the error lists all names."""
     check_choice(kind, name, tuple(names(kind)))
     return _REGISTRY[kind][name]
 
 
 def from_config(config: Any) -> Any:
-    """The inverse of :meth:`Configurable.to_config`, also for nested values."""
+    """Undo :meth:`Configurable.to_config`, also for nested values."""
     if isinstance(config, list | tuple):
         return tuple(from_config(item) for item in config)
     if not isinstance(config, dict):
@@ -133,7 +134,7 @@ def from_config(config: Any) -> Any:
 
 
 def build(cls: Any, options: dict[str, Any]) -> Any:
-    """``cls(**options)``, with an error that lists the options there are."""
+    """Return ``cls(**options)``; the error lists the options there are."""
     known = [f.name for f in dataclasses.fields(cls)]
     for option in options:
         if option not in known:
@@ -145,12 +146,12 @@ def build(cls: Any, options: dict[str, Any]) -> Any:
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
-    """An ``int``; ``True`` is none."""
+    """Return whether it is an ``int``, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """An ``int`` or ``float``; ``True`` is none."""
+    """Return whether it is an ``int`` or ``float``, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

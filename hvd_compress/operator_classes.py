@@ -34,7 +34,8 @@ class Classes(NamedTuple):
 
     @classmethod
     def unbiased(cls, zeta: float, alpha: float = 1.0) -> Classes:
-        """Of an operator in U(zeta) whose second moment is at least ``alpha`` |x|^2."""
+        """Return the constants of an operator in U(zeta) with a second moment of ``alpha`` |x|^2 or
+        more."""
         return cls(alpha, zeta, 1.0, zeta, zeta)
 
     @property
@@ -46,8 +47,8 @@ class Classes(NamedTuple):
         return 1 / (2 - self.zeta) if self.zeta < 2 else None
 
     def after_selecting(self, share: float) -> Classes:
-        """Of this operator applied to some elements only, which keep ``share`` of |x|^2 or more in
-        expectation, while the others become zero::
+        """Return the constants of this operator applied to some elements only, which keep
+        ``share`` of |x|^2 or more in expectation, while the others become zero::
 
             <C(x), x> = <D(y), y>   and   |C(x) - x|^2 = |D(y) - y|^2 + |x|^2 - |y|^2
 
@@ -75,7 +76,7 @@ class EF21Constants(NamedTuple):
 
 
 def ef21_constants(delta: float) -> EF21Constants:
-    """With alpha = 1/delta: ``theta = 1 - sqrt(1 - alpha)``, ``beta = (1 - alpha) / theta``.
+    """Return, with alpha = 1/delta, theta = 1 - sqrt(1 - alpha) and beta = (1 - alpha) / theta.
 
     They say how the error of the estimates shrinks by itself, and grows with a step from x to y:
     E|h' - g(y)|^2 <= (1 - theta) E|h - g(x)|^2 + beta L^2 |y - x|^2.
@@ -94,7 +95,7 @@ def ef21_constants(delta: float) -> EF21Constants:
 def ef21_step_size(
     delta: float, smoothness: float, mean_smoothness: float | None = None, mu: float | None = None
 ) -> float:
-    """The largest step size for which EF21 is proved to converge::
+    """Return the largest step size for which EF21 is proved to converge::
 
         1 / (L + L~ sqrt(beta / theta))                            to a stationary point
         min(1 / (L + L~ sqrt(2 beta / theta)), theta / (2 mu))     linearly, by 1 - step * mu

@@ -126,7 +126,7 @@ class ExponentialWarmup(_Staged, name="exponential"):
 def warmup_to(
     density: float, *, steps: int | None = None, epochs: int | None = None
 ) -> StagedWarmup:
-    """The paper's warm-up, ending at any ``density``, spread over ``steps`` or ``epochs``.
+    """Return the paper's warm-up, ending at any ``density``, spread over ``steps`` or ``epochs``.
 
     It begins with 25 %, however short it is.  Where stages are shorter than an epoch, announce
     parts of epochs, ``set_epoch(epoch + batch / batches)``, or write ``steps``: with whole epochs

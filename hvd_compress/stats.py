@@ -55,7 +55,7 @@ class Record:
         return self.elements_sent / self.elements if self.elements else 1.0
 
     def plus(self, other: Record) -> Record:
-        """The sum of two tensors' records, over the same steps."""
+        """Return the sum of two tensors' records, over the same steps."""
         return Record(
             steps=max(self.steps, other.steps),
             bytes_sent=self.bytes_sent + other.bytes_sent,
@@ -81,7 +81,7 @@ class Stats:
             self.total = self.total.plus(record)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
+        """Return plain numbers, for JSON."""
 
         def plain(record: Record) -> dict[str, Any]:
             return {
@@ -94,8 +94,8 @@ class Stats:
         return {"total": plain(self.total), "layers": layers}
 
     def line(self) -> str:
-        """Totals in one line.  Bytes saved and elements sent are two things: a method may send all
-        of them in a few bits each."""
+        """Return the totals in one line.  Bytes saved and elements sent are two things: a method
+        may send all of them in a few bits each."""
         t = self.total
         steps = max(t.steps, 1)
         return (
@@ -120,7 +120,7 @@ class Stats:
         return "\n".join(rows)
 
     def to_tensorboard(self, writer: Any, step: int, prefix: str = "compression") -> None:
-        """Scalars to anything that has ``add_scalar``, such as torch's ``SummaryWriter``."""
+        """Write scalars to anything that has ``add_scalar``, such as torch's ``SummaryWriter``."""
         for name, record in [("total", self.total), *self.layers.items()]:
             for key in ("bytes_sent", "bytes_received", "ratio", "density", "residual_norm"):
                 writer.add_scalar(f"{prefix}/{name}/{key}", getattr(record, key), step)

@@ -117,7 +117,7 @@ class _Work:
     context: Context
 
     def borders(self, own: np.ndarray) -> list[np.ndarray]:
-        """Where the regions would begin, but for the first, if there were this rank alone."""
+        """Return where all regions but the first would begin if there were this rank alone."""
         parts = np.arange(1, self.context.size)
         return [own[own.size * parts // self.context.size].astype(np.float64)]
 
@@ -138,7 +138,7 @@ class _Work:
         return Sparse(indices.astype(np.int64), values.astype(self.dtype))
 
     def cut(self, total: np.ndarray, own: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
-        """A frame for the owner of each region."""
+        """Return a frame for the owner of each region."""
         bounds = self._bounds(total)
         parts = cut(Sparse(own, values), bounds)
         return [self._encode(part, bounds[i + 1] - bounds[i]) for i, part in enumerate(parts)]
@@ -149,7 +149,7 @@ class _Work:
     def add_up(
         self, step: Any, total: np.ndarray, threshold: np.ndarray, *frames: np.ndarray
     ) -> list[np.ndarray]:
-        """The frame of the sums of this rank's region that are large enough."""
+        """Return the frame of the sums of this rank's region that are large enough."""
         bounds, rank = self._bounds(total), self.context.rank
         length = bounds[rank + 1] - bounds[rank]
         parts = [self._decode(frame, length, sender) for sender, frame in enumerate(frames)]
@@ -167,8 +167,8 @@ class _Work:
         values: np.ndarray,
         *frames: np.ndarray,
     ) -> list[np.ndarray]:
-        """Places and sums of the result, the next threshold, and which entries of this rank are in
-        it."""
+        """Return places and sums of the result, the next threshold, and which entries of this rank
+        are in it."""
         bounds = self._bounds(total)
         regions = [
             self._decode(frame, bounds[i + 1] - bounds[i], i) for i, frame in enumerate(frames)

@@ -22,7 +22,7 @@ Vector = Sparse | np.ndarray
 
 
 def take_in(sparse: Any, n: Any) -> tuple[Sparse, Any]:
-    """A user's vector in host memory, checked, and an array to give results back like.
+    """Return a user's vector in host memory, checked, and an array of the kind of its results.
 
     Raises:
         ConfigError: indices that are not ascending within 0..n-1, or not as many as values.
@@ -64,7 +64,7 @@ def empty(dtype: Any) -> Sparse:
 def add_up(
     parts: Sequence[Vector], n: int, dtype: str, is_full: Callable[[int], bool] | None = None
 ) -> Vector:
-    """The sum of vectors of ``n`` elements, each element's in the order of ``parts``, in ``dtype``.
+    """Return the sum of vectors of ``n`` elements in ``dtype``, added in the order of ``parts``.
 
     A ``Sparse`` of all places that some part has, until ``is_full(number of places)``; then dense.
     """
@@ -129,7 +129,8 @@ def densify(x: Sparse, n: int) -> np.ndarray:
 
 
 def cut(x: Sparse, bounds: Sequence[int]) -> list[Sparse]:
-    """The parts between consecutive ``bounds``, with indices counted from the start of each."""
+    """Return the parts between consecutive ``bounds``, with indices counted from the start of
+    each."""
     at = np.searchsorted(x.indices, bounds)
     return [
         Sparse(x.indices[at[i] : at[i + 1]] - bounds[i], x.values[at[i] : at[i + 1]])
@@ -138,18 +139,18 @@ def cut(x: Sparse, bounds: Sequence[int]) -> list[Sparse]:
 
 
 def join(parts: Sequence[Sparse], bounds: Sequence[int]) -> Sparse:
-    """The inverse of :func:`cut`."""
+    """Undo :func:`cut`."""
     indices = [part.indices + bounds[i] for i, part in enumerate(parts)]
     return Sparse(np.concatenate(indices), np.concatenate([part.values for part in parts]))
 
 
 def pick(x: Sparse, which: np.ndarray) -> Sparse:
-    """The entries that a mask, or ascending positions, say."""
+    """Return the entries that a mask, or ascending positions, selects."""
     return Sparse(x.indices[which], x.values[which])
 
 
 def contains(x: Sparse, indices: np.ndarray) -> np.ndarray:
-    """Which of the ascending ``indices`` are among those of ``x``."""
+    """Return a mask of which of the ascending ``indices`` are among those of ``x``."""
     if not x.indices.size:
         return np.zeros(indices.size, bool)
     at = np.searchsorted(x.indices, indices)

@@ -45,7 +45,7 @@ class uniform_dithering(Dithering, name="uniform_dithering"):
         return digits.astype(dtype) - self.levels
 
     def classes(self, d: int) -> Classes:
-        """zeta = 1 + min(d / (4 s^2), sqrt(d) / s) for buckets of d elements, for either norm.
+        """Return zeta = 1 + min(d / (4 s^2), sqrt(d) / s) for buckets of d elements, either norm.
 
         The variance is (norm / s)^2 times a sum of p (1 - p), of which each is at most 1/4; the
         paper has 1 there.

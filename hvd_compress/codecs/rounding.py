@@ -72,7 +72,7 @@ class rounding(Codec, name="rounding"):
 
     @property
     def homogeneous(self) -> bool:
-        """Twice the powers of 2 are powers of 2, and of no other base in float32."""
+        """True for powers of 2 alone: twice a level is a level."""
         return self.levels is None and self.base == 2
 
     @functools.cached_property
@@ -115,7 +115,8 @@ class rounding(Codec, name="rounding"):
         return table[unpack_digits(code, n, self._digits)]
 
     def classes(self, d: int) -> Classes:
-        """By the largest quotient r of neighbours, of powers the base.
+        """Return the constants by the largest quotient r of neighbouring levels, of powers the
+        base.
 
         Unbiased: zeta = (r + 1/r + 2) / 4.  Biased: between a and r a, alpha = (2 / (1 + r))^2,
         beta = 2 r / (1 + r), gamma = 2 / (1 + r), delta = (1 + r)^2 / (4 r).

@@ -86,5 +86,6 @@ class scaled_sign(_Signs, name="scaled_sign"):
         return super().decode(code[dtype.itemsize :], n, dtype) * scale
 
     def classes(self, d: int) -> Classes:
-        """With ``norm="l1"``: |C(x)|^2 = <C(x), x> = |x|_1^2 / d, at least |x|^2 / d."""
+        """Return the constants for ``norm="l1"``: |C(x)|^2 = <C(x), x> = |x|_1^2 / d, at least
+        |x|^2 / d."""
         return Classes(1 / d, 1.0, 1 / d, float(d)) if self.norm == "l1" else super().classes(d)

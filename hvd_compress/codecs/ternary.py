@@ -61,5 +61,6 @@ class ternary(Codec, name="ternary"):
         super().check_feedback(d)
 
     def classes(self, d: int) -> Classes:
-        """Without clipping: E|C(x)|^2 = m |x|_1, at most (1 + sqrt(d)) / 2 times |x|^2."""
+        """Return the constants without clipping: E|C(x)|^2 = m |x|_1, at most (1 + sqrt(d)) / 2
+        times |x|^2."""
         return Classes.unbiased((1 + d**0.5) / 2) if self.clip is None else super().classes(d)

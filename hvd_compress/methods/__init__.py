@@ -78,7 +78,7 @@ VARIABLE = "HVD_COMPRESSION"
 
 
 def from_environment() -> Compressor | None:
-    """The method that ``HVD_COMPRESSION`` names, if it is set."""
+    """Return the method that ``HVD_COMPRESSION`` names, or ``None`` if it is not set."""
     text = os.environ.get(VARIABLE, "")
     if not text:
         return None
@@ -89,12 +89,12 @@ def from_environment() -> Compressor | None:
 
 
 def method_names() -> list[str]:
-    """The methods that a text can name: those that are not made of others."""
+    """Return the names of the methods that a text can name: those not made of others."""
     return [name for name in names("method") if not _required(lookup("method", name))]
 
 
 def named(name: str) -> Any:
-    """The class of a method by its name; the error lists the names that a text can have."""
+    """Return the class of a method by its name; the error lists the names that a text can have."""
     name = name.strip().lower()
     if name not in names("method"):
         check_choice("method", name, tuple(method_names()))
@@ -109,10 +109,10 @@ def _required(cls: Any) -> list[str]:
 
 
 def as_compressor(compression: Any) -> Compressor:
-    """A method from an instance, a class (its defaults) or a text.
+    """Return a method from an instance, a class (its defaults) or a text.
 
-    >>> as_compressor("topk:density=0.05,values=float16")
-    TopK(density=0.05, selection='sampled', values='float16', error_feedback=True)
+    >>> as_compressor("efsignsgd:via=allgather")
+    EFSignSGD(via='allgather')
     """
     if isinstance(compression, Compressor):
         return compression

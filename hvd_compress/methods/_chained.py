@@ -21,10 +21,10 @@ from hvd_compress.transforms import (
 class Chained(Compressor):
     @abc.abstractmethod
     def chain(self, gradient: Array, context: Context) -> Chain:
-        """The chain for this exchange of a tensor."""
+        """Return the chain for this exchange of a tensor."""
 
     def template(self, gradient: Array) -> Chain:
-        """A chain that keeps the same state as those of all exchanges of the tensor."""
+        """Return a chain that keeps the same state as those of all exchanges of the tensor."""
         return self.chain(gradient, Context())
 
     def init(self, gradient: Array) -> State:
@@ -89,7 +89,7 @@ class OfVelocities(Chained):
         return self._whole.homogeneous
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of that shape is ever sent in part."""
+        """Return whether a tensor of that shape is ever sent in part."""
         return len(shape) > 1 and math.prod(shape) >= max(self.min_size, 1)
 
     @property

@@ -269,7 +269,14 @@ def partition(*rules: Any, otherwise: Any = "none") -> Partition:
 
 
 def switch(first: Any, then: Any, start: Start) -> Switch:
-    """``first`` until ``start``, then ``then``: ``switch("none", DGC, 500)``."""
+    """Return a method that is ``first`` until ``start``, and ``then`` from there on::
+
+        switch("none", DGC, 500)
+
+    Args:
+        first, then: methods, their classes, or texts.
+        start: a number of steps, or ``After("epoch", ...)``.
+    """
     from hvd_compress.methods import as_compressor
 
     return Switch(as_compressor(first), as_compressor(then), start)

@@ -29,7 +29,7 @@ def check_freeze_step(steps: Any) -> None:
 
 
 def as_freeze_step(value: Any) -> bool | After:
-    """A schedule from a number of steps; what a schedule says, a bool, stays as it is."""
+    """Return the schedule for a number of steps; a schedule or a bool stays as it is."""
     if isinstance(value, bool | After):
         return value
     check_freeze_step(value)

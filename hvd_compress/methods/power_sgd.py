@@ -60,7 +60,7 @@ class PowerSGD(Chained, name="powersgd"):
         assert self._low_rank  # checks the other options
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of that shape is ever sent as two factors."""
+        """Return whether a tensor of that shape is ever sent as two factors."""
         n, m = matrix_shape(shape)
         rank = min(n, m, self.rank)
         sent = (n + m) * rank / (2 if self.alternate else 1)

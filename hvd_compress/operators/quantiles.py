@@ -11,7 +11,8 @@ FITS = ("exponential", "pareto", "gamma")
 
 
 def quantile(sizes: np.ndarray, ratio: float, fit: str) -> float:
-    """The number that a fraction ``ratio`` (between 0 and 1) of positive ``sizes`` should exceed::
+    """Return the number that a fraction ``ratio`` (between 0 and 1) of positive ``sizes`` should
+    exceed::
 
     exponential           -mean ln(ratio)
     generalised Pareto    a (1 - ratio^k) / k,  k = (q - 1) / 2, a = mean (q + 1) / 2,

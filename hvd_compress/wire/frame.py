@@ -153,7 +153,7 @@ def decode_sparse(
     sender: str = "a rank",
     whole: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``(indices, values)`` of a frame, views into it where that is possible.
+    """Return ``(indices, values)`` of a frame, views into it where that is possible.
 
     Args:
         frame: what ``sender`` sent, 1-D uint8.

@@ -71,7 +71,7 @@ def pack(gaps: np.ndarray, b: int, out: np.ndarray) -> None:
 
 
 def unpack(code: np.ndarray, count: int, n: int) -> np.ndarray:
-    """The ``count`` ascending indices (int64) within 0..n-1.
+    """Return the ``count`` ascending indices (int64) within 0..n-1.
 
     Raises:
         ValueError: ``code`` is none of ``count`` such indices, with at most 7 bytes of padding.

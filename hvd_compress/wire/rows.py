@@ -38,7 +38,7 @@ def encode_rows(indices: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
 def decode_rows(
     frame: np.ndarray, n: int, row: int, *, sender: str = "a rank"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``(indices, values)`` as they were encoded, views into the frame.
+    """Return ``(indices, values)`` as they were encoded, views into the frame.
 
     Args:
         n: rows of the matrix.
