@@ -760,7 +760,7 @@ def vectors_of_other_lengths_are_noticed_without_comparing_calls() -> None:
     if P == 1:
         return
     odd = RANK == P - 1
-    for algorithm in mpi.sparse.ALGORITHMS:
+    for algorithm in ALGORITHMS:
         comm = mpi.Communicator(world, timeout=2, checks=0)
         n = 100 + odd
         with raises((PayloadError, CollectiveTimeout)):

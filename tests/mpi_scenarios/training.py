@@ -14,12 +14,12 @@ from hvd_compress import (
     OneBit,
     SignSGD,
     Signum,
-    lockstep,
     mpi,
-    numpy_backend,
     warmup_to,
 )
+from hvd_compress.backends import numpy as numpy_backend
 from hvd_compress.base import Compressor, Context, Gather, Max, Outcome, State, Sum
+from hvd_compress.engines import lockstep
 from hvd_compress.errors import ConfigError, MismatchError
 from method_table import ROWS
 from mpi_scenarios.common import assert_same_everywhere, raises, world
