@@ -33,7 +33,13 @@ def results(tmp_path_factory):
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(ranks, marks=[pytest.mark.xdist_group(f"torchrun-{ranks}"), *marks])
+        for ranks, marks in ((2, []), (3, []), (1, [pytest.mark.full]), (4, [pytest.mark.full]))
+    ],
+)
 def test_scenario(results, ranks, name):
     for rank, found in enumerate(results(ranks)):
         assert found[name] is None, f"rank {rank} of {ranks}: {found[name]}"

@@ -1,6 +1,7 @@
 """Collectives over mpi4py: every scenario, in real jobs of several sizes, under both MPIs.
 
 A job starts once per size and runs all scenarios of its modules; the tests read its results.
+test_mpi_simulated.py runs the same scenarios, and others, at all numbers of ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ import jobs
 from mpi_scenarios import MODULES
 from scenarios import names, read
 
-SIZES = (1, 2, 3, 4, 5, 7, 8, 13, 16)
-JOBS = [(launcher, ranks) for launcher in ("mpirun", "mpich") for ranks in SIZES]
+JOBS = [("mpirun", 2), ("mpirun", 3), ("mpirun", 5), ("mpich", 3)]
+FULL = [("mpirun", 1), ("mpirun", 8), ("mpirun", 16), ("mpich", 2), ("mpich", 5), ("mpich", 13)]
 NAMES = [f"{module}.{name}" for module in MODULES for name in names(module, "mpi_scenarios")]
+
+
+def one_worker(launcher: str, ranks: int) -> pytest.MarkDecorator:
+    """Tests that read the results of one job run in the process that started it."""
+    return pytest.mark.xdist_group(f"{launcher}-{ranks}")
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +45,13 @@ def results(tmp_path_factory):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("launcher", "ranks"), JOBS)
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        *(pytest.param(*job, marks=one_worker(*job)) for job in JOBS),
+        *(pytest.param(*job, marks=[one_worker(*job), pytest.mark.full]) for job in FULL),
+    ],
+)
 def test_scenario(results, launcher, ranks, name):
     if launcher == "mpich" and (problem := jobs.mpich_missing()):
         pytest.skip(problem)
