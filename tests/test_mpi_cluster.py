@@ -20,7 +20,10 @@ from cluster import Network, unavailable
 from mpi_scenarios import MODULES
 from scenarios import names, read
 
-pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "")
+pytestmark = [
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable() or ""),
+    pytest.mark.full,
+]
 NAMES = [f"{module}.{name}" for module in MODULES for name in names(module, "mpi_scenarios")]
 WORKER = Path(__file__).with_name("cluster_worker.py")
 
