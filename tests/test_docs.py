@@ -79,7 +79,7 @@ def blocks_that_run(page: str) -> list[str]:
     return blocks[:2] if page == "README.md" else blocks
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("page", PAGES_THAT_RUN)
 def test_what_pages_show_runs_on_two_ranks(tmp_path, page):
     """One job runs all that MPI or Horovod starts, and one all that torchrun does."""
@@ -96,7 +96,7 @@ def test_what_pages_show_runs_on_two_ranks(tmp_path, page):
         if files:
             # In a folder of its own: some write files.
             command = ["env", "-C", str(tmp_path), *launcher, "run_all.py", *files]
-            jobs.run(command, timeout=60 + 30 * len(files))
+            jobs.run(command, timeout=120 + 30 * len(files))
 
 
 def test_links_lead_somewhere():
