@@ -8,52 +8,74 @@ from __future__ import annotations
 
 import functools
 import sys
+from typing import Any, NamedTuple
 
 import pytest
 
 import jobs
-from mpi_scenarios import MODULES
+from mpi_scenarios import MODULES, WITHOUT_TORCH
 from scenarios import names, read
 
-JOBS = [("mpirun", 2), ("mpirun", 3), ("mpirun", 5), ("mpich", 3)]
-FULL = [("mpirun", 1), ("mpirun", 8), ("mpirun", 16), ("mpich", 2), ("mpich", 5), ("mpich", 13)]
-NAMES = [f"{module}.{name}" for module in MODULES for name in names(module, "mpi_scenarios")]
+
+class Job(NamedTuple):
+    launcher: str
+    ranks: int
+    modules: tuple[str, ...] = MODULES
+
+    def __str__(self) -> str:
+        return f"{self.launcher}-{self.ranks}"
 
 
-def one_worker(launcher: str, ranks: int) -> pytest.MarkDecorator:
-    """Tests that read the results of one job run in the process that started it."""
-    return pytest.mark.xdist_group(f"{launcher}-{ranks}")
+JOBS = [
+    Job("mpirun", 2),
+    Job("mpirun", 3, WITHOUT_TORCH),
+    Job("mpirun", 5, WITHOUT_TORCH),
+    Job("mpich", 3),
+]
+FULL = [
+    *(Job("mpirun", ranks) for ranks in (1, 8, 16)),
+    *(Job("mpich", ranks) for ranks in (2, 5, 13)),
+]
+
+
+@functools.cache
+def names_of(job: Job) -> list[str]:
+    return [f"{m}.{name}" for m in job.modules for name in names(m, "mpi_scenarios")]
+
+
+def cases(jobs: list[Job], *marks: pytest.MarkDecorator) -> list[Any]:
+    """All scenarios of one job in one worker, which starts it once."""
+    return [
+        pytest.param(
+            job, name, id=f"{job}-{name}", marks=[pytest.mark.xdist_group(str(job)), *marks]
+        )
+        for job in jobs
+        for name in names_of(job)
+    ]
 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory):
-    """``results(launcher, ranks)[rank]``: a problem or ``None`` by scenario name."""
+    """``results(job)[rank]``: a problem or ``None`` by scenario name."""
 
     @functools.cache
-    def run(launcher: str, ranks: int) -> list[dict[str, str | None]]:
-        folder = tmp_path_factory.mktemp(f"{launcher}-{ranks}")
-        command = jobs.launcher(ranks, launcher)
-        command += [sys.executable, "-m", "mpi_scenarios", str(folder), *MODULES]
+    def run(job: Job) -> list[dict[str, str | None]]:
+        folder = tmp_path_factory.mktemp(str(job))
+        command = jobs.launcher(job.ranks, job.launcher)
+        command += [sys.executable, "-m", "mpi_scenarios", str(folder), *job.modules]
         try:
-            jobs.run(command, timeout=60 + 15 * ranks, **jobs.variables(launcher))
+            jobs.run(command, timeout=60 + 30 * job.ranks, **jobs.variables(job.launcher))
         except jobs.JobError as error:
             (folder / "failure").write_text(str(error))
-        return [read(folder, rank, NAMES) for rank in range(ranks)]
+        return [read(folder, rank, names_of(job)) for rank in range(job.ranks)]
 
     return run
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("launcher", "ranks"),
-    [
-        *(pytest.param(*job, marks=one_worker(*job)) for job in JOBS),
-        *(pytest.param(*job, marks=[one_worker(*job), pytest.mark.full]) for job in FULL),
-    ],
-)
-def test_scenario(results, launcher, ranks, name):
-    if launcher == "mpich" and (problem := jobs.mpich_missing()):
+@pytest.mark.parametrize(("job", "name"), [*cases(JOBS), *cases(FULL, pytest.mark.full)])
+def test_scenario(results, job, name):
+    if job.launcher == "mpich" and (problem := jobs.mpich_missing()):
         pytest.skip(problem)
-    for rank, found in enumerate(results(launcher, ranks)):
-        assert found[name] is None, f"rank {rank} of {ranks}: {found[name]}"
+    for rank, found in enumerate(results(job)):
+        assert found[name] is None, f"rank {rank} of {job}: {found[name]}"

@@ -368,15 +368,17 @@ WORLDS = [
 
 def module_of_this_rank(name):
     """A copy of its own: scenarios keep their rank in variables of the module."""
-    copies = ["mpi_scenarios.common", f"mpi_scenarios.{name}"]
-    before = {copy: sys.modules.pop(copy, None) for copy in copies}
+    before = {copy: sys.modules.pop(copy) for copy in scenario_modules()}
     try:
-        return importlib.import_module(copies[-1])
+        return importlib.import_module(f"mpi_scenarios.{name}")
     finally:
-        for copy, module in before.items():
-            sys.modules.pop(copy, None)
-            if module is not None:
-                sys.modules[copy] = module
+        for copy in scenario_modules():
+            del sys.modules[copy]
+        sys.modules.update(before)
+
+
+def scenario_modules():
+    return [name for name in sys.modules if name.startswith("mpi_scenarios.")]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -3,4 +3,13 @@
 Each is valid for any number of ranks; expectations are computed from rank and size.
 """
 
-MODULES = ["dense", "agreement", "sparse", "training", "quantized", "hierarchical", "states"]
+WITHOUT_TORCH = (
+    "dense",
+    "agreement",
+    "sparse",
+    "training",
+    "quantized",
+    "hierarchical",
+    "states",
+)
+MODULES = (*WITHOUT_TORCH, "tensors")
