@@ -48,7 +48,7 @@ def cases_of_frameworks():
         seen.add(row.method.name)
 
 
-@pytest.mark.parametrize(("row", "make"), cases_of_frameworks())
+@pytest.mark.parametrize(("row", "make"), [*cases_of_frameworks()])
 def test_laws_in_frameworks(row, make):
     """Fewer shapes and steps than in NumPy, with which all results are compared."""
     check_laws(
