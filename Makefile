@@ -27,8 +27,8 @@ demo: setup ## train on four processes; FRAMEWORK=tensorflow, METHODS="none topk
 	@$(if $(DEMO_$(FRAMEWORK)),,{ echo "demo: error: FRAMEWORK is torch or tensorflow" >&2; exit 1; })
 	@$(RUN) python mpi_examples/$(DEMO_$(FRAMEWORK)) $(if $(METHODS),--compression $(METHODS)) $(ARGS)
 
-# Tests that read the results of one job stay together.  Status 5: ARGS chose no test.
-PYTEST := pytest -n logical --maxprocesses 8 --dist loadgroup
+# Status 5: ARGS chose no test.
+PYTEST := pytest -n logical --maxprocesses 8
 
 test: lint ## lint, then the tests, about fifteen minutes on two cores; make test ARGS="-k dgc"
 	@$(RUN) $(PYTEST) $(ARGS) || [ $$? = 5 ]

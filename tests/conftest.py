@@ -27,5 +27,18 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests that read the results of one job go to one worker, which starts the job once: those
+    whose names are equal up to an @."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByJob(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid.partition("@")[0]
+
+    return ByJob(config, log)
+
+
 # Programs that are started by tests, with arguments.
 collect_ignore = ["elastic_keras_worker.py", "elastic_worker.py", "train_small.py"]

@@ -32,12 +32,12 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize(
-    "ranks",
+    ("ranks", "name"),
     [
-        pytest.param(ranks, marks=[pytest.mark.xdist_group(f"torchrun-{ranks}"), *marks])
-        for ranks, marks in ((2, []), (3, []), (1, [pytest.mark.full]), (4, [pytest.mark.full]))
+        pytest.param(ranks, name, id=f"torchrun-{ranks}@{name}", marks=marks)
+        for ranks, marks in ((2, []), (3, []), (1, pytest.mark.full), (4, pytest.mark.full))
+        for name in SCENARIOS
     ],
 )
 def test_scenario(results, ranks, name):

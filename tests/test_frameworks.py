@@ -17,6 +17,11 @@ import jobs
 from scenarios import names, read
 
 PARITY = ("parity",)
+FOLLOWS = (
+    "parity.fifty_steps_follow_the_oracle",
+    "parity.two_rounds_follow_the_oracle",
+    "parity.quantised_sums_follow_the_oracle",
+)
 ONCE = ("training", "options", "numerics", "state", "shared")
 TORCH = (*ONCE, *PARITY)
 KERAS = ("parity", "shared", "keras_fit", "keras_users")
@@ -34,7 +39,8 @@ class Job(NamedTuple):
     ranks: int
 
     def __str__(self) -> str:
-        return f"{self.over}-{self.controller}-{self.ranks}"
+        first = self.modules[0].partition(".")[0]
+        return f"{self.over}-{self.controller}-{self.ranks}-{first}"
 
 
 #: every scenario once over each engine, under each controller at least what must hold everywhere
@@ -48,7 +54,7 @@ JOBS = [
     Job("tensorflow", KERAS, "mpirun", 2),
     Job("tensorflow", ADAM_KERAS, "mpirun", 2),
     Job("tensorflow", ("graphs",), "mpirun", 3),
-    Job("tape", ("parity", "shared"), "mpirun", 2),
+    Job("tape", (*FOLLOWS, "shared"), "mpirun", 2),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),
 ]
 FULL = [
@@ -67,12 +73,13 @@ FULL = [
     Job("tensorflow", PARITY, "gloo", 2),
     Job("tensorflow", ("graphs",), "mpirun", 5),
     Job("tensorflow", PARITY, "mpirun", 4),
+    Job("tape", (*PARITY, "shared"), "mpirun", 3),
 ]
 
 
 @functools.cache
 def names_of(job: Job) -> list[str]:
-    return [f"{m}.{name}" for m in job.modules for name in names(m, over=job.over)]
+    return [name for module in job.modules for name in names(module, over=job.over)]
 
 
 def run_scenarios(folder: Path, job: Job, **env: str) -> None:
@@ -106,14 +113,8 @@ def results(tmp_path_factory):
 
 
 def cases(jobs: list[Job], *marks: pytest.MarkDecorator) -> list[Any]:
-    """All scenarios of one job in one worker, which starts it once."""
     return [
-        pytest.param(
-            job,
-            name,
-            id=f"{job}-{name}",
-            marks=[pytest.mark.xdist_group(f"{job}-{'-'.join(job.modules)}"), *marks],
-        )
+        pytest.param(job, name, id=f"{job}@{name}", marks=marks)
         for job in jobs
         for name in names_of(job)
     ]

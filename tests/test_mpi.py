@@ -40,15 +40,12 @@ FULL = [
 
 @functools.cache
 def names_of(job: Job) -> list[str]:
-    return [f"{m}.{name}" for m in job.modules for name in names(m, "mpi_scenarios")]
+    return [name for module in job.modules for name in names(module, "mpi_scenarios")]
 
 
 def cases(jobs: list[Job], *marks: pytest.MarkDecorator) -> list[Any]:
-    """All scenarios of one job in one worker, which starts it once."""
     return [
-        pytest.param(
-            job, name, id=f"{job}-{name}", marks=[pytest.mark.xdist_group(str(job)), *marks]
-        )
+        pytest.param(job, name, id=f"{job}@{name}", marks=marks)
         for job in jobs
         for name in names_of(job)
     ]

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(bool(unavailable()), reason=unavailable() or ""),
     pytest.mark.full,
 ]
-NAMES = [f"{module}.{name}" for module in MODULES for name in names(module, "mpi_scenarios")]
+NAMES = [name for module in MODULES for name in names(module, "mpi_scenarios")]
 WORKER = Path(__file__).with_name("cluster_worker.py")
 
 

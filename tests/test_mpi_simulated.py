@@ -355,11 +355,11 @@ OF_PROCESSES = {
 #: the same whatever the number of ranks
 LOCAL = {"states"}
 SCENARIOS = [
-    f"{module}.{name}"
+    name
     for module in MODULES
     if module not in LOCAL
     for name in names(module, "mpi_scenarios")
-    if f"{module}.{name}" not in OF_PROCESSES
+    if name not in OF_PROCESSES
 ]
 WORLDS = [
     (1, "first"),
