@@ -37,6 +37,7 @@ setup(
     packages=[
         *find_packages(include=["hvd_compress", "hvd_compress.*"]),
         "hvd_compress.torch",
+        "hvd_compress.torch.mpi",
         "hvd_compress.tensorflow",
         "hvd_compress.tensorflow.keras",
     ],

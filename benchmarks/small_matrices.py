@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from hvd_compress import Context, PowerSGD
-from hvd_compress.engines.base import LocalEngine
 from hvd_compress.engines.batching import Traveller, answer_batches
+from hvd_compress.engines.local import LocalEngine
 from hvd_compress.stats import Record
 
 

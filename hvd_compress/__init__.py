@@ -31,3 +31,10 @@ __all__ = [
     "from_config",
 ]
 __all__ += exports.__all__
+
+#: modules that users name, beside what is imported here
+_MODULES = {"blocks", "errors", "mpi", "tensorflow", "testing", "torch"}
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, "__version__", *(_MODULES & globals().keys())})

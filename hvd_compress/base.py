@@ -13,17 +13,17 @@ All ranks run the same generator for the same tensor, so they yield the same kin
 the same order.  One generator therefore runs on every engine: the lockstep world inside one
 process (:mod:`hvd_compress.engines.lockstep`), Horovod under PyTorch, and whatever comes next.
 
-The type of a request says how ranks meet:
+The type of a request says which collective carries it:
 
 =============  ============================================  ======================================
 request        reply                                         used by
 =============  ============================================  ======================================
 ``Sum``        sum of the arrays over the ranks              linear methods (casts, random-k)
-``Max``        element-wise maximum                          methods of your own: shared scales
+``Max``        element-wise maximum                          comparing ranks before each step
 ``Gather``     list of every rank's bytes, in rank order     sparse and quantised methods
-``Alltoall``   list of the bytes each rank has for this one  quantised sums
-``Swap``       the partner's bytes                           merging in pairs
-``Batch``      a function of arrays; meets nobody            many small matrices at once
+``Alltoall``   list of the bytes each rank has for this one  quantised sums in shards
+``Swap``       the partner's bytes                           merging in pairs of ranks
+``Batch``      a function of arrays, without communication   many small matrices at once
 =============  ============================================  ======================================
 
 The laws that every method obeys (checked by :func:`hvd_compress.testing.check_laws`):
@@ -56,16 +56,27 @@ Array = Any  # numpy.ndarray, torch.Tensor, ...: whatever a backend is registere
 State = dict[str, Array]
 
 
+class Sparse(NamedTuple):
+    """``values`` at ascending unique ``indices`` of a flat array; zero elsewhere."""
+
+    indices: Array
+    values: Array
+
+
 class Sum(NamedTuple):
     """Sum ``array`` over the ranks.  ``wire`` names the dtype on the wire where that is not the
-    array's own: "float16" or "bfloat16".  The reply has the dtype of ``array``."""
+    array's own: "float16" or "bfloat16".  The reply has the dtype of ``array``.  ``algorithm`` is
+    for engines that have several; ``None`` takes the engine's own."""
 
     array: Array
     wire: str | None = None
+    algorithm: str | None = None
 
 
 class Max(NamedTuple):
-    """Element-wise maximum of ``array`` over the ranks."""
+    """Element-wise maximum of ``array`` over the ranks.  No method of this package needs it: ranks
+    compare method, options and step by it (:mod:`hvd_compress.agreement`), and methods of users may
+    share a scale by it."""
 
     array: Array
 
@@ -80,9 +91,11 @@ class Gather(NamedTuple):
 
 class Alltoall(NamedTuple):
     """One payload (1-D, uint8) for each rank, in rank order; the reply is what each rank has for
-    this one.  All ranks must have equally many bytes for the same rank."""
+    this one.  ``equal_sizes`` is a promise that all ranks have equally many bytes for the same
+    rank, which spares engines the exchange of sizes."""
 
     payloads: list[Array]
+    equal_sizes: bool = True
 
 
 class Swap(NamedTuple):
@@ -91,6 +104,34 @@ class Swap(NamedTuple):
 
     payload: Array
     partner: int | None
+
+
+class SparseSum(NamedTuple):
+    """Sum over the ranks of flat arrays of ``n`` elements, of which each rank gives those that are
+    not zero; by an ``algorithm`` of the engine's.  The reply is a :class:`SparseTotal`.
+
+    ``wire`` names the dtype of values on the wire where that is not their own: "float16".
+    """
+
+    sparse: Sparse
+    n: int
+    wire: str | None = None
+    algorithm: str = "auto"
+
+
+class SparseTotal(NamedTuple):
+    """The reply to a :class:`SparseSum`.
+
+    Attributes:
+        total: flat array of all n elements, the same bits on all ranks.
+        dropped: what is not in it and stays with this rank.
+        bytes_sent, bytes_received: by this rank; ``None`` where no algorithm was at work.
+    """
+
+    total: Array
+    dropped: Sparse
+    bytes_sent: int | None = None
+    bytes_received: int | None = None
 
 
 class Batch(NamedTuple):
@@ -104,15 +145,8 @@ class Batch(NamedTuple):
 
 
 #: what other ranks have to answer
-Collective = Sum | Max | Gather | Alltoall | Swap
+Collective = Sum | Max | Gather | Alltoall | Swap | SparseSum
 Request = Collective | Batch
-
-
-class Sparse(NamedTuple):
-    """``values`` at ascending unique ``indices`` of a flat array; zero elsewhere."""
-
-    indices: Array
-    values: Array
 
 
 class Outcome(NamedTuple):
@@ -182,25 +216,30 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     for free; whatever changes from step to step is state.
     """
 
-    #: who invented it
+    #: the paper that the method is from
     reference: ClassVar[str] = ""
-    #: the method takes the optimizer's momentum over, and its weight decay with it
+    #: the method applies the optimizer's momentum, and weight decay with it, in its place
     takes_momentum: ClassVar[bool] = False
-    #: and hands out what a moving average of gradients says, in units of a gradient; other momentum
-    #: adds up to 1 / (1 - momentum) times as much, and weight decay beside it must do so too
+    #: what such a method applies instead of the optimizer's momentum and Nesterov flag; ``None``:
+    #: the optimizer's own.  Methods have these as options
+    momentum: float | None = None
+    nesterov: bool | None = None
+    #: how such a method treats weight decay, "separate" or "gradient"; ``None``: it has no say
+    weight_decay: str | None = None
+    #: what is done to a gradient before the exchange, of methods that are a chain
+    transforms: tuple[Any, ...] = ()
+    #: and its momentum is a moving average, in units of a gradient, where that of SGD adds up to
+    #: 1 / (1 - momentum) times as much; weight decay beside it has to be scaled accordingly
     averages_momentum: ClassVar[bool] = False
-    #: twice the gradient gives twice the result, so no option is in units of the gradient: where
-    #: nothing waits either, loss scaling may be taken back after the exchange
-    homogeneous: ClassVar[bool] = True
-    #: the class of the only optimizer that understands what the method hands out, if it is no
-    #: gradient
+    #: the name of the optimizer class that the method needs, if its result is not a gradient
     partner: ClassVar[str | None] = None
-    #: what the method does by turns, if that is decided anew at every step
+    #: the names of the kinds of steps, if the method has several
     phases: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def init(self, gradient: Array) -> State:
-        """The state before the first exchange of a tensor that looks like ``gradient``."""
+        """Return the state before the first exchange of a tensor of the shape, dtype and device of
+        ``gradient``."""
 
     @abc.abstractmethod
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
@@ -208,30 +247,37 @@ class Compressor(Configurable, abc.ABC, kind="method"):
 
     @abc.abstractmethod
     def per_rank(self, gradient: Array) -> frozenset[str]:
-        """The keys of the state that differ between ranks; checkpoints average them."""
+        """Return the keys of the state under which ranks differ; checkpoints average these."""
+
+    def chain(self, gradient: Array, context: Context) -> Compressor:
+        """Return what this exchange of the tensor does: a :class:`~hvd_compress.chain.Chain`, if
+        the method is made of chains, else the method itself.  Two methods do the same to a tensor
+        if these are equal."""
+        return self
+
+    def template(self, gradient: Array) -> Compressor:
+        """Return a chain that keeps the same state as those of all exchanges of the tensor, or the
+        method itself."""
+        return self
 
     def for_tensor(self, name: str, shape: tuple[int, ...]) -> Compressor:
-        """The method for a tensor of that name and shape: this one, unless it is a composition.
-        Whoever runs exchanges asks this before anything else."""
+        """Return the method for a tensor of that name and shape: this one, unless it is a
+        composition.  To be called before all other methods."""
         return self
 
     def repaired(self, gradient: Array, state: State) -> State:
-        """The state, after a checkpoint in which what is per rank may have been averaged, or be
-        lost on some ranks: for methods that keep what must go with it, equal on all ranks."""
+        """Return a consistent state after a checkpoint was loaded, in which entries that differ
+        between ranks may have been averaged, or be missing on some ranks."""
         return state
 
     def phase_index(self, step: Array) -> Array:
-        """Into ``phases``, int32; ``step`` counts from 1, and may be a symbol."""
+        """Return the index into ``phases`` (int32) of a step; ``step`` counts from 1, and may be a
+        symbol."""
         raise UnsupportedError(f"{self.name} does the same in every step: it has no phases")
 
     @property
     def needs_gradient_norm(self) -> bool:
         """Whether the exchange has to wait until the norm of the whole gradient is known."""
-        return False
-
-    @property
-    def needs_epoch(self) -> bool:
-        """Whether the user has to announce epochs."""
         return False
 
     def __reduce__(self) -> tuple[Any, ...]:

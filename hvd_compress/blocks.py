@@ -17,3 +17,7 @@ __all__ += aggregators.__all__
 __all__ += codecs.__all__
 __all__ += operators.__all__
 __all__ += transforms.__all__
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,8 +1,8 @@
-"""Composition: local transforms around one way of meeting.
+"""Composition: local transforms before and after one way of aggregating.
 
-``chain(momentum_correction, error_feedback, via=allgather(top_k))`` reads in the order in which a
-gradient passes.  After the exchange the transforms ``settle`` in reverse order, and that is how
-error feedback and momentum factor masking learn what was sent.
+``chain(momentum_correction, error_feedback, via=allgather(top_k))`` reads in the order in which the
+blocks are applied to a gradient.  After the exchange the transforms ``settle`` in reverse order:
+that is how error feedback and momentum factor masking learn what was sent.
 
 The building blocks (``top_k``, ``error_feedback``, ``allgather`` ...) are classes with lower-case
 names, because they are written and read like functions.
@@ -30,62 +30,72 @@ from hvd_compress.base import (
     Sparse,
     State,
 )
-from hvd_compress.config import Configurable
+from hvd_compress.config import Configurable, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.operator_classes import Classes
 
 
 class Transform(Configurable, kind="block"):
-    """A local step, dense in and dense out.  The arrays are flat and at least float32."""
+    """A local step on a dense array, which is flat and float32 or wider."""
 
-    #: what the transform remembers, arrays as large as the gradient; unique within a chain
+    #: the names of its state, arrays as large as the gradient; unique within a chain
     keys: ClassVar[tuple[str, ...]] = ()
-    #: wants ``context.gradient_norm``, which an engine knows only when backward is over
+    #: uses ``context.gradient_norm``, which is known only after the backward pass
     needs_gradient_norm: ClassVar[bool] = False
-    #: what is remembered differs between ranks
+    #: the state differs between ranks
     per_rank: ClassVar[bool] = True
-    #: but for these keys, which are equal on all ranks
+    #: but not under these keys
     shared: ClassVar[tuple[str, ...]] = ()
-    #: applies the optimizer's momentum
+    #: applies the optimizer's momentum, unless it has its own: see
+    #: :class:`hvd_compress.base.Compressor`
     takes_momentum: ClassVar[bool] = False
+    momentum: float | None = None
+    nesterov: bool | None = None
     #: see :class:`hvd_compress.base.Compressor`
     averages_momentum: ClassVar[bool] = False
-    #: see :class:`hvd_compress.base.Outcome`; of what ``finish`` returns
+    #: what ``finish`` returns is additive: see :class:`hvd_compress.base.Outcome`
     additive: ClassVar[bool] = True
-    #: later messages make up for what one leaves out, so that must not be more than it had
+    #: what one message leaves out is added to later ones (error feedback), which converges only for
+    #: operators that leave out less than they got
     feeds_back: ClassVar[bool] = False
-    #: must not stand behind a transform that feeds back
+    #: must come before a transform that feeds back
     of_gradients: ClassVar[bool] = False
-    #: see :class:`hvd_compress.base.Compressor`
-    homogeneous: ClassVar[bool] = True
-    #: passes on something that is no gradient, so no transform may stand behind it
+    #: passes on something else than a gradient, so it must be the last transform
     last: ClassVar[bool] = False
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
-        """Before the exchange.  Never changes ``x`` or the old state in place: if a rank reports
-        NaN or Inf, every rank goes back to the old state."""
+        """Return what is passed on for ``x``, and the new state, before the exchange.
+
+        Neither ``x`` nor the old state may be changed in place: in a non-finite step every rank
+        goes back to the old state.
+        """
         return x, state
 
     def settle(self, sent: Array | Sparse, state: State, context: Context) -> State:
-        """After the exchange.  May change arrays in place that ``update`` made."""
+        """Return the new state after the exchange, given what was sent.  Arrays that ``update``
+        made may be changed in place."""
         return state
 
     def repaired(self, state: State) -> State:
-        """See :class:`hvd_compress.base.Compressor`; of this transform's own keys."""
+        """Return the state under this transform's own keys, after a checkpoint was loaded; see
+        :meth:`hvd_compress.base.Compressor.repaired`."""
         return state
 
-    @property
-    def needs_epoch(self) -> bool:
-        return False
-
     def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
-        """What the optimizer shall step along, given the average; equal on all ranks."""
+        """Return what the optimizer shall step along, given the average, and the new state; equal
+        on all ranks."""
         return mean, state
 
 
 class Aggregated(NamedTuple):
-    """What an aggregator returns: the flat average, this rank's contribution to it, whether all
-    ranks' contributions were finite (a bool, or a symbol of one), and its new state."""
+    """What an aggregator returns.
+
+    Attributes:
+        mean: the flat average.
+        sent: this rank's contribution to it.
+        finite: whether all ranks' contributions were finite: a bool, or a symbol of one.
+        state: the aggregator's new state.
+    """
 
     mean: Array
     sent: Array | Sparse
@@ -94,53 +104,47 @@ class Aggregated(NamedTuple):
 
 
 class Aggregator(Configurable, abc.ABC, kind="block"):
-    """How payloads meet: one file each in ``hvd_compress.aggregators``."""
+    """How the ranks' contributions are averaged: one file each in ``hvd_compress.aggregators``."""
 
-    #: scales what it sends, so that the expectation is right
+    #: scales what it sends, so that its expectation is the gradient
     unbiased: bool = False
-    #: what the aggregator remembers, arrays of any size; unique within a chain
+    #: the names of its state, arrays of any size; unique within a chain
     keys: ClassVar[tuple[str, ...]] = ()
-    #: what is remembered differs between ranks
+    #: the state differs between ranks
     per_rank: ClassVar[bool] = True
 
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
-        """The state before the first exchange of a tensor of ``shape``, of which ``x`` is flat."""
+        """Return the state before the first exchange of a tensor of ``shape``; ``x`` is the tensor,
+        flat."""
         return {}
 
     @abc.abstractmethod
     def aggregate(
         self, x: Array, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
-        """Average the flat array ``x`` over the ranks; never changes ``x`` or ``state`` in place.
-        ``context.shape`` is that of the tensor."""
+        """Average the flat array ``x`` over the ranks, as a generator of requests.  Neither ``x``
+        nor ``state`` may be changed in place.  ``context.shape`` is the shape of the tensor."""
 
     def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
-        """Raise ``ConfigError`` unless error feedback may stand before it, for a tensor of that
-        shape."""
+        """Raise ``ConfigError`` unless error feedback converges with this aggregator for a tensor
+        of ``shape``."""
 
     def classes(self, d: int, context: Context | None = None) -> Classes:
-        """Constants of what a rank sends of ``d`` elements; ``context`` where they depend on it."""
+        """Return the constants of what a rank sends of ``d`` elements; ``context`` where they
+        depend on the step."""
         raise UnsupportedError(f"no constants are known for {self!r}")
-
-    @property
-    def needs_epoch(self) -> bool:
-        return False
-
-    @property
-    def homogeneous(self) -> bool:
-        """See :class:`hvd_compress.base.Compressor`."""
-        return True
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain(Compressor, name="chain"):
-    """``transforms`` in the order in which a gradient passes, then ``via`` an aggregator."""
+    """A method made of blocks: ``transforms``, in the order in which they are applied to a
+    gradient, and then ``via``, an aggregator."""
 
-    transforms: tuple[Transform, ...]
+    transforms: tuple[Transform, ...] = dataclasses.field(metadata=converted(tuple))
     via: Aggregator
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "transforms", tuple(self.transforms))
+        super().__post_init__()
         for transform in self.transforms:
             if not isinstance(transform, Transform):
                 raise ConfigError(f"{transform!r} is not a transform; aggregators go behind via=")
@@ -172,14 +176,6 @@ class Chain(Compressor, name="chain"):
     def needs_gradient_norm(self) -> bool:
         return any(t.needs_gradient_norm for t in self.transforms)
 
-    @property
-    def needs_epoch(self) -> bool:
-        return any(part.needs_epoch for part in self._parts)
-
-    @property
-    def homogeneous(self) -> bool:  # type: ignore[override]
-        return self.via.homogeneous and all(t.homogeneous for t in self.transforms)
-
     def repaired(self, gradient: Array, state: State) -> State:
         for transform in self.transforms:
             own = {key: state[key] for key in transform.keys if key in state}
@@ -195,21 +191,16 @@ class Chain(Compressor, name="chain"):
         return any(t.averages_momentum for t in self.transforms)
 
     @property
-    def momentum(self) -> float | None:
-        """Of the transform that applies it, like the option of that name of other methods."""
-        return getattr(self._momentum_block, "momentum", None)
+    def momentum(self) -> float | None:  # type: ignore[override]
+        return next((t.momentum for t in self.transforms if t.takes_momentum), None)
 
     @property
-    def nesterov(self) -> bool | None:
-        return getattr(self._momentum_block, "nesterov", None)
+    def nesterov(self) -> bool | None:  # type: ignore[override]
+        return next((t.nesterov for t in self.transforms if t.takes_momentum), None)
 
     @property
     def _parts(self) -> tuple[Transform | Aggregator, ...]:
         return (*self.transforms, self.via)
-
-    @property
-    def _momentum_block(self) -> Transform | None:
-        return next((t for t in self.transforms if t.takes_momentum), None)
 
     def per_rank(self, gradient: Array) -> frozenset[str]:
         shared = {key for transform in self.transforms for key in transform.shared}
@@ -230,7 +221,7 @@ class Chain(Compressor, name="chain"):
         for transform in self.transforms:
             x, own = transform.update(x, {key: state[key] for key in transform.keys}, context)
             states.append(own)
-        # Whatever the aggregator picks, the others must see that this step is spoilt.
+        # Whatever the aggregator picks, the others must see that this step is not finite.
         fresh = x
         x = xp.choose(xp.all_finite(x), lambda: fresh, lambda: xp.full_like(fresh, math.nan))
 
@@ -241,7 +232,7 @@ class Chain(Compressor, name="chain"):
         aggregated = yield from self.via.aggregate(x, own, context)
 
         mean = xp.restore(aggregated.mean, gradient)
-        # A half-precision gradient may have no room for the mean of what had waited.
+        # A half-precision gradient may have no room for the mean of residuals.
         finite = aggregated.finite if xp.dtype(mean) == xp.dtype(x) else xp.all_finite(mean)
 
         old = {key: state[key] for part in self._parts for key in part.keys}

@@ -1,4 +1,4 @@
-"""Options as frozen dataclasses that travel as JSON.
+"""Options as frozen dataclasses that can be stored as JSON.
 
 Methods, schedules and the building blocks of chains are all :class:`Configurable`:
 ``thing == from_config(json.loads(json.dumps(thing.to_config())))``.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
-from typing import Any, ClassVar, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 from hvd_compress.errors import ConfigError
 
@@ -38,10 +38,67 @@ class Configurable:
                 raise ConfigError(f"the {cls.kind} name {name!r} is taken by {other.__qualname__}")
             _REGISTRY[cls.kind][name] = cls
 
+    def __post_init__(self) -> None:
+        """Convert the options that have a converter, in their order; see :func:`converted`.
+        Subclasses that check their options in this method call it, too."""
+        for field in _fields(self):
+            if (converter := field.metadata.get(_CONVERTER)) is not None:
+                values = [getattr(self, name) for name in (field.name, *converter.others)]
+                object.__setattr__(self, field.name, converter.function(*values))
+
+    @property
+    def parts(self) -> list[Configurable]:
+        """The options that are themselves configurable, and those in tuples."""
+        return [p for field in _fields(self) for p in _configurables(getattr(self, field.name))]
+
+    @property
+    def needs_epoch(self) -> bool:
+        """Whether the user has to announce epochs: an option, at any depth, goes by them."""
+        return any(part.needs_epoch for part in self.parts)
+
+    @property
+    def homogeneous(self) -> bool:
+        """Whether twice the gradient gives twice the result, so that no option is in units of the
+        gradient.  Where nothing is kept for later either, loss scaling may be undone after the
+        exchange."""
+        return all(part.homogeneous for part in self.parts)
+
     def to_config(self) -> dict[str, Any]:
         """A dict of what JSON can carry."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        return {self.kind: self.name} | {f.name: _plain(getattr(self, f.name)) for f in fields}
+        options = {field.name: _plain(getattr(self, field.name)) for field in _fields(self)}
+        return {self.kind: self.name} | options
+
+
+#: the key of a converter in the metadata of a field
+_CONVERTER = "hvd_compress converter"
+
+
+class _Converter(NamedTuple):
+    function: Callable[..., Any]
+    others: tuple[str, ...]
+
+
+def converted(function: Callable[..., Any], *others: str) -> dict[str, Any]:
+    """Return the metadata of an option that is stored as ``function(value)``, for instance a
+    schedule where the user may write a number::
+
+        start: Start = dataclasses.field(default=True, metadata=converted(as_start))
+
+    Args:
+        function: raises ``ConfigError`` for values that cannot be.
+        others: names of options that are handed to it as well, behind the value.
+    """
+    return {_CONVERTER: _Converter(function, others)}
+
+
+def _fields(thing: Configurable) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
+
+
+def _configurables(value: Any) -> list[Configurable]:
+    if isinstance(value, tuple):
+        return [part for item in value for part in _configurables(item)]
+    return [value] if isinstance(value, Configurable) else []
 
 
 def _plain(value: Any) -> Any:
@@ -98,7 +155,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def check_seed(seed: Any) -> None:
-    """Raise unless ``seed`` is a whole number that travels in 64 bits."""
+    """Raise unless ``seed`` is a whole number of 64 bits."""
     if not is_whole(seed) or not -(2**63) <= seed < 2**63:
         raise ConfigError(f"seed must be a whole number, for instance seed=1; got {seed!r}")
 

@@ -1,13 +1,14 @@
-"""Averages the gradients of a training loop that is not a framework's: NumPy, or any backend's.
+"""Averages gradients over the ranks, and owns all that belongs to it: the method, the step, the
+epoch, the seed, the states, the records of what was sent, and the buckets.
 
-Bindings to optimizers (``hvd_compress.torch``) do more; a :class:`Reducer` is all that a loop of
-one's own needs.
+A loop of one's own, in NumPy or over any backend's arrays, needs a :class:`Reducer` and nothing
+else.  The bindings to frameworks are subclasses, or make one for each graph that they trace.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,10 @@ from hvd_compress.agreement import Terms, listed
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor, Context, Exchange, Outcome, Sparse, State, Sum
 from hvd_compress.config import check_seed
-from hvd_compress.engines.base import Engine, LocalEngine
+from hvd_compress.engines.base import Engine
+from hvd_compress.engines.buckets import BUCKET_BYTES, Buckets
+from hvd_compress.engines.joining import Member
+from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.integrations.checkpoints import check_array, entry, epoch_in, refused, whole
 from hvd_compress.methods import as_compressor
@@ -39,10 +43,16 @@ class Reducer:
             momentum over.
         sums: results are sums instead of averages.
         seed: for randomness that the ranks share.
+        bucket_bytes: gradients of so many bytes leave together.
+        groups: names of tensors that leave together, whatever their size; others leave alone.
+        same_order: all ranks start their gradients in the same order.
 
     Attributes:
         method: the compressor.
         step, epoch: of the next exchange.
+        states: by name of the tensor, arrays by key.
+        records: what each tensor has sent and received so far.
+        buckets: which tensors leave together.
     """
 
     def __init__(
@@ -54,6 +64,9 @@ class Reducer:
         nesterov: bool = False,
         sums: bool = False,
         seed: int = 0,
+        bucket_bytes: int = BUCKET_BYTES,
+        groups: Sequence[Sequence[str]] | None = None,
+        same_order: bool = False,
     ) -> None:
         self.method: Compressor = as_compressor(compression)
         check_seed(seed)
@@ -62,25 +75,37 @@ class Reducer:
                 f"{self.method.name} leaves momentum to the optimizer: drop momentum={momentum} "
                 "here and apply it to what comes back"
             )
-        own = getattr(self.method, "momentum", None)
+        own = self.method.momentum
         if own and momentum not in (0, own):
             raise ConfigError(f"two momenta, {momentum} and {own} in {self.method!r}")
-        self.engine: Engine = engine if engine.size > 1 else LocalEngine()
         self.momentum, self.nesterov, self.sums, self.seed = momentum, nesterov, sums, seed
-        self.step = 0
-        self.epoch: float | None = None
+        self.step: Any = 0
+        self.epoch: Any = None
         self.states: dict[str, State] = {}
         self.records: dict[str, Record] = {}
+        self.buckets = Buckets(
+            lambda: self.engine, bucket_bytes, groups=groups, same_order=same_order
+        )
+        self._local, self._shared = LocalEngine(), engine
         self._per_rank: dict[str, frozenset[str]] = {}  # keys of states that differ between ranks
-        self._deferred: dict[str, Array] = {}
-        self._like: dict[str, Array] = {}  # gradients under way
+        self._deferred: dict[str, Array] = {}  # until the norm of all gradients is known
+        self._in_flight: dict[str, Array] = {}  # gradients
         self._shapes: dict[str, tuple[int, ...]] = {}  # that fit the states
         self._agrees = False  # the ranks have begun to compare terms in this step
-        if self.engine.is_collective:
-            self._agree(_NOTHING)
-            self.engine.finish()
+        if engine.is_collective:
+            self._begin_agreement(_NOTHING)
+            engine.finish()
             self._agrees = False
+        self._bind()
+
+    def _bind(self) -> None:
         self.method.bind(self)
+
+    @property
+    def engine(self) -> Engine:
+        """Between ranks, or of a world of one where there is but one; elastic training changes
+        that."""
+        return self._shared if self._shared.size > 1 else self._local
 
     def reduce(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
         """The direction to step along, for each name: the average, or what momentum makes of it;
@@ -94,18 +119,21 @@ class Reducer:
 
     def start_together(self, gradients: Mapping[str, Array]) -> None:
         """:meth:`start` for several that became ready at once."""
-        if twice := gradients.keys() & (self._like.keys() | self._deferred.keys()):
+        if twice := gradients.keys() & (self._in_flight.keys() | self._deferred.keys()):
             raise ConfigError(f"{twice.pop()!r} was started already: call finish() once a step")
         if self.method.needs_epoch and self.epoch is None:
             raise ConfigError(
-                f"the density of {self.method.name} goes by epochs: call set_epoch(epoch) at the "
+                f"the density of {self.method.name} goes by epochs: call {self._set_epoch} at the "
                 "start of every epoch"
             )
-        self._agree(next(iter(gradients.values()), _NOTHING))
+        self._begin_agreement(next(iter(gradients.values()), _NOTHING))
         if self.method.needs_gradient_norm:
             self._deferred.update(gradients)
         else:
             self._launch(gradients, None)
+
+    #: how users call it
+    _set_epoch = "set_epoch(epoch)"
 
     def finish(self) -> dict[str, Array]:
         """What :meth:`reduce` returns, for everything that was started.
@@ -113,39 +141,76 @@ class Reducer:
         Raises:
             MismatchError: the ranks differ in method, options, step or tensors.
         """
-        self._agree(_NOTHING)  # other ranks may have started something
-        if self._deferred:
-            norm = math.hypot(*(backend_of(g).norm(g) for g in self._deferred.values()))
-            deferred, self._deferred = self._deferred, {}
-            self._launch(deferred, norm)
         try:
-            outcomes = self.engine.finish()
+            self._begin_agreement(_NOTHING)  # other ranks may have started something
+            if self._deferred:
+                deferred, self._deferred = self._deferred, {}
+                self._launch(deferred, self._norm(deferred))
+            like = next(iter(self._in_flight.values()), _NOTHING)
+            outcomes = self.buckets.finish(self._for_messages(like))
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         self._agrees = False
-        expected, self._like = self._like, {}
+        expected, self._in_flight = self._in_flight, {}
         if outcomes.keys() != expected.keys():
             raise CompressionError(f"lost on the way: {expected.keys() - outcomes.keys()}")
         self.step += 1
-        result = {}
-        for name, outcome in outcomes.items():
-            self.states[name] = outcome.state
-            sent = outcome.sent.values if isinstance(outcome.sent, Sparse) else outcome.sent
-            self.records[name].elements_sent += backend_of(sent).size(sent)
-            factor = self.engine.size if self.sums and outcome.additive else 1
-            result[name] = outcome.direction * factor if factor != 1 else outcome.direction
-        return result
+        return {name: self._received(name, outcome) for name, outcome in outcomes.items()}
 
-    def _abandon(self) -> None:
-        self.engine.abandon()
-        self._like, self._deferred, self._agrees = {}, {}, False
+    def abandon(self) -> None:
+        """Forget what is in flight: the collectives failed, or a checkpoint was loaded."""
+        self._in_flight, self._deferred, self._agrees = {}, {}, False
+        self._local.abandon()
+        self.buckets.abandon()
 
-    def _agree(self, like: Array) -> None:
+    def _received(self, name: str, outcome: Outcome) -> Array:
+        """Keep what an exchange has made of its tensor; the direction to step along."""
+        self._keep(name, outcome.state)
+        sent = outcome.sent.values if isinstance(outcome.sent, Sparse) else outcome.sent
+        self.records[name].elements_sent += self._size(sent)
+        factor = self.engine.size if self.sums and outcome.additive else 1
+        return self._multiplied(outcome.direction, factor)
+
+    def _begin_agreement(self, like: Array) -> None:
         """Begin to compare with the other ranks, once a step."""
-        if self._agrees:
-            return
-        terms: Terms = {
+        if not self._agrees:
+            self.engine.agree(self._terms(), self._for_messages(like))
+            self._agrees = True
+
+    def _launch(self, gradients: Mapping[str, Array], norm: Any) -> None:
+        members = []
+        for name, gradient in gradients.items():
+            record = self.records.setdefault(name, Record())
+            elements, nbytes = self._extent(name, gradient)
+            record.steps += 1
+            record.elements += elements
+            record.dense_bytes += nbytes
+            exchange = self._exchange(name, gradient, self._context(name, norm))
+            members.append(Member(name, exchange, record, nbytes))
+        self._in_flight.update(gradients)
+        self.buckets.start(members)
+
+    def _context(self, name: str, norm: Any) -> Context:
+        momentum, nesterov = self._momentum_of(name)
+        return Context(
+            name=name,
+            rank=self.engine.rank,
+            size=self.engine.size,
+            step=self.step,
+            epoch=self.epoch,
+            seed=self.seed,
+            momentum=momentum,
+            nesterov=nesterov,
+            gradient_norm=norm,
+            sums=self.sums,
+        )
+
+    # What a binding may know better.
+
+    def _terms(self) -> Terms:
+        """What must be the same on all ranks, in words."""
+        return {
             "method": repr(self.method),
             "momentum, nesterov, sums": f"{self.momentum}, {self.nesterov}, {self.sums}",
             "seed": str(self.seed),
@@ -153,18 +218,30 @@ class Reducer:
             "epoch": str(self.epoch),
             "tensors so far": listed(sorted(self._shapes.items())),
         }
-        self.engine.agree(terms, like)
-        self._agrees = True
 
-    def _launch(self, gradients: Mapping[str, Array], norm: float | None) -> None:
-        exchanges = {}
-        for name, gradient in gradients.items():
-            exchange = self._exchange(name, gradient, norm)
-            exchanges[name] = (exchange, self.records[name])
-        self._like.update(gradients)
-        self.engine.start(exchanges)
+    def _for_messages(self, like: Array) -> Array:
+        """An array of the kind that messages about the exchange itself shall be made of."""
+        return like
 
-    def _exchange(self, name: str, gradient: Array, norm: float | None) -> Exchange:
+    def _momentum_of(self, name: str) -> tuple[float, bool]:
+        return self.momentum, self.nesterov
+
+    def _norm(self, gradients: Mapping[str, Array]) -> Any:
+        """L2 norm of all gradients of this rank."""
+        return math.hypot(*(backend_of(g).norm(g) for g in gradients.values()))
+
+    def _size(self, array: Array) -> int:
+        """Number of elements."""
+        return backend_of(array).size(array)
+
+    def _extent(self, name: str, gradient: Array) -> tuple[int, int]:
+        """Elements and bytes of a gradient, uncompressed."""
+        return self._size(gradient), gradient.nbytes
+
+    def _multiplied(self, direction: Array, factor: float) -> Array:
+        return direction * factor if factor != 1 else direction
+
+    def _exchange(self, name: str, gradient: Array, context: Context) -> Exchange:
         xp = backend_of(gradient)
         method = self.method.for_tensor(name, xp.shape(gradient))
         if name not in self.states:
@@ -173,23 +250,10 @@ class Reducer:
         if self._shapes.get(name) != xp.shape(gradient):
             self._check_state(name, gradient)
             self._shapes[name] = xp.shape(gradient)
-        record = self.records.setdefault(name, Record())
-        record.steps += 1
-        record.elements += xp.size(gradient)
-        record.dense_bytes += gradient.nbytes
-        context = Context(
-            name=name,
-            rank=self.engine.rank,
-            size=self.engine.size,
-            step=self.step,
-            epoch=self.epoch,
-            seed=self.seed,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            gradient_norm=norm,
-            sums=self.sums,
-        )
         return method.exchange(gradient, self.states[name], context)
+
+    def _keep(self, name: str, state: State) -> None:
+        self.states[name] = state
 
     def _check_state(self, name: str, gradient: Array) -> None:
         xp = backend_of(gradient)
@@ -221,7 +285,7 @@ class Reducer:
                 collective: call it on every rank, save it on one, load it on any number.  Without
                 it, save and load every rank's own.
         """
-        if self._like or self._deferred:
+        if self._in_flight or self._deferred:
             raise ConfigError("gradients are under way: call finish() before state_dict()")
         states = {name: dict(state) for name, state in self.states.items()}
         if consolidate and self.engine.size > 1:
@@ -255,7 +319,7 @@ class Reducer:
         step, epoch = whole(state_dict, "step"), epoch_in(state_dict)
         seed = whole(state_dict, "seed", -(2**63))
         per_rank, states = self._loaded(state_dict)
-        self._abandon()
+        self.abandon()
         self.step, self.epoch, self.seed = step, epoch, seed
         self._per_rank, self.states, self._shapes = per_rank, states, {}
 
@@ -284,18 +348,30 @@ class Reducer:
         return per_rank, states
 
     def _consolidate(self, states: dict[str, State]) -> None:
+        own = {f"{n}\n{key}": states[n][key] for n in states for key in self._per_rank[n]}
+        for label, mean in self.average(own).items():
+            name, key = label.split("\n")
+            states[name][key] = mean
+
+    def average(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """The mean over the ranks of each array, by name: a collective, with the same names on all
+        ranks."""
+        size = self.engine.size
+
         def averaged(x: Array) -> Exchange:
             total = yield Sum(x)
-            return Outcome(total / self.engine.size, x, {})
+            return Outcome(total / size, x, {})
 
-        exchanges = {}
-        for name in sorted(states):
-            for key in sorted(self._per_rank[name]):
-                exchanges[f"{name}\n{key}"] = (averaged(states[name][key]), Record())
-        self.engine.start(exchanges)
-        for label, outcome in self.engine.finish().items():
-            name, key = label.split("\n")
-            states[name][key] = outcome.mean
+        outcomes = self._run(
+            [Member(name, averaged(x), Record(), x.nbytes) for name, x in sorted(arrays.items())]
+        )
+        return {name: outcomes[name].mean for name in arrays}
+
+    def _run(self, members: Sequence[Member]) -> dict[str, Outcome]:
+        """Exchanges between steps, in the same order on all ranks."""
+        buckets = Buckets(lambda: self.engine, same_order=True)
+        buckets.start(members)
+        return buckets.finish(_NOTHING)
 
 
 def _misfit(state: State, fresh: State) -> str:

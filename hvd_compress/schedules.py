@@ -1,7 +1,7 @@
 """Densities that change during training.
 
 A schedule maps (step, epoch) to the fraction of elements to send.  Sending 0.1 % from the first
-step on hurts: early gradients change fast, and what waits in the residual grows stale.  Lin et al.
+step on hurts: early gradients change fast, and residuals grow stale.  Lin et al.
 (ICLR 2018) therefore lower the density in stages while the learning rate warms up.
 
 Stages advance by ``unit="step"`` (``stage_length`` optimizer steps each) or by ``unit="epoch"``,
@@ -14,10 +14,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from hvd_compress.config import Configurable, check_choice, check_fraction, is_number, is_whole
+from hvd_compress.config import (
+    Configurable,
+    check_choice,
+    check_fraction,
+    converted,
+    is_number,
+    is_whole,
+)
 from hvd_compress.errors import ConfigError
 
 #: densities of the paper's warm-up stages: sparsity 75, 93.75, 98.4375, 99.6, 99.9 %
@@ -30,6 +37,7 @@ class _Staged(Configurable, abc.ABC, kind="schedule"):
     stage_length: float = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("unit", self.unit, ("step", "epoch"))
         length = self.stage_length
         if not is_number(length) or not length > 0:
@@ -38,13 +46,17 @@ class _Staged(Configurable, abc.ABC, kind="schedule"):
             )
 
     @property
+    def needs_epoch(self) -> bool:
+        return self.unit == "epoch"
+
+    @property
     @abc.abstractmethod
     def stages_in_all(self) -> int:
-        """The last stage stays."""
+        """The number of stages; the last one never ends."""
 
     @abc.abstractmethod
     def in_stage(self, stage: int) -> Any:
-        """The value of a stage, counted from 0."""
+        """Return the value of a stage, counted from 0."""
 
     def __call__(self, step: int, epoch: float | None = None) -> Any:
         return self.in_stage(min(self.stage(step, epoch), self.stages_in_all - 1))
@@ -67,11 +79,12 @@ class StagedWarmup(_Staged, name="staged"):
     fractions will do; 1.0 stands for dense stages.
     """
 
-    densities: tuple[float, ...] = PAPER_DENSITIES
+    densities: tuple[float, ...] = dataclasses.field(
+        default=PAPER_DENSITIES, metadata=converted(tuple)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "densities", tuple(self.densities))
         if not self.densities:
             raise ConfigError("densities must not be empty; the paper's are the default")
         for density in self.densities:
@@ -155,7 +168,7 @@ Start = bool | int | After
 
 
 def as_start(value: Any) -> bool | After:
-    """``True``, or a schedule; a number counts steps."""
+    """Return a bool, or a schedule that is false before it begins; a number counts steps."""
     if isinstance(value, bool | After):
         return value
     if not is_whole(value) or value < 0:
@@ -168,7 +181,7 @@ def started(start: Start, step: int, epoch: float | None) -> bool:
 
 
 def as_density(value: Any) -> Density:
-    """A fraction or a schedule, checked."""
+    """Return a fraction or a schedule, or raise ``ConfigError``."""
     if isinstance(value, StagedWarmup | ExponentialWarmup):
         return value
     check_fraction("density", value)
@@ -179,18 +192,18 @@ def density_at(density: Density, step: int, epoch: float | None) -> float:
     return density if isinstance(density, float) else density(step, epoch)
 
 
-def schedules_of(thing: Any) -> list[Schedule]:
-    """Those in the options of a method, at any depth; each once."""
+def schedules_of(thing: Configurable) -> list[Schedule]:
+    """Return the schedules in the options of a method, at any depth; each once."""
     if isinstance(thing, _Staged):
         return [thing]  # type: ignore[list-item]
     found: list[Schedule] = []
-    for part in _parts(thing):
+    for part in thing.parts:
         found += [schedule for schedule in schedules_of(part) if schedule not in found]
     return found
 
 
 def with_values(thing: Any, values: Mapping[Any, Any]) -> Any:
-    """A copy of a method in which every schedule has given way to its value."""
+    """Return a copy of a method with the value of every schedule in its place."""
     if isinstance(thing, _Staged):
         return values[thing]
     if isinstance(thing, tuple):
@@ -200,14 +213,3 @@ def with_values(thing: Any, values: Mapping[Any, Any]) -> Any:
         options = {name: with_values(getattr(thing, name), values) for name in names}
         return dataclasses.replace(thing, **options)  # type: ignore[type-var]
     return thing
-
-
-def _parts(thing: Any) -> Iterable[Any]:
-    if isinstance(thing, Configurable):
-        return [getattr(thing, f.name) for f in dataclasses.fields(thing)]  # type: ignore[arg-type]
-    return thing if isinstance(thing, tuple) else ()
-
-
-def by_epoch(option: Any) -> bool:
-    """Whether it is a schedule that counts epochs."""
-    return isinstance(option, _Staged) and option.unit == "epoch"

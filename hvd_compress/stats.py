@@ -9,12 +9,12 @@ from typing import Any
 
 from hvd_compress.backends import backend_of
 
-#: keys of states under which something waits to be sent
+#: keys of states under which residuals are kept, to be sent later
 WAITING = ("residual", "memory", "owner_residual")
 
 
 def norm_of_residual(state: Mapping[str, Any]) -> float | None:
-    """L2 norm of what waits in a state of arrays; ``None`` if nothing ever does."""
+    """Return the L2 norm of the residuals in a state of arrays; ``None`` if it has none."""
     found = [state[key] for key in WAITING if key in state]
     return math.hypot(*(float(backend_of(x).norm(x)) for x in found)) if found else None
 
@@ -32,7 +32,7 @@ class Record:
             an allreduced array.
         dense_bytes: the gradients themselves, uncompressed.
         elements, elements_sent: of the gradients; their quotient is the density achieved.
-        residual_norm: L2 norm of what waits on this rank, now (what a state keeps as ``WAITING``);
+        residual_norm: L2 norm of this rank's residuals, now (what a state keeps as ``WAITING``);
             0 without error feedback.
     """
 

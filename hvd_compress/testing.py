@@ -29,7 +29,6 @@ from hvd_compress.chain import Chain
 from hvd_compress.config import from_config
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.methods._chained import Chained
 
 #: scalar, empty, one element, vectors, small and larger matrices, and one beyond the size from
 #: which selection works on a sample
@@ -160,13 +159,10 @@ def _reported_by_transforms(compressor: Compressor) -> WentIn:
     def went_in(gradient: Array, state: State, context: Context) -> Array:
         xp = backend_of(gradient)
         x, method = xp.widen(gradient), compressor.for_tensor("tensor", xp.shape(gradient))
-        if isinstance(method, Chained):
-            transforms = method.chain(gradient, context).transforms
-        elif isinstance(method, Chain):
-            transforms = method.transforms
-        else:
+        found = method.chain(gradient, context)
+        if not isinstance(found, Chain):
             return x + state["residual"]
-        for transform in transforms:
+        for transform in found.transforms:
             x, _ = transform.update(x, {key: state[key] for key in transform.keys}, context)
         return x
 

@@ -83,8 +83,8 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
             optimizer.step()
             schedule.step()
             run.losses.append(loss.item())
-        if hasattr(optimizer, "meet"):  # 0/1 Adam lets ranks step alone for a while
-            optimizer.meet()
+        if hasattr(optimizer, "synchronize_parameters"):  # with 0/1 Adam they may differ
+            optimizer.synchronize_parameters()
         if hvd.rank() == 0:
             run.accuracies.append(accuracy(model, test_set))
             # (4) Exact bytes, counted from the messages.

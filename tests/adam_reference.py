@@ -101,7 +101,7 @@ def variance_steps(updates: int, last: int) -> list[int]:
 
 class ZeroOneAdam:
     """One parameter on all ranks, each with a copy of its own in the local steps, whose changes are
-    undone before the ranks meet."""
+    undone before they are synchronized."""
 
     def __init__(
         self, p: np.ndarray, ranks: int, options: Options, updates: int, scaler: int, clipper: int

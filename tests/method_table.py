@@ -19,6 +19,7 @@ from hvd_compress import (
     NaturalCompression,
     NaturalDithering,
     NoCompression,
+    OkTopk,
     OneBit,
     OneBitAdamCompression,
     PowerSGD,
@@ -49,6 +50,7 @@ from hvd_compress.blocks import (
     contraction,
     ef21,
     error_feedback,
+    linear,
     momentum_after_averaging,
     momentum_correction,
     natural,
@@ -156,6 +158,8 @@ ROWS = {
     "scalecom-low-pass": Row(ScaleCom(density=0.05, beta=0.25)),
     "gtopk": Row(GTopK(density=0.05)),
     "gtopk-half": Row(GTopK(density=0.5, selection="exact")),
+    "oktopk": Row(OkTopk(density=0.05)),
+    "oktopk-two-steps": Row(OkTopk(density=0.3, selection="exact", threshold_every=2)),
     "lgc": Row(LGC(density=0.05, learn=1, code=2, min_size=4), context=MOMENTUM, **TRAINED),
     "lgc-server": Row(
         LGC(density=0.03, learn=0, code=1, via="server", decoders=2, innovation=0.1),
@@ -211,6 +215,8 @@ ROWS = {
     "chain-levels": Row(
         chain(via=allgather(threshold(0.5), contraction(rounding(levels=(0.5, 2.0, 8.0)))))
     ),
+    "chain-linear": Row(chain(error_feedback(), via=alltoall(linear(column=32)))),
+    "chain-linear-of-top-k": Row(chain(error_feedback(), via=allgather(top_k(0.05), linear(4)))),
     "chain-plus-minus": Row(chain(via=allgather(threshold(0.25), plus_minus(0.25)))),
     "chain-l2-sign": Row(chain(via=alltoall(scaled_sign("l2")))),
     "chain": Row(

@@ -50,7 +50,10 @@ def sizes_differ() -> None:
         "ring": mpi.ring_allreduce,
         "direct": mpi.direct_allreduce,
         "halving_doubling": mpi.halving_doubling_allreduce,
-        "quantized": lambda x, comm: mpi.quantized_allreduce(x, mpi.QuantizedState(), comm=comm),
+        # Short columns, since the padding of frames may hide small differences.
+        "quantized": lambda x, comm: mpi.quantized_allreduce(
+            x, mpi.QuantizedState(), columns=7, comm=comm
+        ),
         "hierarchical": lambda x, comm: mpi.hierarchical_allreduce(
             x, comm=comm, ranks_per_node=2, algorithm="ring"
         ),

@@ -208,7 +208,7 @@ def test_base_two_is_natural_compression():
     )
     for biased in (False, True):
         assert rounding(2.0, biased=biased).classes(7) == natural(biased).classes(7)
-        assert rounding(2.0, biased=biased).bits(10**4) == 9
+        assert rounding(2.0, biased=biased).bits_per_element(10**4) == 9
 
 
 def test_constants_of_rounding_by_hand():

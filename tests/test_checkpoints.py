@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvd_compress import ConfigError
-from hvd_compress.engines.base import LocalEngine
+from hvd_compress.engines.local import LocalEngine
 from hvd_compress.reducer import Reducer
 from method_table import ROWS
 from mutations import mutations, same

@@ -68,7 +68,7 @@ def test_methods_fits_the_terminal():
         left_out = re.search(r"Left out for want of room: (.*) \(--wide", " ".join(lines))
         absent = left_out[1].split(", ") if left_out else []
         assert all(
-            (name in lines[0]) != (name in absent) for name in ("class", "state", "meets by")
+            (name in lines[0]) != (name in absent) for name in ("class", "state", "collectives")
         )
     assert command("methods", COLUMNS="").stdout == everything  # into a pipe
 

@@ -18,6 +18,7 @@ from hvd_compress.blocks import (
     contraction,
     exponential_dithering,
     float8,
+    linear,
     natural,
     natural_dithering,
     scaled_sign,
@@ -40,7 +41,7 @@ EVERY = (
     *(ternary(), ternary(2.5), natural(), natural(biased=True), float8(), float8("e5m2", 3)),
     *(uniform_dithering(1, None), uniform_dithering(7, 4), uniform_dithering(127, 4, "max")),
     *(natural_dithering(), exponential_dithering(3.0, 2, None), natural_dithering(4, 5, "max")),
-    contraction(uniform_dithering(1, None)),
+    *(contraction(uniform_dithering(1, None)), linear(), linear(8, 5), linear(3, 4)),
 )
 UNBIASED = [codec for codec in EVERY if codec.unbiased]
 #: those that claim constants
@@ -232,6 +233,8 @@ def test_what_error_feedback_cannot_follow_is_refused():
         (sign(), 1),
         (scaled_sign(), 1),
         (column_means(2048), 2112 / 2048),
+        (linear(8, 2048), 8 + 32 / 2048),
+        (linear(4, None), 4),
         (ternary(), 1.6),
         (natural(), 9),
         (float8(bucket=None), 8),
@@ -246,7 +249,7 @@ def test_what_error_feedback_cannot_follow_is_refused():
 )
 def test_bits_an_element(codec, bits):
     n = 2048 * 320
-    assert codec.bits(n) == pytest.approx(bits, rel=1e-3)
+    assert codec.bits_per_element(n) == pytest.approx(bits, rel=1e-3)
     assert through(codec, random(0).standard_normal(n).astype(F4)).size == n
 
 
@@ -358,6 +361,9 @@ def test_other_options_are_noticed():
         (lambda: ternary(clip=0), "clip"),
         (lambda: float8("e3m4"), "format"),
         (lambda: column_means(0), "column"),
+        (lambda: linear(column=0), "column"),
+        (lambda: linear(1), "bits"),
+        (lambda: linear(9), "bits"),
         (lambda: scaled_sign("max"), "norm"),
         (lambda: contraction(sign()), "unbiased"),
     ],

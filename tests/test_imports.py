@@ -1,15 +1,19 @@
 """The core loads no framework: a module that did would make ``import hvd_compress`` slow, and
 impossible where the framework is missing."""
 
+import ast
+import graphlib
 import json
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import hvd_compress
 
+ROOT = Path(hvd_compress.__file__).parent.parent
 HEAVY = {"torch", "tensorflow", "keras", "horovod", "mpi4py", "numba", "jax", "scipy"}
 #: packages that may load what their name says
 OPTIONAL = (
@@ -67,6 +71,45 @@ def test_nothing_heavy_with_any_module_of_the_core():
 def test_this_test_would_notice():
     assert "mpi4py" in loaded_by("import hvd_compress, mpi4py")
     assert HEAVY & set(loaded_by("import hvd_compress.backends.base, torch")) == {"torch"}
+
+
+def imports_of_siblings(folder):
+    """The modules of a package that each of its modules imports, at the top or in functions."""
+    files = {file.relative_to(folder).with_suffix("").parts: file for file in folder.rglob("*.py")}
+    names = {parts: ".".join(part for part in parts if part != "__init__") for parts in files}
+    found = {}
+    for parts, file in files.items():
+        found[names[parts]] = targets = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            base = [*parts[: len(parts) - node.level], *filter(None, [node.module])]
+            for alias in node.names:
+                whole = ".".join([*base, alias.name])
+                targets.add(whole if whole in names.values() else ".".join(base))
+        targets -= {"", names[parts]}
+    return found
+
+
+def circle(graph):
+    """Modules that import each other, if there are such."""
+    sorter = graphlib.TopologicalSorter(graph)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return None
+
+
+def test_no_module_for_pytorch_imports_one_that_imports_it():
+    graph = imports_of_siblings(ROOT / "torch_impl")
+    assert "amp" in graph["binding"]
+    assert "compressed_optimizer" in graph["mpi.optimizer"]
+    assert circle(graph) is None
+
+
+def test_a_circle_would_be_noticed():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) is not None
 
 
 def test_numpy_work_loads_no_framework():

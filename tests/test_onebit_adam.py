@@ -117,12 +117,12 @@ def test_variance_steps_are_those_of_a_counter(updates):
     assert steps == variance_steps(updates, 5000)
 
 
-def test_meetings_by_hand():
+def test_synchronizations_by_hand():
     method = ZeroOneAdamCompression(4, 16, local_step_scaler=6, local_step_clipper=4)
     phases = [method.phase(s) for s in range(1, 37)]
     assert phases[:4] == ["variance"] * 4
-    meetings = [s for s, phase in enumerate(phases, 1) if phase == "meet"]
-    assert meetings == [5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 28, 32, 36]
+    synchronized = [s for s, phase in enumerate(phases, 1) if phase == "sync"]
+    assert synchronized == [5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 28, 32, 36]
 
 
 def test_residuals_wait_while_gradients_are_summed():

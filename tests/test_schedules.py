@@ -15,7 +15,7 @@ from hvd_compress import (
     warmup_to,
 )
 from hvd_compress.blocks import allgather, allreduce, chain, random_k, top_k
-from hvd_compress.schedules import as_density, by_epoch, density_at
+from hvd_compress.schedules import as_density, density_at
 
 
 def test_the_papers_stages():
@@ -148,7 +148,7 @@ def test_who_needs_epochs_says_so(wrap):
         assert wrap(schedule("epoch")).needs_epoch
         assert not wrap(schedule("step")).needs_epoch
     assert not wrap(0.1).needs_epoch
-    assert by_epoch(StagedWarmup("epoch"))
+    assert StagedWarmup("epoch").needs_epoch
 
 
 def test_lists_become_tuples():

@@ -50,4 +50,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return names_of(_horovod, globals())
+    return names_of(_horovod, __all__)

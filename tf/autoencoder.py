@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from hvd_compress.autoencoder import DECODER, ENCODER, SLOPE, stretched, unpacked
 from hvd_compress.autoencoder.layout import Weights
 
-Tensor = tf.Tensor
+Tensor: TypeAlias = tf.Tensor
 Parameters = list[tuple[Tensor, Tensor]]
 
 

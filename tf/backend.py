@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.backends import HostFunction, Output
+from hvd_compress.backends import HostFunction, Output, TracingBackend
 from hvd_compress.errors import UnsupportedError
 
 from .selection import top_k as top_k
 
-Array = tf.Tensor
+Array: TypeAlias = tf.Tensor
 
 traces = True
 batches = True
@@ -166,15 +166,25 @@ def on_host(
     return results
 
 
+def pack_sizes(arrays: Sequence[Array]) -> Array:
+    sizes = tf.stack([tf.size(x, tf.int64) for x in arrays])
+    return tf.reshape(tf.bitcast(sizes, tf.uint8), [-1])
+
+
+def unpack_sizes(table: Array, count: int) -> list[Any]:
+    whole = tf.pad(table, [[0, 8 * count - tf.size(table)]])
+    return tf.unstack(tf.bitcast(tf.reshape(whole, [count, 8]), tf.int64))
+
+
 def from_numpy(x: np.ndarray, like: Array) -> Array:
     return tf.convert_to_tensor(x)
 
 
-def autoencoder() -> Any:
-    from . import autoencoder as tensorflow_network
-
-    return tensorflow_network
-
-
 def to_numpy(x: Array) -> np.ndarray:
     return x.numpy()
+
+
+if TYPE_CHECKING:  # the module is held to the protocol
+    from . import backend
+
+    _: TracingBackend = backend

@@ -10,7 +10,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import horovod.tensorflow as horovod
 import numpy as np
@@ -18,9 +18,10 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_compress.agreement import Terms, listed
-from hvd_compress.base import Compressor, Context, Exchange, Outcome, Sparse, State
+from hvd_compress.base import Compressor, Context
 from hvd_compress.config import check_seed
-from hvd_compress.engines.base import Engine, LocalEngine
+from hvd_compress.engines.base import Engine
+from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.checkpoints import (
     check_array,
@@ -31,23 +32,20 @@ from hvd_compress.integrations.checkpoints import (
     whole,
 )
 from hvd_compress.methods import as_compressor
-from hvd_compress.methods._chained import Chained
 from hvd_compress.schedules import schedules_of, with_values
+from hvd_compress.sharding import shards_of
 from hvd_compress.stats import Record, Stats, norm_of_residual
-from hvd_compress.transforms import momentum_after_averaging
 
 from . import backend
 from .agreement import agreement
 from .engine import HorovodEngine
-from .rows import exchange_rows, merged
+from .rows import merged
+from .traced import COUNTED, TracedReducer, scaled
 from .xla import refuse_xla
 
 logger = logging.getLogger("hvd_compress")
 
-Gradient = tf.Tensor | tf.IndexedSlices | None
-
-#: what is counted in the graph: these fields of a Record
-_COUNTED = ("steps", "bytes_sent", "bytes_received", "dense_bytes", "elements", "elements_sent")
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
 class Slot(NamedTuple):
@@ -161,7 +159,7 @@ class Binding(tf.Module):
             self.step = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
             self.epoch = tf.Variable(-1, trainable=False, dtype=tf.float64, name="epoch")
             self._counts = tf.Variable(
-                tf.zeros([len(slots), len(_COUNTED)], tf.int64), trainable=False, name="counts"
+                tf.zeros([len(slots), len(COUNTED)], tf.int64), trainable=False, name="counts"
             )
             self.states: dict[str, dict[str, tf.Variable]] = {
                 str(i): self._fresh(slot) for i, slot in enumerate(slots)
@@ -173,7 +171,7 @@ class Binding(tf.Module):
         self.method.bind(self)
         Binding.alive.add(self)
 
-    def for_meetings(self, method: Compressor) -> Binding:
+    def for_synchronization(self, method: Compressor) -> Binding:
         """Another one of the same variables and ranks, for what is no gradient: always averages;
         its messages count here."""
         other = Binding(
@@ -195,7 +193,7 @@ class Binding(tf.Module):
         """Exact bytes so far, by variable and in total, and the norm of what waits."""
         records = {}
         for i, (slot, row) in enumerate(zip(self.slots, self._counts.numpy(), strict=True)):
-            records[slot.name] = Record(**dict(zip(_COUNTED, map(int, row), strict=True)))
+            records[slot.name] = Record(**dict(zip(COUNTED, map(int, row), strict=True)))
             state = {key: x.value() for key, x in self.states.get(str(i), {}).items()}
             records[slot.name].residual_norm = norm_of_residual(state) or 0.0
         for binding in self.on_behalf:
@@ -310,7 +308,7 @@ class Binding(tf.Module):
     def engine(self) -> Engine:
         """Between ranks, or in a world of one where Horovod would not reduce."""
         if not self._alone and self._set.included() and self._set.size() > 1:
-            return HorovodEngine(self._set, self._predivide)
+            return HorovodEngine(self._set, self._predivide, f"hvd_compress.{self.number}")
         return LocalEngine()
 
     @tf.autograph.experimental.do_not_convert
@@ -355,19 +353,17 @@ class Binding(tf.Module):
         if scale is not None:
             # In half precision what is left would vanish, or the factor be infinite.
             wide = {i: _cast(g, tf.float32) if g.dtype.size < 4 else g for i, g in present.items()}
-            present = {i: _scaled(g, 1 / scale) for i, g in wide.items()}
+            present = {i: scaled(g, 1 / scale) for i, g in wide.items()}
         common = self._context(present)
         phase = self.method.phase_index(self.step + 1) if self.method.phases else None
         results: dict[int, Gradient] = {}
-        for group in self._split(list(present)):
-            own = {i: present[i] for i in group}
-            for i, (direction, state, counts) in self._in_phase(own, common, phase).items():
-                for key, value in state.items():
-                    self.states[str(i)][key].assign(value)
-                self._counts.scatter_nd_add([[i]], counts[None])
-                if scale is not None:
-                    direction = _scaled(direction, scale)
-                results[i] = _cast(direction, self.slots[i].dtype)
+        for i, (direction, state, counts) in self._in_phase(present, common, phase).items():
+            for key, value in state.items():
+                self.states[str(i)][key].assign(value)
+            self._counts.scatter_nd_add([[i]], counts[None])
+            if scale is not None:
+                direction = scaled(direction, scale)
+            results[i] = _cast(direction, self.slots[i].dtype)
         self.step.assign_add(1)
         return [results.get(i) for i in places]
 
@@ -409,16 +405,18 @@ class Binding(tf.Module):
             sums=self._sums,
         )
 
-    def _split(self, places: list[int]) -> list[list[int]]:
+    def names_of_groups(self, places: list[int]) -> list[list[str]] | None:
+        """Names of the variables that go together, of those with gradients."""
         if self._groups is None:
-            return [[i] for i in places]
-        if isinstance(self._groups, int):
-            count = min(self._groups, len(places))
-            bounds = [len(places) * j // count for j in range(count + 1)] if count else []
-            return [places[a:b] for a, b in itertools.pairwise(bounds)]
-        together = [[i for i in group if i in places] for group in self._groups]
-        alone = [[i] for i in places if not any(i in group for group in together)]
-        return [group for group in together if group] + alone
+            return None
+        together = [[i for i in group if i in places] for group in self._groups_of(places)]
+        return [[self.slots[i].name for i in group] for group in together]
+
+    def _groups_of(self, places: list[int]) -> Sequence[Sequence[int]]:
+        if not isinstance(self._groups, int):
+            return self._groups or ()
+        count = min(self._groups, len(places))
+        return [places[part] for part in shards_of(len(places), count)] if count else []
 
     def _in_phase(
         self, gradients: Mapping[int, Any], common: Context, phase: tf.Tensor | None
@@ -466,8 +464,7 @@ class Binding(tf.Module):
         to tensors that are sent whole."""
 
         def what(method: Compressor, slot: Slot, gradient: Any) -> Any:
-            own = method.for_tensor(slot.name, tuple(slot.shape))
-            return own.chain(gradient, context) if isinstance(own, Chained) else own
+            return method.for_tensor(slot.name, tuple(slot.shape)).chain(gradient, context)
 
         dense = {i: g for i, g in gradients.items() if not _is_rows(g)}
         done = [[what(m, self.slots[i], g) for i, g in dense.items()] for m in methods]
@@ -488,72 +485,19 @@ class Binding(tf.Module):
         self, method: Compressor, gradients: Mapping[int, Any], common: Context
     ) -> dict[int, Any]:
         """(direction, state, counts) by index."""
-        engine = self.engine
-        records = {i: Record() for i in gradients}
-        exchanges = {}
-        for i, gradient in gradients.items():
-            slot = self.slots[i]
-            context = common._replace(name=slot.name)
-            own = method.for_tensor(slot.name, tuple(slot.shape))
-            state = {key: v.value() for key, v in self._state(i, gradient).items()}
-            if _is_rows(gradient):
-                exchange = self._exchange_rows(own, slot, gradient, state, context)
-            else:
-                exchange = own.exchange(gradient, state, context)
-            exchanges[f"{self.number}.{slot.name}"] = (exchange, records[i])
-        all_rows = all(_is_rows(gradient) for gradient in gradients.values())
-        with tf.device(self._devices[all_rows]):
-            engine.start(exchanges)
-            outcomes = engine.finish()
-        results = {}
-        for i, record in records.items():
-            slot, outcome = self.slots[i], outcomes[f"{self.number}.{self.slots[i].name}"]
-            sent = outcome.sent.values if isinstance(outcome.sent, Sparse) else outcome.sent
-            record.steps = 1
-            record.elements = slot.shape.num_elements()
-            record.dense_bytes = record.elements * slot.dtype.size
-            record.elements_sent = backend.size(sent)
-            counts = tf.stack([tf.cast(getattr(record, name), tf.int64) for name in _COUNTED])
-            direction = outcome.direction
-            if self._sums and outcome.additive and engine.size > 1:
-                direction = _scaled(direction, engine.size)
-            results[i] = (direction, outcome.state, counts)
+        results: dict[int, Any] = {}
+        for rows in (False, True):
+            own = {i: g for i, g in gradients.items() if _is_rows(g) == rows}
+            if own:
+                with tf.device(self._devices[rows]):
+                    results |= TracedReducer(self, method, common, list(own)).exchange(own)
         return results
-
-    def _exchange_rows(
-        self,
-        method: Compressor,
-        slot: Slot,
-        gradient: tf.IndexedSlices,
-        state: State,
-        context: Context,
-    ) -> Exchange:
-        """Rows are clipped like all, travel whole, and take momentum after averaging."""
-        rows = merged(gradient)
-        template = getattr(method, "template", lambda _: method)(tf.zeros(slot.shape, slot.dtype))
-        values = rows.values
-        for transform in getattr(template, "transforms", ()):
-            if transform.needs_gradient_norm:
-                values, _ = transform.update(values, {}, context)
-        rows = tf.IndexedSlices(values, rows.indices, rows.dense_shape)
-        outcome = yield from exchange_rows(rows, slot.shape, context)
-        if not state:
-            return outcome
-        mean = backend.widen(tf.convert_to_tensor(outcome.mean))
-        transform = momentum_after_averaging(*self.momentum_used())
-        direction, new = backend.choose(
-            backend.all_finite(mean),
-            lambda: transform.finish(mean, state, context),
-            lambda: (mean, state),
-        )
-        direction = tf.cast(tf.reshape(direction, slot.shape), slot.dtype)
-        return Outcome(outcome.mean, outcome.sent, new, direction)
 
     def momentum_used(self) -> tuple[float, bool]:
         """(momentum, nesterov) that act inside the exchange."""
         if not self.method.takes_momentum:
             return 0.0, False
-        own = getattr(self.method, "momentum", None), getattr(self.method, "nesterov", None)
+        own = self.method.momentum, self.method.nesterov
         return (
             self.momentum if own[0] is None else own[0],
             self.nesterov if own[1] is None else own[1],
@@ -573,15 +517,6 @@ class Binding(tf.Module):
 
     def _method_for(self, slot: Slot) -> Compressor:
         return self.method.for_tensor(slot.name, tuple(slot.shape))
-
-    def _state(self, i: int, gradient: Any) -> Mapping[str, tf.Variable]:
-        """What an exchange of this gradient needs.  Rows travel whole: what waits goes on waiting
-        for a dense gradient."""
-        state = self.states[str(i)]
-        if not _is_rows(gradient):
-            return state
-        useful = {"velocity"} if self.momentum_used()[0] else set()
-        return {key: variable for key, variable in state.items() if key in useful}
 
     def values(self) -> dict[str, Any]:
         """All state as NumPy arrays, by flat names: for formats that are not TensorFlow's own."""
@@ -649,10 +584,3 @@ def _cast(gradient: Any, dtype: tf.DType) -> Any:
         values = tf.cast(gradient.values, dtype)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return tf.cast(gradient, dtype)
-
-
-def _scaled(gradient: Any, factor: Any) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = backend.scale(gradient.values, factor)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return backend.scale(gradient, factor)

@@ -51,10 +51,10 @@ class TensorFlowKerasState(ObjectState):
             raise ValueError("the model is not built: model.build(input_shape), or keras.Input")
         self.model = model
         self.optimizer = optimizer or model.optimizer
-        if hasattr(self.optimizer, "meet"):
+        if hasattr(self.optimizer, "synchronize_parameters"):
             raise UnsupportedError(
-                "ranks on their own between two meetings have no common state that an elastic run "
-                "could go back to: use hvd.OneBitAdam in place of hvd.ZeroOneAdam"
+                "ranks whose parameters differ between synchronizations have no common state that "
+                "an elastic run could go back to: use hvd.OneBitAdam in place of hvd.ZeroOneAdam"
             )
         if hasattr(self.optimizer, "build"):  # new workers need all that others have
             self.optimizer.build(model.trainable_variables)

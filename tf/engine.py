@@ -14,51 +14,54 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_compress.base import Outcome
-from hvd_compress.engines.base import LENGTH
 from hvd_compress.engines.named import Op, ProcessSetEngine
 
 _OPS = {"sum": mpi_ops.Sum, "max": mpi_ops.Max}
 
 
 class HorovodEngine(ProcessSetEngine):
-    """Collectives become nodes of the graph."""
+    """Collectives become nodes of the graph.
 
-    keeps_results = True
+    Args:
+        prefix: of their names.
+        process_set, predivide: as for :class:`ProcessSetEngine`.
+    """
 
-    def _launch(self, kind: str, ops: Sequence[Op]) -> list[Any]:
-        tensors = [_opaque(op.tensor) for op in ops]
+    keeps_replies = True
+
+    def __init__(self, process_set: Any, predivide: float, prefix: str) -> None:
+        super().__init__(process_set, predivide)
+        self.prefix = prefix
+
+    def _launch(self, op: Op) -> Any:
+        tensor = _opaque(op.tensor)
         # Horovod would take what stands before a slash for a scope, and drop it.
-        name = re.sub(r"[^\w.-]", ".", ops[0].name)
+        name = re.sub(r"[^\w.-]", ".", op.name)
         common: dict[str, Any] = {"name": name, "ignore_name_scope": True, "process_set": self._set}
-        if kind in ("alltoall", "swap"):
-            return [mpi_ops.alltoall(tensors[0], ops[0].splits, **common)]
-        if kind in _OPS:
-            common |= {"op": _OPS[kind], **(self._scales if kind == "sum" else {})}
-            if len(tensors) > 1:
-                return list(mpi_ops._grouped_allreduce(tensors, **common))
-            return [mpi_ops._allreduce(tensors[0], **common)]
-        if len(tensors) > 1:
-            return list(mpi_ops.grouped_allgather(tensors, **common))
-        return [mpi_ops.allgather(tensors[0], **common)]
+        if op.splits is not None:
+            return mpi_ops.alltoall(tensor, op.splits, **common)
+        if op.kind in _OPS:
+            common |= {"op": _OPS[op.kind], **(self._scales if op.kind == "sum" else {})}
+            return mpi_ops._allreduce(tensor, **common)
+        return mpi_ops.allgather(tensor, **common)
 
-    def _wait(self, handle: list[Any], count: int) -> list[Any]:
+    def _wait(self, handle: Any) -> Any:
         return handle
 
-    def _outcome(self, outcome: Outcome, results: list[Any]) -> Outcome:
+    def _with_replies(self, result: dict[str, Outcome], replies: list[Any]) -> Any:
         """A graph leaves out what nobody reads, and other ranks would wait for it.
 
         Control dependencies alone do not help: the graph's optimizer takes an operation that has
         nothing else behind it for one that does nothing.  It leaves assertions alone, and so this
-        one reads an element of each result.
+        one reads an element of each reply.
         """
-        read = [tf.reshape(tf.nest.flatten(x)[0], [-1])[:1] for x in results if x is not None]
+        read = [tf.reshape(tf.nest.flatten(x)[0], [-1])[:1] for x in replies]
         if not read or tf.executing_eagerly():
-            return outcome
+            return result
         with tf.device("CPU:0"):
             all_there = tf.raw_ops.Assert(condition=True, data=read)
         with tf.control_dependencies([all_there]):
-            update = None if outcome.update is None else tf.identity(outcome.update)
-            return outcome._replace(mean=tf.identity(outcome.mean), update=update)
+            return {name: _identity(outcome) for name, outcome in result.items()}
 
     def _split(self, own: tf.Tensor, everything: tf.Tensor) -> list[tf.Tensor]:
         each = own.shape[0]
@@ -73,30 +76,7 @@ class HorovodEngine(ProcessSetEngine):
         return tf.unstack(rows)
 
     def _splits(self, sizes: Sequence[int]) -> tf.Tensor:
-        return tf.constant(sizes, tf.int32)
-
-    def _with_length(self, payload: tf.Tensor) -> tf.Tensor:
-        length = tf.bitcast(tf.size(payload, tf.int64)[None], tf.uint8)
-        return tf.concat([tf.reshape(length, [-1]), payload], 0)
-
-    def _split_by_length(self, everything: tf.Tensor) -> list[tf.Tensor]:
-        parts, start = [], tf.constant(0, tf.int64)
-        total = tf.size(everything, tf.int64)
-        for rank in range(self.size):
-            length = tf.bitcast(everything[start : start + LENGTH], tf.int64)
-            start += LENGTH
-            check = tf.debugging.Assert(
-                (length >= 0) & (length <= total - start),
-                [
-                    f"PayloadError: the message of rank {rank} starts with a length that cannot "
-                    "be: it was damaged, or a gradient is sparse on some ranks and dense on "
-                    "others; pass sparse_as_dense=True then"
-                ],
-            )
-            with tf.control_dependencies([] if check is None else [check]):
-                parts.append(everything[start : start + length])
-            start += length
-        return parts
+        return tf.stack([tf.cast(size, tf.int32) for size in sizes])
 
     def _sum_bfloat16(self, array: tf.Tensor, name: str) -> Generator[Op, Any, tf.Tensor]:
         """Horovod cannot add bfloat16, but it can carry its bits: every rank adds one part, in
@@ -111,6 +91,11 @@ class HorovodEngine(ProcessSetEngine):
         bits = tf.bitcast(tf.cast(summed, tf.bfloat16), tf.int16)
         total = yield Op("gather_equal", f"{name}.gather", bits)
         return tf.bitcast(total, tf.bfloat16)[:n]
+
+
+def _identity(outcome: Outcome) -> Outcome:
+    update = None if outcome.update is None else tf.identity(outcome.update)
+    return outcome._replace(mean=tf.identity(outcome.mean), update=update)
 
 
 def _opaque(x: tf.Tensor) -> tf.Tensor:

@@ -116,7 +116,7 @@ def distribute(
             f"{inner.gradient_accumulation_steps} and average_aggregated_gradients=True to "
             "hvd.DistributedOptimizer instead"
         )
-    if getattr(method, "weight_decay", None) == "gradient":
+    if method.weight_decay == "gradient":
         raise ConfigError(
             "weight_decay='gradient' has no meaning with Keras, whose optimizers keep decay out of "
             "the gradient: leave it out"
@@ -137,7 +137,7 @@ def distribute(
             "others use hvd.DistributedGradientTape"
         )
     base = type(optimizer)
-    cls = type(base.__name__, (mixin, base), {"__module__": base.__module__})
+    cls: Any = type(base.__name__, (mixin, base), {"__module__": base.__module__})
     config = optimizer.get_config()
     rate = getattr(optimizer, "_learning_rate", None)
     if callable(rate):  # a schedule of the user's own, which Keras would not find by its name
@@ -258,7 +258,7 @@ class CompressedOptimizer:
             )
         if not method.takes_momentum:
             return
-        own, momentum = getattr(method, "momentum", None), getattr(inner, "momentum", 0.0)
+        own, momentum = method.momentum, getattr(inner, "momentum", 0.0)
         wrapped = type(inner).__name__
         is_chief = mpi_ops.rank() == 0
         if not self._hvd_takes_momentum:

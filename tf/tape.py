@@ -82,7 +82,7 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _warn_about_momentum(binding: Binding) -> None:
     method = binding.method
-    is_open = method.takes_momentum and getattr(method, "momentum", None) is None
+    is_open = method.takes_momentum and method.momentum is None
     if is_open and mpi_ops.rank() == 0:
         warnings.warn(
             f"{method.name} corrects momentum, and a tape knows nothing of the optimizer: it gets "
@@ -179,7 +179,7 @@ def wrap_tape(factory: Callable[..., Any]) -> Callable[..., Any]:
         new._hvd_local = set()
         return new
 
-    DistributedGradientTape.__signature__ = signature
+    DistributedGradientTape.__signature__ = signature  # type: ignore[attr-defined]
     return DistributedGradientTape
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from hvd_compress.backends import HostFunction, Output
+from hvd_compress.backends import EagerBackend, HostFunction, Output
 from hvd_compress.errors import UnsupportedError
 
 Array = torch.Tensor
@@ -171,6 +171,15 @@ def on_host(
     return [from_numpy(result, like) for result in function(*arrays)]
 
 
+def pack_sizes(arrays: Sequence[Array]) -> Array:
+    sizes = torch.tensor([x.numel() for x in arrays], dtype=torch.int64)
+    return sizes.view(torch.uint8).to(arrays[0].device)
+
+
+def unpack_sizes(table: Array, count: int) -> list[int]:
+    return np.frombuffer(bytes(table.tolist()).ljust(8 * count, b"\0"), "<i8").tolist()
+
+
 def from_numpy(x: np.ndarray, like: Array) -> Array:
     if not x.flags.writeable or not x.flags.aligned:
         x = x.copy()
@@ -178,11 +187,11 @@ def from_numpy(x: np.ndarray, like: Array) -> Array:
     return tensor.long().to(like.device) if x.dtype == np.int32 else tensor.to(like.device)
 
 
-def autoencoder() -> Any:
-    from . import autoencoder as torch_network
-
-    return torch_network
-
-
 def to_numpy(x: Array) -> np.ndarray:
     return x.detach().cpu().numpy()
+
+
+if TYPE_CHECKING:  # the module is held to the protocol
+    from . import backend
+
+    _: EagerBackend = backend

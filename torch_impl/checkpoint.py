@@ -32,7 +32,7 @@ from hvd_compress.integrations.checkpoints import (
 )
 
 from . import backend
-from .binding import PREFIX, reset_hooks
+from .binding import PREFIX
 from .checked_state import KEY, VERSION, Entries, checked_entries, checked_header
 
 
@@ -57,7 +57,7 @@ def state_dict(self: Any) -> dict[str, Any]:
 def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
     """:func:`state_dict` without the warning; ``own``: this rank's state in any case."""
     binding = optimizer.compression
-    result = optimizer._user_class.state_dict(optimizer)
+    result = optimizer.users_state_dict()
     parameters = _parameters(optimizer)
     for index, p in enumerate(parameters):
         ours = binding.state_of(p) | ({} if own else binding.consolidated.get(p, {}))
@@ -133,13 +133,12 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
     }
     before = self.state, self.param_groups
     try:
-        self._horovod_load_state_dict(plain)
+        self.load_users_state_dict(plain)
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         self.state, self.param_groups = before
         raise refused(f"{type(self).__name__} says {error!r}") from error
     binding.abandon()
     binding.forget_groups()
-    reset_hooks(self)
     binding.step = saved.get("step", 0)
     binding.epoch = saved.get("epoch", binding.epoch)
     binding.seed = saved.get("seed", binding.seed)
@@ -188,6 +187,22 @@ def adopt_momentum_buffers(optimizer: Any) -> None:
             state = binding.method_for(p).init(p.detach())
             state["velocity"] = state["velocity"] + binding.velocity_factor(p) * buffer.reshape(-1)
             binding._set_state(p, state)
+
+
+def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
+    """All ranks take over the state of ``root_rank``.
+
+    As Horovod does, an optimizer that has not stepped yet leaves zeros where there are no
+    gradients; sparse ones for embeddings of ``model`` that have such.
+    """
+    if not optimizer.state:
+        modules = [] if model is None else model.modules()
+        rows = {m.weight for m in modules if isinstance(m, torch.nn.Embedding) and m.sparse}
+        for p in _parameters(optimizer):
+            if p.requires_grad and p.grad is None:
+                zeros = torch.zeros_like(p)
+                p.grad = zeros.to_sparse(1) if p in rows else zeros
+    broadcast(optimizer, root_rank)
 
 
 def broadcast(optimizer: Any, root_rank: int) -> None:
@@ -269,7 +284,7 @@ def elastic_handler(base: type[Any]) -> type[Any]:
         base: Horovod's ``StateHandler``.
     """
 
-    class CompressedOptimizerHandler(base):  # type: ignore[misc]
+    class CompressedOptimizerHandler(base):
         """A commit keeps the rank's own residuals; a new set of workers starts from their mean."""
 
         def __init__(self, optimizer: Any) -> None:

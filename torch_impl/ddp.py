@@ -13,7 +13,6 @@ it leaves; what has more than one round finishes when the last bucket has left.
 import atexit
 import functools
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress.base import Compressor
-from hvd_compress.engines.base import LocalEngine
+from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.named import Op
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.optimizers import check_partner
@@ -29,7 +28,7 @@ from hvd_compress.methods import as_compressor
 from hvd_compress.reducer import Reducer
 from hvd_compress.stats import Stats
 
-from .engine import TorchFlightEngine
+from .engine import TorchEngine
 
 # Its name before PyTorch 2.13 was another one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -39,10 +38,9 @@ atexit.register(time.sleep, 0.05)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-class ProcessGroupEngine(TorchFlightEngine):
-    """Flights over a process group of ``torch.distributed``.
-
-    All ranks start the same flights in the same order, as DDP's buckets do.
+class ProcessGroupEngine(TorchEngine):
+    """Exchanges over a process group of ``torch.distributed``, which all ranks start in the same
+    order.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -57,60 +55,63 @@ class ProcessGroupEngine(TorchFlightEngine):
     def size(self) -> int:
         return dist.get_world_size(self._group)
 
-    def _launch(self, kind: str, ops: Sequence[Op]) -> Any:
-        """Tensors of several operations travel as one."""
-        if kind in ("alltoall", "swap"):
-            return self._alltoall_single(ops)
-        tensors = [op.tensor.reshape(-1) for op in ops]
-        fused = torch.cat(tensors)  # a copy: reductions are in place
-        if kind in _OPS:
-            work = dist.all_reduce(fused, _OPS[kind], group=self._group, async_op=True)
-            return kind, ops, fused, fused, work
-        if kind == "gather_equal":
-            everything = fused.new_empty(self.size * fused.numel())
-            work = self._all_gather(everything, fused)
-            return kind, ops, fused, everything, work
-        sizes = torch.tensor([t.numel() for t in tensors], device=fused.device)
-        everyones = sizes.new_empty(self.size * len(ops))
-        return kind, ops, fused, everyones, self._all_gather(everyones, sizes)
+    def _launch(self, op: Op) -> Any:
+        """The operation, where its result will be, and what to wait for."""
+        if op.kind == "alltoall_open":
+            sizes = op.splits.to(op.tensor.device)
+            theirs = torch.empty_like(sizes)
+            work = dist.all_to_all_single(theirs, sizes, group=self._group, async_op=True)
+            return op, theirs, work
+        if op.splits is not None:
+            mine = op.splits.tolist()
+            if op.kind == "alltoall":
+                mine = [mine[self.rank]] * self.size
+            return self._alltoall_single(op, mine)
+        tensor = op.tensor.reshape(-1)
+        if op.kind in _OPS:
+            total = tensor.clone()  # reductions are in place
+            work = dist.all_reduce(total, _OPS[op.kind], group=self._group, async_op=True)
+            return op, total, work
+        if op.kind == "gather_equal":
+            everything = tensor.new_empty(self.size * tensor.numel())
+            return op, everything, self._all_gather(everything, tensor)
+        size = torch.tensor([tensor.numel()], device=tensor.device)
+        sizes = size.new_empty(self.size)
+        return op, sizes, self._all_gather(sizes, size)
 
-    def _alltoall_single(self, ops: Sequence[Op]) -> Any:
-        (op,) = ops
-        sizes = op.splits.tolist()
-        mine = sizes if op.kind == "swap" else [sizes[self.rank]] * self.size
+    def _alltoall_single(self, op: Op, mine: list[int]) -> Any:
         received = op.tensor.new_empty(sum(mine))
+        sizes = op.splits.tolist()
         work = dist.all_to_all_single(
             received, op.tensor, mine, sizes, group=self._group, async_op=True
         )
-        return "alltoall", ops, op.tensor, received, work
+        return op, received, work
 
     def _all_gather(self, into: torch.Tensor, x: torch.Tensor) -> Any:
         return _all_gather_single(into, x, group=self._group, async_op=True)
 
-    def _wait(self, handle: Any, count: int) -> list[Any]:
-        kind, ops, fused, received, work = handle
+    def _wait(self, handle: Any) -> Any:
+        op, received, work = handle
         work.wait()
-        if kind == "alltoall":
-            return [(received, None)]
-        shapes = [op.tensor.shape for op in ops]
-        if kind in _OPS:
-            parts = fused.split([shape.numel() for shape in shapes])
-            return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        if kind == "gather_equal":
-            rows = received.view(self.size, -1).split([shape.numel() for shape in shapes], dim=1)
-            return [row.reshape(-1) for row in rows]
-        # Ranks' messages have different lengths: they travel as long as the longest.
-        sizes = received.view(self.size, len(ops))
-        totals = sizes.sum(1).tolist()
-        padded = fused.new_zeros(max(totals))
-        padded[: fused.numel()] = fused
-        everything = fused.new_empty(self.size * padded.numel())
+        if op.kind == "alltoall_open":
+            sizes = received.tolist()
+            _, everything, work = self._alltoall_single(op, sizes)
+            work.wait()
+            return everything, sizes
+        if op.splits is not None:
+            return received, None
+        if op.kind in _OPS:
+            return received.view(op.tensor.shape)
+        if op.kind == "gather_equal":
+            return received
+        # Ranks' messages have different lengths: they are sent as long as the longest.
+        sizes = received.tolist()
+        padded = op.tensor.new_zeros(max(sizes))
+        padded[: op.tensor.numel()] = op.tensor
+        everything = padded.new_empty(self.size * padded.numel())
         self._all_gather(everything, padded).wait()
         rows = everything.view(self.size, -1)
-        messages = [
-            row[:n].split(s) for row, n, s in zip(rows, totals, sizes.tolist(), strict=True)
-        ]
-        return [torch.cat(parts) for parts in zip(*messages, strict=True)]
+        return torch.cat([row[:n] for row, n in zip(rows, sizes, strict=True)])
 
 
 class _Bucket(NamedTuple):
@@ -155,8 +156,7 @@ class DDPState:
     ) -> None:
         method: Compressor = as_compressor(compression)
         check_partner(method, None, None)
-        own = getattr(method, "momentum", None)
-        if method.takes_momentum and momentum is None and own is None:
+        if method.takes_momentum and momentum is None and method.momentum is None:
             raise ConfigError(
                 f"{method.name} corrects momentum, and a hook knows nothing of the optimizer: "
                 f"write DDPState({type(method).__name__}(momentum=0.9), ...) and give the "
@@ -164,11 +164,16 @@ class DDPState:
             )
         self._group = process_group
         self._make = functools.partial(
-            Reducer, method, momentum=momentum or 0.0, nesterov=nesterov, seed=seed
+            Reducer,
+            method,
+            momentum=momentum or 0.0,
+            nesterov=nesterov,
+            seed=seed,
+            same_order=True,
         )
         #: of a world of one until there is a process group: it knows the epoch
         self.reducer = self._make(LocalEngine())
-        self._names: dict[torch.nn.Parameter, str] = {}
+        self._names: dict[torch.Tensor, str] = {}
         self._loaded: dict[str, Any] | None = None
         self._is_bound = False
         self._buckets: list[_Bucket] = []

@@ -1,4 +1,4 @@
-"""Horovod under PyTorch: asynchronous, every collective named after its parameter."""
+"""Horovod under PyTorch: collectives are asynchronous, and have names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from hvd_compress.engines.base import LENGTH
-from hvd_compress.engines.named import FlightEngine, Op, ProcessSetEngine
+from hvd_compress.engines.named import NamedEngine, Op, ProcessSetEngine
 from hvd_compress.errors import PayloadError
 
 
-class TorchFlightEngine(FlightEngine):
+class TorchEngine(NamedEngine):
     """What collectives on torch tensors have in common."""
 
     def _split(self, own: torch.Tensor, everything: torch.Tensor) -> list[torch.Tensor]:
@@ -29,28 +28,8 @@ class TorchFlightEngine(FlightEngine):
     def _splits(self, sizes: Sequence[int]) -> torch.Tensor:
         return torch.tensor(sizes, dtype=torch.int32)
 
-    def _with_length(self, payload: torch.Tensor) -> torch.Tensor:
-        length = torch.tensor([payload.numel()], dtype=torch.int64).view(torch.uint8)
-        return torch.cat([length.to(payload.device), payload])
 
-    def _split_by_length(self, everything: torch.Tensor) -> list[torch.Tensor]:
-        parts, start = [], 0
-        for rank in range(self.size):
-            head = everything[start : start + LENGTH]
-            length = int.from_bytes(bytes(head.tolist()), "little", signed=True)
-            start += LENGTH
-            if head.numel() != LENGTH or not 0 <= length <= everything.numel() - start:
-                raise PayloadError(
-                    f"the message of rank {rank} starts with a length of {length}, which cannot "
-                    "be: it was damaged, or the parameter's gradient is sparse on some ranks and "
-                    "dense on others; pass sparse_as_dense=True to hvd.DistributedOptimizer then"
-                )
-            parts.append(everything[start : start + length])
-            start += length
-        return parts
-
-
-class HorovodEngine(TorchFlightEngine, ProcessSetEngine):
+class HorovodEngine(TorchEngine, ProcessSetEngine):
     """Collectives of ``horovod.torch``, which is ``hvd``; see :class:`ProcessSetEngine`."""
 
     #: engines made so far, by process set; in the same order on all of its ranks
@@ -60,25 +39,22 @@ class HorovodEngine(TorchFlightEngine, ProcessSetEngine):
         super().__init__(process_set, predivide)
         self._hvd = hvd
         # Two optimizers may be in the middle of a step at once.
-        self.agreement_name = f"agreement.{self._made[process_set.process_set_id]}"
+        number = self._made[process_set.process_set_id]
+        self.prefix = "hvd_compress" if number == 0 else f"hvd_compress.{number}"
         self._made[process_set.process_set_id] += 1
 
-    def _launch(self, kind: str, ops: Sequence[Op]) -> Any:
-        hvd, name, common = self._hvd, ops[0].name, {"process_set": self._set}
-        if kind in ("alltoall", "swap"):
-            return hvd.alltoall_async(ops[0].tensor, ops[0].splits, name=name, **common)
-        if kind == "sum":
-            common |= {"op": hvd.Sum, **self._scales}
-        elif kind == "max":
-            common |= {"op": hvd.Max}
-        verb = "allgather_async" if kind.startswith("gather") else "allreduce_async"
-        if len(ops) > 1:
-            return getattr(hvd, f"grouped_{verb}")([op.tensor for op in ops], name=name, **common)
-        return getattr(hvd, verb)(ops[0].tensor, name=name, **common)
+    def _launch(self, op: Op) -> Any:
+        hvd, common = self._hvd, {"name": op.name, "process_set": self._set}
+        if op.splits is not None:
+            return hvd.alltoall_async(op.tensor, op.splits, **common)
+        if op.kind == "sum":
+            return hvd.allreduce_async(op.tensor, op=hvd.Sum, **self._scales, **common)
+        if op.kind == "max":
+            return hvd.allreduce_async(op.tensor, op=hvd.Max, **common)
+        return hvd.allgather_async(op.tensor, **common)
 
-    def _wait(self, handle: Any, count: int) -> list[Any]:
-        result = self._hvd.synchronize(handle)
-        return list(result) if count > 1 else [result]
+    def _wait(self, handle: Any) -> Any:
+        return self._hvd.synchronize(handle)
 
     def _sum_bfloat16(self, array: torch.Tensor, name: str) -> Generator[Op, Any, torch.Tensor]:
         """Horovod cannot add bfloat16, but it can carry its bits: every rank adds one part, in

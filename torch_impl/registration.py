@@ -1,8 +1,9 @@
 """Makes Horovod's own import line work: ``import horovod.torch as hvd``.
 
 Horovod hands a compressor neither parameters nor the optimizer, and DGC needs both.  So the public
-functions that meet an optimizer are wrapped when this package is imported; calls that have nothing
-to do with this package's compressors pass through untouched.  No file of Horovod is changed.
+functions that are handed an optimizer are wrapped when this package is imported; calls that have
+nothing to do with this package's compressors pass through untouched.  No file of Horovod is
+changed, and nothing private of it is used.
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from hvd_compress.engines.base import Engine
+from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.horovod import checked_join, take_stateless
 
 from . import checkpoint
-from .amp import watch_grad_scaler
-from .distributed_optimizer import (
-    CompressedOptimizer,
-    bound_optimizers,
-    broadcast_state,
-    wrap_factory,
-)
+from .compressed_optimizer import CompressedOptimizer
+from .distributed_optimizer import bound_optimizers, wrap_factory
+from .engine import HorovodEngine
+from .grad_scaler import watch_grad_scaler
 
 
 def register(hvd: Any) -> None:
@@ -27,13 +27,23 @@ def register(hvd: Any) -> None:
     factory = hvd.DistributedOptimizer
     if hasattr(factory, "__wrapped_by_hvd_compress__"):
         return
-    hvd.DistributedOptimizer = hvd.optimizer.DistributedOptimizer = wrap_factory(hvd, factory)
+
+    def make_engine(process_set: Any, predivide: float) -> Engine:
+        if predivide != 1.0 and hvd.rocm_built():
+            raise ConfigError(
+                "gradient_predivide_factor does not work where Horovod was built for ROCm: leave "
+                "it out"
+            )
+        return HorovodEngine(hvd, process_set, predivide)
+
+    hvd.DistributedOptimizer = wrap_factory(hvd, factory, make_engine)
+    hvd.optimizer.DistributedOptimizer = hvd.DistributedOptimizer
     broadcast = hvd.broadcast_optimizer_state
 
     @functools.wraps(broadcast)
     def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
         if isinstance(optimizer, CompressedOptimizer):
-            broadcast_state(optimizer, root_rank, model)
+            checkpoint.broadcast_optimizer_state(optimizer, root_rank, model)
         else:
             broadcast(optimizer, root_rank, model)
 

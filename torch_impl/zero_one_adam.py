@@ -15,15 +15,15 @@ from .frozen_adam import FrozenAdam, scale_of, start_state, update_parameter
 
 
 class ZeroOneAdam(FrozenAdam):
-    """Adam that learns its variance at ever fewer steps, and later meets the other ranks at ever
-    fewer steps::
+    """Adam that learns its variance at ever fewer steps, and later synchronizes the parameters at
+    ever fewer steps::
 
         adam = hvd.ZeroOneAdam(model.parameters(), lr=1e-3, var_freeze_step=5000)
         optimizer = hvd.DistributedOptimizer(
             adam, named_parameters=model.named_parameters(), compression=adam.compressor()
         )
         ...
-        optimizer.meet()  # before evaluation, before a checkpoint, and at the end
+        optimizer.synchronize_parameters()  # before evaluation or a checkpoint, and at the end
 
     Until ``var_freeze_step`` it is Adam on averaged gradients, of which v takes part in variance
     steps only.  Then, on each rank, with v as it is, s = sqrt(v^) + eps and d = 1 - lr
@@ -33,17 +33,17 @@ class ZeroOneAdam(FrozenAdam):
         a = d a;  u = d u + lr m^;  r = d r + lr
         p = a - u / s
 
-    and where ranks meet::
+    and where parameters are synchronized::
 
         u = 1-bit mean of u over the ranks
         p = a = a - u / s;  m^ = u / r;  u = r = 0
 
-    a is where all ranks were when they last met: so p is bitwise equal on all of them whenever
-    they have met, and differs in between.
+    a is what the parameters were at the last synchronization, but for decay: so p is bitwise equal
+    on all ranks after each, and differs in between.
 
     State of a parameter: ``exp_avg`` m, ``exp_avg_sq`` v, ``step``, ``variance_step``; from the
     freeze on also ``anchor`` a, ``buffer`` u, ``rate`` r, and what one bit leaves out of u:
-    ``meet.residual`` and ``meet.owner_residual``.
+    ``sync.residual`` and ``sync.owner_residual``.
 
     Args:
         params, lr, betas, eps, weight_decay, bias_correction: as for
@@ -61,6 +61,8 @@ class ZeroOneAdam(FrozenAdam):
     Raises:
         ConfigError: an option makes no sense.
     """
+
+    _parameter_names: dict[torch.Tensor, str]  # once it is distributed
 
     method = ZeroOneAdamCompression
     schedule = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
@@ -93,7 +95,7 @@ class ZeroOneAdam(FrozenAdam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, and a meeting of the ranks where one is due."""
+        """One step, and a synchronization of the parameters where one is due."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -101,7 +103,7 @@ class ZeroOneAdam(FrozenAdam):
         binding = self._binding()
         # Steps may have been skipped after their exchange: the compression's count is what counts.
         phase = "" if binding is None else binding.method.phase(binding.step)
-        if phase in ("local", "meet"):
+        if phase in ("local", "sync"):
             self._check_local(binding)
         for group in self.param_groups:
             schedule = self.method(**self.compression_options(group))
@@ -110,33 +112,34 @@ class ZeroOneAdam(FrozenAdam):
                     continue
                 state = start_state(self, p)
                 gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-                if phase in ("local", "meet"):
+                if phase in ("local", "sync"):
                     self._local_step(p, gradient, state, group)
                     continue
                 alone = binding is None
                 now = schedule.phase(state["step"] + 1) if alone else phase
                 update_parameter(p, gradient, state, group, frozen=now != "variance")
-        if phase == "meet":
-            self._meet(self._in_one_bit)
+        if phase == "sync":
+            self._synchronize(self._in_one_bit)
         return loss
 
     @torch.no_grad()
-    def meet(self) -> None:
-        """Bring all ranks together now, in full precision, with all that has waited.
+    def synchronize_parameters(self) -> None:
+        """Give all ranks the same parameters now, in full precision, with all that residuals held.
 
         A collective: call it on every rank, between steps.  What is saved afterwards is the same
         on all ranks, but for residuals of gradients; see ``consolidate_state_dict``.
         """
         if self._binding() is not None:
-            self._meet(self._in_full)
+            self._synchronize(self._in_full)
 
     def state_dict(self) -> dict[str, Any]:
-        """As ever; call :meth:`meet` before, since ranks differ between meetings."""
+        """As ever; call :meth:`synchronize_parameters` before, since ranks differ in between."""
         states = self.state.values()
-        if any(state.get("rate") or "meet.residual" in state for state in states):
+        if any(state.get("rate") or "sync.residual" in state for state in states):
             warnings.warn(
-                "ranks are on their own between two meetings: call optimizer.meet() on every rank "
-                "before optimizer.state_dict() and model.state_dict()",
+                "parameters differ between ranks until they are synchronized: call "
+                "optimizer.synchronize_parameters() on every rank before optimizer.state_dict() "
+                "and model.state_dict()",
                 UserWarning,
                 stacklevel=3,
             )
@@ -169,20 +172,20 @@ class ZeroOneAdam(FrozenAdam):
         state["rate"] = state["rate"] * decay + lr
         p.copy_(state["anchor"] - state["buffer"] / scale_of(state, group))
 
-    def _meet(self, average: Callable[[dict[Any, Any]], dict[Any, torch.Tensor]]) -> None:
+    def _synchronize(self, average: Callable[[dict[Any, Any]], dict[Any, torch.Tensor]]) -> None:
         groups = {p: group for group in self.param_groups for p in group["params"]}
-        travellers = {p: state for p in groups if "anchor" in (state := self.state.get(p, {}))}
-        for p, mean in average(travellers).items():
-            state, group = travellers[p], groups[p]
+        moved = {p: state for p in groups if "anchor" in (state := self.state.get(p, {}))}
+        for p, mean in average(moved).items():
+            state, group = moved[p], groups[p]
             state["anchor"].sub_(mean / scale_of(state, group))
             p.copy_(state["anchor"])
-            if state["rate"]:  # else only what had waited has moved
+            if state["rate"]:  # else only residuals have moved the parameter
                 state["exp_avg"].copy_(mean * (_bias(state, group) / state["rate"]))
             state["buffer"].zero_()
             state["rate"] = 0.0
 
     def _in_one_bit(self, states: dict[Any, Any]) -> dict[Any, torch.Tensor]:
-        binding, prefix = self._binding(), "meet."
+        binding, prefix = self._binding(), "sync."
         waiting = {}
         for p, state in states.items():
             own = {key.removeprefix(prefix): x for key, x in state.items() if key[:5] == prefix}
@@ -196,11 +199,11 @@ class ZeroOneAdam(FrozenAdam):
         # What owners of shards keep is in units of a sum, and its mean is its share of ours.
         binding, everything = self._binding(), {}
         for p, state in states.items():
-            rest = [state.pop(k) for k in ("meet.residual", "meet.owner_residual") if k in state]
+            rest = [state.pop(k) for k in ("sync.residual", "sync.owner_residual") if k in state]
             everything[p] = state["buffer"] + sum(x.view(p.shape) for x in rest)
         names = self._parameter_names
-        means = binding.average({f"{names[p]}.meet": x for p, x in everything.items()})
-        return {p: means[f"{names[p]}.meet"] for p in states}
+        means = binding.average({f"{names[p]}.sync": x for p, x in everything.items()})
+        return {p: means[f"{names[p]}.sync"] for p in states}
 
 
 def _bias(state: dict[str, Any], group: dict[str, Any]) -> float:

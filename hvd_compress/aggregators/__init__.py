@@ -1,4 +1,5 @@
-"""How payloads meet, one file each; the contract is ``chain.Aggregator``."""
+"""How the ranks' contributions are averaged, one way a file; the contract is
+``chain.Aggregator``."""
 
 from hvd_compress.aggregators.allgather import allgather
 from hvd_compress.aggregators.allreduce import allreduce
@@ -9,6 +10,7 @@ from hvd_compress.aggregators.gather_drawn import gather_drawn
 from hvd_compress.aggregators.gtop_k import gtop_k
 from hvd_compress.aggregators.leader_top_k import leader_top_k
 from hvd_compress.aggregators.learned import learned_allreduce, learned_server
+from hvd_compress.aggregators.ok_topk import ok_topk
 from hvd_compress.aggregators.power_sgd import power_sgd
 
 __all__ = [
@@ -22,5 +24,6 @@ __all__ = [
     "leader_top_k",
     "learned_allreduce",
     "learned_server",
+    "ok_topk",
     "power_sgd",
 ]

@@ -26,8 +26,9 @@ def leaders_choice(
     more: Callable[[Array], Array] | None = None,
     size: int = 0,
 ) -> Generator[Request, Any, tuple[Array, Array]]:
-    """``(indices, more(indices))`` of the leader, rank ``step mod N``, on all ranks: of the ``k``
-    elements of ``x`` that are largest there, and ``size`` numbers that go with them, if any."""
+    """Return, on all ranks, the indices of the ``k`` elements of ``x`` that are largest on the
+    leader, rank ``step mod N``, and the ``size`` numbers that ``more(indices)`` gives there, if
+    any."""
     xp = backend_of(x)
     n, dtype = xp.size(x), np.dtype(xp.dtype(x))
     is_leader = context.step % context.size == context.rank

@@ -10,27 +10,25 @@ from typing import Any
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, State, Sum
 from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.config import converted
 from hvd_compress.operators import top_k
-from hvd_compress.schedules import Density
+from hvd_compress.schedules import Density, as_density
 
 
 @dataclasses.dataclass(frozen=True)
 class OfTopK(Aggregator):
     """An aggregator of k = ceil(density * n) elements; of all, it is a sum."""
 
-    density: Density = 0.001
+    density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
     selection: str = "sampled"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "density", self._select.density)  # checks the options
+        super().__post_init__()
+        assert self._select  # checks the options
 
     @property
     def _select(self) -> top_k:
         return top_k(self.density, self.selection)
-
-    @property
-    def needs_epoch(self) -> bool:
-        return self._select.needs_epoch
 
     def aggregate(
         self, x: Array, state: State, context: Context

@@ -1,4 +1,4 @@
-"""Every rank's choice or code goes to every rank, which adds them up in rank order."""
+"""Every rank's elements or codes are gathered by every rank, which adds them up in rank order."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress.aggregators.sparse_vectors import add_up
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
+from hvd_compress.base import Array, Context, Gather, Request, Sparse, SparseSum, State, Sum
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.codecs import Codec
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.config import check_choice
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.operator_classes import Classes
 from hvd_compress.operators import Selector, random_k, top_k
 from hvd_compress.operators.random_k import own_generator
@@ -30,6 +31,9 @@ from hvd_compress.wire import (
 )
 from hvd_compress.wire.frame import index_dtype
 
+#: how entries are added up
+ALGORITHMS = ("allgather", "auto", "hierarchical", "recursive_doubling", "split_allgather")
+
 
 @dataclasses.dataclass(frozen=True)
 class allgather(Aggregator, name="allgather"):
@@ -37,24 +41,39 @@ class allgather(Aggregator, name="allgather"):
 
     Options:
         select: an operator that picks elements, such as ``top_k``; or a codec, which takes all.
-        values: what becomes of the picked values: "float32", "float16" (values beyond its range
+        values: how the picked values are sent: "float32", "float16" (values beyond its range
             are sent as its largest, and error feedback keeps the rest), or a codec.
+        algorithm: "allgather" delivers all ranks' entries to every rank, which adds them in rank
+            order.  Over MPI also "split_allgather", where each rank adds up one region,
+            "recursive_doubling", "hierarchical", which adds up inside of nodes first, and "auto",
+            what a model measured on the communicator expects to be fastest; see
+            docs/sparse-collectives.md.  Values as they are or in float16.
 
     An allgather delivers P messages to everyone, an allreduce about two dense arrays.  Where the
-    former is more (density 25 % on more than 4 ranks, say), the same choice of elements travels in
-    a dense sum, uncoded values only: the result is the same up to the order of additions.
+    former is more (density 25 % on more than 4 ranks, say), uncoded values at the same places are
+    sent in a dense sum instead: the result is the same up to the order of additions.
     """
 
     select: Selector | Codec = top_k()
     values: str | Codec = "float32"
+    algorithm: str = "allgather"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.values, str):
             check_choice("values", self.values, ("float32", "float16"))
         elif not isinstance(self.values, Codec):
             raise TypeError(
                 f"values must be 'float32', 'float16' or a codec such as natural(); got "
                 f"{self.values!r}"
+            )
+        check_choice("algorithm", self.algorithm, ALGORITHMS)
+        if self.algorithm != "allgather" and not (
+            isinstance(self.select, Selector) and isinstance(self.values, str)
+        ):
+            raise ConfigError(
+                f"algorithm={self.algorithm!r} adds plain values on their way, and codes cannot be "
+                "added: algorithm='allgather'"
             )
         if not isinstance(self.select, Selector | Codec) or isinstance(self.select, random_k):
             raise TypeError(
@@ -73,16 +92,6 @@ class allgather(Aggregator, name="allgather"):
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         return self.select.init(x) if isinstance(self.select, Selector) else {}
 
-    @property
-    def homogeneous(self) -> bool:
-        return all(
-            part.homogeneous for part in (self.select, self.values) if not isinstance(part, str)
-        )
-
-    @property
-    def needs_epoch(self) -> bool:
-        return isinstance(self.select, Selector) and self.select.needs_epoch
-
     def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
         n = math.prod(shape)
         if isinstance(self.select, Codec):
@@ -91,9 +100,9 @@ class allgather(Aggregator, name="allgather"):
             self.values.check_feedback(self.select.count(n, context) or n)
 
     def classes(self, d: int, context: Context | None = None) -> Classes:
-        """Of the operator, of the codec, or of the one followed by the other: codes of top-k have
-        alpha k/d times the codec's, its beta, and d/k times its delta.  Rounding float64 to float32
-        is not counted."""
+        """Return the constants of the operator, of the codec, or of the one followed by the other:
+        codes of top-k have alpha k/d times the codec's, its beta, and d/k times its delta.  What is
+        lost by rounding float64 to float32 is not counted."""
         if isinstance(self.select, Codec):
             return self.select.classes(d)
         if self.values == "float16":
@@ -122,11 +131,33 @@ class allgather(Aggregator, name="allgather"):
             return Aggregated(mean, x, xp.all_finite(mean), state)
         indices, state = self.select.pick(x, k, state, context)
         values = xp.take(x, indices)
-        if isinstance(self.values, Codec):
+        if self.algorithm != "allgather":
+            wire = None if self.values == "float32" else str(self.values)
+            own = Sparse(indices, values)
+            aggregated = yield from _by_algorithm(x, own, wire, self.algorithm, context.size)
+        elif isinstance(self.values, Codec):
             aggregated = yield from _coded(self.values, x, indices, values, k, context)
         else:
             aggregated = yield from _plain(self.values, x, indices, values, k, context)
         return aggregated._replace(state=state)
+
+
+def _by_algorithm(
+    x: Array, own: Sparse, wire: str | None, algorithm: str, size: int
+) -> Generator[Request, Any, Aggregated]:
+    """The engine adds vectors up on their way; what it has to round off stays here."""
+    xp = backend_of(x)
+    n, dtype = xp.size(x), xp.dtype(x)
+    own = own._replace(values=xp.round_to(own.values, wire, saturate=True))
+    total, dropped, *_ = yield SparseSum(own, n, wire, algorithm)
+
+    def arrived(*parts: np.ndarray) -> list[np.ndarray]:
+        mine, lost = Sparse(*parts[:2]), Sparse(parts[2], -parts[3])
+        return list(add_up([mine, lost], n, dtype))
+
+    looks = [("int64", None), (dtype, None)]
+    indices, values = xp.on_host(arrived, [*own, *dropped], looks, x)
+    return Aggregated(total / size, Sparse(indices, values), xp.all_finite(total))
 
 
 def _plain(

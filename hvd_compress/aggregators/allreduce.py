@@ -13,6 +13,9 @@ from hvd_compress.config import check_choice
 from hvd_compress.operator_classes import IDENTITY, Classes
 from hvd_compress.operators import random_k
 
+#: how arrays are added up, over MPI
+ALGORITHMS = (None, "auto", "direct", "halving_doubling", "hierarchical", "ring")
+
 
 @dataclasses.dataclass(frozen=True)
 class allreduce(Aggregator, name="allreduce"):
@@ -25,23 +28,25 @@ class allreduce(Aggregator, name="allreduce"):
             does (``top_k``) is a TypeError: sums of different coordinates mean nothing.
         unbiased: scale what was selected by n/k, so that its expectation is the gradient.  Not to
             be combined with error feedback, which needs the unscaled elements.
+        algorithm: over MPI "direct", "ring", "halving_doubling", "hierarchical", which adds up
+            inside of nodes first, or "auto", what a model measured on the communicator expects to
+            be fastest.  ``None`` takes the engine's own: "direct" over MPI, and what the library
+            chooses elsewhere.
     """
 
     wire: str | None = None
     select: random_k | None = None
     unbiased: bool = False
+    algorithm: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("wire", self.wire, (None, "gradient", "float16", "bfloat16"))
+        check_choice("algorithm", self.algorithm, ALGORITHMS)
         if self.select is not None and not isinstance(self.select, random_k):
             raise TypeError(
                 f"allreduce({self.select!r}) would sum different coordinates of different ranks; "
                 "write allgather(...) for operators that look at the gradient"
             )
-
-    @property
-    def needs_epoch(self) -> bool:
-        return self.select is not None and self.select.needs_epoch
 
     def classes(self, d: int, context: Context | None = None) -> Classes:
         if self.wire in ("float16", "bfloat16"):
@@ -58,7 +63,7 @@ class allreduce(Aggregator, name="allreduce"):
         if wire == "gradient":
             wire = context.dtype if context.dtype in ("float16", "bfloat16") else None
         if self.select is None:
-            total = yield Sum(x, wire)
+            total = yield Sum(x, wire, self.algorithm)
             mean = total / context.size
             return Aggregated(mean, xp.round_to(x, wire), xp.all_finite(mean))
         n = xp.size(x)
@@ -67,7 +72,7 @@ class allreduce(Aggregator, name="allreduce"):
         values = xp.take(x, indices)
         if self.unbiased and k:
             values = values * (n / k)
-        total = yield Sum(values, wire)
+        total = yield Sum(values, wire, self.algorithm)
         values_mean = total / context.size
         mean = xp.put(xp.zeros(n, x), indices, values_mean)
         sent = Sparse(indices, xp.round_to(values, wire))

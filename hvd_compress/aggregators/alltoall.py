@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Generator
 from typing import Any
 
@@ -16,14 +15,13 @@ from hvd_compress.codecs import Codec
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.random_k import own_generator
-
-Shards = list[slice]
+from hvd_compress.sharding import shards_of
 
 
 @dataclasses.dataclass(frozen=True)
 class alltoall(Aggregator, name="alltoall"):
     """Send each rank its shard of the tensor, coded; it adds them up, and sends the sum of its
-    shard, coded again, to all.
+    shard, coded again, to all ranks.
 
     A rank sends and receives about two coded tensors, however many ranks there are, where
     ``allgather`` would receive one from each.  What the second coding leaves out stays with the
@@ -34,7 +32,7 @@ class alltoall(Aggregator, name="alltoall"):
 
         sum of sent + sum of o before = N * mean + sum of o after
 
-    If the number of ranks changes, shards do, and what lies outside a rank's own travels with its
+    If the number of ranks changes, shards do, and what lies outside a rank's own is sent with its
     next message, so nothing is lost; a checkpoint may average ``owner_residual`` over the ranks.
 
     Options:
@@ -54,10 +52,6 @@ class alltoall(Aggregator, name="alltoall"):
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         xp = backend_of(x)
         return {"owner_residual": xp.zeros(xp.size(x), x)}
-
-    @property
-    def homogeneous(self) -> bool:
-        return self.codec.homogeneous
 
     def aggregate(
         self, x: Array, state: State, context: Context
@@ -90,19 +84,12 @@ class alltoall(Aggregator, name="alltoall"):
         return Aggregated(mean, sent, xp.all_finite(mean), {"owner_residual": owner_residual})
 
 
-def shards_of(n: int, size: int, unit: int) -> Shards:
-    """One for each rank: whole units, as equal as they can be; the last unit may be short."""
-    units = -(-n // unit)
-    bounds = [min(n, unit * (units * rank // size)) for rank in range(size + 1)]
-    return [slice(a, b) for a, b in itertools.pairwise(bounds)]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What a rank does on its host."""
+    """What a rank computes on its host."""
 
     codec: Codec
-    shards: Shards
+    shards: list[slice]
     context: Context
     n: int
     dtype: np.dtype
@@ -119,7 +106,8 @@ class _Work:
         return decode_coded(self.codec, frame, count, self.dtype, sender=f"rank {sender}")[1]
 
     def encode(self, step: int, x: np.ndarray, owner_residual: np.ndarray) -> list[np.ndarray]:
-        """A frame for each rank, and what they say, less what came from ``owner_residual``."""
+        """Return a frame for each rank; and what the frames decode to, less what came from
+        ``owner_residual``."""
         foreign = owner_residual.copy()
         foreign[self._own] = 0
         moved = foreign.any()  # the shards did
@@ -134,13 +122,14 @@ class _Work:
     def add_up(
         self, step: int, owner_residual: np.ndarray, *frames: np.ndarray
     ) -> list[np.ndarray]:
-        """The frame of the sum of the rank's shard, and what it leaves out."""
+        """Return the frame of the sum of the rank's shard; and what the frame leaves out of it."""
         total = owner_residual[self._own].copy()
-        for rank, frame in enumerate(frames):
-            total += self._decode(frame, self._own, rank)
-        frame = encode_coded(self.codec, total, self._random(step, 1))
         left = np.zeros(self.n, self.dtype)
-        left[self._own] = total - self._decode(frame, self._own, self.context.rank)
+        with np.errstate(over="ignore", invalid="ignore"):  # of a non-finite step
+            for rank, frame in enumerate(frames):
+                total += self._decode(frame, self._own, rank)
+            frame = encode_coded(self.codec, total, self._random(step, 1))
+            left[self._own] = total - self._decode(frame, self._own, self.context.rank)
         return [frame, left]
 
     def decode(self, *frames: np.ndarray) -> list[np.ndarray]:

@@ -12,12 +12,12 @@ from hvd_compress.aggregators.sketching import Hashes, estimates, sketch
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregated, Aggregator
-from hvd_compress.config import is_whole
+from hvd_compress.config import converted, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators import top_k
 from hvd_compress.operators.random_k import shared_generator
 from hvd_compress.operators.top_k import count
-from hvd_compress.schedules import Density, as_density, by_epoch, density_at
+from hvd_compress.schedules import Density, as_density, density_at
 
 _LARGEST = top_k(1.0, "exact")
 
@@ -43,13 +43,13 @@ class count_sketch(Aggregator, name="count_sketch"):
     ``operators/count_sketch.py``.
     """
 
-    density: Density = 0.001
+    density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
     rows: int = 5
     width: int = 10
     candidates: int = 4
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "density", as_density(self.density))
+        super().__post_init__()
         for option in ("rows", "width", "candidates"):
             value = getattr(self, option)
             if not is_whole(value) or value < 1:
@@ -57,12 +57,8 @@ class count_sketch(Aggregator, name="count_sketch"):
         if self.rows % 2 == 0:
             raise ConfigError(f"rows must be odd, so that one is in the middle; got {self.rows}")
 
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.density)
-
     def count(self, n: int, context: Context) -> int:
-        """How many of ``n`` elements are kept; ``n`` where a sketch would not be smaller."""
+        """Return how many of ``n`` elements are kept: ``n`` where a sketch would not be smaller."""
         k = count(n, density_at(self.density, context.step, context.epoch))
         return k if (self.rows * self.width + self.candidates) * k < n else n
 

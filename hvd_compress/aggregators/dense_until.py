@@ -9,20 +9,21 @@ from typing import Any
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, State, Sum
 from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.config import converted
 from hvd_compress.errors import ConfigError
-from hvd_compress.schedules import Start, as_start, by_epoch, started
+from hvd_compress.schedules import Start, as_start, started
 
 
 @dataclasses.dataclass(frozen=True)
 class dense_until(Aggregator, name="dense_until"):
     """Sum everything until ``start``, a number of steps or ``After("epoch", ...)``; then ``via``,
-    another aggregator, whose state waits meanwhile."""
+    another aggregator, whose state does not change until then."""
 
-    start: Start
+    start: Start = dataclasses.field(metadata=converted(as_start))
     via: Aggregator
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "start", as_start(self.start))
+        super().__post_init__()
         if not isinstance(self.via, Aggregator):
             raise ConfigError(f"dense_until(start, via): {self.via!r} is not an aggregator")
 
@@ -37,14 +38,6 @@ class dense_until(Aggregator, name="dense_until"):
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
         return self.via.unbiased
-
-    @property
-    def homogeneous(self) -> bool:
-        return self.via.homogeneous
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.start) or self.via.needs_epoch
 
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         return self.via.init(x, shape)

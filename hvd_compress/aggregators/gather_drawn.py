@@ -20,13 +20,13 @@ from hvd_compress.wire.frame import decode_dense, encode_dense, padded
 @dataclasses.dataclass(frozen=True)
 class gather_drawn(Aggregator, name="gather_drawn"):
     """Gather k elements of every rank, which it draws with a seed of its own.  That seed follows
-    from what all ranks know (the common seed, the step, the tensor and the rank), so values travel
-    alone, and who receives them draws their indices again.
+    from what all ranks know (the common seed, the step, the tensor and the rank), so values are
+    sent alone, and the receivers draw the indices again.
 
     Ranks that draw for themselves err independently: the variance of the average of N is an N-th of
     one rank's, where ``allreduce(select=random_k())``, with the same indices on all ranks, has the
     variance of one.  In exchange every rank receives k values from each other.  Where that is more
-    than two dense arrays, the same choice of elements travels in a dense sum.
+    than two dense arrays, the same elements are sent in a dense sum.
 
     Options:
         select: how many elements.
@@ -51,12 +51,9 @@ class gather_drawn(Aggregator, name="gather_drawn"):
                 "write allgather(...) for operators that look at the gradient"
             )
 
-    @property
-    def needs_epoch(self) -> bool:
-        return self.select.needs_epoch
-
     def classes(self, d: int, context: Context | None = None) -> Classes:
-        """Of what one rank sends: those of ``allreduce`` with the same operator."""
+        """Return the constants of what one rank sends: those of ``allreduce`` with the same
+        operator."""
         if self.wire:
             return super().classes(d, context)
         return (self.select.scaled_classes if self.unbiased else self.select.classes)(d, context)

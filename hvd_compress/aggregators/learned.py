@@ -12,17 +12,23 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvd_compress.aggregators._leader import leaders_choice
-from hvd_compress.autoencoder import LEAST, first_weights, latent_size, numpy_network
+from hvd_compress.autoencoder import (
+    LEAST,
+    first_weights,
+    latent_size,
+    network_of,
+    numpy_network,
+)
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.plain import plain
-from hvd_compress.config import check_fraction, is_whole
+from hvd_compress.config import check_fraction, converted, is_whole
 from hvd_compress.errors import ConfigError, PoorFit
 from hvd_compress.operators import top_k
 from hvd_compress.operators.top_k import count
-from hvd_compress.schedules import After, Start, as_start, by_epoch, started
+from hvd_compress.schedules import After, Start, as_start, started
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
 
 #: of Adam: how its two moments decay, and what keeps its quotient finite
@@ -35,12 +41,23 @@ _ALIKE, _LOST = 0.05, 0.95
 _TINY = 1e-30
 
 
+def settled_after(settled: Start | None, start: Start) -> Start:
+    """Return ``settled``, or else a schedule that begins a little later than ``start``: by more
+    than one step, since a non-finite step is undone."""
+    if settled is not None:
+        return as_start(settled)
+    if isinstance(start, After):
+        more = 3 if start.unit == "step" else 1
+        return After(start.unit, start.stage_length + more)
+    return After("step", 3) if start else start
+
+
 @dataclasses.dataclass(frozen=True)
 class _Learned(Aggregator):
     """A leader, who changes with every step, chooses the k = ceil(density * n) elements that are
     largest on it, and all ranks take theirs at the same places.  Until ``start``, a number of steps
     or ``After("epoch", ...)``, every rank sends its values to all, and all ranks make the same
-    step of Adam on them; from then on, only what the autoencoder makes of them travels.
+    step of Adam on them; from then on, only latents are sent.
 
     State, equal on all ranks: ``autoencoder``, the weights; ``first_moment`` and ``second_moment``,
     Adam's; ``quality``: averages of the mean cosine between the values of two ranks and of the
@@ -54,10 +71,12 @@ class _Learned(Aggregator):
     """
 
     density: float = 0.001
-    start: Start = 300
+    start: Start = dataclasses.field(default=300, metadata=converted(as_start))
     rate: float = 0.003
     selection: str = "sampled"
-    settled: Start | None = None
+    settled: Start | None = dataclasses.field(
+        default=None, metadata=converted(settled_after, "start")
+    )
 
     keys = ("autoencoder", "first_moment", "second_moment", "quality")
     per_rank = False
@@ -65,22 +84,17 @@ class _Learned(Aggregator):
     innovation: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fraction("density", self.density)
         check_fraction("rate", self.rate)
-        object.__setattr__(self, "start", as_start(self.start))
-        object.__setattr__(self, "settled", settled_after(self.settled, self.start))
         assert self._select  # checks the other options
 
     @property
     def _select(self) -> top_k:
         return top_k(self.density, self.selection)
 
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.start) or by_epoch(self.settled)
-
     def fits(self, n: int) -> bool:
-        """Whether so many of ``n`` elements are selected that they have a latent."""
+        """Return whether enough of ``n`` elements are selected for the autoencoder, and not all."""
         return LEAST <= count(n, self.density) < n
 
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
@@ -161,7 +175,7 @@ class _Learned(Aggregator):
         mean, values, wanted, innovations, cosine = xp.on_host(
             prepare, [context.step, *frames], [(dtype.name, size) for size in outputs], x
         )
-        gradient, decoded = xp.autoencoder().gradient(
+        gradient, decoded = network_of(x).gradient(
             state["autoencoder"],
             xp.reshape(values, (ranks, k)),
             xp.reshape(innovations, (ranks, k)) if innovates else None,
@@ -199,7 +213,7 @@ class learned_allreduce(_Learned, name="learned_allreduce"):
 
         z = sum over the ranks of encode(values / s) / N;   mean = a decode(z)
 
-    where s is the largest magnitude among the leader's values, which travels with the indices, and
+    where s is the largest magnitude among the leader's values, which is sent with the indices, and
     a takes the result as near to the mean of the values as it gets, which takes a sum of one number
     from each rank.  Every rank counts as having sent the common result.
 
@@ -236,7 +250,7 @@ class learned_allreduce(_Learned, name="learned_allreduce"):
 
         indices, scale = yield from leaders_choice(self._select, x, k, context, scale_of, 1)
         values = xp.take(x, indices) / scale
-        latent = xp.autoencoder().encode(weights, xp.reshape(values, (1, k)))
+        latent = network_of(x).encode(weights, xp.reshape(values, (1, k)))
         total = yield Sum(xp.reshape(latent, (-1,)))
         (decoded,) = xp.on_host(decode, [weights, total], [(dtype, k)], x)
         product = yield Sum(_product(xp, values, decoded))
@@ -252,7 +266,7 @@ class learned_server(_Learned, name="learned_server"):
         z = encode(values / s) on the leader;   mean = sum of a_i decode_i(z, innovation_i) / N
 
     where the values and innovations of each rank are divided by the largest magnitude among them,
-    and a_i, which travels with the innovation, takes the result as near to the values of rank i as
+    and a_i, which is sent with the innovation, takes the result as near to the values of rank i as
     it gets.
 
     Options:
@@ -307,7 +321,7 @@ class learned_server(_Learned, name="learned_server"):
             values = xp.take(x, indices)
             (scale,) = xp.on_host(_largest, [values], [(dtype, 1)], x)
             rows = xp.reshape(values / scale, (1, k))
-            return xp.reshape(xp.autoencoder().encode(weights, rows), (-1,))
+            return xp.reshape(network_of(x).encode(weights, rows), (-1,))
 
         def encode(weights: np.ndarray, latent: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
             places = self._places(values)
@@ -347,19 +361,8 @@ class learned_server(_Learned, name="learned_server"):
         )
 
 
-def settled_after(settled: Start | None, start: Start) -> Start:
-    """``settled``, or what is a little later than ``start``: more than one step, since a NaN undoes
-    a step."""
-    if settled is not None:
-        return as_start(settled)
-    if isinstance(start, After):
-        more = 3 if start.unit == "step" else 1
-        return After(start.unit, start.stage_length + more)
-    return After("step", 3) if start else start
-
-
 def largest(values: np.ndarray) -> np.floating:
-    """The largest magnitude, or 1 if all are zero; NaN if one is."""
+    """Return the largest magnitude; 1 if all are zero, NaN if one is."""
     found = np.abs(values).max()
     return found if found != 0 else values.dtype.type(1)
 
@@ -373,7 +376,8 @@ def _encode_all(values: np.ndarray) -> list[np.ndarray]:
 
 
 def mean_cosine(rows: np.ndarray) -> float:
-    """Mean over pairs of the rows (N, k); 1 if N = 1.  A row of zeros is like no other."""
+    """Return the mean cosine over the pairs of the rows (shape (N, k)); 1 if N = 1.  A row of zeros
+    has cosine 0 with all others."""
     ranks = len(rows)
     if ranks == 1:
         return 1.0
@@ -388,7 +392,8 @@ def _product(xp: Any, x: Array, y: Array) -> Array:
 
 
 def nearest(product: Any, decoded: np.ndarray) -> Any:
-    """The factor that takes ``decoded`` as near to values as it gets, given their product."""
+    """Return the factor a that makes |values - a decoded| least, given the scalar product of the
+    two."""
     return product / (np.sum(np.square(decoded, dtype=np.float64)) + _TINY)
 
 

@@ -56,7 +56,7 @@ class Merging:
 
     @property
     def pairs(self) -> int:
-        """How many ranks merge to the end, the largest power of two."""
+        """The number of ranks that merge to the end: the largest power of two."""
         return 1 << (self.size.bit_length() - 1)
 
     @property
@@ -65,12 +65,12 @@ class Merging:
 
     @property
     def largest_frame(self) -> int:
-        """Bytes of k entries, indices not packed."""
+        """The bytes of k entries with indices that are not packed."""
         return sparse_size(self.k, self.n, self.dtype)
 
     @property
     def largest_message(self) -> int:
-        """Bytes of a result of k entries that goes back."""
+        """The bytes of a result of k entries that is sent back."""
         return self.largest_frame + self._bytes_of_bits
 
     def in_pairs(

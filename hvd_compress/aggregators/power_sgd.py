@@ -123,7 +123,7 @@ class power_sgd(Aggregator, name="power_sgd"):
         def side(of_q: Any, of_p: Any) -> Any:
             return xp.choose(is_even, of_q, of_p)
 
-        # Where the step is a symbol, the shape of what travels must not depend on it.
+        # Where the step is a symbol, the shape of what is sent must not depend on it.
         width = max(n, m) if xp.traces else None
 
         def on_wire(rows: Array) -> Array:
@@ -183,13 +183,15 @@ def _random(x: Array, n: int, context: Context) -> Array:
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, columns) of a tensor as a matrix: a convolution's output channels, and the rest."""
+    """Return (rows, columns) of a tensor as a matrix: its first dimension, for instance the output
+    channels of a convolution, by all others."""
     return (shape[0] if shape else 1), math.prod(shape[1:])
 
 
 def orthonormal_rows(xp: Any, rows: Array) -> Array:
-    """Gram-Schmidt, row by row, each row twice: once is not enough where rows are nearly alike.
-    Of a matrix, or of each of a stack."""
+    """Return orthonormal rows that span the same space, of a matrix or of each of a stack:
+    Gram-Schmidt, row by row, each row twice, since once is not enough where rows are nearly alike.
+    """
     basis: list[Array] = []
     for i in range(xp.shape(rows)[-2]):
         row = rows[..., i : i + 1, :]

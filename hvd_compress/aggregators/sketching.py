@@ -37,7 +37,7 @@ class Hashes:
         return cls(n, shape, random.integers(0, 2**64, (shape[0], 4), np.uint64))
 
     def row(self, j: int) -> tuple[np.ndarray, np.ndarray]:
-        """The cell (int64) and the sign (-1.0 or 1.0) of every element."""
+        """Return the cell (int64) and the sign (-1.0 or 1.0) of every element in row ``j``."""
         i = np.arange(self.n, dtype=np.uint64)
         a, b, c, d = self.numbers[j]
         cells = (a * i + b) >> _HALF
@@ -50,7 +50,7 @@ class Hashes:
 
 
 def sketch(x: np.ndarray, hashes: Hashes) -> np.ndarray:
-    """The table of the flat ``x``, in its dtype; added up in float64."""
+    """Return the table of the flat ``x``, in its dtype; sums are made in float64."""
     table = np.empty(hashes.shape, x.dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         for j in range(hashes.shape[0]):
@@ -60,7 +60,7 @@ def sketch(x: np.ndarray, hashes: Hashes) -> np.ndarray:
 
 
 def estimates(table: np.ndarray, hashes: Hashes) -> np.ndarray:
-    """Of all elements, float64.  The number of rows is odd."""
+    """Return the estimate of every element (float64, shape (n,)).  The number of rows is odd."""
     rows = hashes.shape[0]
     found = np.empty((rows, hashes.n))
     for j in range(rows):

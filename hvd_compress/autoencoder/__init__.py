@@ -1,8 +1,8 @@
 """The autoencoder of LGC: its shape, and the network in NumPy; each framework has its own.
 
-A network is a module with the functions of :class:`Network`; a backend names it.  All weights are
-one flat array that begins alike everywhere, so that frameworks can be compared and checkpoints
-change hands.
+A network is a module with the functions of :class:`Network`; :func:`network_of` finds the one for
+arrays of a kind.  All weights are one flat array that begins alike everywhere, so that frameworks
+can be compared, and checkpoints loaded by another one.
 """
 
 from hvd_compress.autoencoder import numpy_network
@@ -19,6 +19,7 @@ from hvd_compress.autoencoder.layout import (
     stretched,
     unpacked,
 )
+from hvd_compress.autoencoder.networks import network_of
 
 __all__ = [
     "DECODER",
@@ -30,6 +31,7 @@ __all__ = [
     "first_weights",
     "latent_size",
     "lengths",
+    "network_of",
     "numpy_network",
     "stretched",
     "unpacked",

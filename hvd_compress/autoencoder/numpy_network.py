@@ -167,5 +167,5 @@ def _transposed(x: Array, weight: Array, stride: int) -> Array:
 
 
 def _taps(x: Array, width: int, stride: int, length: int) -> list[Array]:
-    """What meets each of the ``width`` weights, views."""
+    """What each of the ``width`` weights is multiplied with, views."""
     return [x[:, j : j + stride * (length - 1) + 1 : stride] for j in range(width)]

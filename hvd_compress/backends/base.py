@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvd_compress.autoencoder import Network
 from hvd_compress.errors import UnsupportedError
 
 Array = Any
@@ -69,16 +68,6 @@ class Backend(Protocol):
 
     def all_finite(self, x: Array) -> bool: ...
 
-    def kth_largest(self, x: Array, k: int) -> float:
-        """The k-th largest value (k from 1); NaN counts as larger than everything."""
-
-    def top_k(self, x: Array, k: int) -> Array:
-        """Ascending indices of the k largest elements, of equal ones the first; int64.  Only where
-        arrays may be symbols: elsewhere ``operators.top_k`` is made of other primitives."""
-
-    def nonzero(self, mask: Array) -> Array:
-        """Ascending indices, int64."""
-
     def reshape(self, x: Array, shape: tuple[int, ...]) -> Array: ...
 
     def matmul(self, x: Array, y: Array) -> Array:
@@ -98,8 +87,6 @@ class Backend(Protocol):
 
     def unstack(self, x: Array) -> list[Array]:
         """Undo ``stack``."""
-
-    def sort(self, x: Array) -> Array: ...
 
     def take(self, x: Array, indices: Array) -> Array: ...
 
@@ -135,14 +122,37 @@ class Backend(Protocol):
             like: an array on whose device the results shall be.
         """
 
+    def pack_sizes(self, arrays: Sequence[Array]) -> Array:
+        """The number of elements of each array, eight bytes little-endian (1-D, uint8), on the
+        device of the arrays."""
+
+    def unpack_sizes(self, table: Array, count: int) -> list[int]:
+        """Undo ``pack_sizes``; a table that is too short is filled with zeros."""
+
     def from_numpy(self, x: np.ndarray, like: Array) -> Array:
         """On the device of ``like``; shares the memory where it can."""
 
-    def autoencoder(self) -> Network:
-        """The network of LGC over these arrays."""
-
     def to_numpy(self, x: Array) -> np.ndarray:
         """Shares the memory where it can."""
+
+
+class EagerBackend(Backend, Protocol):
+    """Arrays that have values."""
+
+    def kth_largest(self, x: Array, k: int) -> Array:
+        """The k-th largest value (k from 1), a scalar; NaN counts as larger than everything."""
+
+    def nonzero(self, mask: Array) -> Array:
+        """Ascending indices, int64."""
+
+    def sort(self, x: Array) -> Array: ...
+
+
+class TracingBackend(Backend, Protocol):
+    """Arrays that may be symbols, whose numbers of elements must be known beforehand."""
+
+    def top_k(self, x: Array, k: int) -> Array:
+        """Ascending indices of the k largest elements, of equal ones the first; int64."""
 
 
 _MODULES = {
@@ -159,10 +169,19 @@ def backend_of(x: Array) -> Any:
 
 @functools.cache
 def _backend_of_class(cls: type) -> Any:
+    return importlib.import_module(_MODULES[library_of(cls)])
+
+
+def library_of(cls: type) -> str:
+    """Return the library that a class of arrays comes from: "numpy", "torch" or "tensorflow".
+
+    Raises:
+        UnsupportedError: it comes from another one.
+    """
     for parent in cls.__mro__:  # parameters and the like are subclasses of tensors
-        name = _MODULES.get(parent.__module__.partition(".")[0])
-        if name is not None:
-            return importlib.import_module(name)
+        library = parent.__module__.partition(".")[0]
+        if library in _MODULES:
+            return library
     raise UnsupportedError(
         f"no array backend for {cls.__module__}.{cls.__qualname__}; "
         f"pass an array of {' or '.join(_MODULES)}"

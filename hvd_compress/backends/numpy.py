@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvd_compress.backends.base import HostFunction, Output
+from hvd_compress.backends.base import EagerBackend, HostFunction, Output
+from hvd_compress.backends.bfloat16 import from_bfloat16, to_bfloat16
 from hvd_compress.errors import UnsupportedError
 
 Array = np.ndarray
@@ -78,7 +79,7 @@ def all_finite(x: Array) -> bool:
     return bool(np.isfinite(x).all())
 
 
-def kth_largest(x: Array, k: int) -> float:
+def kth_largest(x: Array, k: int) -> Array:
     return np.partition(x, x.size - k)[x.size - k]
 
 
@@ -144,19 +145,11 @@ def round_to(x: Array, wire: str | None, saturate: bool = False) -> Array:
     if wire is None or wire == dtype(x):
         return x
     if wire == "bfloat16":
-        return _round_to_bfloat16(x)
+        return cast(from_bfloat16(to_bfloat16(cast(x, "float32"))), dtype(x))
     if saturate:
         limit = float(np.finfo(wire).max)
         x = np.clip(x, -limit, limit)
     return cast(cast(x, wire), dtype(x))
-
-
-def _round_to_bfloat16(x: Array) -> Array:
-    """Round to nearest even at 8 bits of significand, the result still in x's dtype."""
-    bits = cast(x, "float32").view(np.uint32)
-    rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-    rounded = (rounded & np.uint32(0xFFFF0000)).view(np.float32)
-    return cast(np.where(np.isnan(x), x, rounded), dtype(x))
 
 
 def dtype(x: Array) -> str:
@@ -169,19 +162,27 @@ def choose(condition: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> An
 
 def on_host(
     function: HostFunction, inputs: Sequence[Any], outputs: Sequence[Output], like: Array
-) -> Sequence[Array]:
-    return function(*inputs)
+) -> list[Array]:
+    return list(function(*inputs))
+
+
+def pack_sizes(arrays: Sequence[Array]) -> Array:
+    return np.array([x.size for x in arrays], "<i8").view(np.uint8)
+
+
+def unpack_sizes(table: Array, count: int) -> list[int]:
+    return np.frombuffer(table.tobytes().ljust(8 * count, b"\0"), "<i8").tolist()
 
 
 def from_numpy(x: Array, like: Array) -> Array:
     return x
 
 
-def autoencoder() -> Any:
-    from hvd_compress.autoencoder import numpy_network
-
-    return numpy_network
-
-
 def to_numpy(x: Array) -> Array:
     return x
+
+
+if TYPE_CHECKING:  # the module is held to the protocol
+    from hvd_compress.backends import numpy
+
+    _: EagerBackend = numpy

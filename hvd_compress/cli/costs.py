@@ -1,11 +1,11 @@
-"""What a method costs, found by running it: bits on the wire, how ranks meet, memory.
+"""What a method costs, found by running it: bits on the wire, collectives, memory.
 
 That takes up to some seconds a method.  What is found for this package's methods with their
-defaults is kept in ``facts.json``; ``python -m hvd_compress.cli.costs`` writes it anew.
+defaults is kept in ``costs.json``; ``python -m hvd_compress.cli.costs`` writes it anew.
 
 >>> from hvd_compress import TopK
->>> facts(TopK(density=0.01))
-Facts(sent=0.64, received=2.56, meets=('gather',), memory={'residual': 1.0})
+>>> costs(TopK(density=0.01))
+Costs(sent=0.64, received=2.56, collectives=('gather',), memory={'residual': 1.0})
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _FILE = Path(__file__).with_suffix(".json")
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class Costs:
     """Of exchanges of a matrix of 512 x 2000 float32 between 4 ranks, by rank 0.
 
     Attributes:
         sent: bits that a rank hands over, per element.
         received: bits that arrive for it, per element, its own included; sums arrive once.
-        meets: the kinds of requests, in their order.
+        collectives: the kinds of requests, in their order.
         memory: what the state takes by its keys, in units of the gradient.
     """
 
     sent: float
     received: float
-    meets: tuple[str, ...]
+    collectives: tuple[str, ...]
     memory: dict[str, float]
 
 
 @functools.cache
-def facts(method: Compressor) -> Facts:
+def costs(method: Compressor) -> Costs:
     """On average over late steps, when methods that begin with dense ones are at work."""
     method = method.for_tensor("weight", SHAPE)
     random = np.random.default_rng(0)
@@ -78,28 +78,31 @@ def facts(method: Compressor) -> Facts:
         states = [outcome.state for outcome in outcomes]
         total += seen if step in _LATE else []
     n, size = len(_LATE) * gradients[0].size, gradients[0].nbytes
-    return Facts(
+    return Costs(
         sent=round(8 * sum(sent for _, sent, _ in total) / n, 2),
         received=round(8 * sum(received for _, _, received in total) / n, 2),
-        meets=tuple(kind for kind, _, _ in seen),
+        collectives=tuple(kind for kind, _, _ in seen),
         memory={key: round(array.nbytes / size, 3) for key, array in states[0].items()},
     )
 
 
-def facts_of_defaults(name: str) -> Facts:
+def costs_of_defaults(name: str) -> Costs:
     """Those of the method that a text names so, with its defaults: kept ones, or found now."""
-    return _kept().get(name) or facts(lookup("method", name)())
+    return _kept().get(name) or costs(lookup("method", name)())
 
 
 @functools.cache
-def _kept() -> dict[str, Facts]:
+def _kept() -> dict[str, Costs]:
     rows = json.loads(_FILE.read_text())
-    return {name: Facts(**row | {"meets": tuple(row["meets"])}) for name, row in rows.items()}
+    return {
+        name: Costs(**row | {"collectives": tuple(row["collectives"])})
+        for name, row in rows.items()
+    }
 
 
 def _keep() -> None:
     warnings.simplefilter("ignore", NeedsTuning)  # nothing is trained here
-    rows = {name: facts(lookup("method", name)()) for name in methods.method_names()}
+    rows = {name: costs(lookup("method", name)()) for name in methods.method_names()}
     lines = [f'"{name}": {json.dumps(dataclasses.asdict(row))}' for name, row in rows.items()]
     _FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

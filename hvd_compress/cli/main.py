@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from hvd_compress import __version__, methods
 from hvd_compress.base import Compressor
-from hvd_compress.cli.costs import RANKS, SHAPE, facts_of_defaults
+from hvd_compress.cli.costs import RANKS, SHAPE, costs_of_defaults
 from hvd_compress.cli.doctor import WANTED, doctor
 from hvd_compress.cli.horovod_build import install_horovod
 from hvd_compress.cli.horovod_plan import GPU, VERSION
@@ -80,9 +80,9 @@ def _positive(text: str) -> int:
     return number
 
 
-COLUMNS = ("name", "class", "bits sent", "received", "meets by", "state", "reference")
+COLUMNS = ("name", "class", "bits sent", "received", "collectives", "state", "reference")
 #: what a narrow terminal does without, in this order
-DISPENSABLE = ("state", "class", "reference", "meets by")
+DISPENSABLE = ("state", "class", "reference", "collectives")
 
 
 def list_methods(names: Sequence[str], wide: bool) -> None:
@@ -126,9 +126,9 @@ def _hidden(widths: dict[str, int], room: int) -> list[str]:
 
 
 def _costs(cls: type[Compressor]) -> tuple[str, str, str, str]:
-    found = facts_of_defaults(cls.name)
+    found = costs_of_defaults(cls.name)
     state = ", ".join(f"{key} {size:g}" for key, size in found.memory.items()) or "-"
-    return f"{found.sent:g}", f"{found.received:g}", ", ".join(found.meets), state
+    return f"{found.sent:g}", f"{found.received:g}", ", ".join(found.collectives), state
 
 
 def _describe(cls: type[Compressor]) -> None:
@@ -139,9 +139,9 @@ def _describe(cls: type[Compressor]) -> None:
         print(f"        {_option(field)}")
     if cls.name not in methods.method_names():
         return
-    sent, received, meets, state = _costs(cls)
+    sent, received, collectives, state = _costs(cls)
     print(f"\n    Bits an element: {sent} sent, {received} received between {RANKS} ranks")
-    print(f"    Meets by: {meets}; state, in gradients: {state}\n")
+    print(f"    Collectives: {collectives}; state, in gradients: {state}\n")
 
 
 def _option(field: dataclasses.Field[object]) -> str:

@@ -1,10 +1,11 @@
 """Codecs: the values of an array in few bits, one family a file."""
 
 from hvd_compress.codecs.base import Codec
+from hvd_compress.codecs.column_means import column_means
 from hvd_compress.codecs.contraction import contraction
 from hvd_compress.codecs.exponential import exponential_dithering, natural, natural_dithering
 from hvd_compress.codecs.floats import float8
-from hvd_compress.codecs.one_bit import column_means
+from hvd_compress.codecs.linear import linear
 from hvd_compress.codecs.plus_minus import plus_minus
 from hvd_compress.codecs.qsgd import uniform_dithering
 from hvd_compress.codecs.rounding import rounding
@@ -19,6 +20,7 @@ __all__ = [
     "contraction",
     "exponential_dithering",
     "float8",
+    "linear",
     "natural",
     "natural_dithering",
     "plus_minus",

@@ -25,38 +25,38 @@ class Codec(Configurable, abc.ABC, kind="block"):
     #: ``encode`` draws random numbers, and E[decode(encode(x))] = x
     unbiased: ClassVar[bool] = False
 
-    #: twice the values decode to twice as much
-    homogeneous: ClassVar[bool] = True
-
     def for_shape(self, shape: tuple[int, ...]) -> Codec:
-        """The codec for a tensor of ``shape``, if that makes a difference."""
+        """Return the codec for a tensor of ``shape``: this one, unless its options depend on the
+        shape."""
         return self
 
     def unit(self, n: int) -> int:
-        """Where the array may be cut into shards without a loss: after each so many elements."""
+        """Return after how many elements an array of ``n`` may be divided into shards so that the
+        shards decode to the same values as the whole."""
         return 1
 
     @abc.abstractmethod
     def size(self, n: int, dtype: np.dtype) -> int:
-        """Bytes of n elements, the same whatever their values."""
+        """Return the number of bytes of ``n`` elements of ``dtype``, whatever their values."""
 
     @abc.abstractmethod
     def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """The bytes (1-D, uint8) of a flat, finite ``x``.
+        """Return the bytes (1-D, uint8) of a flat, finite ``x``.
 
         Random codecs draw from ``random``, which belongs to this rank, tensor and step.  Where
-        something overflows although ``x`` is finite, decoding must give what is not finite.
+        something overflows although ``x`` is finite, the decoded values must not be finite either.
         """
 
     @abc.abstractmethod
     def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
-        """``n`` numbers of ``dtype``, a new array.  ``code`` has ``size(n, dtype)`` bytes, which
-        come from another rank: whatever they are, the result is an array or a ValueError."""
+        """Return ``n`` numbers of ``dtype``, a new array.  ``code`` has ``size(n, dtype)`` bytes,
+        which come from another rank: whatever they are, the result is an array or a ``ValueError``.
+        """
 
     def check_feedback(self, d: int) -> None:
-        """Raise unless error feedback holds on to what this codec leaves out of ``d`` elements.
+        """Raise ``ConfigError`` unless error feedback converges with this codec for ``d`` elements.
 
-        Of an unbiased codec with zeta >= 2 what is left out can be larger than what went in.
+        What an unbiased codec with zeta >= 2 leaves out can be larger than what went in.
         """
         if self.unbiased and d and (zeta := self.classes(d).zeta or 1.0) >= 2:
             raise ConfigError(
@@ -66,9 +66,9 @@ class Codec(Configurable, abc.ABC, kind="block"):
             )
 
     def classes(self, d: int) -> Classes:
-        """Constants in d dimensions, for step sizes and rates; see :class:`Classes`."""
+        """Return the constants in d dimensions, for step sizes and rates; see :class:`Classes`."""
         raise UnsupportedError(f"no constants are known for {self.name}")
 
-    def bits(self, d: int) -> float:
-        """On the wire, per element of an array of ``d`` float32."""
+    def bits_per_element(self, d: int) -> float:
+        """Return the bits on the wire per element of an array of ``d`` float32."""
         return 8 * self.size(d, np.dtype(np.float32)) / d

@@ -21,12 +21,13 @@ def check_norm(norm: str) -> None:
 
 
 def count(n: int, bucket: int | None) -> int:
-    """How many buckets ``n`` elements have; the last one is as long as it gets."""
+    """Return how many buckets ``n`` elements have, of which the last may be shorter."""
     return (1 if n else 0) if bucket is None else -(-n // bucket)
 
 
 def rows(x: np.ndarray, bucket: int | None) -> list[np.ndarray]:
-    """Views of a flat array with a bucket in each row: those of full length, and the rest."""
+    """Return views of a flat array with a bucket in each row: those of full length, and, if there
+    is one, the shorter one at the end."""
     length = bucket or max(x.size, 1)
     full = x.size // length * length
     parts = [x[:full].reshape(-1, length)]
@@ -34,7 +35,7 @@ def rows(x: np.ndarray, bucket: int | None) -> list[np.ndarray]:
 
 
 def norms(x: np.ndarray, bucket: int | None, norm: str) -> np.ndarray:
-    """Of every bucket, in the dtype of ``x``; the L2 norm is added up in float64."""
+    """Return the norm of every bucket, in the dtype of ``x``; sums are made in float64."""
     found = []
     for part in rows(x, bucket):
         if norm == "max":
@@ -46,5 +47,5 @@ def norms(x: np.ndarray, bucket: int | None, norm: str) -> np.ndarray:
 
 
 def per_element(scales: np.ndarray, n: int, bucket: int | None) -> np.ndarray:
-    """The scale of each of ``n`` elements; of all-equal ones an array of length 1."""
+    """Return the scale of each of ``n`` elements, or an array of length 1 if they share one."""
     return scales[:1] if bucket is None else np.repeat(scales, bucket)[:n]

@@ -14,7 +14,7 @@ from hvd_compress.errors import ConfigError
 class contraction(Codec, name="contraction"):
     """What ``codec`` decodes to, divided by its zeta: of class U(zeta) becomes class B3(zeta).
 
-    The same bytes travel.  Reference: Beznosikov et al., JMLR 2023.
+    The same bytes are sent.  Reference: Beznosikov et al., JMLR 2023.
     """
 
     codec: Codec
@@ -23,10 +23,6 @@ class contraction(Codec, name="contraction"):
         if not isinstance(self.codec, Codec) or not self.codec.unbiased:
             raise ConfigError(f"contraction takes an unbiased codec; got {self.codec!r}")
         self.codec.classes(1)  # or there is nothing to scale by
-
-    @property
-    def homogeneous(self) -> bool:  # type: ignore[override]
-        return self.codec.homogeneous
 
     def for_shape(self, shape: tuple[int, ...]) -> Codec:
         return contraction(self.codec.for_shape(shape))

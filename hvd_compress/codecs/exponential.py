@@ -109,8 +109,8 @@ class exponential_dithering(Dithering, name="exponential_dithering"):
         return np.concatenate([-grid[:0:-1], grid])[digits]
 
     def classes(self, d: int) -> Classes:
-        """zeta = (b + 1/b + 2) / 4 + q min(1, q), q = d^(1/r) b^(1-s); r is 2 for the L2 norm, and
-        also bounds that of the largest element."""
+        """Return zeta = (b + 1/b + 2) / 4 + q min(1, q) with q = sqrt(d) b^(1-s) for buckets of d
+        elements, which bounds the variance for either norm."""
         d = min(d, self.bucket or d)
         b = float(self.base)
         q = math.sqrt(d) * b ** (1 - self.levels)
@@ -120,5 +120,5 @@ class exponential_dithering(Dithering, name="exponential_dithering"):
 def natural_dithering(
     levels: int = 7, bucket: int | None = 512, norm: str = "l2"
 ) -> exponential_dithering:
-    """:class:`exponential_dithering` to base 2."""
+    """Return :class:`exponential_dithering` to base 2."""
     return exponential_dithering(2.0, levels, bucket, norm)

@@ -7,14 +7,15 @@ All numbers are little-endian::
     2       u8      version, 2
     3       u8      kind: 3 = coded
     4       u8      dtype of the decoded values: 1 = float32, 3 = float64
-    5       u8      1 = the values are not finite, plus 2 = indices are packed
+    5       u8      1 = the values are not finite, plus 2 = indices are packed; 4 = no values, since
+                    what the sender had to add up arrived damaged
     6       u16     the lowest bits of the CRC-32 of the codec's repr: options must be the same
     8       u32     number of values
     12      u32     CRC-32 of the first 12 bytes and of all behind the header
 
-Indices, where only some elements travel, are ascending, int32 or int64 as in other frames; or they
-are packed and padded to 8 bytes, where the sender was asked to and that is shorter.  Of values that
-are not finite the codes are zeros: a frame's size does not depend on it.
+Where only some elements are sent, their indices are ascending, int32 or int64 as in other frames;
+or packed and padded to 8 bytes, where the sender was asked to and that is shorter.  Where values
+are not finite, or there are none, the codes are zeros: a frame's size does not depend on it.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from hvd_compress.wire.frame import (
 from hvd_compress.wire.indices import best_parameter, gaps_of, pack, unpack
 
 _CODED = 3
-_NOT_FINITE, _PACKED = 1, 2
+_NOT_FINITE, _PACKED, _DAMAGED = 1, 2, 4
 
 
 def coded_size(codec: Codec, count: int, dtype: np.dtype, n: int | None = None) -> int:
-    """Bytes of a frame of ``count`` values; ``n`` if they have indices into so many elements, which
-    take that much unless they are packed."""
+    """Return the bytes of a frame of ``count`` values; with ``n``, of values with indices into
+    ``n`` elements that are not packed."""
     indices = 0 if n is None else count * np.dtype(index_dtype(n)).itemsize
     return padded(indices + codec.size(count, dtype))
 
@@ -59,7 +60,9 @@ def encode_coded(
     *,
     packed: bool = False,
 ) -> np.ndarray:
-    """A frame (1-D, uint8) of the flat ``x`` (float32 or float64), at ``indices`` of ``n``."""
+    """Return a frame (1-D, uint8) of the flat ``x`` (float32 or float64), which are the values at
+    ``indices`` of ``n`` elements if these are given.  ``packed`` packs indices where that is
+    shorter."""
     size, status = coded_size(codec, x.size, x.dtype, n), 0
     own = np.zeros(0, np.uint8)
     if indices is not None and n is not None:
@@ -76,8 +79,14 @@ def encode_coded(
     else:
         code = codec.encode(x, random)
         frame[start : start + code.size] = code
-    values = VALUES[x.dtype.name]
-    return seal(frame, HEADER.pack(MAGIC, VERSION, _CODED, values, status, _tag(codec), x.size))
+    return seal(frame, _header(codec, x.size, x.dtype, status))
+
+
+def frame_of_damaged(codec: Codec, count: int, dtype: np.dtype) -> np.ndarray:
+    """Return a frame of the usual size without values, which tells the ranks that wait for a frame
+    that its sender cannot make one.  Decoding it raises ``PayloadError``."""
+    frame = np.zeros(coded_size(codec, count, dtype), np.uint8)
+    return seal(frame, _header(codec, count, dtype, _DAMAGED))
 
 
 def decode_coded(
@@ -93,7 +102,8 @@ def decode_coded(
     one of the sender's was not finite.  ``count`` is ``None`` if only the sender knows it.
 
     Raises:
-        PayloadError: the frame is damaged, or made with other options than this rank's.
+        PayloadError: the frame is damaged, or made with other options than this rank's; or its
+            sender got one that was.
     """
 
     def fail(problem: str) -> PayloadError:
@@ -119,9 +129,11 @@ def decode_coded(
         raise fail(f"{frame.size} bytes where {size} were expected")
     if not is_sealed(frame):
         raise fail("its checksum does not match")
-    expected = HEADER.pack(MAGIC, VERSION, _CODED, VALUES[dtype.name], status, _tag(codec), count)
-    if frame[: HEADER.size].tobytes() != expected or status > _NOT_FINITE + _PACKED:
+    expected = _header(codec, count, dtype, status)
+    if frame[: HEADER.size].tobytes() != expected or status > _DAMAGED:
         raise fail(f"no header of {count} values by {codec!r} at its start")
+    if status == _DAMAGED:
+        raise PayloadError(f"{sender} got a damaged payload: see its message")
     start, indices = START, None
     try:
         if n is not None:
@@ -149,5 +161,6 @@ def _packed(indices: np.ndarray, n: int) -> np.ndarray | None:
     return code
 
 
-def _tag(codec: Codec) -> int:
-    return zlib.crc32(repr(codec).encode()) & 0xFFFF
+def _header(codec: Codec, count: int, dtype: np.dtype, status: int) -> bytes:
+    tag = zlib.crc32(repr(codec).encode()) & 0xFFFF
+    return HEADER.pack(MAGIC, VERSION, _CODED, VALUES[dtype.name], status, tag, count)

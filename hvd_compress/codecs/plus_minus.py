@@ -12,7 +12,7 @@ from hvd_compress.operators.threshold import check_tau
 
 @dataclasses.dataclass(frozen=True)
 class plus_minus(_Signs, name="plus_minus"):
-    """``tau`` or ``-tau``; zeros count as positive.  ``tau`` itself does not travel, since the
+    """``tau`` or ``-tau``; zeros count as positive.  ``tau`` itself is not sent, since the
     ranks' options are the same.
 
     Options:

@@ -6,17 +6,22 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 
 from hvd_compress.codecs.base import Codec
-from hvd_compress.config import check_choice, is_number
+from hvd_compress.config import check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.operator_classes import Classes
 from hvd_compress.wire.bitpacking import digits_size, pack_digits, unpack_digits
 
 #: the range of normal float32
 _LEAST, _MOST = 2.0**-126, float(np.finfo(np.float32).max)
+
+
+def _as_tuple(levels: Any) -> Any:
+    return None if levels is None else tuple(levels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +33,7 @@ class rounding(Codec, name="rounding"):
     own on the wire.
 
     Sent: the number of the level and the sign as one digit, about log2(2 m + 1) bits an element
-    for m levels; the levels themselves are options, and do not travel.
+    for m levels; the levels themselves are options, and are not sent.
 
     Below the lowest level a_1 it is a choice between a_1 and zero.  Beyond the highest, a biased
     one sends the highest, for error feedback to make up; an unbiased one, which has nothing true
@@ -42,18 +47,20 @@ class rounding(Codec, name="rounding"):
     """
 
     base: float = 2.0
-    levels: tuple[float, ...] | None = None
+    levels: tuple[float, ...] | None = dataclasses.field(
+        default=None, metadata=converted(_as_tuple)
+    )
     biased: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         base, levels = self.base, self.levels
         check_choice("biased", self.biased, (True, False))
         if not is_number(base) or not 1.0055 <= base < 1e9:
             raise ConfigError(f"base must be from 1.0055 to 1e9; got {base!r}")
         if levels is None:
             return
-        object.__setattr__(self, "levels", tuple(levels))
-        numbers = np.asarray(self.levels, np.float32)
+        numbers = np.asarray(levels, np.float32)
         if not 2 <= numbers.size <= 32766 or not (np.diff(numbers) > 0).all():
             raise ConfigError("levels must be 2 to 32766 ascending numbers, distinct in float32")
         if not numbers[0] >= _LEAST or not np.isfinite(numbers).all():
@@ -64,13 +71,13 @@ class rounding(Codec, name="rounding"):
         return not self.biased
 
     @property
-    def homogeneous(self) -> bool:  # type: ignore[override]
+    def homogeneous(self) -> bool:
         """Twice the powers of 2 are powers of 2, and of no other base in float32."""
         return self.levels is None and self.base == 2
 
     @functools.cached_property
     def _ladder(self) -> np.ndarray:
-        """Zero, the levels and, where it can come to that, Inf; as float32 has them."""
+        """Zero, the levels and, for an unbiased codec, Inf; all as float32."""
         levels = self.levels
         if levels is None:
             lowest = math.ceil(math.log(_LEAST, self.base) - 1e-9)

@@ -34,9 +34,11 @@ class _Signs(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class sign(_Signs, name="sign"):
-    """+1 or -1, and of zeros one of the two at random, or nobody's gradient would be everybody's
-    vote.  Says nothing about magnitude, so it is in none of the
-    classes of operators.  Reference: Bernstein et al., signSGD, ICML 2018."""
+    """+1 or -1; of zeros one of the two at random, so that ranks with zero gradients do not all
+    vote for the same sign.  Magnitudes are lost, so it is in none of the classes of operators.
+
+    Reference: Bernstein et al., signSGD, ICML 2018.
+    """
 
     homogeneous = False
 

@@ -1,38 +1,28 @@
-"""What engines have in common, and the engine of a world of one.
+"""What engines have in common.
 
-An engine carries exchanges.  ``start`` submits the first round of some and never waits for other
-ranks, so it may be called from autograd hooks; ``finish`` brings everything in and returns the
-outcomes by name.
+An engine carries exchanges between ranks, one for each bucket of tensors.  ``start`` submits the
+first round of one and never waits for other ranks, so it may be called from autograd hooks;
+``finish`` brings everything in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 import numpy as np
 
 from hvd_compress.agreement import Terms
 from hvd_compress.backends import backend_of
-from hvd_compress.base import (
-    Alltoall,
-    Array,
-    Batch,
-    Collective,
-    Exchange,
-    Gather,
-    Outcome,
-    Sum,
-    Swap,
-)
-from hvd_compress.engines import lockstep
-from hvd_compress.stats import Record
+from hvd_compress.base import Alltoall, Array, Batch, Collective, Gather, SparseSum, Sum, Swap
 
-#: bytes of a message's length, where it travels
+#: bytes of a message's length, where it is sent along
 LENGTH = 8
 
 
 class Engine(Protocol):
+    """Carries generators of collectives; what they return is theirs alone."""
+
     #: making one is a collective, so its owners may compare at once what they are made for
     is_collective: bool
 
@@ -42,19 +32,27 @@ class Engine(Protocol):
     @property
     def size(self) -> int: ...
 
-    def start(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> None:
-        """Submit the first round of exchanges by name, each with the record that counts it."""
+    def start(self, name: str, exchange: Generator[Any, Any, Any]) -> None:
+        """Submit the first round of an exchange; ``name`` is unique among those in flight, and the
+        same on all ranks, as is the order of starts."""
 
-    def finish(self) -> dict[str, Outcome]:
-        """Outcomes by name of everything that was started."""
+    def poll(self) -> None:
+        """Move on what is in flight, without waiting."""
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for everything that was started; what the exchanges return, by name."""
 
     def abandon(self) -> None:
-        """Forget what is under way, after a failure."""
+        """Forget what is in flight, after a failure."""
 
     def agree(self, terms: Terms, like: Array) -> None:
         """Begin to compare ``terms`` over the ranks, before the first ``start`` of a step;
         ``finish`` raises ``MismatchError`` before anything else if they differ.  ``like`` is one of
         the arrays that will be exchanged."""
+
+    def check_step(self, describe: Callable[[], str]) -> None:
+        """Raise ``MismatchError`` if the ranks are known to describe this step's tensors in
+        different words; engines that cannot wait for each other do nothing."""
 
 
 def itemsize(dtype: str) -> int:
@@ -70,43 +68,19 @@ def payload_bytes(request: Collective) -> int:
     if isinstance(request, Swap):
         return 0 if request.partner is None else backend_of(request.payload).size(request.payload)
     if isinstance(request, Alltoall):
-        return sum(backend_of(payload).size(payload) for payload in request.payloads)
+        size = sum(backend_of(payload).size(payload) for payload in request.payloads)
+        return size + (0 if request.equal_sizes else LENGTH * len(request.payloads))
+    if isinstance(request, SparseSum):  # until the engine has counted what its algorithm sent
+        return 0
     xp = backend_of(request.array)
     wire = (isinstance(request, Sum) and request.wire) or xp.dtype(request.array)
     return xp.size(request.array) * itemsize(wire)
 
 
-class LocalEngine:
-    """A world of one: every request is its own answer."""
-
-    rank, size = 0, 1
-    is_collective = False
-
-    def __init__(self) -> None:
-        self._outcomes: dict[str, Outcome] = {}
-
-    def start(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> None:
-        for name, (exchange, record) in exchanges.items():
-
-            def count(request: Collective, reply: Any, record: Record = record) -> None:
-                """What would be sent; alone, nothing is received."""
-                record.bytes_sent += payload_bytes(request)
-
-            self._outcomes[name] = lockstep.run([watched(exchange, count)])[0]
-
-    def finish(self) -> dict[str, Outcome]:
-        outcomes, self._outcomes = self._outcomes, {}
-        return outcomes
-
-    def abandon(self) -> None:
-        self._outcomes.clear()
-
-    def agree(self, terms: Terms, like: Array) -> None:
-        pass
-
-
-def watched(exchange: Exchange, note: Callable[[Collective, Any], None]) -> Exchange:
-    """The same exchange; ``note(request, reply)`` learns of each request that meets others."""
+def watched(
+    exchange: Generator[Any, Any, Any], note: Callable[[Collective, Any], None]
+) -> Generator[Any, Any, Any]:
+    """The same exchange; ``note(request, reply)`` learns of each of its collectives."""
     reply = None
     while True:
         try:

@@ -20,10 +20,13 @@ from hvd_compress.base import (
     Gather,
     Max,
     Outcome,
+    Sparse,
+    SparseSum,
+    SparseTotal,
     State,
     Swap,
 )
-from hvd_compress.engines.batching import answers
+from hvd_compress.engines.joining import answers
 from hvd_compress.errors import CompressionError
 
 
@@ -40,11 +43,13 @@ def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
     if isinstance(first, Alltoall):
         mine = [request.payloads[rank] for request in requests]
         sizes = {backend_of(payload).size(payload) for payload in mine}
-        if len(sizes) > 1:
+        if first.equal_sizes and len(sizes) > 1:
             raise CompressionError(f"payloads for rank {rank} differ in size: {sorted(sizes)}")
         return mine
     if isinstance(first, Gather):
         return [request.payload for request in requests]
+    if isinstance(first, SparseSum):
+        return _sparse_total(requests)
     xp = backend_of(first.array)
     looks = {
         (xp.shape(request.array), xp.dtype(request.array), getattr(request, "wire", None))
@@ -52,7 +57,7 @@ def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
     }
     if len(looks) > 1:
         raise CompressionError(
-            f"ranks meet with arrays that differ in (shape, dtype, wire): {sorted(looks, key=str)}"
+            f"the ranks' arrays differ in (shape, dtype, wire): {sorted(looks, key=str)}"
         )
     if isinstance(first, Max):
         result = first.array
@@ -71,6 +76,18 @@ def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
     for part in parts[1:]:
         result = result + part
     return xp.cast(xp.round_to(result, first.wire), dtype)
+
+
+def _sparse_total(requests: Sequence[SparseSum]) -> SparseTotal:
+    """Added in the order of the ranks."""
+    if len({(request.n, request.wire, request.algorithm) for request in requests}) > 1:
+        raise CompressionError(f"ranks ask for sparse sums that differ: {requests}")
+    like = requests[0].sparse
+    xp = backend_of(like.values)
+    total = xp.zeros(requests[0].n, like.values)
+    for indices, values in (request.sparse for request in requests):
+        total = xp.add_at(total, indices, xp.round_to(values, requests[0].wire))
+    return SparseTotal(total, Sparse(like.indices[:0], like.values[:0]))
 
 
 def _from_partner(requests: Sequence[Swap], rank: int) -> Array:

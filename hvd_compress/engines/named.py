@@ -1,10 +1,9 @@
-"""An engine over a library of collectives that are asynchronous and have names.
+"""Engines over a library of collectives that are asynchronous and have names.
 
-A *flight* is one exchange, or the exchanges of a group of parameters, on its way.  ``start``
-submits the first round of a flight and never waits, so it may be called from autograd hooks, in
-whatever order gradients become ready.  ``finish`` brings all flights in: it waits for each in turn
-and submits its next round before it turns to the following one.  Since every rank has submitted a
-round of all flights before it waits for any, ranks may wait in different orders without deadlock.
+``start`` submits the first round of an exchange and never waits, so it may be called from autograd
+hooks.  ``finish`` waits for each exchange in turn, and submits its next round before it turns to
+the following one.  Since every rank has submitted a round of all exchanges before it waits for any,
+ranks may wait in different orders without deadlock.
 
 Horovod's engines for PyTorch and TensorFlow are made of this, and that of torch.distributed.
 """
@@ -13,31 +12,20 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_compress.agreement import Terms, agreement
 from hvd_compress.backends import backend_of
-from hvd_compress.base import (
-    Alltoall,
-    Array,
-    Batch,
-    Collective,
-    Exchange,
-    Gather,
-    Max,
-    Outcome,
-    Swap,
-)
-from hvd_compress.engines.base import LENGTH, payload_bytes
-from hvd_compress.engines.batching import Traveller, answer_batches
-from hvd_compress.stats import Record
+from hvd_compress.base import Alltoall, Array, Collective, Gather, Max, SparseSum, Sum, Swap
+from hvd_compress.engines.base import LENGTH
+from hvd_compress.errors import PayloadError, UnsupportedError
 
 
 class Op(NamedTuple):
-    """One collective: "sum", "max", "gather", "gather_equal", "alltoall" or "swap".  Equal kinds of
-    one dtype may travel as one grouped operation, but for the last two, which have ``splits``: how
-    many elements of the tensor are for each rank; in a "swap", as many come from it."""
+    """One collective: "sum", "max", "gather", "gather_equal", "alltoall", "alltoall_open" or
+    "swap".  Where there are ``splits``, so many elements of the tensor are for each rank; in a
+    "swap", as many come from it, and in an "alltoall" as many as this rank has for itself."""
 
     kind: str
     name: str
@@ -45,47 +33,32 @@ class Op(NamedTuple):
     splits: Array | None = None
 
 
-Steps = Generator[Op | Batch, Any, Outcome]
-
-
-class _Traveller(Traveller):
-    """Its requests are collectives, or a ``Batch``."""
-
-    def __init__(self, name: str, steps: Steps, keeps_results: bool) -> None:
-        super().__init__(name, steps)
-        self.results: list[Any] = []
-        self._keeps_results = keeps_results
-
-    def advance(self, reply: Any) -> None:
-        if self._keeps_results:
-            self.results.append(reply)
-        super().advance(reply)
-
-
 @dataclasses.dataclass(eq=False)
-class _Flight:
-    travellers: list[_Traveller]
-    waiting: list[tuple[int, list[_Traveller]]] = dataclasses.field(default_factory=list)
+class _InFlight:
+    """An exchange as a generator of collectives: the ``handle`` of the one that is under way, or
+    the ``result``."""
 
-    @property
-    def wants_batches(self) -> bool:
-        return any(isinstance(t.request, Batch) for t in self.travellers)
+    ops: Generator[Op, Any, Any]
+    handle: Any = None
+    is_over: bool = False
+    result: Any = None
+    replies: list[Any] = dataclasses.field(default_factory=list)
 
 
-class FlightEngine(abc.ABC):
-    """Flights over the ranks of a library's collectives."""
+class NamedEngine(abc.ABC):
+    """Exchanges over the ranks of a library's collectives."""
 
-    #: ``_outcome`` wants to know all that arrived, which takes memory until ``finish``
-    keeps_results: ClassVar[bool] = False
+    #: ``_with_replies`` wants to know all that arrived, which takes memory until ``finish``
+    keeps_replies: ClassVar[bool] = False
 
-    is_collective: ClassVar[bool] = False
-    #: under which ranks compare what they are about to do; unique among what is under way
-    agreement_name: str = "agreement"
+    is_collective = False
+    #: in front of all names, and unique among what is in flight
+    prefix: str = "hvd_compress"
 
     def __init__(self) -> None:
-        self._agreement: _Flight | None = None
+        self._agreement: _InFlight | None = None
         self._agreed_once = False
-        self._flights: list[_Flight] = []
+        self._in_flight: dict[str, _InFlight] = {}
 
     @property
     @abc.abstractmethod
@@ -96,125 +69,100 @@ class FlightEngine(abc.ABC):
     def size(self) -> int: ...
 
     @abc.abstractmethod
-    def _launch(self, kind: str, ops: Sequence[Op]) -> Any:
-        """Submit operations of one kind and dtype; a handle."""
+    def _launch(self, op: Op) -> Any:
+        """Submit a collective; a handle."""
 
     @abc.abstractmethod
-    def _wait(self, handle: Any, count: int) -> list[Any]:
-        """Results of the ``count`` operations behind a handle."""
+    def _wait(self, handle: Any) -> Any:
+        """The result behind a handle."""
 
     def agree(self, terms: Terms, like: Array) -> None:
-        """Compare ``terms`` over the ranks, in a flight that comes in before all others.
+        """Compare ``terms`` over the ranks, before all else comes in.
 
         The first time it comes in at once: ranks that differ from the start would submit what
         others never will, and nothing can call that back.
         """
-        self._agreement = self._depart({self.agreement_name: (agreement(terms, like), Record())})
+        self._agreement = self._submit("agreement", agreement(terms, like))
         if not self._agreed_once:
             self._bring_in_agreement()
             self._agreed_once = True
 
-    def start(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> None:
-        """Submit the first round of one exchange by name, or of a group that travels together."""
-        self._flights.append(self._depart(exchanges))
+    def check_step(self, describe: Callable[[], str]) -> None:
+        """Nothing: names pair what belongs together, and the library misses what lacks a pair."""
+        return
 
-    def _depart(self, exchanges: Mapping[str, tuple[Exchange, Record]]) -> _Flight:
-        flight = _Flight(
-            [
-                _Traveller(name, self._steps(name, exchange, record), self.keeps_results)
-                for name, (exchange, record) in exchanges.items()
-            ]
-        )
-        for traveller in flight.travellers:
-            traveller.advance(None)
-        answer_batches(flight.travellers)
-        self._submit(flight)
-        return flight
+    def start(self, name: str, exchange: Generator[Any, Any, Any]) -> None:
+        """Submit the first round of an exchange."""
+        self._in_flight[name] = self._submit(name, exchange)
 
-    def finish(self) -> dict[str, Outcome]:
-        """Outcomes by name of everything that was started."""
+    def poll(self) -> None:
+        """Nothing: the library has threads of its own."""
+        return
+
+    def finish(self) -> dict[str, Any]:
+        """What the exchanges return, by name."""
         self._bring_in_agreement()
-        flights = self._flights
-        self._bring_in(flights)
-        self._flights = []
-        travellers = [t for flight in flights for t in flight.travellers]
-        return {t.name: self._outcome(t.outcome, t.results) for t in travellers if t.outcome}
-
-    def _bring_in_agreement(self) -> None:
-        flight, self._agreement = self._agreement, None
-        if flight is not None:
-            self._bring_in([flight])
-
-    def _bring_in(self, flights: Sequence[_Flight]) -> None:
-        while any(flight.waiting for flight in flights):
-            for flight in flights:
-                waiting, flight.waiting = flight.waiting, []
-                for handle, travellers in waiting:
-                    for traveller, own in zip(
-                        travellers, self._wait(handle, len(travellers)), strict=True
-                    ):
-                        traveller.advance(own)
-                if not flight.wants_batches:
-                    self._submit(flight)
-            # All flights are there, and have a round behind them: the same on all ranks.
-            late = [flight for flight in flights if flight.wants_batches]
-            travellers = [t for flight in late for t in flight.travellers]
-            travellers.sort(key=lambda t: t.name)
-            answer_batches(travellers)
-            for flight in late:
-                self._submit(flight)
-
-    def _outcome(self, outcome: Outcome, results: list[Any]) -> Outcome:
-        """For libraries that would leave out a collective whose result the exchange ignores."""
-        return outcome
+        self._bring_in(list(self._in_flight.values()))
+        done, self._in_flight = self._in_flight, {}
+        return {name: self._with_replies(each.result, each.replies) for name, each in done.items()}
 
     def abandon(self) -> None:
-        """Forget what is under way, after a failure of the collectives themselves."""
-        self._agreement, self._flights = None, []
+        """Forget what is in flight, after a failure of the collectives themselves."""
+        self._agreement, self._in_flight = None, {}
 
-    def _submit(self, flight: _Flight) -> None:
-        buckets: dict[Any, list[_Traveller]] = {}
-        for traveller in flight.travellers:
-            if isinstance(op := traveller.request, Op):
-                single = None if op.splits is None else traveller.name
-                buckets.setdefault((op.kind, op.tensor.dtype, single), []).append(traveller)
-        for (kind, _, _), travellers in buckets.items():
-            ops = [t.request for t in travellers if isinstance(t.request, Op)]
-            handle = self._launch(kind, ops)
-            flight.waiting.append((handle, travellers))
+    def _bring_in_agreement(self) -> None:
+        comparison, self._agreement = self._agreement, None
+        if comparison is not None:
+            self._bring_in([comparison])
 
-    def _steps(self, name: str, exchange: Exchange, record: Record) -> Steps:
-        """Requests become collectives named ``hvd_compress.PARAMETER.ROUND``."""
+    def _bring_in(self, exchanges: Sequence[_InFlight]) -> None:
+        while not all(each.is_over for each in exchanges):
+            for each in exchanges:
+                if not each.is_over:
+                    self._advance(each, self._wait(each.handle))
+
+    def _submit(self, name: str, exchange: Generator[Any, Any, Any]) -> _InFlight:
+        each = _InFlight(self._ops(f"{self.prefix}.{name}", exchange))
+        self._advance(each, None)
+        return each
+
+    def _advance(self, each: _InFlight, reply: Any) -> None:
+        if self.keeps_replies and reply is not None:
+            each.replies.append(reply)
+        try:
+            each.handle = self._launch(each.ops.send(reply))
+        except StopIteration as stop:
+            each.is_over, each.result = True, stop.value
+
+    def _with_replies(self, result: Any, replies: list[Any]) -> Any:
+        """For libraries that would leave out a collective whose reply the exchange ignores."""
+        return result
+
+    def _ops(self, name: str, exchange: Generator[Any, Any, Any]) -> Generator[Op, Any, Any]:
+        """Requests become collectives named ``PREFIX.NAME.ROUND``."""
         reply, number = None, 0
         while True:
             try:
                 request = exchange.send(reply)
             except StopIteration as stop:
                 return stop.value
-            if isinstance(request, Batch):
-                reply = yield request
-                continue
-            reply = yield from self._carry(request, f"hvd_compress.{name}.{number}", record)
+            reply = yield from self._carry(request, f"{name}.{number}")
             number += 1
 
-    def _carry(self, request: Collective, name: str, record: Record) -> Generator[Op, Any, Any]:
-        sent = payload_bytes(request)
-        record.bytes_sent += sent
+    def _carry(self, request: Collective, name: str) -> Generator[Op, Any, Any]:
         if isinstance(request, Gather):
-            parts = yield from self._gather(request, name)
-            lengths = 0 if request.equal_sizes else LENGTH * self.size
-            received = sum(backend_of(part).size(part) for part in parts)
-            record.bytes_received += received + lengths - sent
-            return parts
+            return (yield from self._gather(request, name))
         if isinstance(request, Alltoall):
-            mine = request.payloads[self.rank]
-            parts = yield from self._alltoall(request.payloads, name)
-            own = backend_of(mine).size(mine)
-            record.bytes_received += own * (self.size - 1)
-            return parts
-        record.bytes_received += sent
+            return (yield from self._alltoall(request, name))
         if isinstance(request, Swap):
             return (yield from self._swap(request, name))
+        if isinstance(request, SparseSum) or (
+            isinstance(request, Sum) and request.algorithm is not None
+        ):
+            raise UnsupportedError(
+                f"algorithm={request.algorithm!r} needs hvd_compress.mpi or hvd_compress.torch.mpi:"
+                " here the library of collectives chooses; leave algorithm out"
+            )
         array, xp = request.array, backend_of(request.array)
         if xp.size(array) == 0:
             return array
@@ -230,15 +178,39 @@ class FlightEngine(abc.ABC):
     def _gather(self, request: Gather, name: str) -> Generator[Op, Any, list[Array]]:
         if request.equal_sizes:
             return self._split(request.payload, (yield Op("gather_equal", name, request.payload)))
-        message = self._with_length(request.payload)
-        return self._split_by_length((yield Op("gather", name, message)))
+        xp, payload = backend_of(request.payload), request.payload
+        message = xp.concat([xp.pack_sizes([payload]), payload])
+        everything = yield Op("gather", name, message)
+        parts, start = [], 0
+        for rank in range(self.size):
+            # A table that is cut off reads as zero.
+            (length,) = xp.unpack_sizes(everything[start : start + LENGTH], 1)
+            start += LENGTH
+            # Where sizes are symbols, the frame behind the length tells what is wrong with it.
+            if not xp.traces and not 0 <= length <= xp.size(everything) - start:
+                raise PayloadError(
+                    f"the message of rank {rank} starts with a length of {length}, which cannot "
+                    "be: it was damaged, or the parameter's gradient is sparse on some ranks and "
+                    "dense on others; pass sparse_as_dense=True to hvd.DistributedOptimizer then"
+                )
+            parts.append(everything[start : start + length])
+            start += length
+        return parts
 
-    def _alltoall(self, payloads: list[Array], name: str) -> Generator[Op, Any, list[Array]]:
+    def _alltoall(self, request: Alltoall, name: str) -> Generator[Op, Any, list[Array]]:
+        payloads = request.payloads
         xp, mine = backend_of(payloads[0]), payloads[self.rank]
         splits = self._splits([xp.size(payload) for payload in payloads])
+        kind = "alltoall" if request.equal_sizes else "alltoall_open"
         # What arrived, and how much of it came from whom.
-        everything, _ = yield Op("alltoall", name, xp.concat(payloads), splits)
-        return self._split(mine, everything)
+        everything, received = yield Op(kind, name, xp.concat(payloads), splits)
+        if request.equal_sizes:
+            return self._split(mine, everything)
+        parts, start = [], 0
+        for rank in range(self.size):
+            parts.append(everything[start : start + received[rank]])
+            start += received[rank]
+        return parts
 
     def _swap(self, request: Swap, name: str) -> Generator[Op, Any, Array]:
         xp, partner = backend_of(request.payload), request.partner
@@ -256,14 +228,6 @@ class FlightEngine(abc.ABC):
     def _split(self, own: Array, everything: Array) -> list[Array]:
         """All ranks' payloads, which have the size of this rank's ``own``."""
 
-    @abc.abstractmethod
-    def _with_length(self, payload: Array) -> Array:
-        """A message that starts with its length, 8 bytes."""
-
-    @abc.abstractmethod
-    def _split_by_length(self, everything: Array) -> list[Array]:
-        """Undo the concatenation of all ranks' messages."""
-
     def _sum(self, array: Array, name: str) -> Generator[Op, Any, Array]:
         return (yield Op("sum", name, array))
 
@@ -272,8 +236,8 @@ class FlightEngine(abc.ABC):
         return (yield Op("sum", name, array))
 
 
-class ProcessSetEngine(FlightEngine):
-    """Flights over one process set of Horovod's.
+class ProcessSetEngine(NamedEngine):
+    """Exchanges over one process set of Horovod's.
 
     Args:
         process_set: the ranks that take part; this rank must be one of them.

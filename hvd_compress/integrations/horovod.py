@@ -9,7 +9,7 @@ import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -166,7 +166,26 @@ def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framewor
     return getattr(horovod, name)
 
 
-def names_of(horovod: ModuleType | ImportError, own: dict[str, Any]) -> list[str]:
-    """For ``dir()``."""
-    public = [name for name in dir(horovod) if not name.startswith("_")]
-    return sorted({*own, *public})
+#: submodules of Horovod that users name
+_SUBMODULES = {"callbacks", "elastic", "keras"}
+
+
+def names_of(horovod: ModuleType | ImportError, own: Iterable[str]) -> list[str]:
+    """Return what ``dir()`` of a drop-in shows: its ``own`` names, and the functions, classes and
+    constants of Horovod's module, without what that module imports for itself."""
+    if isinstance(horovod, ImportError):
+        return sorted(own)
+    return sorted({*own, *(name for name in dir(horovod) if _is_public(horovod, name))})
+
+
+def _is_public(horovod: ModuleType, name: str) -> bool:
+    value = getattr(horovod, name)
+    if name.startswith("_"):
+        return False
+    if isinstance(value, int):  # Average, Sum and others
+        return True
+    if isinstance(value, ModuleType):
+        return name in _SUBMODULES and value.__name__.startswith(("horovod.", "hvd_compress."))
+    home = getattr(value, "__module__", "")
+    is_helper = home.endswith(".util") or ".gradient_aggregation" in home
+    return home.startswith(("horovod.", "hvd_compress.")) and not is_helper

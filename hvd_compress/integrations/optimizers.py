@@ -12,7 +12,7 @@ from hvd_compress.errors import ConfigError
 
 def check_one_momentum(method: Compressor, theirs: float) -> None:
     """Raise if both the method and the optimizer name one."""
-    own = getattr(method, "momentum", None)
+    own = method.momentum
     if method.takes_momentum and own is not None and theirs not in (0, own):
         raise ConfigError(
             f"two momenta: {theirs} in the optimizer and {own} in {type(method).__name__}; leave "

@@ -19,6 +19,7 @@ from hvd_compress.methods.float8 import FP8
 from hvd_compress.methods.gtop_k import GTopK
 from hvd_compress.methods.learned import LGC
 from hvd_compress.methods.ms_top_k import MSTopK
+from hvd_compress.methods.ok_topk import OkTopk
 from hvd_compress.methods.one_bit import OneBit
 from hvd_compress.methods.onebit_adam import OneBitAdamCompression
 from hvd_compress.methods.power_sgd import PowerSGD
@@ -48,6 +49,7 @@ __all__ = [
     "NaturalCompression",
     "NaturalDithering",
     "NoCompression",
+    "OkTopk",
     "OneBit",
     "OneBitAdamCompression",
     "Partition",
@@ -64,7 +66,6 @@ __all__ = [
     "TopK",
     "ZeroOneAdamCompression",
     "as_compressor",
-    "from_environment",
     "method_names",
     "partition",
     "rule",

@@ -44,6 +44,7 @@ class OneChain(Chained):
     """One chain for all tensors and steps, made of the options."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         assert self._chain  # its blocks check the options
 
     @functools.cached_property
@@ -54,11 +55,7 @@ class OneChain(Chained):
         return self._chain
 
     @property
-    def needs_epoch(self) -> bool:
-        return self._chain.needs_epoch
-
-    @property
-    def homogeneous(self) -> bool:  # type: ignore[override]
+    def homogeneous(self) -> bool:
         return self._chain.homogeneous
 
     @property
@@ -67,11 +64,11 @@ class OneChain(Chained):
 
 
 class OfVelocities(Chained):
-    """What is large in the accumulated velocities of matrices travels; momentum lives there, in the
-    place of the optimizer's.  One-dimensional and tiny tensors are averaged whole, with momentum
-    afterwards.
+    """The largest elements of the accumulated velocities of matrices are sent; momentum is applied
+    there, in the place of the optimizer's.  One-dimensional and tiny tensors are averaged in full,
+    with momentum afterwards.
 
-    Of its subclasses' options: ``momentum``, ``nesterov``, ``masking`` and ``min_size``.
+    Subclasses have the options ``momentum``, ``nesterov``, ``masking`` and ``min_size``.
     """
 
     momentum: float | None
@@ -82,12 +79,13 @@ class OfVelocities(Chained):
     takes_momentum = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("masking", self.masking, (True, False))
         if not is_whole(self.min_size) or self.min_size < 0:
             raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
 
     @property
-    def homogeneous(self) -> bool:  # type: ignore[override]
+    def homogeneous(self) -> bool:
         return self._whole.homogeneous
 
     def compresses(self, shape: tuple[int, ...]) -> bool:

@@ -11,10 +11,10 @@ from typing import Any
 
 from hvd_compress.base import Array, Compressor, Context, Exchange, State
 from hvd_compress.chain import Chain, chain
-from hvd_compress.config import Configurable
+from hvd_compress.config import Configurable, converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import Chained
-from hvd_compress.schedules import Start, as_start, by_epoch, started
+from hvd_compress.schedules import Start, as_start, started
 from hvd_compress.transforms import momentum_after_averaging
 
 
@@ -67,7 +67,7 @@ class _Composed(Compressor):
 
     def _common(self, option: str) -> Any:
         takers = [part for part in self._parts if part.takes_momentum]
-        found = {getattr(part, option) for part in takers if hasattr(part, option)}
+        found = {getattr(part, option) for part in takers}
         if option == "weight_decay":  # of those that know of it
             found -= {None}
         found = found or {None}
@@ -87,28 +87,20 @@ class _Composed(Compressor):
         return any(part.averages_momentum for part in self._parts)
 
     @property
-    def momentum(self) -> float | None:
+    def momentum(self) -> float | None:  # type: ignore[override]
         return self._common("momentum")
 
     @property
-    def nesterov(self) -> bool | None:
+    def nesterov(self) -> bool | None:  # type: ignore[override]
         return self._common("nesterov")
 
     @property
-    def weight_decay(self) -> str | None:
+    def weight_decay(self) -> str | None:  # type: ignore[override]
         return self._common("weight_decay")
-
-    @property
-    def homogeneous(self) -> bool:  # type: ignore[override]
-        return all(part.homogeneous for part in self._parts)
 
     @property
     def needs_gradient_norm(self) -> bool:
         return any(part.needs_gradient_norm for part in self._parts)
-
-    @property
-    def needs_epoch(self) -> bool:
-        return any(part.needs_epoch for part in self._parts)
 
     def _with_momentum(self, part: Compressor) -> Compressor:
         takes = self.takes_momentum and not part.takes_momentum
@@ -150,42 +142,31 @@ class MomentumAfter(Chained, name="momentum_after"):
     takes_momentum = True
 
     def chain(self, gradient: Array, context: Context) -> Chain:
-        inner = self.compressor
-        assert isinstance(inner, Chained | Chain)
-        found = inner.chain(gradient, context) if isinstance(inner, Chained) else inner
-        return self._chain(found)
+        return self._chain(self.compressor.chain(gradient, context))
 
     def template(self, gradient: Array) -> Chain:
-        inner = self.compressor
-        return self._chain(inner.template(gradient) if isinstance(inner, Chained) else inner)  # type: ignore[arg-type]
+        return self._chain(self.compressor.template(gradient))
 
-    def _chain(self, inner: Chain) -> Chain:
+    def _chain(self, inner: Compressor) -> Chain:
+        assert isinstance(inner, Chain)
         # The first one settles last.
         after = momentum_after_averaging(self.momentum, self.nesterov)
         return chain(after, *inner.transforms, via=inner.via)
 
     @property
-    def homogeneous(self) -> bool:  # type: ignore[override]
-        return self.compressor.homogeneous
-
-    @property
     def needs_gradient_norm(self) -> bool:
         return self.compressor.needs_gradient_norm
-
-    @property
-    def needs_epoch(self) -> bool:
-        return self.compressor.needs_epoch
 
 
 @dataclasses.dataclass(frozen=True)
 class Partition(_Composed, name="partition"):
-    """The first rule that fits a tensor decides how it travels; see :func:`partition`."""
+    """The first rule that fits a tensor decides on its method; see :func:`partition`."""
 
-    rules: tuple[rule, ...]
+    rules: tuple[rule, ...] = dataclasses.field(metadata=converted(tuple))
     otherwise: Compressor
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", tuple(self.rules))
+        super().__post_init__()
         for entry in self.rules:
             if not isinstance(entry, rule):
                 raise ConfigError(f"{entry!r} is not a rule: write rule(method, names='*.bias')")
@@ -218,8 +199,8 @@ class Partition(_Composed, name="partition"):
 class Switch(_Composed, name="switch"):
     """``first`` until ``start``, a number of steps or ``After("epoch", ...)``; then ``then``.
 
-    State: that of both, which they share where keys are equal: what waits in a residual goes on
-    waiting while the other method has none.
+    State: that of both, which they share where keys are equal; a residual stays as it is while the
+    other method is in use and has none.
 
     Raises:
         ConfigError: at the first tensor for which ``first`` keeps per rank what must be equal on
@@ -228,19 +209,15 @@ class Switch(_Composed, name="switch"):
 
     first: Compressor
     then: Compressor
-    start: Start
+    start: Start = dataclasses.field(metadata=converted(as_start))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "start", as_start(self.start))
+        super().__post_init__()
         self._check_parts()
 
     @property
     def _parts(self) -> tuple[Compressor, ...]:
         return self.first, self.then
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.start) or super().needs_epoch
 
     def for_tensor(self, name: str, shape: tuple[int, ...]) -> Compressor:
         first, then = (self._with_momentum(part.for_tensor(name, shape)) for part in self._parts)

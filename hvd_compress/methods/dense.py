@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 from hvd_compress.aggregators import allreduce
@@ -11,16 +12,31 @@ from hvd_compress.chain import Chain, chain
 from hvd_compress.methods._chained import Chained
 
 
+@dataclasses.dataclass(frozen=True)
 class _Dense(Chained):
     wire: ClassVar[str]
 
+    algorithm: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self._chain  # checks the option
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        return chain(via=allreduce(wire=self.wire, algorithm=self.algorithm))
+
     def chain(self, gradient: Array, context: Context) -> Chain:
-        return chain(via=allreduce(wire=self.wire))
+        return self._chain
 
 
 @dataclasses.dataclass(frozen=True)
 class NoCompression(_Dense, name="none"):
-    """The average as it is: 32 bits an element, 16 of half-precision gradients.  No state."""
+    """The average as it is: 32 bits an element, 16 of half-precision gradients.  No state.
+
+    Options:
+        algorithm: over MPI "ring", "halving_doubling", "direct", "hierarchical" or "auto"; ``None``
+            leaves it to the engine.
+    """
 
     wire = "gradient"
 
@@ -30,6 +46,10 @@ class FP16(_Dense, name="fp16"):
     """IEEE half precision: 16 bits an element, no state.
 
     Values beyond 65504 become Inf on every rank, below 6e-8 zero: use loss scaling.
+
+    Options:
+        algorithm: over MPI "ring", "halving_doubling", "direct", "hierarchical" or "auto"; ``None``
+            leaves it to the engine.
     """
 
     reference = "IEEE 754"
@@ -39,7 +59,12 @@ class FP16(_Dense, name="fp16"):
 
 @dataclasses.dataclass(frozen=True)
 class BF16(_Dense, name="bf16"):
-    """bfloat16: 16 bits an element, the range of float32, 8 bits of significand.  No state."""
+    """bfloat16: 16 bits an element, the range of float32, 8 bits of significand.  No state.
+
+    Options:
+        algorithm: over MPI "ring", "halving_doubling", "direct", "hierarchical" or "auto"; ``None``
+            leaves it to the engine.
+    """
 
     reference = "Kalamkar et al., 2019"
 

@@ -11,10 +11,10 @@ from hvd_compress.aggregators import allgather
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, Transform, chain
-from hvd_compress.config import check_choice, is_number
+from hvd_compress.config import check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import OfVelocities
-from hvd_compress.schedules import Density, as_density, by_epoch
+from hvd_compress.schedules import Density, as_density
 from hvd_compress.transforms import clip_by_local_norm
 
 
@@ -40,14 +40,16 @@ class DGC(OfVelocities, name="dgc"):
         momentum, nesterov: ``None`` takes the optimizer's.
         masking: momentum factor masking.
         clip_norm: L2 threshold for the common gradient; each rank clips what it adds to that to
-            ``clip_norm / sqrt(N)``, before anything is accumulated.  Makes all messages wait for
-            the end of backward.  ``None``: off, as in the paper's vision models.
+            ``clip_norm / sqrt(N)``, before anything is accumulated.  Nothing is sent before
+            the end of backward then.  ``None``: off, as in the paper's vision models.
         weight_decay: "separate" keeps decay out of the exchange, with a momentum buffer of its own
             (the released code); "gradient" adds it to the local gradient before accumulation
             (PaddlePaddle's treatment).  An optimizer that decays by itself (AdamW) still does.
         selection: "sampled" or "exact"; the same elements, found in two ways.
         values: "float32" or "float16" on the wire.
         min_size: tensors with fewer elements are sent whole.
+        algorithm: how entries are added up: "allgather", or over MPI one of those of
+            :class:`hvd_compress.blocks.allgather`.
 
     Differs from the paper in: the message has exactly k elements (see ``operators/top_k.py``); 32
     bits instead of 16 an index; density 1 turns masking off, since masking everything that is sent
@@ -56,7 +58,7 @@ class DGC(OfVelocities, name="dgc"):
 
     reference = "Lin et al., ICLR 2018"
 
-    density: Density = 0.001
+    density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
     momentum: float | None = None
     nesterov: bool | None = None
     masking: bool = True
@@ -65,9 +67,10 @@ class DGC(OfVelocities, name="dgc"):
     selection: str = "sampled"
     values: str = "float32"
     min_size: int = 1024
+    algorithm: str = "allgather"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "density", as_density(self.density))
+        super().__post_init__()
         check_choice("weight_decay", self.weight_decay, ("separate", "gradient"))
         if self.clip_norm is not None:
             clip = self.clip_norm
@@ -78,16 +81,11 @@ class DGC(OfVelocities, name="dgc"):
                     "clip_norm would clip weight decay, which weight_decay='gradient' makes a part "
                     "of the gradient, as well: weight_decay='separate'"
                 )
-        super().__post_init__()
         assert all((self._sparse, self._everything, self._whole))  # checks the other options
 
     @property
     def needs_gradient_norm(self) -> bool:
         return self.clip_norm is not None
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.density)
 
     def template(self, gradient: Array) -> Chain:
         compressed = self.compresses(backend_of(gradient).shape(gradient))
@@ -106,7 +104,7 @@ class DGC(OfVelocities, name="dgc"):
 
     @functools.cached_property
     def _sparse(self) -> Chain:
-        via = allgather(self._select, self.values)
+        via = allgather(self._select, self.values, self.algorithm)
         return chain(*self._accumulated(self.masking), via=via)
 
     @functools.cached_property

@@ -9,7 +9,7 @@ from hvd_compress import operators
 from hvd_compress.aggregators import allgather, dense_until
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.codecs import Codec
-from hvd_compress.config import is_number
+from hvd_compress.config import converted, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import OneChain
 from hvd_compress.schedules import Density, Start, as_start
@@ -51,11 +51,10 @@ class EF21(OneChain, name="ef21"):
     density: Density = 0.02
     selection: str = "sampled"
     values: str | Codec = "float32"
-    start: Start = True
+    start: Start = dataclasses.field(default=True, metadata=converted(as_start))
     average: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "start", as_start(self.start))
         average = self.average
         if not is_number(average) or not 0 <= average < 1:
             raise ConfigError(f"average must be in [0, 1); got {average!r}")

@@ -15,7 +15,7 @@ from hvd_compress.transforms import error_feedback
 @dataclasses.dataclass(frozen=True)
 class GTopK(OneChain, name="gtopk"):
     """Send the k = ceil(density * n) largest elements, merge them in pairs of ranks, and step along
-    the k largest sums; what did not get there waits on the rank whose it is.
+    the k largest sums; an element that is not in these stays in the residual of its rank.
 
     State: ``residual``.  Sent: k values and k int32 indices in each of log2 N rounds (two more if N
     is no power of two), where :class:`TopK` receives those of N ranks.
@@ -24,7 +24,7 @@ class GTopK(OneChain, name="gtopk"):
         density: fraction of elements to send, or a schedule.
         selection: "sampled" or "exact"; the same elements, found in two ways.
 
-    Differs from the paper in: an element that was dropped on its way is never forgotten; pairs
+    Differs from the paper in: an element that was dropped in a merge is never lost; pairs
     swap instead of a tree with a broadcast; any number of ranks.
     """
 

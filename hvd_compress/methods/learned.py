@@ -17,16 +17,16 @@ from hvd_compress.aggregators.learned import settled_after
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import OfVelocities
-from hvd_compress.schedules import After, Start, as_start, by_epoch, started
+from hvd_compress.schedules import After, Start, as_start, started
 from hvd_compress.transforms import fading_memory
 
 
 @dataclasses.dataclass(frozen=True)
 class LGC(OfVelocities, name="lgc"):
-    """Send what an autoencoder, trained on the way, makes of the largest 0.1 %.
+    """Send the largest 0.1 %, encoded by an autoencoder that is trained during the first steps.
 
     For every matrix and larger tensor, on each rank::
 
@@ -34,7 +34,7 @@ class LGC(OfVelocities, name="lgc"):
         until ``learn``      everything is summed
         from ``learn`` on    a leader chooses where, every rank sends its v there to all, and all
                              ranks make the same step of training
-        from ``code`` on     a leader chooses where, the values there travel as a latent
+        from ``code`` on     a leader chooses where, the values there are sent as a latent
         v = keep (v - what was decoded) and u = 0 there;  w = w - lr (mean of what was decoded)
 
     Momentum lives in ``u``, in the place of the optimizer's.  One-dimensional and tiny tensors are
@@ -86,8 +86,8 @@ class LGC(OfVelocities, name="lgc"):
     reference = "Abrahamyan et al., TNNLS 2021"
 
     density: float = 0.001
-    learn: Start = 200
-    code: Start = 500
+    learn: Start = dataclasses.field(default=200, metadata=converted(as_start))
+    code: Start = dataclasses.field(default=500, metadata=converted(as_start))
     via: str = "allreduce"
     innovation: float = 0.01
     decoders: int = 1
@@ -98,24 +98,19 @@ class LGC(OfVelocities, name="lgc"):
     masking: bool = True
     selection: str = "sampled"
     min_size: int = 1024
-    settled: Start | None = None
+    settled: Start | None = dataclasses.field(
+        default=None, metadata=converted(settled_after, "code")
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("via", self.via, ("allreduce", "server"))
-        object.__setattr__(self, "learn", as_start(self.learn))
-        object.__setattr__(self, "code", as_start(self.code))
-        object.__setattr__(self, "settled", settled_after(self.settled, self.code))
         if _length(self.code, self.learn) < _length(self.learn, self.code):
             raise ConfigError(
                 f"code={self.code} is before learn={self.learn}: an autoencoder that was not "
                 "trained decodes nonsense; let code be greater than learn"
             )
         assert self._dense  # checks the other options
-
-    @property
-    def needs_epoch(self) -> bool:
-        return any(map(by_epoch, (self.learn, self.code, self.settled)))
 
     def template(self, gradient: Array) -> Chain:
         shape = backend_of(gradient).shape(gradient)

@@ -27,8 +27,8 @@ class MSTopK(OneChain, name="mstopk"):
         rounds: how often the interval is halved.
         values: "float32" or "float16" on the wire.
 
-    Differs from the paper in: elements meet in an allgather over all ranks, not in a hierarchy of
-    nodes; see also ``operators/ms_top_k.py``.
+    Differs from the paper in: elements are gathered by one allgather of all ranks, not in a
+    hierarchy of nodes; see also ``operators/ms_top_k.py``.
     """
 
     reference = "Shi et al., MLSys 2021"

@@ -8,7 +8,7 @@ import functools
 from hvd_compress.aggregators import allgather, alltoall, dense_until
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import column_means
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, converted
 from hvd_compress.methods._chained import OneChain
 from hvd_compress.schedules import Start, as_start
 from hvd_compress.transforms import error_feedback
@@ -27,7 +27,7 @@ class OneBit(OneChain, name="onebit"):
 
     Options:
         column: elements that share two means, a run of the flat tensor; ``None`` takes a row of a
-            PyTorch matrix; see ``codecs/one_bit.py``.
+            PyTorch matrix; see ``codecs/column_means.py``.
         via: see above.
         start: so many steps send everything, since the first gradients of a training suffer most;
             the paper begins on a fraction of the data.
@@ -41,15 +41,14 @@ class OneBit(OneChain, name="onebit"):
 
     column: int | None = None
     via: str = "alltoall"
-    start: Start = True
+    start: Start = dataclasses.field(default=True, metadata=converted(as_start))
 
     def __post_init__(self) -> None:
         check_choice("via", self.via, ("alltoall", "allgather"))
-        object.__setattr__(self, "start", as_start(self.start))
         super().__post_init__()
 
     @functools.cached_property
     def _chain(self) -> Chain:
-        meet = alltoall if self.via == "alltoall" else allgather
-        via = dense_until(self.start, meet(column_means(self.column)))
+        aggregate = alltoall if self.via == "alltoall" else allgather
+        via = dense_until(self.start, aggregate(column_means(self.column)))
         return chain(error_feedback(), via=via)

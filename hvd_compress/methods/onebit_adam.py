@@ -12,10 +12,10 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign
-from hvd_compress.config import is_whole
+from hvd_compress.config import converted, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import Chained
-from hvd_compress.schedules import After, Start, as_start, by_epoch, started
+from hvd_compress.schedules import After, Start, as_start, started
 from hvd_compress.transforms import averaged_momentum, error_feedback
 
 
@@ -28,6 +28,14 @@ def check_freeze_step(steps: Any) -> None:
         )
 
 
+def as_freeze_step(value: Any) -> bool | After:
+    """A schedule from a number of steps; what a schedule says, a bool, stays as it is."""
+    if isinstance(value, bool | After):
+        return value
+    check_freeze_step(value)
+    return as_start(value)
+
+
 @dataclasses.dataclass(frozen=True)
 class OneBitAdamCompression(Chained, name="onebit_adam"):
     """Average gradients first, and Adam's momentum in one bit an element later.
@@ -35,7 +43,7 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
     Half of 1-bit Adam: the other half is the optimizer, ``OneBitAdam`` of ``hvd_compress.torch``
     and of ``hvd_compress.tensorflow.keras``, whose ``compressor()`` makes this with the options
     that fit.  Until ``freeze_step``, gradients are summed, and Adam steps as ever.  Then its
-    variance stays as it is, and what travels is::
+    variance stays as it is, and what is sent is::
 
         x_i = beta1 u + (1 - beta1) g_i + residual_i     on each rank
         sent_i = scale_i * sign(x_i);  residual_i = x_i - sent_i
@@ -67,27 +75,21 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
     reference = "Tang et al., ICML 2021"
 
     beta1: float = 0.9
-    freeze_step: Start = 100_000
+    freeze_step: Start = dataclasses.field(default=100_000, metadata=converted(as_freeze_step))
     norm: str = "l1"
     min_size: int = 1024
 
     partner = "OneBitAdam"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.freeze_step, bool | After):  # what a schedule says is a bool
-            check_freeze_step(self.freeze_step)
-            object.__setattr__(self, "freeze_step", as_start(self.freeze_step))
+        super().__post_init__()
         if not is_whole(self.min_size) or self.min_size < 0:
             raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
         assert self._compressed  # checks the other options
         assert self._whole
 
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.freeze_step)
-
     def frozen(self, step: int, epoch: int | None) -> bool:
-        """Whether the exchange of that step hands out a momentum."""
+        """Return whether the exchange of that step returns a momentum instead of a gradient."""
         return started(self.freeze_step, step, epoch)
 
     def chain(self, gradient: Array, context: Context) -> Chain:

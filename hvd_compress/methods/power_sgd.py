@@ -10,16 +10,16 @@ from hvd_compress.aggregators.power_sgd import matrix_shape
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
-from hvd_compress.config import check_choice, is_number
+from hvd_compress.config import check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import Chained
-from hvd_compress.schedules import Start, as_start, by_epoch
+from hvd_compress.schedules import Start, as_start
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(Chained, name="powersgd"):
-    """Send two thin factors of every matrix, which sums can travel as.
+    """Send two thin factors of every matrix, in two sums over the ranks.
 
     A tensor is a matrix of its first dimension by all others.  Vectors, and matrices that would
     hardly shrink, are averaged as they are.  Traffic does not grow with the number of ranks.
@@ -47,21 +47,17 @@ class PowerSGD(Chained, name="powersgd"):
     error_feedback: bool = True
     warm_start: bool = True
     min_compression_rate: float = 2.0
-    start: Start = True
+    start: Start = dataclasses.field(default=True, metadata=converted(as_start))
     alternate: bool = False
     orthogonalise: str = "gram_schmidt"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("error_feedback", self.error_feedback, (True, False))
         rate = self.min_compression_rate
         if not is_number(rate) or not rate >= 1:
             raise ConfigError(f"min_compression_rate must be 1 or more; got {rate!r}")
-        object.__setattr__(self, "start", as_start(self.start))
         assert self._low_rank  # checks the other options
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.start)
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of that shape is ever sent as two factors."""

@@ -28,9 +28,9 @@ class RandomK(OneChain, name="randomk"):
     the gradient as its variance, and there is no state.
 
     Options:
-        density: fraction of elements to send, or a schedule.  An element waits for 1 / density
-            steps, and then arrives all at once: at 0.01, a learning rate must be some hundred times
-            smaller than without compression.
+        density: fraction of elements to send, or a schedule.  An element is sent about
+            every 1 / density steps, with all that its residual holds: at 0.01, a learning rate must
+            be some hundred times smaller than without compression.
         error_feedback: see above.
         wire: ``None``, "float16", or "bfloat16" if ``shared``.
         shared: see above.
@@ -50,7 +50,7 @@ class RandomK(OneChain, name="randomk"):
 
     @functools.cached_property
     def _chain(self) -> Chain:
-        meet = allreduce if self.shared else gather_drawn
+        aggregate = allreduce if self.shared else gather_drawn
         select = operators.random_k(self.density)
-        via = meet(wire=self.wire, select=select, unbiased=not self.error_feedback)
+        via = aggregate(wire=self.wire, select=select, unbiased=not self.error_feedback)
         return chain(error_feedback(), via=via) if self.error_feedback else chain(via=via)

@@ -18,7 +18,7 @@ class ScaleCom(OneChain, name="scalecom"):
     """Send the elements that are largest on one rank, from all ranks; ranks take turns.
 
     Ranks whose accumulated gradients are alike would choose much the same elements; so one rank
-    chooses for all, the values travel in a sum, and traffic does not grow with the number of ranks.
+    chooses for all, the values are summed, and traffic does not grow with the number of ranks.
 
     State: ``residual`` with ``beta=1``, which is ordinary error feedback; else ``memory``, see
     ``low_pass_memory``.  Sent: k values a tensor, and k packed indices at every N-th step.

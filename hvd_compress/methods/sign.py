@@ -102,5 +102,5 @@ class EFSignSGD(OneChain, name="efsignsgd"):
 
     @functools.cached_property
     def _chain(self) -> Chain:
-        meet = alltoall if self.via == "alltoall" else allgather
-        return chain(error_feedback(), via=meet(codecs.scaled_sign()))
+        aggregate = alltoall if self.via == "alltoall" else allgather
+        return chain(error_feedback(), via=aggregate(codecs.scaled_sign()))

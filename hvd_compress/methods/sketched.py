@@ -10,8 +10,9 @@ from hvd_compress.aggregators import count_sketch
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
+from hvd_compress.config import converted
 from hvd_compress.methods._chained import OfVelocities
-from hvd_compress.schedules import Density, by_epoch
+from hvd_compress.schedules import Density, as_density
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class SketchedSGD(OfVelocities, name="sketch"):
 
     reference = "Ivkin et al., NeurIPS 2019"
 
-    density: Density = 0.005
+    density: Density = dataclasses.field(default=0.005, metadata=converted(as_density))
     rows: int = 5
     width: int = 10
     candidates: int = 10
@@ -57,12 +58,7 @@ class SketchedSGD(OfVelocities, name="sketch"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "density", self._via.density)
         assert all((self._sketched, self._everything, self._whole))  # checks the other options
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.density)
 
     def template(self, gradient: Array) -> Chain:
         compressed = self.compresses(backend_of(gradient).shape(gradient))

@@ -19,12 +19,15 @@ class TopK(OneChain, name="topk"):
     """Send the k = ceil(density * n) elements of largest magnitude, keep the rest for later.
 
     State: ``residual``.  Sent: k values and k int32 indices a tensor.  The optimizer's momentum
-    is applied to what arrives, which delays it for elements that wait; :class:`DGC` corrects that.
+    is applied to the average, so it comes late for elements in the residual; :class:`DGC` corrects
+    that.
 
     Options:
         density: fraction of elements to send, or a schedule.
         selection: "sampled" or "exact"; the same elements, found in two ways.
         values: "float32" or "float16" on the wire.
+        algorithm: how entries are added up: "allgather", or over MPI one of those of
+            :class:`hvd_compress.blocks.allgather`.
         error_feedback: without it, what is not sent is lost; for studies only.
     """
 
@@ -34,6 +37,7 @@ class TopK(OneChain, name="topk"):
     selection: str = "sampled"
     values: str = "float32"
     error_feedback: bool = True
+    algorithm: str = "allgather"
 
     def __post_init__(self) -> None:
         check_choice("error_feedback", self.error_feedback, (True, False))
@@ -41,5 +45,5 @@ class TopK(OneChain, name="topk"):
 
     @functools.cached_property
     def _chain(self) -> Chain:
-        via = allgather(operators.top_k(self.density, self.selection), self.values)
+        via = allgather(operators.top_k(self.density, self.selection), self.values, self.algorithm)
         return chain(error_feedback(), via=via) if self.error_feedback else chain(via=via)

@@ -37,13 +37,13 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
     * until ``var_freeze_step``, every ``var_interval``-th step sums the gradient, "variance"; the
       others send it in one bit an element, with error feedback, "one_bit".  ``var_interval`` is 1
       at first, and doubles after every ``var_update_scaler`` variance steps;
-    * then gradients stay on their rank, "local", and every ``local_interval``-th step, "meet", the
-      optimizer averages what the ranks have gone since, in one bit an element.
+    * then gradients stay on their rank, "local", and every ``local_interval``-th step, "sync", the
+      optimizer averages what the parameters moved by since, in one bit an element.
       ``local_interval`` doubles after every ``local_step_scaler`` steps, up to
       ``local_step_clipper``.
 
-    State: ``residual`` and ``owner_residual`` of the gradients; they wait while gradients are
-    summed, since Adam's variance is that of a gradient.
+    State: ``residual`` and ``owner_residual`` of the gradients; they do not change while gradients
+    are summed, since Adam's variance is that of a gradient.
 
     Options:
         var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper: the optimizer's.
@@ -61,7 +61,7 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
     min_size: int = 1024
 
     partner = "ZeroOneAdam"
-    phases = ("one_bit", "variance", "local", "meet")
+    phases = ("one_bit", "variance", "local", "sync")
 
     def __post_init__(self) -> None:
         for name in (
@@ -75,7 +75,7 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
         check_choice("norm", self.norm, ("l1", "l2"))
 
     def phase(self, step: int) -> str:
-        """ "variance", "one_bit", "local" or "meet"; ``step`` counts from 1."""
+        """Return "variance", "one_bit", "local" or "sync"; ``step`` counts from 1."""
         return self.phases[int(self.phase_index(np.asarray(step)))]
 
     def phase_index(self, step: Array) -> Array:
@@ -101,12 +101,12 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
         return [*found, (after, _FOREVER, self.local_step_clipper)]
 
     @property
-    def meeting(self) -> Compressor:
-        """For what the ranks have gone, in one bit an element."""
+    def for_parameters(self) -> Compressor:
+        """The method for what the parameters moved by in local steps: one bit an element."""
         return Partition((rule(self._one_bit, min_size=self.min_size),), NoCompression())
 
     def chain(self, gradient: Array, context: Context) -> Chain:
-        """For what travels in one bit."""
+        """The chain for what is sent in one bit an element."""
         n = math.prod(backend_of(gradient).shape(gradient))
         return self._one_bit if n >= self.min_size else self._whole
 

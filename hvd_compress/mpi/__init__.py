@@ -61,3 +61,7 @@ __all__ = [
     "sparse_allgather",
     "sparse_allreduce",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

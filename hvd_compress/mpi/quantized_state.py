@@ -12,9 +12,9 @@ import numpy as np
 from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.checkpoints import check_array, entry, refused, whole
-from hvd_compress.mpi.dense.ring import segments
 from hvd_compress.mpi.transport.arrays import Flat, describe
 from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.sharding import shards_of
 
 #: more than there will ever be
 MOST_RANKS = 1 << 24
@@ -58,11 +58,7 @@ class Plan(NamedTuple):
 
     def shards(self, ranks: int) -> list[slice]:
         """Each rank's elements."""
-        n, length = self.n, self.length
-        return [
-            slice(min(n, part.start * length), min(n, part.stop * length))
-            for part in segments(-(-n // length), ranks)
-        ]
+        return shards_of(self.n, ranks, self.length)
 
 
 @dataclasses.dataclass

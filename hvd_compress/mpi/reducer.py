@@ -6,7 +6,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hvd_compress.mpi.engine import BUCKET_BYTES, MpiEngine
+from hvd_compress.mpi.engine import MpiEngine
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.reducer import Reducer as CoreReducer
 
@@ -17,8 +17,7 @@ class Reducer(CoreReducer):
     Args:
         compression: a method, its class, its name, or a text such as "dgc:density=0.01".
         comm: ``None`` for all ranks.
-        bucket_bytes: gradients of so many bytes leave together.
-        options: ``momentum``, ``nesterov``, ``sums``, ``seed``.
+        options: ``momentum``, ``nesterov``, ``sums``, ``seed``, ``bucket_bytes``.
 
     Example::
 
@@ -35,7 +34,6 @@ class Reducer(CoreReducer):
         compression: Any = "none",
         *,
         comm: MPI.Comm | Communicator | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
         **options: Any,
     ) -> None:
-        super().__init__(compression, MpiEngine(comm, bucket_bytes=bucket_bytes), **options)
+        super().__init__(compression, MpiEngine(comm), **options)

@@ -25,7 +25,7 @@ class adaptive_random(Selector, name="adaptive_random"):
         return min(n, 1)
 
     def kept(self, d: int, context: Context) -> float:
-        """1/d, which takes elements of equal size."""
+        """Return 1/d, which is attained where all elements are equally large."""
         return 1 / d
 
     def select(self, x: Array, k: int | None, context: Context) -> Array:

@@ -16,37 +16,33 @@ class Selector(Configurable, abc.ABC, kind="block"):
 
     #: what the operator remembers of a tensor, arrays of any size; differs between ranks
     keys: ClassVar[tuple[str, ...]] = ()
-    #: twice the values, the same choice
-    homogeneous: ClassVar[bool] = True
 
     def init(self, x: Array) -> State:
-        """The state before the first exchange of a tensor of which ``x`` is flat."""
+        """Return the state before the first exchange of a tensor, of which ``x`` is flat."""
         return {}
-
-    @property
-    def needs_epoch(self) -> bool:
-        return False
 
     @abc.abstractmethod
     def count(self, n: int, context: Context) -> int | None:
-        """How many of ``n`` elements are picked, the same on all ranks; ``None`` if that depends
-        on their values."""
+        """Return how many of ``n`` elements are selected, the same number on all ranks; ``None`` if
+        that depends on their values."""
 
     @abc.abstractmethod
     def select(self, x: Array, k: int | None, context: Context) -> Array:
-        """Ascending indices (int64) of the flat array ``x``, ``k`` of them unless that is ``None``.
-        If ``x`` has a NaN, one of them at least must be picked."""
+        """Return ascending indices (int64) into the flat array ``x``: ``k`` of them, or as many as
+        there are if ``k`` is ``None``.  If ``x`` has a NaN, at least one NaN must be among the
+        selected elements."""
 
     def pick(self, x: Array, k: int | None, state: State, context: Context) -> tuple[Array, State]:
-        """The same for operators with a state, which is handed in and out, never changed."""
+        """Return ``(indices, new state)``: :meth:`select` for operators with a state.  The old
+        state is never changed in place."""
         return self.select(x, k, context), state
 
     def kept(self, d: int, context: Context) -> float:
-        """The share of |x|^2 that the picked ones of ``d`` elements have, in expectation, at least
-        and whatever x is."""
+        """Return the share of |x|^2 that the selected ones of ``d`` elements have at least, in
+        expectation and for any x."""
         raise UnsupportedError(f"no constants are known for {self.name}")
 
     def classes(self, d: int, context: Context | None = None) -> Classes:
-        """Constants in d dimensions, for what is picked and sent as it is; ``context`` where the
-        density is a schedule."""
+        """Return the constants in d dimensions of an operator that sends the selected elements as
+        they are.  ``context`` says the step where the density is a schedule."""
         return IDENTITY.after_selecting(self.kept(d, context or Context()))

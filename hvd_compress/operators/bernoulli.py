@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
-from hvd_compress.config import check_fraction
+from hvd_compress.config import check_fraction, converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.base import Selector
 from hvd_compress.operators.random_k import own_generator
+
+
+def _as_tuple(probability: Any) -> Any:
+    return tuple(probability) if isinstance(probability, list) else probability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,22 +30,23 @@ class bernoulli(Selector, name="bernoulli"):
         probability: of every element, or a tuple with one for each element of the tensor.
     """
 
-    probability: float | tuple[float, ...] = 0.01
+    probability: float | tuple[float, ...] = dataclasses.field(
+        default=0.01, metadata=converted(_as_tuple)
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         p = self.probability
-        if isinstance(p, list | tuple):
-            object.__setattr__(self, "probability", tuple(p))
-        for each in p if isinstance(p, list | tuple) else (p,):
+        for each in p if isinstance(p, tuple) else (p,):
             check_fraction("probability", each)
-        if p == () or p == []:
+        if p == ():
             raise ConfigError("probability must not be empty: give one number, or one an element")
 
     def count(self, n: int, context: Context) -> None:
         return None
 
     def kept(self, d: int, context: Context) -> float:
-        """The least probability, which takes an x that is zero elsewhere."""
+        """Return the least probability, which is attained where x is zero elsewhere."""
         return float(self._probabilities(d).min())
 
     def _probabilities(self, n: int) -> np.ndarray:

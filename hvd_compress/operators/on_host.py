@@ -10,23 +10,17 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, State
+from hvd_compress.config import converted
 from hvd_compress.operators.base import Selector
 from hvd_compress.operators.top_k import count
-from hvd_compress.schedules import Density, as_density, by_epoch, density_at
+from hvd_compress.schedules import Density, as_density, density_at
 
 
 @dataclasses.dataclass(frozen=True)
 class HostSelector(Selector):
     """Options: ``density``, a fraction or a schedule."""
 
-    density: Density = 0.001
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "density", as_density(self.density))
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.density)
+    density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
 
     def count(self, n: int, context: Context) -> int | None:
         return None
@@ -35,8 +29,9 @@ class HostSelector(Selector):
     def find(
         self, x: np.ndarray, k: int, context: Context, *memory: np.ndarray
     ) -> tuple[np.ndarray, ...]:
-        """Ascending indices of about ``k`` elements of ``x``, which is finite, flat and not empty;
-        and what comes after ``memory``, which must not be changed."""
+        """Return ascending indices of about ``k`` elements of ``x``, which is finite, flat and not
+        empty; behind them the new arrays of the state, for those in ``memory``, which must not be
+        changed in place."""
 
     def select(self, x: Array, k: int | None, context: Context) -> Array:
         return self.pick(x, k, self.init(x), context)[0]

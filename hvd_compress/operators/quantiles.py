@@ -38,8 +38,8 @@ def quantile(sizes: np.ndarray, ratio: float, fit: str) -> float:
 
 
 def inverse_upper_gamma(alpha: float, ratio: float) -> float:
-    """The x at which the regularised upper incomplete gamma function Q(alpha, x) is ``ratio``, to
-    about nine digits, by halving an interval of ln x."""
+    """Return the x at which the regularised upper incomplete gamma function Q(alpha, x) is
+    ``ratio``, to about nine digits, by bisection of ln x."""
     # Q <= ratio at the upper end: of Markov's inequality.
     low, high = -700.0, math.log(alpha / ratio)
     while high - low > 1e-9:
@@ -52,7 +52,7 @@ def inverse_upper_gamma(alpha: float, ratio: float) -> float:
 
 
 def upper_gamma(alpha: float, x: float) -> float:
-    """Q(alpha, x): how often a number of the gamma distribution exceeds x."""
+    """Return Q(alpha, x), the probability that a gamma-distributed number exceeds x."""
     front = math.exp(alpha * math.log(x) - x - math.lgamma(alpha))
     if x < alpha + 1:  # the power series of 1 - Q
         term = total = 1 / alpha

@@ -14,19 +14,22 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
+from hvd_compress.config import converted
 from hvd_compress.operator_classes import Classes
 from hvd_compress.operators.base import Selector
 from hvd_compress.operators.top_k import count
-from hvd_compress.schedules import Density, as_density, by_epoch, density_at
+from hvd_compress.schedules import Density, as_density, density_at
 
 
 def shared_generator(context: Context) -> np.random.Generator:
-    """The same random numbers on all ranks, others for every step and tensor."""
+    """Return a generator of random numbers that are the same on all ranks, and others for every
+    step and tensor."""
     return _generator(f"{context.seed}/{int(context.step)}/{context.name}")
 
 
 def own_generator(context: Context, turn: int = 0) -> np.random.Generator:
-    """The same, but others for every rank, and for every ``turn`` within a step."""
+    """Return a generator of random numbers that are others for every rank, step and tensor, and for
+    every ``turn`` within a step."""
     return _generator(
         f"{context.seed}/{int(context.step)}/{context.name}/rank {context.rank}/{turn}"
     )
@@ -41,33 +44,27 @@ def _generator(label: str) -> np.random.Generator:
 class random_k(Selector, name="random_k"):
     """Options: ``density``, a fraction or a schedule."""
 
-    density: Density = 0.01
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "density", as_density(self.density))
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.density)
+    density: Density = dataclasses.field(default=0.01, metadata=converted(as_density))
 
     def count(self, n: int, context: Context) -> int:
         return count(n, density_at(self.density, context.step, context.epoch))
 
     def kept(self, d: int, context: Context) -> float:
-        """k/d: every element is drawn with that probability."""
+        """Return k/d: every element is drawn with that probability."""
         return self.count(d, context) / d
 
     def scaled_classes(self, d: int, context: Context | None = None) -> Classes:
-        """Of what is picked, scaled by d/k: unbiased, and its second moment exactly d/k."""
+        """Return the constants of the selected elements scaled by d/k: unbiased, with a second
+        moment of exactly d/k."""
         zeta = 1 / self.kept(d, context or Context())
         return Classes.unbiased(zeta, alpha=zeta)
 
     def draw(self, n: int, k: int | None, random: np.random.Generator) -> np.ndarray:
-        """Ascending indices (int64) of ``k`` out of ``n`` elements."""
+        """Return ascending indices (int64) of ``k`` out of ``n`` elements."""
         return np.sort(random.choice(n, k, replace=False, shuffle=False)).astype(np.int64)
 
     def select(self, x: Array, k: int | None, context: Context) -> Array:
-        """Ascending indices (int64) of ``k`` elements of the flat array ``x``."""
+        """Return ascending indices (int64) of ``k`` elements of the flat array ``x``."""
         xp = backend_of(x)
         n = xp.size(x)
 

@@ -21,9 +21,9 @@ from typing import Any
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
-from hvd_compress.config import check_choice, check_fraction
+from hvd_compress.config import check_choice, check_fraction, converted
 from hvd_compress.operators.base import Selector
-from hvd_compress.schedules import Density, as_density, by_epoch, density_at
+from hvd_compress.schedules import Density, as_density, density_at
 
 # Below this size ranking everything is as fast as sampling first.
 _SMALL = 1 << 14
@@ -36,29 +36,26 @@ class top_k(Selector, name="top_k"):
     """Options: ``density``, a fraction or a schedule; ``selection``; ``sample_fraction`` of the
     elements that the sampled search looks at (the paper: 0.1 to 1 %)."""
 
-    density: Density = 0.001
+    density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
     selection: str = "sampled"
     sample_fraction: float = 0.01
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "density", as_density(self.density))
+        super().__post_init__()
         check_choice("selection", self.selection, ("sampled", "exact"))
         check_fraction("sample_fraction", self.sample_fraction)
 
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.density)
-
     def count(self, n: int, context: Context) -> int:
-        """How many of ``n`` elements are sent, the same on all ranks."""
+        """Return how many of ``n`` elements are selected, the same number on all ranks."""
         return count(n, density_at(self.density, context.step, context.epoch))
 
     def kept(self, d: int, context: Context) -> float:
-        """k/d: the k largest have at least their share; exactly that if all are equally large."""
+        """Return k/d: the k largest elements have at least that share, and exactly that if all are
+        equally large."""
         return self.count(d, context) / d
 
     def select(self, x: Array, k: int | None, context: Context) -> Array:
-        """Ascending indices (int64) of ``k`` elements of the flat array ``x``."""
+        """Return ascending indices (int64) of the ``k`` largest elements of the flat ``x``."""
         assert k is not None
         xp = backend_of(x)
         magnitude = xp.abs(x)

@@ -7,9 +7,10 @@ import dataclasses
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Transform
-from hvd_compress.errors import ConfigError
-from hvd_compress.schedules import Start, as_start, by_epoch, started
-from hvd_compress.transforms.momentum import check_momentum
+from hvd_compress.config import converted
+from hvd_compress.schedules import Start, as_start, started
+from hvd_compress.transforms.averaging import averaged
+from hvd_compress.transforms.taking_momentum import check_momentum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,32 +36,23 @@ class averaged_momentum(Transform, name="averaged_momentum"):
     """
 
     beta: float = 0.9
-    start: Start = True
+    start: Start = dataclasses.field(default=True, metadata=converted(as_start))
 
     keys = ("average",)
     per_rank = False
     of_gradients = True
 
     def __post_init__(self) -> None:
-        if self.beta is None:
-            raise ConfigError("beta must be a number in [0, 1): no optimizer lends one")
-        check_momentum(self.beta)
-        object.__setattr__(self, "start", as_start(self.start))
-
-    @property
-    def needs_epoch(self) -> bool:
-        return by_epoch(self.start)
+        super().__post_init__()
+        check_momentum("beta", self.beta)
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         if not started(self.start, context.step, context.epoch):
             return x, state
-        return self._next(state["average"], x), state
+        return averaged(state["average"], x, self.beta), state
 
     def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
         if not started(self.start, context.step, context.epoch):
-            return mean, {"average": self._next(state["average"], mean)}
+            return mean, {"average": averaged(state["average"], mean, self.beta)}
         # The mean becomes the gradient, which its owner may clip in place.
         return mean, {"average": backend_of(mean).copy(mean)}
-
-    def _next(self, average: Array, x: Array) -> Array:
-        return self.beta * average + (1 - self.beta) * x

@@ -48,6 +48,6 @@ class clip_by_local_norm(Transform, name="clip_by_local_norm"):
         def clipped() -> Array:
             return xp.choose(norm > limit, lambda: xp.scale(x, limit / norm), lambda: x)
 
-        # Some tensor of this rank is spoilt: so is this step for all of them, on all ranks.
+        # Where one tensor of this rank is not finite, the step is not, of all tensors and ranks.
         clean = norm < math.inf
         return xp.choose(clean, clipped, lambda: xp.full_like(x, math.nan)), state

@@ -25,8 +25,8 @@ class ef21(Transform, name="ef21"):
     Unlike a residual, which adds up whatever was left out of all gradients so far, the estimate
     forgets: as gradients settle, it becomes exact, and with it the fixed point; differences then
     vanish, where error feedback goes on sending gradients that cancel only on average.  But noise
-    of the gradients is sent as it comes, and averaged by nobody: put ``smoothing(0.9)`` before
-    it (Fatkhullin, Tyurin, Richtarik, NeurIPS 2023).
+    of the gradients is sent as it comes, and not averaged over steps: put ``smoothing(0.9)``
+    before it (Fatkhullin, Tyurin, Richtarik, NeurIPS 2023).
 
     What is sent must be a contraction, class B3; see :mod:`hvd_compress.operator_classes` for step
     sizes.

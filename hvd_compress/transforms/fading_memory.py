@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
-from hvd_compress.base import Array, Context, Sparse, State
-from hvd_compress.chain import Transform
+from hvd_compress.base import Array, Sparse
 from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError
-from hvd_compress.transforms.error_feedback import unsent
+from hvd_compress.transforms.feedback import Feedback, unsent
 
 
 @dataclasses.dataclass(frozen=True)
-class fading_memory(Transform, name="fading_memory"):
+class fading_memory(Feedback, name="fading_memory"):
     """``x = gradient + memory``; after the exchange ``memory = x - sent``, but where something was
     sent, only the part ``keep`` of it stays.
 
-    With ``keep=1`` this is error feedback.  For operators that cannot express some things at all:
-    what they leave out then grows until it is all that there is, and nothing else is sent any more.
+    With ``keep=1`` this is error feedback.  A smaller ``keep`` is for operators that cannot express
+    some components at all: with error feedback these would grow until the operator selects nothing
+    else.
 
     State: ``memory``, as large as the gradient.
 
@@ -28,16 +28,11 @@ class fading_memory(Transform, name="fading_memory"):
     keep: float = 0.0
 
     keys = ("memory",)
-    feeds_back = True
 
     def __post_init__(self) -> None:
         keep = self.keep
         if not is_number(keep) or not 0 <= keep <= 1:
             raise ConfigError(f"keep must be in [0, 1]; got {keep!r}")
 
-    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
-        x = x + state["memory"]
-        return x, {"memory": x}
-
-    def settle(self, sent: Array | Sparse, state: State, context: Context) -> State:
-        return {"memory": unsent(state["memory"], sent, self.keep)}
+    def remaining(self, x: Array, sent: Array | Sparse, old: Array) -> Array:
+        return unsent(x, sent, self.keep)

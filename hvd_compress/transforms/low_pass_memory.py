@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Sparse, State
-from hvd_compress.chain import Transform
+from hvd_compress.base import Array, Sparse
 from hvd_compress.config import check_fraction
+from hvd_compress.transforms.feedback import Feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class low_pass_memory(Transform, name="low_pass_memory"):
+class low_pass_memory(Feedback, name="low_pass_memory"):
     """``x = gradient + memory``; after the exchange
     ``memory = (1 - beta) memory + beta (x - sent)``.
 
@@ -27,18 +27,12 @@ class low_pass_memory(Transform, name="low_pass_memory"):
     beta: float = 0.1
 
     keys = ("memory",)
-    feeds_back = True
 
     def __post_init__(self) -> None:
         check_fraction("beta", self.beta)
 
-    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
-        x = x + state["memory"]
-        return x, {"memory": state["memory"], "entered": x}
-
-    def settle(self, sent: Array | Sparse, state: State, context: Context) -> State:
-        memory = (1 - self.beta) * state["memory"] + self.beta * state["entered"]
+    def remaining(self, x: Array, sent: Array | Sparse, old: Array) -> Array:
+        memory = (1 - self.beta) * old + self.beta * x
         if not isinstance(sent, Sparse):
-            return {"memory": memory - self.beta * sent}
-        xp = backend_of(memory)
-        return {"memory": xp.add_at(memory, sent.indices, -self.beta * sent.values)}
+            return memory - self.beta * sent
+        return backend_of(memory).add_at(memory, sent.indices, -self.beta * sent.values)

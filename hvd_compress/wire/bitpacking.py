@@ -11,7 +11,7 @@ import numpy as np
 
 
 def full_bytes(bits: int) -> int:
-    """Bytes that so many bits take."""
+    """Return how many bytes so many bits take."""
     return -(-bits // 8)
 
 
@@ -31,7 +31,7 @@ def _field_dtype(b: int) -> np.dtype:
 
 
 def pack_fields(values: np.ndarray, b: int) -> np.ndarray:
-    """Bytes (uint8) of ``values`` below 2**b, b bits each, the first bit the lowest."""
+    """Return the bytes (uint8) of ``values`` below 2**b, b bits each, the first bit the lowest."""
     groups = -(-values.size // 8)
     fields = np.zeros((groups, 8), _field_dtype(b))
     fields.reshape(-1)[: values.size] = values
@@ -44,7 +44,7 @@ def pack_fields(values: np.ndarray, b: int) -> np.ndarray:
 
 
 def unpack_fields(packed: np.ndarray, count: int, b: int) -> np.ndarray:
-    """The inverse, in the narrowest unsigned type."""
+    """Undo :func:`pack_fields`, in the narrowest unsigned type."""
     groups = -(-count // 8)
     padded = np.zeros(groups * b, np.uint8)
     padded[: packed.size] = packed
@@ -57,7 +57,7 @@ def unpack_fields(packed: np.ndarray, count: int, b: int) -> np.ndarray:
 
 
 def digits_size(count: int, base: int) -> int:
-    """Bytes of ``count`` digits to ``base``."""
+    """Return the bytes of ``count`` digits to ``base``."""
     if bits := _field_of(base):
         return full_bytes(count * bits)
     whole, rest = divmod(count, _digits_of_a_word(base))
@@ -65,10 +65,11 @@ def digits_size(count: int, base: int) -> int:
 
 
 def pack_digits(digits: np.ndarray, base: int) -> np.ndarray:
-    """Bytes (uint8) of ``digits`` (unsigned, 0 .. base - 1), about log2(base) bits each.
+    """Return the bytes (uint8) of ``digits`` (unsigned, 0 .. base - 1), about log2(base) bits each.
 
-    As many digits as fit to a word of 64 bits, the first one the highest, with the last word cut;
-    or each in a field of bits, where that takes no more: bases such as 15, 16, 31 and 255.
+    As many digits as fit are put into a word of 64 bits, the first one the highest, and the last
+    word is cut; or each digit has a field of bits, where that takes no more: for bases such as 15,
+    16, 31 and 255.
     """
     if bits := _field_of(base):
         return pack_fields(digits, bits)
@@ -81,7 +82,7 @@ def pack_digits(digits: np.ndarray, base: int) -> np.ndarray:
 
 
 def unpack_digits(packed: np.ndarray, count: int, base: int) -> np.ndarray:
-    """The inverse, in the narrowest unsigned type."""
+    """Undo :func:`pack_digits`, in the narrowest unsigned type."""
     if bits := _field_of(base):
         return np.minimum(unpack_fields(packed, count, bits), base - 1)  # others are damage
     each = _digits_of_a_word(base)

@@ -44,20 +44,20 @@ _INDICES = {"none": 0, "int32": 1, "int64": 2, "packed": 3}
 
 
 def index_dtype(n: int) -> str:
-    """The narrowest index type for a tensor of ``n`` elements."""
+    """Return the narrowest dtype of indices into ``n`` elements, "int32" or "int64"."""
     return "int32" if n <= 2**31 else "int64"
 
 
 def sparse_size(count: int, n: int, values: str) -> int:
-    """Bytes of a frame of ``count`` entries of a tensor of ``n`` elements, indices not packed; with
+    """Return the bytes of a frame of ``count`` entries of ``n`` elements, indices not packed.  With
     packed indices a frame is never larger."""
     return padded(count * (np.dtype(values).itemsize + np.dtype(index_dtype(n)).itemsize))
 
 
 def dense_is_shorter(count: int, n: int, values: str, codec: str = "int32") -> bool:
-    """Whether all ``n`` values take fewer bytes than ``count`` of them with their indices.
+    """Return whether all ``n`` values take fewer bytes than ``count`` of them with their indices.
 
-    For packed indices this is a bound on their size, which depends on where they are.
+    For packed indices, whose size depends on where they are, an upper bound of it is taken.
     """
     item = np.dtype(values).itemsize
     index = float(np.dtype(index_dtype(n)).itemsize)
@@ -101,7 +101,7 @@ def encode_sparse(
 
 
 def encode_dense(values: np.ndarray, whole: int | None = None) -> np.ndarray:
-    """A frame (1-D, uint8) of all ``values`` of a flat array."""
+    """Return a frame (1-D, uint8) of all ``values`` of a flat array."""
     frame = np.zeros(padded(values.nbytes), np.uint8)
     _put(frame, START, values)
     return _sealed(frame, _DENSE, values, "none", values.size, whole or values.size)
@@ -123,19 +123,20 @@ def _sealed(
 
 
 def seal(frame: np.ndarray, header: bytes) -> np.ndarray:
-    """The frame, with its header and the checksum of all of it."""
+    """Write the header and the checksum of all bytes into a frame; return the frame."""
     frame[: HEADER.size] = np.frombuffer(header, np.uint8)
     frame[HEADER.size : START].view("<u4")[0] = _checksum(frame)
     return frame
 
 
 def is_sealed(frame: np.ndarray) -> bool:
-    """Whether a frame, a header at least, has the checksum that belongs to its bytes."""
+    """Return whether a frame of a header or more has the checksum of its bytes."""
     return _checksum(frame) == int.from_bytes(frame[HEADER.size : START].tobytes(), "little")
 
 
 def length_tag(n: int) -> int:
-    """Of the length of a vector, 16 bits: modulo the largest prime that they hold."""
+    """Return the number by which frames of vectors of other lengths are noticed: the length modulo
+    the largest prime of 16 bits."""
     return n % 65521
 
 
@@ -172,12 +173,13 @@ def decode_sparse(
 def decode(
     frame: np.ndarray, n: int, values: str, *, sender: str = "a rank", whole: int | None = None
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    """The same for a frame that may be dense: its indices are ``None``, its values ``n``."""
+    """Return ``(indices, values)`` of a frame that may be dense: then the indices are ``None``, and
+    there are ``n`` values.  See :func:`decode_sparse`."""
     return _decode(frame, n, values, None, sender, (_SPARSE, _DENSE), whole or n)
 
 
 def decode_dense(frame: np.ndarray, n: int, values: str, *, sender: str = "a rank") -> np.ndarray:
-    """The ``n`` values of a dense frame."""
+    """Return the ``n`` values of a dense frame."""
     return _decode(frame, n, values, n, sender, (_DENSE,), n)[1]
 
 

@@ -29,14 +29,16 @@ _MOST_BITS, _MOST_ELEMENTS = 48, 2**56
 
 
 def gaps_of(indices: np.ndarray, dtype: str) -> np.ndarray:
-    """Places between neighbours; ``dtype`` holds the largest of the ascending ``indices``."""
+    """Return the number of places between neighbours of the ascending ``indices``; ``dtype`` holds
+    the largest index."""
     gaps = indices.astype(dtype)
     gaps[1:] -= indices[:-1].astype(dtype, copy=False) + 1
     return gaps
 
 
 def best_parameter(gaps: np.ndarray, n: int) -> tuple[int, int] | None:
-    """``(b, bytes)`` of the shortest code, ``None`` if there is none; ``n`` as in the tensor."""
+    """Return ``(b, bytes)`` of the shortest code of ``gaps`` in a tensor of ``n`` elements, or
+    ``None`` if there is no code."""
     count = gaps.size
     if not count or n > _MOST_ELEMENTS:
         return None

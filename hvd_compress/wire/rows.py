@@ -2,7 +2,7 @@
 with kind 4, then the numbers of the rows as int64, then their bytes, padded to a multiple of 8.
 
 In the header the type of the values is the number of bytes of a row, modulo 256, and there are no
-codes of indices; elements are rows.  Values travel as they are, in any dtype.
+codes of indices; elements are rows.  Values are sent as they are, in any dtype.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Each is valid for any number of ranks; expectations are computed from rank and s
 WITHOUT_TORCH = (
     "dense",
     "agreement",
+    "algorithms",
     "sparse",
     "training",
     "quantized",

@@ -8,9 +8,11 @@ from unittest import mock
 import numpy as np
 
 from hvd_compress import mpi
+from hvd_compress.codecs import column_means, linear
+from hvd_compress.codecs.frame import coded_size
 from hvd_compress.errors import ConfigError, MismatchError, PayloadError, UnsupportedError
-from hvd_compress.mpi.dense.ring import segments
 from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.sharding import shards_of
 from mpi_scenarios.common import array, assert_same_everywhere, raises, world
 
 HEADER = 16
@@ -96,7 +98,7 @@ def two_quantisations_and_no_more() -> None:
             got = mpi.quantized_allreduce(x, state, bits=bits)
             np.testing.assert_allclose(got, mean, rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(state.worker, workers[world.rank], rtol=1e-4, atol=1e-4)
-            mine = segments(shape[0], P)[world.rank]
+            mine = shards_of(shape[0], P)[world.rank]
             np.testing.assert_allclose(state.owner, owner[mine].ravel(), rtol=1e-4, atol=1e-4)
 
 
@@ -116,10 +118,16 @@ def bytes_are_what_the_paper_counts() -> None:
     comm = mpi.Communicator(world, checks=0)
     rows, columns = 2048, 3 * P
     x = _array(world.rank, (columns, rows), "float32", 0)
-    for bits, column_bits in ((1, 2048 + 64), (8, 8 * 2048 + 32)):
+    for bits, codec, column_bits in (
+        (1, column_means(rows), 2048 + 64),
+        (8, linear(8, rows), 8 * 2048 + 32),
+    ):
         before = comm.bytes_sent
         mpi.quantized_allreduce(x, mpi.QuantizedState(), bits=bits, comm=comm)
-        sent = comm.bytes_sent - before - 2 * (P - 1) * HEADER
+        sent = comm.bytes_sent - before
+        assert sent == 2 * (P - 1) * coded_size(codec, 3 * rows, x.dtype)
+        padding = -3 * column_bits // 8 % 8
+        sent -= 2 * (P - 1) * (HEADER + padding)
         assert sent == 2 * 3 * (P - 1) * column_bits // 8
         before = comm.bytes_sent
         mpi.direct_allreduce(x, comm=comm)

@@ -29,7 +29,7 @@ def _assert_equal(model, other) -> None:
         assert torch.equal(p, q)
 
 
-def options_survive_the_making_of_horovods_class() -> None:
+def options_survive_the_making_of_the_class() -> None:
     _, optimizer = _run(betas=(0.8, 0.9), eps=1e-5, bias_correction=False)
     group = optimizer.param_groups[0]
     assert (group["betas"], group["eps"], group["freeze_step"]) == ((0.8, 0.9), 1e-5, FREEZE)

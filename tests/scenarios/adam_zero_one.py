@@ -73,36 +73,36 @@ def it_follows_the_formulas() -> None:
                 assert_close(run.weights(), expected, rtol=1e-7, atol=1e-9)
 
 
-def between_meetings_ranks_are_on_their_own() -> None:
+def between_synchronizations_ranks_are_on_their_own() -> None:
     run = train(run_of(), range(27))
     if hvd.size() > 1:
         with raises(AssertionError, "ranks diverged"):
             assert_same_everywhere(run.weights())
-    run.optimizer.meet()
+    run.optimizer.synchronize_parameters()
     assert_same_everywhere(run.weights())
     met = run.weights()
-    run.optimizer.meet()  # nothing new
+    run.optimizer.synchronize_parameters()  # nothing new
     assert_close(run.weights(), met, rtol=0, atol=0)
     train(run, range(27, 28))
     assert_same_everywhere(run.weights())
 
 
-def meeting_in_full_gives_the_mean() -> None:
+def synchronizing_in_full_gives_the_mean() -> None:
     """Of where the ranks are, when nothing waits."""
     run = run_of(local_step_scaler=1, local_step_clipper=1000)
-    train(run, range(FREEZE + 2))  # 13 and 14 are meetings
-    run.optimizer.meet()  # nobody has moved, but something waits
+    train(run, range(FREEZE + 2))  # 13 and 14 synchronize
+    run.optimizer.synchronize_parameters()  # nobody has moved, but something waits
     assert_same_everywhere(run.weights())
-    train(run, range(FREEZE + 2, FREEZE + 3))  # 15 is no meeting
+    train(run, range(FREEZE + 2, FREEZE + 3))  # 15 does not
     means = {name: allgather(w[None]).mean(0) for name, w in run.weights().items()}
-    run.optimizer.meet()
+    run.optimizer.synchronize_parameters()
     assert_close(run.weights(), means, rtol=1e-10, atol=1e-12)
 
 
-def meeting_before_the_local_steps_changes_nothing() -> None:
+def synchronizing_before_the_local_steps_changes_nothing() -> None:
     run = train(run_of(), range(5))
     before = run.weights()
-    run.optimizer.meet()
+    run.optimizer.synchronize_parameters()
     assert_close(run.weights(), before, rtol=0, atol=0)
 
 
@@ -137,7 +137,7 @@ def it_learns_like_adam() -> None:
     assert losses["0/1"] < 1.2 * losses["adam"] + 0.03 < 0.6 * start, (losses, start)
 
 
-def small_tensors_meet_exactly() -> None:
+def small_tensors_are_synchronized_exactly() -> None:
     method = ZeroOneAdamCompression(**SCHEDULE, min_size=10**6)
     run = train(run_of(method=method), range(26))
     expected = _reference(26, compressed=False)[hvd.rank()]
@@ -147,7 +147,7 @@ def small_tensors_meet_exactly() -> None:
 
 def without_its_compression_it_steps_on_averages() -> None:
     run = train(run_of("float32", NoCompression()), range(30))
-    run.optimizer.meet()
+    run.optimizer.synchronize_parameters()
     assert_same_everywhere(run.weights())
 
 

@@ -37,7 +37,7 @@ def _compiled(**options: Any) -> Any:
 def the_graph_is_traced_once() -> None:
     run = train(run_of("float32"), range(30))
     assert run.graph.experimental_get_tracing_count() == 1
-    run.optimizer.meet()
+    run.optimizer.synchronize_parameters()
     train(run, range(30, 32))
     assert run.graph.experimental_get_tracing_count() == 1
 
@@ -64,14 +64,14 @@ def several_passes_are_a_step() -> None:
     assert int(run.compression.step) == 24
     assert_same_everywhere(run.weights())
     train(run, [24], passes=2)
-    run.optimizer.meet()
+    run.optimizer.synchronize_parameters()
     assert_same_everywhere(run.weights())
 
 
 def models_are_saved_and_go_on() -> None:
     model = _compiled()
-    fit(model, range(27))  # 28 is a meeting
-    model.optimizer.meet()
+    fit(model, range(27))  # 28 synchronizes
+    model.optimizer.synchronize_parameters()
     model.optimizer.compression.consolidate()
     folder = Path(hvd.broadcast_object(tempfile.mkdtemp(), root_rank=0, name="folder"))
     if hvd.rank() == 0:
@@ -91,25 +91,27 @@ def models_are_saved_and_go_on() -> None:
         assert int(other.optimizer._variance_steps) == 6
     for m in (model, loaded, restored):
         fit(m, range(27, 34))
-        m.optimizer.meet()
+        m.optimizer.synchronize_parameters()
         assert_same_everywhere(weights_of(m))
     assert_close(weights_of(loaded), weights_of(model), 1e-4, 1e-5)
     assert_close(weights_of(restored), weights_of(model), 1e-4, 1e-5)
 
 
-def each_rank_may_save_its_own_between_meetings() -> None:
+def each_rank_may_save_its_own_between_synchronizations() -> None:
     model = _compiled()
     fit(model, range(27))
     path = Path(tempfile.mkdtemp()) / "model.keras"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.save(path)
-    assert hvd.size() == 1 or any("optimizer.meet()" in str(w.message) for w in caught)
+    assert hvd.size() == 1 or any(
+        "optimizer.synchronize_parameters()" in str(w.message) for w in caught
+    )
     method = model.optimizer.compression.method
     loaded = hvd_keras.load_model(path, compression=method)
     for m in (model, loaded):
         fit(m, range(27, 34))
-        m.optimizer.meet()
+        m.optimizer.synchronize_parameters()
         assert_same_everywhere(weights_of(m))
     assert_close(weights_of(loaded), weights_of(model), 1e-4, 1e-5)
 
@@ -129,7 +131,7 @@ class _SameEverywhere(keras.callbacks.Callback):
         self.on_test_begin()
 
 
-def the_callback_meets_before_validation_and_after_epochs() -> None:
+def the_callback_synchronizes_before_validation_and_after_epochs() -> None:
     model = _compiled()
     batches = [oracle.batch("mlp", hvd.rank(), step) for step in range(9)]
     x, y = (np.concatenate([batch[i] for batch in batches]) for i in (0, 1))
@@ -147,7 +149,7 @@ def the_callback_meets_before_validation_and_after_epochs() -> None:
 
 
 def local_variables_go_their_own_way() -> None:
-    """With the variance of the steps at which it learns, and without meetings."""
+    """With the variance of the steps at which it learns, and without synchronizations."""
     variables = [tf.Variable(np.ones(40)), tf.Variable(np.ones(40))]
     optimizer = _distributed(epsilon=0.0)
     optimizer.register_local_var(variables[1])
@@ -164,7 +166,7 @@ def local_variables_go_their_own_way() -> None:
     np.testing.assert_allclose(variables[1].numpy(), alone[0].numpy(), rtol=1e-9)
 
 
-def constraints_hold_where_ranks_meet() -> None:
+def constraints_hold_after_synchronizations() -> None:
     variables = [keras.Variable(np.zeros(40), dtype="float64", name="w")]
     variables[0].constraint = keras.constraints.NonNeg()
     optimizer = _distributed()

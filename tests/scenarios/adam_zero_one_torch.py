@@ -16,18 +16,18 @@ from scenarios.driver import assert_same_everywhere, hvd, raises, train
 OPTIONS = {"lr": 0.01, **SCHEDULE}
 
 
-def meeting_in_full_uses_up_what_waited() -> None:
+def synchronizing_in_full_uses_up_the_residuals() -> None:
     run = run_of(local_step_scaler=1, local_step_clipper=1000)
-    train(run, range(FREEZE + 2))  # 13 and 14 are meetings
-    assert all("meet.residual" in s for s in run.optimizer.state.values())
+    train(run, range(FREEZE + 2))  # 13 and 14 synchronize
+    assert all("sync.residual" in s for s in run.optimizer.state.values())
     momentum = run.optimizer.state[run.model[0].weight]["exp_avg"].clone()
-    run.optimizer.meet()  # nobody has moved, but something waits
+    run.optimizer.synchronize_parameters()  # nobody has moved, but something waits
     assert torch.equal(run.optimizer.state[run.model[0].weight]["exp_avg"], momentum)
-    assert not any("meet.residual" in s for s in run.optimizer.state.values())
+    assert not any("sync.residual" in s for s in run.optimizer.state.values())
     assert_same_everywhere(run.weights())
 
 
-def what_is_saved_after_a_meeting_goes_on() -> None:
+def what_is_saved_after_a_synchronization_goes_on() -> None:
     runs = []
     model = make_model()
     adam = hvd.ZeroOneAdam(model.parameters(), **OPTIONS)
@@ -36,8 +36,8 @@ def what_is_saved_after_a_meeting_goes_on() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.state_dict()
-    assert any("optimizer.meet()" in str(w.message) for w in caught)
-    optimizer.meet()
+    assert any("optimizer.synchronize_parameters()" in str(w.message) for w in caught)
+    optimizer.synchronize_parameters()
     optimizer.consolidate_state_dict()
     state = copy.deepcopy(optimizer.state_dict())
     for _ in range(2):
@@ -47,10 +47,10 @@ def what_is_saved_after_a_meeting_goes_on() -> None:
         again.load_state_dict(model.state_dict())
         resumed.load_state_dict(copy.deepcopy(state))
         train_torch(again, resumed, range(27, 33))
-        resumed.meet()
+        resumed.synchronize_parameters()
         runs.append(again)
     train_torch(model, optimizer, range(27, 33))
-    optimizer.meet()
+    optimizer.synchronize_parameters()
     for other in runs:
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q)

@@ -16,7 +16,6 @@ from hvd_compress.blocks import (
     threshold,
 )
 from hvd_compress.errors import CompressionError, MismatchError
-from hvd_compress.stats import Record
 from hvd_compress.torch import DGC, ConfigError, NoCompression, PayloadError, SignSGD, Signum, TopK
 from scenarios import horovod_only
 from scenarios.common import (
@@ -239,9 +238,10 @@ def a_damaged_message_raises() -> None:
     train(model, optimizer, range(2))
     honest = engine.HorovodEngine._launch
 
-    def damage(self, kind, ops):
-        ops[0].tensor[-1] ^= 16
-        return honest(self, kind, ops)
+    def damage(self, op):
+        if op.kind == "gather_equal":
+            op.tensor[-1] ^= 16
+        return honest(self, op)
 
     optimizer.zero_grad()
     loss_of(model, hvd.rank(), 2).backward(inputs=[model[0].bias])
@@ -249,11 +249,11 @@ def a_damaged_message_raises() -> None:
         engine.HorovodEngine._launch = damage
     try:
         model[0].weight.grad = torch.randn(64, 40)
-        optimizer.compression.start([model[0].weight])
+        optimizer.compression.exchange_gradients([model[0].weight])
+        with raises(PayloadError, "rank 1", "checksum"):
+            optimizer.compression.finish()
     finally:
         engine.HorovodEngine._launch = honest
-    with raises(PayloadError, "rank 1", "checksum"):
-        optimizer.compression.finish()
     optimizer.compression.abandon()
 
 
@@ -268,10 +268,10 @@ def damaged_rows_raise() -> None:
     _train_words(model, optimizer, range(2), [hvd.rank()])
     honest = engine.HorovodEngine._launch
 
-    def damage(self, kind, ops):
-        if kind == "gather":
-            ops[0].tensor[-12] ^= 16  # behind the length and the header
-        return honest(self, kind, ops)
+    def damage(self, op):
+        if op.kind == "gather":
+            op.tensor[-12] ^= 16  # behind the length and the header
+        return honest(self, op)
 
     optimizer.zero_grad()
     words = torch.arange(12)
@@ -280,11 +280,11 @@ def damaged_rows_raise() -> None:
         engine.HorovodEngine._launch = damage
     try:
         model[0].weight.grad = torch.eye(50)[:, :30].to_sparse(1)
-        optimizer.compression.start([model[0].weight])
+        optimizer.compression.exchange_gradients([model[0].weight])
+        with raises(PayloadError, "bad rows from rank 1", "checksum"):
+            optimizer.compression.finish()
     finally:
         engine.HorovodEngine._launch = honest
-    with raises(PayloadError, "bad rows from rank 1", "checksum"):
-        optimizer.compression.finish()
     optimizer.compression.abandon()
 
 
@@ -300,7 +300,7 @@ def different_options_on_different_ranks_raise() -> None:
     optimizer = distribute(sgd(model), model, DGC(density=density))
     model[0].weight.grad = torch.randn(64, 40)
     with raises(MismatchError, "the ranks differ", "rank 0: DGC.density=0.06"):
-        optimizer.compression.start([model[0].weight])
+        optimizer.compression.exchange_gradients([model[0].weight])
 
 
 def models_that_differ_are_errors() -> None:
@@ -334,7 +334,7 @@ def a_payload_of_another_size_accuses_nobody() -> None:
     def unequal() -> Exchange:
         yield Gather(own, equal_sizes=True)
 
-    binding.engine.start({"unequal": (unequal(), Record())})
+    binding.engine.start("unequal", unequal())
     with raises(PayloadError, f"has {own.numel()} bytes", f"{24 * hvd.size() + 8}"):
         binding.engine.finish()
     binding.abandon()

@@ -400,14 +400,15 @@ def single_tensors_take_methods_without_state() -> None:
 
 @horovod_only
 def groups_and_parts_of_single_tensors_too() -> None:
+    """With names: those that Horovod makes count calls, and a rank outside of a set made fewer."""
     x = torch.ones(2 * hvd.size(), 3)
     for method in (FP16, "fp16", NoCompression()):
         for module in (hvd, horovod.torch):
-            for y in module.grouped_allreduce([x, 2 * x], compression=method)[:1]:
+            for y in module.grouped_allreduce([x, 2 * x], compression=method, name="both")[:1]:
                 assert torch.equal(y, x)
-            y = module.reducescatter(x, compression=method, op=hvd.Sum)
+            y = module.reducescatter(x, compression=method, name="part", op=hvd.Sum)
             assert torch.equal(y, hvd.size() * x[:2])
-            y, _ = module.grouped_reducescatter([x, x], compression=method)
+            y, _ = module.grouped_reducescatter([x, x], compression=method, name="parts")
             assert torch.equal(y, x[:2])
 
 
@@ -516,7 +517,7 @@ def what_cannot_work_says_what_to_write() -> None:
     bad = distribute(sgd(complex_model), complex_model, DGC)
     complex_model.weight.grad = torch.zeros_like(complex_model.weight)
     with raises(UnsupportedError, "complex64"):
-        bad.compression.start([complex_model.weight])
+        bad.compression.exchange_gradients([complex_model.weight])
 
 
 def one_instance_may_serve_two_optimizers() -> None:
@@ -541,3 +542,154 @@ def empty_parameters() -> None:
         expected = -(hvd.size() + 1) / 2
         assert model[1].item() == expected
         assert model[2].item() == expected
+
+
+def every_wrong_option_is_refused_before_a_hook_is_set() -> None:
+    model = make_model()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    same = ["twice", "twice", *names[2:]]
+    for options, words in (
+        ({"named_parameters": list(parameters)}, ["tuples"]),
+        ({"named_parameters": list(zip(same, parameters, strict=True))}, ["unique", "twice"]),
+        ({"named_parameters": [("0.weight", parameters[0])]}, ["lacks 5"]),
+        ({"backward_passes_per_step": 0}, ["backward_passes_per_step=0", "1 or more"]),
+        ({"groups": 0}, ["groups=0"]),
+        ({"groups": "two"}, ["groups='two'"]),
+        ({"groups": [["0.weight"]]}, ["torch.Tensor"]),
+        ({"groups": [[parameters[0]], [parameters[0]]]}, ["only be in one"]),
+        ({"op": hvd.Max}, ["hvd.Average or hvd.Sum"]),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, ["gradient_predivide_factor"]),
+    ):
+        with raises(ValueError, *words):
+            hvd.DistributedOptimizer(sgd(model), compression=DGC, **options)
+    with raises(ConfigError, "torch.optim.Optimizer", "Sequential"):
+        hvd.DistributedOptimizer(model, compression=DGC)
+    assert not any(p._post_accumulate_grad_hooks for p in parameters)
+    optimizer = hvd.DistributedOptimizer(sgd(model), compression=DGC)
+    with raises(ConfigError, "backward_passes_per_step=0"):
+        optimizer.set_backward_passes_per_step(0)
+
+
+def number_of_groups() -> None:
+    model = make_model()
+    a, b, c, d, e, f = model.parameters()
+    options = {"compression": SPARSE}
+    alone = hvd.DistributedOptimizer(sgd(model), **options)
+    assert alone.groups_of_parameters() is None
+    for groups, expected in (
+        (1, [(a, b, c, d, e, f)]),
+        (4, [(a, b), (c, d), (e,), (f,)]),  # as Horovod divides them
+        (100, [(a,), (b,), (c,), (d,), (e,), (f,)]),
+        ([[f, a], [torch.zeros(1)], [c]], [(f, a), (c,), (b,), (d,), (e,)]),
+    ):
+        optimizer = hvd.DistributedOptimizer(sgd(model), groups=groups, **options)
+        more = torch.nn.Parameter(torch.zeros(3))
+        optimizer.add_param_group({"params": [more]})
+        found = optimizer.groups_of_parameters()
+        for members, wanted in zip(found, [*expected, (more,)], strict=True):
+            assert [id(p) for p in members] == [id(p) for p in wanted]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        older = hvd.DistributedOptimizer(sgd(model), num_groups=2, **options)
+        both = hvd.DistributedOptimizer(sgd(model), num_groups=2, groups=3, **options)
+    assert [w.category for w in caught] == [DeprecationWarning] * 2
+    assert caught[0].filename == __file__
+    assert len(older.groups_of_parameters()) == 2
+    assert len(both.groups_of_parameters()) == 3
+
+
+def a_change_of_backward_passes_counts_from_there() -> None:
+    model, reference = make_model(), make_model()
+    optimizer, inner = distribute(sgd(model), model, DENSE), sgd(reference)
+    for first, passes in ((0, 1), (1, 3), (4, 2)):
+        optimizer.set_backward_passes_per_step(passes)
+        optimizer.zero_grad()
+        inner.zero_grad()
+        for part in range(first, first + passes):
+            loss_of(model, hvd.rank(), part).backward()
+            (sum(loss_of(reference, r, part) for r in range(hvd.size())) / hvd.size()).backward()
+        optimizer.step()
+        inner.step()
+    assert_close(model, reference)
+    optimizer.zero_grad()
+    loss_of(model, hvd.rank(), 0).backward()
+    optimizer.set_backward_passes_per_step(3)  # what has been added up is still there
+    with raises(AssertionError, "zero_grad"):
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    assert_same_everywhere(p.grad for p in model.parameters())
+
+
+def too_many_backward_passes_before_a_group_is_complete() -> None:
+    model = make_model()
+    optimizer = distribute(sgd(model), model, SPARSE, groups=1)
+    for p in list(model.parameters())[:2]:
+        p.requires_grad_(False)
+    x, _ = batch(hvd.rank(), 0)
+    hidden = model[:4](x)  # the last layer's gradients are still to come
+    hidden.sum().backward()
+    with raises(AssertionError, "backward_passes_per_step"):
+        model[:4](x).sum().backward()
+    optimizer.synchronize()
+
+
+def gradients_with_a_graph_are_refused() -> None:
+    model = make_model()
+    optimizer = distribute(sgd(model), model, SPARSE)
+    with raises(AssertionError, "create_graph"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch, about reference cycles
+        loss_of(model, hvd.rank(), 0).backward(create_graph=True)
+    for p in model.parameters():
+        p.grad = None
+    train(model, optimizer, range(1))
+
+
+class _Averaging(torch.optim.SGD):
+    """A user's own: other arguments, an attribute that overrides the class's, and state."""
+
+    window = 1
+
+    def __init__(self, model: torch.nn.Module, window: int) -> None:
+        super().__init__(model.parameters(), lr=0.05, momentum=0.9)
+        self.window, self.losses = window, []
+
+    def step(self, closure=None):
+        self.losses.append(self.window)
+        return super().step(closure)
+
+
+def optimizers_of_the_users_own() -> None:
+    model, reference = make_model(), make_model()
+    optimizer = distribute(_Averaging(model, window=5), model, DENSE)
+    assert isinstance(optimizer, _Averaging)
+    assert type(optimizer).__name__ == "_Averaging"
+    train(model, optimizer, range(4))
+    dense_reference(reference, _Averaging(reference, window=5), range(4))
+    assert_close(model, reference)
+    assert optimizer.losses == [5] * 4
+
+
+def hooks_on_steps_go_on() -> None:
+    model, calls = make_model(), []
+    inner = sgd(model)
+    inner.register_step_pre_hook(lambda *_: calls.append("made before"))
+    optimizer = distribute(inner, model, SPARSE)
+    optimizer.register_step_post_hook(lambda *_: calls.append("made after"))
+    train(model, optimizer, range(2))
+    assert calls == ["made before", "made after"] * 2
+
+
+@horovod_only
+def only_public_collectives_of_horovod_are_used() -> None:
+    """Its own class serves its own compressors, and never ours."""
+    for module in (hvd, horovod.torch):
+        model, other = make_model(), make_model()
+        ours = module.DistributedOptimizer(sgd(model), compression=SPARSE)
+        theirs = module.DistributedOptimizer(sgd(other), compression=module.Compression.fp16)
+        assert not any("horovod" in cls.__module__ for cls in type(ours).__mro__)
+        assert type(theirs).__module__ == "horovod.torch.optimizer"
+        assert not vars(ours).keys() & {"_handles", "_allreduce_delay", "_grad_accs"}
+        with raises(ConfigError, "distributed already"):
+            module.DistributedOptimizer(theirs, compression=SPARSE)
+        train(other, theirs, range(2))
+        assert_same_everywhere(other)

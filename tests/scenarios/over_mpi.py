@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import torch
 
-import hvd_compress.mpi.engine
+import hvd_compress.mpi.carriers
 from hvd_compress.errors import (
     CollectiveTimeout,
     CompressionError,
@@ -55,13 +55,13 @@ def buckets_leave_while_backward_goes_on() -> None:
         return  # alone, nothing leaves
     model = make_model()
     optimizer = distribute(sgd(model), model, TopK(density=0.05))
-    optimizer.compression.engine._bucket_bytes = 1
+    optimizer.compression.buckets.nbytes = 1
     train(model, optimizer, range(2))  # the first step finds out who comes when
     optimizer.zero_grad()
     loss_of(model, hvd.rank(), 2).backward()
     engine = optimizer.compression.engine
-    assert len(engine._flights) == 6, "one bucket a parameter, and all have left"
-    order = [flight.travellers[0].name for flight in engine._flights]
+    assert len(engine._in_flight) == 6, "one bucket a parameter, and all have left"
+    order = list(engine._in_flight)
     assert order[0].startswith("4."), "the last layer's gradients are ready first"
     optimizer.step()
     assert_same_everywhere(model)
@@ -72,7 +72,7 @@ def gradients_may_become_ready_in_another_order() -> None:
     torch.manual_seed(0)
     branches = torch.nn.ModuleList([torch.nn.Linear(40, 30) for _ in range(4)])
     optimizer = distribute(sgd(branches), branches, DGC(density=0.1, min_size=0))
-    optimizer.compression.engine._bucket_bytes = 1
+    optimizer.compression.buckets.nbytes = 1
     for step in range(4):
         optimizer.zero_grad()
         x, _ = batch(hvd.rank(), step)
@@ -89,21 +89,21 @@ def a_damaged_message_ends_the_use_of_the_optimizer() -> None:
     model = make_model()
     optimizer = distribute(sgd(model), model, TopK(density=0.05))
     train(model, optimizer, range(2))
-    honest = hvd_compress.mpi.engine.gather
+    honest = hvd_compress.mpi.carriers.gather
 
     def damage(channel, message, equal_sizes=False):
         message[-1] ^= 16
         return honest(channel, message, equal_sizes)
 
     if hvd.rank() == 0:
-        hvd_compress.mpi.engine.gather = damage
+        hvd_compress.mpi.carriers.gather = damage
     try:
         optimizer.zero_grad()
         with raises(PayloadError, "rank 0", "checksum"):
             loss_of(model, hvd.rank(), 2).backward()  # already here, if the bucket was fast
             optimizer.step()
     finally:
-        hvd_compress.mpi.engine.gather = honest
+        hvd_compress.mpi.carriers.gather = honest
     optimizer.zero_grad()
     with raises(CollectiveTimeout, "broken", "abandoned"):
         train(model, optimizer, range(3, 4))
@@ -131,7 +131,7 @@ def a_tensor_without_elements_alone_in_its_bucket() -> None:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(n)) for n in (0, 5)])
     optimizer = distribute(sgd(model), model, NoCompression())
     if hvd.size() > 1:
-        optimizer.compression.engine._bucket_bytes = 1
+        optimizer.compression.buckets.nbytes = 1
     for _ in range(3):
         optimizer.zero_grad()
         sum(((p - 1 - hvd.rank()) ** 2).sum() for p in model).backward()

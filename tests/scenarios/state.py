@@ -498,7 +498,7 @@ def several_rounds_advance_together() -> None:
                 pairs = list(zip(model.parameters(), gradients, strict=True))
                 for p, g in pairs if hvd.rank() % 2 else pairs[::-1]:
                     p.grad = g
-                    optimizer._handles[p] = optimizer._allreduce_grad_async(p)
+                    optimizer._is_ready(p)
             else:
                 loss_of(model, hvd.rank(), step).backward()
             optimizer.step()
@@ -519,7 +519,7 @@ def a_name_for_every_collective() -> None:
         for p, g in zip(parameters.values(), gradients, strict=True):
             p.grad = g
         for name in order:
-            optimizer.compression.start([parameters[name]])
+            optimizer.compression.exchange_gradients([parameters[name]])
         optimizer.compression.finish()
         optimizer._synchronized = True
         with optimizer.skip_synchronize():

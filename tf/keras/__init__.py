@@ -32,14 +32,14 @@ _elastic = {
     "run": importlib.import_module("horovod.tensorflow.elastic").run,  # wrapped
 }
 _whole_models = {"BestModelCheckpoint": callbacks.BestWholeModelCheckpoint}
-_horovod = drop_in.load_horovod(
+_horovod: Any = drop_in.load_horovod(
     "horovod.tensorflow.keras",
     "TensorFlow",
     functools.partial(
         register_keras, replacements={"callbacks": callbacks.OF_HOROVOD, "elastic": _elastic}
     ),
 )
-_older = drop_in.load_horovod(
+_older: Any = drop_in.load_horovod(
     "horovod.keras",
     "TensorFlow",
     functools.partial(
@@ -54,7 +54,6 @@ PartialDistributedOptimizer = wrap_optimizer(_older.PartialDistributedOptimizer,
 
 __all__ = [
     *_methods,
-    "DistributedOptimizer",
     "PartialDistributedOptimizer",
     "callbacks",
     "elastic",
@@ -71,4 +70,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*drop_in.names_of(_horovod, globals()), *drop_in.names_of(_older, {})})
+    return sorted(
+        {*drop_in.names_of(_horovod, [*__all__, *_OPTIMIZERS]), *drop_in.names_of(_older, [])}
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import horovod.tensorflow as horovod
 import numpy as np
@@ -16,13 +16,14 @@ from hvd_compress.errors import ConfigError
 from ..binding import native
 from ..optimizer import CompressedOptimizer
 
-_Callback = keras.callbacks.Callback
+_Callback: TypeAlias = keras.callbacks.Callback
 
 
 class CompressionCallback(_Callback):
     """Announces epochs to schedules by epoch, and at the end of each gives every rank the mean of
-    what waits, so that whatever rank 0 saves then is complete.  Ranks that are on their own
-    between two meetings (``ZeroOneAdam``) meet at the end of an epoch, and before a validation.
+    the residuals, so that whatever rank 0 saves then is complete.  Parameters that differ between
+    ranks for some steps (``ZeroOneAdam``) are synchronized at the end of an epoch, and before a
+    validation.
 
     Must stand before ``ModelCheckpoint``, on every rank; validate on all ranks, or on none.
 
@@ -39,15 +40,15 @@ class CompressionCallback(_Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._consolidate:
-            self._meet()
+            self._synchronize()
             self._optimizer().compression.consolidate()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        self._meet()
+        self._synchronize()
 
-    def _meet(self) -> None:
-        if hasattr(optimizer := self._optimizer(), "meet"):
-            optimizer.meet()
+    def _synchronize(self) -> None:
+        if hasattr(optimizer := self._optimizer(), "synchronize_parameters"):
+            optimizer.synchronize_parameters()
 
     def _optimizer(self) -> CompressedOptimizer:
         optimizer = self.model.optimizer

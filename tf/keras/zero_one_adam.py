@@ -22,18 +22,18 @@ class _Phase(NamedTuple):
 
     learns: tf.Tensor
     is_local: tf.Tensor
-    meets: tf.Tensor
+    synchronizes: tf.Tensor
 
 
 @keras.saving.register_keras_serializable(package="hvd_compress")
 class ZeroOneAdam(FrozenAdam):
-    """Adam that learns its variance at ever fewer steps, and later meets the other ranks at ever
-    fewer steps::
+    """Adam that learns its variance at ever fewer steps, and later synchronizes the parameters at
+    ever fewer steps::
 
         adam = hvd.ZeroOneAdam(1e-3, var_freeze_step=5000)
         optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
         ...
-        optimizer.meet()  # before evaluation, before a checkpoint, and at the end
+        optimizer.synchronize_parameters()  # before evaluation or a checkpoint, and at the end
 
     ``hvd.callbacks.CompressionCallback`` does the last at the end of every epoch, and before a
     validation.
@@ -80,15 +80,18 @@ class ZeroOneAdam(FrozenAdam):
             local_step_scaler=local_step_scaler,
             local_step_clipper=local_step_clipper,
         )
-        self._meetings: Binding | None = None
+        self._sync: Binding | None = None
         self._phase: _Phase | None = None
 
     def follow(self, binding: Binding, places: Mapping[int, int]) -> None:
         if self.use_ema:
             raise ConfigError("use_ema would average weights that differ between ranks: drop it")
         super().follow(binding, places)
-        self._meetings = binding.for_meetings(binding.method.meeting)  # type: ignore[attr-defined]
-        self.meetings_on_disk = state_on_disk(self._meetings, "optimizer.meet()", self._have_met)
+        method = binding.method.for_parameters  # type: ignore[attr-defined]
+        self._sync = binding.for_synchronization(method)
+        self.synchronization_on_disk = state_on_disk(
+            self._sync, "optimizer.synchronize_parameters()", self._is_synchronized
+        )
 
     def build(self, variables: Sequence[Any]) -> None:
         if self.built:
@@ -100,28 +103,28 @@ class ZeroOneAdam(FrozenAdam):
             for i in range(len(variables))
         ]
 
-    def meet(self) -> None:
-        """Bring all ranks together now, in full precision, with all that has waited.
+    def synchronize_parameters(self) -> None:
+        """Give all ranks the same parameters now, in full precision, with all that residuals held.
 
         A collective: call it on every rank, between steps.  What is saved afterwards is the same
         on all ranks, but for residuals of gradients; see ``compression.consolidate()``.
         """
-        if self._meetings is None:
+        if self._sync is None:
             return
-        self._meetings.consolidate()
-        travellers = self._travellers()
-        buffers = [native(self._buffers[self._get_variable_index(v)]) for v in travellers]
-        prefix = f"hvd_compress.{self._meetings.number}.buffer"
-        self._meetings.average([(f"{prefix}.{i}", buffer) for i, buffer in enumerate(buffers)])
+        self._sync.consolidate()
+        variables = self._synchronized()
+        buffers = [native(self._buffers[self._get_variable_index(v)]) for v in variables]
+        prefix = f"hvd_compress.{self._sync.number}.buffer"
+        self._sync.average([(f"{prefix}.{i}", buffer) for i, buffer in enumerate(buffers)])
         means = []
         for i, buffer in enumerate(buffers):
             # What owners of shards keep is in units of a sum, and its mean is its share of ours.
-            rest = list(self._meetings.states[str(i)].values())
+            rest = list(self._sync.states[str(i)].values())
             waiting = [tf.cast(tf.reshape(x, buffer.shape), buffer.dtype) for x in rest]
             means.append(tf.add_n([buffer.value(), *waiting]))
             for x in rest:
                 x.assign(tf.zeros_like(x))
-        self._arrive(travellers, means)
+        self._arrive(variables, means)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         grads = list(grads)
@@ -134,8 +137,8 @@ class ZeroOneAdam(FrozenAdam):
         self._variance_steps.assign_add(tf.cast(phase.learns, tf.int64))
         super().apply(grads, variables)
         self._phase = None  # it belongs to the graph
-        if self._meetings is not None:
-            tf.cond(phase.meets, self._meet_in_one_bit, lambda: tf.constant(False))
+        if self._sync is not None:
+            tf.cond(phase.synchronizes, self._synchronize_in_one_bit, lambda: tf.constant(False))
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         place, phase = self._get_variable_index(variable), self._phase
@@ -158,7 +161,7 @@ class ZeroOneAdam(FrozenAdam):
             lr, decay = tf.cast(learning_rate, tf.float64), tf.ones((), tf.float64)
             if self.weight_decay and self._use_weight_decay(variable):
                 decay -= lr * self.weight_decay
-            # Where the ranks have just met, the variable itself is the anchor, and has decayed.
+            # After a synchronization the variable itself is the anchor, and has decayed.
             left = ops.cast(decay, dtype)
             anchor.assign(ops.where(rate > 0, left * anchor, variable))
             buffer.assign(left * buffer + update)
@@ -176,26 +179,26 @@ class ZeroOneAdam(FrozenAdam):
         step = self.iterations + 1 if self._binding is None else self._binding.step.value()
         schedule = self.compressor()
         index = schedule.phase_index(tf.cast(step, tf.int64))
-        learns, local, meet = (schedule.phases.index(p) for p in ("variance", "local", "meet"))
-        return _Phase(index == learns, (index == local) | (index == meet), index == meet)
+        learns, local, sync = (schedule.phases.index(p) for p in ("variance", "local", "sync"))
+        return _Phase(index == learns, (index == local) | (index == sync), index == sync)
 
-    def _travellers(self) -> list[Any]:
-        """The variables that ranks meet with, in the order of the binding's slots."""
+    def _synchronized(self) -> list[Any]:
+        """The variables that are synchronized, in the order of the binding's slots."""
         own = {id(native(variable)): variable for variable in self._trainable_variables}
         return [own[key] for key in sorted(self._places, key=self._places.__getitem__)]
 
-    def _meet_in_one_bit(self) -> tf.Tensor:
-        assert self._meetings is not None
-        travellers = self._travellers()
-        buffers = [native(self._buffers[self._get_variable_index(v)]) for v in travellers]
-        self._arrive(travellers, self._meetings.reduce([buffer.value() for buffer in buffers]))
+    def _synchronize_in_one_bit(self) -> tf.Tensor:
+        assert self._sync is not None
+        variables = self._synchronized()
+        buffers = [native(self._buffers[self._get_variable_index(v)]) for v in variables]
+        self._arrive(variables, self._sync.reduce([buffer.value() for buffer in buffers]))
         return tf.constant(True)
 
-    def _arrive(self, travellers: Sequence[Any], means: Sequence[Any]) -> None:
-        for variable, mean in zip(travellers, means, strict=True):
+    def _arrive(self, variables: Sequence[Any], means: Sequence[Any]) -> None:
+        for variable, mean in zip(variables, means, strict=True):
             place, dtype = self._get_variable_index(variable), variable.dtype
             m, rate = self._momentums[place], self._rates[place]
-            moved = rate > 0  # else only what had waited does
+            moved = rate > 0  # else only residuals move the parameter
             start = ops.where(moved, self._anchors[place], variable)
             end = start - mean / self._scale(self._velocities[place])
             variable.assign(end if variable.constraint is None else variable.constraint(end))
@@ -205,10 +208,10 @@ class ZeroOneAdam(FrozenAdam):
             self._buffers[place].assign(tf.zeros_like(mean))
             rate.assign(0.0)
 
-    def _have_met(self) -> bool:
+    def _is_synchronized(self) -> bool:
         """Whether what this rank has is what all have."""
-        assert self._meetings is not None
-        return self._meetings.is_consolidated and not any(float(rate) for rate in self._rates)
+        assert self._sync is not None
+        return self._sync.is_consolidated and not any(float(rate) for rate in self._rates)
 
 
 # The class of a distributed optimizer is made from this one, and is saved under its bare name.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from mpi4py import MPI
 
@@ -19,20 +21,30 @@ def allgather(
     return comm.run("allgather", gather(comm.channel(), message))[0]
 
 
-def gather(channel: Channel, message: np.ndarray, equal_sizes: bool = False) -> Algorithm:
-    """The algorithm; ``equal_sizes`` is a promise that spares the exchange of sizes."""
+def gather(
+    channel: Channel,
+    message: np.ndarray,
+    known_sizes: Sequence[int] | None = None,
+    phase: str = "payloads",
+) -> Algorithm:
+    """The algorithm.  Sizes in bytes are exchanged first unless they are known, by rank."""
     peers = others(channel.rank, channel.size)
-    sizes = np.full(channel.size, message.nbytes, np.int64)
-    if not equal_sizes:
+    sizes = np.array(known_sizes or channel.size * [message.nbytes], np.int64)
+    if known_sizes is None:
         mine = sizes[channel.rank : channel.rank + 1].copy()
         lengths = [channel.receive(sizes[peer : peer + 1], peer) for peer in peers]
         lengths += [channel.send(mine, peer) for peer in peers]
         yield Wait(lengths, "sizes of payloads")
-        if sizes.min() < 0 or sizes.max() >= 2**31:
-            raise PayloadError(f"ranks announce payloads of {sizes.tolist()} bytes")
+        check_sizes(sizes)
     everything = [np.empty(size, np.uint8) for size in sizes]
     everything[channel.rank] = message
     messages = [channel.receive(everything[peer], peer) for peer in peers]
     messages += [channel.send(message, peer) for peer in peers]
-    yield Wait(messages, "payloads")
+    yield Wait(messages, phase)
     return everything
+
+
+def check_sizes(sizes: np.ndarray) -> None:
+    """Raise unless there can be messages of as many bytes as ranks announce."""
+    if sizes.min() < 0 or sizes.max() >= 2**31:
+        raise PayloadError(f"ranks announce payloads of {sizes.tolist()} bytes")

@@ -13,12 +13,13 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense.direct_allreduce import direct
 from hvd_compress.mpi.dense.halving_doubling import REMAINDERS, halving_doubling
 from hvd_compress.mpi.dense.native import native
-from hvd_compress.mpi.dense.ring import ring, segments
+from hvd_compress.mpi.dense.ring import ring
 from hvd_compress.mpi.transport.arrays import Flat, describe, flatten
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes
 from hvd_compress.mpi.transport.progress import Work
 from hvd_compress.mpi.transport.reduction import reduction
 from hvd_compress.mpi.tuning.measuring import model_of
+from hvd_compress.sharding import shards_of
 
 Comm = MPI.Comm | Communicator | None
 Algorithm = Callable[..., Any]
@@ -162,7 +163,7 @@ def start(
         per_block = max(1, 16 * chunk // itemsize) if out is x or reduce.widens else 2**30
     elif algorithm not in (ring, direct):
         per_block = max(1, 2 * chunk // itemsize)  # the first message is half of a block
-    blocks = segments(len(x), -(-len(x) // per_block))
+    blocks = shards_of(len(x), -(-len(x) // per_block))
     return Work(
         comm,
         call,

@@ -6,20 +6,34 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from hvd_compress.mpi.dense.allgather import check_sizes
 from hvd_compress.mpi.transport.communicator import Channel, others
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 
 
-def alltoall(channel: Channel, messages: Sequence[np.ndarray]) -> Algorithm:
-    """``messages`` (1-D, uint8) by the rank they are for; all ranks have equally many bytes for the
-    same rank.  The result is what each rank has for this one."""
+def alltoall(
+    channel: Channel,
+    messages: Sequence[np.ndarray],
+    equal_sizes: bool = True,
+    phase: str = "payloads",
+) -> Algorithm:
+    """``messages`` (1-D, uint8) by the rank they are for.  The result is what each rank has for
+    this one.  ``equal_sizes`` is a promise that all ranks have equally many bytes for the same
+    rank, which spares the exchange of sizes."""
     rank = channel.rank
-    peers = others(rank, channel.size)
-    arriving = [np.empty_like(messages[rank]) for _ in messages]
+    peers = others(channel.rank, channel.size)
+    sizes = np.full(channel.size, messages[rank].nbytes, np.int64)
+    if not equal_sizes:
+        own = np.array([message.nbytes for message in messages], np.int64)
+        lengths = [channel.receive(sizes[peer : peer + 1], peer) for peer in peers]
+        lengths += [channel.send(own[peer : peer + 1], peer) for peer in peers]
+        yield Wait(lengths, "sizes of payloads")
+        check_sizes(sizes)
+    arriving = [np.empty(size, np.uint8) for size in sizes]
     arriving[rank] = messages[rank]
     under_way = [channel.receive(arriving[peer], peer) for peer in peers]
     under_way += [channel.send(messages[peer], peer) for peer in peers]
-    yield Wait(under_way, "payloads")
+    yield Wait(under_way, phase)
     return arriving
 
 

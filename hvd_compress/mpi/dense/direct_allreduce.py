@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_compress.mpi.dense.ring import segments
 from hvd_compress.mpi.transport.communicator import Channel, others
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.transport.reduction import Reduction
+from hvd_compress.sharding import shards_of
 
 
 def direct(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
     """Reduce the flat ``x`` into ``out``, which may be ``x``."""
     rank, size = channel.rank, channel.size
-    parts = segments(len(x), size)
+    parts = shards_of(len(x), size)
     length = parts[rank].stop - parts[rank].start
     arriving = {peer: reduction.scratch_of_dtype(length) for peer in others(rank, size)}
     messages = [channel.receive(array, peer) for peer, array in arriving.items()]

@@ -18,6 +18,7 @@ levels, travel between nodes as float32, and are rounded once at the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hvd_compress.errors import ConfigError
@@ -30,13 +31,13 @@ from hvd_compress.mpi.dense.allreduce import (
     _target,
     allreduce,
 )
-from hvd_compress.mpi.dense.ring import segments
 from hvd_compress.mpi.transport.arrays import Flat, describe, flatten
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes, others
 from hvd_compress.mpi.transport.nodes import Nodes, named, nodes_of
 from hvd_compress.mpi.transport.progress import Algorithm, Wait, Work
 from hvd_compress.mpi.transport.reduction import Reduction, reduction
 from hvd_compress.mpi.tuning.measuring import model_of
+from hvd_compress.sharding import shards_of
 
 
 def hierarchical_allreduce(
@@ -76,12 +77,12 @@ def hierarchical_allreduce(
     if nodes.is_flat or not len(flat.array):
         return allreduce(x, op=op, algorithm=algorithm, out=out, comm=communicator, chunk=chunk)
     target = flat if out is x else _target(out, flat)
-    _start(communicator, nodes, call, algorithm, flat, target.array, op, chunk).wait()
+    start(communicator, nodes, call, algorithm, flat, target.array, op, chunk).wait()
     done = target.give_back(target.array)
     return done if out is None else _assign(out, done)
 
 
-def _start(
+def start(
     comm: Communicator,
     nodes: Nodes,
     call: str,
@@ -90,7 +91,9 @@ def _start(
     out: Any,
     op: str,
     chunk: int,
+    channel: Callable[[Communicator], Channel] = lambda part: part.channel(),
 ) -> Work:
+    """As work under way; ``channel`` opens one for each block, inside a node and across."""
     x, reduce = flat.array, reduction(op, flat, comm.size)
     inside, across = nodes.inside, nodes.across
     assert inside is not None
@@ -102,12 +105,12 @@ def _start(
     # Not by the algorithm: ranks that are not across together may have chosen different ones.
     per_block = max(1, chunk // itemsize) * len(nodes.members) * share
     steps = []
-    for block in segments(len(x), -(-len(x) // per_block)):
+    for block in shards_of(len(x), -(-len(x) // per_block)):
         # Channels are opened here, in the same order everywhere, and not when a block gets there.
-        between = None if across is None else _Across(across.channel(), algorithm, op, wide)
+        between = None if across is None else _Across(channel(across), algorithm, op, wide)
         part = x[block]
         run = _even if nodes.is_even else _uneven
-        steps.append(run(inside.channel(), between, part, part if out is x else out[block], reduce))
+        steps.append(run(channel(inside), between, part, part if out is x else out[block], reduce))
     # Blocks overtake each other, and MPI's own collectives must be called in one order.
     return Work(comm, call, steps, 1 if algorithm == "mpi" else DEPTH)
 
@@ -131,7 +134,7 @@ def _even(
 ) -> Algorithm:
     assert across is not None
     rank, size = inside.rank, inside.size
-    parts = segments(len(x), size)
+    parts = shards_of(len(x), size)
     mine = parts[rank]
     length = mine.stop - mine.start
     arriving = {peer: reduction.scratch_of_dtype(length) for peer in others(rank, size)}

@@ -7,25 +7,19 @@ all ranks hold the same bits; which order of additions that is depends on the se
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from hvd_compress.mpi.transport.communicator import Channel
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.transport.reduction import Reduction
-
-
-def segments(n: int, parts: int) -> list[slice]:
-    """``n`` elements in ``parts`` pieces that differ by one element at most."""
-    bounds = [n * i // parts for i in range(parts + 1)]
-    return [slice(a, b) for a, b in itertools.pairwise(bounds)]
+from hvd_compress.sharding import shards_of
 
 
 def ring(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
     """Reduce the flat ``x`` into ``out``, which may be ``x``."""
     rank, size = channel.rank, channel.size
     left, right = (rank - 1) % size, (rank + 1) % size
-    parts = segments(len(x), size)
+    parts = shards_of(len(x), size)
     largest = max(part.stop - part.start for part in parts)
     buffers = [reduction.scratch(largest), reduction.scratch(largest)]
 

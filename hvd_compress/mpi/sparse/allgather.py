@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+from hvd_compress.aggregators.sparse_vectors import Vector, empty
 from hvd_compress.base import Sparse
 from hvd_compress.mpi.sparse.messages import Format, most_bytes, swap
-from hvd_compress.mpi.sparse.vectors import Vector, empty
 from hvd_compress.mpi.transport.communicator import Channel, others
 from hvd_compress.mpi.transport.progress import Wait
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from hvd_compress.aggregators.sparse_vectors import Vector, give_back, take_in
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
@@ -19,7 +20,6 @@ from hvd_compress.mpi.sparse.allgather import allgather, gather
 from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.sparse.recursive_doubling import recursive_doubling
 from hvd_compress.mpi.sparse.split_allgather import split_allgather
-from hvd_compress.mpi.sparse.vectors import Vector, add_up, give_back, pick, take_in
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, others
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.tuning.cost_model import CostModel
@@ -136,7 +136,7 @@ def sparse_allreduce(
         if algorithm != "auto":
             return ALGORITHMS[algorithm](communicator.channel(), brought, form)
         model = model_of(communicator)
-        return _fastest(communicator.channel(), brought, form, model)
+        return fastest(communicator.channel(), brought, form, model)
 
     call = f"sparse_allreduce({form}, {algorithm})"
     total, lost = run(communicator, call, start)
@@ -157,16 +157,15 @@ def run(comm: Communicator, call: str, start: Callable[[], Algorithm]) -> Any:
 
 
 def reduced(form: Format, total: Vector, dropped: list[Sparse], like: Any) -> Reduced:
-    """As the caller gets it.  What is not finite has reached everyone, by the k of them that are
-    largest if there are more; it must not enter a residual."""
-    finite = [pick(part, np.isfinite(part.values)) for part in dropped]
-    rest = add_up(finite, form.n, form.wide)
+    """As the caller gets it."""
+    rest = form.not_sent(dropped)
     return Reduced(give_back(form.present(total), like), give_back(rest, like))
 
 
-def _fastest(
+def fastest(
     channel: Channel, mine: Sparse, form: Format, model: CostModel
 ) -> Generator[Wait, None, tuple[Vector, Sparse]]:
+    """The algorithm that a model expects to be fastest for the largest number of entries."""
     counts = np.full(channel.size, mine.indices.size, "<i8")
     own = counts[channel.rank : channel.rank + 1].copy()
     messages = []

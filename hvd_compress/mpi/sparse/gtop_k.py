@@ -22,11 +22,11 @@ from collections.abc import Generator
 import numpy as np
 
 from hvd_compress.aggregators.merging import Merging
+from hvd_compress.aggregators.sparse_vectors import contains, largest, pick, take_in
 from hvd_compress.base import Sparse
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.sparse.allreduce import Comm, Reduced, reduced, run
 from hvd_compress.mpi.sparse.messages import Format, swap
-from hvd_compress.mpi.sparse.vectors import contains, largest, pick, take_in
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.progress import Wait
 

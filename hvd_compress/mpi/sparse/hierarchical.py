@@ -16,25 +16,26 @@ from collections.abc import Generator
 
 import numpy as np
 
+from hvd_compress.aggregators.sparse_vectors import Vector, empty, take_in
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
 from hvd_compress.mpi.sparse.allreduce import (
     ALGORITHMS,
     Comm,
     Reduced,
-    _fastest,
+    fastest,
     reduced,
     run,
     sparse_allreduce,
 )
 from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.sparse.split_allgather import assemble, from_owners, to_owners
-from hvd_compress.mpi.sparse.vectors import Vector, empty, take_in
-from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.nodes import Nodes, named, nodes_of
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.tuning.cost_model import CostModel
 from hvd_compress.mpi.tuning.measuring import model_of
+from hvd_compress.sharding import bounds_of
 
 
 def hierarchical_sparse_allreduce(
@@ -76,33 +77,39 @@ def hierarchical_sparse_allreduce(
         model = model_of(nodes.across)
 
     def start() -> Algorithm:
-        return _by_nodes(nodes, mine, form, algorithm, model)
+        assert nodes.inside is not None
+        across = None if nodes.across is None else nodes.across.channel()
+        return by_nodes(nodes, nodes.inside.channel(), across, mine, form, algorithm, model)
 
     return reduced(form, run(communicator, call, start), [], like)
 
 
-def _by_nodes(
-    nodes: Nodes, mine: Sparse, form: Format, algorithm: str, model: CostModel | None
+def by_nodes(
+    nodes: Nodes,
+    inside: Channel,
+    across: Channel | None,
+    mine: Sparse,
+    form: Format,
+    algorithm: str,
+    model: CostModel | None,
 ) -> Generator[Wait, None, Vector]:
-    assert nodes.inside is not None
-    inside = nodes.inside.channel()
+    """The sum; ``across`` is ``None`` on ranks that do not talk to other nodes."""
     owners = inside.size if nodes.is_even else 1
-    bounds = [form.n * min(i, owners) // owners for i in range(inside.size + 1)]
+    bounds = bounds_of(form.n, owners) + [form.n] * (inside.size - owners)
     length = bounds[inside.rank + 1] - bounds[inside.rank]
     parts = yield from named("inside the node", to_owners(inside, mine, bounds, form))
 
     done: Vector = empty(form.dtype)
-    if nodes.across is not None:
+    if across is not None:
         region = form.add_up(parts, length, form.wide)
         if not isinstance(region, Sparse):
             places = np.flatnonzero(region)
             region = Sparse(places, region[places])
-        between = Format.of(length, form.wide, None, form.codec, "sum", nodes.across.size, True)
-        channel = nodes.across.channel()
+        between = Format.of(length, form.wide, None, form.codec, "sum", across.size, True)
         if model is not None:
-            algorithm_across = _fastest(channel, region, between, model)
+            algorithm_across = fastest(across, region, between, model)
         else:
-            algorithm_across = ALGORITHMS[algorithm](channel, region, between)
+            algorithm_across = ALGORITHMS[algorithm](across, region, between)
         total, _ = yield from named("across nodes", algorithm_across)
         done, _ = form.settle(total)
 

@@ -9,10 +9,10 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 
 import numpy as np
 
+from hvd_compress.aggregators.sparse_vectors import Vector, add_up, densify, empty, pick
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError, PayloadError, UnsupportedError
-from hvd_compress.mpi.sparse.vectors import Vector, add_up, densify, empty
 from hvd_compress.mpi.transport.communicator import Channel
 from hvd_compress.mpi.transport.progress import Message, Wait
 from hvd_compress.wire import (
@@ -115,6 +115,12 @@ class Format:
         if self.codec == "packed" and count:
             return item + (math.log2(self.n / count) + 1.5) / 8
         return item + np.dtype(index_dtype(self.n)).itemsize
+
+    def not_sent(self, parts: Sequence[Sparse]) -> Sparse:
+        """The sum of what rounding took off.  What is not finite has reached everyone, and must not
+        enter a residual."""
+        finite = [pick(part, np.isfinite(part.values)) for part in parts]
+        return add_up(finite, self.n, self.wide)  # type: ignore[return-value]
 
     # -- sparse or dense ---------------------------------------------------------------------
 

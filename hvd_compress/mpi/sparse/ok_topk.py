@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress.aggregators.sparse_vectors import contains, join, largest, pick, take_in
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Context, Sparse
 from hvd_compress.config import check_choice, is_number, is_whole
@@ -41,11 +42,11 @@ from hvd_compress.mpi.dense.direct_allreduce import direct
 from hvd_compress.mpi.sparse.allreduce import Comm, Reduced, reduced, run
 from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.sparse.split_allgather import from_owners, to_owners
-from hvd_compress.mpi.sparse.vectors import contains, join, largest, pick, take_in
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.progress import Wait
 from hvd_compress.mpi.transport.reduction import Reduction
 from hvd_compress.operators import top_k
+from hvd_compress.sharding import bounds_of
 from hvd_compress.wire.frame import CODECS, DTYPES
 
 
@@ -265,9 +266,9 @@ def _balanced(channel: Channel, mine: Sparse, n: int) -> Generator[Wait, None, l
     """Boundaries with as many of a rank's entries between them, averaged over the ranks."""
     count, size = mine.indices.size, channel.size
     if count:
-        local = mine.indices[[count * i // size for i in range(1, size)]]
+        local = mine.indices[bounds_of(count, size)[1:-1]]
     else:
-        local = np.array([n * i // size for i in range(1, size)], np.int64)
+        local = np.array(bounds_of(n, size)[1:-1], np.int64)
     total = np.empty_like(local)
     if size > 1:
         yield from direct(channel, local, total, Reduction("sum", "int64", size))

@@ -15,9 +15,9 @@ from collections.abc import Generator
 
 import numpy as np
 
+from hvd_compress.aggregators.sparse_vectors import Vector, empty
 from hvd_compress.base import Sparse
 from hvd_compress.mpi.sparse.messages import Format, most_bytes, swap
-from hvd_compress.mpi.sparse.vectors import Vector, empty
 from hvd_compress.mpi.transport.communicator import Channel
 from hvd_compress.mpi.transport.progress import Wait
 

@@ -14,19 +14,20 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
+from hvd_compress.aggregators.sparse_vectors import Vector, cut, densify, join
 from hvd_compress.base import Sparse
 from hvd_compress.mpi.sparse.allgather import gather
 from hvd_compress.mpi.sparse.messages import Format, most_bytes, swap
-from hvd_compress.mpi.sparse.vectors import Vector, cut, densify, join
 from hvd_compress.mpi.transport.communicator import Channel, others
 from hvd_compress.mpi.transport.progress import Wait
+from hvd_compress.sharding import bounds_of
 
 
 def split_allgather(
     channel: Channel, mine: Sparse, form: Format
 ) -> Generator[Wait, None, tuple[Vector, Sparse]]:
     """The result, and what rounding took off this rank's region."""
-    bounds = [form.n * i // channel.size for i in range(channel.size + 1)]
+    bounds = bounds_of(form.n, channel.size)
     parts = yield from to_owners(channel, mine, bounds, form)
     start, stop = bounds[channel.rank : channel.rank + 2]
     done, lost = form.settle(form.add_up(parts, stop - start, form.wire))

@@ -39,7 +39,7 @@ class Communicator:
 
     Args:
         comm: an intracommunicator; ``None`` means ``MPI.COMM_WORLD``.  It is duplicated, so that
-            no message of ours meets one of the caller's.
+            no message of ours is taken for one of the caller's.
         timeout: seconds without any progress after which a call raises ``CollectiveTimeout``;
             ``$HVD_COMPRESS_TIMEOUT`` or 600.  A warning comes after a tenth of it.
         checks: for so many calls all ranks compare what they call before they do it, so that a
@@ -228,9 +228,11 @@ class Channel:
     def __init__(self, comm: Communicator, tag: int) -> None:
         self.comm, self.tag = comm, tag
         self.rank, self.size = comm.rank, comm.size
+        self.bytes_sent = self.bytes_received = 0
 
     def send(self, array: Any, to: int) -> Message:
         self.comm.bytes_sent += nbytes(array)
+        self.bytes_sent += nbytes(array)
         pieces, sizes = self._pieces(array)
         start = self.comm.mpi.Isend
         requests = [
@@ -240,6 +242,7 @@ class Channel:
         return Message(tuple(requests), to, sizes, incoming=False)
 
     def receive(self, array: Any, source: int) -> Message:
+        self.bytes_received += nbytes(array)
         pieces, sizes = self._pieces(array)
         start = self.comm.mpi.Irecv
         requests = [

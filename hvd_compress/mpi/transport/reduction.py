@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress.backends.bfloat16 import from_bfloat16, to_bfloat16
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.transport.arrays import Flat
 
@@ -150,15 +151,3 @@ def reduction(op: str, flat: Flat, size: int) -> Reduction:
     if isinstance(flat.array, np.ndarray):
         return Reduction(op, flat.dtype, size)
     return DeviceReduction(op, flat.dtype, size, flat.array)
-
-
-def from_bfloat16(x: np.ndarray) -> np.ndarray:
-    """The bits of bfloat16 are the upper half of those of float32."""
-    return np.left_shift(x, 16, dtype=np.uint32).view(np.float32)
-
-
-def to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """float32 to the bits of bfloat16, to nearest even; NaN stays NaN."""
-    bits = x.view(np.uint32)
-    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
-    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded.astype(np.uint16))

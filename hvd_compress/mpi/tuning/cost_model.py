@@ -102,10 +102,15 @@ class CostModel:
         """A round of small messages with all other ranks."""
         return self.alpha + (p - 2) * self.overhead
 
-    def fastest(self, n: int, dtype: str = "float32") -> str:
+    def fastest(
+        self,
+        n: int,
+        dtype: str = "float32",
+        among: Sequence[str] = ("direct", "halving_doubling", "mpi", "ring"),
+    ) -> str:
         """The dense algorithm that is expected to be fastest for ``n`` bytes."""
         costs = {}
-        for name in ("direct", "halving_doubling", "mpi", "ring"):
+        for name in among:
             if name == "mpi" and not self.native:
                 continue
             # Partial sums of half precisions travel as float32, a part of the way or all of it.

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import numpy as np
 from mpi4py import MPI
 
+from hvd_compress.aggregators.sparse_vectors import add_up
 from hvd_compress.base import Sparse
 from hvd_compress.mpi.dense.native import native
-from hvd_compress.mpi.sparse.vectors import add_up
 from hvd_compress.mpi.transport.communicator import Communicator, others
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.transport.reduction import Reduction

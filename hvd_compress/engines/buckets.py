@@ -1,0 +1,142 @@
+"""Which tensors travel together, and when."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import numpy as np
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array, Exchange, Gather, Outcome
+from hvd_compress.engines.base import Engine
+from hvd_compress.engines.joining import Member, joined
+from hvd_compress.errors import ConfigError
+
+#: a bucket is full when the gradients in it have that many bytes, uncompressed
+BUCKET_BYTES = 8 * 2**20
+_PLAN = "plan of the buckets"
+
+
+class Buckets:
+    """Sends exchanges in buckets: one leaves as soon as all its tensors are ready, while backward
+    goes on with others.
+
+    Which tensors make a bucket is decided after the first step: neighbours in the order in which
+    gradients became ready on rank 0, of one kind of request, one dtype and one device.  Buckets
+    leave in the same order on all ranks, in whatever order gradients become ready there.  The first
+    step sends all its buckets at its end.
+
+    Args:
+        engine: returns the engine of now; in elastic training it changes.
+        nbytes: a bucket is full when the gradients in it have that many bytes, uncompressed.
+        groups: names of tensors that go together, whatever their size; others are alone.
+        same_order: all ranks start tensors in the same order, so no rank has to tell its own.
+    """
+
+    def __init__(
+        self,
+        engine: Callable[[], Engine],
+        nbytes: int = BUCKET_BYTES,
+        *,
+        groups: Sequence[Sequence[str]] | None = None,
+        same_order: bool = False,
+    ) -> None:
+        if nbytes < 1:
+            raise ConfigError(f"bucket_bytes={nbytes}: at least 1")
+        self._engine, self.nbytes = engine, nbytes
+        self._groups = groups
+        self._same_order = same_order
+        self._plan: list[tuple[str, ...]] = []
+        self._planned: frozenset[str] = frozenset()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._members: dict[str, Member] = {}  # of this step, in the order in which they came
+        self._ready: set[str] = set()
+        self._next = 0  # bucket of the plan
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether something was started since the last :meth:`finish`."""
+        return bool(self._members)
+
+    def start(self, members: Iterable[Member]) -> None:
+        """Take exchanges that are ready, and send every bucket that is full; never waits."""
+        for member in members:
+            if member.name in self._members:
+                raise ConfigError(f"{member.name!r} was started twice in one step")
+            self._members[member.name] = member
+            self._ready.add(member.name)
+        while self._next < len(self._plan) and self._ready.issuperset(self._plan[self._next]):
+            self._send(self._plan[self._next])
+            self._next += 1
+        self._engine().poll()
+
+    def finish(self, like: Array) -> dict[str, Outcome]:
+        """Send what has not left yet, and wait; the outcomes by name.
+
+        Args:
+            like: an array; where ranks tell each other an order, messages are of its kind.
+        """
+        engine = self._engine()
+        names = list(self._members) if self._same_order else sorted(self._members)
+        engine.check_step(lambda: ", ".join(f"{n} by {self._members[n].first}" for n in names))
+        for bucket in self._plan[self._next :]:  # some of it did not come in this step
+            self._send([name for name in bucket if name in self._ready])
+        for bucket in self._split([name for name in names if name in self._ready]):
+            self._send(bucket)
+        outcomes: dict[str, Outcome] = {}
+        for part in engine.finish().values():
+            outcomes |= part
+        if self._planned != self._members.keys():
+            self._make_plan(engine, names, like)
+        self._reset()
+        return outcomes
+
+    def abandon(self) -> None:
+        """Forget what is in flight."""
+        self._reset()
+        self._engine().abandon()
+
+    def _send(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        engine = self._engine()
+        self._ready.difference_update(names)
+        members = [self._members[name] for name in names]
+        label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        engine.start(label, joined(members, engine.rank, engine.size))
+
+    def _make_plan(self, engine: Engine, names: list[str], like: Array) -> None:
+        if not self._same_order and engine.size > 1:
+            engine.start(_PLAN, _order_of_rank_0([names.index(n) for n in self._members], like))
+            names = [names[i] for i in engine.finish()[_PLAN]]
+        self._plan = self._split(names)
+        self._planned = frozenset(names)
+
+    def _split(self, names: Sequence[str]) -> list[tuple[str, ...]]:
+        """Buckets of the names, in the order in which they are full."""
+        if self._groups is not None:
+            together = [tuple(n for n in group if n in names) for group in self._groups]
+            grouped = set(itertools.chain(*together))
+            return [*filter(None, together), *((n,) for n in names if n not in grouped)]
+        buckets: list[tuple[str, ...]] = []
+        open_buckets: dict[Hashable, list[str]] = {}
+        sizes: dict[Hashable, int] = {}
+        for name in names:
+            member = self._members[name]
+            bucket = open_buckets.setdefault(member.kind, [])
+            bucket.append(name)
+            sizes[member.kind] = sizes.get(member.kind, 0) + member.nbytes
+            if sizes[member.kind] >= self.nbytes:
+                buckets.append(tuple(bucket))
+                del open_buckets[member.kind], sizes[member.kind]
+        return [*buckets, *map(tuple, open_buckets.values())]
+
+
+def _order_of_rank_0(own: Sequence[int], like: Array) -> Exchange:
+    xp = backend_of(like)
+    order = np.array(own, "<i8").view(np.uint8)
+    everyones = yield Gather(xp.from_numpy(order, like), equal_sizes=True)
+    return np.frombuffer(xp.to_numpy(everyones[0]).tobytes(), "<i8").tolist()

@@ -1,0 +1,41 @@
+"""Ok-Topk: a sparse allreduce whose traffic does not grow with the ranks (Li, Hoefler, 2022)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from hvd_compress import aggregators
+from hvd_compress.chain import Chain, chain
+from hvd_compress.methods._chained import OneChain
+from hvd_compress.schedules import Density
+from hvd_compress.transforms import error_feedback
+
+
+@dataclasses.dataclass(frozen=True)
+class OkTopk(OneChain, name="oktopk"):
+    """Send the k = ceil(density * n) largest elements to the owners of their regions, and step
+    along about k of the largest sums; whatever is not among these stays in the residual of the rank
+    whose it is.
+
+    State: ``residual``; ``global_threshold``, one number.  Sent: k values and k packed indices to
+    the owners, and about k / N of each to all, where :class:`TopK` receives those of N ranks.
+
+    Options:
+        density: fraction of elements to send, or a schedule.
+        selection: "sampled" or "exact"; the same elements, found in two ways.
+        threshold_every: steps from one exact threshold of the sums to the next.
+
+    Differs from the paper in: ranks choose exactly k elements; regions are balanced at every step.
+    """
+
+    reference = "Li, Hoefler, PPoPP 2022"
+
+    density: Density = 0.01
+    selection: str = "sampled"
+    threshold_every: int = 32
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        via = aggregators.ok_topk(self.density, self.selection, self.threshold_every)
+        return chain(error_feedback(), via=via)

@@ -1,0 +1,205 @@
+"""How each kind of request travels over MPI: as work under way, and a function that makes the reply
+when it is over.
+
+An exchange has its own tags, so collectives of several exchanges may overtake each other; MPI's own
+collectives, which have none, are not used here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.aggregators.sparse_vectors import Vector, densify, empty, give_back, take_in
+from hvd_compress.backends import backend_of
+from hvd_compress.backends.bfloat16 import from_bfloat16, to_bfloat16
+from hvd_compress.base import (
+    Alltoall,
+    Array,
+    Collective,
+    Gather,
+    Max,
+    Sparse,
+    SparseSum,
+    SparseTotal,
+    Sum,
+    Swap,
+)
+from hvd_compress.config import check_choice
+from hvd_compress.mpi.dense import hierarchical
+from hvd_compress.mpi.dense.allgather import gather
+from hvd_compress.mpi.dense.allreduce import ALGORITHMS, CHUNK, start
+from hvd_compress.mpi.dense.alltoall import alltoall, swap
+from hvd_compress.mpi.sparse.allreduce import ALGORITHMS as SPARSE
+from hvd_compress.mpi.sparse.allreduce import fastest
+from hvd_compress.mpi.sparse.hierarchical import by_nodes
+from hvd_compress.mpi.sparse.messages import Format
+from hvd_compress.mpi.transport.arrays import Flat
+from hvd_compress.mpi.transport.communicator import Channel, Communicator
+from hvd_compress.mpi.transport.nodes import Nodes, nodes_of
+from hvd_compress.mpi.transport.progress import Wait, Work
+from hvd_compress.mpi.tuning.measuring import model_of
+
+SparseAlgorithm = Generator[Wait, None, tuple[Vector, Sparse]]
+Carried = tuple[Work, Callable[[], Any]]
+
+#: blocks that a sum is cut into, each with a tag, at most
+_BLOCKS = 24
+_DENSE = tuple(name for name in ALGORITHMS if name != "mpi")
+
+
+def carry(request: Collective, comm: Communicator, tag: int, predivide: float) -> Carried:
+    """Begin.
+
+    Args:
+        request: of an exchange.
+        comm: the ranks.
+        tag: the first of those that nobody else uses, in ``comm`` and its parts.
+        predivide: sums are scaled by 1 / predivide before and by predivide after adding.
+    """
+
+    tags: dict[Communicator, Iterator[int]] = {}  # a rank may belong to fewer parts than others
+
+    def channel(of: Communicator = comm) -> Channel:
+        return of.channel(next(tags.setdefault(of, itertools.count(tag))))
+
+    if isinstance(request, Sum | Max):
+        return _reduce(request, comm, channel, predivide)
+    if isinstance(request, SparseSum):
+        return _sparse_sum(request, comm, channel)
+    return _CARRIERS[type(request)](request, comm, channel)
+
+
+def _reduce(
+    request: Sum | Max, comm: Communicator, channel: Callable[..., Channel], predivide: float
+) -> Carried:
+    xp, array = backend_of(request.array), request.array
+    is_sum = isinstance(request, Sum)
+    dtype = (isinstance(request, Sum) and request.wire) or xp.dtype(array)
+    algorithm = (isinstance(request, Sum) and request.algorithm) or "direct"
+    scale = predivide if is_sum else 1.0
+    total = _on_wire(array, dtype, scale)
+    flat = Flat(total, dtype, total.shape, lambda done: done)
+    work = _allreduce(algorithm, flat, "sum" if is_sum else "max", comm, channel)
+
+    def reply() -> Any:
+        result = from_bfloat16(total) if dtype == "bfloat16" else total
+        summed = xp.cast(xp.from_numpy(result, array), xp.dtype(array))
+        summed = xp.reshape(summed, xp.shape(array))
+        return summed * scale if scale != 1 else summed
+
+    return work, reply
+
+
+def _allreduce(
+    name: str, flat: Flat, op: str, comm: Communicator, channel: Callable[..., Channel]
+) -> Work:
+    """In place."""
+    check_choice("algorithm", name, ("auto", "hierarchical", *_DENSE))
+    call, nbytes = f"{op} of gradients", flat.array.nbytes
+    if name == "hierarchical":
+        nodes = nodes_of(comm)
+        if not nodes.is_flat and nbytes:
+            chunk = max(CHUNK, -(-nbytes // _BLOCKS))
+            return hierarchical.start(
+                comm, nodes, call, "direct", flat, flat.array, op, chunk, channel=channel
+            )
+        name = "auto"
+    if name == "auto":
+        name = model_of(comm).fastest(nbytes, flat.dtype, among=_DENSE)
+    cuts = 1 if name == "halving_doubling" else comm.size
+    chunk = max(CHUNK, -(-nbytes // (cuts * _BLOCKS)))
+    return start(comm, call, ALGORITHMS[name], flat, flat.array, op, chunk, channel=channel)
+
+
+def _sparse_sum(request: SparseSum, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
+    check_choice("algorithm", request.algorithm, ("auto", "hierarchical", *SPARSE))
+    mine, like = take_in(request.sparse, request.n)
+    form = Format.of(
+        request.n, mine.values.dtype.name, request.wire, "packed", "sum", comm.size, True
+    )
+    brought, rounded_off = form.bring(mine)
+    name, channels = request.algorithm, [channel()]
+    algorithm: SparseAlgorithm
+    nodes = nodes_of(comm) if name == "hierarchical" else None
+    if nodes is not None and not nodes.is_flat:
+        assert nodes.inside is not None
+        inside = channel(nodes.inside)
+        across = None if nodes.across is None else channel(nodes.across)
+        channels += [inside] if across is None else [inside, across]
+        algorithm = _without_loss(nodes, inside, across, brought, form)
+    elif name in ("auto", "hierarchical"):
+        algorithm = fastest(channels[0], brought, form, model_of(comm))
+    else:
+        algorithm = SPARSE[name](channels[0], brought, form)
+    work = Work(comm, "sparse sum of gradients", [algorithm])
+
+    def reply() -> SparseTotal:
+        total, lost = work.results[0]
+        return SparseTotal(
+            give_back(densify(total, form.n) if isinstance(total, Sparse) else total, like),
+            give_back(form.not_sent([rounded_off, lost]), like),
+            sum(each.bytes_sent for each in channels),
+            sum(each.bytes_received for each in channels),
+        )
+
+    return work, reply
+
+
+def _without_loss(
+    nodes: Nodes, inside: Channel, across: Channel | None, mine: Sparse, form: Format
+) -> SparseAlgorithm:
+    total = yield from by_nodes(nodes, inside, across, mine, form, "allgather", None)
+    return total, empty(form.wide)
+
+
+def _gather(request: Gather, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
+    xp, payload = backend_of(request.payload), request.payload
+    message = xp.to_numpy(payload)
+    sizes = comm.size * [message.nbytes] if request.equal_sizes else None
+    algorithm = gather(channel(), message, sizes)
+    work = Work(comm, "gathering of payloads", [algorithm])
+    return work, lambda: [xp.from_numpy(part, payload) for part in work.results[0]]
+
+
+def _alltoall(request: Alltoall, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
+    xp, like = backend_of(request.payloads[0]), request.payloads[0]
+    messages = [xp.to_numpy(payload) for payload in request.payloads]
+    algorithm = alltoall(channel(), messages, request.equal_sizes)
+    work = Work(comm, "all-to-all of payloads", [algorithm])
+    return work, lambda: [xp.from_numpy(part, like) for part in work.results[0]]
+
+
+def _swap(request: Swap, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
+    xp, payload, partner = backend_of(request.payload), request.payload, request.partner
+    messages = {} if partner is None else {partner: xp.to_numpy(payload)}
+    work = Work(comm, "swap of payloads", [swap(channel(), messages)])
+
+    def reply() -> Array:
+        if partner is None:
+            return payload[:0]
+        return xp.from_numpy(work.results[0][partner], payload)
+
+    return work, reply
+
+
+_CARRIERS: dict[type[Collective], Callable[..., Carried]] = {
+    Gather: _gather,
+    Alltoall: _alltoall,
+    Swap: _swap,
+}
+
+
+def _on_wire(array: Any, dtype: str, predivide: float) -> np.ndarray:
+    """A flat copy in host memory, as it is sent; bfloat16 as its bits."""
+    if predivide != 1:
+        array = array / predivide
+    xp = backend_of(array)
+    if dtype == "bfloat16":
+        return to_bfloat16(xp.to_numpy(xp.cast(array, "float32")).reshape(-1))
+    cast = xp.cast(array, dtype)
+    own = xp.to_numpy(cast).reshape(-1)
+    return own.copy() if predivide == 1 and cast is array else own

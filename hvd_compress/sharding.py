@@ -1,0 +1,28 @@
+"""How arrays are divided among ranks, and into blocks: as evenly as possible."""
+
+from __future__ import annotations
+
+import itertools
+
+
+def bounds_of(n: int, parts: int, unit: int = 1) -> list[int]:
+    """Where ``parts`` even pieces of ``n`` elements begin and end: ``parts + 1`` ascending numbers
+    from 0 to ``n``.
+
+    Pieces consist of whole units of ``unit`` elements, of which the last may be shorter, and differ
+    by one unit at most; with fewer units than parts some pieces are empty.
+
+    >>> bounds_of(10, 4), bounds_of(10, 2, unit=4)
+    ([0, 2, 5, 7, 10], [0, 4, 10])
+    """
+    units = -(-n // unit)
+    return [min(n, unit * (units * i // parts)) for i in range(parts + 1)]
+
+
+def shards_of(n: int, parts: int, unit: int = 1) -> list[slice]:
+    """The pieces between :func:`bounds_of`, in order.
+
+    >>> shards_of(5, 2)
+    [slice(0, 2, None), slice(2, 5, None)]
+    """
+    return [slice(a, b) for a, b in itertools.pairwise(bounds_of(n, parts, unit))]

@@ -1,0 +1,63 @@
+"""Moving averages of a rank's own gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hvd_compress.base import Array, Context, State
+from hvd_compress.chain import Transform
+from hvd_compress.transforms.taking_momentum import TakesMomentum, check_momentum
+
+
+def averaged(average: Array, x: Array, weight: float) -> Array:
+    """Return the next exponential moving average, ``weight * average + (1 - weight) * x``."""
+    return weight * average + (1 - weight) * x
+
+
+@dataclasses.dataclass(frozen=True)
+class moving_average(TakesMomentum, name="moving_average"):
+    """``m = beta m + (1 - beta) g``, per rank, passes on ``m``; or, if ``nesterov``, what the next
+    ``m`` would be if the gradient came again, ``beta m + (1 - beta) g``.
+
+    It takes the place of the optimizer's momentum: see :class:`smoothing` for an average beside it.
+
+    State: ``velocity`` m, which starts from zero.
+
+    Options:
+        momentum: beta; ``None`` takes the optimizer's momentum from the context.
+        nesterov: see above; ``None`` takes the optimizer's.
+    """
+
+    of_gradients = True
+    averages_momentum = True
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        beta, nesterov = self._in_use(context)
+        average = averaged(state["velocity"], x, beta)
+        return averaged(average, x, beta) if nesterov else average, {"velocity": average}
+
+
+@dataclasses.dataclass(frozen=True)
+class smoothing(Transform, name="smoothing"):
+    """``a = weight a + (1 - weight) g``, per rank, passes on ``a``: against noise.
+
+    The optimizer's momentum stays where it is: see :class:`moving_average` for an average in its
+    place.
+
+    State: ``average`` a, which starts from zero.
+
+    Options:
+        weight: of the past, in [0, 1).
+    """
+
+    weight: float
+
+    keys = ("average",)
+    of_gradients = True
+
+    def __post_init__(self) -> None:
+        check_momentum("weight", self.weight)
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        average = averaged(state["average"], x, self.weight)
+        return average, {"average": average}

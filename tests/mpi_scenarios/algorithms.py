@@ -1,0 +1,126 @@
+"""Collectives that a method names: every one of them under the engine, in buckets, with the same
+result on all ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvd_compress import Compressor, OkTopk, TopK, as_compressor, mpi
+from hvd_compress.blocks import allgather, allreduce, chain, error_feedback, top_k
+from hvd_compress.engines import lockstep
+from hvd_compress.mpi import carriers
+from mpi_scenarios.common import assert_same_everywhere, raises, world
+
+SHAPES = {"w1": (40, 30), "b1": (30,), "w2": (300, 20), "one": (1,), "none": (0,)}
+DENSE = (None, "auto", "direct", "halving_doubling", "hierarchical", "ring")
+SPARSE = ("allgather", "auto", "hierarchical", "recursive_doubling", "split_allgather")
+
+
+def _gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng([rank, step])
+    return {name: generator.standard_normal(shape).astype("f4") for name, shape in SHAPES.items()}
+
+
+def _follows_the_lockstep_world(method: Compressor, tolerance: float, **options: object) -> None:
+    reducer = mpi.Reducer(method, **options)
+    reference = lockstep.World(method, world.size)
+    for step in range(4):
+        own = reducer.reduce(_gradients(world.rank, step))
+        for name in SHAPES:
+            everyone = [_gradients(rank, step)[name] for rank in range(world.size)]
+            expected = reference.exchange(everyone, name)[world.rank]
+            np.testing.assert_allclose(own[name], expected.mean, rtol=tolerance, atol=tolerance)
+            for key, array in expected.state.items():
+                found = reducer.states[name][key]
+                np.testing.assert_allclose(found, array, rtol=tolerance, atol=tolerance)
+        assert_same_everywhere(np.concatenate([own[name].reshape(-1) for name in sorted(SHAPES)]))
+    reducer.engine.abandon()
+
+
+def dense_sums_by_every_algorithm() -> None:
+    for algorithm in DENSE:
+        for wire in (None, "float16"):
+            method = chain(via=allreduce(wire=wire, algorithm=algorithm))
+            _follows_the_lockstep_world(method, 1e-6 if wire is None else 2e-3)
+
+
+def sparse_sums_by_every_algorithm() -> None:
+    for algorithm in SPARSE:
+        via = allgather(top_k(0.05), algorithm=algorithm)
+        for bucket_bytes in (1, 10**9):
+            method = chain(error_feedback(), via=via)
+            _follows_the_lockstep_world(method, 1e-6, bucket_bytes=bucket_bytes)
+
+
+def nothing_is_lost_where_sums_are_rounded() -> None:
+    """What went in is what all ranks sent and what is left, whoever rounded."""
+    for algorithm in SPARSE:
+        method = chain(
+            error_feedback(), via=allgather(top_k(0.05), values="float16", algorithm=algorithm)
+        )
+        reducer = mpi.Reducer(method)
+        came = dict.fromkeys(SHAPES, 0.0)
+        for step in range(4):
+            gradients = _gradients(world.rank, step)
+            for name, mean in reducer.reduce(gradients).items():
+                came[name] = came[name] + mean * world.size
+        for name in SHAPES:
+            own = sum(_gradients(world.rank, step)[name].reshape(-1) for step in range(4))
+            went_in = mpi.allreduce(np.asarray(own, np.float64))
+            left = mpi.allreduce(reducer.states[name]["residual"].astype(np.float64))
+            np.testing.assert_allclose(
+                went_in, np.asarray(came[name], np.float64).reshape(-1) + left, atol=1e-4
+            )
+
+
+def bytes_of_sparse_sums_are_those_that_left() -> None:
+    if world.size == 1:
+        return  # alone, nothing leaves
+    via = allgather(top_k(0.05), algorithm="split_allgather")
+    reducer = mpi.Reducer(chain(error_feedback(), via=via))
+    comm = reducer.engine.comm
+
+    def step(number: int) -> tuple[int, int]:
+        """Bytes that left in a step, and those that were counted."""
+        left, counted = comm.bytes_sent, reducer.stats().total.bytes_sent
+        everything = _gradients(world.rank, number)
+        reducer.reduce({name: everything[name] for name in ("w1", "w2")} if number else {})
+        return comm.bytes_sent - left, reducer.stats().total.bytes_sent - counted
+
+    step(1)  # and the plan of the buckets
+    comm.checks = 0
+    left, counted = step(2)
+    without, nothing = step(0)  # the ranks compare what they are about to do
+    assert nothing == 0 < counted == left - without, (left, counted, without)
+
+
+def by_way_of_nodes() -> None:
+    """Nodes of two ranks, the last one of one if ranks are odd."""
+    if world.size < 3:
+        return  # there would be one node
+    honest = carriers.nodes_of
+    carriers.nodes_of = lambda comm: honest(comm, 2)
+    try:
+        for wire in (None, "float16"):
+            method = chain(via=allreduce(wire=wire, algorithm="hierarchical"))
+            _follows_the_lockstep_world(method, 1e-6 if wire is None else 2e-3)
+        for bucket_bytes in (1, 10**9):
+            method = TopK(density=0.05, algorithm="hierarchical")
+            _follows_the_lockstep_world(method, 1e-6, bucket_bytes=bucket_bytes)
+    finally:
+        carriers.nodes_of = honest
+
+
+def oktopk_follows_the_lockstep_world() -> None:
+    for method in (OkTopk(density=0.05), OkTopk(density=0.2, threshold_every=2)):
+        _follows_the_lockstep_world(method, 1e-6)
+
+
+def a_method_by_name() -> None:
+    for text in ("none:algorithm=ring", "dgc:density=0.05,algorithm=split_allgather"):
+        _follows_the_lockstep_world(as_compressor(text), 1e-6)
+    reducer = mpi.Reducer("oktopk:density=0.02")
+    first = reducer.reduce(_gradients(world.rank, 0))
+    assert 0 < np.count_nonzero(first["w2"]) <= 120  # k of the sums
+    with raises(ValueError, "algorithm"):
+        allgather(top_k(0.1), algorithm="ring")

@@ -1,0 +1,201 @@
+"""The codecs with columns, by hand and by their laws, and in frames."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from hvd_compress.codecs import column_means, linear
+from hvd_compress.codecs.frame import (
+    coded_size,
+    decode_coded,
+    encode_coded,
+    frame_of_damaged,
+)
+from hvd_compress.errors import PayloadError
+from hvd_compress.wire.frame import seal
+
+F4 = np.dtype("float32")
+BOTH = pytest.mark.parametrize("codec", [column_means, linear])
+#: neither codec draws
+NO_RANDOM = np.random.default_rng(0)
+vectors = arrays(
+    np.float32,
+    st.integers(0, 70),
+    elements=st.floats(-1e6, 1e6, width=32),
+)
+lengths = st.integers(1, 80)
+
+
+def encode(codec, x):
+    """Levels, shape (columns, levels of each), and the bytes of the codes."""
+    code = codec.encode(x, NO_RANDOM)
+    assert code.dtype == np.uint8
+    assert code.size == codec.size(x.size, x.dtype)
+    columns = -(-x.size // codec.column)
+    split = columns * codec.levels * x.itemsize
+    return code[:split].view(x.dtype).reshape(columns, codec.levels), code[split:]
+
+
+def there_and_back(codec, x):
+    result = codec.decode(codec.encode(x, NO_RANDOM), x.size, x.dtype)
+    assert result.dtype == x.dtype
+    assert result.shape == x.shape
+    return result
+
+
+def columns(x, length):
+    return [x[start : start + length] for start in range(0, x.size, length)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_one_bit_by_hand_with_the_residual_carried_over(dtype):
+    residual = np.zeros(4, dtype)
+    steps = [
+        ([1, -2, 3, -0.5], [2, -1.25, 2, -1.25], [-1, -0.75, 1, 0.75]),
+        ([0.5, 0.5, -1, -1], [-1 / 3, -1 / 3, 0, -1 / 3], [-1 / 6, 1 / 12, 0, 1 / 12]),
+    ]
+    for gradient, sent, left in steps:
+        x = np.array(gradient, dtype) + residual
+        result = there_and_back(column_means(4), x)
+        residual = x - result
+        np.testing.assert_allclose(result, sent, rtol=1e-6)
+        np.testing.assert_allclose(residual, left, rtol=1e-6, atol=1e-7)
+
+
+def test_one_bit_takes_zeros_for_non_negative():
+    levels, codes = encode(column_means(4), np.array([0.0, -0.0, 4, -3, 0, 0], np.float32))
+    np.testing.assert_array_equal(levels, [[-3, np.float32(4) / 3], [0, 0]])
+    assert codes.tolist() == [0b11101100]
+
+
+def test_sides_without_elements_have_level_zero():
+    levels, _ = encode(column_means(2), np.array([1, 2, -1, -2], np.float32))
+    np.testing.assert_array_equal(levels, [[0, 1.5], [-1.5, 0]])
+
+
+@given(vectors, lengths)
+def test_one_bit_leaves_columns_that_add_up_to_zero(x, length):
+    left = (x - there_and_back(column_means(length), x)).astype(float)
+    for rest, column in zip(columns(left, length), columns(x, length), strict=True):
+        assert abs(rest.sum()) <= 1e-5 * np.abs(column.astype(float)).sum()
+
+
+@given(vectors, lengths)
+def test_one_bit_has_the_least_error_of_two_values(x, length):
+    error = x.astype(float) - there_and_back(column_means(length), x)
+    for rest, column in zip(columns(error, length), columns(x.astype(float), length), strict=True):
+        squared = (column**2).sum()
+        low, high = column[column < 0], column[column >= 0]
+        gained = low.sum() ** 2 / max(low.size, 1) + high.sum() ** 2 / max(high.size, 1)
+        assert (rest**2).sum() == pytest.approx(squared - gained, abs=1e-5 * squared)
+        # Never worse than signs with one scale, and so a contraction.
+        scaled_sign = squared - np.abs(column).sum() ** 2 / column.size
+        assert (rest**2).sum() <= scaled_sign + 1e-5 * squared
+
+
+@given(vectors, lengths)
+def test_eight_bits_err_by_half_a_step(x, length):
+    error = np.abs(x.astype(float) - there_and_back(linear(8, length), x))
+    for rest, column in zip(columns(error, length), columns(x, length), strict=True):
+        largest = np.abs(column).max(initial=0)
+        # Scales below the normal numbers are rounded coarsely; then all of x may remain.
+        assert (rest <= 0.5001 * largest / 127 + 127 * 2.0**-149).all()
+
+
+def test_eight_bits_by_hand():
+    levels, codes = encode(linear(8, 4), np.array([-254, 1, 3, 254, 5, 0], np.float32))
+    np.testing.assert_array_equal(levels, np.array([[2], [5 / 127]], np.float32))
+    assert (codes.astype(int) - 127).tolist() == [-127, 0, 2, 127, 127, 0]  # 0.5 and 1.5 to even
+
+
+@BOTH
+def test_no_elements_and_one(codec):
+    assert there_and_back(codec(column=5), np.empty(0, np.float32)).size == 0
+    for value in (0.0, 7.5, -7.5):
+        assert there_and_back(codec(column=5), np.array([value])) == pytest.approx(value)
+
+
+@BOTH
+def test_the_last_column_may_be_shorter(codec):
+    x = np.random.default_rng(0).standard_normal(23)
+    whole = there_and_back(codec(column=10), x)
+    pieces = [there_and_back(codec(column=10), column) for column in columns(x, 10)]
+    np.testing.assert_array_equal(whole, np.concatenate(pieces))
+
+
+@BOTH
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_shows_in_its_columns_levels(codec, value):
+    x = np.ones(9, np.float32)
+    x[4] = value
+    levels, _ = encode(codec(column=3), x)
+    assert np.isfinite(levels).all(axis=1).tolist() == [True, False, True]
+
+
+@BOTH
+def test_numbers_at_the_edge_are_decoded_finite_or_not_at_all(codec):
+    limits = np.finfo(np.float32)
+    for value in (limits.max, limits.max / 2, limits.tiny, limits.smallest_subnormal):
+        for length in (1, 4):
+            own, x = codec(column=length), np.full(4, value, np.float32)
+            if np.isfinite(encode(own, x)[0]).all():
+                assert np.isfinite(there_and_back(own, x)).all()
+            else:
+                assert not np.isfinite(there_and_back(own, x)).any()
+                assert value > limits.max / 3
+
+
+@BOTH
+def test_columns_by_shape(codec):
+    for shape in ((2, 10, 10), (80,), (2048, 1), (9000,), ()):
+        assert codec().for_shape(shape).column == column_means().for_shape(shape).column
+    assert codec(column=7).for_shape((2, 10, 10)) == codec(column=7)
+    assert codec(column=7).unit(100) == 7
+    assert codec().unit(100) == 100
+
+
+def test_a_column_of_2048_float32_takes_2112_bits():
+    two, one = (coded_size(column_means(2048), n * 2048, F4) for n in (2, 1))
+    assert 8 * (two - one) == 2112
+    assert round(32 * 2048 / 2112, 2) == 31.03
+    assert coded_size(column_means(2048), 0, F4) == 16
+
+
+@BOTH
+def test_a_sender_of_nothing_says_so(codec):
+    frame = frame_of_damaged(codec(column=4), 10, F4)
+    assert frame.size == coded_size(codec(column=4), 10, F4)
+    with pytest.raises(PayloadError, match="rank 3 got a damaged payload"):
+        decode_coded(codec(column=4), frame, 10, F4, sender="rank 3")
+    with pytest.raises(PayloadError, match="bytes where"):
+        decode_coded(codec(column=4), frame, 30, F4)
+    frame[5] += 1  # no such status
+    with pytest.raises(PayloadError, match="header"):
+        decode_coded(codec(column=4), seal(frame, frame[:12].tobytes()), 10, F4)
+
+
+def test_every_damaged_byte_is_noticed():
+    frame = encode_coded(column_means(4), np.arange(10, dtype=np.float32), NO_RANDOM)
+    for place in range(frame.size):
+        for bit in range(8):
+            bad = frame.copy()
+            bad[place] ^= 1 << bit
+            with pytest.raises(PayloadError, match="rank 3"):
+                decode_coded(column_means(4), bad, 10, F4, sender="rank 3")
+
+
+def test_frames_of_other_options_are_refused():
+    frame = encode_coded(column_means(8), np.ones(16, np.float32), NO_RANDOM)
+    with pytest.raises(PayloadError, match="bytes where"):
+        decode_coded(column_means(8), frame, 90, F4)
+    with pytest.raises(PayloadError, match="less than a header"):
+        decode_coded(column_means(8), frame[:5], 16, F4)
+    # The same size, by other numbers: 3 columns of 1 bit and 8 bytes, 3 of 8 bits and 4 bytes.
+    frame = encode_coded(column_means(40), np.ones(104, np.float32), NO_RANDOM)
+    assert frame.size == coded_size(linear(8, 10), 25, F4)
+    with pytest.raises(PayloadError, match=r"25 values by linear\(bits=8, column=10\)"):
+        decode_coded(linear(8, 10), frame, 25, F4)

@@ -1,0 +1,129 @@
+"""What options are converted to, and what follows from them without being said."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hvd_compress import (
+    DGC,
+    EF21,
+    LGC,
+    After,
+    ConfigError,
+    OneBitAdamCompression,
+    PowerSGD,
+    StagedWarmup,
+    Threshold,
+    TopK,
+    partition,
+    switch,
+)
+from hvd_compress.base import Compressor, Context
+from hvd_compress.blocks import (
+    Codec,
+    allgather,
+    alltoall,
+    bernoulli,
+    chain,
+    clip_by_local_norm,
+    contraction,
+    dense_until,
+    error_feedback,
+    linear,
+    majority_vote,
+    natural,
+    plus_minus,
+    rounding,
+    sign,
+    threshold,
+    top_k,
+)
+from hvd_compress.chain import Chain
+from hvd_compress.config import Configurable, converted
+
+BY_EPOCH = StagedWarmup("epoch")
+
+
+def test_options_convert_themselves():
+    assert EF21(start=3).start == dense_until(3, allgather()).start == After("step", 3)
+    assert OneBitAdamCompression(freeze_step=True).freeze_step is True
+    assert bernoulli([0.5, 0.1]) == bernoulli((0.5, 0.1))
+    assert rounding(levels=[1.0, 2.0]).levels == (1.0, 2.0)
+    assert Chain([error_feedback()], allgather()) == chain(error_feedback(), via=allgather())
+    # One option after another, in their order.
+    assert LGC(code=20, learn=10).settled == After("step", 23)
+    assert LGC(code=20, learn=10, settled=40).settled == After("step", 40)
+    with pytest.raises(ConfigError, match="start must be"):
+        dataclasses.replace(PowerSGD(start=3), start=-1)
+
+
+def test_converters_see_the_options_they_name():
+    @dataclasses.dataclass(frozen=True)
+    class Pair(Configurable, kind="test"):
+        first: int = dataclasses.field(default=1, metadata=converted(abs))
+        second: int = dataclasses.field(default=2, metadata=converted(max, "first"))
+
+    assert Pair(-5) == Pair(5, 5)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        DGC(BY_EPOCH),
+        PowerSGD(start=After("epoch", 2)),
+        chain(via=allgather(top_k(BY_EPOCH), natural())),
+        chain(via=dense_until(After("epoch", 1), alltoall(linear()))),
+        partition(("*.bias", "none"), otherwise=TopK(BY_EPOCH)),
+        switch("none", switch("none", TopK, After("epoch", 1)), 5),
+    ],
+    ids=repr,
+)
+def test_who_has_a_schedule_by_epoch_needs_epochs(method):
+    assert method.needs_epoch
+    assert not TopK(StagedWarmup()).needs_epoch
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Threshold(),
+        DGC(clip_norm=1.0),
+        chain(via=allgather(threshold(0.5))),
+        chain(via=allgather(top_k(), plus_minus(0.1))),
+        chain(majority_vote(), via=allgather(sign())),
+        chain(clip_by_local_norm(1.0), via=allgather()),
+        chain(via=dense_until(3, alltoall(contraction(rounding(3.0))))),
+        partition(otherwise=Threshold()),
+        switch("none", Threshold(), 3),
+    ],
+    ids=repr,
+)
+def test_one_part_in_units_of_the_gradient_is_enough(method):
+    assert not method.homogeneous
+    assert chain(error_feedback(), via=alltoall(linear())).homogeneous
+
+
+def test_codecs_of_users_are_parts_too():
+    class Bare(Compressor):
+        init = exchange = per_rank = None  # type: ignore[assignment]
+
+    @dataclasses.dataclass(frozen=True)
+    class Users(Bare):
+        codec: Codec
+
+    assert Users(natural()).homogeneous
+    assert not Users(sign()).homogeneous
+
+
+def test_what_bindings_ask_of_any_method():
+    x, context = np.zeros((40, 50), np.float32), Context()
+    for method in (DGC(), TopK(), PowerSGD(), OneBitAdamCompression()):
+        assert isinstance(method.chain(x, context), Chain)
+        assert isinstance(method.template(x), Chain)
+    chained = chain(clip_by_local_norm(1.0), via=allgather())
+    assert chained.chain(x, context) is chained.template(x) is chained
+    assert chained.transforms == (clip_by_local_norm(1.0),)
+    assert switch("none", TopK, 3).transforms == ()
+    assert (TopK().momentum, TopK().nesterov, TopK().weight_decay) == (None, None, None)
+    assert (DGC(momentum=0.5).momentum, DGC().weight_decay) == (0.5, "separate")

@@ -1,0 +1,71 @@
+"""``dir()`` of a module shows what its users type, and nothing that it imports for itself."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import pytest
+
+MODULES = (
+    "hvd_compress",
+    "hvd_compress.blocks",
+    "hvd_compress.mpi",
+    "hvd_compress.torch",
+    "hvd_compress.torch.mpi",
+    "hvd_compress.tensorflow",
+    "hvd_compress.tensorflow.keras",
+)
+#: what is shown as a module
+SUBMODULES = {"blocks", "callbacks", "elastic", "errors", "keras", "mpi", "tensorflow", "testing"}
+SUBMODULES |= {"torch"}
+
+
+def leaks(module):
+    """Names in ``dir(module)`` that belong to somebody else, or to the inside of the package."""
+    for name in dir(module):
+        value = getattr(module, name)
+        if name.startswith("__"):
+            continue
+        home = getattr(value, "__module__", "hvd_compress")
+        if name.startswith("_"):
+            yield name
+        elif isinstance(value, ModuleType):
+            is_own = value.__name__.startswith(("hvd_compress.", "horovod."))
+            if not is_own or name not in SUBMODULES:
+                yield name
+        elif not (home.startswith(("hvd_compress", "horovod"))) or home.endswith(".util"):
+            yield name
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_is_shown_is_what_users_type(name):
+    module = importlib.import_module(name)
+    assert list(leaks(module)) == []
+    assert set(module.__all__) <= set(dir(module))
+    assert len(module.__all__) == len(set(module.__all__))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_star_import_gives_what_is_listed(name):
+    scope = {}
+    exec(f"from {name} import *", scope)
+    assert set(importlib.import_module(name).__all__) == scope.keys() - {"__builtins__"}
+
+
+def test_drop_ins_show_what_is_horovods():
+    import hvd_compress.tensorflow as tf_drop_in
+    import hvd_compress.torch as torch_drop_in
+
+    for module in (torch_drop_in, tf_drop_in):
+        assert {"Average", "DistributedOptimizer", "ProcessSet", "allreduce", "elastic"} <= set(
+            dir(module)
+        )
+        assert {"global_process_set", "init", "rank"} <= set(dir(module))
+
+
+def test_this_test_would_notice():
+    module = ModuleType("leaking")
+    module.Any, module.importlib, module._private = pytest.Item, importlib, 1
+    module.__dir__ = lambda: ["Any", "importlib", "_private"]
+    assert list(leaks(module)) == ["Any", "_private", "importlib"]

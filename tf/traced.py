@@ -1,0 +1,126 @@
+"""The reducer of one trace of a graph: states and counts are handed in and out as symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_compress.base import Compressor, Context, Exchange, Outcome, State
+from hvd_compress.reducer import Reducer
+from hvd_compress.transforms import momentum_after_averaging
+
+from . import backend
+from .rows import exchange_rows, merged
+
+#: what is counted in the graph: these fields of a ``Record``
+COUNTED = ("steps", "bytes_sent", "bytes_received", "dense_bytes", "elements", "elements_sent")
+
+
+class TracedReducer(Reducer):
+    """Exchanges the gradients of a :class:`hvd_compress.tensorflow.binding.Binding` once.
+
+    Args:
+        binding: the owner of the variables.
+        method: its method with the densities of now.
+        common: what the contexts of all tensors have in common.
+        places: indices of the variables with gradients.
+    """
+
+    def __init__(
+        self, binding: Any, method: Compressor, common: Context, places: Sequence[int]
+    ) -> None:
+        self._binding, self._common = binding, common
+        self._slots = {binding.slots[i].name: i for i in places}
+        super().__init__(
+            method,
+            binding.engine,
+            momentum=common.momentum,
+            nesterov=common.nesterov,
+            sums=common.sums,
+            seed=common.seed,
+            groups=binding.names_of_groups(list(places)),
+            same_order=True,
+        )
+
+    def exchange(self, gradients: Mapping[int, Any]) -> dict[int, tuple[Any, State, tf.Tensor]]:
+        """(direction, state, counts) by index of the variable; counts as ``COUNTED``."""
+        names = {index: name for name, index in self._slots.items()}
+        # Gradients of the last layers are there first.
+        directions = self.reduce({names[i]: gradients[i] for i in reversed(list(gradients))})
+        results = {}
+        for name, direction in directions.items():
+            record = self.records[name]
+            counts = tf.stack([tf.cast(getattr(record, field), tf.int64) for field in COUNTED])
+            results[self._slots[name]] = direction, self.states[name], counts
+        return results
+
+    def _bind(self) -> None:
+        """The owner of the variables is bound already."""
+
+    def _begin_agreement(self, like: Any) -> None:
+        """The graph has compared what there is to compare."""
+
+    def _context(self, name: str, norm: Any) -> Context:
+        return self._common._replace(name=name)
+
+    def _extent(self, name: str, gradient: Any) -> tuple[int, int]:
+        slot = self._binding.slots[self._slots[name]]
+        elements = slot.shape.num_elements()
+        return elements, elements * slot.dtype.size
+
+    def _norm(self, gradients: Mapping[str, Any]) -> Any:
+        return self._common.gradient_norm
+
+    def _multiplied(self, direction: Any, factor: float) -> Any:
+        return scaled(direction, factor) if factor != 1 else direction
+
+    def _exchange(self, name: str, gradient: Any, context: Context) -> Exchange:
+        slot = self._binding.slots[self._slots[name]]
+        method = self.method.for_tensor(name, tuple(slot.shape))
+        variables = self._binding.states[str(self._slots[name])]
+        if isinstance(gradient, tf.IndexedSlices):
+            # Rows are sent whole: a residual waits for a dense gradient.
+            useful = {"velocity"} if self._binding.momentum_used()[0] else set()
+            state = {key: v.value() for key, v in variables.items() if key in useful}
+            return self._exchange_rows(method, slot, gradient, state, context)
+        state = {key: variable.value() for key, variable in variables.items()}
+        return method.exchange(gradient, state, context)
+
+    def _exchange_rows(
+        self,
+        method: Compressor,
+        slot: Any,
+        gradient: tf.IndexedSlices,
+        state: State,
+        context: Context,
+    ) -> Exchange:
+        """Rows are clipped like all, sent whole, and take momentum after averaging."""
+        rows = merged(gradient)
+        template = method.template(tf.zeros(slot.shape, slot.dtype))
+        values = rows.values
+        for transform in template.transforms:
+            if transform.needs_gradient_norm:
+                values, _ = transform.update(values, {}, context)
+        rows = tf.IndexedSlices(values, rows.indices, rows.dense_shape)
+        outcome = yield from exchange_rows(rows, slot.shape, context)
+        if not state:
+            return outcome
+        mean = backend.widen(tf.convert_to_tensor(outcome.mean))
+        transform = momentum_after_averaging(*self._binding.momentum_used())
+        direction, new = backend.choose(
+            backend.all_finite(mean),
+            lambda: transform.finish(mean, state, context),
+            lambda: (mean, state),
+        )
+        direction = tf.cast(tf.reshape(direction, slot.shape), slot.dtype)
+        return Outcome(outcome.mean, outcome.sent, new, direction)
+
+
+def scaled(gradient: Any, factor: Any) -> Any:
+    """A tensor or rows times a number."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = backend.scale(gradient.values, factor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return backend.scale(gradient, factor)

@@ -1,0 +1,251 @@
+"""The distributed optimizer, over Horovod and over MPI alike.
+
+``DistributedOptimizer`` makes a class for every optimizer, whose first base is
+:class:`CompressedOptimizer` and whose second is the user's own.  Hooks on the parameters notice
+when a gradient is ready; ``optimizer.compression`` exchanges it, over public collectives only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hvd_compress.errors import ConfigError
+
+from . import checkpoint
+from .amp import scaler_steps
+from .binding import Binding
+from .momentum import check_group
+from .parameters import Groups, Parameter, split_into_groups
+
+
+class CompressedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose ``step()`` works on the gradients of all ranks.
+
+    Attributes:
+        compression: the method with its state: ``stats()``, ``set_epoch(epoch)``,
+            ``report_at_exit()``, ``method``.
+        op, gradient_predivide_factor, backward_passes_per_step, sparse_as_dense, process_set: the
+            options of ``DistributedOptimizer``.
+    """
+
+    compression: Binding
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        names: dict[Parameter, str],
+        backward_passes_per_step: int,
+        op: Any,
+        gradient_predivide_factor: float,
+        groups: Groups,
+        sparse_as_dense: bool,
+        process_set: Any,
+    ) -> None:
+        # Options, state and step hooks go on, whatever arguments the user's class has.  A
+        # scheduler that was made before has put its own step() in the way of the class's.
+        cls = type(optimizer)
+        self.__dict__.update(
+            (key, value)
+            for key, value in vars(optimizer).items()
+            if not callable(getattr(cls, key, None))
+        )
+        self.op = op
+        self.gradient_predivide_factor = gradient_predivide_factor
+        self.backward_passes_per_step = backward_passes_per_step
+        self.sparse_as_dense = sparse_as_dense
+        self.process_set = process_set
+        self._parameter_names = names
+        self._synchronized, self._should_synchronize = False, True
+        self._watched: set[Parameter] = set()  # those with a hook
+        self._passes: dict[Parameter, int] = {}  # backward passes since the last exchange
+        self._started: set[Parameter] = set()  # exchanges that hooks have begun
+        self._groups = split_into_groups(groups, self._trained())
+        self._group_of = {p: group for group in self._groups or () for p in group}
+
+    def begin(self, compression: Binding) -> None:
+        """Exchange gradients from now on."""
+        self.compression = compression
+        checkpoint.adopt_momentum_buffers(self)
+        for p in self._trained():
+            self._watch(p)
+
+    # -- gradients that are ready ------------------------------------------------------------
+
+    def _trained(self) -> list[Parameter]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def _watch(self, p: Parameter) -> None:
+        self._watched.add(p)
+        if self._groups is not None and p not in self._group_of:  # it has come later
+            self._group_of[p] = (p,)
+            self._groups.append((p,))
+        reference = weakref.ref(self)  # nothing would ever collect what a tensor's hook holds
+
+        def hook(p: Any) -> None:
+            if (optimizer := reference()) is not None:
+                optimizer._is_ready(p)
+
+        p.register_post_accumulate_grad_hook(hook)
+
+    def _is_ready(self, p: Parameter) -> None:
+        """A backward pass has added to ``p.grad``."""
+        passes = self._passes.get(p, 0)
+        if p in self._started or passes >= self.backward_passes_per_step:
+            raise AssertionError(
+                "a gradient was computed more than backward_passes_per_step times before "
+                "step(): pass the number of backward passes as backward_passes_per_step, or "
+                "call optimizer.synchronize() in between"
+            )
+        if p.grad is not None and p.grad.requires_grad:
+            raise AssertionError(
+                "a gradient is part of a graph, which cannot be exchanged: call loss.backward() "
+                "without create_graph=True"
+            )
+        self._passes[p] = passes + 1
+        group = self._group_of.get(p, (p,))
+        needed = self.backward_passes_per_step
+        if all(self._passes.get(q, 0) == needed for q in group if q.requires_grad):
+            together = self._together(p)
+            self._started.update(together)
+            self.compression.exchange_gradients(together, in_backward=True)
+
+    def _together(self, p: Parameter) -> tuple[Parameter, ...]:
+        """``p`` and what is exchanged with it; on all ranks the same."""
+        return tuple(q for q in self._group_of.get(p, (p,)) if q.requires_grad)
+
+    def groups_of_parameters(self) -> list[tuple[Parameter, ...]] | None:
+        """Return the parameters that are exchanged together, ``None`` without ``groups``."""
+        return None if self._groups is None else list(self._groups)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Add up the gradients of ``passes`` backward passes, from now on, before they are
+        exchanged."""
+        check_passes(passes)
+        self.backward_passes_per_step = passes
+        self._passes = dict.fromkeys(self._passes, 0)  # what has been added up still is to be sent
+
+    def reset_hooks(self) -> None:
+        """Count backward passes from zero, as at the beginning of a step."""
+        self._passes.clear()
+        self._started.clear()
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def _holds_averages(self) -> bool:
+        """Whether nothing is new since the last exchange."""
+        return self._synchronized and not self._passes and self.compression.untouched()
+
+    def synchronize(self) -> None:
+        """Finish all exchanges; afterwards every ``p.grad`` holds the average."""
+        if self._holds_averages():
+            return  # they must not be averaged again
+        alone = self.compression.engine.size == 1
+        started = set(self._started)
+        for p in self._trained():
+            if p not in self._watched:
+                self._watch(p)  # unfrozen after the optimizer was made
+            if p in started or (alone and p.grad is None):
+                continue
+            together = self._together(p)
+            if alone:
+                together = tuple(q for q in together if q.grad is not None)
+            started.update(together)
+            self.compression.exchange_gradients(together)
+        self.compression.finish()
+        self.reset_hooks()
+        self._synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step()`` in this context take the gradients as they are, after
+        ``optimizer.synchronize()``."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average the gradients unless told otherwise, then let the user's optimizer step."""
+        loss = None
+        if closure is not None:
+            # Inside the user's step() the gradients would be used before they are averaged.
+            with torch.enable_grad():
+                loss = closure()
+        if self._should_synchronize:
+            if self._holds_averages() and not scaler_steps():
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() after "
+                    "optimizer.synchronize(): gradients are averaged once here, and twice by "
+                    "Horovod's own optimizer; write `with optimizer.skip_synchronize(): "
+                    "optimizer.step()`",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        with self.compression.optimizer_step():
+            result = super().step()
+        return result if closure is None else loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # the user's step() calls torch's step hooks
+
+    def end_step(self) -> None:
+        """The gradients of this step are used up, or its step is left out."""
+        self._synchronized = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients.
+
+        Raises:
+            AssertionError: gradients are being exchanged, or added up for an exchange.
+        """
+        if self._passes:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before "
+                "optimizer.step() or optimizer.synchronize(): the gradients are still being "
+                "exchanged"
+            )
+        self._synchronized = False
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters later, on all ranks alike; they are named after their place in the
+        groups."""
+        check_group(self.compression.method, self, {**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        index = len(self.param_groups) - 1
+        for j, p in enumerate(self.param_groups[index]["params"]):
+            self._parameter_names[p] = f"added.{index}.{j}"
+            if p.requires_grad:
+                self._watch(p)
+        self.compression.forget_groups()
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    consolidate_state_dict = checkpoint.consolidate_state_dict
+    load_state_dict = checkpoint.load_state_dict
+    state_dict = checkpoint.state_dict
+
+    def users_state_dict(self) -> dict[str, Any]:
+        """Return the state dict that the user's class makes of this optimizer."""
+        return super().state_dict()
+
+    def load_users_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what the user's class takes for a state dict."""
+        super().load_state_dict(state_dict)
+        self.reset_hooks()
+        self._synchronized, self._should_synchronize = False, True
+
+
+def check_passes(passes: int) -> None:
+    """Raise ``ConfigError`` unless this is a value for ``backward_passes_per_step``."""
+    if passes < 1:
+        raise ConfigError(f"backward_passes_per_step={passes}: it must be 1 or more")

@@ -1,0 +1,49 @@
+"""Loss scaling: three public methods of ``torch.amp.GradScaler`` that know distributed optimizers.
+
+They are wrapped when this package is imported: ``scale`` notes the scale of the backward pass that
+will follow; ``unscale_`` finishes the exchanges in flight, so that ``scaler.step(optimizer)`` works
+without an explicit ``optimizer.synchronize()``; and after ``step``, taken or skipped, the step is
+over.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from .amp import note_scale, scaler_step
+from .compressed_optimizer import CompressedOptimizer
+
+
+def watch_grad_scaler() -> None:
+    """Wrap the three methods, once."""
+    cls: Any = torch.amp.GradScaler
+    if hasattr(cls.scale, "_hvd_compress"):
+        return
+    scale, unscale_, step = cls.scale, cls.unscale_, cls.step
+
+    @functools.wraps(scale)
+    def watched_scale(self: Any, outputs: Any) -> Any:
+        scaled = scale(self, outputs)
+        return note_scale(scaled, self.get_scale()) if self.is_enabled() else scaled
+
+    @functools.wraps(unscale_)
+    def watched_unscale_(self: Any, optimizer: Any) -> None:
+        if isinstance(optimizer, CompressedOptimizer) and self.is_enabled():
+            optimizer.compression.expect_scale(self.get_scale())
+            optimizer.synchronize()
+            optimizer.compression.confirm_scale(self.get_scale())
+        unscale_(self, optimizer)
+
+    @functools.wraps(step)
+    def watched_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        with scaler_step():
+            result = step(self, optimizer, *args, **kwargs)
+        if isinstance(optimizer, CompressedOptimizer):
+            optimizer.end_step()
+        return result
+
+    watched_scale._hvd_compress = True  # type: ignore[attr-defined]
+    cls.scale, cls.unscale_, cls.step = watched_scale, watched_unscale_, watched_step

@@ -1,0 +1,146 @@
+"""Momentum and weight decay of an optimizer whose method takes them over."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hvd_compress.base import Compressor, State
+from hvd_compress.errors import ConfigError
+from hvd_compress.integrations.optimizers import (
+    another_kind,
+    check_one_momentum,
+    check_partner,
+    moved,
+)
+
+logger = logging.getLogger("hvd_compress")
+
+
+class Momentum:
+    """Which momentum acts inside of the exchange, and keeps the optimizer from applying it again.
+
+    Args:
+        optimizer: whose parameter groups have ``momentum``, ``nesterov`` and ``weight_decay``.
+        method: the compression method.
+        tells: whether this rank logs and warns.
+
+    Attributes:
+        is_taken: the momentum of the optimizer acts inside of the exchange.
+    """
+
+    def __init__(self, optimizer: Any, method: Compressor, tells: bool) -> None:
+        self._optimizer, self._method = optimizer, method
+        self._groups: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        self.is_taken = method.takes_momentum and isinstance(optimizer, torch.optim.SGD)
+        if method.takes_momentum and tells:
+            self._tell()
+
+    def _tell(self) -> None:
+        optimizer, own = self._optimizer, self._method.momentum
+        wrapped = type(optimizer).__name__
+        if own is not None:
+            return
+        if not self.is_taken:
+            warnings.warn(another_kind(self._method, wrapped), UserWarning, stacklevel=6)
+            return
+        momenta = sorted({group["momentum"] for group in optimizer.param_groups})
+        if any(momenta):
+            nesterov = any(group["nesterov"] for group in optimizer.param_groups)
+            logger.info("%s", moved(self._method, momenta, nesterov, wrapped))
+
+    @property
+    def decays_gradients(self) -> bool:
+        """Weight decay joins each rank's gradient before it is exchanged, and not the average."""
+        return self.is_taken and self._method.weight_decay == "gradient"
+
+    def group_of(self, p: torch.nn.Parameter) -> dict[str, Any]:
+        """The parameter group with the options of ``p``."""
+        if not self._groups:
+            self._groups = {p: g for g in self._optimizer.param_groups for p in g["params"]}
+        return self._groups[p]
+
+    def forget_groups(self) -> None:
+        """Parameter groups have changed."""
+        self._groups.clear()
+
+    def of(self, p: torch.nn.Parameter) -> tuple[float, bool]:
+        """(momentum, nesterov) that act inside the exchange, or beside it on rows and decay."""
+        if not self.is_taken:
+            return 0.0, False
+        group = self.group_of(p)
+        own, nesterov = self._method.momentum, self._method.nesterov
+        return (
+            group["momentum"] if own is None else own,
+            group["nesterov"] if nesterov is None else nesterov,
+        )
+
+    def factor(self, p: torch.nn.Parameter) -> float:
+        """The velocity that acts as a momentum buffer of plain SGD does, per unit of that: Nesterov
+        velocities have a factor m, and the sign of ``maximize``."""
+        momentum, nesterov = self.of(p)
+        factor = momentum if nesterov else 1.0 if momentum else 0.0
+        return factor * (-1 if self.group_of(p)["maximize"] else 1)
+
+    @contextlib.contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """While the user's optimizer steps: what acted already is off."""
+        options = []
+        try:
+            for group in self._optimizer.param_groups if self.is_taken else ():
+                off = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
+                options.append((group, {key: group[key] for key in off}))
+                group.update(off)
+            yield
+        finally:
+            for group, kept in options:
+                group.update(kept)
+
+    def decay(
+        self,
+        states: Mapping[torch.nn.Parameter, State],
+        sparse: set[torch.nn.Parameter],
+        method_for: Callable[[torch.nn.Parameter], Compressor],
+    ) -> None:
+        """q = m q + wd w joins the averaged gradient, as in the authors' released code: weights
+        are equal on all ranks, so decay needs no wire and no residual.  Beside momentum that is a
+        moving average, which does not add up, it is wd w."""
+        for p, state in states.items():
+            group = self.group_of(p)
+            wd = group["weight_decay"]
+            if p.grad is None or (not wd and "decay" not in state):
+                continue
+            if self.decays_gradients and p not in sparse:
+                continue  # rows are exchanged without decay
+            m, nesterov = self.of(p)
+            w = p.detach() if not group["maximize"] else -p.detach()
+            if p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
+            if method_for(p).averages_momentum:
+                p.grad.add_(w, alpha=wd)
+                continue
+            if "decay" not in state:
+                state["decay"] = p.detach().new_zeros(p.numel())
+            q = state["decay"].view(p.shape).mul_(m).add_(w, alpha=wd)
+            if nesterov:
+                p.grad.add_(w, alpha=wd).add_(q, alpha=m)
+            else:
+                p.grad.add_(q)
+
+
+def check_group(method: Compressor, optimizer: Any, group: dict[str, Any]) -> None:
+    """Raise if the options of a parameter group do not go with the method's momentum."""
+    check_partner(method, optimizer, group)
+    if not method.takes_momentum:
+        return
+    check_one_momentum(method, group.get("momentum", 0))
+    if isinstance(optimizer, torch.optim.SGD) and group["dampening"]:
+        raise ConfigError(
+            f"{method.name} takes the optimizer's momentum over and knows no "
+            f"dampening={group['dampening']}; use dampening=0"
+        )

@@ -1,0 +1,202 @@
+"""Horovod's functions on single tensors and objects, over MPI."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_compress import mpi
+from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
+from hvd_compress.integrations.horovod import without_state
+from hvd_compress.methods import FP16, NoCompression
+from hvd_compress.mpi.dense.allgather import allgather as gather_bytes
+from hvd_compress.mpi.dense.allreduce import ALGORITHMS, start
+from hvd_compress.mpi.transport.arrays import flatten
+from hvd_compress.mpi.transport.progress import Algorithm, Message, Wait
+
+from .process_sets import ProcessSet, global_process_set, rank
+
+Average, Sum, Max, Adasum = "mean", "sum", "max", "adasum"
+
+
+class Compression:
+    """Horovod's names for the methods without state.
+
+    They are instances, so that a script that says ``none`` can be told from one that names
+    ``NoCompression``.
+    """
+
+    none = NoCompression()
+    fp16 = FP16()
+
+
+class _Handle:
+    def __init__(self, work: Any, finish: Callable[[], torch.Tensor]) -> None:
+        self.work, self.finish = work, finish
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> _Handle:
+    """Begin :func:`allreduce` and return a handle for :func:`synchronize`; does not wait."""
+    comm, op = process_set.communicator, _checked(op, average)
+    flat = flatten(tensor)
+    call = f"allreduce({name or flat.dtype}{list(flat.shape)}, {op})"
+    comm.agree(call)
+    out = flat.array.copy() if isinstance(flat.array, np.ndarray) else flat.array.clone()
+    work = start(comm, call, ALGORITHMS["direct"], flat, out, op)
+    return _Handle(work, lambda: flat.give_back(out))
+
+
+def synchronize(handle: _Handle) -> torch.Tensor:
+    """Wait for the operation that ``handle`` stands for, and return its result."""
+    handle.work.wait()
+    return handle.finish()
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Return the average, the sum or the maximum over the ranks, in a new tensor.
+
+    Args:
+        tensor: of the same shape and dtype on all ranks.
+        average: older than ``op``: ``False`` means ``op=hvd.Sum``.
+        name: shown in error messages.
+        compression: ``hvd.FP16`` or ``hvd.Compression.fp16`` sends half precision.
+        op: ``hvd.Average``, ``hvd.Sum`` or ``hvd.Max``.
+        prescale_factor, postscale_factor: multiply before and after.
+        process_set: the ranks that take part.
+
+    Raises:
+        MismatchError: the ranks' tensors or options differ.
+        UnboundError: the compression is one that needs an optimizer.
+        UnsupportedError: another ``op``, or a dtype that cannot be added.
+    """
+    dtype = tensor.dtype
+    if without_state(compression) == "fp16" and tensor.is_floating_point():
+        tensor = tensor.half()
+    if prescale_factor != 1:
+        tensor = tensor * prescale_factor
+    result = mpi.allreduce(tensor, op=_checked(op, average), comm=process_set.communicator)
+    return (result * postscale_factor if postscale_factor != 1 else result).to(dtype)
+
+
+def allreduce_(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """:func:`allreduce` in place."""
+    with torch.no_grad():
+        return tensor.copy_(allreduce(tensor, *args, **options))
+
+
+def _checked(op: str | None, average: Any) -> str:
+    if not isinstance(average, bool | None):
+        raise ConfigError(f"average={average!r}: True, False, or write op=; names go to name=")
+    if op is None:
+        op = Sum if average is False else Average
+    if op not in (Average, Sum, Max):
+        raise UnsupportedError(f"op={op!r}: over MPI there are hvd.Average, hvd.Sum and hvd.Max")
+    return op
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Return all ranks' tensors, joined along the first dimension in rank order.
+
+    Args:
+        tensor: of the same dtype on all ranks, and of the same shape but for the first dimension.
+
+    Raises:
+        MismatchError: the ranks' rows differ in dtype or shape.
+    """
+    comm = process_set.communicator
+    kind = f"allgather of {tensor.dtype} rows of {list(tensor.shape[1:])}"
+    head = np.array([zlib.crc32(kind.encode())], "<u4").view(np.uint8)
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    messages = gather_bytes(np.concatenate([head, raw]), comm=comm)
+    if any((message[:4] != head).any() for message in messages):
+        raise MismatchError(f"ranks gather rows of different dtype or shape; here it is {kind}")
+    parts = [message[4:] for message in messages]
+    rows = []
+    for part in parts:
+        row = torch.empty(part.size // tensor.element_size(), dtype=tensor.dtype)
+        row.view(torch.uint8).copy_(torch.from_numpy(part))
+        rows.append(row.view(-1, *tensor.shape[1:]))
+    return torch.cat(rows).to(tensor.device)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Return the objects of all ranks, in rank order; they are pickled."""
+    raw = np.frombuffer(pickle.dumps(obj), np.uint8)
+    parts = gather_bytes(raw, comm=global_process_set.communicator)
+    return [pickle.loads(part.tobytes()) for part in parts]
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Overwrite ``tensor`` by that of ``root_rank``, and return it."""
+    comm = process_set.communicator
+    members = range(comm.size) if process_set.ranks is None else process_set.ranks
+    if root_rank not in members:
+        raise ConfigError(f"root_rank={root_rank} is not one of the ranks {list(members)}")
+    root = list(members).index(root_rank)
+    with torch.no_grad():
+        host = tensor.detach().cpu().contiguous()
+        comm.agree(f"broadcast({host.dtype}{list(host.shape)}, root {root_rank})")
+        comm.run("broadcast", _broadcast(comm, host.view(-1).view(torch.uint8).numpy(), root))
+        if host.data_ptr() != tensor.data_ptr():
+            tensor.copy_(host)
+    return tensor
+
+
+def broadcast(tensor: torch.Tensor, root_rank: int, *args: Any, **options: Any) -> torch.Tensor:
+    """:func:`broadcast_` into a new tensor."""
+    return broadcast_(tensor.detach().clone(), root_rank, *args, **options)
+
+
+def _broadcast(comm: mpi.Communicator, raw: np.ndarray, root_rank: int) -> Algorithm:
+    """MPI's own, in pieces that its counts can express."""
+    for first in range(0, raw.size, 2**30):
+        request = comm.mpi.Ibcast(raw[first : first + 2**30], root_rank)
+        yield Wait([Message.collective(request)], "MPI_Ibcast")
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    """Return the object of ``root_rank`` on all ranks; it is pickled."""
+    raw = torch.empty(0, dtype=torch.uint8)
+    if rank() == root_rank:
+        raw = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    length = broadcast(torch.tensor([raw.numel()]), root_rank)
+    if rank() != root_rank:
+        raw = torch.empty(int(length), dtype=torch.uint8)
+    return pickle.loads(broadcast(raw, root_rank).numpy().tobytes())
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks have called this."""
+    comm = process_set.communicator
+    comm.run("barrier", _barrier(comm))
+
+
+def _barrier(comm: mpi.Communicator) -> Algorithm:
+    yield Wait([Message.collective(comm.mpi.Ibarrier())], "MPI_Ibarrier")

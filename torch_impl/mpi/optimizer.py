@@ -1,0 +1,110 @@
+"""``DistributedOptimizer`` over MPI, and what gives all ranks the same beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from hvd_compress import mpi
+from hvd_compress.base import Compressor
+from hvd_compress.integrations.horovod import chosen
+
+from .. import checkpoint
+from ..compressed_optimizer import CompressedOptimizer
+from ..distributed_optimizer import distribute
+from ..grad_scaler import watch_grad_scaler
+from . import collectives
+from .collectives import Average, Compression, broadcast_
+from .process_sets import ProcessSet, global_process_set, rank
+
+
+def DistributedOptimizer(  # noqa: N802, Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Compressor | type[Compressor] | str = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: str = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.nn.Parameter]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    seed: int = 0,
+) -> CompressedOptimizer:
+    """Return an optimizer whose ``step()`` works on the gradients of all ranks.
+
+    A collective: every rank calls it, with the same options.
+
+    Args:
+        optimizer: over the model's parameters, of any class but LBFGS.
+        named_parameters: ``model.named_parameters()``; names appear in statistics.
+        compression: a method such as ``hvd.DGC``, an instance, its name, or a text.
+        backward_passes_per_step: gradients of so many passes add up before they are exchanged.
+        op: ``hvd.Average`` or ``hvd.Sum``.
+        gradient_predivide_factor: divide by it before adding and by the rest afterwards.
+        num_groups: deprecated; pass ``groups``.
+        groups: parameters that are exchanged together: a number of groups, or lists.
+        sparse_as_dense: make sparse gradients dense before they are exchanged.
+        process_set: the ranks that take part.
+        seed: for randomness that the ranks share.
+
+    Raises:
+        ConfigError: an option has a value that cannot be honoured.
+        MismatchError: the ranks differ in method, options or parameters.
+        SetupError: ``hvd.init()`` is missing.
+    """
+    if process_set is global_process_set:
+        process_set.rank()  # says if init() is missing
+    return distribute(
+        collectives,
+        _make_engine,
+        optimizer=optimizer,
+        named_parameters=named_parameters,
+        compression=chosen(compression, Compression.none, rank),
+        backward_passes_per_step=backward_passes_per_step,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        seed=seed,
+    )
+
+
+def _make_engine(process_set: ProcessSet, predivide: float) -> mpi.MpiEngine:
+    """Ranks outside of the set have a world of their own, where nothing is exchanged."""
+    if not process_set.included():
+        return mpi.MpiEngine(MPI.COMM_SELF)
+    return mpi.MpiEngine(process_set.comm, predivide=predivide)
+
+
+def broadcast_parameters(parameters: Any, root_rank: int) -> None:
+    """Overwrite all ranks' parameters by those of ``root_rank``.
+
+    Args:
+        parameters: ``model.state_dict()`` or ``model.named_parameters()``.
+    """
+    named = parameters.items() if isinstance(parameters, dict) else parameters
+    for _, tensor in sorted(named, key=lambda pair: pair[0]):
+        if isinstance(tensor, torch.Tensor):
+            broadcast_(tensor.data, root_rank)
+
+
+def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
+    """Give all ranks the state of ``root_rank``'s optimizer; of what differs by rank, the mean.
+
+    What has no gradient yet gets zeros, sparse ones for such embeddings of ``model``.
+    """
+    if isinstance(optimizer, CompressedOptimizer):
+        checkpoint.broadcast_optimizer_state(optimizer, root_rank, model)
+    else:
+        state = optimizer.state_dict() if rank() == root_rank else None
+        optimizer.load_state_dict(checkpoint.broadcast_tree(collectives, state, root_rank))
+
+
+watch_grad_scaler()

@@ -1,0 +1,96 @@
+"""Names and groups of an optimizer's parameters, as Horovod's options give them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hvd_compress.errors import ConfigError
+
+Parameter = torch.nn.Parameter
+Groups = int | list[list[Parameter]] | None
+
+
+def names_of_parameters(
+    param_groups: Sequence[dict[str, Any]],
+    named_parameters: Iterable[tuple[str, Parameter]] | None,
+) -> dict[Parameter, str]:
+    """Return the name of every parameter.
+
+    Args:
+        param_groups: those of the optimizer.
+        named_parameters: ``model.named_parameters()``; ``None`` for names by place,
+            ``allreduce.noname.GROUP.INDEX``.
+
+    Raises:
+        ConfigError: a name is given twice, or a parameter of the optimizer has none.
+    """
+    if named_parameters is None:
+        return {
+            p: f"allreduce.noname.{i}.{j}"
+            for i, group in enumerate(param_groups)
+            for j, p in enumerate(group["params"])
+        }
+    named = list(named_parameters)
+    if any(not isinstance(pair, tuple) for pair in named):
+        raise ConfigError(
+            "named_parameters must be a sequence of tuples (name, parameter): pass "
+            "model.named_parameters()"
+        )
+    if twice := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
+        raise ConfigError(
+            f"the names in named_parameters must be unique; more than once: {', '.join(twice)}"
+        )
+    names = {p: name for name, p in sorted(named, key=lambda pair: pair[0])}
+    unnamed = sum(p not in names for group in param_groups for p in group["params"])
+    if unnamed:
+        raise ConfigError(
+            f"named_parameters lacks {unnamed} of the optimizer's parameters: name them all, or "
+            "leave it out to name them by their place"
+        )
+    return names
+
+
+def check_groups(groups: Groups) -> None:
+    """Raise ``ConfigError`` unless this is a value for the option ``groups``."""
+    if groups is None:
+        return
+    if isinstance(groups, bool) or not isinstance(groups, int | list):
+        raise ConfigError(
+            f"groups={groups!r}: pass the number of groups, or a list of lists of parameters"
+        )
+    if isinstance(groups, int):
+        if groups < 1:
+            raise ConfigError(f"groups={groups}: pass 1 or more, or None for no groups")
+        return
+    members = [p for group in groups for p in group]
+    if not all(isinstance(p, torch.Tensor) for p in members):
+        raise ConfigError("groups must be lists of parameters, that is of torch.Tensor")
+    if len({id(p) for p in members}) < len(members):
+        raise ConfigError("a parameter can only be in one of the groups, and there only once")
+
+
+def split_into_groups(
+    groups: Groups, parameters: Sequence[Parameter]
+) -> list[tuple[Parameter, ...]] | None:
+    """Divide ``parameters`` into those that are exchanged together, or return ``None``.
+
+    A number of groups makes parts of equal length in the order of the parameters, the first ones
+    longer by one where there is a remainder.  Of lists, only members among ``parameters`` count;
+    a parameter in none of the lists is a group of its own.
+    """
+    if groups is None:
+        return None
+    if isinstance(groups, int):
+        length, longer = divmod(len(parameters), groups)
+        bounds = [i * length + min(i, longer) for i in range(groups + 1)]
+        pieces = (tuple(parameters[a:b]) for a, b in itertools.pairwise(bounds))
+        return [piece for piece in pieces if piece]
+    known = set(parameters)
+    parts = [tuple(p for p in group if p in known) for group in groups]
+    inside = {p for part in parts for p in part}
+    return [part for part in parts if part] + [(p,) for p in parameters if p not in inside]
