@@ -345,10 +345,33 @@ def test_gradients_of_all_ranks(size, method, order, bucket_bytes):
             assert bits(next(got)) == bits(numpy_backend.to_numpy(want))
 
 
+@at_every_size(
+    2,
+    ["none:algorithm=hierarchical", "topk:density=0.1,algorithm=hierarchical"],
+    order=orders,
+    ranks_per_machine=st.integers(1, 7),
+)
+def test_gradients_by_way_of_machines(size, method, order, ranks_per_machine):
+    """The machines are those that MPI names; sums inside each come first."""
+    gradients = [np.random.default_rng(rank).standard_normal((12, 10)) for rank in range(size)]
+
+    def rank():
+        reducer = mpi.Reducer(method)
+        mine = gradients[reducer.engine.rank]
+        return [reducer.reduce({"w": mine})["w"] for _ in range(2)]
+
+    results = Simulation(size, *order, ranks_per_machine=ranks_per_machine).run(rank)
+    assert_same(results)
+    world = World(as_compressor(method), size)
+    for got in results[0]:
+        np.testing.assert_allclose(got, world.exchange(gradients, "w")[0].direction, atol=1e-12)
+
+
 # -- every scenario --------------------------------------------------------------------------------
 
 #: patch what all threads of a process share
 OF_PROCESSES = {
+    "algorithms.by_way_of_nodes",
     "hierarchical.parts_are_made_once_and_freed_with_the_whole",
     "sparse.damage_is_noticed_by_all_who_read_it",
 }
