@@ -46,6 +46,7 @@ class Reducer:
         bucket_bytes: gradients of so many bytes leave together.
         groups: names of tensors that leave together, whatever their size; others leave alone.
         same_order: all ranks start their gradients in the same order.
+        names: of the tensors, if they are known beforehand, the first ones ready first.
 
     Attributes:
         method: the compressor.
@@ -67,6 +68,7 @@ class Reducer:
         bucket_bytes: int = BUCKET_BYTES,
         groups: Sequence[Sequence[str]] | None = None,
         same_order: bool = False,
+        names: Sequence[str] = (),
     ) -> None:
         self.method: Compressor = as_compressor(compression)
         check_seed(seed)
@@ -84,7 +86,7 @@ class Reducer:
         self.states: dict[str, State] = {}
         self.records: dict[str, Record] = {}
         self.buckets = Buckets(
-            lambda: self.engine, bucket_bytes, groups=groups, same_order=same_order
+            lambda: self.engine, bucket_bytes, groups=groups, same_order=same_order, names=names
         )
         self._local, self._shared = LocalEngine(), engine
         self._per_rank: dict[str, frozenset[str]] = {}  # keys of states that differ between ranks

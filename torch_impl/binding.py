@@ -82,6 +82,8 @@ class Binding(Reducer):
             sums=sums,
             seed=seed,
             groups=self._names_of_groups(),
+            # Backward begins with the last layers.
+            names=list(reversed(optimizer._parameter_names.values())),
         )
         self.momentum_side = Momentum(optimizer, method, tells=self.engine.rank == 0)
 

@@ -25,6 +25,8 @@ class Engine(Protocol):
 
     #: making one is a collective, so its owners may compare at once what they are made for
     is_collective: bool
+    #: every element's sum is made in the order of the ranks, wherever in a bucket it is
+    sums_in_rank_order: bool
 
     @property
     def rank(self) -> int: ...

@@ -22,16 +22,22 @@ class Buckets:
     """Sends exchanges in buckets: one leaves as soon as all its tensors are ready, while backward
     goes on with others.
 
-    Which tensors make a bucket is decided after the first step: neighbours in the order in which
-    gradients became ready on rank 0, of one kind of request, one dtype and one device.  Buckets
-    leave in the same order on all ranks, in whatever order gradients become ready there.  The first
-    step sends all its buckets at its end.
+    Which tensors make a bucket is decided after a step, and again when the tensors or the kinds of
+    their requests have changed: neighbours in the order in which gradients became ready on rank 0,
+    of one kind of request, one dtype and one device.  Buckets leave in the same order on all ranks,
+    in whatever order gradients become ready there.  The first step sends all its buckets at its
+    end.
+
+    Where an engine's sums depend on the place of an element in its bucket, neighbours are those of
+    ``names``, so that a run that goes on from a checkpoint has the same buckets, and the same bits,
+    as one that was never interrupted.
 
     Args:
         engine: returns the engine of now; in elastic training it changes.
         nbytes: a bucket is full when the gradients in it have that many bytes, uncompressed.
         groups: names of tensors that go together, whatever their size; others are alone.
         same_order: all ranks start tensors in the same order, so no rank has to tell its own.
+        names: tensors in an order that is known beforehand, the first ones ready first.
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class Buckets:
         *,
         groups: Sequence[Sequence[str]] | None = None,
         same_order: bool = False,
+        names: Sequence[str] = (),
     ) -> None:
         if nbytes < 1:
             raise ConfigError(f"bucket_bytes={nbytes}: at least 1")
@@ -48,7 +55,8 @@ class Buckets:
         self._groups = groups
         self._same_order = same_order
         self._plan: list[tuple[str, ...]] = []
-        self._planned: frozenset[str] = frozenset()
+        self._planned: dict[str, Hashable] = {}  # kinds by name
+        self._places = {name: i for i, name in enumerate(names)}
         self._reset()
 
     def _reset(self) -> None:
@@ -80,7 +88,7 @@ class Buckets:
             like: an array; where ranks tell each other an order, messages are of its kind.
         """
         engine = self._engine()
-        names = list(self._members) if self._same_order else sorted(self._members)
+        names = list(self._members) if self._same_order else self._sorted()
         engine.check_step(lambda: ", ".join(f"{n} by {self._members[n].first}" for n in names))
         for bucket in self._plan[self._next :]:  # some of it did not come in this step
             self._send([name for name in bucket if name in self._ready])
@@ -89,10 +97,17 @@ class Buckets:
         outcomes: dict[str, Outcome] = {}
         for part in engine.finish().values():
             outcomes |= part
-        if self._planned != self._members.keys():
+        kinds = {name: member.kind for name, member in self._members.items()}
+        if self._planned != kinds:
             self._make_plan(engine, names, like)
+            self._planned = kinds
         self._reset()
         return outcomes
+
+    def _sorted(self) -> list[str]:
+        """The same order on all ranks."""
+        last = len(self._places)
+        return sorted(self._members, key=lambda name: (self._places.get(name, last), name))
 
     def abandon(self) -> None:
         """Forget what is in flight."""
@@ -109,11 +124,10 @@ class Buckets:
         engine.start(label, joined(members, engine.rank, engine.size))
 
     def _make_plan(self, engine: Engine, names: list[str], like: Array) -> None:
-        if not self._same_order and engine.size > 1:
+        if not self._same_order and engine.sums_in_rank_order and engine.size > 1:
             engine.start(_PLAN, _order_of_rank_0([names.index(n) for n in self._members], like))
             names = [names[i] for i in engine.finish()[_PLAN]]
         self._plan = self._split(names)
-        self._planned = frozenset(names)
 
     def _split(self, names: Sequence[str]) -> list[tuple[str, ...]]:
         """Buckets of the names, in the order in which they are full."""

@@ -52,6 +52,7 @@ class NamedEngine(abc.ABC):
     keeps_replies: ClassVar[bool] = False
 
     is_collective = False
+    sums_in_rank_order: bool = False
     #: in front of all names, and unique among what is in flight
     prefix: str = "hvd_compress"
 

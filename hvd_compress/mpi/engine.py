@@ -35,6 +35,7 @@ class MpiEngine:
     """
 
     is_collective = True
+    sums_in_rank_order = True
 
     def __init__(
         self, comm: MPI.Comm | Communicator | None = None, *, predivide: float = 1.0
