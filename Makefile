@@ -12,11 +12,11 @@ DEMO_tensorflow := train_digits_keras.py
 RUN := env PATH="$(CURDIR)/.venv/bin:$$PATH" TF_CPP_MIN_LOG_LEVEL=3 \
 	OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test test-all lint clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /make \1  \t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /make \1  \t/p' Makefile
 
 setup: ## make .venv with PyTorch, TensorFlow, MPI and Horovod (first time: some minutes)
 	@test "$$($(PYTHON) -c 'print(1)' 2>/dev/null)" = 1 || \
@@ -27,10 +27,14 @@ demo: setup ## train on four processes; FRAMEWORK=tensorflow, METHODS="none topk
 	@$(if $(DEMO_$(FRAMEWORK)),,{ echo "demo: error: FRAMEWORK is torch or tensorflow" >&2; exit 1; })
 	@$(RUN) python mpi_examples/$(DEMO_$(FRAMEWORK)) $(if $(METHODS),--compression $(METHODS)) $(ARGS)
 
-# Tests that start jobs need all cores; the others share them.  Status 5: ARGS chose none of these.
-test: lint ## lint, then all tests; options for pytest: make test ARGS=...
-	@$(RUN) pytest -m "not jobs" -n auto --maxprocesses 8 $(ARGS) || [ $$? = 5 ]
-	@$(RUN) pytest -m jobs $(ARGS) || [ $$? = 5 ]
+# Status 5: ARGS chose no test.
+PYTEST := pytest -n logical --maxprocesses 8
+
+test: lint ## lint, then the tests, about fifteen minutes on two cores; make test ARGS="-k dgc"
+	@$(RUN) $(PYTEST) $(ARGS) || [ $$? = 5 ]
+
+test-all: lint ## the same with large arrays, many ranks, clusters, and training of all methods
+	@$(RUN) $(PYTEST) --full $(ARGS) || [ $$? = 5 ]
 
 lint: setup ## ruff and mypy
 	@$(RUN) ruff check .

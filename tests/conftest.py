@@ -12,11 +12,32 @@ settings.load_profile("deterministic")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run tests marked as full, too")
+
+
+def pytest_collection_modifyitems(config, items):
     """``-m jobs``: the tests of modules that start several processes at once."""
     for item in items:
         if hasattr(getattr(item, "module", None), "jobs"):
             item.add_marker(pytest.mark.jobs)
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests that read the results of one job go to one worker, which starts the job once: those
+    whose names are equal up to an @."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByJob(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid.partition("@")[0]
+
+    return ByJob(config, log)
 
 
 # Programs that are started by tests, with arguments.

@@ -16,7 +16,7 @@ import pytest
 import jobs
 from cluster import Network, unavailable
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.full]
 
 MEGA = 1_000_000
 PORT = 7000

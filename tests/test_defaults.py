@@ -20,8 +20,19 @@ def dense() -> float:
     return accuracy(as_compressor("none"))
 
 
+#: one of each kind; all others with --full
+QUICK = {"none", "bf16", "topk", "dgc", "signsgd", "powersgd"}
+
+
 @pytest.mark.filterwarnings("ignore::hvd_compress.PoorFit")
-@pytest.mark.parametrize("name", [n for n in methods_of_sgd() if not n.startswith("test-")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.full)
+        for name in methods_of_sgd()
+        if not name.startswith("test-")
+    ],
+)
 def test_defaults_train_or_say_what_they_need(name):
     """At the dense run's learning rate; or at the one that the warning names."""
     with warnings.catch_warnings(record=True) as found:

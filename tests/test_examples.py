@@ -11,15 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data
 import jobs
-import models
-import models_keras
 from hvd_compress import method_names
 from hvd_compress.config import lookup
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "mpi_examples"
+full = pytest.mark.full
 PNG = b"\x89PNG"
 
 
@@ -53,6 +51,7 @@ def test_digits(tmp_path, example):
     assert "The warm-up was not over" not in output
 
 
+@full
 @pytest.mark.timeout(300)
 def test_every_method_trains(tmp_path):
     picture = tmp_path / "all.png"
@@ -88,16 +87,23 @@ def test_help_starts_neither_ranks_nor_mpi(script):
     [
         ("train_digits", "--compression", "dcg", "method must be one of"),
         ("train_digits_keras", "--model", "vgg", "invalid choice"),
-        ("train_digits", "--epochs", "0", "--epochs must be 1"),
+        pytest.param("train_digits", "--epochs", "0", "--epochs must be 1", marks=full),
         ("train_digits", "--data-dir", "/no/such/folder", "/no/such/folder has no data_batch_1"),
-        ("train_digits_keras", "--data-dir", "/no/such/folder", "has no data_batch_1"),
-        ("train_digits_mpi", "--compression", "dcg", "method must be one of"),
+        pytest.param(
+            *("train_digits_keras", "--data-dir", "/no/such/folder", "has no data_batch_1"),
+            marks=full,
+        ),
+        pytest.param(
+            "train_digits_mpi", "--compression", "dcg", "method must be one of", marks=full
+        ),
         ("train_digits_mpi", "--density", "7", "density must be"),
-        ("train_digits_mpi", "--framework", "tensorflow", "invalid choice"),
-        ("allreduce_steps", "--algorithms", "rong", "invalid choice"),
+        pytest.param("train_digits_mpi", "--framework", "tensorflow", "invalid choice", marks=full),
+        pytest.param("allreduce_steps", "--algorithms", "rong", "invalid choice", marks=full),
         ("allreduce_steps", "--ranks", "0", "--ranks must be 1 to 32"),
         ("sparse_allgather", "--density", "1.5", "--density must be 0 to 1"),
-        ("biased_compression", "--rates", "-1", "--l2 and --rates must be positive"),
+        pytest.param(
+            "biased_compression", "--rates", "-1", "--l2 and --rates must be positive", marks=full
+        ),
         ("biased_compression", "--density", "0", "--density must be in"),
         ("cost_model", "--bytes", "0", "--bytes and --predict must be 4"),
     ],
@@ -110,6 +116,7 @@ def test_bad_options_are_refused_before_ranks_start(example, option, value, word
     assert not output.startswith("$"), "ranks were started"
 
 
+@full
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("example", "model"), [("train_digits", "resnet20"), ("train_digits_keras", "cnn")]
@@ -124,6 +131,8 @@ def test_cifar10(tmp_path, example, model):
 
 
 def test_cifar10_in_part(tmp_path):
+    import data
+
     (tmp_path / "cifar-10-batches-py").mkdir()
     folder = fake_cifar10(tmp_path / "cifar-10-batches-py")
     assert data.cifar10_folder(str(tmp_path)) == data.cifar10_folder(str(folder)) == folder
@@ -133,6 +142,9 @@ def test_cifar10_in_part(tmp_path):
 
 
 def test_resnet20_is_of_the_papers_size():
+    import models
+    import models_keras
+
     assert models.MODELS.keys() == models_keras.MODELS.keys()
     parameters = models.MODELS["resnet20"]((3, 32, 32), 10).parameters()
     variables = models_keras.MODELS["resnet20"]((3, 32, 32), 10).trainable_variables
@@ -141,6 +153,7 @@ def test_resnet20_is_of_the_papers_size():
     assert sum(int(np.prod(v.shape)) for v in variables) == 276_650
 
 
+@full
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_benchmark(framework):
@@ -169,8 +182,14 @@ def test_small_matrices():
             "--bytes 4000 --small 8 --rounds 1 --small-rounds 1",
             "8 bytes, 2 ranks",
         ),
-        ("scaling", "--elements 100000 --rounds 1 --predict 8", "measured on 2 ranks"),
-        ("sparse_allreduce", "--elements 100000 --rounds 1", "chosen on each of 2 ranks"),
+        pytest.param(
+            *("scaling", "--elements 100000 --rounds 1 --predict 8", "measured on 2 ranks"),
+            marks=full,
+        ),
+        pytest.param(
+            *("sparse_allreduce", "--elements 100000 --rounds 1", "chosen on each of 2 ranks"),
+            marks=full,
+        ),
     ],
 )
 def test_benchmarks_of_collectives_start_their_ranks(name, options, words):
@@ -205,7 +224,7 @@ SUMMARIES = {  # by the number of ranks, in the order of the algorithms
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("ranks", SUMMARIES)
+@pytest.mark.parametrize("ranks", [6, pytest.param(4, marks=full)])
 def test_allreduce_steps(tmp_path, ranks):
     picture = tmp_path / "steps.png"
     options = ["--ranks", str(ranks), "--output", str(picture)]
@@ -219,7 +238,7 @@ def test_allreduce_steps(tmp_path, ranks):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("launcher", ["mpirun", "mpich"])
+@pytest.mark.parametrize("launcher", ["mpich", pytest.param("mpirun", marks=full)])
 def test_allreduce_steps_under_a_starter(tmp_path, launcher):
     if launcher == "mpich" and (problem := jobs.mpich_missing()):
         pytest.skip(problem)
@@ -230,6 +249,7 @@ def test_allreduce_steps_under_a_starter(tmp_path, launcher):
     assert "4 rounds, 12 messages" in output
 
 
+@full
 @pytest.mark.timeout(120)
 def test_an_example_starts_itself_under_mpich(tmp_path):
     if problem := jobs.mpich_missing():
@@ -242,7 +262,7 @@ def test_an_example_starts_itself_under_mpich(tmp_path):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(p, marks=full) for p in (2, 4))])
 def test_sparse_allgather(ranks):
     output = start("sparse_allgather", "--ranks", str(ranks), "--elements", "48000")
     shown = [line.split()[2:] for line in output.splitlines() if line.startswith("rank ")]
@@ -298,6 +318,7 @@ def test_cost_model(tmp_path):
     assert picture.read_bytes().startswith(PNG)
 
 
+@full
 @pytest.mark.timeout(150)
 def test_biased_compression(tmp_path):
     picture = tmp_path / "biased.png"

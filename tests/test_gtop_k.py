@@ -252,7 +252,9 @@ def accuracy(rule, size, steps, seed):
     return (forward(x)[1].argmax(1) == labels).mean()
 
 
-@pytest.mark.parametrize(("size", "steps"), [(4, 600), (16, 200)])
+@pytest.mark.parametrize(
+    ("size", "steps"), [(4, 600), pytest.param(16, 200, marks=pytest.mark.full)]
+)
 def test_it_trains_like_the_rule_of_the_paper(size, steps):
     """At the default density: 9 elements of the first matrix, 2 of the second."""
     found = {}

@@ -14,7 +14,11 @@ import jobs
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("worker", "last_step"), [("elastic_worker.py", 12), ("elastic_keras_worker.py", 13)]
+    ("worker", "last_step"),
+    [
+        ("elastic_worker.py", 12),
+        pytest.param("elastic_keras_worker.py", 13, marks=pytest.mark.full),
+    ],
 )
 def test_elastic_training_outlives_a_worker(tmp_path, worker, last_step):
     """Keras begins the epoch that was under way again, which is one step more."""
@@ -39,6 +43,7 @@ def test_elastic_training_outlives_a_worker(tmp_path, worker, last_step):
     assert {n["step"] for n in events["done"]} == {last_step}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("controller", ["mpi", "gloo"])
 def test_sixteen_ranks(tmp_path, controller):
@@ -55,7 +60,7 @@ def test_sixteen_ranks(tmp_path, controller):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("controller", ["mpi", "gloo"])
+@pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=pytest.mark.full)])
 def test_a_killed_rank_ends_the_job(tmp_path, controller):
     """No hang and no success: the job ends with an error soon after a rank was killed."""
     command = [*jobs.launcher(3, controller), sys.executable, str(jobs.TESTS / "train_small.py")]

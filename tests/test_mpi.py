@@ -1,47 +1,78 @@
 """Collectives over mpi4py: every scenario, in real jobs of several sizes, under both MPIs.
 
 A job starts once per size and runs all scenarios of its modules; the tests read its results.
+test_mpi_simulated.py runs the same scenarios, and others, at all numbers of ranks.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+from typing import Any, NamedTuple
 
 import pytest
 
 import jobs
-from mpi_scenarios import MODULES
+from mpi_scenarios import MODULES, WITHOUT_TORCH
 from scenarios import names, read
 
-SIZES = (1, 2, 3, 4, 5, 7, 8, 13, 16)
-JOBS = [(launcher, ranks) for launcher in ("mpirun", "mpich") for ranks in SIZES]
-NAMES = [f"{module}.{name}" for module in MODULES for name in names(module, "mpi_scenarios")]
+
+class Job(NamedTuple):
+    launcher: str
+    ranks: int
+    modules: tuple[str, ...] = MODULES
+
+    def __str__(self) -> str:
+        return f"{self.launcher}-{self.ranks}"
+
+
+JOBS = [
+    Job("mpirun", 2),
+    Job("mpirun", 3, WITHOUT_TORCH),
+    Job("mpirun", 5, WITHOUT_TORCH),
+    Job("mpich", 3),
+]
+FULL = [
+    *(Job("mpirun", ranks) for ranks in (1, 8, 16)),
+    *(Job("mpich", ranks) for ranks in (2, 5, 13)),
+]
+
+
+@functools.cache
+def names_of(job: Job) -> list[str]:
+    return [name for module in job.modules for name in names(module, "mpi_scenarios")]
+
+
+def cases(jobs: list[Job], *marks: pytest.MarkDecorator) -> list[Any]:
+    return [
+        pytest.param(job, name, id=f"{job}@{name}", marks=marks)
+        for job in jobs
+        for name in names_of(job)
+    ]
 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory):
-    """``results(launcher, ranks)[rank]``: a problem or ``None`` by scenario name."""
+    """``results(job)[rank]``: a problem or ``None`` by scenario name."""
 
     @functools.cache
-    def run(launcher: str, ranks: int) -> list[dict[str, str | None]]:
-        folder = tmp_path_factory.mktemp(f"{launcher}-{ranks}")
-        command = jobs.launcher(ranks, launcher)
-        command += [sys.executable, "-m", "mpi_scenarios", str(folder), *MODULES]
+    def run(job: Job) -> list[dict[str, str | None]]:
+        folder = tmp_path_factory.mktemp(str(job))
+        command = jobs.launcher(job.ranks, job.launcher)
+        command += [sys.executable, "-m", "mpi_scenarios", str(folder), *job.modules]
         try:
-            jobs.run(command, timeout=60 + 15 * ranks, **jobs.variables(launcher))
+            jobs.run(command, timeout=60 + 30 * job.ranks, **jobs.variables(job.launcher))
         except jobs.JobError as error:
             (folder / "failure").write_text(str(error))
-        return [read(folder, rank, NAMES) for rank in range(ranks)]
+        return [read(folder, rank, names_of(job)) for rank in range(job.ranks)]
 
     return run
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("launcher", "ranks"), JOBS)
-def test_scenario(results, launcher, ranks, name):
-    if launcher == "mpich" and (problem := jobs.mpich_missing()):
+@pytest.mark.parametrize(("job", "name"), [*cases(JOBS), *cases(FULL, pytest.mark.full)])
+def test_scenario(results, job, name):
+    if job.launcher == "mpich" and (problem := jobs.mpich_missing()):
         pytest.skip(problem)
-    for rank, found in enumerate(results(launcher, ranks)):
-        assert found[name] is None, f"rank {rank} of {ranks}: {found[name]}"
+    for rank, found in enumerate(results(job)):
+        assert found[name] is None, f"rank {rank} of {job}: {found[name]}"

@@ -20,8 +20,11 @@ from cluster import Network, unavailable
 from mpi_scenarios import MODULES
 from scenarios import names, read
 
-pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "")
-NAMES = [f"{module}.{name}" for module in MODULES for name in names(module, "mpi_scenarios")]
+pytestmark = [
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable() or ""),
+    pytest.mark.full,
+]
+NAMES = [name for module in MODULES for name in names(module, "mpi_scenarios")]
 WORKER = Path(__file__).with_name("cluster_worker.py")
 
 

@@ -37,7 +37,7 @@ class Job:
         self.seconds_to_end = time.time() - max(ended, default=0)
 
 
-@pytest.fixture(params=["mpirun", "mpich"])
+@pytest.fixture(params=["mpirun", pytest.param("mpich", marks=pytest.mark.full)])
 def launcher(request):
     if request.param == "mpich" and (problem := jobs.mpich_missing()):
         pytest.skip(problem)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 import jobs
 
 TESTS = Path(__file__).parent
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_more_than_two_billion_bytes():
     needed = 8 * 2**30
@@ -26,6 +26,8 @@ def test_more_than_two_billion_bytes():
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("route", ["auto", "0"])
 def test_gpu_tensors(route):
+    import torch
+
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU here: GPU tensors over MPI were not tested")
     command = [*jobs.launcher(2, "mpirun"), sys.executable, str(TESTS / "mpi_gpu.py")]

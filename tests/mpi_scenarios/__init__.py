@@ -3,7 +3,7 @@
 Each is valid for any number of ranks; expectations are computed from rank and size.
 """
 
-MODULES = [
+WITHOUT_TORCH = (
     "dense",
     "agreement",
     "algorithms",
@@ -12,4 +12,5 @@ MODULES = [
     "quantized",
     "hierarchical",
     "states",
-]
+)
+MODULES = (*WITHOUT_TORCH, "tensors")

@@ -13,7 +13,7 @@ warnings.simplefilter("error")
 warnings.filterwarnings("ignore", category=PoorFit)  # a few steps teach nothing
 warnings.filterwarnings("ignore", category=NeedsTuning)
 functions = {
-    f"{module}.{name}": function
+    name: function
     for module in modules
     for name, function in scenarios(module, "mpi_scenarios").items()
 }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+
+from hvd_compress import mpi
 
 world = MPI.COMM_WORLD
 FLOATS = ("float16", "float32", "float64")
@@ -32,6 +35,18 @@ def assert_same_everywhere(*values: Any) -> None:
         digest.update(np.ascontiguousarray(value).tobytes())
     digests = world.allgather(digest.hexdigest())
     assert len(set(digests)) == 1, "ranks hold different bits"
+
+
+def dense_algorithms() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every dense allreduce, with its name."""
+    yield "direct", mpi.direct_allreduce
+    yield "ring", mpi.ring_allreduce
+    yield "binary blocks", mpi.halving_doubling_allreduce
+    yield (
+        "fold",
+        lambda x, **more: mpi.halving_doubling_allreduce(x, remainder="fold", **more),
+    )
+    yield "mpi", lambda x, **more: mpi.allreduce(x, algorithm="mpi", **more)
 
 
 def raises(error: type[BaseException], *words: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, UnsupportedError
@@ -13,6 +12,7 @@ from mpi_scenarios.common import (
     array,
     arrays,
     assert_same_everywhere,
+    dense_algorithms,
     raises,
     world,
 )
@@ -23,19 +23,8 @@ if world.size > 8:  # more ranks than cores take their time
 CHUNK = 1024  # bytes: several blocks, the last one not full
 
 
-def _algorithms():
-    yield "direct", mpi.direct_allreduce
-    yield "ring", mpi.ring_allreduce
-    yield "binary blocks", mpi.halving_doubling_allreduce
-    yield (
-        "fold",
-        lambda x, **more: mpi.halving_doubling_allreduce(x, remainder="fold", **more),
-    )
-    yield "mpi", lambda x, **more: mpi.allreduce(x, algorithm="mpi", **more)
-
-
 def integers_are_exact() -> None:
-    for _, allreduce in _algorithms():
+    for _, allreduce in dense_algorithms():
         for dtype in INTEGERS:
             for n in SIZES:
                 mine, everyones = array(world.rank, n, dtype), arrays(n, dtype)
@@ -49,7 +38,7 @@ def integers_are_exact() -> None:
 
 
 def floats_are_near_the_exact_sum() -> None:
-    for _, allreduce in _algorithms():
+    for _, allreduce in dense_algorithms():
         for dtype in FLOATS:
             for n in SIZES:
                 everyones = arrays(n, dtype)
@@ -69,23 +58,6 @@ def floats_are_near_the_exact_sum() -> None:
                 np.testing.assert_array_equal(largest, np.max(everyones, 0))
 
 
-def bfloat16_is_rounded_once() -> None:
-    for name, allreduce in _algorithms():
-        for n in SIZES:
-            everyones = [torch.from_numpy(x).bfloat16() for x in arrays(n, "float32")]
-            mine = everyones[world.rank]
-            exact = torch.stack([x.double() for x in everyones]).sum(0)
-            magnitude = torch.stack([x.double().abs() for x in everyones]).sum(0)
-            total = allreduce(mine, chunk=CHUNK)
-            assert total.dtype == torch.bfloat16
-            assert total.shape == mine.shape
-            bound = 2.0**-8 * exact.abs() + world.size * 2.0**-23 * magnitude
-            assert ((total.double() - exact).abs() <= bound).all(), name
-            assert_same_everywhere(total.float().numpy())
-            largest = allreduce(mine, op="max", chunk=CHUNK)
-            assert torch.equal(largest, torch.stack(everyones).max(0).values)
-
-
 def direct_adds_in_rank_order() -> None:
     for dtype in ("float32", "float64"):
         everyones = arrays(3001, dtype)
@@ -97,7 +69,7 @@ def direct_adds_in_rank_order() -> None:
 
 
 def in_place_and_into_another_array() -> None:
-    for _, allreduce in _algorithms():
+    for _, allreduce in dense_algorithms():
         for dtype in ("float32", "float16", "int32"):
             want = allreduce(array(world.rank, 1000, dtype), chunk=CHUNK)
             x = array(world.rank, 1000, dtype)
@@ -108,7 +80,7 @@ def in_place_and_into_another_array() -> None:
             np.testing.assert_array_equal(out, want)
 
 
-def shapes_views_and_tensors() -> None:
+def shapes_and_views() -> None:
     base = array(world.rank, 60, "float32")
     want = mpi.direct_allreduce(base)
     read_only = np.broadcast_to(base[:10], (6, 10))
@@ -122,7 +94,7 @@ def shapes_views_and_tensors() -> None:
         np.testing.assert_array_equal(mpi.direct_allreduce(x), same)
     with raises(ConfigError, "read-only"):
         mpi.direct_allreduce(base.reshape(6, 10), out=read_only)
-    for _, allreduce in _algorithms():
+    for _, allreduce in dense_algorithms():
         both = np.concatenate([base, base[:1]])
         total = allreduce(both[:-1].copy())
         allreduce(both[:-1], out=both[1:])  # they overlap
@@ -132,21 +104,13 @@ def shapes_views_and_tensors() -> None:
     kept = base.copy().reshape(6, 10).T
     assert mpi.direct_allreduce(kept, out=kept) is kept
     np.testing.assert_array_equal(kept, want.reshape(6, 10).T)
-    tensor = torch.from_numpy(base.copy()).view(6, 10)
-    total = mpi.direct_allreduce(tensor)
-    assert isinstance(total, torch.Tensor)
-    np.testing.assert_array_equal(total.numpy(), want.reshape(6, 10))
-    weight = torch.nn.Parameter(tensor.clone())
-    assert torch.equal(mpi.direct_allreduce(weight), total)
-    assert mpi.direct_allreduce(tensor, out=tensor) is tensor
-    assert torch.equal(tensor, total)
     scalar = mpi.direct_allreduce(np.float64(world.rank))
     assert scalar.shape == ()
     assert scalar == sum(range(world.size))
 
 
 def nan_and_inf_reach_every_rank() -> None:
-    for _, allreduce in _algorithms():
+    for _, allreduce in dense_algorithms():
         for dtype in FLOATS:
             x = np.ones(100, dtype)
             x[7] = np.nan if world.rank == world.size - 1 else world.rank
@@ -165,7 +129,7 @@ def nan_and_inf_reach_every_rank() -> None:
 def each_rank_sends_what_the_formula_says() -> None:
     comm = mpi.Communicator(world, checks=0)
     p, n = world.size, 64 * world.size
-    for name, allreduce in _algorithms():
+    for name, allreduce in dense_algorithms():
         before = comm.bytes_sent
         allreduce(np.ones(n, np.float32), comm=comm)
         sent = comm.bytes_sent - before
@@ -203,8 +167,6 @@ def refusals_name_the_way_out() -> None:
         mpi.ring_allreduce([1.0, 2.0])
     with raises(UnsupportedError, "byte order"):
         mpi.ring_allreduce(np.ones(3, ">f4"))
-    with raises(UnsupportedError, "sparse"):
-        mpi.ring_allreduce(torch.eye(3).to_sparse())
     with raises(ConfigError, "out is", "alike"):
         mpi.ring_allreduce(np.ones(3), out=np.ones(4))
     with raises(ConfigError, "remainder", "fold"):

@@ -26,23 +26,27 @@ def horovod_only(function: Callable[[], None]) -> Callable[[], None]:
 def scenarios(
     module: str, package: str = "scenarios", *, over: str = "horovod"
 ) -> dict[str, Callable[[], None]]:
-    """The public functions that a module defines and that take no arguments, in their order.
+    """The public functions that a module defines and that take no arguments, in their order, by
+    names like "module.function".  Of "module.function" only that one.
 
     ``over`` "mpi" leaves out what is about Horovod itself.
     """
-    loaded = importlib.import_module(f"{package}.{module}")
-    return {name: getattr(loaded, name) for name in names(module, package, over=over)}
+    loaded = importlib.import_module(f"{package}.{module.partition('.')[0]}")
+    found = names(module, package, over=over)
+    return {name: getattr(loaded, name.partition(".")[2]) for name in found}
 
 
 def names(module: str, package: str = "scenarios", *, over: str = "horovod") -> list[str]:
     """Their names, without an import of the module and of its framework."""
+    module, _, only = module.partition(".")
     source = (Path(__file__).parent.parent / package / f"{module}.py").read_text()
     return [
-        node.name
+        f"{module}.{node.name}"
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef)
         and not node.name.startswith("_")
         and not node.args.args
+        and only in ("", node.name)
         and (over != "mpi" or "horovod_only" not in map(ast.unparse, node.decorator_list))
     ]
 

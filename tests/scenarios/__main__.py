@@ -14,8 +14,6 @@ warnings.filterwarnings("ignore", category=PoorFit)  # a few steps teach nothing
 warnings.filterwarnings("ignore", category=NeedsTuning)
 hvd.init()
 functions = {
-    f"{module}.{name}": function
-    for module in modules
-    for name, function in scenarios(module, over=over).items()
+    name: function for module in modules for name, function in scenarios(module, over=over).items()
 }
 run_all(folder, hvd.rank(), functions, barrier)

@@ -26,6 +26,8 @@ _SPIN, _SPIN_BULK = 5e-4, 5e-5
 _BULK = 32 * 1024
 #: seconds of a sleep, and the part of the time already waited that it may take when that is more
 _NAP, _NAP_SHARE = 5e-5, 2e-4
+#: looks after which all other works are moved on too, since other ranks may wait for them
+_OTHERS_EVERY = 16
 
 
 class Message(NamedTuple):
@@ -245,7 +247,7 @@ def _drive(comm: Any, works: Sequence[Job]) -> None:
     while open_works:
         moved = [work.poll() for work in open_works]  # all of them, not until the first
         looks += 1
-        if looks % 16 == 0:  # another rank may wait for what was begun before
+        if looks % _OTHERS_EVERY == 0:
             for other in comm.under_way.difference(open_works):
                 other.poll()
         if any(moved) or any(work.is_over for work in open_works):

@@ -1,0 +1,119 @@
+"""Tensors of torch, in host memory, in all collectives; bfloat16, which NumPy does not have."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hvd_compress import Sparse, mpi
+from hvd_compress.errors import UnsupportedError
+from mpi_scenarios.common import (
+    array,
+    arrays,
+    assert_same_everywhere,
+    dense_algorithms,
+    raises,
+    world,
+)
+from mpi_scenarios.dense import CHUNK, SIZES
+from mpi_scenarios.hierarchical import ALGORITHMS, LAYOUTS
+from mpi_scenarios.quantized import _whole
+from mpi_scenarios.sparse import ALGORITHMS as SPARSE
+from mpi_scenarios.sparse import vector
+
+P, RANK = world.size, world.rank
+
+
+def tensors_come_back_as_tensors() -> None:
+    base = array(RANK, 60, "float32")
+    want = mpi.direct_allreduce(base)
+    tensor = torch.from_numpy(base.copy()).view(6, 10)
+    total = mpi.direct_allreduce(tensor)
+    assert isinstance(total, torch.Tensor)
+    np.testing.assert_array_equal(total.numpy(), want.reshape(6, 10))
+    weight = torch.nn.Parameter(tensor.clone())
+    assert torch.equal(mpi.direct_allreduce(weight), total)
+    assert mpi.direct_allreduce(tensor, out=tensor) is tensor
+    assert torch.equal(tensor, total)
+
+
+def bfloat16_is_rounded_once() -> None:
+    for name, allreduce in dense_algorithms():
+        for n in SIZES:
+            everyones = [torch.from_numpy(x).bfloat16() for x in arrays(n, "float32")]
+            mine = everyones[world.rank]
+            exact = torch.stack([x.double() for x in everyones]).sum(0)
+            magnitude = torch.stack([x.double().abs() for x in everyones]).sum(0)
+            total = allreduce(mine, chunk=CHUNK)
+            assert total.dtype == torch.bfloat16
+            assert total.shape == mine.shape
+            bound = 2.0**-8 * exact.abs() + world.size * 2.0**-23 * magnitude
+            assert ((total.double() - exact).abs() <= bound).all(), name
+            assert_same_everywhere(total.float().numpy())
+            largest = allreduce(mine, op="max", chunk=CHUNK)
+            assert torch.equal(largest, torch.stack(everyones).max(0).values)
+
+
+def bfloat16_is_rounded_once_for_both_levels() -> None:
+    """Numbers whose sums are exact in float32 and not in 16 bits: one rounding is all there is."""
+    generator = np.random.default_rng(0)
+    everyones = generator.integers(-(2**7), 2**7, (P, 999)).astype(np.float32)
+    everyones += generator.integers(0, 2, (P, 999))
+    everyones[:, ::3] *= 8
+    for ranks_per_node in LAYOUTS:
+        for algorithm in ALGORITHMS:
+            options = {"algorithm": algorithm, "ranks_per_node": ranks_per_node, "chunk": 256}
+            got = mpi.hierarchical_allreduce(
+                torch.from_numpy(everyones[RANK]).bfloat16(), **options
+            )
+            rounded = torch.from_numpy(everyones).bfloat16().double().sum(0)
+            assert torch.equal(got, rounded.bfloat16())
+
+
+def sparse_tensors_come_back_as_tensors() -> None:
+    n = 200
+    brought = [vector(rank, n, 20) for rank in range(P)]
+    mine = Sparse(torch.from_numpy(brought[RANK].indices), torch.from_numpy(brought[RANK].values))
+    narrow = Sparse(mine.indices.int(), mine.values.half())
+    for algorithm in SPARSE:
+        got = mpi.sparse_allreduce(mine, n, algorithm=algorithm)
+        want = mpi.sparse_allreduce(brought[RANK], n, algorithm=algorithm)
+        assert isinstance(got.dense(n), torch.Tensor)
+        np.testing.assert_array_equal(got.dense(n).numpy(), want.dense(n))
+        assert mpi.sparse_allreduce(narrow, n, algorithm=algorithm).dense(n).dtype == torch.float16
+    for theirs, want in zip(mpi.sparse_allgather(mine, n), brought, strict=True):
+        assert theirs.indices.dtype == torch.int64
+        np.testing.assert_array_equal(theirs.values.numpy(), want.values)
+    total, dropped = mpi.gtop_k_allreduce(mine, n, 5)
+    assert isinstance(total.values, torch.Tensor)
+    assert isinstance(dropped.values, torch.Tensor)
+    ok_topk = mpi.OkTopk(10)
+    x = torch.randn(4, 50, generator=torch.Generator().manual_seed(RANK))
+    for _ in range(3):
+        chosen = ok_topk.select(x)
+        assert torch.equal(x.view(-1)[chosen.indices], chosen.values)
+        total, dropped = ok_topk.allreduce(chosen, n)
+        assert isinstance(total.values, torch.Tensor)
+        assert isinstance(dropped.indices, torch.Tensor)
+
+
+def quantised_tensors_stay_tensors() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.from_numpy(array(RANK, 60, "float32").reshape(6, 10)).to(dtype)
+        state = mpi.QuantizedState()
+        before = world.allreduce(x.double().numpy())
+        got = mpi.quantized_allreduce(x, state, bits=8)
+        assert (got.dtype, got.shape) == (x.dtype, x.shape)
+        assert_same_everywhere(got.float().numpy())
+        after = got.double().numpy() * P + _whole(state, (6, 10))
+        np.testing.assert_allclose(after, before, rtol=0, atol=1e-5 * P)
+        x[0, 0] = float("nan")
+        assert got.isfinite().all()
+        assert mpi.quantized_allreduce(x, state).isnan().all()
+
+
+def refusals_name_the_way_out() -> None:
+    with raises(UnsupportedError, "sparse"):
+        mpi.ring_allreduce(torch.eye(3).to_sparse())
+    with raises(UnsupportedError, "bfloat16", "float32"):
+        mpi.sparse_allreduce(Sparse(torch.arange(2), torch.ones(2).bfloat16()), 5)
