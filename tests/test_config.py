@@ -73,6 +73,7 @@ def test_a_config_is_readable():
         "values": "float32",
         "error_feedback": True,
         "algorithm": "allgather",
+        "indices": "int32",
     }
     block = chain(error_feedback(), via=allgather(top_k(0.1))).to_config()
     assert block["method"] == "chain"
@@ -97,6 +98,7 @@ def test_defaults_may_be_left_out():
             "topk has no option 'densty'; it has density, selection",
         ),
         ({"method": "none", "x": 1}, "none has no option 'x'; it has algorithm"),
+        ({"method": "natural", "x": 1}, "natural has no option 'x'; it has none"),
         ({"method": "topk", "density": 7}, r"density must be in \(0, 1\]"),
         ({"method": "chain", "transforms": [], "via": {"block": "nope"}}, "block must be one of"),
     ],

@@ -29,7 +29,7 @@ from hvd_compress.wire import (
     encode_sparse,
     sparse_size,
 )
-from hvd_compress.wire.frame import index_dtype
+from hvd_compress.wire.frame import CODECS, index_dtype
 
 #: how entries are added up
 ALGORITHMS = ("allgather", "auto", "hierarchical", "recursive_doubling", "split_allgather")
@@ -43,6 +43,8 @@ class allgather(Aggregator, name="allgather"):
         select: an operator that picks elements, such as ``top_k``; or a codec, which takes all.
         values: how the picked values are sent: "float32", "float16" (values beyond its range
             are sent as its largest, and error feedback keeps the rest), or a codec.
+        indices: "int32" (int64 in tensors of more than 2^31 elements), or "packed": about
+            log2(n / k) + 1.5 bits each, in messages whose size is not known beforehand.
         algorithm: "allgather" delivers all ranks' entries to every rank, which adds them in rank
             order.  Over MPI also "split_allgather", where each rank adds up one region,
             "recursive_doubling", "hierarchical", which adds up inside of nodes first, and "auto",
@@ -57,6 +59,7 @@ class allgather(Aggregator, name="allgather"):
     select: Selector | Codec = top_k()
     values: str | Codec = "float32"
     algorithm: str = "allgather"
+    indices: str = "int32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,6 +71,7 @@ class allgather(Aggregator, name="allgather"):
                 f"{self.values!r}"
             )
         check_choice("algorithm", self.algorithm, ALGORITHMS)
+        check_choice("indices", self.indices, CODECS)
         if self.algorithm != "allgather" and not (
             isinstance(self.select, Selector) and isinstance(self.values, str)
         ):
@@ -136,9 +140,13 @@ class allgather(Aggregator, name="allgather"):
             own = Sparse(indices, values)
             aggregated = yield from _by_algorithm(x, own, wire, self.algorithm, context.size)
         elif isinstance(self.values, Codec):
-            aggregated = yield from _coded(self.values, x, indices, values, k, context)
+            aggregated = yield from _coded(
+                self.values, x, indices, values, k, context, self.indices
+            )
         else:
-            aggregated = yield from _plain(self.values, x, indices, values, k, context)
+            aggregated = yield from _plain(
+                self.values, x, indices, values, k, context, self.indices
+            )
         return aggregated._replace(state=state)
 
 
@@ -161,7 +169,13 @@ def _by_algorithm(
 
 
 def _plain(
-    dtype: str, x: Array, indices: Array, values: Array, k: int | None, context: Context
+    dtype: str,
+    x: Array,
+    indices: Array,
+    values: Array,
+    k: int | None,
+    context: Context,
+    codec: str,
 ) -> Generator[Request, Any, Aggregated]:
     xp = backend_of(x)
     n = xp.size(x)
@@ -173,13 +187,14 @@ def _plain(
         total = yield Sum(xp.put(xp.zeros(n, x), indices, values))
         mean = total / context.size
         return Aggregated(mean, sent, xp.all_finite(mean))
+    size = None if k is None or codec == "packed" else sparse_size(k, n, dtype)
     (frame,) = xp.on_host(
-        functools.partial(_encode_plain, n, k),
+        functools.partial(_encode_plain, n, k, codec),
         [indices, xp.cast(values, dtype)],
-        [("uint8", None if k is None else sparse_size(k, n, dtype))],
+        [("uint8", size)],
         x,
     )
-    frames = yield Gather(frame, equal_sizes=k is not None)
+    frames = yield Gather(frame, equal_sizes=size is not None)
     parts = xp.on_host(
         functools.partial(_decode_plain, n, dtype, k),
         frames,
@@ -190,16 +205,23 @@ def _plain(
 
 
 def _coded(
-    codec: Codec, x: Array, indices: Array, values: Array, k: int | None, context: Context
+    codec: Codec,
+    x: Array,
+    indices: Array,
+    values: Array,
+    k: int | None,
+    context: Context,
+    packing: str,
 ) -> Generator[Request, Any, Aggregated]:
     """The values as codes behind their indices."""
     xp = backend_of(x)
     n, dtype = xp.size(x), np.dtype(xp.dtype(x))
+    # Where the size may vary, indices may be packed; many of them would outweigh their codes.
+    packed = k is None or packing == "packed"
 
     def encode(step: int, indices: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
         random = own_generator(context._replace(step=step))
-        # Where the size may vary, indices may be packed; many of them would outweigh their codes.
-        frame = encode_coded(codec, values, random, indices, n, packed=k is None)
+        frame = encode_coded(codec, values, random, indices, n, packed=packed)
         return [frame, decode_coded(codec, frame, values.size, dtype, n)[1]]
 
     def decode(*frames: np.ndarray) -> list[np.ndarray]:
@@ -208,11 +230,11 @@ def _coded(
             parts += decode_coded(codec, frame, k, dtype, n, sender=f"rank {rank}")
         return parts
 
-    size = None if k is None else coded_size(codec, k, dtype, n)
+    size = None if k is None or packed else coded_size(codec, k, dtype, n)
     frame, decoded = xp.on_host(
         encode, [context.step, indices, values], [("uint8", size), (dtype.name, k)], x
     )
-    frames = yield Gather(frame, equal_sizes=k is not None)
+    frames = yield Gather(frame, equal_sizes=not packed)
     parts = xp.on_host(decode, frames, [(index_dtype(n), k), (dtype.name, k)] * context.size, x)
     return _added(x, parts, Sparse(indices, decoded), context)
 
@@ -251,13 +273,13 @@ def _everything(codec: Codec, x: Array, context: Context) -> Generator[Request, 
 
 
 def _encode_plain(
-    n: int, k: int | None, indices: np.ndarray, values: np.ndarray
+    n: int, k: int | None, codec: str, indices: np.ndarray, values: np.ndarray
 ) -> list[np.ndarray]:
-    if k is None and dense_is_shorter(indices.size, n, values.dtype.name):
+    if k is None and dense_is_shorter(indices.size, n, values.dtype.name, codec):
         dense = np.zeros(n, values.dtype)
         dense[indices] = values
         return [encode_dense(dense)]
-    return [encode_sparse(indices, values, n)]
+    return [encode_sparse(indices, values, n, codec)]
 
 
 def _decode_plain(n: int, values: str, k: int | None, *frames: np.ndarray) -> list[np.ndarray]:
@@ -267,7 +289,9 @@ def _decode_plain(n: int, values: str, k: int | None, *frames: np.ndarray) -> li
         sender = f"rank {rank}"
         if k is None:
             indices, decoded = decode(frame, n, values, sender=sender)
-            parts += [np.arange(n, dtype=index_dtype(n)) if indices is None else indices, decoded]
         else:
-            parts += decode_sparse(frame, n, values, k, sender=sender)
+            indices, decoded = decode_sparse(frame, n, values, k, sender=sender)
+        if indices is None:
+            indices = np.arange(n)
+        parts += [indices.astype(index_dtype(n), copy=False), decoded]
     return parts

@@ -48,6 +48,7 @@ class DGC(OfVelocities, name="dgc"):
         selection: "sampled" or "exact"; the same elements, found in two ways.
         values: "float32" or "float16" on the wire.
         min_size: tensors with fewer elements are sent whole.
+        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.
         algorithm: how entries are added up: "allgather", or over MPI one of those of
             :class:`hvd_compress.blocks.allgather`.
 
@@ -68,6 +69,7 @@ class DGC(OfVelocities, name="dgc"):
     values: str = "float32"
     min_size: int = 1024
     algorithm: str = "allgather"
+    indices: str = "int32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,7 +106,7 @@ class DGC(OfVelocities, name="dgc"):
 
     @functools.cached_property
     def _sparse(self) -> Chain:
-        via = allgather(self._select, self.values, self.algorithm)
+        via = allgather(self._select, self.values, self.algorithm, self.indices)
         return chain(*self._accumulated(self.masking), via=via)
 
     @functools.cached_property

@@ -36,6 +36,7 @@ class EF21(OneChain, name="ef21"):
         density: fraction of elements to send, or a schedule.
         selection: "sampled" or "exact"; the same elements, found in two ways.
         values: "float32", "float16", or a codec such as ``natural()``.
+        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.
         start: so many steps send everything.  With 1, h is the gradient from the first step on;
             with ``True`` h starts from zero, and a big model is spared the dense message.
         average: weight of the past in a moving average that takes the place of g, in [0, 1).
@@ -53,6 +54,7 @@ class EF21(OneChain, name="ef21"):
     values: str | Codec = "float32"
     start: Start = dataclasses.field(default=True, metadata=converted(as_start))
     average: float = 0.0
+    indices: str = "int32"
 
     def __post_init__(self) -> None:
         average = self.average
@@ -62,6 +64,8 @@ class EF21(OneChain, name="ef21"):
 
     @functools.cached_property
     def _chain(self) -> Chain:
-        via = allgather(operators.top_k(self.density, self.selection), self.values)
+        via = allgather(
+            operators.top_k(self.density, self.selection), self.values, indices=self.indices
+        )
         average: tuple[Transform, ...] = (smoothing(self.average),) if self.average else ()
         return chain(*average, ef21(), via=dense_until(self.start, via))

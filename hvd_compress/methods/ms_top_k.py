@@ -26,6 +26,7 @@ class MSTopK(OneChain, name="mstopk"):
         density: fraction of elements to send, or a schedule.
         rounds: how often the interval is halved.
         values: "float32" or "float16" on the wire.
+        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.
 
     Differs from the paper in: elements are gathered by one allgather of all ranks, not in a
     hierarchy of nodes; see also ``operators/ms_top_k.py``.
@@ -36,8 +37,11 @@ class MSTopK(OneChain, name="mstopk"):
     density: Density = 0.001
     rounds: int = 30
     values: str = "float32"
+    indices: str = "int32"
 
     @functools.cached_property
     def _chain(self) -> Chain:
-        via = allgather(operators.ms_top_k(self.density, self.rounds), self.values)
+        via = allgather(
+            operators.ms_top_k(self.density, self.rounds), self.values, indices=self.indices
+        )
         return chain(error_feedback(), via=via)

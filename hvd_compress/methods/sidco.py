@@ -26,6 +26,7 @@ class SIDCo(OneChain, name="sidco"):
         fit: "exponential", "pareto" or "gamma".
         stages: so many fits a step; ``None`` adapts.
         values: "float32" or "float16" on the wire.
+        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.
     """
 
     reference = "Abdelmoniem et al., MLSys 2021"
@@ -34,8 +35,11 @@ class SIDCo(OneChain, name="sidco"):
     fit: str = "exponential"
     stages: int | None = None
     values: str = "float32"
+    indices: str = "int32"
 
     @functools.cached_property
     def _chain(self) -> Chain:
-        via = allgather(operators.sidco(self.density, self.fit, self.stages), self.values)
+        via = allgather(
+            operators.sidco(self.density, self.fit, self.stages), self.values, indices=self.indices
+        )
         return chain(error_feedback(), via=via)

@@ -30,6 +30,7 @@ class Threshold(OneChain, name="threshold"):
         send: "value", what was picked as it is, or "sign", the paper's: ``tau sign(x)``.  Then an
             element of many times ``tau`` is sent at as many steps, and where gradients stay larger
             than ``tau`` residuals grow without end: it must be above nearly all gradients.
+        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.
 
     Differs from the paper in: values by default; sign and index are not put into one word.
     """
@@ -38,6 +39,7 @@ class Threshold(OneChain, name="threshold"):
 
     tau: float = 0.01
     send: str = "value"
+    indices: str = "int32"
 
     def __post_init__(self) -> None:
         check_choice("send", self.send, ("sign", "value"))
@@ -46,4 +48,5 @@ class Threshold(OneChain, name="threshold"):
     @functools.cached_property
     def _chain(self) -> Chain:
         values = codecs.plus_minus(self.tau) if self.send == "sign" else "float32"
-        return chain(error_feedback(), via=allgather(operators.threshold(self.tau), values))
+        select = operators.threshold(self.tau)
+        return chain(error_feedback(), via=allgather(select, values, indices=self.indices))

@@ -26,6 +26,7 @@ class TopK(OneChain, name="topk"):
         density: fraction of elements to send, or a schedule.
         selection: "sampled" or "exact"; the same elements, found in two ways.
         values: "float32" or "float16" on the wire.
+        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.
         algorithm: how entries are added up: "allgather", or over MPI one of those of
             :class:`hvd_compress.blocks.allgather`.
         error_feedback: without it, what is not sent is lost; for studies only.
@@ -38,6 +39,7 @@ class TopK(OneChain, name="topk"):
     values: str = "float32"
     error_feedback: bool = True
     algorithm: str = "allgather"
+    indices: str = "int32"
 
     def __post_init__(self) -> None:
         check_choice("error_feedback", self.error_feedback, (True, False))
@@ -45,5 +47,7 @@ class TopK(OneChain, name="topk"):
 
     @functools.cached_property
     def _chain(self) -> Chain:
-        via = allgather(operators.top_k(self.density, self.selection), self.values, self.algorithm)
+        via = allgather(
+            operators.top_k(self.density, self.selection), self.values, self.algorithm, self.indices
+        )
         return chain(error_feedback(), via=via) if self.error_feedback else chain(via=via)
