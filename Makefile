@@ -5,8 +5,8 @@ PYTHON ?= $(or $(shell test -x .venv/bin/python && echo .venv/bin/python),python
 ARGS ?=
 METHODS ?=
 FRAMEWORK ?= torch
-DEMO_torch := train_digits.py
-DEMO_tensorflow := train_digits_keras.py
+DEMO_torch := train_digits
+DEMO_tensorflow := train_digits_keras
 
 # Open MPI refuses to start as root, as in a container, unless told twice.
 RUN := env PATH="$(CURDIR)/.venv/bin:$$PATH" TF_CPP_MIN_LOG_LEVEL=3 \
@@ -25,7 +25,7 @@ setup: ## make .venv with PyTorch, TensorFlow, MPI and Horovod (first time: some
 
 demo: setup ## train on four processes; FRAMEWORK=tensorflow, METHODS="none topk" or all, ARGS=...
 	@$(if $(DEMO_$(FRAMEWORK)),,{ echo "demo: error: FRAMEWORK is torch or tensorflow" >&2; exit 1; })
-	@$(RUN) python mpi_examples/$(DEMO_$(FRAMEWORK)) $(if $(METHODS),--compression $(METHODS)) $(ARGS)
+	@$(RUN) python -m mpi_examples.$(DEMO_$(FRAMEWORK)) $(if $(METHODS),--compression $(METHODS)) $(ARGS)
 
 # Status 5: ARGS chose no test.
 PYTEST := pytest -n logical --maxprocesses 8

@@ -7,10 +7,10 @@ import time
 from typing import Any
 
 import tensorflow as tf
+from model_shapes import resnet50
 
 import hvd_compress.tensorflow as hvd
 from hvd_compress.tensorflow import backend
-from model_shapes import resnet50
 
 _lock = threading.Lock()
 _in_python = 0.0

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 import torch
+from model_shapes import resnet50
 
 import hvd_compress.torch as hvd
-from model_shapes import resnet50
 
 
 class Contender:

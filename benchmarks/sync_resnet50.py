@@ -17,10 +17,10 @@ import importlib
 import math
 import statistics
 
+from model_shapes import resnet50
 from tqdm import tqdm
 
 from hvd_compress.integrations.launch import under_horovodrun
-from model_shapes import resnet50
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--framework", choices=["torch", "tensorflow"], default="torch")

@@ -1,8 +1,8 @@
 """Watch an allreduce at work: every message, who sends it, what is in it.
 
-    python mpi_examples/allreduce_steps.py
-    python mpi_examples/allreduce_steps.py --ranks 6 --algorithms ring halving_doubling fold
-    mpirun -np 8 python mpi_examples/allreduce_steps.py --algorithms halving_doubling
+    python -m mpi_examples.allreduce_steps
+    python -m mpi_examples.allreduce_steps --ranks 6 --algorithms ring halving_doubling fold
+    mpirun -np 8 python -m mpi_examples.allreduce_steps --algorithms halving_doubling
 
 The algorithms are those that training uses, and the messages really travel.  The vector is made so
 that a sum tells what it consists of: element i of rank r is 2**r + i * 2**P on P ranks.  So the low
@@ -62,7 +62,7 @@ from hvd_compress.mpi.dense.ring import ring
 from hvd_compress.mpi.transport.communicator import Channel
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.transport.reduction import Reduction
-from report import save
+from mpi_examples.report import save
 
 FUNCTIONS = {
     "ring": ring,

@@ -1,8 +1,8 @@
 """Biased compression: rates, an example of divergence, and error per byte of many operators.
 
-    python mpi_examples/biased_compression.py
-    python mpi_examples/biased_compression.py --split labels --ranks 8
-    python mpi_examples/biased_compression.py --mpi
+    python -m mpi_examples.biased_compression
+    python -m mpi_examples.biased_compression --split labels --ranks 8
+    python -m mpi_examples.biased_compression --mpi
 
 After Beznosikov, Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning"
 (JMLR 2023).  Regularised logistic regression on scikit-learn's digits, full gradients, constant
@@ -90,7 +90,7 @@ if options.mpi:
 
 import matplotlib.pyplot as plt  # noqa: E402
 
-from report import save  # noqa: E402
+from mpi_examples.report import save  # noqa: E402
 
 # -- who exchanges -----------------------------------------------------------------------------
 

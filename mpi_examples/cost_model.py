@@ -1,7 +1,7 @@
 """What an allreduce costs: measure the cost model, compare it with real times, and look ahead.
 
-    python mpi_examples/cost_model.py
-    mpirun -np 16 -H node1:8,node2:8 python mpi_examples/cost_model.py --bytes 8 65536 100000000
+    python -m mpi_examples.cost_model
+    mpirun -np 16 -H node1:8,node2:8 python -m mpi_examples.cost_model --bytes 8 65536 100000000
 
 The model has a few constants, measured on the ranks that the script runs with.  Its predictions
 decide what ``mpi.allreduce(x)`` does with an array; here they are put beside the time that each
@@ -63,7 +63,7 @@ import matplotlib.pyplot as plt
 
 from hvd_compress import mpi
 from hvd_compress.stats import human_bytes
-from report import save
+from mpi_examples.report import save
 
 comm = mpi.Communicator(checks=0)  # which are for the first steps of a training
 ALGORITHMS = ("direct", "halving_doubling", "ring", "mpi")

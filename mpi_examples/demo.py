@@ -11,10 +11,10 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from budget import everything
-from data import cifar10_folder
 from hvd_compress import Compressor, ConfigError, as_compressor, warmup_to
-from report import Run, behind, picture, table
+from mpi_examples.budget import everything
+from mpi_examples.data import cifar10_folder
+from mpi_examples.report import Run, behind, picture, table
 
 
 def parser_of(doc: str, output: str, *, epochs: int, seeds: int) -> argparse.ArgumentParser:

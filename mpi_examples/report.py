@@ -18,8 +18,8 @@ from matplotlib.ticker import LogLocator, NullLocator
 from matplotlib.transforms import Bbox
 from PIL import Image
 
-from budget import reason
 from hvd_compress.stats import human_bytes
+from mpi_examples.budget import reason
 
 # Where to write beside a point: right, left, above and below it, then at its corners.
 _DIRECTIONS = np.array([(1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1)])

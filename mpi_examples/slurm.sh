@@ -32,4 +32,4 @@ export PYTHONUNBUFFERED=1
 start=${START:-srun --mpi=pmix --cpus-per-task=$OMP_NUM_THREADS --cpu-bind=cores --kill-on-bad-exit}
 
 echo "${SLURM_JOB_NUM_NODES:-1} nodes, ${SLURM_NTASKS:-?} ranks, $OMP_NUM_THREADS cores each: $start"
-$start python mpi_examples/train_digits_mpi.py "$@"
+$start python -m mpi_examples.train_digits_mpi "$@"

@@ -1,8 +1,8 @@
 """Add up vectors of which each rank has a few elements: sparse collectives beside the dense one.
 
-    python mpi_examples/sparse_allgather.py
-    python mpi_examples/sparse_allgather.py --ranks 8 --density 0.01 --common 0.9
-    mpirun -np 4 python mpi_examples/sparse_allgather.py
+    python -m mpi_examples.sparse_allgather
+    python -m mpi_examples.sparse_allgather --ranks 8 --density 0.01 --common 0.9
+    mpirun -np 4 python -m mpi_examples.sparse_allgather
 
 First a vector of 12 elements, to look at; then a long one, with the bytes that each way sends.
 """

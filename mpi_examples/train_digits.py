@@ -1,9 +1,9 @@
 """Train a convolutional network on real scans with PyTorch, dense and compressed.
 
-    python mpi_examples/train_digits.py
-    python mpi_examples/train_digits.py --compression dgc topk --density 0.01 --epochs 10
-    python mpi_examples/train_digits.py --data-dir ~/cifar-10-batches-py --model resnet20
-    horovodrun -np 16 -H node1:8,node2:8 python mpi_examples/train_digits.py
+    python -m mpi_examples.train_digits
+    python -m mpi_examples.train_digits --compression dgc topk --density 0.01 --epochs 10
+    python -m mpi_examples.train_digits --data-dir ~/cifar-10-batches-py --model resnet20
+    horovodrun -np 16 -H node1:8,node2:8 python -m mpi_examples.train_digits
 
 What turns data-parallel training with Horovod into compressed training is marked with (1) to (4).
 """
@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
-import budget
-from data import cifar10, digits
-from demo import compare, horovod_parser, parse
 from hvd_compress.integrations.launch import under_horovodrun
-from models import MODELS
-from report import Run
+from mpi_examples import budget
+from mpi_examples.data import cifar10, digits
+from mpi_examples.demo import compare, horovod_parser, parse
+from mpi_examples.models import MODELS
+from mpi_examples.report import Run
 
 options = parse(horovod_parser(__doc__, sorted(MODELS)), partners=True)
 under_horovodrun(options.ranks, options.controller)

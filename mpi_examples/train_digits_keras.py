@@ -1,8 +1,8 @@
 """Train a convolutional network on real scans with Keras, dense and compressed.
 
-    python mpi_examples/train_digits_keras.py
-    python mpi_examples/train_digits_keras.py --compression dgc topk --density 0.01 --epochs 10
-    horovodrun -np 16 -H node1:8,node2:8 python mpi_examples/train_digits_keras.py
+    python -m mpi_examples.train_digits_keras
+    python -m mpi_examples.train_digits_keras --compression dgc topk --density 0.01 --epochs 10
+    horovodrun -np 16 -H node1:8,node2:8 python -m mpi_examples.train_digits_keras
 
 The same job as in train_digits.py.  What turns ``model.fit`` into compressed data-parallel training
 is marked with (1) to (4).
@@ -16,11 +16,11 @@ import time
 import numpy as np
 from tqdm import tqdm
 
-import budget
-from data import cifar10, digits
-from demo import compare, horovod_parser, parse
 from hvd_compress.integrations.launch import under_horovodrun
-from report import Run
+from mpi_examples import budget
+from mpi_examples.data import cifar10, digits
+from mpi_examples.demo import compare, horovod_parser, parse
+from mpi_examples.report import Run
 
 options = parse(horovod_parser(__doc__, ["cnn", "mlp", "resnet20"]))
 under_horovodrun(options.ranks, options.controller)
@@ -30,7 +30,7 @@ import tensorflow as tf
 
 # (1) Everything of horovod.tensorflow.keras, plus the compressors.
 import hvd_compress.tensorflow.keras as hvd
-from models_keras import MODELS
+from mpi_examples.models_keras import MODELS
 
 
 def train(method: str, seed: int, bar: tqdm) -> Run:

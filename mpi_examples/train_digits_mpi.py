@@ -1,8 +1,8 @@
 """Train on real scans over MPI without Horovod, dense and with Deep Gradient Compression.
 
-    python mpi_examples/train_digits_mpi.py
-    python mpi_examples/train_digits_mpi.py --framework numpy
-    mpirun -np 16 -H node1:8,node2:8 python mpi_examples/train_digits_mpi.py --compression dgc
+    python -m mpi_examples.train_digits_mpi
+    python -m mpi_examples.train_digits_mpi --framework numpy
+    mpirun -np 16 -H node1:8,node2:8 python -m mpi_examples.train_digits_mpi --compression dgc
 
 What depends on the framework is in trainer_torch.py and trainer_numpy.py.
 """
@@ -17,11 +17,11 @@ import zlib
 import numpy as np
 from tqdm import tqdm
 
-import budget
-from data import digits
-from demo import compare, parse, parser_of
 from hvd_compress.integrations.launch import under_mpirun
-from report import Run
+from mpi_examples import budget
+from mpi_examples.data import digits
+from mpi_examples.demo import compare, parse, parser_of
+from mpi_examples.report import Run
 
 parser = parser_of(__doc__, "results/digits_mpi.png", epochs=15, seeds=1)
 parser.add_argument("--framework", choices=["numpy", "torch"], default="torch")
@@ -31,9 +31,9 @@ under_mpirun(options.ranks)
 from mpi4py import MPI
 
 if options.framework == "torch":
-    from trainer_torch import Trainer
+    from mpi_examples.trainer_torch import Trainer
 else:
-    from trainer_numpy import Trainer
+    from mpi_examples.trainer_numpy import Trainer
 
 world = MPI.COMM_WORLD
 

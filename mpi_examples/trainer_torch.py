@@ -9,7 +9,7 @@ from torch.nn import functional
 import hvd_compress.torch.mpi as hvd  # (1) instead of horovod.torch
 from hvd_compress import Compressor
 from hvd_compress.stats import Stats
-from models import cnn
+from mpi_examples.models import cnn
 
 
 class Trainer:

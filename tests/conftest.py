@@ -40,5 +40,6 @@ def pytest_xdist_make_scheduler(config, log):
     return ByJob(config, log)
 
 
-# Programs that are started by tests, with arguments.
+# Programs that are started by tests, with arguments, and what runs inside jobs.
 collect_ignore = ["elastic_keras_worker.py", "elastic_worker.py", "train_small.py"]
+collect_ignore_glob = ["scenarios/*", "mpi_scenarios/*"]

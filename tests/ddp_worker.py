@@ -30,7 +30,7 @@ from hvd_compress.torch import (
     TopK,
     ddp_hook,
 )
-from scenarios import run_all
+from tests.scenarios import run_all
 
 STEPS = 6
 #: made before there is a process group

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import hvd_compress.torch as hvd
-from scenarios.common import assert_same_everywhere, distribute, loss_of, make_model, sgd
+from tests.scenarios.common import assert_same_everywhere, distribute, loss_of, make_model, sgd
 
 STEPS, LAST_BEFORE = 12, 5
 folder = Path(sys.argv[1])

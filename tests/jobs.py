@@ -12,6 +12,7 @@ from pathlib import Path
 
 BIN = Path(sys.executable).parent
 TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 # Beside Open MPI, whose programs have the same names: see scripts/setup.py.
 MPICH = Path(sys.prefix) / "mpich"
 
@@ -28,7 +29,7 @@ def settings(**more: str) -> dict[str, str]:
     """The variables that jobs have beyond those of this process, or with other values."""
     return {
         "PATH": f"{BIN}:{os.environ['PATH']}",
-        "PYTHONPATH": str(TESTS),
+        "PYTHONPATH": str(ROOT),
         # Unbuffered, a traceback is many writes, and launchers mix those of several ranks.
         "PYTHONUNBUFFERED": "",
         "OMP_NUM_THREADS": "1",

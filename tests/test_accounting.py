@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from accounting import dense_bytes, dgc_paper_bytes, ratio
+from benchmarks.accounting import dense_bytes, dgc_paper_bytes, ratio
+from benchmarks.model_shapes import alexnet, ptb_lstm, resnet50
 from hvd_compress import DGC, Context, Gather
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.wire import sparse_size
-from model_shapes import alexnet, ptb_lstm, resnet50
 
 MIB = 2**20
 

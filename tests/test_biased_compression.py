@@ -35,8 +35,8 @@ from hvd_compress.blocks import (
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.operator_classes import ef21_constants, ef21_step_size
-from operator_classes import adversaries, check_constants
-from test_codecs import random, through
+from tests.operator_classes import adversaries, check_constants
+from tests.test_codecs import random, through
 
 F4, F8 = np.dtype("float32"), np.dtype("float64")
 

@@ -10,8 +10,8 @@ import pytest
 from hvd_compress import ConfigError
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.reducer import Reducer
-from method_table import ROWS
-from mutations import mutations, same
+from tests.method_table import ROWS
+from tests.mutations import mutations, same
 
 
 def gradients(step: int) -> dict[str, np.ndarray]:

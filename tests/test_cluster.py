@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-import jobs
-from cluster import Network, unavailable
+from tests import jobs
+from tests.cluster import Network, unavailable
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.full]
 

@@ -30,7 +30,7 @@ from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, PayloadError, UnsupportedError
 from hvd_compress.wire.bitpacking import digits_size, pack_digits, unpack_digits
-from operator_classes import adversaries, check_constants
+from tests.operator_classes import adversaries, check_constants
 
 F4, F8 = np.dtype("float32"), np.dtype("float64")
 #: x = (3, -4, 12): norms 19, 13 and 12

@@ -43,7 +43,7 @@ from hvd_compress.blocks import (
 )
 from hvd_compress.config import Configurable, lookup, names
 from hvd_compress.engines.lockstep import World
-from method_table import ROWS
+from tests.method_table import ROWS
 
 CONFIGURED = {
     **{key: row.method for key, row in ROWS.items()},

@@ -6,10 +6,10 @@ import functools
 from pathlib import Path
 
 import pytest
-from ddp_worker import SCENARIOS
 
-import jobs
-from scenarios import read
+from tests import jobs
+from tests.ddp_worker import SCENARIOS
+from tests.scenarios import read
 
 WORKER = Path(__file__).with_name("ddp_worker.py")
 

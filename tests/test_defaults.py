@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from hvd_compress import NeedsTuning, SignSGD, as_compressor
-from lockstep_training import accuracy, methods_of_sgd
+from tests.lockstep_training import accuracy, methods_of_sgd
 
 #: how far below the dense run
 POINTS = 0.02

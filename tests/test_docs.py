@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import jobs
 from hvd_compress import as_compressor, config, method_names
 from hvd_compress.cli.costs import costs, costs_of_defaults
 from hvd_compress.testing import check_laws
+from tests import jobs
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -107,8 +107,8 @@ def test_links_lead_somewhere():
 
 
 def test_figures_are_those_of_real_frames():
+    from benchmarks.model_shapes import resnet50
     from hvd_compress.wire import sparse_size
-    from model_shapes import resnet50
 
     def count(values, everything_sparse=False):
         total = 0

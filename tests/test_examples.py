@@ -11,14 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import jobs
 from hvd_compress import method_names
 from hvd_compress.config import lookup
+from tests import jobs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "mpi_examples"
 full = pytest.mark.full
 PNG = b"\x89PNG"
+
+
+def program(example: str) -> list[str]:
+    return [sys.executable, "-m", f"mpi_examples.{example}"]
 
 
 def fake_cifar10(folder: Path) -> Path:
@@ -39,7 +43,7 @@ def test_digits(tmp_path, example):
     picture = tmp_path / "new folder" / "digits.png"
     options = ["--ranks", "2", "--epochs", "2", "--seeds", "1", "--warmup-epochs", "1"]
     options += ["--compression", "none", "dgc:values=float16", "topk", "randomk", "bf16"]
-    command = [sys.executable, str(EXAMPLES / f"{example}.py"), *options]
+    command = [*program(example), *options]
     _, output = jobs.run([*command, "--output", str(picture)], timeout=180)
     assert picture.read_bytes().startswith(PNG)
     assert str(picture.resolve()) in output
@@ -55,7 +59,7 @@ def test_digits(tmp_path, example):
 @pytest.mark.timeout(300)
 def test_every_method_trains(tmp_path):
     picture = tmp_path / "all.png"
-    command = [sys.executable, str(EXAMPLES / "train_digits.py"), "--compression", "all"]
+    command = [*program("train_digits"), "--compression", "all"]
     command += ["--ranks", "2", "--epochs", "1", "--seeds", "1", "--output", str(picture)]
     _, output = jobs.run(command, timeout=280)
     assert picture.read_bytes().startswith(PNG)
@@ -76,9 +80,9 @@ SCRIPTS = [
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_help_starts_neither_ranks_nor_mpi(script):
-    _, output = jobs.run(
-        [sys.executable, str(script), "--help"], timeout=60, OPAL_PREFIX="/nowhere"
-    )
+    is_example = script.parent == EXAMPLES
+    command = program(script.stem) if is_example else [sys.executable, str(script)]
+    _, output = jobs.run([*command, "--help"], timeout=60, OPAL_PREFIX="/nowhere")
     assert output.startswith(f"usage: {script.name}")
 
 
@@ -109,7 +113,7 @@ def test_help_starts_neither_ranks_nor_mpi(script):
     ],
 )
 def test_bad_options_are_refused_before_ranks_start(example, option, value, words):
-    command = [sys.executable, str(EXAMPLES / f"{example}.py"), option, value]
+    command = [*program(example), option, value]
     status, output = jobs.run(command, timeout=60, check=False)
     assert status == 2
     assert words in output
@@ -122,7 +126,7 @@ def test_bad_options_are_refused_before_ranks_start(example, option, value, word
     ("example", "model"), [("train_digits", "resnet20"), ("train_digits_keras", "cnn")]
 )
 def test_cifar10(tmp_path, example, model):
-    command = [sys.executable, str(EXAMPLES / f"{example}.py")]
+    command = program(example)
     command += ["--data-dir", str(fake_cifar10(tmp_path)), "--model", model]
     command += ["--compression", "dgc", "--batch-size", "10", "--ranks", "2", "--epochs", "1"]
     command += ["--seeds", "1", "--output", str(tmp_path / "cifar.png"), "--controller", "gloo"]
@@ -131,7 +135,7 @@ def test_cifar10(tmp_path, example, model):
 
 
 def test_cifar10_in_part(tmp_path):
-    import data
+    from mpi_examples import data
 
     (tmp_path / "cifar-10-batches-py").mkdir()
     folder = fake_cifar10(tmp_path / "cifar-10-batches-py")
@@ -142,8 +146,7 @@ def test_cifar10_in_part(tmp_path):
 
 
 def test_resnet20_is_of_the_papers_size():
-    import models
-    import models_keras
+    from mpi_examples import models, models_keras
 
     assert models.MODELS.keys() == models_keras.MODELS.keys()
     parameters = models.MODELS["resnet20"]((3, 32, 32), 10).parameters()
@@ -201,7 +204,7 @@ def test_benchmarks_of_collectives_start_their_ranks(name, options, words):
 
 def start(example: str, *options: str, launcher: str = "alone", ranks: int = 0) -> str:
     """What an example prints; ``alone`` it starts its ranks by itself."""
-    command = [*jobs.launcher(ranks, launcher), sys.executable, str(EXAMPLES / f"{example}.py")]
+    command = [*jobs.launcher(ranks, launcher), *program(example)]
     _, output = jobs.run([*command, *options], timeout=100, **jobs.variables(launcher))
     return output
 
@@ -254,7 +257,7 @@ def test_allreduce_steps_under_a_starter(tmp_path, launcher):
 def test_an_example_starts_itself_under_mpich(tmp_path):
     if problem := jobs.mpich_missing():
         pytest.skip(problem)
-    command = [sys.executable, str(EXAMPLES / "allreduce_steps.py"), "--ranks", "3"]
+    command = [*program("allreduce_steps"), "--ranks", "3"]
     command += ["--output", str(tmp_path / "steps.png")]
     _, output = jobs.run(command, timeout=100, **jobs.variables("mpich"))
     assert output.startswith(f"$ {jobs.MPICH}")
@@ -325,7 +328,7 @@ def test_biased_compression(tmp_path):
     options = ["--ranks", "2", "--steps", "60", "--rates", "8", "--output", str(picture)]
     tables = []
     for more in ([], ["--mpi"]):
-        command = [sys.executable, str(EXAMPLES / "biased_compression.py"), *options, *more]
+        command = [*program("biased_compression"), *options, *more]
         _, output = jobs.run(command, timeout=140)
         lines = [line.split() for line in output.splitlines() if re.search(r"\de-\d\d ", line)]
         tables.append({" ".join(line[:-10]): line[-10:] for line in lines})

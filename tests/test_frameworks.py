@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import jobs
-from scenarios import names, read
+from tests import jobs
+from tests.scenarios import names, read
 
 PARITY = ("parity",)
 FOLLOWS = (
@@ -84,7 +84,7 @@ def names_of(job: Job) -> list[str]:
 
 def run_scenarios(folder: Path, job: Job, **env: str) -> None:
     command = jobs.launcher(job.ranks, job.controller)
-    command += [sys.executable, "-m", "scenarios", str(folder), *job.modules]
+    command += [sys.executable, "-m", "tests.scenarios", str(folder), *job.modules]
     env |= {"SCENARIOS_OVER": job.over, **jobs.variables(job.controller)}
     if job.over == "tf_keras":
         env |= {"SCENARIOS_OVER": "tensorflow", "TF_USE_LEGACY_KERAS": "1"}

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-import jobs
+from tests import jobs
 
 
 @pytest.mark.timeout(300)

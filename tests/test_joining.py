@@ -19,7 +19,7 @@ from hvd_compress.engines.joining import Member, answer_batches, answers, joined
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
 from hvd_compress.stats import Record
-from method_table import ROWS
+from tests.method_table import ROWS
 
 MAKERS = {"numpy": np.asarray, "torch": torch.tensor, "tensorflow": tf.constant}
 

@@ -19,7 +19,7 @@ from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.engines.lockstep import World
 from hvd_compress.methods import method_names
 from hvd_compress.testing import check_laws
-from method_table import ROWS
+from tests.method_table import ROWS
 
 # LGC has nothing to learn from the numbers that are drawn here.
 pytestmark = pytest.mark.filterwarnings("ignore::hvd_compress.PoorFit")

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import jobs
-from mpi_scenarios import MODULES, WITHOUT_TORCH
-from scenarios import names, read
+from tests import jobs
+from tests.mpi_scenarios import MODULES, WITHOUT_TORCH
+from tests.scenarios import names, read
 
 
 class Job(NamedTuple):
@@ -59,7 +59,7 @@ def results(tmp_path_factory):
     def run(job: Job) -> list[dict[str, str | None]]:
         folder = tmp_path_factory.mktemp(str(job))
         command = jobs.launcher(job.ranks, job.launcher)
-        command += [sys.executable, "-m", "mpi_scenarios", str(folder), *job.modules]
+        command += [sys.executable, "-m", "tests.mpi_scenarios", str(folder), *job.modules]
         try:
             jobs.run(command, timeout=60 + 30 * job.ranks, **jobs.variables(job.launcher))
         except jobs.JobError as error:

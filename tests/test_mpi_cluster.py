@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster_worker import TIMEOUT
 
-import jobs
-from cluster import Network, unavailable
-from mpi_scenarios import MODULES
-from scenarios import names, read
+from tests import jobs
+from tests.cluster import Network, unavailable
+from tests.cluster_worker import TIMEOUT
+from tests.mpi_scenarios import MODULES
+from tests.scenarios import names, read
 
 pytestmark = [
     pytest.mark.skipif(bool(unavailable()), reason=unavailable() or ""),
@@ -37,7 +37,7 @@ def test_all_scenarios_between_hosts(tmp_path, hosts, ranks_per_host, mpi):
     if mpi == "mpich" and (problem := jobs.mpich_missing()):
         pytest.skip(problem)
     with Network(hosts) as network:
-        command = [sys.executable, "-m", "mpi_scenarios", str(tmp_path), *MODULES]
+        command = [sys.executable, "-m", "tests.mpi_scenarios", str(tmp_path), *MODULES]
         network.run(command, ranks_per_host, timeout=200, mpi=mpi)
     for rank in range(hosts * ranks_per_host):
         problems = {name: p for name, p in read(tmp_path, rank, NAMES).items() if p}

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from mpi_failures import CULPRIT, TIMEOUT
 
-import jobs
+from tests import jobs
+from tests.mpi_failures import CULPRIT, TIMEOUT
 
 RANKS = 3
 OTHERS = [rank for rank in range(RANKS) if rank != CULPRIT]

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-import jobs
+from tests import jobs
 
 TESTS = Path(__file__).parent
 

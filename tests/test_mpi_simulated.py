@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, seed, settings
 from hypothesis import strategies as st
-from simulated_mpi import ORDERS, Simulation, SimulationError
 
 from hvd_compress import PoorFit, Sparse, as_compressor, mpi
 from hvd_compress.backends import numpy as numpy_backend
@@ -24,8 +23,9 @@ from hvd_compress.errors import CollectiveTimeout, MismatchError
 from hvd_compress.mpi.dense.allgather import allgather
 from hvd_compress.mpi.dense.alltoall import alltoall, swap
 from hvd_compress.mpi.transport.progress import Wait
-from mpi_scenarios import MODULES
-from scenarios import names
+from tests.mpi_scenarios import MODULES
+from tests.scenarios import names
+from tests.simulated_mpi import ORDERS, Simulation, SimulationError
 
 #: all from 1 to 33, but with --full only where the cost is high and neighbours say as much
 SIZES = [
@@ -399,7 +399,7 @@ def module_of_this_rank(name):
     """A copy of its own: scenarios keep their rank in variables of the module."""
     before = {copy: sys.modules.pop(copy) for copy in scenario_modules()}
     try:
-        return importlib.import_module(f"mpi_scenarios.{name}")
+        return importlib.import_module(f"tests.mpi_scenarios.{name}")
     finally:
         for copy in scenario_modules():
             del sys.modules[copy]
@@ -407,7 +407,7 @@ def module_of_this_rank(name):
 
 
 def scenario_modules():
-    return [name for name in sys.modules if name.startswith("mpi_scenarios.")]
+    return [name for name in sys.modules if name.startswith("tests.mpi_scenarios.")]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -10,7 +10,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from adam_reference import OneBitMean, variance_steps
 
 from hvd_compress import After, ConfigError, OneBitAdamCompression, ZeroOneAdamCompression
 from hvd_compress.aggregators import allreduce
@@ -18,6 +17,7 @@ from hvd_compress.blocks import averaged_momentum, chain, error_feedback
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import UnboundError
 from hvd_compress.torch import OneBitAdam, ZeroOneAdam
+from tests.adam_reference import OneBitMean, variance_steps
 
 WORKED = np.array([3.0, -4.0, 12.0])
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.model_shapes import ptb_lstm, resnet18_cifar
 from hvd_compress import ConfigError, Context, PowerSGD
 from hvd_compress.aggregators.power_sgd import orthonormal_rows
 from hvd_compress.backends import backend_of
@@ -16,7 +17,6 @@ from hvd_compress.base import Sum
 from hvd_compress.blocks import chain, error_feedback, power_sgd
 from hvd_compress.engines.base import watched
 from hvd_compress.engines.lockstep import World, run
-from model_shapes import ptb_lstm, resnet18_cifar
 
 M = np.array([[3.0, 0.0], [0.0, 1.0]])
 

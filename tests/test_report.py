@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import pytest
 from matplotlib.text import Text
 
-from report import Run, behind, label
+from mpi_examples.report import Run, behind, label
 
 CROWD = {
     "two almost in one place": {(170.0, 1.67): "efsignsgd", (180.0, 1.67): "onebit"},

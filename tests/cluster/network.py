@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jobs
+from tests import jobs
 
 SUBNET = "10.77.0"
 # Package by program, as Debian names them.

@@ -1,4 +1,4 @@
-"""``python -m mpi_scenarios FOLDER MODULE...``: run all scenarios, write what each rank found."""
+"""``python -m tests.mpi_scenarios FOLDER MODULE...``: run them, write what each rank found."""
 
 import sys
 import warnings
@@ -6,7 +6,7 @@ import warnings
 from mpi4py import MPI
 
 from hvd_compress import NeedsTuning, PoorFit
-from scenarios import run_all, scenarios
+from tests.scenarios import run_all, scenarios
 
 folder, *modules = sys.argv[1:]
 warnings.simplefilter("error")

@@ -8,7 +8,7 @@ import numpy as np
 
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, MismatchError
-from mpi_scenarios.common import raises, world
+from tests.mpi_scenarios.common import raises, world
 
 
 def differing_calls_are_errors_everywhere() -> None:

@@ -9,7 +9,7 @@ from hvd_compress import Compressor, OkTopk, TopK, as_compressor, mpi
 from hvd_compress.blocks import allgather, allreduce, chain, error_feedback, top_k
 from hvd_compress.engines import lockstep
 from hvd_compress.mpi import carriers
-from mpi_scenarios.common import assert_same_everywhere, raises, world
+from tests.mpi_scenarios.common import assert_same_everywhere, raises, world
 
 SHAPES = {"w1": (40, 30), "b1": (30,), "w2": (300, 20), "one": (1,), "none": (0,)}
 DENSE = (None, "auto", "direct", "halving_doubling", "hierarchical", "ring")

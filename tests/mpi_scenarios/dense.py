@@ -6,7 +6,7 @@ import numpy as np
 
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, UnsupportedError
-from mpi_scenarios.common import (
+from tests.mpi_scenarios.common import (
     FLOATS,
     INTEGERS,
     array,

@@ -7,7 +7,7 @@ import numpy as np
 from hvd_compress import Sparse, mpi
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
 from hvd_compress.mpi.transport import communicator, nodes
-from mpi_scenarios.common import array, arrays, assert_same_everywhere, raises, world
+from tests.mpi_scenarios.common import array, arrays, assert_same_everywhere, raises, world
 
 P = world.size
 SIZES = (0, P - 1, 1003)

@@ -13,7 +13,7 @@ from hvd_compress.codecs.frame import coded_size
 from hvd_compress.errors import ConfigError, MismatchError, PayloadError, UnsupportedError
 from hvd_compress.mpi.transport.communicator import Channel
 from hvd_compress.sharding import shards_of
-from mpi_scenarios.common import array, assert_same_everywhere, raises, world
+from tests.mpi_scenarios.common import array, assert_same_everywhere, raises, world
 
 HEADER = 16
 SHAPES = ((), (0,), (1,), (5000,), (13, 40), (4, 3, 5, 2))

@@ -26,7 +26,7 @@ from hvd_compress.errors import (
 from hvd_compress.mpi.sparse import messages as sparse_messages
 from hvd_compress.mpi.sparse.messages import swap
 from hvd_compress.wire import encode_sparse, sparse_size
-from mpi_scenarios.common import FLOATS, assert_same_everywhere, raises, world
+from tests.mpi_scenarios.common import FLOATS, assert_same_everywhere, raises, world
 
 ALGORITHMS = ("allgather", "recursive_doubling", "split_allgather")
 CODECS = ("int32", "packed")

@@ -13,8 +13,8 @@ import numpy as np
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.tuning.cost_model import CostModel
-from mpi_scenarios.common import array, world
-from mutations import mutations, same
+from tests.mpi_scenarios.common import array, world
+from tests.mutations import mutations, same
 
 
 def _problem_of(load: Callable[[Any], Any], state: Any) -> str:

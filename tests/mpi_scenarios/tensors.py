@@ -7,7 +7,7 @@ import torch
 
 from hvd_compress import Sparse, mpi
 from hvd_compress.errors import UnsupportedError
-from mpi_scenarios.common import (
+from tests.mpi_scenarios.common import (
     array,
     arrays,
     assert_same_everywhere,
@@ -15,11 +15,11 @@ from mpi_scenarios.common import (
     raises,
     world,
 )
-from mpi_scenarios.dense import CHUNK, SIZES
-from mpi_scenarios.hierarchical import ALGORITHMS, LAYOUTS
-from mpi_scenarios.quantized import _whole
-from mpi_scenarios.sparse import ALGORITHMS as SPARSE
-from mpi_scenarios.sparse import vector
+from tests.mpi_scenarios.dense import CHUNK, SIZES
+from tests.mpi_scenarios.hierarchical import ALGORITHMS, LAYOUTS
+from tests.mpi_scenarios.quantized import _whole
+from tests.mpi_scenarios.sparse import ALGORITHMS as SPARSE
+from tests.mpi_scenarios.sparse import vector
 
 P, RANK = world.size, world.rank
 

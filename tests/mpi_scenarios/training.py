@@ -21,8 +21,8 @@ from hvd_compress.backends import numpy as numpy_backend
 from hvd_compress.base import Compressor, Context, Gather, Max, Outcome, State, Sum
 from hvd_compress.engines import lockstep
 from hvd_compress.errors import ConfigError, MismatchError
-from method_table import ROWS
-from mpi_scenarios.common import assert_same_everywhere, raises, world
+from tests.method_table import ROWS
+from tests.mpi_scenarios.common import assert_same_everywhere, raises, world
 
 SHAPES = {"w1": (40, 30), "b1": (30,), "w2": (30, 20), "b2": (20,), "one": (1,), "none": (0,)}
 

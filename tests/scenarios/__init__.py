@@ -1,6 +1,6 @@
 """What must hold in a real multi-rank job: functions that every rank runs.
 
-``python -m scenarios FOLDER MODULE ...`` is started by ``mpirun`` or ``horovodrun``, runs the
+``python -m tests.scenarios FOLDER MODULE ...`` is started by ``mpirun`` or ``horovodrun``, runs the
 scenarios of the modules one after the other, and leaves a line per scenario in ``FOLDER/RANK``.
 ``SCENARIOS_OVER`` says over what; see ``driver.py``.
 """
@@ -31,7 +31,7 @@ def scenarios(
 
     ``over`` "mpi" leaves out what is about Horovod itself.
     """
-    loaded = importlib.import_module(f"{package}.{module.partition('.')[0]}")
+    loaded = importlib.import_module(f"tests.{package}.{module.partition('.')[0]}")
     found = names(module, package, over=over)
     return {name: getattr(loaded, name.partition(".")[2]) for name in found}
 

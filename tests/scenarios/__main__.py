@@ -4,8 +4,8 @@ import sys
 import warnings
 
 from hvd_compress import NeedsTuning, PoorFit
-from scenarios import run_all, scenarios
-from scenarios.driver import barrier, hvd, over
+from tests.scenarios import run_all, scenarios
+from tests.scenarios.driver import barrier, hvd, over
 
 folder, *modules = sys.argv[1:]
 warnings.simplefilter("error")

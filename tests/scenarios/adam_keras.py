@@ -12,9 +12,9 @@ import tensorflow as tf
 import hvd_compress.tensorflow as hvd
 import hvd_compress.tensorflow.keras as hvd_keras
 from hvd_compress.errors import ConfigError
-from scenarios import oracle
-from scenarios.driver import assert_close, assert_same_everywhere, barrier, raises
-from scenarios.driver_tensorflow import model_of
+from tests.scenarios import oracle
+from tests.scenarios.driver import assert_close, assert_same_everywhere, barrier, raises
+from tests.scenarios.driver_tensorflow import model_of
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 FREEZE = 4

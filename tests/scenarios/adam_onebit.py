@@ -7,12 +7,12 @@ import functools
 from typing import Any
 
 import numpy as np
-from adam_reference import OneBitAdam, Options
 
 from hvd_compress import NoCompression, OneBitAdamCompression
 from hvd_compress.errors import ConfigError
-from scenarios import oracle
-from scenarios.driver import (
+from tests.adam_reference import OneBitAdam, Options
+from tests.scenarios import oracle
+from tests.scenarios.driver import (
     adam,
     assert_close,
     assert_same_everywhere,

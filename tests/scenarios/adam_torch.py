@@ -10,8 +10,8 @@ import torch
 
 from hvd_compress import NoCompression, OneBitAdamCompression
 from hvd_compress.errors import ConfigError
-from scenarios.common import assert_same_everywhere, distribute, loss_of, make_model, train
-from scenarios.driver import hvd, raises
+from tests.scenarios.common import assert_same_everywhere, distribute, loss_of, make_model, train
+from tests.scenarios.driver import hvd, raises
 
 FREEZE = 4
 

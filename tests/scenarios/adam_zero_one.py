@@ -6,12 +6,12 @@ import functools
 from typing import Any
 
 import numpy as np
-from adam_reference import Options, ZeroOneAdam
 
 from hvd_compress import NoCompression, ZeroOneAdamCompression
 from hvd_compress.errors import ConfigError
-from scenarios import oracle
-from scenarios.driver import (
+from tests.adam_reference import Options, ZeroOneAdam
+from tests.scenarios import oracle
+from tests.scenarios.driver import (
     adam,
     allgather,
     assert_close,

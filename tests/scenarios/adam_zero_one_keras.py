@@ -14,11 +14,11 @@ import tensorflow as tf
 import hvd_compress.tensorflow as hvd
 import hvd_compress.tensorflow.keras as hvd_keras
 from hvd_compress.errors import ConfigError
-from scenarios import oracle
-from scenarios.adam_keras import LOSS, fit, weights_of
-from scenarios.adam_zero_one import LR, SCHEDULE, run_of
-from scenarios.driver import assert_close, assert_same_everywhere, barrier, raises, train
-from scenarios.driver_tensorflow import model_of
+from tests.scenarios import oracle
+from tests.scenarios.adam_keras import LOSS, fit, weights_of
+from tests.scenarios.adam_zero_one import LR, SCHEDULE, run_of
+from tests.scenarios.driver import assert_close, assert_same_everywhere, barrier, raises, train
+from tests.scenarios.driver_tensorflow import model_of
 
 
 def _distributed(options: Any = None, **adam_options: Any) -> Any:

@@ -8,10 +8,10 @@ import warnings
 import torch
 
 from hvd_compress.errors import ConfigError
-from scenarios.adam_zero_one import FREEZE, SCHEDULE, run_of
-from scenarios.common import distribute, make_model
-from scenarios.common import train as train_torch
-from scenarios.driver import assert_same_everywhere, hvd, raises, train
+from tests.scenarios.adam_zero_one import FREEZE, SCHEDULE, run_of
+from tests.scenarios.common import distribute, make_model
+from tests.scenarios.common import train as train_torch
+from tests.scenarios.driver import assert_same_everywhere, hvd, raises, train
 
 OPTIONS = {"lr": 0.01, **SCHEDULE}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from scenarios.checkpoint_save import FOLDER, METHOD
-from scenarios.common import assert_same_everywhere, distribute, make_model, sgd, train
-from scenarios.driver import hvd
+from tests.scenarios.checkpoint_save import FOLDER, METHOD
+from tests.scenarios.common import assert_same_everywhere, distribute, make_model, sgd, train
+from tests.scenarios.driver import hvd
 
 
 def the_mean_of_what_waited_is_kept() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from hvd_compress.torch import DGC
-from scenarios.common import distribute, make_model, sgd, train
-from scenarios.driver import hvd
+from tests.scenarios.common import distribute, make_model, sgd, train
+from tests.scenarios.driver import hvd
 
 METHOD = DGC(density=0.05)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvd_compress.engines.lockstep import World
-from scenarios.driver import hvd
+from tests.scenarios.driver import hvd
 
 Model = torch.nn.Module
 LR = 0.05

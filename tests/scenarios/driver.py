@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from scenarios.oracle import Setup
+from tests.scenarios.oracle import Setup
 
 over = os.environ.get("SCENARIOS_OVER", "horovod")
 _MODULES = {"horovod": "torch", "mpi": "torch", "tensorflow": "tensorflow", "tape": "tensorflow"}
-_driver: Any = importlib.import_module(f"scenarios.driver_{_MODULES[over]}")
+_driver: Any = importlib.import_module(f"tests.scenarios.driver_{_MODULES[over]}")
 #: the drop-in for Horovod's module
 hvd: Any = _driver.hvd
 #: the framework's Adam

@@ -12,7 +12,7 @@ import tensorflow as tf
 import hvd_compress.tensorflow as hvd
 import hvd_compress.tensorflow.keras as hvd_keras
 from hvd_compress import as_compressor
-from scenarios import oracle
+from tests.scenarios import oracle
 
 tf.config.threading.set_inter_op_parallelism_threads(2)
 tf.config.threading.set_intra_op_parallelism_threads(1)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hvd_compress.errors import MismatchError
-from scenarios import oracle
+from tests.scenarios import oracle
 
 torch.set_num_threads(1)
 over = os.environ.get("SCENARIOS_OVER", "horovod")

@@ -12,8 +12,8 @@ import hvd_compress.tensorflow as hvd
 from hvd_compress import GTopK, StagedWarmup, TopK, switch
 from hvd_compress.base import Alltoall, Compressor, Gather, Max, Outcome, Sum, Swap
 from hvd_compress.engines.lockstep import World
-from scenarios.driver import assert_close
-from scenarios.parity import follow_the_oracle
+from tests.scenarios.driver import assert_close
+from tests.scenarios.parity import follow_the_oracle
 
 SCHEDULE = StagedWarmup(densities=(1.0, 0.25, 0.05))
 

@@ -20,10 +20,17 @@ import hvd_compress.tensorflow as hvd
 import hvd_compress.tensorflow.keras as hvd_keras
 from hvd_compress import BF16, DGC, FP16, NoCompression, StagedWarmup, TopK
 from hvd_compress.errors import ConfigError, UnsupportedError
-from mutations import mutations, same
-from scenarios import oracle
-from scenarios.driver import assert_close, assert_same_everywhere, barrier, make, raises, train
-from scenarios.driver_tensorflow import model_of
+from tests.mutations import mutations, same
+from tests.scenarios import oracle
+from tests.scenarios.driver import (
+    assert_close,
+    assert_same_everywhere,
+    barrier,
+    make,
+    raises,
+    train,
+)
+from tests.scenarios.driver_tensorflow import model_of
 
 SPARSE = DGC(density=0.05)
 DENSE = DGC(density=1.0)

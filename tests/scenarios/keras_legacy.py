@@ -11,8 +11,8 @@ import hvd_compress.tensorflow as hvd
 import hvd_compress.tensorflow.keras as hvd_keras
 from hvd_compress import DGC, TopK
 from hvd_compress.errors import UnsupportedError
-from scenarios import oracle
-from scenarios.driver import assert_close, assert_same_everywhere, raises
+from tests.scenarios import oracle
+from tests.scenarios.driver import assert_close, assert_same_everywhere, raises
 
 
 def _model():

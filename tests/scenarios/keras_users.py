@@ -16,10 +16,17 @@ import hvd_compress.tensorflow as hvd
 import hvd_compress.tensorflow.keras as hvd_keras
 from hvd_compress import DGC, FP16, TopK
 from hvd_compress.errors import ConfigError, UnsupportedError
-from scenarios import oracle
-from scenarios.driver import assert_close, assert_same_everywhere, barrier, make, raises, train
-from scenarios.driver_tensorflow import model_of
-from scenarios.environment import assert_said, environment
+from tests.scenarios import oracle
+from tests.scenarios.driver import (
+    assert_close,
+    assert_same_everywhere,
+    barrier,
+    make,
+    raises,
+    train,
+)
+from tests.scenarios.driver_tensorflow import model_of
+from tests.scenarios.environment import assert_said, environment
 
 SPARSE = DGC(density=0.05)
 DENSE = DGC(density=1.0)

@@ -17,8 +17,8 @@ from hvd_compress.blocks import (
 )
 from hvd_compress.errors import CompressionError, MismatchError
 from hvd_compress.torch import DGC, ConfigError, NoCompression, PayloadError, SignSGD, Signum, TopK
-from scenarios import horovod_only
-from scenarios.common import (
+from tests.scenarios import horovod_only
+from tests.scenarios.common import (
     assert_close,
     assert_same_everywhere,
     dense_reference,
@@ -28,7 +28,7 @@ from scenarios.common import (
     sgd,
     train,
 )
-from scenarios.driver import hvd, over, raises
+from tests.scenarios.driver import hvd, over, raises
 
 SPARSE = DGC(density=0.05)
 

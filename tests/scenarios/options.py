@@ -20,8 +20,8 @@ from hvd_compress.torch import (
     UnboundError,
     UnsupportedError,
 )
-from scenarios import horovod_only
-from scenarios.common import (
+from tests.scenarios import horovod_only
+from tests.scenarios.common import (
     assert_close,
     assert_same_everywhere,
     batch,
@@ -32,8 +32,8 @@ from scenarios.common import (
     sgd,
     train,
 )
-from scenarios.driver import hvd, over, raises
-from scenarios.environment import assert_said, environment
+from tests.scenarios.driver import hvd, over, raises
+from tests.scenarios.environment import assert_said, environment
 
 DENSE = DGC(density=1.0)  # momentum SGD, through all of DGC's machinery
 SPARSE = DGC(density=0.05)

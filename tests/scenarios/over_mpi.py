@@ -17,7 +17,7 @@ from hvd_compress.errors import (
     UnsupportedError,
 )
 from hvd_compress.torch import BF16, DGC, FP16, NoCompression, RandomK, TopK
-from scenarios.common import (
+from tests.scenarios.common import (
     LR,
     assert_same_everywhere,
     batch,
@@ -28,7 +28,7 @@ from scenarios.common import (
     sgd,
     train,
 )
-from scenarios.driver import hvd, raises
+from tests.scenarios.driver import hvd, raises
 
 
 def same_bits_as_the_lockstep_world() -> None:

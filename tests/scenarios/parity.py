@@ -27,8 +27,8 @@ from hvd_compress import (
     switch,
 )
 from hvd_compress.blocks import allgather, chain, error_feedback, natural_dithering, top_k
-from scenarios import oracle
-from scenarios.driver import (
+from tests.scenarios import oracle
+from tests.scenarios.driver import (
     assert_close,
     assert_same_everywhere,
     hvd,

@@ -20,8 +20,8 @@ from hvd_compress import (
     switch,
 )
 from hvd_compress.errors import ConfigError
-from scenarios import oracle
-from scenarios.driver import (
+from tests.scenarios import oracle
+from tests.scenarios.driver import (
     adam,
     assert_close,
     assert_same_everywhere,

@@ -19,9 +19,9 @@ from hvd_compress import Gather, Outcome, Sum
 from hvd_compress.torch import DGC, EF21, ConfigError, NoCompression, PowerSGD, TopK
 from hvd_compress.torch.checkpoint import local_state_dict
 from hvd_compress.wire import sparse_size
-from mutations import mutations, same
-from scenarios import horovod_only
-from scenarios.common import (
+from tests.mutations import mutations, same
+from tests.scenarios import horovod_only
+from tests.scenarios.common import (
     assert_close,
     assert_same_everywhere,
     dense_reference,
@@ -31,7 +31,7 @@ from scenarios.common import (
     sgd,
     train,
 )
-from scenarios.driver import hvd
+from tests.scenarios.driver import hvd
 
 SPARSE = DGC(density=0.05)
 

@@ -7,8 +7,8 @@ import torch
 
 from hvd_compress.blocks import allgather, chain, error_feedback, momentum_correction, top_k
 from hvd_compress.torch import BF16, DGC, FP16, NoCompression, RandomK, Signum, TopK
-from scenarios import horovod_only
-from scenarios.common import (
+from tests.scenarios import horovod_only
+from tests.scenarios.common import (
     LR,
     assert_close,
     assert_same_everywhere,
@@ -19,7 +19,7 @@ from scenarios.common import (
     sgd,
     train,
 )
-from scenarios.driver import hvd
+from tests.scenarios.driver import hvd
 
 METHODS = [
     NoCompression(),

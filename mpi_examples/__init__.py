@@ -1,0 +1,1 @@
+"""Examples, each a program: ``python -m mpi_examples.train_digits``."""

@@ -1,0 +1,1 @@
+"""Tests; what several of them share is imported as ``from tests import jobs``."""
