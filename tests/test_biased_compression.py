@@ -536,7 +536,7 @@ def test_the_example_of_divergence():
         (EF21(density=1 / 3, start=1), 0.01, 1.216e-5),
         (EF21(density=1 / 3, start=1), 0.02, 5.83e-11),
     ],
-    ids=lambda value: value.transforms[0].name if hasattr(value, "transforms") else str(value),
+    ids=lambda value: value.transforms[0].name if getattr(value, "transforms", ()) else str(value),
 )
 def test_feedback_mends_it(method, rate, norm):
     path = train(method, rate, 1000, np.ones(3))

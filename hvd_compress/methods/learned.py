@@ -49,7 +49,7 @@ class LGC(OfVelocities, name="lgc"):
     (``partition`` leaves out what is not worth it):
 
         >>> import numpy as np
-        >>> from model_shapes import resnet50  # of benchmarks/
+        >>> from benchmarks.model_shapes import resnet50
         >>> states = [LGC().init(np.zeros(shape, np.float32)) for shape in resnet50().values()]
         >>> coded = [state for state in states if "autoencoder" in state]
         >>> moments = ("first_moment", "second_moment")
