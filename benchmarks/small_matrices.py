@@ -13,27 +13,18 @@ from typing import Any
 import torch
 
 from hvd_compress import Context, PowerSGD
-from hvd_compress.engines.batching import Traveller, answer_batches
-from hvd_compress.engines.local import LocalEngine
+from hvd_compress.engines.joining import Member, joined
+from hvd_compress.engines.lockstep import run
 from hvd_compress.stats import Record
 
 
 def alone(exchanges: dict[str, Any]) -> dict[str, Any]:
-    engine = LocalEngine()
-    engine.start({name: (exchange, Record()) for name, exchange in exchanges.items()})
-    return engine.finish()
+    return {name: run([exchange])[0] for name, exchange in exchanges.items()}
 
 
 def stacked(exchanges: dict[str, Any]) -> dict[str, Any]:
-    travellers = [Traveller(name, exchange) for name, exchange in exchanges.items()]
-    for traveller in travellers:
-        traveller.advance(None)
-    while any(t.request is not None for t in travellers):
-        answer_batches(travellers)
-        for t in travellers:
-            if t.request is not None:
-                t.advance(t.request.array)
-    return {t.name: t.outcome for t in travellers}
+    members = [Member(name, exchange, Record()) for name, exchange in exchanges.items()]
+    return run([joined(members, 0, 1)])[0]
 
 
 def main() -> None:
@@ -50,20 +41,20 @@ def main() -> None:
         names = [f"w{i}" for i in range(options.matrices)]
         gradients = {n: torch.randn(*options.shape, device=options.device) for n in names}
         times: dict[Any, list[float]] = {alone: [], stacked: []}
-        states = {run: {n: method.init(g) for n, g in gradients.items()} for run in times}
+        states = {way: {n: method.init(g) for n, g in gradients.items()} for way in times}
         for step in range(options.rounds):
-            for run, seconds in times.items():
+            for way, seconds in times.items():
                 begin = time.perf_counter()
-                outcomes = run(
+                outcomes = way(
                     {
-                        n: method.exchange(g, states[run][n], Context(name=n, step=step))
+                        n: method.exchange(g, states[way][n], Context(name=n, step=step))
                         for n, g in gradients.items()
                     }
                 )
                 if options.device != "cpu":
                     torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - begin)
-                states[run] = {n: outcome.state for n, outcome in outcomes.items()}
+                states[way] = {n: outcome.state for n, outcome in outcomes.items()}
         one, other = (statistics.median(seconds) * 1e3 for seconds in times.values())
         print(f"rank {rank}: {one:.1f} ms alone, {other:.1f} ms stacked, {one / other:.1f}x")
 
