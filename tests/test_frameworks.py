@@ -47,18 +47,19 @@ class Job(NamedTuple):
 JOBS = [
     Job("horovod", (*TORCH, *ADAM_TORCH), "mpirun", 3),
     Job("horovod", PARITY, "gloo", 2),
-    Job("horovod", PARITY, "alone", 1),
+    Job("horovod", FOLLOWS, "alone", 1),
     Job("mpi", (*TORCH, *ADAM_TORCH, "over_mpi"), "mpirun", 2),
     Job("mpi", (*PARITY, "over_mpi"), "mpich", 3),
-    Job("mpi", PARITY, "mpirun", 5),
-    Job("tensorflow", KERAS, "mpirun", 2),
-    Job("tensorflow", ADAM_KERAS, "mpirun", 2),
+    Job("mpi", FOLLOWS, "mpirun", 5),
+    Job("tensorflow", ("keras_users", "keras_fit", "shared", *FOLLOWS), "mpirun", 2),
+    Job("tensorflow", ("adam_keras", "adam_zero_one_keras"), "mpirun", 2),
     Job("tensorflow", ("graphs",), "mpirun", 3),
-    Job("tape", (*FOLLOWS, "shared"), "mpirun", 2),
+    Job("tape", FOLLOWS, "mpirun", 2),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),
 ]
 FULL = [
-    Job("horovod", (*ONCE, *ADAM_TORCH), "alone", 1),
+    Job("horovod", (*TORCH, *ADAM_TORCH), "alone", 1),
+    Job("mpi", ("over_mpi", *PARITY), "mpirun", 5),
     Job("horovod", TORCH, "mpirun", 2),
     Job("horovod", ONCE, "gloo", 2),
     Job("horovod", TORCH, "mpirun", 4),
@@ -70,10 +71,12 @@ FULL = [
     Job("mpi", PARITY, "mpich", 4),
     Job("mpi", (*PARITY, "over_mpi"), "mpirun", 8),
     Job("tensorflow", (*KERAS, "adam_zero_one"), "alone", 1),
+    Job("tensorflow", KERAS, "mpirun", 2),
+    Job("tensorflow", ADAM_KERAS, "mpirun", 2),
     Job("tensorflow", PARITY, "gloo", 2),
     Job("tensorflow", ("graphs",), "mpirun", 5),
     Job("tensorflow", PARITY, "mpirun", 4),
-    Job("tape", (*PARITY, "shared"), "mpirun", 3),
+    Job("tape", ("shared", *PARITY), "mpirun", 2),
 ]
 
 
