@@ -1,9 +1,9 @@
-"""Whether all ranks are about to do the same.
+"""A check that all ranks are about to do the same step.
 
 Ranks that differ in the method, its options, the step or the tensors wait for each other for ever,
 or, worse, go on with weights that differ.  So at the beginning of every step they compare a digest
-of all that must be equal: 16 bytes, on their way while gradients are computed.  If it differs they
-exchange the words behind it, and every rank raises an error that shows all sides.
+of everything that must be equal: 16 bytes, in flight while gradients are computed.  If digests
+differ, ranks exchange the full text, and every rank raises an error that shows all differences.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Exchange, Gather, Max, Outcome
 from hvd_compress.errors import MismatchError
 
-#: what must be equal, by what it is: "method", "step" ...; lists are compared entry by entry
+#: values that must be equal, by name: "method", "step" ...; lists are compared entry by entry
 Terms = Mapping[str, "str | Sequence[str]"]
 
-#: entries of a list, and letters of an entry, that a message shows
+#: the number of entries of a list, and of letters of an entry, that a message shows
 _ENTRIES, _LETTERS = 3, 400
 
 

@@ -28,14 +28,14 @@ request        reply                                         used by
 
 The laws that every method obeys (checked by :func:`hvd_compress.testing.check_laws`):
 
-* ``mean`` is the average over the ranks of what each of them ``sent``, but for what stays with the
-  owner of a shard (state ``owner_residual``, see :mod:`hvd_compress.aggregators.alltoall`);
-* with error feedback nothing is lost: what went in = what was sent + what remains in the state;
+* ``mean`` is the average over the ranks of what each of them ``sent``, except for the residual of
+  the owner of a shard (state ``owner_residual``, see :mod:`hvd_compress.aggregators.alltoall`);
+* with error feedback nothing is lost: gradient + old residual = what was sent + new residual;
 * all ranks compute bitwise equal ``mean`` and ``update``;
 * shape, dtype and device of the gradient are kept;
 * a NaN or Inf on one rank makes ``mean`` non-finite on every rank and leaves every state as it was;
-* who claims to be ``homogeneous`` makes twice as much of twice the gradient;
-* a world of one rank, zeros, empty and one-element tensors work.
+* a block that claims to be ``homogeneous`` doubles its result if the gradient is doubled;
+* a single rank, zeros, empty and one-element tensors work.
 
 State is handed in and handed out: a dict of arrays that belongs to one tensor on one rank.  After
 a successful exchange the old dict must not be used any more.
@@ -64,9 +64,9 @@ class Sparse(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Sum ``array`` over the ranks.  ``wire`` names the dtype on the wire where that is not the
-    array's own: "float16" or "bfloat16".  The reply has the dtype of ``array``.  ``algorithm`` is
-    for engines that have several; ``None`` takes the engine's own."""
+    """Sum ``array`` over the ranks.  ``wire`` names the dtype on the wire if that is not the
+    array's dtype: "float16" or "bfloat16".  The reply has the dtype of ``array``.  ``algorithm`` is
+    for engines that have several; ``None`` means the engine's default."""
 
     array: Array
     wire: str | None = None
@@ -74,43 +74,45 @@ class Sum(NamedTuple):
 
 
 class Max(NamedTuple):
-    """Element-wise maximum of ``array`` over the ranks.  No method of this package needs it: ranks
-    compare method, options and step by it (:mod:`hvd_compress.agreement`), and methods of users may
-    share a scale by it."""
+    """Take the element-wise maximum of ``array`` over the ranks.  No method of this package needs
+    it: ranks use it to compare method, options and step (:mod:`hvd_compress.agreement`), and
+    methods of users may use it to share a scale."""
 
     array: Array
 
 
 class Gather(NamedTuple):
-    """Every rank's ``payload`` (1-D, uint8).  ``equal_sizes`` is a promise that all ranks send the
-    same number of bytes, which spares engines the exchange of sizes."""
+    """Send ``payload`` (1-D, uint8) to every rank; the reply is the list of all ranks' payloads.
+    ``equal_sizes`` is a promise that all ranks send the same number of bytes, so that engines need
+    not exchange sizes."""
 
     payload: Array
     equal_sizes: bool = False
 
 
 class Alltoall(NamedTuple):
-    """One payload (1-D, uint8) for each rank, in rank order; the reply is what each rank has for
-    this one.  ``equal_sizes`` is a promise that all ranks have equally many bytes for the same
-    rank, which spares engines the exchange of sizes."""
+    """Send one payload (1-D, uint8) to each rank; ``payloads`` and the reply are in rank order, and
+    the reply holds the payload that each rank has for this one.  ``equal_sizes`` is a promise that
+    all ranks have equally many bytes for the same rank, so that engines need not exchange sizes."""
 
     payloads: list[Array]
     equal_sizes: bool = True
 
 
 class Swap(NamedTuple):
-    """``payload`` (1-D, uint8) for rank ``partner``, which names this rank in turn and has equally
-    many bytes for it.  Whoever has no partner in a round asks with ``None``, and gets nothing."""
+    """Send ``payload`` (1-D, uint8) to rank ``partner`` and receive its payload.  The partner names
+    this rank in turn and sends as many bytes.  A rank without a partner in this round gives
+    ``None``, and receives nothing."""
 
     payload: Array
     partner: int | None
 
 
 class SparseSum(NamedTuple):
-    """Sum over the ranks of flat arrays of ``n`` elements, of which each rank gives those that are
-    not zero; by an ``algorithm`` of the engine's.  The reply is a :class:`SparseTotal`.
+    """Sum flat arrays of ``n`` elements over the ranks, of which each rank gives the nonzero
+    elements.  ``algorithm`` names one of the engine's.  The reply is a :class:`SparseTotal`.
 
-    ``wire`` names the dtype of values on the wire where that is not their own: "float16".
+    ``wire`` names the dtype of values on the wire if that is not their own: "float16".
     """
 
     sparse: Sparse
@@ -124,8 +126,9 @@ class SparseTotal(NamedTuple):
 
     Attributes:
         total: flat array of all n elements, the same bits on all ranks.
-        dropped: what is not in it and stays with this rank.
-        bytes_sent, bytes_received: by this rank; ``None`` where no algorithm was at work.
+        dropped: this rank's entries that are not in the total; the rank keeps them.
+        bytes_sent, bytes_received: bytes that this rank sent and received; ``None`` if the engine
+            used no algorithm.
     """
 
     total: Array
@@ -135,16 +138,17 @@ class SparseTotal(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A function of arrays, for this tensor and at once for all that ask for the same with equal
-    shapes: ``function(xp, *stacks)``, each of one more dimension in front, as its result must
-    have.  The reply is this tensor's part of it.  Spares many small operations of linear algebra.
+    """Apply a function to arrays, together with all other tensors that request the same function
+    with equal shapes.  ``function(xp, *stacks)`` gets the arrays stacked along a new first
+    dimension, and its result must have this dimension too.  The reply is this tensor's part of the
+    result.  This replaces many small operations of linear algebra by a few large ones.
     """
 
     function: Callable[..., Array]
     arrays: tuple[Array, ...]
 
 
-#: what other ranks have to answer
+#: requests that need an answer from other ranks
 Collective = Sum | Max | Gather | Alltoall | Swap | SparseSum
 Request = Collective | Batch
 
@@ -156,10 +160,10 @@ class Outcome(NamedTuple):
         mean: the average over the ranks of what they sent; shape and dtype of the gradient.
         sent: this rank's own contribution as the others saw it, flat: an array or a ``Sparse``.
         state: the new state.
-        update: what an optimizer shall step along, where that differs from ``mean`` (momentum
-            that is applied after averaging); ``None`` means ``mean``.
-        additive: where gradients are added instead of averaged, ``direction`` is to be multiplied
-            by the number of ranks.  A majority's vote is not: it is the same for both.
+        update: the direction of the optimizer's step, if it differs from ``mean`` (because of
+            momentum that is applied after averaging); ``None`` means ``mean``.
+        additive: if gradients are added instead of averaged, ``direction`` has to be multiplied by
+            the number of ranks.  False for a majority vote, which is the same in both cases.
     """
 
     mean: Array
@@ -174,21 +178,24 @@ class Outcome(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What an exchange may know besides the gradient; equal on all ranks but for ``rank`` and
-    ``gradient_norm``.
+    """What an exchange may know in addition to the gradient.  All fields but ``rank`` and
+    ``gradient_norm`` are equal on all ranks.
 
     Attributes:
-        name: of the tensor, unique within the model.
+        name: the name of the tensor, unique within the model.
         rank, size: this rank and the number of ranks that take part.
-        step: exchanges of this tensor so far, counted from 0.
-        epoch: as announced by the user, a fraction within an epoch; ``None`` if never announced.
-        seed: for randomness that ranks share.
+        step: the number of exchanges of this tensor so far, counted from 0.
+        epoch: the epoch that the user announced, fractional within an epoch; ``None`` if none was
+            announced.
+        seed: the seed of random numbers that ranks share.
         momentum, nesterov: the optimizer's, for methods that take momentum over.
-        gradient_norm: L2 norm of the rank's whole gradient, over all tensors; ``None`` if unknown.
-        sums: gradients are added, not averaged, by whoever multiplies the direction of an
+        gradient_norm: the L2 norm of the rank's whole gradient, over all tensors; ``None`` if
+            unknown.
+        sums: gradients are added instead of averaged; the caller multiplies the direction of an
             ``additive`` outcome by ``size``.
-        dtype, shape: of the gradient as it came, "float16"; set by ``Chain``.
-        phase: one of the method's, where ``step`` is a symbol.
+        dtype, shape: the gradient's dtype ("float16") and shape before conversion; set by
+            ``Chain``.
+        phase: the phase of the method, where ``step`` is a symbol.
     """
 
     name: str = "tensor"
@@ -212,24 +219,24 @@ Exchange = Generator[Request, Any, Outcome]
 class Compressor(Configurable, abc.ABC, kind="method"):
     """A compression method with its options.
 
-    Subclasses are frozen dataclasses: options are fields, so that equality, ``repr`` and JSON come
-    for free; whatever changes from step to step is state.
+    Subclasses are frozen dataclasses: options are fields, so that equality, ``repr`` and JSON need
+    no code; everything that changes from step to step is state.
     """
 
-    #: the paper that the method is from
+    #: the paper that describes the method
     reference: ClassVar[str] = ""
-    #: the method applies the optimizer's momentum, and weight decay with it, in its place
+    #: the method applies momentum and weight decay in the optimizer's place
     takes_momentum: ClassVar[bool] = False
-    #: what such a method applies instead of the optimizer's momentum and Nesterov flag; ``None``:
-    #: the optimizer's own.  Methods have these as options
+    #: the momentum and Nesterov flag that such a method applies; ``None`` means the optimizer's.
+    #: Methods have these as options
     momentum: float | None = None
     nesterov: bool | None = None
-    #: how such a method treats weight decay, "separate" or "gradient"; ``None``: it has no say
+    #: how such a method applies weight decay, "separate" or "gradient"; ``None``: it does not
     weight_decay: str | None = None
-    #: what is done to a gradient before the exchange, of methods that are a chain
+    #: the transforms of a method that is a chain, applied to a gradient before the exchange
     transforms: tuple[Any, ...] = ()
-    #: and its momentum is a moving average, in units of a gradient, where that of SGD adds up to
-    #: 1 / (1 - momentum) times as much; weight decay beside it has to be scaled accordingly
+    #: the momentum of such a method is a moving average, in units of a gradient, where that of SGD
+    #: adds up to 1 / (1 - momentum) times as much; weight decay has to be scaled accordingly
     averages_momentum: ClassVar[bool] = False
     #: the name of the optimizer class that the method needs, if its result is not a gradient
     partner: ClassVar[str | None] = None
@@ -250,9 +257,9 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         """Return the keys of the state under which ranks differ; checkpoints average these."""
 
     def chain(self, gradient: Array, context: Context) -> Compressor:
-        """Return what this exchange of the tensor does: a :class:`~hvd_compress.chain.Chain`, if
-        the method is made of chains, else the method itself.  Two methods do the same to a tensor
-        if these are equal."""
+        """Return the :class:`~hvd_compress.chain.Chain` that this exchange of the tensor runs, if
+        the method is made of chains, else the method itself.  Two methods that return equal chains
+        do the same to a tensor."""
         return self
 
     def template(self, gradient: Array) -> Compressor:
@@ -261,8 +268,8 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         return self
 
     def for_tensor(self, name: str, shape: tuple[int, ...]) -> Compressor:
-        """Return the method for a tensor of that name and shape: this one, unless it is a
-        composition.  To be called before all other methods."""
+        """Return the method for a tensor of this name and shape: the method itself, unless it is a
+        composition.  This is called before all other methods."""
         return self
 
     def repaired(self, gradient: Array, state: State) -> State:
@@ -281,12 +288,13 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         return False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return from_config, (self.to_config(),)  # what it is bound to stays behind
+        return from_config, (self.to_config(),)  # a copy is not bound to anything
 
-    # Runtime: a compressor knows the optimizers that it was handed to.
+    # Runtime: a compressor knows the optimizers that it was passed to.
 
     def bind(self, optimizer_side: Any) -> None:
-        """Called by framework bindings with the object that keeps the statistics and the epoch."""
+        """Bind the method to the object that keeps the statistics and the epoch; framework bindings
+        call this."""
         self.__dict__.setdefault("_bound", weakref.WeakSet()).add(optimizer_side)
 
     def _only_bound(self) -> Any:
@@ -299,16 +307,18 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         return bound[0]
 
     def stats(self) -> Stats:
-        """Return exact bytes so far and more; see :class:`hvd_compress.stats.Stats`."""
+        """Return the exact number of bytes so far, the density and the norm of residuals; see
+        :class:`hvd_compress.stats.Stats`."""
         return self._only_bound().stats()
 
     def set_epoch(self, epoch: float) -> None:
-        """Announce an epoch, or a part of one such as 2.5, for schedules by epoch."""
+        """Announce the epoch, which may be fractional such as 2.5, for schedules by epoch."""
         self._only_bound().set_epoch(epoch)
 
     @classmethod
     def compress(cls, *_: Any, **__: Any) -> Any:
-        """Horovod's own interface, which a method with state cannot serve."""
+        """Raise ``UnboundError``: Horovod's own interface, which a method with state cannot
+        serve."""
         raise UnboundError(
             f"{cls.__name__} knows neither the optimizer nor the parameters. Import "
             "hvd_compress.torch before you take DistributedOptimizer from Horovod, and write "

@@ -40,13 +40,13 @@ class Transform(Configurable, kind="block"):
 
     #: the names of its state, arrays as large as the gradient; unique within a chain
     keys: ClassVar[tuple[str, ...]] = ()
-    #: uses ``context.gradient_norm``, which is known only after the backward pass
+    #: the transform uses ``context.gradient_norm``, which is known only after the backward pass
     needs_gradient_norm: ClassVar[bool] = False
     #: the state differs between ranks
     per_rank: ClassVar[bool] = True
-    #: but not under these keys
+    #: keys of the state that are equal on all ranks even so
     shared: ClassVar[tuple[str, ...]] = ()
-    #: applies the optimizer's momentum, unless it has its own: see
+    #: the transform applies the optimizer's momentum, unless it has its own: see
     #: :class:`hvd_compress.base.Compressor`
     takes_momentum: ClassVar[bool] = False
     momentum: float | None = None
@@ -55,16 +55,16 @@ class Transform(Configurable, kind="block"):
     averages_momentum: ClassVar[bool] = False
     #: what ``finish`` returns is additive: see :class:`hvd_compress.base.Outcome`
     additive: ClassVar[bool] = True
-    #: what one message leaves out is added to later ones (error feedback), which converges only for
-    #: operators that leave out less than they got
+    #: the error of one message is added to later ones (error feedback), which converges only for
+    #: operators whose error is smaller than their input
     feeds_back: ClassVar[bool] = False
-    #: must come before a transform that feeds back
+    #: the transform must come before one that feeds back
     of_gradients: ClassVar[bool] = False
-    #: passes on something else than a gradient, so it must be the last transform
+    #: the result is not a gradient, so this must be the last transform
     last: ClassVar[bool] = False
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
-        """Return what is passed on for ``x``, and the new state, before the exchange.
+        """Return the transformed ``x`` and the new state, before the exchange.
 
         Neither ``x`` nor the old state may be changed in place: in a non-finite step every rank
         goes back to the old state.
@@ -82,8 +82,8 @@ class Transform(Configurable, kind="block"):
         return state
 
     def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
-        """Return what the optimizer shall step along, given the average, and the new state; equal
-        on all ranks."""
+        """Return the direction of the optimizer's step, given the average, and the new state; both
+        are equal on all ranks."""
         return mean, state
 
 
@@ -104,9 +104,10 @@ class Aggregated(NamedTuple):
 
 
 class Aggregator(Configurable, abc.ABC, kind="block"):
-    """How the ranks' contributions are averaged: one file each in ``hvd_compress.aggregators``."""
+    """A way of averaging the ranks' contributions; each is a file in
+    ``hvd_compress.aggregators``."""
 
-    #: scales what it sends, so that its expectation is the gradient
+    #: what is sent is scaled, so that its expectation is the gradient
     unbiased: bool = False
     #: the names of its state, arrays of any size; unique within a chain
     keys: ClassVar[tuple[str, ...]] = ()
@@ -130,8 +131,8 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
         of ``shape``."""
 
     def classes(self, d: int, context: Context | None = None) -> Classes:
-        """Return the constants of what a rank sends of ``d`` elements; ``context`` where they
-        depend on the step."""
+        """Return the constants of the operator that a rank applies to ``d`` elements; ``context``
+        is needed if they depend on the step."""
         raise UnsupportedError(f"no constants are known for {self!r}")
 
 
@@ -221,7 +222,7 @@ class Chain(Compressor, name="chain"):
         for transform in self.transforms:
             x, own = transform.update(x, {key: state[key] for key in transform.keys}, context)
             states.append(own)
-        # Whatever the aggregator picks, the others must see that this step is not finite.
+        # Whatever the aggregator selects, the others must see that this step is not finite.
         fresh = x
         x = xp.choose(xp.all_finite(x), lambda: fresh, lambda: xp.full_like(fresh, math.nan))
 
@@ -246,14 +247,14 @@ class Chain(Compressor, name="chain"):
             return update, new_state
 
         def restored() -> tuple[Array, State]:
-            # If it is the state that overflows, with finite gradients, it would do so for ever.
+            # If the state overflows while gradients are finite, it would overflow in every step.
             return aggregated.mean, {key: _in_range(x) for key, x in old.items()}
 
         update, new_state = xp.choose(finite, settled, restored)
         if not self._has_update:
             return Outcome(mean, aggregated.sent, new_state)
         update = xp.restore(update, gradient)
-        if xp.dtype(mean) != xp.dtype(x):  # nor for the momentum of it
+        if xp.dtype(mean) != xp.dtype(x):  # nor may it have room for the momentum
             fits = xp.all_finite(update)
             new_state = xp.choose(fits, lambda: new_state, lambda: old)
         additive = all(t.additive for t in self.transforms)
@@ -265,8 +266,8 @@ class Chain(Compressor, name="chain"):
 
 
 def _in_range(x: Array) -> Array:
-    """Elements so large that a few of them, or of other ranks', overflow when they are added become
-    the largest that do not; all others stay as they are."""
+    """Return ``x`` with too large elements replaced: those that would overflow when a few of them,
+    or of other ranks', are added become the largest that do not overflow."""
     xp = backend_of(x)
     if not xp.dtype(x).startswith("float"):
         return x
@@ -275,7 +276,7 @@ def _in_range(x: Array) -> Array:
 
 
 def chain(*transforms: Transform, via: Aggregator) -> Chain:
-    """Write a compressor in one line::
+    """Return a compressor made of blocks, written in one line::
 
     chain(momentum_correction(0.9), error_feedback(), via=allgather(top_k(0.001)))
     """

@@ -1,8 +1,8 @@
-"""Averages gradients over the ranks, and owns all that belongs to it: the method, the step, the
-epoch, the seed, the states, the records of what was sent, and the buckets.
+"""Averaging of gradients over the ranks.
 
-A loop of one's own, in NumPy or over any backend's arrays, needs a :class:`Reducer` and nothing
-else.  The bindings to frameworks are subclasses, or make one for each graph that they trace.
+A :class:`Reducer` owns the method, the step, the epoch, the seed, the states, the records of bytes,
+and the buckets.  A custom training loop, in NumPy or over any backend's arrays, needs nothing else.
+The bindings to frameworks are subclasses, or make one for each graph that they trace.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ _NOTHING = np.empty(0)
 
 
 class Reducer:
-    """Exchanges of named gradients over an engine, with the state that belongs to them.
+    """Averages named gradients over the ranks of an engine, and keeps their states.
 
-    ``reduce`` takes all gradients of a step at once; ``start`` one by one as they become ready, in
-    any order, and ``finish`` the results.  All ranks reduce the same names in a step.
+    ``reduce`` takes all gradients of a step at once.  ``start`` takes them one by one, as they
+    become ready and in any order, and ``finish`` returns the results.  In each step all ranks must
+    reduce the same names.
 
     Args:
-        compression: a method, its class, its name, or a text such as "dgc:density=0.01".
-        engine: carries the exchanges, for instance :class:`hvd_compress.mpi.MpiEngine`.
-        momentum, nesterov: of the optimizer, which must not apply them again, for methods that take
-            momentum over.
+        compression: a method, its class, its name, or a string such as "dgc:density=0.01".
+        engine: carries out the exchanges, for instance :class:`hvd_compress.mpi.MpiEngine`.
+        momentum, nesterov: those of the optimizer, for methods that take momentum over; the
+            optimizer must not apply them again.
         sums: results are sums instead of averages.
-        seed: for randomness that the ranks share.
-        bucket_bytes: gradients of so many bytes leave together.
-        groups: names of tensors that leave together, whatever their size; others leave alone.
+        seed: the seed of random numbers that the ranks share.
+        bucket_bytes: a bucket is sent when its gradients have this many bytes, uncompressed.
+        groups: names of tensors that are sent together, whatever their size; all other tensors are
+            sent one by one.
         same_order: all ranks start their gradients in the same order.
         names: of the tensors, if they are known beforehand, the first ones ready first.
 
     Attributes:
         method: the compressor.
-        step, epoch: of the next exchange.
-        states: by name of the tensor, arrays by key.
-        records: what each tensor has sent and received so far.
-        buckets: which tensors leave together.
+        step, epoch: the step and epoch of the next exchange.
+        states: the state of each tensor by name, as arrays by key.
+        records: the bytes that each tensor has sent and received so far, by name.
+        buckets: the assignment of tensors to buckets.
     """
 
     def __init__(
@@ -90,9 +92,9 @@ class Reducer:
         )
         self._local, self._shared = LocalEngine(), engine
         self._per_rank: dict[str, frozenset[str]] = {}  # keys of states that differ between ranks
-        self._deferred: dict[str, Array] = {}  # until the norm of all gradients is known
+        self._deferred: dict[str, Array] = {}  # gradients, until the norm of all is known
         self._in_flight: dict[str, Array] = {}  # gradients
-        self._shapes: dict[str, tuple[int, ...]] = {}  # that fit the states
+        self._shapes: dict[str, tuple[int, ...]] = {}  # shapes that fit the states
         self._agrees = False  # the ranks have begun to compare terms in this step
         if engine.is_collective:
             self._begin_agreement(_NOTHING)
@@ -105,22 +107,23 @@ class Reducer:
 
     @property
     def engine(self) -> Engine:
-        """Between ranks, or of a world of one where there is but one; elastic training changes
-        that."""
+        """The engine between the ranks, or a local one if there is only one rank; elastic training
+        changes the number of ranks."""
         return self._shared if self._shared.size > 1 else self._local
 
     def reduce(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
-        """The direction to step along, for each name: the average, or what momentum makes of it;
-        shape and dtype of the gradient, the same bits on all ranks."""
+        """Average gradients, and return the direction of the optimizer's step by name: the average,
+        or its momentum if the method applies it; shape and dtype are those of the gradient, and all
+        ranks get the same bits."""
         self.start_together(gradients)
         return self.finish()
 
     def start(self, name: str, gradient: Array) -> None:
-        """Begin to exchange one gradient; does not wait for other ranks."""
+        """Begin to exchange one gradient, without waiting for other ranks."""
         self.start_together({name: gradient})
 
     def start_together(self, gradients: Mapping[str, Array]) -> None:
-        """:meth:`start` for several that became ready at once."""
+        """Begin to exchange several gradients that became ready at once; see :meth:`start`."""
         if twice := gradients.keys() & (self._in_flight.keys() | self._deferred.keys()):
             raise ConfigError(f"{twice.pop()!r} was started already: call finish() once a step")
         if self.method.needs_epoch and self.epoch is None:
@@ -134,11 +137,11 @@ class Reducer:
         else:
             self._launch(gradients, None)
 
-    #: how users call it
+    #: the call that error messages tell users to write
     _set_epoch = "set_epoch(epoch)"
 
     def finish(self) -> dict[str, Array]:
-        """What :meth:`reduce` returns, for everything that was started.
+        """Wait for all gradients that were started, and return what :meth:`reduce` returns.
 
         Raises:
             MismatchError: the ranks differ in method, options, step or tensors.
@@ -161,13 +164,14 @@ class Reducer:
         return {name: self._received(name, outcome) for name, outcome in outcomes.items()}
 
     def abandon(self) -> None:
-        """Forget what is in flight: the collectives failed, or a checkpoint was loaded."""
+        """Discard everything in flight, because the collectives failed or a checkpoint was
+        loaded."""
         self._in_flight, self._deferred, self._agrees = {}, {}, False
         self._local.abandon()
         self.buckets.abandon()
 
     def _received(self, name: str, outcome: Outcome) -> Array:
-        """Keep what an exchange has made of its tensor; the direction to step along."""
+        """Keep the state of a finished exchange, and return the direction of the step."""
         self._keep(name, outcome.state)
         sent = outcome.sent.values if isinstance(outcome.sent, Sparse) else outcome.sent
         self.records[name].elements_sent += self._size(sent)
@@ -175,7 +179,7 @@ class Reducer:
         return self._multiplied(outcome.direction, factor)
 
     def _begin_agreement(self, like: Array) -> None:
-        """Begin to compare with the other ranks, once a step."""
+        """Begin the comparison with the other ranks, once a step."""
         if not self._agrees:
             self.engine.agree(self._terms(), self._for_messages(like))
             self._agrees = True
@@ -208,10 +212,10 @@ class Reducer:
             sums=self.sums,
         )
 
-    # What a binding may know better.
+    # Methods that bindings override.
 
     def _terms(self) -> Terms:
-        """What must be the same on all ranks, in words."""
+        """Return everything that must be the same on all ranks, as text."""
         return {
             "method": repr(self.method),
             "momentum, nesterov, sums": f"{self.momentum}, {self.nesterov}, {self.sums}",
@@ -222,22 +226,22 @@ class Reducer:
         }
 
     def _for_messages(self, like: Array) -> Array:
-        """An array of the kind that messages about the exchange itself shall be made of."""
+        """Return an array of the kind in which the ranks' comparison is sent."""
         return like
 
     def _momentum_of(self, name: str) -> tuple[float, bool]:
         return self.momentum, self.nesterov
 
     def _norm(self, gradients: Mapping[str, Array]) -> Any:
-        """L2 norm of all gradients of this rank."""
+        """Return the L2 norm of all gradients of this rank."""
         return math.hypot(*(backend_of(g).norm(g) for g in gradients.values()))
 
     def _size(self, array: Array) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return backend_of(array).size(array)
 
     def _extent(self, name: str, gradient: Array) -> tuple[int, int]:
-        """Elements and bytes of a gradient, uncompressed."""
+        """Return the number of elements and of bytes of an uncompressed gradient."""
         return self._size(gradient), gradient.nbytes
 
     def _multiplied(self, direction: Array, factor: float) -> Array:
@@ -267,25 +271,25 @@ class Reducer:
             )
 
     def stats(self) -> Stats:
-        """Exact bytes so far, by name and in total, and the norm of what waits."""
+        """Return the exact bytes so far and the norm of the residuals, by name and in total."""
         for name, state in self.states.items():
             if (norm := norm_of_residual(state)) is not None:
                 self.records.setdefault(name, Record()).residual_norm = norm
         return Stats(self.records)
 
     def set_epoch(self, epoch: float) -> None:
-        """Announce an epoch, or a part of one such as 2.5, for schedules by epoch."""
+        """Announce the epoch, which may be fractional such as 2.5, for schedules by epoch."""
         self.epoch = float(epoch)
 
     # -- checkpoints -------------------------------------------------------------------------
 
     def state_dict(self, *, consolidate: bool = True) -> dict[str, Any]:
-        """Everything that must survive: arrays by name and key, and plain numbers.
+        """Return the state for a checkpoint: arrays by name and key, and plain numbers.
 
         Args:
-            consolidate: average over the ranks what differs between them, which makes this a
-                collective: call it on every rank, save it on one, load it on any number.  Without
-                it, save and load every rank's own.
+            consolidate: average the entries that differ between ranks.  This is a collective: call
+                it on every rank, save the result on one, and load it on any number of ranks.
+                Without it, every rank has to save and load its own state.
         """
         if self._in_flight or self._deferred:
             raise ConfigError("gradients are under way: call finish() before state_dict()")
@@ -306,11 +310,11 @@ class Reducer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken.
+        """Restore what :meth:`state_dict` returned.
 
         Raises:
-            ConfigError: it was made by another method or version, or it is damaged; then nothing
-                has changed.
+            ConfigError: the state was made by another method or version, or it is damaged; then
+                nothing has changed.
         """
         version = whole(state_dict, "version")
         if version != _VERSION:
@@ -328,7 +332,7 @@ class Reducer:
     def _loaded(
         self, state_dict: Mapping[str, Any]
     ) -> tuple[dict[str, frozenset[str]], dict[str, State]]:
-        """Copies of the arrays by name and key, and which keys differ between ranks."""
+        """Return the keys that differ between ranks, and copies of the arrays, both by name."""
         per_rank: dict[str, frozenset[str]] = {}
         states: dict[str, State] = {}
         everything = entry(state_dict, "states", Mapping)
@@ -344,7 +348,7 @@ class Reducer:
                 check_array(f"{key!r} of {name!r}", x)
                 states[name][key] = backend_of(x).copy(x)
             per_rank[name] = frozenset(keys)
-        for name in self._shapes:  # of others the first gradient will tell
+        for name in self._shapes:  # other states are checked with their first gradient
             if problem := _misfit(entry(states, name, dict), self.states[name]):
                 raise refused(f"of {name!r} {problem}")
         return per_rank, states
@@ -356,8 +360,8 @@ class Reducer:
             states[name][key] = mean
 
     def average(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """The mean over the ranks of each array, by name: a collective, with the same names on all
-        ranks."""
+        """Return the mean of each array over the ranks, by name.  This is a collective, and names
+        must be the same on all ranks."""
         size = self.engine.size
 
         def averaged(x: Array) -> Exchange:
@@ -370,14 +374,14 @@ class Reducer:
         return {name: outcomes[name].mean for name in arrays}
 
     def _run(self, members: Sequence[Member]) -> dict[str, Outcome]:
-        """Exchanges between steps, in the same order on all ranks."""
+        """Run exchanges between steps, in the same order on all ranks; return outcomes by name."""
         buckets = Buckets(lambda: self.engine, same_order=True)
         buckets.start(members)
         return buckets.finish(_NOTHING)
 
 
 def _misfit(state: State, fresh: State) -> str:
-    """What is wrong with a state, beside one that fits; nothing if the text is empty."""
+    """Return how a state differs from ``fresh``, a new one; an empty text if it fits."""
     if state.keys() != fresh.keys():
         return f"there is {sorted(map(str, state))} where {sorted(fresh)} was expected"
     for key, like in fresh.items():

@@ -1,7 +1,7 @@
 """Densities that change during training.
 
 A schedule maps (step, epoch) to the fraction of elements to send.  Sending 0.1 % from the first
-step on hurts: early gradients change fast, and residuals grow stale.  Lin et al.
+step on costs accuracy: early gradients change fast, and residuals become stale.  Lin et al.
 (ICLR 2018) therefore lower the density in stages while the learning rate warms up.
 
 Stages advance by ``unit="step"`` (``stage_length`` optimizer steps each) or by ``unit="epoch"``,
@@ -73,10 +73,10 @@ class _Staged(Configurable, abc.ABC, kind="schedule"):
 
 @dataclasses.dataclass(frozen=True)
 class StagedWarmup(_Staged, name="staged"):
-    """One density after the other; the last one stays.
+    """A schedule with one density for each stage; the last one never ends.
 
     The default is the list of Lin et al. (2018): 25, 6.25, 1.5625, 0.4 and 0.1 %.  Any list of
-    fractions will do; 1.0 stands for dense stages.
+    fractions is possible; 1.0 makes a dense stage.
     """
 
     densities: tuple[float, ...] = dataclasses.field(
@@ -100,10 +100,11 @@ class StagedWarmup(_Staged, name="staged"):
 
 @dataclasses.dataclass(frozen=True)
 class ExponentialWarmup(_Staged, name="exponential"):
-    """``density ** ((stage + 1) / (stages + 1))`` for ``stages`` stages, then ``density``.
+    """A schedule of ``density ** ((stage + 1) / (stages + 1))`` for ``stages`` stages, and then
+    ``density``.
 
-    With 5 stages and density 0.001 this is what the authors' released code does by default:
-    0.3162, 0.1, 0.03162, 0.01, 0.003162, 0.001; which is not the list in their paper.
+    With 5 stages and density 0.001 this is the default of the authors' released code: 0.3162, 0.1,
+    0.03162, 0.01, 0.003162, 0.001.  It differs from the list in their paper.
     """
 
     density: float = 0.001
@@ -126,11 +127,11 @@ class ExponentialWarmup(_Staged, name="exponential"):
 def warmup_to(
     density: float, *, steps: int | None = None, epochs: int | None = None
 ) -> StagedWarmup:
-    """Return the paper's warm-up, ending at any ``density``, spread over ``steps`` or ``epochs``.
+    """Return the paper's warm-up, spread over ``steps`` or ``epochs`` and ending at ``density``.
 
-    It begins with 25 %, however short it is.  Where stages are shorter than an epoch, announce
-    parts of epochs, ``set_epoch(epoch + batch / batches)``, or write ``steps``: with whole epochs
-    alone the first stage of each lasts until its end, which is safe and sends more.
+    It begins with 25 %, however short it is.  If stages are shorter than an epoch, announce
+    fractional epochs, ``set_epoch(epoch + batch / batches)``, or give ``steps``: with whole epochs
+    the first stage of an epoch lasts until its end, which is safe and sends more.
 
     >>> warmup_to(0.01, epochs=3)
     StagedWarmup(unit='epoch', stage_length=1, densities=(0.25, 0.0625, 0.015625, 0.01))
@@ -151,7 +152,7 @@ def warmup_to(
 
 @dataclasses.dataclass(frozen=True)
 class After(_Staged, name="after"):
-    """False for the first ``stage_length`` steps or epochs, then True."""
+    """A schedule that is False for the first ``stage_length`` steps or epochs, and then True."""
 
     @property
     def stages_in_all(self) -> int:
@@ -163,7 +164,7 @@ class After(_Staged, name="after"):
 
 Schedule = StagedWarmup | ExponentialWarmup | After
 Density = float | StagedWarmup | ExponentialWarmup
-#: when something begins: at once, or after so many steps
+#: when something begins: at once (True), never (False), or after a number of steps
 Start = bool | int | After
 
 
@@ -193,7 +194,7 @@ def density_at(density: Density, step: int, epoch: float | None) -> float:
 
 
 def schedules_of(thing: Configurable) -> list[Schedule]:
-    """Return the schedules in the options of a method, at any depth; each once."""
+    """Return the schedules in the options of a method, at any depth, each of them once."""
     if isinstance(thing, _Staged):
         return [thing]  # type: ignore[list-item]
     found: list[Schedule] = []
@@ -203,7 +204,7 @@ def schedules_of(thing: Configurable) -> list[Schedule]:
 
 
 def with_values(thing: Any, values: Mapping[Any, Any]) -> Any:
-    """Return a copy of a method with the value of every schedule in its place."""
+    """Return a copy of a method in which every schedule is replaced by its value in ``values``."""
     if isinstance(thing, _Staged):
         return values[thing]
     if isinstance(thing, tuple):

@@ -1,4 +1,4 @@
-"""What an exchange cost, counted from the messages themselves."""
+"""Statistics of exchanges: bytes are counted from the messages themselves."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ class Record:
     """Totals of one tensor, or of all, on this rank.
 
     Attributes:
-        steps: exchanges.
-        bytes_sent: this rank's contributions, as handed to the collectives: a frame for an
-            allgather, the array for an allreduce.
-        bytes_received: what came back: the other ranks' frames, the summed array.  How often bytes
-            cross a link on their way is the collective's affair: a ring sends 2 (P - 1) / P times
-            an allreduced array.
-        dense_bytes: the gradients themselves, uncompressed.
-        elements, elements_sent: of the gradients; their quotient is the density achieved.
-        residual_norm: L2 norm of this rank's residuals, now (what a state keeps as ``WAITING``);
-            0 without error feedback.
+        steps: the number of exchanges.
+        bytes_sent: the bytes that this rank handed to the collectives: a frame for an allgather,
+            the array for an allreduce.
+        bytes_received: the bytes that it got back: the other ranks' frames, or the summed array.
+            A collective may move more bytes over the network: a ring sends 2 (P - 1) / P times an
+            allreduced array.
+        dense_bytes: the bytes of the uncompressed gradients.
+        elements, elements_sent: the number of elements of the gradients, and of those sent; their
+            quotient is the density achieved.
+        residual_norm: the current L2 norm of this rank's residuals (the entries of the state named
+            in ``WAITING``); 0 without error feedback.
     """
 
     steps: int = 0
@@ -46,16 +47,16 @@ class Record:
 
     @property
     def ratio(self) -> float:
-        """dense_bytes / bytes_sent; 1 if nothing was sent yet."""
+        """The quotient dense_bytes / bytes_sent; 1 if nothing was sent yet."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
 
     @property
     def density(self) -> float:
-        """Fraction of the elements that was sent; 1 if there was nothing to send."""
+        """The fraction of the elements that was sent; 1 if there was nothing to send."""
         return self.elements_sent / self.elements if self.elements else 1.0
 
     def plus(self, other: Record) -> Record:
-        """Return the sum of two tensors' records, over the same steps."""
+        """Return the sum of two tensors' records over the same steps."""
         return Record(
             steps=max(self.steps, other.steps),
             bytes_sent=self.bytes_sent + other.bytes_sent,
@@ -68,7 +69,7 @@ class Record:
 
 
 class Stats:
-    """Records by tensor name in ``layers``, their sum in ``total``.
+    """Records of all tensors: ``layers`` by tensor name, and ``total``, their sum.
 
     ``print(stats)`` shows a table, ``stats.line()`` is one line, and
     ``stats.to_tensorboard(writer, step)`` writes scalars.
@@ -81,7 +82,7 @@ class Stats:
             self.total = self.total.plus(record)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain numbers, for JSON."""
+        """Return "total" and "layers" as dicts of plain numbers, which JSON can hold."""
 
         def plain(record: Record) -> dict[str, Any]:
             return {
@@ -94,8 +95,8 @@ class Stats:
         return {"total": plain(self.total), "layers": layers}
 
     def line(self) -> str:
-        """Return the totals in one line.  Bytes saved and elements sent are two things: a method
-        may send all of them in a few bits each."""
+        """Return the totals in one line.  It shows both the ratio of bytes and the fraction of
+        elements sent, since a method may send all elements in a few bits each."""
         t = self.total
         steps = max(t.steps, 1)
         return (
@@ -120,14 +121,15 @@ class Stats:
         return "\n".join(rows)
 
     def to_tensorboard(self, writer: Any, step: int, prefix: str = "compression") -> None:
-        """Write scalars to anything that has ``add_scalar``, such as torch's ``SummaryWriter``."""
+        """Write scalars to ``writer``, which needs ``add_scalar``, as torch's ``SummaryWriter``
+        has."""
         for name, record in [("total", self.total), *self.layers.items()]:
             for key in ("bytes_sent", "bytes_received", "ratio", "density", "residual_norm"):
                 writer.add_scalar(f"{prefix}/{name}/{key}", getattr(record, key), step)
 
 
 def human_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Return a number of bytes as text: 1536 becomes "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             break

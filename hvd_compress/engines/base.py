@@ -1,8 +1,8 @@
-"""What engines have in common.
+"""The base class of engines.
 
-An engine carries exchanges between ranks, one for each bucket of tensors.  ``start`` submits the
-first round of one and never waits for other ranks, so it may be called from autograd hooks;
-``finish`` brings everything in.
+An engine carries out exchanges between ranks, one for each bucket of tensors.  ``start`` submits
+the first round of an exchange and never waits for other ranks, so it may be called from autograd
+hooks; ``finish`` waits for all results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LENGTH = 8
 
 
 class Engine(Protocol):
-    """Carries generators of collectives; what they return is theirs alone."""
+    """Carries out exchanges, which are generators of requests, and returns their results."""
 
     #: making one is a collective, so its owners may compare at once what they are made for
     is_collective: bool

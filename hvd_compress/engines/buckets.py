@@ -1,4 +1,4 @@
-"""Which tensors travel together, and when."""
+"""Buckets: which tensors are sent together, and when."""
 
 from __future__ import annotations
 
@@ -19,25 +19,20 @@ _PLAN = "plan of the buckets"
 
 
 class Buckets:
-    """Sends exchanges in buckets: one leaves as soon as all its tensors are ready, while backward
-    goes on with others.
+    """Sends exchanges in buckets: a bucket is sent as soon as all its tensors are ready, while
+    backward goes on with others.
 
-    Which tensors make a bucket is decided after a step, and again when the tensors or the kinds of
-    their requests have changed: neighbours in the order in which gradients became ready on rank 0,
-    of one kind of request, one dtype and one device.  Buckets leave in the same order on all ranks,
-    in whatever order gradients become ready there.  The first step sends all its buckets at its
-    end.
-
-    Where an engine's sums depend on the place of an element in its bucket, neighbours are those of
-    ``names``, so that a run that goes on from a checkpoint has the same buckets, and the same bits,
-    as one that was never interrupted.
+    Which tensors make a bucket is decided after the first step: neighbours in the order in which
+    gradients became ready on rank 0, of one kind of request, one dtype and one device.  Buckets
+    are sent in the same order on all ranks, in whatever order gradients become ready there.  The
+    first step sends all its buckets at its end.
 
     Args:
-        engine: returns the engine of now; in elastic training it changes.
-        nbytes: a bucket is full when the gradients in it have that many bytes, uncompressed.
-        groups: names of tensors that go together, whatever their size; others are alone.
-        same_order: all ranks start tensors in the same order, so no rank has to tell its own.
-        names: tensors in an order that is known beforehand, the first ones ready first.
+        engine: a function that returns the current engine; elastic training changes it.
+        nbytes: a bucket is full when the gradients in it have this many bytes, uncompressed.
+        groups: names of tensors that are sent together, whatever their size; all other tensors are
+            sent one by one.
+        same_order: all ranks start tensors in the same order, so rank 0 need not send its order.
     """
 
     def __init__(
@@ -82,10 +77,10 @@ class Buckets:
         self._engine().poll()
 
     def finish(self, like: Array) -> dict[str, Outcome]:
-        """Send what has not left yet, and wait; the outcomes by name.
+        """Send all remaining buckets, wait for all, and return the outcomes by name.
 
         Args:
-            like: an array; where ranks tell each other an order, messages are of its kind.
+            like: an array; messages in which rank 0 sends its order are arrays of this kind.
         """
         engine = self._engine()
         names = list(self._members) if self._same_order else self._sorted()
@@ -110,7 +105,7 @@ class Buckets:
         return sorted(self._members, key=lambda name: (self._places.get(name, last), name))
 
     def abandon(self) -> None:
-        """Forget what is in flight."""
+        """Discard everything in flight."""
         self._reset()
         self._engine().abandon()
 

@@ -1,8 +1,8 @@
 """One exchange for a bucket of tensors.
 
 The exchanges of the tensors advance together.  In each round, requests of one kind are joined:
-sums end to end, payloads into one message with a table of their sizes.  So what an engine carries
-is in number and cost that of buckets, not of tensors.
+sums end to end, payloads into one message with a table of their sizes.  So the number and cost of
+an engine's collectives grow with the number of buckets, not of tensors.
 
 Results do not depend on how tensors are put into buckets: joining changes neither what is added
 nor the order of the ranks.  Two things can change last bits: a collective that adds in another
@@ -42,18 +42,18 @@ Round = Generator[Collective, Any, None]
 
 
 class Member:
-    """The exchange of one tensor: the ``request`` that it waits for an answer to, or its
-    ``outcome``.  Making one runs the exchange up to its first request, which is where gradients
+    """The exchange of one tensor, with its current ``request`` or, when it is finished, its
+    ``outcome``.  The constructor runs the exchange up to its first request; this is where gradients
     are compressed.
 
     Args:
-        name: of the tensor.
+        name: the name of the tensor.
         exchange: a generator of requests, not yet begun.
-        record: counts what it sends and receives.
-        nbytes: of the gradient, uncompressed.
+        record: counts the bytes that the exchange sends and receives.
+        nbytes: the bytes of the uncompressed gradient.
 
     Attributes:
-        kind: what requests have in common that can be joined; of the first one.
+        kind: the kind of the first request; requests of one kind can be joined.
     """
 
     def __init__(self, name: str, exchange: Exchange, record: Record, nbytes: int = 0) -> None:
@@ -66,7 +66,7 @@ class Member:
         self.first = "" if self.request is None else describe(self.request)
 
     def advance(self, reply: Any) -> None:
-        """Hand in the reply; ``None`` before the first request."""
+        """Send the reply into the exchange; ``None`` before the first request."""
         try:
             self.request = self._exchange.send(reply)
         except StopIteration as stop:
@@ -77,7 +77,7 @@ class Member:
 
 
 def joined(members: Sequence[Member], rank: int, size: int) -> BucketExchange:
-    """The exchange of a bucket; returns the outcome of each member by name.
+    """Run the exchange of a bucket; it returns the outcome of each member by name.
 
     Args:
         members: the same on all ranks, in the same order.
@@ -96,7 +96,7 @@ def joined(members: Sequence[Member], rank: int, size: int) -> BucketExchange:
 
 
 def kind_of(request: Collective | Batch) -> Hashable:
-    """Requests of one kind can be joined."""
+    """Return the kind of a request; requests of one kind can be joined."""
     if isinstance(request, Swap):
         return "swap", request.partner
     if isinstance(request, Alltoall):
@@ -113,7 +113,7 @@ def kind_of(request: Collective | Batch) -> Hashable:
 
 
 def describe(request: Collective | Batch) -> str:
-    """What must be the same on all ranks, in words."""
+    """Return the properties of requests that must be the same on all ranks, as text."""
     if isinstance(request, Batch):
         return "local work"
     if isinstance(request, Alltoall):
@@ -204,7 +204,7 @@ def _swap(group: Sequence[Member], rank: int, size: int) -> Round:
 
 
 def _sparse_sum(group: Sequence[Member], rank: int, size: int) -> Round:
-    """Vectors end to end are one vector."""
+    """Join sparse vectors end to end into one."""
     requests: list[SparseSum] = [member.request for member in group]
     bounds = [0, *itertools.accumulate(request.n for request in requests)]
     xp = backend_of(requests[0].sparse.values)
@@ -246,8 +246,8 @@ def _cut(array: Array, sizes: Sequence[int]) -> list[Array]:
 
 
 def _packed(xp: Any, payloads: Sequence[Array], open_sizes: Sequence[int]) -> Array:
-    """One message, with the sizes that are open in front, but for the last: that follows from the
-    size of the message."""
+    """Return one message of all payloads.  Sizes that receivers do not know come first, except the
+    last one, which follows from the size of the message."""
     if len(payloads) == 1:
         return payloads[0]
     table = [xp.pack_sizes([payloads[i] for i in open_sizes[:-1]])] if len(open_sizes) > 1 else []
@@ -257,7 +257,8 @@ def _packed(xp: Any, payloads: Sequence[Array], open_sizes: Sequence[int]) -> Ar
 def _unpacked(
     xp: Any, message: Array, sizes: Sequence[Any], open_sizes: Sequence[int], sender: int
 ) -> list[Array]:
-    """Payloads of one rank, of which those ``open_sizes`` may have other sizes than here."""
+    """Return the payloads in a rank's message; those in ``open_sizes`` may have other sizes than on
+    this rank."""
     if len(sizes) == 1:
         return [message]
     theirs, start = list(sizes), 0
@@ -283,8 +284,8 @@ def _unpacked(
 
 
 def answer_batches(members: Sequence[Member]) -> None:
-    """Until none of the members asks for a ``Batch`` any more.  They must be the same on all
-    ranks, in the same order: what is stacked decides upon the last bits of products."""
+    """Answer ``Batch`` requests until no member has one.  Members must be the same on all ranks, in
+    the same order: which arrays are stacked decides the last bits of products."""
     while True:
         alike: dict[Hashable, list[Member]] = {}
         for member in members:
@@ -299,7 +300,7 @@ def answer_batches(members: Sequence[Member]) -> None:
 
 
 def answers(requests: Sequence[Batch]) -> list[Array]:
-    """Of requests that differ in their values only."""
+    """Return the answers to requests that differ only in their values."""
     function = requests[0].function
     xp = backend_of(requests[0].arrays[0])
     if len(requests) == 1:

@@ -1,4 +1,4 @@
-"""The engine of a world of one rank."""
+"""The engine of a single rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_compress.engines import lockstep
 
 
 class LocalEngine:
-    """Answers every request with what a world of one rank would reply."""
+    """Answers every request with the reply that a single rank would get."""
 
     rank, size = 0, 1
     is_collective = False

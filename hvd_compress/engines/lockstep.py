@@ -1,7 +1,7 @@
-"""A world of ranks inside one process: the simplest engine, for tests, studies and examples.
+"""An engine that runs all ranks in one process: the simplest one, for tests, studies and examples.
 
 All ranks advance together, one request at a time, so there is no concurrency and no time-out, and
-hundreds of ranks fit into one test.  Works on the arrays of every backend.
+hundreds of ranks fit into one test.  It works on the arrays of every backend.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hvd_compress.errors import CompressionError
 
 
 def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
-    """What a rank gets for its request, given all ranks' requests in rank order."""
+    """Return a rank's reply to its request, given all ranks' requests in rank order."""
     kinds = {type(request) for request in requests}
     if len(kinds) > 1:
         raise CompressionError(f"ranks ask for different things at once: {requests}")
@@ -79,7 +79,7 @@ def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
 
 
 def _sparse_total(requests: Sequence[SparseSum]) -> SparseTotal:
-    """Added in the order of the ranks."""
+    """Return the sum of sparse vectors, added in the order of the ranks."""
     if len({(request.n, request.wire, request.algorithm) for request in requests}) > 1:
         raise CompressionError(f"ranks ask for sparse sums that differ: {requests}")
     like = requests[0].sparse
@@ -105,7 +105,7 @@ def _from_partner(requests: Sequence[Swap], rank: int) -> Array:
 
 
 def run(exchanges: Sequence[Exchange]) -> list[Outcome]:
-    """Run one exchange per rank to the end."""
+    """Run one exchange per rank to the end, and return the outcomes in rank order."""
     outcomes: list[Outcome] = []
     replies: list[Any] = [None] * len(exchanges)
     while True:
@@ -126,7 +126,7 @@ def run(exchanges: Sequence[Exchange]) -> list[Outcome]:
 
 
 class World:
-    """Ranks that hold one state each for every tensor name.
+    """Ranks in one process, which hold one state each for every tensor name.
 
     Example:
         >>> import numpy as np
@@ -147,7 +147,8 @@ class World:
     def exchange(
         self, gradients: Sequence[Array], name: str = "tensor", **context: Any
     ) -> list[Outcome]:
-        """Average one tensor; ``gradients`` in rank order, ``context`` as in ``base.Context``."""
+        """Average one tensor.  ``gradients`` are in rank order; ``context`` has fields of
+        ``base.Context``."""
         if len(gradients) != self.size:
             raise CompressionError(f"{len(gradients)} gradients for {self.size} ranks")
         shape = backend_of(gradients[0]).shape(gradients[0])

@@ -1,11 +1,11 @@
-"""Engines over a library of collectives that are asynchronous and have names.
+"""Engines over a library whose collectives are asynchronous and have names.
 
 ``start`` submits the first round of an exchange and never waits, so it may be called from autograd
 hooks.  ``finish`` waits for each exchange in turn, and submits its next round before it turns to
 the following one.  Since every rank has submitted a round of all exchanges before it waits for any,
 ranks may wait in different orders without deadlock.
 
-Horovod's engines for PyTorch and TensorFlow are made of this, and that of torch.distributed.
+The engines over Horovod for PyTorch and TensorFlow and over torch.distributed are subclasses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hvd_compress.errors import PayloadError, UnsupportedError
 
 class Op(NamedTuple):
     """One collective: "sum", "max", "gather", "gather_equal", "alltoall", "alltoall_open" or
-    "swap".  Where there are ``splits``, so many elements of the tensor are for each rank; in a
+    "swap".  ``splits``, if given, are the numbers of elements of the tensor for each rank; in a
     "swap", as many come from it, and in an "alltoall" as many as this rank has for itself."""
 
     kind: str
@@ -35,8 +35,8 @@ class Op(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class _InFlight:
-    """An exchange as a generator of collectives: the ``handle`` of the one that is under way, or
-    the ``result``."""
+    """An exchange as a generator of collectives, with the ``handle`` of the collective in flight,
+    or the ``result``."""
 
     ops: Generator[Op, Any, Any]
     handle: Any = None
@@ -46,7 +46,7 @@ class _InFlight:
 
 
 class NamedEngine(abc.ABC):
-    """Exchanges over the ranks of a library's collectives."""
+    """Carries out exchanges by the named collectives of a library."""
 
     #: ``_with_replies`` wants to know all that arrived, which takes memory until ``finish``
     keeps_replies: ClassVar[bool] = False
@@ -71,11 +71,11 @@ class NamedEngine(abc.ABC):
 
     @abc.abstractmethod
     def _launch(self, op: Op) -> Any:
-        """Submit a collective; a handle."""
+        """Submit a collective, and return a handle."""
 
     @abc.abstractmethod
     def _wait(self, handle: Any) -> Any:
-        """The result behind a handle."""
+        """Wait for a collective, and return its result."""
 
     def agree(self, terms: Terms, like: Array) -> None:
         """Compare ``terms`` over the ranks, before all else comes in.
@@ -97,18 +97,18 @@ class NamedEngine(abc.ABC):
         self._in_flight[name] = self._submit(name, exchange)
 
     def poll(self) -> None:
-        """Nothing: the library has threads of its own."""
+        """Do nothing, since the library makes progress in its own threads."""
         return
 
     def finish(self) -> dict[str, Any]:
-        """What the exchanges return, by name."""
+        """Wait for all exchanges, and return their results by name."""
         self._bring_in_agreement()
         self._bring_in(list(self._in_flight.values()))
         done, self._in_flight = self._in_flight, {}
         return {name: self._with_replies(each.result, each.replies) for name, each in done.items()}
 
     def abandon(self) -> None:
-        """Forget what is in flight, after a failure of the collectives themselves."""
+        """Discard everything in flight, after the collectives failed."""
         self._agreement, self._in_flight = None, {}
 
     def _bring_in_agreement(self) -> None:
@@ -227,7 +227,7 @@ class NamedEngine(abc.ABC):
 
     @abc.abstractmethod
     def _split(self, own: Array, everything: Array) -> list[Array]:
-        """All ranks' payloads, which have the size of this rank's ``own``."""
+        """Return all ranks' payloads, which have the size of this rank's ``own``."""
 
     def _sum(self, array: Array, name: str) -> Generator[Op, Any, Array]:
         return (yield Op("sum", name, array))
@@ -238,7 +238,7 @@ class NamedEngine(abc.ABC):
 
 
 class ProcessSetEngine(NamedEngine):
-    """Exchanges over one process set of Horovod's.
+    """Carries out exchanges over one process set of Horovod.
 
     Args:
         process_set: the ranks that take part; this rank must be one of them.

@@ -1,11 +1,11 @@
-"""Collectives over mpi4py, for training with ``mpirun python train.py`` and for their own sake::
+"""Collectives over mpi4py, for training with ``mpirun python train.py`` and for other programs::
 
     from hvd_compress import mpi
 
     total = mpi.allreduce(gradient)                       # picks an algorithm
     mean = mpi.ring_allreduce(gradient, op="mean", out=gradient)
 
-Arrays are NumPy's, torch's in host memory, or GPU arrays; every rank gets the same bits.
+Arrays are NumPy arrays, torch tensors in host memory, or GPU arrays; every rank gets the same bits.
 """
 
 from __future__ import annotations

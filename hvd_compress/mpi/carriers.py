@@ -1,8 +1,8 @@
-"""How each kind of request travels over MPI: as work under way, and a function that makes the reply
-when it is over.
+"""How each kind of request is carried out over MPI: as work in flight, and a function that makes
+the reply from its result.
 
 An exchange has its own tags, so collectives of several exchanges may overtake each other; MPI's own
-collectives, which have none, are not used here.
+collectives, which have no tags, are not used here.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def carry(request: Collective, comm: Communicator, tag: int, predivide: float) -
     """Begin.
 
     Args:
-        request: of an exchange.
-        comm: the ranks.
-        tag: the first of those that nobody else uses, in ``comm`` and its parts.
+        request: a request of an exchange.
+        comm: the communicator of the ranks.
+        tag: the first tag that nothing else uses, in ``comm`` and its parts.
         predivide: sums are scaled by 1 / predivide before and by predivide after adding.
     """
 

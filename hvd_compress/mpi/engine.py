@@ -1,7 +1,7 @@
-"""Carries exchanges over mpi4py.
+"""The engine over mpi4py.
 
-Exchanges start in the same order on all ranks, each round with tags of its own.  An exchange whose
-round is over goes on with its next round by itself, so several rounds need not wait for each other.
+Exchanges start in the same order on all ranks, and each round has its own tags.  An exchange whose
+round is complete starts its next round at once, without waiting for other exchanges.
 
 Sums are added in the order of the ranks and half precisions in float32: results are those of the
 lockstep world, bit for bit.
@@ -27,7 +27,8 @@ _TAGS, _ROUND = 1024, 256
 
 
 class MpiEngine:
-    """Exchanges over a communicator, of which it makes a duplicate: a collective.
+    """Carries out exchanges over a communicator.  Making one duplicates the communicator, which is
+    a collective.
 
     Args:
         comm: ``None`` for all ranks.
@@ -60,7 +61,7 @@ class MpiEngine:
         self._agreement = self._launch("agreement", agreement(terms, np.empty(0)))
 
     def check_step(self, describe: Callable[[], str]) -> None:
-        """Compare, for as many steps as the communicator checks calls."""
+        """Compare the ranks, for as many steps as the communicator checks calls."""
         self._bring_in_agreement()
         if not self.comm.checks:
             return
@@ -93,16 +94,16 @@ class MpiEngine:
             wait_for(self.comm, [comparison])
 
     def abandon(self) -> None:
-        """Others may go on with the step, and what they send must never be taken for what is sent
-        later: if gradients have left, this engine cannot be used again.  The comparison of the
-        ranks has tags of its own, and comes to its end by itself."""
+        """Discard everything in flight.  Other ranks may go on with the step, and their messages
+        must not be taken for later ones: if gradients have been sent, this engine cannot be used
+        again.  The comparison of the ranks has its own tags, and completes by itself."""
         left = list(self._in_flight.values())
         self._agreement, self._in_flight = None, {}
         if left:
             self.comm.give_up("a step was abandoned in the middle", left)
 
     def close(self) -> None:
-        """Give the duplicate of the communicator back: a collective."""
+        """Free the duplicate of the communicator; this is a collective."""
         self.comm.free()
 
     def _launch(self, name: str, exchange: Generator[Any, Any, Any]) -> _InFlight:
@@ -156,7 +157,7 @@ class _InFlight:
         return moved
 
     def _advance(self) -> None:
-        """Hand in the reply of a round, and submit the next."""
+        """Send the reply of a round into the exchange, and submit the next round."""
         try:
             request = self._exchange.send(self._reply())
         except StopIteration as stop:

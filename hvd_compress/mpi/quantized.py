@@ -2,20 +2,20 @@
 
 The columns of an array are divided among the ranks, in shards.  Every rank quantises its array and
 sends each shard to the shard's owner; the owner decodes them all, adds them up, quantises the sum
-and sends it to all.  So arrays are quantised twice, and what rounding leaves out stays where it was
-left out, in two residuals that are added before the next quantisation: the worker's, of full size,
-and the owner's, of the size of its shard.  Nothing is lost, it only comes later.
+and sends it to all.  So arrays are quantised twice.  Each rank keeps its rounding errors in
+two residuals that are added before the next quantisation: the worker's, of full size, and the
+owner's, of the size of its shard.  Nothing is lost; it is only sent later.
 
-This is the aggregator ``alltoall`` with the codec ``column_means`` or ``linear``, carried by MPI,
-with error feedback and for arrays of any layout.
+This is the aggregator ``alltoall`` with the codec ``column_means`` or ``linear`` over MPI, with
+error feedback and for arrays of any layout.
 
 Each rank sends (P - 1) / P of its quantised array twice; with one bit and columns of 2048 float32
-that is 31.03 times less than a dense allreduce.  A ring cannot do it: a partial sum of quantised
-arrays has more levels than they have, and would have to be quantised again on each hop.
+that is 31.03 times less than a dense allreduce.  A ring is not possible: a partial sum of quantised
+arrays has more levels than the arrays, and would have to be quantised again on each hop.
 DeepSpeed's compressed allreduce quantises twice as well, with one scale for a whole shard.
 
 Differs from the paper in: all frames of a phase are in flight at once; 8 bits are offered too;
-NaN and Inf are seen and change no residual.
+NaN and Inf are detected and change no residual.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def quantized_allreduce(
 ) -> Any:
     """Reduce an array over all ranks with few bits an element; every rank gets the same bits.
 
-    The result is near the mean or sum; what is missing is kept in ``state`` for the next calls.
+    The result approximates the mean or sum; ``state`` keeps the error for the next calls.
 
     Args:
-        x: like that of :func:`allreduce`, of floats.  On a GPU it is quantised on the host.
-        state: of this array, from the call before; changed in place.
-        bits: 1, two means for each column, or 8, a scale for each column.
+        x: an array of floats, as for :func:`allreduce`.  A GPU array is quantised on the host.
+        state: the state of this array after the call before; it is changed in place.
+        bits: 1, with two means for each column, or 8, with a scale for each column.
         op: "mean" or "sum".
         columns: which elements share their levels.  "first": every index of the first axis is a
             column, so with the weights of ``torch.nn.Linear`` and of convolutions all that is added
@@ -120,11 +120,11 @@ def quantized_allreduce(
 
 
 def consolidate(state: QuantizedState, *, comm: Comm = None) -> None:
-    """Give every rank the same state, without an owner's residual: a collective.
+    """Give every rank the same state, without an owner's residual; this is a collective.
 
-    Each rank adds its owner's residual to the worker's, and the mean of these over the ranks
-    becomes everyone's.  What the mean still lacks stays what it was, so it is also right for
-    another number of ranks: save it on one rank, load it on all.
+    Each rank adds its owner's residual to the worker's, and all ranks take over the mean of these.
+    This keeps the total that has not been sent, so the state is also right for another number of
+    ranks: save it on one rank, load it on all.
     """
     state.fold()
     if state.worker is not None:
@@ -136,10 +136,10 @@ def _exchange(
 ) -> Algorithm:
     """Average the flat ``x``, to which the worker's residual was added.
 
-    Returns the mean, what this rank has sent of ``x``, and the owner's next residual.
+    Returns the mean, the part of ``x`` that this rank has sent, and the owner's next residual.
 
-    A rank never leaves before both rounds are over, since the others wait for it.  An owner that
-    was sent something damaged therefore tells all others instead of its sum.
+    A rank always completes both rounds, since the others wait for it.  An owner that received a
+    damaged message therefore sends a frame without values in place of its sum.
     """
     shard = plan.shards(channel.size)[channel.rank]
     residual = np.zeros_like(x)

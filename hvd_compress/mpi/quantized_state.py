@@ -1,4 +1,4 @@
-"""What a quantised allreduce keeps between calls, and where the columns of an array are."""
+"""The state of a quantised allreduce between calls, and the columns of an array."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK = 2048
 
 
 class Plan(NamedTuple):
-    """Where the columns of an array are once it is flat."""
+    """The positions of the columns of an array in its flat form."""
 
     shape: tuple[int, ...]
     n: int
@@ -63,17 +63,17 @@ class Plan(NamedTuple):
 
 @dataclasses.dataclass
 class QuantizedState:
-    """What quantisation has left behind for one array, on one rank.
+    """The residuals of one array on one rank.
 
-    Make an empty one for each array and keep it: ``QuantizedState()``.  The residuals come at the
-    first call, and change only in calls that succeed.
+    Make an empty state for each array, ``QuantizedState()``, and keep it.  The first call makes the
+    residuals, and only calls that succeed change them.
 
     Attributes:
-        worker: what this rank still has to send, in the shape of the array; float64 for float64,
-            otherwise float32.
-        owner: what this rank still has to send of the *sum* over the ranks (also with
-            ``op="mean"``), for its shard: 1-D.
-        columns, rank, size: what the shard depends on.
+        worker: the part of the rank's own arrays that was not sent, in the shape of the array;
+            float64 for float64, otherwise float32.
+        owner: the part of the *sum* over the ranks (also with ``op="mean"``) that was not sent, for
+            this rank's shard: 1-D.
+        columns, rank, size: the values that the shard depends on.
 
     When the number of ranks changes, the shards change with it, and :func:`quantized_allreduce`
     refuses a state that has an owner's residual.  It belongs to the sum, to which every rank's
@@ -89,7 +89,7 @@ class QuantizedState:
     size: int = 1
 
     def fold(self) -> None:
-        """Move the owner's residual into the worker's, where it counts the same."""
+        """Move the owner's residual into the worker's, where it has the same effect."""
         if self.worker is not None and self.owner is not None:
             plan = Plan.of(self.worker.shape, self.columns)
             flat = plan.flatten(self.worker).copy()
@@ -98,12 +98,12 @@ class QuantizedState:
         self.owner = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the arrays by name, and what they depend on."""
+        """Return copies of the arrays by name, and the values that they depend on."""
         values = vars(self)
         return {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, in whatever state this object is.
+        """Restore what :meth:`state_dict` returned.
 
         Raises:
             ConfigError: something is missing, damaged or does not fit; then nothing has changed.

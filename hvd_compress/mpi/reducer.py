@@ -1,4 +1,4 @@
-"""The averaging of gradients over mpi4py for training loops of one's own."""
+"""Averaging of gradients over mpi4py for custom training loops."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Reducer(CoreReducer):
     """:class:`hvd_compress.reducer.Reducer` over MPI; making one is a collective.
 
     Args:
-        compression: a method, its class, its name, or a text such as "dgc:density=0.01".
-        comm: ``None`` for all ranks.
+        compression: a method, its class, its name, or a string such as "dgc:density=0.01".
+        comm: the communicator; ``None`` for all ranks.
         options: ``momentum``, ``nesterov``, ``sums``, ``seed``, ``bucket_bytes``.
 
     Example::

@@ -15,7 +15,7 @@ from hvd_compress.mpi.transport.progress import Algorithm, Wait
 def allgather(
     message: np.ndarray, *, comm: MPI.Comm | Communicator | None = None
 ) -> list[np.ndarray]:
-    """Every rank's ``message`` (1-D, uint8, of any size), in rank order."""
+    """Return every rank's ``message`` (1-D, uint8, of any size), in rank order."""
     comm = Communicator.of(comm)
     comm.agree("allgather")
     return comm.run("allgather", gather(comm.channel(), message))[0]

@@ -46,17 +46,17 @@ def allreduce(
     """Reduce an array over all ranks; every rank gets the same bits.
 
     Args:
-        x: any shape, the same on all ranks: a NumPy array, a torch tensor, or a GPU array with
-            DLPack.  float16, bfloat16, float32, float64 or integers.  Half precisions are added in
-            float32 and rounded once.
+        x: a NumPy array, a torch tensor, or a GPU array with DLPack, of any shape, which is the
+            same on all ranks; float16, bfloat16, float32, float64 or integers.  Half precisions
+            are added in float32 and rounded once.
         op: "sum", "mean" (floats only) or "max" (NaN counts as largest).
-        algorithm: "ring", "halving_doubling", "direct", "mpi" (MPI's own), or "auto": what a model
-            measured on this communicator expects to be fastest, see :class:`.CostModel`.
-        out: where the result goes, of the shape and dtype of ``x``; ``out=x`` works in place.  A
-            new array if ``None``.
-        comm: ``None`` for all ranks.
-        chunk: bytes of a message; the array travels in blocks, so that one is added while others
-            are on the wire.  No more than a few chunks of memory are needed beside the result.
+        algorithm: "ring", "halving_doubling", "direct", "mpi" (MPI's own), or "auto": the one that
+            a model measured on this communicator expects to be fastest, see :class:`.CostModel`.
+        out: the array for the result, of the shape and dtype of ``x``; ``out=x`` works in place,
+            and ``None`` makes a new array.
+        comm: the communicator; ``None`` for all ranks.
+        chunk: the bytes of a message.  The array is sent in blocks, so that one is added while
+            others are on the wire; this takes a few chunks of memory in addition to the result.
 
     Returns:
         ``out``, or a new array of the kind of ``x``.
@@ -64,7 +64,7 @@ def allreduce(
     Raises:
         UnsupportedError: a dtype that cannot be reduced.
         MismatchError: ranks differ in shape, dtype or options (found by the first calls' check).
-        CollectiveTimeout: some rank does not answer.
+        CollectiveTimeout: a rank does not answer.
     """
     if algorithm != "auto" and algorithm not in ALGORITHMS:
         raise ConfigError(f"algorithm={algorithm!r} is not one of auto, {', '.join(ALGORITHMS)}")
@@ -79,7 +79,7 @@ def allreduce(
 def ring_allreduce(
     x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
 ) -> Any:
-    """:func:`allreduce` around a ring: 2 (P - 1) rounds, 2 n (P - 1) / P bytes sent by each rank.
+    """Run :func:`allreduce` around a ring: 2 (P - 1) rounds, each rank sends 2 n (P - 1) / P bytes.
 
     The order of additions of an element depends on its place in the array.
     """
@@ -95,7 +95,7 @@ def halving_doubling_allreduce(
     chunk: int = CHUNK,
     remainder: str = "binary_blocks",
 ) -> Any:
-    """:func:`allreduce` by recursive halving and doubling: 2 log2 P rounds.
+    """Run :func:`allreduce` by recursive halving and doubling: 2 log2 P rounds.
 
     Args:
         remainder: what happens if P is no power of two: "binary_blocks" or "fold".
@@ -110,8 +110,8 @@ def halving_doubling_allreduce(
 def direct_allreduce(
     x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
 ) -> Any:
-    """:func:`allreduce` with two rounds of messages from each rank to each other; additions in the
-    order of the ranks, whatever else changes."""
+    """Run :func:`allreduce` with two rounds of messages from each rank to each other; elements are
+    always added in the order of the ranks."""
     return _run(direct, "direct", x, op, out, Communicator.of(comm), chunk)
 
 
@@ -195,7 +195,7 @@ def _target(out: Any, like: Flat) -> Flat:
 
 
 def is_same(x: Any, y: Any) -> bool:
-    """Whether flat arrays are the same memory."""
+    """Return whether flat arrays are the same memory."""
     if isinstance(x, np.ndarray):
         return isinstance(y, np.ndarray) and len(x) > 0 and x.ctypes.data == y.ctypes.data
     return x.data_ptr() == y.data_ptr()

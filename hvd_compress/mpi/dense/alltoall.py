@@ -17,9 +17,9 @@ def alltoall(
     equal_sizes: bool = True,
     phase: str = "payloads",
 ) -> Algorithm:
-    """``messages`` (1-D, uint8) by the rank they are for.  The result is what each rank has for
-    this one.  ``equal_sizes`` is a promise that all ranks have equally many bytes for the same
-    rank, which spares the exchange of sizes."""
+    """Send each rank its entry of ``messages`` (1-D, uint8), and return the messages that the ranks
+    have for this one.  ``equal_sizes`` is a promise that all ranks have equally many bytes for the
+    same rank, so that sizes need not be exchanged."""
     rank = channel.rank
     peers = others(channel.rank, channel.size)
     sizes = np.full(channel.size, messages[rank].nbytes, np.int64)
@@ -38,8 +38,8 @@ def alltoall(
 
 
 def swap(channel: Channel, messages: Mapping[int, np.ndarray]) -> Algorithm:
-    """``messages`` (1-D, uint8) by partner, who has equally many bytes for this rank.  The result
-    is what each partner has."""
+    """Send ``messages`` (1-D, uint8, by partner), and return the partners' messages by partner.
+    Each partner has equally many bytes for this rank."""
     arriving = {peer: np.empty_like(message) for peer, message in messages.items()}
     under_way = [channel.receive(theirs, peer) for peer, theirs in arriving.items()]
     under_way += [channel.send(message, peer) for peer, message in messages.items()]

@@ -1,9 +1,9 @@
 """Direct exchange: every rank adds up one part, in rank order, and sends the sum to all.
 
-Two rounds of P - 1 messages each, all under way at once; every rank sends 2 n (P - 1) / P like a
+Two rounds of P - 1 messages each, all in flight at once; every rank sends 2 n (P - 1) / P like a
 ring.  The order of additions is that of the ranks for every element, so the result depends neither
 on how arrays are cut or fused nor on timing, and it is that of the lockstep world, bit for bit.
-Partial sums never travel: half precisions are sent as they are and rounded once.
+Partial sums are never sent: half precisions are sent unchanged and rounded once.
 """
 
 from __future__ import annotations

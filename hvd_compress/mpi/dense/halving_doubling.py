@@ -8,8 +8,9 @@ Rabenseifner, Gropp, 2005).  For other P there are two ways:
     scatters within itself; sums move up from the smallest block to the largest, and results down
     again (Rabenseifner and Traeff, 2004).
 ``fold``
-    P - 2^k ranks hand their data to a neighbour, pairs sharing the additions, and get the result
-    at the end (Rabenseifner, 2004; MPICH).  Fewer partners, more bytes for the pairs.
+    P - 2^k ranks give their data to a neighbour, the pairs share the additions, and these ranks get
+    the result at the end (Rabenseifner, 2004; MPICH).  This has fewer partners, but the pairs send
+    more bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def halving_doubling(
 def _halve(
     channel: Channel, members: Sequence[int], partial: Any, reduction: Reduction
 ) -> Generator[Wait, None, _Range]:
-    """Reduce-scatter among ``members``; what this rank holds afterwards."""
+    """Reduce-scatter among ``members``, and return the part that this rank holds afterwards."""
     member, rounds = members.index(channel.rank), len(members).bit_length() - 1
     ranges = _owned(len(partial), member, rounds)
     arriving = reduction.scratch((len(partial) + 1) // 2)
@@ -74,7 +75,7 @@ def _halve(
 
 
 def _double(channel: Channel, members: Sequence[int], out: Any) -> Algorithm:
-    """Allgather among ``members`` of what :func:`_halve` left with each."""
+    """Allgather among ``members`` the parts that :func:`_halve` left with each."""
     member, rounds = members.index(channel.rank), len(members).bit_length() - 1
     ranges = _owned(len(out), member, rounds)
     for step in reversed(range(rounds)):
@@ -88,7 +89,7 @@ def _double(channel: Channel, members: Sequence[int], out: Any) -> Algorithm:
 
 
 def _blocks(size: int) -> list[range]:
-    """Powers of two that add up to ``size``, the largest first."""
+    """Return the powers of two that add up to ``size``, the largest first."""
     blocks, start = [], 0
     for bit in reversed(range(size.bit_length())):
         if size >> bit & 1:

@@ -1,19 +1,19 @@
 """Hierarchical allreduce: inside each node, then across nodes, then inside again.
 
-The network between nodes is slower than memory, so as little as possible crosses it, and all ranks
-of a node share the work (Goyal et al., 2017, reduce inside the node before they go across).  With
-L ranks on each of N nodes, n bytes:
+The network between nodes is slower than memory, so as little as possible is sent over it, and all
+ranks of a node share the work (Goyal et al., 2017, also reduce inside the node first).  With L
+ranks on each of N nodes and n bytes:
 
 even nodes
     Reduce-scatter inside; each rank then has a part of n / L and reduces it across nodes with the
     ranks that have the same part there; allgather inside.  Every rank sends 2 n / L (N - 1) / N
     bytes across and 2 n (L - 1) / L inside.
 uneven nodes
-    The first rank of a node adds up all of it, reduces it across with the other first ranks, and
-    hands the result out.
+    The first rank of a node adds up the whole array, reduces it with the first ranks of the other
+    nodes, and sends the result to its node.
 
 Inside a node sums are made in the order of the ranks.  Half precisions are added in float32 on both
-levels, travel between nodes as float32, and are rounded once at the end.
+levels, sent between nodes as float32, and rounded once at the end.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ def hierarchical_allreduce(
     ranks_per_node: int | None = None,
     chunk: int = CHUNK,
 ) -> Any:
-    """:func:`allreduce` by way of nodes, for clusters whose nodes run several ranks.
+    """Reduce an array first inside each node and then between nodes, for clusters whose nodes run
+    several ranks.
 
-    Where all ranks share one node, or each has its own, this is :func:`allreduce` itself.
+    If all ranks share one node, or each has its own, this is the same as :func:`allreduce`.
 
     Args:
-        x, op, out, comm, chunk: as there.
-        algorithm: across nodes: "ring", "halving_doubling", "direct", "mpi", or "auto".
-        ranks_per_node: so many consecutive ranks make a node; ``None`` asks MPI which ranks share
-            memory.  Smaller than what a machine runs, it splits the machine.
+        x, op, out, comm, chunk: as for :func:`allreduce`.
+        algorithm: between nodes: "ring", "halving_doubling", "direct", "mpi", or "auto".
+        ranks_per_node: the number of consecutive ranks that make a node; ``None`` asks MPI which
+            ranks share memory.  A number smaller than the ranks of a machine splits the machine.
 
     Raises:
         ConfigError, UnsupportedError, MismatchError, CollectiveTimeout: see :func:`allreduce`.

@@ -1,4 +1,4 @@
-"""MPI's own allreduce, behind the same interface and with the same time-out."""
+"""MPI's own allreduce, with the interface and the time-out of the other algorithms."""
 
 from __future__ import annotations
 

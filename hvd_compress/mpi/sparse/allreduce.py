@@ -1,6 +1,6 @@
-"""Sparse collectives: vectors given by the places and values of their nonzero elements.
+"""Sparse collectives: vectors given by the indices and values of their nonzero elements.
 
-Which one is for what is said in docs/sparse-collectives.md.
+docs/sparse-collectives.md explains which of them to use.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class Reduced(NamedTuple):
     """The result of a sparse allreduce.
 
     Attributes:
-        total: the same bits on all ranks: a ``Sparse`` of the dtype that was brought, or a flat
-            array of all n elements, where that is shorter.
-        dropped: what is not in ``total`` and this rank has to keep, a ``Sparse`` (float32 if
-            float16 was brought).  Over all ranks, what they brought adds up to the sum, which is P
-            times the mean, and what they dropped.
+        total: the sum or mean, the same bits on all ranks: a ``Sparse`` of the dtype passed in, or
+            a flat array of all n elements, where that is shorter.
+        dropped: the entries that are not in ``total`` and that this rank has to keep, a ``Sparse``
+            (float32 for float16).  Over all ranks, the vectors passed in add up to the sum, which
+            is P times the mean, plus what was dropped.
     """
 
     total: Any
     dropped: Sparse
 
     def dense(self, n: int) -> Any:
-        """The total as a flat array of ``n`` elements: ``total`` itself if it is one."""
+        """Return the total as a flat array of ``n`` elements: ``total`` itself if it is one."""
         if not isinstance(self.total, Sparse):
             if len(self.total) != n:
                 raise ConfigError(f"n={n}, and the result has {len(self.total)} elements")
@@ -66,7 +66,7 @@ def sparse_allgather(
     values: str | None = None,
     indices: str = "int32",
 ) -> list[Sparse]:
-    """Every rank's entries, in rank order; the same bits on all ranks.
+    """Return every rank's entries, in rank order; all ranks get the same bits.
 
     Args:
         sparse: ascending unique indices within 0..n-1 and as many values, float16, float32 or
@@ -107,7 +107,7 @@ def sparse_allreduce(
     values: str | None = None,
     indices: str = "int32",
 ) -> Reduced:
-    """Add up sparse vectors; the same bits on all ranks.  Nothing is left out.
+    """Return the exact sum or mean of the ranks' sparse vectors; all ranks get the same bits.
 
     Args:
         sparse, n, comm, indices: as for :func:`sparse_allgather`.
@@ -157,7 +157,7 @@ def run(comm: Communicator, call: str, start: Callable[[], Algorithm]) -> Any:
 
 
 def reduced(form: Format, total: Vector, dropped: list[Sparse], like: Any) -> Reduced:
-    """As the caller gets it."""
+    """Return the result in the form that the caller gets."""
     rest = form.not_sent(dropped)
     return Reduced(give_back(form.present(total), like), give_back(rest, like))
 

@@ -6,13 +6,13 @@ Bandwidth Networks", ICDCS 2019.  The algorithm is that of
 method ``GTopK``: vectors are merged in pairs, then in pairs of pairs, and each merge keeps only the
 k largest sums.
 
-The result is not the k largest of all sums: a place that is small in each part is dropped on the
-way, however large its sum would have become.
+The result is not the k largest of all sums: an element that is small on each rank is dropped in a
+merge, however large its sum would have become.
 
-Differs from the paper in: nothing is lost.  There, every rank clears what it sent if the index is
-in the result; but its part may have been dropped in one pair while the index survived in another.
-Here a rank knows which of its entries are in the result.  Pairs swap, where the paper has a tree
-and a broadcast with twice as many rounds.  Any number of ranks.
+Differs from the paper in: nothing is lost.  In the paper every rank clears what it sent if the
+index is in the result; but its part may have been dropped in one pair while the index was kept in
+another.  Here a rank knows which of its entries are in the result.  Pairs swap, where the paper has
+a tree and a broadcast with twice as many rounds.  Any number of ranks is possible.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def gtop_k_allreduce(
     comm: Comm = None,
     indices: str = "int32",
 ) -> Reduced:
-    """At most ``k`` of the sums over the ranks, the same bits on all ranks.
+    """Return about the ``k`` largest sums over the ranks; all ranks get the same bits.
 
     Args:
         sparse, n, comm, indices: as for :func:`.sparse_allreduce`; more than ``k`` entries are cut
             to the largest at the start.
-        k: entries of the result and of every message, at most.
+        k: the largest number of entries of the result and of every message.
         op: "sum" or "mean".
 
-    ``dropped`` are those of this rank's entries that are not in the total.  Over all ranks, what
-    they brought adds up to the sum and what they dropped, up to rounding.  Partial sums of float16
+    ``dropped`` holds this rank's entries that are not in the total.  Over all ranks, the vectors
+    passed in add up to the total plus what was dropped, up to rounding.  Partial sums of float16
     are float32.
 
     Raises:

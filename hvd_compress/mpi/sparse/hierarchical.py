@@ -1,13 +1,13 @@
 """Hierarchical sparse allreduce: entries are united inside each node before they go across.
 
-Ranks that train on similar data choose many of the same places.  With L ranks on a node that is
-told to the other nodes once instead of L times.  On even nodes each rank adds up a region of n / L
-places, reduces it across nodes with the ranks that own the same region there, and all regions are
-gathered inside; on uneven nodes the first rank of a node owns everything.  Nothing is left out.
+Ranks that train on similar data select many of the same indices.  With L ranks on a node, such an
+index is sent to the other nodes once instead of L times.  If all nodes have as many ranks, each
+rank adds up a region of n / L elements, reduces it across nodes with the ranks that own the same
+region, and all regions are gathered inside each node; otherwise the first rank of a node owns all
+regions.  The sum is exact.
 
-Differs from HiTopKComm (Shi et al., 2021), which adds up dense gradients inside the node and
-chooses only then what goes across: here each rank has chosen before, as error feedback on each rank
-needs it.
+Differs from HiTopKComm (Shi et al., 2021), which adds up dense gradients inside the node and then
+selects elements: here each rank selects before, as error feedback on each rank needs it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def hierarchical_sparse_allreduce(
     ranks_per_node: int | None = None,
     indices: str = "int32",
 ) -> Reduced:
-    """:func:`sparse_allreduce` by way of nodes; that itself on one node, or one rank on each.
+    """Run :func:`sparse_allreduce` first inside each node and then between nodes.  On one node, or
+    with one rank per node, it is the same as :func:`sparse_allreduce`.
 
     Args:
-        sparse, n, op, comm, indices: as there.
-        algorithm: across nodes: "allgather", "recursive_doubling", "split_allgather" or "auto".
+        sparse, n, op, comm, indices: as for :func:`sparse_allreduce`.
+        algorithm: between nodes: "allgather", "recursive_doubling", "split_allgather" or "auto".
         ranks_per_node: see :func:`hierarchical_allreduce`.
 
     float16 is added in float32 on both levels and rounded once; ``dropped`` is empty.

@@ -1,5 +1,5 @@
-"""Messages of sparse collectives: what is in them, and how they travel when nobody knows their
-size."""
+"""Messages of sparse collectives: their contents, and how they are sent when receivers do not know
+their size."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Ok-Topk: a sparse allreduce of the k largest sums that sends less than 6 k values and indices.
 
 Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022.  Every
-rank chooses what exceeds a local threshold and sends it to the owners of the regions that it falls
-into; owners add up and send what exceeds a global threshold to all.  Both thresholds, and the
-boundaries between the regions, are exact only now and then, and otherwise those of the step before:
+rank selects the elements above a local threshold and sends each to the owner of its region; owners
+add up and send the sums above a global threshold to all.  Both thresholds, and the boundaries
+between the regions, are computed exactly only in some steps, and adapted or kept in the others:
 
 ===================  ==========  =======================================================
 state                exact each  in between
@@ -15,11 +15,12 @@ boundaries           64 steps    kept
 
 On steps with exact thresholds owners send all sums, and every rank takes the k largest.
 
-Differs from the paper in: twice as many entries as wanted make a threshold exact at once (it may
-have become 0, and traffic shall stay within bounds); what is not finite counts as larger than all
-that is, and no threshold is learnt from a step that has some; a selection leaves out zeros; owners
-do not even out what they keep before they send it; all messages of a phase are under way at once,
-not four; what a rank has to keep is handed out as ``dropped`` instead of cleared from a residual.
+Differs from the paper in: if twice as many entries as wanted exceed a threshold, it is computed
+exactly at once (it may have become 0, and traffic must stay bounded); non-finite elements count as
+larger than all others, and a step with such elements does not change the thresholds; a selection
+contains no zeros; owners do not balance their sums before they send them; all messages of a phase
+are in flight at once, not four; entries that a rank has to keep are returned as ``dropped`` instead
+of cleared from a residual.
 """
 
 from __future__ import annotations
@@ -52,13 +53,14 @@ from hvd_compress.wire.frame import CODECS, DTYPES
 
 @dataclasses.dataclass
 class OkTopkState:
-    """What one step leaves to the next; ``local_threshold`` differs between ranks.
+    """The state between two steps; ``local_threshold`` differs between ranks.
 
     Attributes:
-        iteration: calls of ``allreduce`` so far.
-        local_threshold: magnitude from which on this rank sends; ``None`` before the first step.
-        global_threshold: magnitude from which on an element becomes part of the result.
-        boundaries: first index of each region but the first.
+        iteration: the number of calls of ``allreduce`` so far.
+        local_threshold: this rank sends elements of at least this magnitude; ``None`` before the
+            first step.
+        global_threshold: sums of at least this magnitude are part of the result.
+        boundaries: the first index of each region but the first.
     """
 
     iteration: int = 0
@@ -69,7 +71,7 @@ class OkTopkState:
 
 @dataclasses.dataclass(frozen=True)
 class OkTopk:
-    """The allreduce of one tensor, step after step::
+    """The Ok-Topk allreduce of one tensor over many steps::
 
         ok_topk = mpi.OkTopk(k=1000)
         for each step:
@@ -99,12 +101,12 @@ class OkTopk:
         check_choice("indices", self.indices, CODECS)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the state, of what JSON can carry."""
+        """Return a copy of the state, which can be written as JSON."""
         return dataclasses.asdict(self.state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there.  All ranks must load the same state, up to the local threshold;
-        boundaries for another number of ranks are computed anew.
+        """Restore a state.  All ranks must load the same state, except for the local threshold;
+        if the number of ranks has changed, new boundaries are computed.
 
         Raises:
             ConfigError: something is missing or damaged; then nothing has changed.
@@ -128,7 +130,7 @@ class OkTopk:
     # -- choosing ----------------------------------------------------------------------------
 
     def select(self, x: Any) -> Sparse:
-        """What this rank sends of ``x``, any shape: about k entries, and never more than 2 k."""
+        """Return the entries of ``x`` (any shape) that this rank sends: about k, at most 2 k."""
         xp = backend_of(x)
         xp.check_gradient(x)
         magnitude = xp.abs(xp.widen(x))
@@ -163,10 +165,10 @@ class OkTopk:
     # -- adding ------------------------------------------------------------------------------
 
     def allreduce(self, sparse: Sparse, n: int, *, comm: Comm = None, op: str = "sum") -> Reduced:
-        """The largest sums over the ranks, about k of them, the same bits on all ranks.
+        """Return about the k largest sums over the ranks; all ranks get the same bits.
 
-        ``dropped`` are this rank's entries that are not part of the result, and what rounding took
-        off where ``values`` is narrower than the tensor's dtype.
+        ``dropped`` holds this rank's entries that are not part of the result, and the rounding
+        errors where ``values`` is narrower than the tensor's dtype.
 
         Args:
             sparse: what :meth:`select` returned, or any other choice.

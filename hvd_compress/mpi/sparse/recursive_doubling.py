@@ -1,8 +1,8 @@
 """Recursive doubling for sparse vectors: SparCML's SSAR_Recursive_double (Renggli et al., SC 2019).
 
-In round s a rank exchanges all that it has with rank XOR 2^s, and both add: log2 P rounds, in
-which vectors grow as their places unite, from k to at most P k entries.  A vector travels dense as
-soon as that is shorter, and each message says itself what it is.
+In round s a rank exchanges its vector with rank XOR 2^s, and both add: log2 P rounds, in which
+vectors grow with the union of their indices, from k to at most P k entries.  A vector is sent dense
+as soon as that is shorter, and each message says whether it is sparse or dense.
 
 Differs from the paper in: any number of ranks (the first P - 2^m ranks add the vectors of the last
 P - 2^m before, and send them the result afterwards); the lower rank's vector is the first operand

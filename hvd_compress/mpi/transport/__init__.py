@@ -1,1 +1,1 @@
-"""Messages between ranks, and what waits for them."""
+"""Messages between ranks, and waiting for them."""

@@ -1,8 +1,8 @@
 """Arrays that collectives can work on: flat, contiguous, and where MPI can read them.
 
-NumPy arrays and torch tensors in host memory are used in place.  GPU arrays (torch tensors, and
-whatever speaks DLPack or the CUDA array interface) go straight to an MPI that can read GPU memory,
-and through pinned host memory to one that cannot.
+NumPy arrays and torch tensors in host memory are used in place.  GPU arrays (torch tensors, and all
+objects with DLPack or the CUDA array interface) are passed directly to an MPI that can read GPU
+memory, and through pinned host memory to one that cannot.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ DTYPES = (
 
 
 class Flat(NamedTuple):
-    """A user's array as the algorithms see it.
+    """A user's array in the form that algorithms work on.
 
     Attributes:
         array: 1-D, contiguous: NumPy, or a torch tensor that MPI reads on its device.
         dtype: one of ``DTYPES``.
-        shape: of the user's array.
-        give_back: called with the finished flat array; returns what the user gets.
+        shape: the shape of the user's array.
+        give_back: a function from the finished flat array to the array that the user gets.
     """
 
     array: Any
@@ -125,7 +125,7 @@ def describe(flat: Flat) -> str:
 
 @functools.cache
 def gpu_route() -> str:
-    """How GPU arrays travel: "direct" or "staged".
+    """Return how GPU arrays are sent: "direct" or "staged".
 
     ``$HVD_COMPRESS_CUDA_AWARE`` forces it: ``1`` direct, ``0`` staged; otherwise MPI is asked.
     (``always`` sends torch tensors in host memory as tensors too, which is how that path is tested

@@ -1,5 +1,5 @@
-"""A communicator of this package's own: a duplicate, tags, a time-out, and a check that all ranks
-make the same calls."""
+"""The communicator of this package: a duplicate of MPI's, with tags, a time-out, and a check that
+all ranks make the same calls."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _DESCRIPTION = 384
 
 
 class Communicator:
-    """What every collective of this package runs on.
+    """The communicator that every collective of this package runs on.
 
-    Functions take an ``MPI.Comm`` as well, and make one of these for it at their first call, which
-    is therefore collective; :meth:`of` is that step.
+    Functions take an ``MPI.Comm`` as well, and make a ``Communicator`` for it at their first call,
+    which is therefore collective; :meth:`of` does this.
 
     Args:
         comm: an intracommunicator; ``None`` means ``MPI.COMM_WORLD``.  It is duplicated, so that
-            no message of ours is taken for one of the caller's.
+            no message of this package is taken for one of the caller's.
         timeout: seconds without any progress after which a call raises ``CollectiveTimeout``;
             ``$HVD_COMPRESS_TIMEOUT`` or 600.  A warning comes after a tenth of it.
-        checks: for so many calls all ranks compare what they call before they do it, so that a
-            difference in order, shape, dtype or option is an error on every rank and not a hang;
-            ``$HVD_COMPRESS_CHECKS`` or 20, -1 for always.
-        segment: bytes of the pieces that longer messages travel in, 0 for whole;
+        checks: the number of calls, from the first on, that all ranks compare before they run
+            them, so that a difference in order, shape, dtype or option is an error on every rank
+            and not a hang; ``$HVD_COMPRESS_CHECKS`` or 20, -1 for always.
+        segment: the bytes of the pieces that longer messages are sent in, 0 for whole messages;
             ``$HVD_COMPRESS_SEGMENT``.  By default 60 KiB between hosts that have Ethernet only,
             where pieces that need no handshake keep the link busy, and whole within a host or where
             there is RDMA, which takes messages as they are.
@@ -54,9 +54,9 @@ class Communicator:
         SetupError: MPI was initialised without support for threads.
 
     Attributes:
-        rank, size: of this process, and number of processes.
+        rank, size: the rank of this process, and the number of processes.
         mpi: the duplicate, an ``MPI.Comm``.
-        tags: number of tags that are used in turn, one for each algorithm under way.
+        tags: the number of tags that are used in turn, one for each algorithm in flight.
         bytes_sent: payload of all messages that this rank sent through this package so far.
     """
 
@@ -113,7 +113,7 @@ class Communicator:
 
     @classmethod
     def of(cls, comm: MPI.Comm | Communicator | None) -> Communicator:
-        """The one that belongs to an ``MPI.Comm``, made at the first call."""
+        """Return the communicator that belongs to an ``MPI.Comm``; the first call makes it."""
         if isinstance(comm, cls):
             return comm
         comm = MPI.COMM_WORLD if comm is None else comm
@@ -142,11 +142,11 @@ class Communicator:
         return f"Communicator(rank {self.rank} of {self.size})"
 
     def duplicate(self) -> Communicator:
-        """Another one of the same ranks, with the options that this one was made with."""
+        """Return another communicator of the same ranks with the same options."""
         return Communicator(self.mpi, **self._options)
 
     def free(self) -> None:
-        """Give the duplicate back; a collective."""
+        """Free the duplicate; this is a collective."""
         if self in _alive:
             _alive.remove(self)
             if self._problem is None and not self.under_way:
@@ -165,14 +165,14 @@ class Communicator:
         return Channel(self, tag % self.tags)
 
     def run(self, call: str, *algorithms: Algorithm, depth: int = 1) -> list[Any]:
-        """Drive algorithms to their end; their results."""
+        """Run algorithms to their end, and return their results."""
         self.check()
         return Work(self, call, algorithms, depth).wait()
 
     # -- agreement ---------------------------------------------------------------------------
 
     def agree(self, call: str) -> None:
-        """All ranks are about to make the same ``call``.
+        """Check that all ranks are about to make the same ``call``.
 
         Raises:
             MismatchError: on every rank, if they are not.

@@ -1,4 +1,4 @@
-"""Which ranks share a machine, and communicators for them and between machines."""
+"""The ranks that share a machine, and communicators for them and between machines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _PartChannel(Channel):
 
 
 class Nodes:
-    """The machines that a communicator runs on: collective to make, and to free.
+    """The machines that a communicator runs on.  Making and freeing one are collectives.
 
     Args:
         comm: the communicator.

@@ -1,9 +1,9 @@
-"""How collectives wait: algorithms are generators that say what they wait for.
+"""How collectives wait: algorithms are generators that yield what they wait for.
 
-An algorithm never blocks.  It starts messages and yields a :class:`Wait`; whoever drives it comes
-back when they are complete.  So one algorithm serves blocking calls, several blocks of one array
-in flight at once, and an engine that works behind the backward pass; and every wait ends, because
-:class:`Work` knows who is waited for and for how long.
+An algorithm never blocks.  It starts messages and yields a :class:`Wait`; its caller resumes it
+when these are complete.  So one algorithm serves blocking calls, several blocks of one array in
+flight at once, and an engine that overlaps with the backward pass; and every wait ends, because
+:class:`Work` knows which rank is waited for and for how long.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _OTHERS_EVERY = 16
 
 
 class Message(NamedTuple):
-    """One message on its way, in one piece or several, to or ``incoming`` from rank ``peer``.
+    """A message in flight, in one piece or several, to rank ``peer`` or ``incoming`` from it.
 
     Attributes:
         requests: MPI's, one for each piece.
-        sizes: bytes of the pieces, which are checked where they come in.
+        sizes: the bytes of the pieces, which are checked when they are received.
     """
 
     requests: tuple[Any, ...]
@@ -54,12 +54,12 @@ class Message(NamedTuple):
 
 
 class Wait:
-    """Messages that an algorithm waits for, and words for the day they do not come.
+    """Messages that an algorithm waits for, with a description for the error if they do not arrive.
 
     Args:
-        messages: of point-to-point exchanges, or requests of MPI's own collectives.
-        phase: "reduce-scatter", say.
-        step: number of the round and of all rounds of the phase, counted from 1.
+        messages: messages of point-to-point exchanges, or requests of MPI's own collectives.
+        phase: the name of the phase, such as "reduce-scatter".
+        step: the number of the round, counted from 1, and the number of rounds of the phase.
     """
 
     __slots__ = ("is_bulk", "messages", "phase", "requests", "statuses", "step")
@@ -75,7 +75,7 @@ class Wait:
         self.is_bulk = any(message.size > _BULK for message in messages)
 
     def is_over(self) -> bool:
-        """Whether all messages are through; also moves them on."""
+        """Make progress, and return whether all messages are complete."""
         try:
             if not MPI.Request.Testall(self.requests, self.statuses):
                 return False
@@ -107,7 +107,7 @@ class Wait:
                     yield message.peer, size, status
 
     def describe(self) -> str:
-        """Whom this rank waits for, and where in the algorithm."""
+        """Return, as text, the ranks that this rank waits for and the place in the algorithm."""
         missing = [m for m in self.messages if not all(r.Test() for r in m.requests)]
         sources = sorted({m.peer for m in missing if m.incoming and m.peer >= 0})
         targets = sorted({m.peer for m in missing if not m.incoming and m.peer >= 0})
@@ -134,7 +134,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class Work:
-    """Algorithms under way, up to ``depth`` at once.
+    """Algorithms in flight, up to ``depth`` at once.
 
     Args:
         comm: a :class:`hvd_compress.mpi.Communicator`.
@@ -171,7 +171,7 @@ class Work:
             self._active.append((number, algorithm, wait))
 
     def poll(self) -> bool:
-        """Move on what can move; whether anything did."""
+        """Make progress where possible, and return whether there was any."""
         progress = False
         for entry in list(self._active):
             number, algorithm, wait = entry
@@ -196,11 +196,11 @@ class Work:
 
     @property
     def is_bulk(self) -> bool:
-        """Only large messages are awaited."""
+        """Return whether only large messages are waited for."""
         return all(wait.is_bulk for _, _, wait in self._active)
 
     def wait(self) -> list[Any]:
-        """Results of the algorithms, in their order.
+        """Wait for the algorithms, and return their results in order.
 
         Raises:
             CollectiveTimeout: nothing moved for ``comm.timeout`` seconds.

@@ -17,8 +17,8 @@ OPS = ("sum", "mean", "max")
 class Reduction:
     """``op`` over arrays of ``dtype``.
 
-    Half precisions are added in float32, and partial results travel as float32, so that the result
-    is rounded once, however many ranks there are.
+    Half precisions are added in float32, and partial results are sent as float32, so that the
+    result is rounded once, however many ranks there are.
 
     Attributes:
         widens: partial results need another dtype than the array's.
@@ -104,7 +104,7 @@ class Reduction:
 
 
 class DeviceReduction(Reduction):
-    """The same on torch tensors, for an MPI that reads GPU memory."""
+    """A reduction of torch tensors, for an MPI that reads GPU memory."""
 
     def __init__(self, op: str, dtype: str, size: int, like: Any) -> None:
         super().__init__(op, dtype, size)

@@ -1,1 +1,1 @@
-"""What collectives cost, measured and predicted."""
+"""Measured and predicted costs of collectives."""

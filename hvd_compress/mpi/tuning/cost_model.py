@@ -1,4 +1,4 @@
-"""What a collective costs: latency, bytes and additions, measured where it runs.
+"""A model of the time of a collective, from measured costs of rounds, bytes and additions.
 
 The model is the usual one (Thakur, Rabenseifner, Gropp, 2005): a round costs ``alpha`` seconds, a
 byte ``beta`` and adding a byte ``gamma``; every message beyond the first of a round costs the
@@ -10,7 +10,7 @@ once.  P ranks, n bytes:
 ring                  2 (P-1) alpha + 2 n (P-1)/P beta + n (P-1)/P gamma
 halving_doubling      2 log2(P) alpha + 2 n (P-1)/P beta_pair + n (P-1)/P gamma
 direct                2 alpha + 2 (P-2) overhead + 2 n (P-1)/P beta_fan + n (P-1)/P gamma
-mpi                   not modelled but measured, between its points interpolated
+mpi                   not modelled but measured, and interpolated between the points
 ====================  ==================================================================
 
 Sparse vectors also cost ``merge`` seconds for each entry that is packed, unpacked and added.
@@ -32,7 +32,7 @@ from hvd_compress.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Measured constants of one communicator; equal on all ranks, so that all choose alike.
+    """Measured constants of one communicator; they are equal on all ranks, so all choose alike.
 
     Attributes:
         size: number of ranks that it was measured on.
@@ -75,7 +75,8 @@ class CostModel:
         return self.beta if special is None else special
 
     def seconds(self, algorithm: str, n: int, *, size: int | None = None) -> float:
-        """Of a dense allreduce of ``n`` bytes on ``size`` ranks (as measured if ``None``)."""
+        """Return the seconds of a dense allreduce of ``n`` bytes on ``size`` ranks (``None``: the
+        number that was measured on)."""
         p = self.size if size is None else size
         if p == 1:
             return 0.0
@@ -108,7 +109,7 @@ class CostModel:
         dtype: str = "float32",
         among: Sequence[str] = ("direct", "halving_doubling", "mpi", "ring"),
     ) -> str:
-        """The dense algorithm that is expected to be fastest for ``n`` bytes."""
+        """Return the dense algorithm that is expected to be fastest for ``n`` bytes."""
         costs = {}
         for name in among:
             if name == "mpi" and not self.native:
@@ -164,12 +165,12 @@ class CostModel:
         return min(costs, key=lambda name: (costs[name], name))
 
     def save(self, path: str | Path) -> None:
-        """As JSON, for runs that shall not measure again."""
+        """Save the model as JSON, for runs that do not measure again."""
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
-        """What :meth:`save` wrote.
+        """Return the model that :meth:`save` wrote.
 
         Raises:
             ConfigError: the file is no cost model, or damaged.

@@ -1,4 +1,4 @@
-"""Measures the constants of the cost model."""
+"""Measurement of the constants of the cost model."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ Pattern = tuple[list[int], list[int]]
 
 
 def model_of(comm: Communicator) -> CostModel:
-    """The model of a communicator, measured when it is first needed: a collective."""
+    """Return the model of a communicator, which the first call measures; this is a collective."""
     if comm.cost_model is None:
         comm.cost_model = measure(comm)
     return comm.cost_model
 
 
 def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) -> CostModel:
-    """Measure the constants: a collective, two seconds on 1 Gbit/s, much less on faster networks.
+    """Measure the constants.  This is a collective; it takes two seconds on 1 Gbit/s and much less
+    on faster networks.
 
-    The slowest rank counts, and all ranks get the same numbers.
+    Each constant is that of the slowest rank, and all ranks get the same numbers.
     """
     comm = Communicator.of(comm)
     if comm.size == 1:
