@@ -22,10 +22,15 @@ class Buckets:
     """Sends exchanges in buckets: a bucket is sent as soon as all its tensors are ready, while
     backward goes on with others.
 
-    Which tensors make a bucket is decided after the first step: neighbours in the order in which
-    gradients became ready on rank 0, of one kind of request, one dtype and one device.  Buckets
-    are sent in the same order on all ranks, in whatever order gradients become ready there.  The
-    first step sends all its buckets at its end.
+    Which tensors make a bucket is decided after the first step, and again when the tensors or the
+    kinds of their requests have changed: neighbours in the order in which gradients became ready on
+    rank 0, of one kind of request, one dtype and one device.  Buckets are sent in the same order on
+    all ranks, in whatever order gradients become ready there.  The first step sends all its buckets
+    at its end.
+
+    Where an engine's sums depend on the place of an element in its bucket, neighbours are those of
+    ``names``, so that a run that goes on from a checkpoint has the same buckets, and the same bits,
+    as one that was never interrupted.
 
     Args:
         engine: a function that returns the current engine; elastic training changes it.
@@ -33,6 +38,7 @@ class Buckets:
         groups: names of tensors that are sent together, whatever their size; all other tensors are
             sent one by one.
         same_order: all ranks start tensors in the same order, so rank 0 need not send its order.
+        names: tensors in an order that is known beforehand, the first ones ready first.
     """
 
     def __init__(
