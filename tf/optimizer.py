@@ -1,9 +1,8 @@
 """``DistributedOptimizer`` for Keras 3 and for tf_keras.
 
-Horovod's own relies on hooks that Keras 3 no longer calls: ``model.fit`` trains, and every rank for
-itself.  Here a class is made from the class of the user's optimizer, with its name, so that saved
-models load without this package; it averages the gradients where all of Keras's ways lead through,
-in ``apply``.
+Horovod's own relies on hooks that Keras 3 no longer calls: under ``model.fit`` every rank trains
+alone.  Here a class is made from the class of the user's optimizer, with its name, so that saved
+models load without this package; it averages the gradients in ``apply``, which Keras always calls.
 """
 
 from __future__ import annotations

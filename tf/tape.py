@@ -34,9 +34,10 @@ def is_ours(compression: Any) -> bool:
 
 
 def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
-    """The state of a method for some variables: made at the first call, found again at others.
+    """Return the state of a method for some variables; the first call makes it, and later calls
+    find it again.
 
-    A tape lives for one step, so what has to stay from step to step belongs to the variables.
+    A tape lives for one step, so state that is kept from step to step belongs to the variables.
     ``tf.train.Checkpoint(model=model, compression=hvd.bind(DGC, model.trainable_variables))`` saves
     it; ``DistributedGradientTape(tape, compression=...)`` takes it in place of a method.
 

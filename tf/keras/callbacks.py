@@ -61,9 +61,10 @@ class CompressionCallback(_Callback):
 
 
 class BroadcastGlobalVariablesCallback(_Callback):
-    """All ranks start with the weights and the optimizer's variables of ``root_rank``.
+    """Gives all ranks the weights and the optimizer's variables of ``root_rank``.
 
-    What exists when training starts is sent then, what comes to be with the first batch after it.
+    Variables that exist when training starts are sent then; those that the first batch makes are
+    sent after it.
 
     Args:
         root_rank: whose values all take over.
@@ -116,10 +117,10 @@ class BroadcastGlobalVariablesCallback(_Callback):
 
 
 class MetricAverageCallback(_Callback):
-    """At the end of an epoch metrics become their averages over the ranks.
+    """Replaces metrics by their averages over the ranks, at the end of an epoch.
 
-    Must stand before callbacks that read them: ``ReduceLROnPlateau``, ``TensorBoard``.  All ranks
-    must have the same metrics: validate on all of them, or on none.
+    It must stand before callbacks that read metrics: ``ReduceLROnPlateau``, ``TensorBoard``.  All
+    ranks must have the same metrics: validate on all of them, or on none.
 
     Args:
         device: where the averages are computed, as for ``tf.device``.
