@@ -35,13 +35,13 @@ _FILE = Path(__file__).with_suffix(".json")
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Of exchanges of a matrix of 512 x 2000 float32 between 4 ranks, by rank 0.
+    """Costs of the exchanges of a matrix of 512 x 2000 float32 between 4 ranks, for rank 0.
 
     Attributes:
-        sent: bits that a rank hands over, per element.
-        received: bits that arrive for it, per element, its own included; sums arrive once.
-        collectives: the kinds of requests, in their order.
-        memory: what the state takes by its keys, in units of the gradient.
+        sent: the bits per element that a rank hands to the collectives.
+        received: the bits per element that it gets, its own included; a sum is counted once.
+        collectives: the kinds of requests, in order.
+        memory: the size of each entry of the state, in units of the gradient's.
     """
 
     sent: float

@@ -142,7 +142,7 @@ class MetricAverageCallback(_Callback):
 
 
 class LearningRateScheduleCallback(_Callback):
-    """The learning rate is ``initial_lr`` times a multiplier, from ``start_epoch`` to
+    """Sets the learning rate to ``initial_lr`` times a multiplier, from ``start_epoch`` to
     ``end_epoch``.
 
     Args:
@@ -223,7 +223,8 @@ class LearningRateScheduleCallback(_Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """From ``initial_lr / size`` to ``initial_lr`` in ``warmup_epochs``, batch by batch.
+    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` in ``warmup_epochs``,
+    batch by batch.
 
     ``initial_lr`` is the rate for all ranks together, as a rule that of one rank times their
     number (Goyal et al., 2017).
@@ -304,7 +305,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 class BestWholeModelCheckpoint(BestModelCheckpoint):
-    """``BestModelCheckpoint`` as ``horovod.keras`` has it: not of weights alone."""
+    """The ``BestModelCheckpoint`` of ``horovod.keras``, which saves whole models only."""
 
     def __init__(
         self,
