@@ -1,4 +1,4 @@
-"""Starting of ranks: finding MPI's files, and running an example as ``python example.py``."""
+"""Starting: find MPI's files, and start an example as ``python example.py``."""
 
 from __future__ import annotations
 
