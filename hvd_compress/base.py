@@ -37,7 +37,7 @@ The laws that every method obeys (checked by :func:`hvd_compress.testing.check_l
 * a block that claims to be ``homogeneous`` doubles its result if the gradient is doubled;
 * a single rank, zeros, empty and one-element tensors work.
 
-State is handed in and handed out: a dict of arrays that belongs to one tensor on one rank.  After
+State is passed in and returned: a dict of arrays that belongs to one tensor on one rank.  After
 a successful exchange the old dict must not be used any more.
 """
 

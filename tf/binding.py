@@ -1,4 +1,4 @@
-"""Ties a compressor to some variables: their state, and the graph that averages their gradients."""
+"""The binding of a compressor to variables: their state, and the graph that averages gradients."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def places_of_groups(groups: Any, variables: Sequence[Any]) -> Any:
 
 
 class Binding(tf.Module):
-    """A method, and the state of it that belongs to some variables.
+    """A method with its state for some variables.
 
     ``tf.train.Checkpoint(model=model, compression=binding)`` saves and restores it.
 
@@ -98,7 +98,7 @@ class Binding(tf.Module):
         slots: the variables.
         op: ``Average`` or ``Sum`` of Horovod.
         momentum, nesterov: of the optimizer, which must not apply them again.
-        groups: lists of indices into ``slots`` that travel together, or how many such lists.
+        groups: lists of indices into ``slots`` that are sent together, or the number of lists.
         process_set, gradient_predivide_factor, sparse_as_dense: as Horovod's.
         device_dense, device_sparse: where exchanges are computed, as for ``tf.device``.
         alone: a world of one, for gradients that stay on their rank.
@@ -190,7 +190,7 @@ class Binding(tf.Module):
     # -- what users call ---------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Exact bytes so far, by variable and in total, and the norm of what waits."""
+        """Return the exact bytes so far and the norm of the residuals, by variable and in total."""
         records = {}
         for i, (slot, row) in enumerate(zip(self.slots, self._counts.numpy(), strict=True)):
             records[slot.name] = Record(**dict(zip(COUNTED, map(int, row), strict=True)))
@@ -203,7 +203,7 @@ class Binding(tf.Module):
         return Stats(records)
 
     def set_epoch(self, epoch: float) -> None:
-        """Announce an epoch, or a part of one such as 2.5, for schedules by epoch."""
+        """Announce the epoch, which may be fractional such as 2.5, for schedules by epoch."""
         self.epoch.assign(float(epoch))
 
     def report_at_exit(self) -> None:
@@ -214,10 +214,10 @@ class Binding(tf.Module):
             atexit.register(lambda: logger.info("%s: %s", self.method.name, self.stats().line()))
 
     def consolidate(self) -> None:
-        """Give every rank the mean over the ranks of what differs between them: what waits stays
-        the same in all, and a checkpoint of one rank serves any number of ranks.
+        """Give every rank the mean of the entries that differ between ranks: the mean residual is
+        kept, and any number of ranks can load a checkpoint of one rank.
 
-        A collective: call it on every rank before rank 0 saves.
+        This is a collective: call it on every rank before rank 0 saves.
         """
         self._consolidated_at.assign(self.step)
         self.average(self._differing())
@@ -318,7 +318,7 @@ class Binding(tf.Module):
         indices: Sequence[int] | None = None,
         scale: tf.Tensor | None = None,
     ) -> list[Gradient]:
-        """The directions to step along.
+        """Average gradients, and return the directions of the optimizer's step.
 
         Args:
             gradients: ``None`` stays ``None``, on all ranks alike.

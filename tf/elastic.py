@@ -1,13 +1,13 @@
-"""Drop-in for ``horovod.tensorflow.elastic``: training that outlives its workers::
+"""Drop-in for ``horovod.tensorflow.elastic``: training that continues when workers change::
 
     state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
 
     @hvd.elastic.run
     def train(state): ...
 
-What waits in a compression is part of the state, and the number of ranks is part of a graph: when
-that changes, graphs of Keras are made anew.  A ``tf.function`` of your own that exchanges gradients
-must be made inside of ``train``.
+The residuals of a compression are part of the state, and the number of ranks is part of a graph:
+when it changes, graphs of Keras are made again.  A ``tf.function`` of your own that exchanges
+gradients must be made inside ``train``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """``DistributedOptimizer`` for Keras 3 and for tf_keras.
 
-Horovod's own relies on hooks that Keras 3 no longer calls: ``model.fit`` trains, and every rank for
-itself.  Here a class is made from the class of the user's optimizer, with its name, so that saved
-models load without this package; it averages the gradients where all of Keras's ways lead through,
-in ``apply``.
+Horovod's own relies on hooks that Keras 3 no longer calls: under ``model.fit`` every rank trains
+alone.  Here a class is made from the class of the user's optimizer, with its name, so that saved
+models load without this package; it averages the gradients in ``apply``, which Keras always calls.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def distribute(
     local_layers: Any = None,
     seed: int = 0,
 ) -> Any:
-    """A new optimizer like ``optimizer`` that averages gradients over the ranks.
+    """Return a new optimizer like ``optimizer`` that averages gradients over the ranks.
 
     Args: as Horovod's; ``compression`` also takes this package's methods; ``seed`` is for
         randomness that the ranks share.
@@ -233,13 +232,14 @@ class CompressedOptimizer:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def set_compression_epoch(self, epoch: int) -> None:
-        """Announce an epoch, for schedules by epoch, also before the optimizer is built."""
+        """Announce the epoch, for schedules by epoch; this may be before the optimizer is built."""
         self._hvd_epoch = epoch
         if self._hvd_built:
             self.compression.set_epoch(epoch)
 
     def register_local_var(self, variable: Any) -> None:
-        """The gradient of this variable stays on this rank.  Before the optimizer is built."""
+        """Keep the gradient of this variable on this rank; call this before the optimizer is
+        built."""
         if self._hvd_built:
             raise ConfigError("register_local_var() must be called before the first step")
         self._hvd_local.add(id(native(variable)))

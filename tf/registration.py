@@ -1,7 +1,7 @@
-"""Makes Horovod's own import line work: ``import horovod.tensorflow as hvd``.
+"""Registration with Horovod, so that ``import horovod.tensorflow as hvd`` works with this package.
 
-The public functions that meet a compressor are wrapped when this package is imported; calls that
-have nothing to do with this package's compressors pass through.  No file of Horovod is changed.
+The public functions that take a compressor are wrapped when this package is imported; calls without
+this package's compressors are passed on unchanged.  No file of Horovod is changed.
 """
 
 from __future__ import annotations

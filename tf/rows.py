@@ -1,6 +1,6 @@
-"""Gradients of some rows (``tf.IndexedSlices``): rows travel whole, without loss.
+"""Sparse gradients (``tf.IndexedSlices``): rows are sent whole, without loss.
 
-Duplicate rows are merged before they are sent, and frames carry raw bytes, so any dtype travels.
+Duplicate rows are merged before they are sent, and frames hold raw bytes, so any dtype is possible.
 """
 
 from __future__ import annotations

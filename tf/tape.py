@@ -34,9 +34,10 @@ def is_ours(compression: Any) -> bool:
 
 
 def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
-    """The state of a method for some variables: made at the first call, found again at others.
+    """Return the state of a method for some variables; the first call makes it, and later calls
+    find it again.
 
-    A tape lives for one step, so what has to stay from step to step belongs to the variables.
+    A tape lives for one step, so state that is kept from step to step belongs to the variables.
     ``tf.train.Checkpoint(model=model, compression=hvd.bind(DGC, model.trainable_variables))`` saves
     it; ``DistributedGradientTape(tape, compression=...)`` takes it in place of a method.
 
@@ -104,7 +105,7 @@ class CompressedTape:
     _hvd_local: set[int]
 
     def register_local_source(self, source: Any) -> None:
-        """The gradient of this variable stays on this rank."""
+        """Keep the gradient of this variable on this rank."""
         self._hvd_local.add(id(native(source)))
 
     @tf.autograph.experimental.do_not_convert
@@ -155,7 +156,7 @@ def _divided(gradient: Any, size: int) -> Any:
 
 
 def wrap_tape(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Horovod's ``DistributedGradientTape`` that takes this package's compressors as well."""
+    """Return Horovod's ``DistributedGradientTape``, extended to take this package's compressors."""
     signature = with_seed(factory)
 
     @functools.wraps(factory)
@@ -260,8 +261,8 @@ def _check_scales(options: dict[str, Any], method: Any) -> None:
 
 
 def wrap_allreduce(function: Callable[..., Any], several: bool) -> Callable[..., Any]:
-    """Horovod's ``allreduce`` or ``grouped_allreduce`` that takes this package's compressors as
-    well.  Methods with state keep it by ``name``, tensor's shape and dtype."""
+    """Return Horovod's ``allreduce`` or ``grouped_allreduce``, extended to take this package's
+    compressors.  The state of a method is kept by ``name``, shape and dtype of the tensor."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)

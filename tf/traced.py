@@ -1,4 +1,4 @@
-"""The reducer of one trace of a graph: states and counts are handed in and out as symbols."""
+"""The reducer of one trace of a graph: states and counts are passed in and returned as symbols."""
 
 from __future__ import annotations
 

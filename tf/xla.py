@@ -1,4 +1,4 @@
-"""``jit_compile=True``: XLA knows neither Horovod's collectives nor Python; say so clearly."""
+"""A clear error for ``jit_compile=True``: XLA cannot compile Horovod's collectives or Python."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=..., compression=hvd.DGC)
 
-Everything of ``horovod.torch`` is here.  Horovod's own import line works as well, if this package
-is imported too: ``import horovod.torch as hvd; from hvd_compress.torch import DGC``.
+It has everything that ``horovod.torch`` has.  Horovod's own import line works as well, if this
+package is imported too: ``import horovod.torch as hvd; from hvd_compress.torch import DGC``.
 """
 
 from __future__ import annotations

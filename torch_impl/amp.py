@@ -1,10 +1,9 @@
-"""The loss scale of the step that is running.
+"""The loss scale of the current step.
 
-What a residual holds is kept in true units, whatever the scale is: the scale of a ``GradScaler``
-changes between steps, and residuals must not change with it.  So methods that keep a state get the
-gradient divided by the scale, and the average is multiplied by it, for ``scaler.unscale_`` to
-divide it again.  PyTorch tells neither gradients nor optimizers of the scale; ``grad_scaler.py``
-notes it here.
+Residuals are kept without the loss scale: the scale of a ``GradScaler`` changes between steps, and
+residuals must not change with it.  So methods that keep a state get the gradient divided by the
+scale, and the average is multiplied by it, for ``scaler.unscale_`` to divide it again.  PyTorch
+tells neither gradients nor optimizers of the scale; ``grad_scaler.py`` notes it here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ties a compressor to one distributed optimizer: its parameters, its momentum, its state."""
+"""The binding of a compressor to one distributed optimizer: its parameters, momentum and state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Gradient(NamedTuple):
 class Binding(Reducer):
     """The reducer of one optimizer's gradients.
 
-    Users meet it as ``optimizer.compression``: ``stats()``, ``set_epoch(epoch)``,
+    Users get it as ``optimizer.compression``: ``stats()``, ``set_epoch(epoch)``,
     ``report_at_exit()``, ``method``.
 
     Args:
@@ -98,7 +98,7 @@ class Binding(Reducer):
     # -- what users call ---------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Exact bytes so far, by parameter and in total, and the norm of the residuals."""
+        """Return the exact bytes so far and the residuals' norm, by parameter and in total."""
         for p, name in self._optimizer._parameter_names.items():
             if (norm := norm_of_residual(self.state_of(p))) is not None:
                 self.records.setdefault(name, Record()).residual_norm = norm
@@ -165,13 +165,13 @@ class Binding(Reducer):
         return directions
 
     def untouched(self) -> bool:
-        """Whether the gradients are those that the last exchange left, clipped perhaps."""
+        """Return whether the gradients are those of the last exchange, which may be clipped."""
         return bool(self._assigned) and all(
             p.grad is not None and p.grad is gradient() for p, gradient in self._assigned.items()
         )
 
     def abandon(self) -> None:
-        """Forget what is in flight: the collectives failed, or a checkpoint was loaded."""
+        """Discard everything in flight: the collectives failed, or a checkpoint was loaded."""
         super().abandon()
         self._gradients.clear()
         self._scale = None
@@ -306,7 +306,7 @@ class Binding(Reducer):
 
     @property
     def takes_optimizer_momentum(self) -> bool:
-        """Whether the momentum of the optimizer acts inside of the exchange."""
+        """Return whether the momentum of the optimizer acts inside the exchange."""
         return self.momentum_side.is_taken
 
     def velocity_factor(self, p: torch.nn.Parameter) -> float:
@@ -315,7 +315,7 @@ class Binding(Reducer):
         return self.momentum_side.factor(p) / (self.engine.size if self.sums else 1)
 
     def forget_groups(self) -> None:
-        """Parameter groups have changed."""
+        """Update after parameter groups have changed."""
         self.momentum_side.forget_groups()
 
     @contextlib.contextmanager
@@ -373,7 +373,7 @@ class Binding(Reducer):
     # -- state -------------------------------------------------------------------------------
 
     def state_of(self, p: torch.nn.Parameter) -> State:
-        """This package's entries of ``optimizer.state[p]``."""
+        """Return this package's entries of ``optimizer.state[p]``."""
         state = self._optimizer.state.get(p, {})
         return {
             key.removeprefix(PREFIX): value

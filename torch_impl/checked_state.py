@@ -1,4 +1,4 @@
-"""What can be wrong with a saved optimizer, found before any of it is assigned."""
+"""Checks of a saved optimizer, made before any of it is assigned."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Saving, loading and spreading the state of a compressed optimizer.
+"""Saving, loading and broadcasting the state of a compressed optimizer.
 
-Residuals differ between ranks, and Horovod's users save rank 0 only.  What matters for training is
-the mean over the ranks of what waits, and it is kept exactly if every rank goes on with the mean::
+Residuals differ between ranks, and Horovod's users save rank 0 only.  Training depends on the mean
+residual over the ranks, which is kept exactly if every rank goes on with the mean::
 
     optimizer.consolidate_state_dict()          # on every rank: averages what differs
     if hvd.rank() == 0:
@@ -10,8 +10,8 @@ the mean over the ranks of what waits, and it is kept exactly if every rank goes
     optimizer.load_state_dict(torch.load(path)) # on every rank, of any number
 
 (The name is that of PyTorch's ``ZeroRedundancyOptimizer``, which has the same need.)  Without the
-first line a state dict holds one rank's own state.  Loaded by the same rank of as many, it is
-exact; loaded by others, what they had waiting is gone, and they say so.
+first line a state dict holds one rank's own state.  If the same rank of as many ranks loads it, it
+is exact; if another rank loads it, that rank's residuals are lost, and it warns.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
 
 
 def state_dict(self: Any) -> dict[str, Any]:
-    """The user's optimizer's own state dict, with this package's entries in it.
+    """Return the state dict of the user's optimizer, with this package's entries in it.
 
-    The momentum and the Nesterov flag in it are the user's, whoever applies them.
+    Its momentum and Nesterov flag are the user's, also where the method applies them.
     """
     result = local_state_dict(self)
     if not result[KEY]["consolidated"] and _differs(self):
@@ -92,9 +92,9 @@ def _differs(optimizer: Any) -> bool:
 
 
 def consolidate_state_dict(self: Any) -> None:
-    """Average over the ranks what differs between them, for the next ``state_dict()``.
+    """Average the entries that differ between ranks, for the next ``state_dict()``.
 
-    A collective: call it on every rank.  Training goes on with the rank's own state.
+    This is a collective: call it on every rank.  Training goes on with each rank's own state.
     """
     binding = self.compression
     own = {
@@ -111,7 +111,7 @@ def consolidate_state_dict(self: Any) -> None:
 
 
 def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = False) -> None:
-    """Load what :func:`state_dict` gave, or the state dict of a plain optimizer.
+    """Load what :func:`state_dict` returned, or the state dict of a plain optimizer.
 
     Args:
         state_dict: its momentum buffers, if it comes from a plain SGD, become velocities.
@@ -177,7 +177,7 @@ def _loaded_state(
 
 
 def adopt_momentum_buffers(optimizer: Any) -> None:
-    """Velocities of a plain SGD go on inside the compressor."""
+    """Take the momentum buffers of a plain SGD over as velocities of the compressor."""
     binding = optimizer.compression
     if not binding.takes_optimizer_momentum:
         return
@@ -206,8 +206,8 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
 
 
 def broadcast(optimizer: Any, root_rank: int) -> None:
-    """All ranks take over the state of ``root_rank``; of what differs between ranks, the mean over
-    the ranks that have any state yet (new ones in an elastic run have none)."""
+    """Give all ranks the state of ``root_rank``, except for entries that differ between ranks: of
+    these, the mean over the ranks that have a state (new ranks in an elastic run have none)."""
     binding, hvd = optimizer.compression, optimizer.compression.hvd
     parameters = _parameters(optimizer)
     payload = broadcast_tree(

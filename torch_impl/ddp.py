@@ -4,8 +4,8 @@
     state = DDPState(DGC(momentum=0.9), model)  # model may be left out
     model.register_comm_hook(state, ddp_hook)
 
-The exchanges are those of every other engine.  DDP decides which gradients make a bucket and when
-it leaves; what has more than one round finishes when the last bucket has left.
+The exchanges are those of every other engine.  DDP decides which gradients form a bucket and when
+it is sent; exchanges of several rounds finish after the last bucket was sent.
 """
 
 # No postponed annotations here: DDP looks at those of its hook.
@@ -124,10 +124,10 @@ class _Bucket(NamedTuple):
 
 
 class DDPState:
-    """What :func:`ddp_hook` remembers: one for each model.
+    """The state of :func:`ddp_hook`; each model needs its own.
 
-    It may be made before the model and the process group, as Lightning does, and is bound by the
-    first gradients that come to the hook.
+    It may be made before the model and the process group, as Lightning does; then the first
+    gradients that the hook gets bind it.
 
     Args:
         compression: a method, its class, its name, or a text such as "dgc:density=0.01".
@@ -193,7 +193,7 @@ class DDPState:
             self._loaded = None
 
     def stats(self) -> Stats:
-        """Exact bytes so far, by parameter and in total, and the norm of what waits."""
+        """Return the exact bytes so far and the residuals' norm, by parameter and in total."""
         return self.reducer.stats()
 
     def set_epoch(self, epoch: float) -> None:
@@ -201,13 +201,14 @@ class DDPState:
         self.reducer.set_epoch(epoch)
 
     def state_dict(self, *, consolidate: bool = True) -> dict[str, Any]:
-        """For ``torch.save``.  A collective unless ``consolidate`` is false: what waits is averaged
-        over the ranks, so that rank 0's state dict serves any number of ranks."""
+        """Return the state for ``torch.save``.  This is a collective unless ``consolidate`` is
+        false: residuals are averaged over the ranks, so that any number of ranks can load rank 0's
+        state dict."""
         return self.reducer.state_dict(consolidate=consolidate)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken; from the first gradients on, if there is no
-        model yet."""
+        """Restore what :meth:`state_dict` returned; if there is no model yet, it takes effect with
+        the first gradients."""
         if not self._is_bound:
             self._loaded = state_dict
             return

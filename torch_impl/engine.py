@@ -13,7 +13,7 @@ from hvd_compress.errors import PayloadError
 
 
 class TorchEngine(NamedEngine):
-    """What collectives on torch tensors have in common."""
+    """The base class of engines whose collectives work on torch tensors."""
 
     def _split(self, own: torch.Tensor, everything: torch.Tensor) -> list[torch.Tensor]:
         if everything.numel() != own.numel() * self.size:
@@ -58,7 +58,7 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
 
     def _sum_bfloat16(self, array: torch.Tensor, name: str) -> Generator[Op, Any, torch.Tensor]:
         """Horovod cannot add bfloat16, but it can carry its bits: every rank adds one part, in
-        float32, and gives the rounded sum to all.  Moves as many bytes as a ring."""
+        float32, and gives the rounded sum to all.  This moves as many bytes as a ring."""
         size, parts = self.size, torch.tensor_split(array.view(torch.int16), self.size)
         splits = self._splits([part.numel() for part in parts])
         mine, _ = yield Op("alltoall", f"{name}.scatter", torch.cat(parts), splits)

@@ -1,4 +1,4 @@
-"""What the optimizers that freeze Adam's variance have in common, for PyTorch."""
+"""The base class of the optimizers that freeze Adam's variance, for PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_compress.errors import ConfigError
 
 
 class FrozenAdam(torch.optim.Optimizer):
-    """Adam with a compression of its own.  Subclasses say when its variance learns."""
+    """Adam with its own compression.  Subclasses define in which steps its variance is updated."""
 
     #: the compression that fits
     method: ClassVar[type]
@@ -26,7 +26,7 @@ class FrozenAdam(torch.optim.Optimizer):
         super().__init__(params, options)
 
     def compressor(self, **options: Any) -> Any:
-        """The compression that goes with this optimizer; ``options`` are its ``norm`` and
+        """Return the compression for this optimizer; ``options`` are its ``norm`` and
         ``min_size``."""
         return self.method(**self.compression_options(self.param_groups[0]), **options)
 

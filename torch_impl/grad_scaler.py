@@ -1,4 +1,4 @@
-"""Loss scaling: three public methods of ``torch.amp.GradScaler`` that know distributed optimizers.
+"""Loss scaling: three wrapped methods of ``torch.amp.GradScaler`` for distributed optimizers.
 
 They are wrapped when this package is imported: ``scale`` notes the scale of the backward pass that
 will follow; ``unscale_`` finishes the exchanges in flight, so that ``scaler.step(optimizer)`` works

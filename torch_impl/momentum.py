@@ -23,7 +23,7 @@ logger = logging.getLogger("hvd_compress")
 
 
 class Momentum:
-    """Which momentum acts inside of the exchange, and keeps the optimizer from applying it again.
+    """Decides which momentum acts inside the exchange, and switches it off in the optimizer.
 
     Args:
         optimizer: whose parameter groups have ``momentum``, ``nesterov`` and ``weight_decay``.

@@ -13,8 +13,8 @@ from .frozen_adam import FrozenAdam, start_state, update_parameter
 
 
 class OneBitAdam(FrozenAdam):
-    """Adam whose variance is frozen after ``freeze_step`` steps, so that momentum can travel in one
-    bit an element::
+    """Adam whose variance is frozen after ``freeze_step`` steps, so that momentum can be sent in
+    one bit an element::
 
         adam = hvd.OneBitAdam(model.parameters(), lr=1e-3, freeze_step=2000)
         optimizer = hvd.DistributedOptimizer(
@@ -27,7 +27,7 @@ class OneBitAdam(FrozenAdam):
         v = beta2 v + (1 - beta2) g^2                       until freeze_step, not later
         p = p - lr (m^ / (sqrt(v^) + eps) + weight_decay p)
 
-    After ``freeze_step`` the exchange hands out the new m instead of g, equal on all ranks.
+    After ``freeze_step`` the exchange returns the new m instead of g, equal on all ranks.
     Elements that had no gradient until then have v = 0 and no scale: they stay where they are,
     but for decay, since one bit cannot say that their momentum is zero.
 

@@ -1,9 +1,9 @@
-"""Makes Horovod's own import line work: ``import horovod.torch as hvd``.
+"""Registration with Horovod, so that ``import horovod.torch as hvd`` works with this package.
 
-Horovod hands a compressor neither parameters nor the optimizer, and DGC needs both.  So the public
-functions that are handed an optimizer are wrapped when this package is imported; calls that have
-nothing to do with this package's compressors pass through untouched.  No file of Horovod is
-changed, and nothing private of it is used.
+Horovod gives a compressor neither the parameters nor the optimizer, and DGC needs both.  So the
+public functions that take an optimizer are wrapped when this package is imported; calls without
+this package's compressors are passed on unchanged.  No file of Horovod is changed, and nothing
+private of it is used.
 """
 
 from __future__ import annotations

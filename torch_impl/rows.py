@@ -1,6 +1,6 @@
-"""Sparse gradients (``Embedding(sparse=True)``): rows travel whole, without loss.
+"""Sparse gradients (``Embedding(sparse=True)``): rows are sent whole, without loss.
 
-Duplicate rows are merged before they are sent, and frames carry raw bytes, so any dtype travels.
+Duplicate rows are merged before they are sent, and frames hold raw bytes, so any dtype is possible.
 A rank without a gradient sends no rows.
 """
 

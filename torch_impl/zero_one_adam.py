@@ -124,10 +124,10 @@ class ZeroOneAdam(FrozenAdam):
 
     @torch.no_grad()
     def synchronize_parameters(self) -> None:
-        """Give all ranks the same parameters now, in full precision, with all that residuals held.
+        """Give all ranks the same parameters now, in full precision, residuals included.
 
-        A collective: call it on every rank, between steps.  What is saved afterwards is the same
-        on all ranks, but for residuals of gradients; see ``consolidate_state_dict``.
+        This is a collective: call it on every rank, between steps.  What is saved afterwards is the
+        same on all ranks, but for residuals of gradients; see ``consolidate_state_dict``.
         """
         if self._binding() is not None:
             self._synchronize(self._in_full)

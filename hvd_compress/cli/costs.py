@@ -1,7 +1,7 @@
-"""What a method costs, found by running it: bits on the wire, collectives, memory.
+"""The costs of a method, found by running it: bits on the wire, collectives, memory.
 
-That takes up to some seconds a method.  What is found for this package's methods with their
-defaults is kept in ``costs.json``; ``python -m hvd_compress.cli.costs`` writes it anew.
+This takes up to some seconds for a method.  The costs of this package's methods with their defaults
+are kept in ``costs.json``; ``python -m hvd_compress.cli.costs`` writes it again.
 
 >>> from hvd_compress import TopK
 >>> costs(TopK(density=0.01))
@@ -35,13 +35,13 @@ _FILE = Path(__file__).with_suffix(".json")
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Of exchanges of a matrix of 512 x 2000 float32 between 4 ranks, by rank 0.
+    """Costs of the exchanges of a matrix of 512 x 2000 float32 between 4 ranks, for rank 0.
 
     Attributes:
-        sent: bits that a rank hands over, per element.
-        received: bits that arrive for it, per element, its own included; sums arrive once.
-        collectives: the kinds of requests, in their order.
-        memory: what the state takes by its keys, in units of the gradient.
+        sent: the bits per element that a rank hands to the collectives.
+        received: the bits per element that it gets, its own included; a sum is counted once.
+        collectives: the kinds of requests, in order.
+        memory: the size of each entry of the state, in units of the gradient's.
     """
 
     sent: float
@@ -52,7 +52,7 @@ class Costs:
 
 @functools.cache
 def costs(method: Compressor) -> Costs:
-    """On average over late steps, when methods that begin with dense ones are at work."""
+    """Return average costs over late steps, after the dense steps that some methods begin with."""
     method = method.for_tensor("weight", SHAPE)
     random = np.random.default_rng(0)
     gradients = [random.standard_normal(SHAPE, np.float32) for _ in range(RANKS)]

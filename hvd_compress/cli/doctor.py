@@ -1,4 +1,4 @@
-"""``hvd-compress doctor``: what is installed, how Horovod was built, what is wrong and its cure."""
+"""``hvd-compress doctor``: what is installed, how Horovod was built, problems and their fixes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Finding:
 
 
 def doctor(wanted: Sequence[str] = ()) -> int:
-    """Print the report; 1 if there is a problem, else 0.
+    """Print the report, and return 1 if there is a problem, else 0.
 
     Args:
         wanted: of ``WANTED``, what has to work; if empty, all that is installed, or else PyTorch.

@@ -1,6 +1,6 @@
-"""What there is to build and run with: frameworks, MPI, compiler.
+"""The frameworks, MPI and compiler that are installed.
 
-Frameworks are asked in a process of their own, so that one that crashes on import cannot take the
+Frameworks are asked in a separate process, so that one that crashes on import cannot take the
 caller along, and so that nothing here imports a framework that the user has not imported.
 """
 

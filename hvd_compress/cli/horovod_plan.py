@@ -1,4 +1,4 @@
-"""What ``hvd-compress install-horovod`` will build, with what, and where the wheel is kept.
+"""The plan of ``hvd-compress install-horovod``: what to build, with what, and where to keep it.
 
 A build takes minutes, so the wheel is cached.  pip's own cache would hand a wheel built for
 PyTorch alone to an environment that has TensorFlow as well; ours is keyed by all that the wheel

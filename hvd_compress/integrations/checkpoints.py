@@ -1,11 +1,11 @@
-"""What checkpoints of one rank mean for others, and what can be wrong with them.
+"""Checks of checkpoints, and the share of a saved residual that each rank takes over.
 
-Residuals differ between ranks, and users save rank 0 only.  What matters for training is the mean
-over the ranks of what waits; a checkpoint that holds the mean serves any number of ranks.  One that
-holds a single rank's own state serves that rank.
+Residuals differ between ranks, and users save rank 0 only.  Training depends on the mean residual
+over the ranks; a checkpoint that holds the mean can be loaded by any number of ranks.  A checkpoint
+with a single rank's own state can be loaded by that rank.
 
-Files are cut off, mixed up and edited.  Whoever loads a state checks all of it with the functions
-below before anything is assigned, so that a state that is refused leaves everything as it was.
+Files are cut off, mixed up and edited.  All of a state is checked with the functions below before
+anything is assigned, so that a state that is refused leaves everything as it was.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hvd_compress.errors import ConfigError, UnsupportedError
 
 
 def refused(problem: str) -> ConfigError:
-    """The error for a state that cannot be loaded."""
+    """Return the error for a state that cannot be loaded."""
     return ConfigError(f"this state cannot be loaded, and nothing was changed: {problem}")
 
 
 def entry(state: Any, key: Any, kind: type | tuple[type, ...], *, of: str = "it") -> Any:
-    """``state[key]``, if that is of a ``kind``."""
+    """Return ``state[key]``, which must be an instance of ``kind``."""
     if not isinstance(state, Mapping):
         raise refused(f"{of} is {_look(state)} where a dict was expected")
     if key not in state:
@@ -40,7 +40,7 @@ def entry(state: Any, key: Any, kind: type | tuple[type, ...], *, of: str = "it"
 
 
 def whole(state: Any, key: str, least: int = 0) -> int:
-    """``state[key]``, if that is a whole number, ``least`` or more."""
+    """Return ``state[key]``, which must be a whole number, ``least`` or more."""
     value = entry(state, key, object)
     if not is_whole(value) or value < least:
         raise refused(f"{key!r} is {_look(value)} where a whole number from {least} was expected")
@@ -48,7 +48,7 @@ def whole(state: Any, key: str, least: int = 0) -> int:
 
 
 def epoch_in(state: Any) -> Any:
-    """The epoch that was announced, if any."""
+    """Return the epoch that was announced, or ``None``."""
     value = entry(state, "epoch", object)
     if value is not None and not (is_number(value) and math.isfinite(value) and value >= 0):
         raise refused(f"'epoch' is {_look(value)} where a number from 0, or None, was expected")
@@ -56,7 +56,7 @@ def epoch_in(state: Any) -> Any:
 
 
 def saver_in(state: Any) -> dict[str, Any]:
-    """Who saved: "consolidated", "rank" and "size"."""
+    """Return by whom the state was saved: "consolidated", "rank" and "size"."""
     saved = {
         "consolidated": bool(entry(state, "consolidated", (bool, int))),
         "rank": whole(state, "rank"),
@@ -68,8 +68,8 @@ def saver_in(state: Any) -> dict[str, Any]:
 
 
 def check_array(what: str, x: Any, n: int | None = None) -> Array:
-    """``x``, if that is an array of ``n`` floating-point numbers (any number of them if ``None``),
-    all of them finite."""
+    """Return ``x``, which must be an array of ``n`` finite floating-point numbers (``None``: of any
+    number)."""
     try:
         xp = backend_of(x)
         dtype, size = xp.dtype(x), xp.size(x)
@@ -93,7 +93,7 @@ def _look(value: Any) -> str:
 
 
 def unconsolidated(call: str) -> str:
-    """A warning for those who save what is one rank's own."""
+    """Return the warning for saving a state that is one rank's own."""
     return (
         f"this state holds the residuals of this rank only. Call {call} on every rank before "
         "rank 0 saves; or save every rank's own and load it on the same rank"
@@ -101,10 +101,11 @@ def unconsolidated(call: str) -> str:
 
 
 def share(engine: Any, saved: Mapping[str, Any]) -> float:
-    """What becomes of saved residuals on this rank, so that nothing is counted twice: a factor.
+    """Return the factor by which this rank multiplies saved residuals, so that nothing is counted
+    twice.
 
     Args:
-        saved: "consolidated", and the "rank" and "size" of those who saved; empty if unknown.
+        saved: "consolidated", and the "rank" and "size" of the rank that saved; empty if unknown.
     """
     if not saved or saved["consolidated"] or saved["size"] == 1:
         return 1.0

@@ -1,6 +1,6 @@
-"""What every drop-in has beside Horovod's own names: methods, schedules, errors.
+"""The names that every drop-in adds to Horovod's: methods, schedules, errors.
 
-Not the building blocks: ``hvd.allreduce`` and ``hvd.allgather`` are Horovod's.
+The building blocks are not among them, since ``hvd.allreduce`` and ``hvd.allgather`` are Horovod's.
 """
 
 from hvd_compress import methods

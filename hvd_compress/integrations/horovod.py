@@ -1,4 +1,4 @@
-"""What the drop-ins for Horovod's modules have in common: ``hvd_compress.torch`` and others."""
+"""Functions shared by the drop-ins for Horovod's modules: ``hvd_compress.torch`` and others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("hvd_compress")
 
 
 def show_log() -> None:
-    """What moves where is worth a line on the screen, unless the user has set up logging."""
+    """Show the package's log lines on the screen, unless the user has set up logging."""
     logger = logging.getLogger("hvd_compress")
     if not logging.getLogger().handlers and not logger.handlers and logger.level == logging.NOTSET:
         handler = logging.StreamHandler()
@@ -35,10 +35,10 @@ def show_log() -> None:
 def load_horovod(
     module: str, framework: str, register: Callable[[ModuleType], None]
 ) -> ModuleType | ImportError:
-    """Horovod's ``module`` with our wrappers in it, or why it is not there."""
+    """Return Horovod's ``module`` with our wrappers in it, or the error of its import."""
     if "PMI_RANK" in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ:
-        # Started by MPICH, and Horovod may be built with Open MPI: who loads its MPI first decides
-        # which one mpi4py talks to, and with the wrong one every process is a world of its own.
+        # Started by MPICH, and Horovod may be built with Open MPI: the MPI that is loaded first is
+        # the one that mpi4py uses, and with the wrong one every process is rank 0 of 1.
         with contextlib.suppress(ImportError, RuntimeError):
             import mpi4py.MPI  # noqa: F401
     try:
@@ -52,8 +52,8 @@ def load_horovod(
 
 
 def with_seed(factory: Callable[..., Any]) -> inspect.Signature:
-    """Horovod's signature with an option more, for this package's methods: ``seed``, for randomness
-    that the ranks share."""
+    """Return Horovod's signature with one more option for this package's methods: ``seed``, for
+    random numbers that the ranks share."""
     signature = inspect.signature(factory)
     if "seed" in signature.parameters:  # wrapped before
         return signature
@@ -67,7 +67,7 @@ def bind_call(
     kwargs: dict[str, Any],
     rank: Callable[[], int],
 ) -> inspect.BoundArguments:
-    """All arguments of a call; where it names no compression, the environment may."""
+    """Return all arguments of a call; if it names no compression, the environment may name one."""
     call = signature.bind(*args, **kwargs)
     call.apply_defaults()
     none = signature.parameters["compression"].default
@@ -79,8 +79,9 @@ _said: set[str] = set()
 
 
 def chosen(compression: Any, none: Any, rank: Callable[[], int]) -> Any:
-    """What a script names; or what ``HVD_COMPRESSION`` does, if the script names nothing or
-    ``none``, which is what Horovod's examples say.  Rank 0 logs once which of the two it is."""
+    """Return the compression that a script names, or that of ``HVD_COMPRESSION`` if the script
+    names nothing or ``none``, as Horovod's examples do.  Rank 0 logs once which of the two it
+    is."""
     method = from_environment()
     if method is None:
         return compression
@@ -96,12 +97,12 @@ def chosen(compression: Any, none: Any, rank: Callable[[], int]) -> Any:
 
 
 def checked_join(join: Callable[..., Any], users: Collection[Any], advice: str) -> Any:
-    """Horovod's ``join``, refused as long as one of ``users`` of compression is there."""
+    """Return Horovod's ``join``, which raises as long as ``users`` of compression exist."""
 
     @functools.wraps(join)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        # Optimizers are parts of cycles: those that nobody needs may still be there, on some ranks,
-        # and a call that some ranks refuse leaves the others waiting.
+        # Optimizers are parts of reference cycles: unused ones may still exist on some ranks, and a
+        # call that only some ranks refuse leaves the others waiting.
         gc.collect()
         if users:
             raise UnsupportedError(
@@ -114,17 +115,17 @@ def checked_join(join: Callable[..., Any], users: Collection[Any], advice: str) 
 
 
 def is_ours(compression: Any) -> bool:
-    """Whether a value for ``compression=`` means one of this package's methods."""
+    """Return whether a value for ``compression=`` means one of this package's methods."""
     if isinstance(compression, type):
         return issubclass(compression, Compressor)
     return isinstance(compression, Compressor | str)
 
 
 def without_state(compression: Any) -> str:
-    """The name of a method for tensors by themselves: "none" or "fp16".
+    """Return the name of a method that needs no optimizer: "none" or "fp16".
 
     Raises:
-        UnboundError: the method is one for an optimizer.
+        UnboundError: the method needs an optimizer.
     """
     method = as_compressor(compression)
     if not isinstance(method, NoCompression | FP16):
@@ -133,8 +134,8 @@ def without_state(compression: Any) -> str:
 
 
 def take_stateless(function: Callable[..., Any], horovods: Any) -> Callable[..., Any]:
-    """Horovod's ``allreduce`` or one like it that takes ``NoCompression`` and ``FP16`` by class,
-    instance and name as well.
+    """Return Horovod's ``allreduce``, or a function like it, such that it also takes
+    ``NoCompression`` and ``FP16`` by class, instance and name.
 
     Args:
         horovods: ``hvd.Compression``.
@@ -152,7 +153,7 @@ def take_stateless(function: Callable[..., Any], horovods: Any) -> Callable[...,
 
 
 def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framework: str) -> Any:
-    """``package.name``, where only Horovod's module has it."""
+    """Return ``package.name`` from Horovod's module, which alone has it."""
     if name.startswith("__"):
         raise AttributeError(name)
     if isinstance(horovod, ImportError):
@@ -171,8 +172,8 @@ _SUBMODULES = {"callbacks", "elastic", "keras"}
 
 
 def names_of(horovod: ModuleType | ImportError, own: Iterable[str]) -> list[str]:
-    """Return what ``dir()`` of a drop-in shows: its ``own`` names, and the functions, classes and
-    constants of Horovod's module, without what that module imports for itself."""
+    """Return the names for ``dir()`` of a drop-in: its ``own``, and the functions, classes and
+    constants of Horovod's module, without those that the module imports for its own use."""
     if isinstance(horovod, ImportError):
         return sorted(own)
     return sorted({*own, *(name for name in dir(horovod) if _is_public(horovod, name))})

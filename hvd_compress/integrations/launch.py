@@ -15,11 +15,12 @@ _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RAN
 
 
 def find_mpi() -> None:
-    """Open MPI's wheel finds its files under mpirun only; a process started alone needs a hint.
+    """Tell Open MPI's wheel where its files are; it finds them itself only under mpirun.
 
-    Not where mpi4py was told to use another MPI.  What is set already stays.  For scripts that
-    import mpi4py first, ``hvd_compress_open_mpi.pth`` does the same when Python starts, in every
-    environment that this package is installed in; this is for those where it only lies on the path.
+    This does nothing if mpi4py was told to use another MPI, and it keeps variables that are set.
+    For scripts that import mpi4py first, ``hvd_compress_open_mpi.pth`` does the same when Python
+    starts, in every environment that this package is installed in; this function is for
+    environments where the package is only on the path.
     """
     library = Path(sys.prefix, "lib")
     chosen = os.environ.get("MPI4PY_LIBMPI")
@@ -82,7 +83,8 @@ def _is_rank() -> bool:
 
 
 def _find(program: str) -> str | None:
-    """Beside the MPI that mpi4py was told to use, then in this environment, then on PATH."""
+    """Return the path of a program: of the MPI that mpi4py was told to use, else in this
+    environment, else on PATH."""
     folders = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     if library := os.environ.get("MPI4PY_LIBMPI"):
         folders.insert(0, str(Path(library).parent.parent / "bin"))
@@ -90,10 +92,11 @@ def _find(program: str) -> str | None:
 
 
 def _environment(ranks: int) -> dict[str, str]:
-    """For ranks on this machine, which may be more than it has cores; what is set already stays."""
+    """Return the environment for ranks on this machine, which may be more than it has cores;
+    variables that are set already are kept."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
     return {
-        # Open MPI 4 and 5: so many ranks may start, on any core, and who waits lets others run.
+        # Open MPI 4 and 5: more ranks than cores may start, on any core, and waiting ranks yield.
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "OMPI_MCA_hwloc_base_binding_policy": "none",

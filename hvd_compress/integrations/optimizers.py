@@ -1,4 +1,4 @@
-"""What bindings to optimizers say about momentum that moves into a method."""
+"""Checks and messages of the bindings to optimizers, about momentum that a method takes over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_compress.errors import ConfigError
 
 
 def check_one_momentum(method: Compressor, theirs: float) -> None:
-    """Raise if both the method and the optimizer name one."""
+    """Raise ``ConfigError`` if the method and the optimizer have different momenta."""
     own = method.momentum
     if method.takes_momentum and own is not None and theirs not in (0, own):
         raise ConfigError(
@@ -21,11 +21,11 @@ def check_one_momentum(method: Compressor, theirs: float) -> None:
 
 
 def check_partner(method: Compressor, optimizer: Any, group: Mapping[str, Any] | None) -> None:
-    """Raise if the optimizer would take for a gradient what the method hands out.
+    """Raise ``ConfigError`` if the optimizer would take the method's momenta for gradients.
 
     Args:
-        optimizer: the user's; ``None`` where it is not known.
-        group: of its parameters, where it has groups.
+        optimizer: the user's optimizer; ``None`` if it is not known.
+        group: a parameter group of the optimizer, if it has groups.
     """
     if method.partner is None:
         return
@@ -46,7 +46,7 @@ def check_partner(method: Compressor, optimizer: Any, group: Mapping[str, Any] |
 
 
 def another_kind(method: Compressor, optimizer: str) -> str:
-    """A warning for optimizers that are not SGD."""
+    """Return the warning for optimizers that are not SGD."""
     return (
         f"{method.name} corrects the momentum of SGD, and {optimizer} has another kind: it gets "
         f"error feedback without momentum correction. If that is what you want, say so with "
@@ -55,7 +55,7 @@ def another_kind(method: Compressor, optimizer: str) -> str:
 
 
 def moved(method: Compressor, momenta: Iterable[float], nesterov: bool, optimizer: str) -> str:
-    """A line for the log."""
+    """Return the log line for momentum that a method has taken over."""
     return (
         f"momentum {', '.join(map(str, momenta))}{' (Nesterov)' if nesterov else ''} of "
         f"{optimizer} now acts inside {method.name}; the optimizer's own is off during step()"

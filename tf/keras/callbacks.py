@@ -61,9 +61,10 @@ class CompressionCallback(_Callback):
 
 
 class BroadcastGlobalVariablesCallback(_Callback):
-    """All ranks start with the weights and the optimizer's variables of ``root_rank``.
+    """Gives all ranks the weights and the optimizer's variables of ``root_rank``.
 
-    What exists when training starts is sent then, what comes to be with the first batch after it.
+    Variables that exist when training starts are sent then; those that the first batch makes are
+    sent after it.
 
     Args:
         root_rank: whose values all take over.
@@ -116,10 +117,10 @@ class BroadcastGlobalVariablesCallback(_Callback):
 
 
 class MetricAverageCallback(_Callback):
-    """At the end of an epoch metrics become their averages over the ranks.
+    """Replaces metrics by their averages over the ranks, at the end of an epoch.
 
-    Must stand before callbacks that read them: ``ReduceLROnPlateau``, ``TensorBoard``.  All ranks
-    must have the same metrics: validate on all of them, or on none.
+    It must stand before callbacks that read metrics: ``ReduceLROnPlateau``, ``TensorBoard``.  All
+    ranks must have the same metrics: validate on all of them, or on none.
 
     Args:
         device: where the averages are computed, as for ``tf.device``.
@@ -141,7 +142,7 @@ class MetricAverageCallback(_Callback):
 
 
 class LearningRateScheduleCallback(_Callback):
-    """The learning rate is ``initial_lr`` times a multiplier, from ``start_epoch`` to
+    """Sets the learning rate to ``initial_lr`` times a multiplier, from ``start_epoch`` to
     ``end_epoch``.
 
     Args:
@@ -222,7 +223,8 @@ class LearningRateScheduleCallback(_Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """From ``initial_lr / size`` to ``initial_lr`` in ``warmup_epochs``, batch by batch.
+    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` in ``warmup_epochs``,
+    batch by batch.
 
     ``initial_lr`` is the rate for all ranks together, as a rule that of one rank times their
     number (Goyal et al., 2017).
@@ -303,7 +305,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 class BestWholeModelCheckpoint(BestModelCheckpoint):
-    """``BestModelCheckpoint`` as ``horovod.keras`` has it: not of weights alone."""
+    """The ``BestModelCheckpoint`` of ``horovod.keras``, which saves whole models only."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the optimizers that freeze Adam's variance have in common, for Keras 3."""
+"""The base class of the optimizers that freeze Adam's variance, for Keras 3."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..binding import Binding
 
 
 class FrozenAdam(keras.optimizers.Optimizer):
-    """Adam with a compression of its own.  Subclasses say when its variance learns."""
+    """Adam with its own compression.  Subclasses define in which steps its variance is updated."""
 
     #: the compression that fits
     method: ClassVar[type]

@@ -26,8 +26,8 @@ def load_model(
     legacy_opts: bool = False,
     **options: Any,
 ) -> Any:
-    """A saved model whose optimizer is distributed, with its state and, if it has been saved, that
-    of the compression.
+    """Load a saved model with a distributed optimizer, whose state, and that of the compression if
+    it was saved, are restored.
 
     Args:
         filepath: of a ``.keras`` file.

@@ -16,8 +16,8 @@ from .frozen_adam import FrozenAdam
 
 @keras.saving.register_keras_serializable(package="hvd_compress")
 class OneBitAdam(FrozenAdam):
-    """Adam whose variance is frozen after ``freeze_step`` steps, so that momentum can travel in one
-    bit an element::
+    """Adam whose variance is frozen after ``freeze_step`` steps, so that momentum can be sent in
+    one bit an element::
 
         adam = hvd.OneBitAdam(1e-3, freeze_step=2000)
         optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
@@ -67,7 +67,7 @@ class OneBitAdam(FrozenAdam):
         grads = list(grads)
         variables = self._trainable_variables if trainable_variables is None else []
         variables = list(trainable_variables or variables)
-        # Gradients of some rows travelled as they are.
+        # Sparse gradients were sent uncompressed.
         self._rows = frozenset(
             id(native(variable))
             for gradient, variable in zip(grads, variables, strict=True)

@@ -104,10 +104,10 @@ class ZeroOneAdam(FrozenAdam):
         ]
 
     def synchronize_parameters(self) -> None:
-        """Give all ranks the same parameters now, in full precision, with all that residuals held.
+        """Give all ranks the same parameters now, in full precision, residuals included.
 
-        A collective: call it on every rank, between steps.  What is saved afterwards is the same
-        on all ranks, but for residuals of gradients; see ``compression.consolidate()``.
+        This is a collective: call it on every rank, between steps.  What is saved afterwards is the
+        same on all ranks, but for residuals of gradients; see ``compression.consolidate()``.
         """
         if self._sync is None:
             return

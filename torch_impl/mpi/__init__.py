@@ -6,8 +6,8 @@
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=..., compression=hvd.DGC)
 
 then ``mpirun -np 16 python train.py``.  Functions and options are those of ``horovod.torch``, so a
-script changes one line.  Gradients leave in buckets while backward goes on, sums are added in rank
-order and every run has the same bits; see :mod:`hvd_compress.mpi.engine`.
+script changes one line.  Gradients are sent in buckets while backward goes on, and sums are added
+in rank order, so every run has the same bits; see :mod:`hvd_compress.mpi.engine`.
 """
 
 from __future__ import annotations

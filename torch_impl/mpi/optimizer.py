@@ -1,4 +1,4 @@
-"""``DistributedOptimizer`` over MPI, and what gives all ranks the same beginning."""
+"""``DistributedOptimizer`` over MPI, and functions that give all ranks the same initial state."""
 
 from __future__ import annotations
 

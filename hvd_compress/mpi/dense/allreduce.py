@@ -30,7 +30,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "mpi": native,
     "ring": ring,
 }
-#: bytes of one message, and arrays cut into so many blocks that are under way at once
+#: bytes of one message, and the number of blocks of an array that are in flight at once
 CHUNK, DEPTH = 512 * 1024, 4
 
 

@@ -181,7 +181,7 @@ class Work:
                     self._active.remove(entry)
                     self._advance(number, algorithm)
             except BaseException as error:
-                if self._active:  # messages are under way, to buffers that these own
+                if self._active:  # messages are in flight, to buffers that these own
                     self.comm.give_up(f"{self.call}: {error!r}", [self])
                 raise
         if progress:

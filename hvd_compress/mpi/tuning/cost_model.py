@@ -114,7 +114,7 @@ class CostModel:
         for name in among:
             if name == "mpi" and not self.native:
                 continue
-            # Partial sums of half precisions travel as float32, a part of the way or all of it.
+            # Partial sums of half precisions are sent as float32, in some rounds or in all of them.
             wide = dtype in ("float16", "bfloat16")
             factor = {"direct": 1.0, "mpi": 2.0}.get(name, 1.5) if wide else 1.0
             costs[name] = self.seconds(name, int(n * factor))

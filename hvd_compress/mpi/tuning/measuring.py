@@ -20,7 +20,7 @@ from hvd_compress.mpi.tuning.cost_model import CostModel
 from hvd_compress.wire import decode_sparse, encode_sparse
 
 _SMALL = 8
-#: throughput is that of so many messages, some of them under way at once as in a large array
+#: throughput is that of so many messages, some of them in flight at once as in a large array
 _CHUNK, _CHUNKS, _DEPTH = 512 * 1024, 8, 4
 _NATIVE_SIZES = (8, 4096, 65536, 1 << 20, 1 << 22)
 _ENTRIES = 10_000
@@ -62,7 +62,7 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
 
     def throughput(pattern: Pattern) -> float:
         chunk = _CHUNK // max(1, len(pattern[0]))
-        # As many as are under way at once, so that what is timed is not the first touch of memory.
+        # As many as are in flight at once, so that the first touch of memory is not timed.
         rows = [np.zeros((len(pattern[1]) + 1, chunk), np.uint8) for _ in range(_CHUNKS)]
         return seconds(lambda: [_exchange(comm, pattern, chunk, r) for r in rows], repeats)
 
