@@ -28,7 +28,7 @@ def test_the_method_from_scratch_obeys_the_laws(monkeypatch):
 
     registered = dict(config._REGISTRY["method"])
     monkeypatch.setitem(config._REGISTRY, "method", registered)  # gone again after the test
-    first, *blocks, method, laws = snippets("docs/extending.md")
+    first, *blocks, method, laws, in_four_places = snippets("docs/extending.md")
     scope: dict[str, object] = {"__name__": "a_users_module"}
     exec(first.split("optimizer =")[0], scope)
     assert len(blocks) == 2
@@ -36,6 +36,9 @@ def test_the_method_from_scratch_obeys_the_laws(monkeypatch):
         exec(block, scope)
     exec(method, scope)
     exec(laws, scope)
+    exec(in_four_places, scope)
+    assert in_four_places.count("\n") < 45
+    check_laws(as_compressor("sign_topk:density=0.05"), make=np.asarray, namespace=scope)
     made = as_compressor("scaled-sign")
     assert made == scope["ScaledSign"]()
     check_laws(made, make=torch.from_numpy, namespace=scope)
