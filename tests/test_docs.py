@@ -36,7 +36,7 @@ def test_the_method_from_scratch_obeys_the_laws(monkeypatch):
         exec(block, scope)
     exec(method, scope)
     exec(laws, scope)
-    exec(in_four_places, scope)
+    exec(compile(in_four_places, "extending.md", "exec", dont_inherit=True), scope)
     assert in_four_places.count("\n") < 45
     check_laws(as_compressor("sign_topk:density=0.05"), make=np.asarray, namespace=scope)
     made = as_compressor("scaled-sign")
