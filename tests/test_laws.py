@@ -32,7 +32,8 @@ def test_the_table_has_every_method():
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_laws_in_numpy(row):
-    check_laws(row.method, **row.options)
+    # Two ranks, and five, are among those of the shapes that are drawn.
+    check_laws(row.method, sizes=(1, 3, 4), **row.options)
 
 
 class Extent(NamedTuple):
@@ -60,7 +61,7 @@ def test_laws_in_frameworks(row, make, extent):
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
     size=st.integers(1, 5),
     shape=hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6),

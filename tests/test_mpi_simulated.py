@@ -29,7 +29,7 @@ from tests.simulated_mpi import ORDERS, Simulation, SimulationError
 
 #: all from 1 to 33, but with --full only where the cost is high and neighbours say as much
 SIZES = [
-    size if size <= 17 or size in (24, 32, 33) else pytest.param(size, marks=pytest.mark.full)
+    size if size <= 9 or size in (12, 16, 17, 33) else pytest.param(size, marks=pytest.mark.full)
     for size in range(1, 34)
 ]
 orders = st.tuples(st.sampled_from(ORDERS), st.integers(0, 2**16))
