@@ -38,11 +38,11 @@ class OfTopK(Aggregator):
         if k == xp.size(x):
             total = yield Sum(x)
             mean = total / context.size
-            return Aggregated(mean, x, xp.all_finite(mean))
-        return (yield from self._aggregate_top_k(x, k, context))
+            return Aggregated(mean, x, xp.all_finite(mean), state)
+        return (yield from self._aggregate_top_k(x, k, state, context))
 
     @abc.abstractmethod
     def _aggregate_top_k(
-        self, x: Array, k: int, context: Context
+        self, x: Array, k: int, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
-        """Of fewer than all elements."""
+        """The same as :meth:`aggregate`, for ``k`` elements that are fewer than all."""

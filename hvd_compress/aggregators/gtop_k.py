@@ -9,7 +9,7 @@ from typing import Any
 from hvd_compress.aggregators._of_top_k import OfTopK
 from hvd_compress.aggregators.merging import Merging
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Request, Sparse
+from hvd_compress.base import Array, Context, Request, Sparse, State
 from hvd_compress.chain import Aggregated
 
 
@@ -36,7 +36,7 @@ class gtop_k(OfTopK, name="gtop_k"):
     """
 
     def _aggregate_top_k(
-        self, x: Array, k: int, context: Context
+        self, x: Array, k: int, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
         n = xp.size(x)

@@ -9,7 +9,7 @@ from typing import Any
 from hvd_compress.aggregators._leader import leaders_choice
 from hvd_compress.aggregators._of_top_k import OfTopK
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Request, Sparse, Sum
+from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregated
 
 
@@ -29,7 +29,7 @@ class leader_top_k(OfTopK, name="leader_top_k"):
     """
 
     def _aggregate_top_k(
-        self, x: Array, k: int, context: Context
+        self, x: Array, k: int, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
         indices, _ = yield from leaders_choice(self._select, x, k, context)

@@ -66,15 +66,11 @@ class ok_topk(OfTopK, name="ok_topk"):
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         return {"global_threshold": backend_of(x).zeros(1, x)}
 
-    def aggregate(
-        self, x: Array, state: State, context: Context
+    def _aggregate_top_k(
+        self, x: Array, k: int, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
         n, size = xp.size(x), context.size
-        k = self._select.count(n, context)
-        if k == n:
-            aggregated = yield from super().aggregate(x, state, context)
-            return aggregated._replace(state=state)
         own = self._select.select(x, k, context)
         values, dtype = xp.take(x, own), xp.dtype(x)
         work = _Work(self, n, k, dtype, context)
@@ -99,11 +95,6 @@ class ok_topk(OfTopK, name="ok_topk"):
         mean = xp.put(xp.zeros(n, x), indices, sums / size)
         new = {"global_threshold": threshold}
         return Aggregated(mean, Sparse(kept, sent), xp.all_finite(sums), new)
-
-    def _aggregate_top_k(
-        self, x: Array, k: int, context: Context
-    ) -> Generator[Request, Any, Aggregated]:
-        raise NotImplementedError  # aggregate() has the state
 
 
 @dataclasses.dataclass(frozen=True)

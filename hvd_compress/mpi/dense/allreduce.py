@@ -129,12 +129,18 @@ def _run(
     flat = flatten(x)
     call = f"allreduce({describe(flat)}, {op}, {name})"
     comm.agree(call)
+    return into(out, x, flat, lambda result: start(comm, call, algorithm, flat, result, op, chunk))
+
+
+def into(out: Any, x: Any, flat: Flat, begin: Callable[[Any], Work]) -> Any:
+    """Put the result of ``begin(result).wait()`` into ``out``, or into a new array if that is
+    ``None``; ``flat`` is ``x`` flat, and ``result`` an array to make the result in."""
     target = flat if out is x else _target(out, flat)
     if is_same(target.array, flat.array):  # a view of x, say
         target = flat
     elif _overlap(target.array, flat.array):
         target = _target(None, flat)
-    start(comm, call, algorithm, flat, target.array, op, chunk).wait()
+    begin(target.array).wait()
     done = target.give_back(target.array)
     return done if out is None else _assign(out, done)
 

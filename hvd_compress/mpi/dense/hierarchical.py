@@ -27,9 +27,8 @@ from hvd_compress.mpi.dense.allreduce import (
     CHUNK,
     DEPTH,
     Comm,
-    _assign,
-    _target,
     allreduce,
+    into,
 )
 from hvd_compress.mpi.transport.arrays import Flat, describe, flatten
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes, others
@@ -77,10 +76,12 @@ def hierarchical_allreduce(
     nodes = nodes_of(communicator, ranks_per_node)
     if nodes.is_flat or not len(flat.array):
         return allreduce(x, op=op, algorithm=algorithm, out=out, comm=communicator, chunk=chunk)
-    target = flat if out is x else _target(out, flat)
-    start(communicator, nodes, call, algorithm, flat, target.array, op, chunk).wait()
-    done = target.give_back(target.array)
-    return done if out is None else _assign(out, done)
+    return into(
+        out,
+        x,
+        flat,
+        lambda result: start(communicator, nodes, call, algorithm, flat, result, op, chunk),
+    )
 
 
 def start(

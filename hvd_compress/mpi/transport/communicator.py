@@ -233,23 +233,19 @@ class Channel:
     def send(self, array: Any, to: int) -> Message:
         self.comm.bytes_sent += nbytes(array)
         self.bytes_sent += nbytes(array)
-        pieces, sizes = self._pieces(array)
-        start = self.comm.mpi.Isend
-        requests = [
-            start([piece, size, MPI.BYTE], to, self._tag(size))
-            for piece, size in zip(pieces, sizes, strict=True)
-        ]
-        return Message(tuple(requests), to, sizes, incoming=False)
+        return self._start(self.comm.mpi.Isend, array, to, incoming=False)
 
     def receive(self, array: Any, source: int) -> Message:
         self.bytes_received += nbytes(array)
+        return self._start(self.comm.mpi.Irecv, array, source, incoming=True)
+
+    def _start(self, begin: Any, array: Any, peer: int, incoming: bool) -> Message:
         pieces, sizes = self._pieces(array)
-        start = self.comm.mpi.Irecv
         requests = [
-            start([piece, size, MPI.BYTE], source, self._tag(size))
+            begin([piece, size, MPI.BYTE], peer, self._tag(size))
             for piece, size in zip(pieces, sizes, strict=True)
         ]
-        return Message(tuple(requests), source, sizes, incoming=True)
+        return Message(tuple(requests), peer, sizes, incoming)
 
     def _pieces(self, array: Any) -> tuple[list[Any], tuple[int, ...]]:
         size, segment = nbytes(array), self.comm.segment
