@@ -56,6 +56,15 @@ def ranks_may_be_dealt_to_nodes_in_turn() -> None:
         comm.free()
 
 
+def results_may_overlap_what_is_reduced() -> None:
+    for ranks_per_node in LAYOUTS:
+        options = {"algorithm": "ring", "ranks_per_node": ranks_per_node, "chunk": CHUNK}
+        everyones = arrays(2000, "int64")
+        both = np.concatenate([everyones[world.rank], [7]])
+        mpi.hierarchical_allreduce(both[:-1], out=both[1:], **options)
+        np.testing.assert_array_equal(both[1:], np.sum(everyones, 0))
+
+
 def floats_are_near_the_exact_sum() -> None:
     for ranks_per_node in LAYOUTS:
         for algorithm, dtype in (("direct", "float64"), ("ring", "float32")):
