@@ -23,6 +23,7 @@ from hvd_compress.engines.joining import Member
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.integrations.checkpoints import check_array, entry, epoch_in, refused, whole
+from hvd_compress.integrations.optimizers import check_one_momentum
 from hvd_compress.methods import as_compressor
 from hvd_compress.stats import Record, Stats, norm_of_residual
 
@@ -79,9 +80,7 @@ class Reducer:
                 f"{self.method.name} leaves momentum to the optimizer: drop momentum={momentum} "
                 "here and apply it to what comes back"
             )
-        own = self.method.momentum
-        if own and momentum not in (0, own):
-            raise ConfigError(f"two momenta, {momentum} and {own} in {self.method!r}")
+        check_one_momentum(self.method, momentum)
         self.momentum, self.nesterov, self.sums, self.seed = momentum, nesterov, sums, seed
         self.step: Any = 0
         self.epoch: Any = None

@@ -318,18 +318,18 @@ def _check_nonfinite_steps(case: _Case) -> None:
     if 0 in case.shape:
         return
     case.exchange(case.arrays(case.numbers()))
-    for spoilt, rank in ((np.nan, 0), (np.inf, case.size - 1), (-np.inf, case.size // 2)):
+    for bad, rank in ((np.nan, 0), (np.inf, case.size - 1), (-np.inf, case.size // 2)):
         before = [_state_bits(state) for state in case.world.states["tensor"]]
         numbers = case.numbers()
         flat = numbers[rank].reshape(-1)
-        flat[case.random.integers(flat.size)] = spoilt
+        flat[case.random.integers(flat.size)] = bad
         for outcome in case.exchange(case.arrays(numbers)):
             case.require(
                 not np.isfinite(_numbers(outcome.mean)).all(),
-                f"{spoilt} on rank {rank} makes mean non-finite on every rank",
+                f"{bad} on rank {rank} makes mean non-finite on every rank",
             )
         after = [_state_bits(state) for state in case.world.states["tensor"]]
-        case.require(before == after, f"{spoilt} on rank {rank} leaves all states as they were")
+        case.require(before == after, f"{bad} on rank {rank} leaves all states as they were")
     for outcome in case.exchange(case.arrays(case.numbers())):
         case.require(
             bool(np.isfinite(_numbers(outcome.mean)).all()), "a non-finite step is forgotten"

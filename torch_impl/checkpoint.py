@@ -231,7 +231,7 @@ def broadcast(optimizer: Any, root_rank: int) -> None:
 
 
 class _Slot(NamedTuple):
-    """Stands for a tensor that travels by itself."""
+    """Stands for a tensor that is sent by itself."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

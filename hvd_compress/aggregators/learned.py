@@ -419,8 +419,8 @@ class _Report:
         problem = None
         if self.late:
             problem = (
-                "all steps in which ranks should take over rank 0's autoencoder were spoilt by a "
-                "NaN or Inf, and their autoencoders may differ: let there be more of them, settled="
+                "all steps in which ranks should take over rank 0's autoencoder had a NaN "
+                "or Inf, and their autoencoders may differ: let there be more of them, settled="
             )
         elif cosine < _ALIKE:
             problem = (

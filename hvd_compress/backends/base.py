@@ -98,7 +98,7 @@ class Backend(Protocol):
     def cast(self, x: Array, dtype: str) -> Array: ...
 
     def round_to(self, x: Array, wire: str | None, saturate: bool = False) -> Array:
-        """The values of ``x`` as they arrive after travelling as ``wire``; dtype of ``x``.
+        """Return the values of ``x`` as they arrive when they are sent as ``wire``; dtype of ``x``.
         ``saturate``: what is too large becomes the largest finite value instead of Inf."""
 
     def dtype(self, x: Array) -> str:

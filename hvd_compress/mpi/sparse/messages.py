@@ -84,7 +84,7 @@ class Format:
         return rounded, _difference(mine, rounded.values.astype(self.dtype))
 
     def settle(self, total: Vector) -> tuple[Vector, Sparse]:
-        """A sum becomes a part of the result, as it travels; and what rounding takes off the sum.
+        """Return a part of the result as it is sent, and what rounding takes off the sum.
 
         Rounding to the dtype of the result is part of every sum and not reported.
         """
@@ -124,12 +124,12 @@ class Format:
 
     # -- sparse or dense ---------------------------------------------------------------------
 
-    def add_up(self, parts: Sequence[Vector], n: int, travels: str) -> Vector:
+    def add_up(self, parts: Sequence[Vector], n: int, sent_as: str) -> Vector:
         """The sum of vectors of ``n`` elements, in the order of ``parts``; dense if it is shorter
-        when it ``travels`` as that dtype."""
+        when it is sent as ``sent_as``."""
         if not self.may_be_dense:
             return add_up(parts, n, self.wide)
-        return add_up(parts, n, self.wide, lambda count: self.is_full(count, n, travels))
+        return add_up(parts, n, self.wide, lambda count: self.is_full(count, n, sent_as))
 
     def is_full(self, count: int, n: int, dtype: str) -> bool:
         """Whether ``count`` of ``n`` elements are better dense."""

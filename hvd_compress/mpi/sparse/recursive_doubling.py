@@ -30,27 +30,27 @@ def recursive_doubling(
     rounds = channel.size.bit_length() - 1
     core, extra = 1 << rounds, channel.size - (1 << rounds)
     total: Vector = mine
-    travels = form.wire  # until the first addition
+    sent_as = form.wire  # until the first addition
 
     if extra:
         folded = yield from _fold(channel, form.encode(total, n), core, extra, form)
         if rank < extra:
-            parts = [mine, form.decode(folded[rank + core], n, travels, rank + core)]
+            parts = [mine, form.decode(folded[rank + core], n, sent_as, rank + core)]
             total = form.add_up(parts, n, form.wide)
-        travels = form.wide
+        sent_as = form.wide
     if rank < core:
         for step in range(rounds):
             peer = rank ^ (1 << step)
-            total = _in_dtype(total, travels)
+            total = _in_dtype(total, sent_as)
             frame = form.encode(total, n)
-            limit = most_bytes(n, travels)
+            limit = most_bytes(n, sent_as)
             frames = yield from swap(
                 channel, {peer: frame}, [peer], limit, "recursive doubling", (step + 1, rounds)
             )
-            theirs = form.decode(frames[peer], n, travels, peer)
+            theirs = form.decode(frames[peer], n, sent_as, peer)
             ordered = [total, theirs] if rank < peer else [theirs, total]
             total = form.add_up(ordered, n, form.wide)
-            travels = form.wide
+            sent_as = form.wide
         total = _finish(total, form)
     if not extra:
         return total, empty(form.wide)
