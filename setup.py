@@ -1,7 +1,9 @@
-"""What pyproject.toml cannot say: where packages live in the repository, and the start-up file."""
+"""What pyproject.toml cannot say: where packages live in the repository, the compiled loops, and
+the start-up file."""
 
 from pathlib import Path
 
+from pybind11.setup_helpers import Pybind11Extension
 from setuptools import Command, find_packages, setup
 from setuptools.command.build import build
 
@@ -33,7 +35,18 @@ class build_all(build):
     sub_commands = [*build.sub_commands, ("build_start_up", None)]
 
 
+native = Pybind11Extension(
+    "hvd_compress.kernels.native",
+    ["hvd_compress/kernels/native.cpp"],
+    depends=["hvd_compress/kernels/loops.h"],
+    cxx_std=17,
+    extra_compile_args=["-O3", "-ffp-contract=off", "-pthread"],
+    extra_link_args=["-pthread"],
+    optional=True,  # without a compiler NumPy serves, and says so
+)
+
 setup(
+    ext_modules=[native],
     packages=[
         *find_packages(include=["hvd_compress", "hvd_compress.*"]),
         "hvd_compress.torch",
@@ -42,6 +55,8 @@ setup(
         "hvd_compress.tensorflow.keras",
     ],
     package_dir={"hvd_compress.torch": "torch_impl", "hvd_compress.tensorflow": "tf"},
-    package_data={"hvd_compress": ["*.in", "cli/*.json", "py.typed"]},
+    package_data={
+        "hvd_compress": ["*.in", "cli/*.json", "kernels/*.cpp", "kernels/*.h", "py.typed"],
+    },
     cmdclass={"build": build_all, "build_start_up": build_start_up},
 )

@@ -6,7 +6,18 @@ The frameworks have packages of their own, ``hvd_compress.torch`` and ``hvd_comp
 
 from importlib.metadata import PackageNotFoundError, version
 
-from hvd_compress.base import Alltoall, Batch, Context, Gather, Max, Outcome, Sparse, Sum, Swap
+from hvd_compress.base import (
+    Alltoall,
+    Batch,
+    Context,
+    Gather,
+    Joint,
+    Max,
+    Outcome,
+    Sparse,
+    Sum,
+    Swap,
+)
 from hvd_compress.config import from_config
 from hvd_compress.integrations import exports
 from hvd_compress.integrations.exports import *  # noqa: F403, which has a list of its own
@@ -23,6 +34,7 @@ __all__ = [
     "Batch",
     "Context",
     "Gather",
+    "Joint",
     "Max",
     "Outcome",
     "Sparse",

@@ -23,7 +23,9 @@ request        reply                                         used by
 ``Gather``     list of every rank's bytes, in rank order     sparse and quantised methods
 ``Alltoall``   list of the bytes each rank has for this one  quantised sums in shards
 ``Swap``       the partner's bytes                           merging in pairs of ranks
+``SparseSum``  sum of sparse vectors, and what was left out  top-k by an algorithm of choice
 ``Batch``      a function of arrays, without communication   many small matrices at once
+``Joint``      this tensor's part of one exchange for many   fused loops over a whole bucket
 =============  ============================================  ======================================
 
 The laws that every method obeys (checked by :func:`hvd_compress.testing.check_laws`):
@@ -39,13 +41,18 @@ The laws that every method obeys (checked by :func:`hvd_compress.testing.check_l
 
 State is passed in and returned: a dict of arrays that belongs to one tensor on one rank.  After
 a successful exchange the old dict must not be used any more.
+
+Some methods keep entries for many tensors in common (:meth:`Compressor.common`).  One tensor, their
+home, has them in its state, so that they are saved, loaded and broadcast with it.  The owner of the
+states hands them to the exchange of every tensor that shares them, and puts what an exchange
+returns of them into the state of the home.
 """
 
 from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_compress.config import Configurable, from_config
@@ -66,11 +73,13 @@ class Sparse(NamedTuple):
 class Sum(NamedTuple):
     """Sum ``array`` over the ranks.  ``wire`` names the dtype on the wire if that is not the
     array's dtype: "float16" or "bfloat16".  The reply has the dtype of ``array``.  ``algorithm`` is
-    for engines that have several; ``None`` means the engine's default."""
+    for engines that have several; ``None`` means the engine's default.  ``owned``: nobody needs the
+    array afterwards, and the sum may be made in it."""
 
     array: Array
     wire: str | None = None
     algorithm: str | None = None
+    owned: bool = False
 
 
 class Max(NamedTuple):
@@ -101,11 +110,14 @@ class Alltoall(NamedTuple):
 
 class Swap(NamedTuple):
     """Send ``payload`` (1-D, uint8) to rank ``partner`` and receive its payload.  The partner names
-    this rank in turn and sends as many bytes.  A rank without a partner in this round gives
-    ``None``, and receives nothing."""
+    this rank in turn.  A rank without a partner in this round gives ``None``, and receives nothing.
+    ``equal_sizes`` is a promise that partners send equally many bytes.  Without it sizes are
+    exchanged first: in a round of their own over MPI and torch.distributed, and as part of every
+    all-to-all over Horovod, whatever was promised."""
 
     payload: Array
     partner: int | None
+    equal_sizes: bool = True
 
 
 class SparseSum(NamedTuple):
@@ -148,9 +160,32 @@ class Batch(NamedTuple):
     arrays: tuple[Array, ...]
 
 
+class Joint(NamedTuple):
+    """Run one exchange for all tensors of a bucket that request the same ``function``, in place of
+    one exchange for each.  ``function(arguments)`` gets the ``argument`` of each of them, in an
+    order that is the same on all ranks; it is a generator of requests, and returns a list of
+    replies in that order.
+
+    Attributes:
+        weight: the bytes of the common messages are counted to the tensors in proportion to this
+            number from 1, for instance the number of elements that a tensor sends.
+        key: tensors that differ in it have exchanges of their own, for instance their dtype.
+        together: all tensors of the model that request this function belong into one bucket,
+            whatever its size.
+    """
+
+    function: Callable[[list[Any]], Generator[Any, Any, list[Any]]]
+    argument: Any
+    weight: int = 1
+    key: Hashable = None
+    together: bool = False
+
+
 #: requests that need an answer from other ranks
 Collective = Sum | Max | Gather | Alltoall | Swap | SparseSum
-Request = Collective | Batch
+#: requests that this rank answers
+Local = Batch | Joint
+Request = Collective | Local
 
 
 class Outcome(NamedTuple):
@@ -196,6 +231,10 @@ class Context(NamedTuple):
         dtype, shape: the gradient's dtype ("float16") and shape before conversion; set by
             ``Chain``.
         phase: the phase of the method, where ``step`` is a symbol.
+        scratch: what the method may keep for this tensor between steps besides the state, such as
+            memory to be used again; results must not depend on it, since it is neither saved nor
+            sent, and may be empty in any step.  ``None`` where nothing can be kept.
+        in_place: the result may be written into the memory of the gradient.
     """
 
     name: str = "tensor"
@@ -211,6 +250,8 @@ class Context(NamedTuple):
     dtype: str | None = None
     shape: tuple[int, ...] = ()
     phase: str = ""
+    scratch: dict[str, Any] | None = None
+    in_place: bool = False
 
 
 Exchange = Generator[Request, Any, Outcome]
@@ -247,6 +288,12 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     def init(self, gradient: Array) -> State:
         """Return the state before the first exchange of a tensor of the shape, dtype and device of
         ``gradient``."""
+
+    def common(self, gradient: Array) -> State:
+        """Return the entries that this tensor shares with all others of the model for which this
+        returns arrays of the same keys, dtypes, shapes and device, as they are before the first
+        exchange; they are not in :meth:`init`, and are equal on all ranks."""
+        return {}
 
     @abc.abstractmethod
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:

@@ -14,8 +14,8 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Generator
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Generator, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from hvd_compress.base import (
     Compressor,
     Context,
     Exchange,
+    Joint,
     Outcome,
     Request,
     Sparse,
@@ -87,6 +88,14 @@ class Transform(Configurable, kind="block"):
         return mean, state
 
 
+class Fused(Protocol):
+    """The form of a chain for whole buckets; see :mod:`hvd_compress.fused`."""
+
+    def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
+        """Return a request whose reply is the outcome of the exchange of one tensor, or ``None`` if
+        its arrays are not of a kind that this form takes."""
+
+
 class Aggregated(NamedTuple):
     """What an aggregator returns.
 
@@ -113,10 +122,18 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
     keys: ClassVar[tuple[str, ...]] = ()
     #: the state differs between ranks
     per_rank: ClassVar[bool] = True
+    #: the names of what :meth:`common` returns
+    common_keys: ClassVar[tuple[str, ...]] = ()
 
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         """Return the state before the first exchange of a tensor of ``shape``; ``x`` is the tensor,
         flat."""
+        return {}
+
+    def common(self, x: Array) -> State:
+        """Return what the flat tensor ``x`` shares with others; see
+        :meth:`hvd_compress.base.Compressor.common`.  The state that ``aggregate`` gets may have
+        these entries or not, and it returns them for one of the tensors."""
         return {}
 
     @abc.abstractmethod
@@ -125,6 +142,12 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
     ) -> Generator[Request, Any, Aggregated]:
         """Average the flat array ``x`` over the ranks, as a generator of requests.  Neither ``x``
         nor ``state`` may be changed in place.  ``context.shape`` is the shape of the tensor."""
+
+    def fused(self, transforms: Sequence[Transform], context: Context) -> Fused | None:
+        """Return what a chain of ``transforms`` and this aggregator is for whole buckets, if there
+        is such a form.  It may depend on the context's momentum and number of ranks, and on nothing
+        else of it."""
+        return None
 
     def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
         """Raise ``ConfigError`` unless error feedback converges with this aggregator for a tensor
@@ -151,7 +174,7 @@ class Chain(Compressor, name="chain"):
                 raise ConfigError(f"{transform!r} is not a transform; aggregators go behind via=")
         if not isinstance(self.via, Aggregator):
             raise ConfigError(f"via={self.via!r} is not an aggregator: allreduce() or allgather()")
-        keys = [key for part in self._parts for key in part.keys]
+        keys = [key for part in self._parts for key in part.keys] + [*self.via.common_keys]
         for i, transform in enumerate(self.transforms):
             earlier = next((t for t in self.transforms[:i] if t.feeds_back), None)
             if transform.of_gradients and earlier:
@@ -214,9 +237,17 @@ class Chain(Compressor, name="chain"):
         state = {key: xp.zeros(xp.size(x), x) for t in self.transforms for key in t.keys}
         return state | self.via.init(x, xp.shape(gradient))
 
+    def common(self, gradient: Array) -> State:
+        return self.via.common(backend_of(gradient).widen(gradient))
+
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
         xp = backend_of(gradient)
         xp.check_gradient(gradient)
+        # Bindings keep arrays of their own beside these.
+        old = {key: state[key] for part in self._parts for key in part.keys}
+        form = None if context.scratch is None else self._fused(context)
+        if form is not None and (joint := form.request(gradient, old, context)) is not None:
+            return (yield joint)
         x = xp.widen(gradient)
         states = []
         for transform in self.transforms:
@@ -227,6 +258,7 @@ class Chain(Compressor, name="chain"):
         x = xp.choose(xp.all_finite(x), lambda: fresh, lambda: xp.full_like(fresh, math.nan))
 
         own = {key: state[key] for key in self.via.keys}
+        own |= {key: state[key] for key in self.via.common_keys if key in state}
         context = context._replace(dtype=xp.dtype(gradient), shape=xp.shape(gradient))
         if any(transform.feeds_back for transform in self.transforms):
             self.via.check_feedback(context.shape, context)
@@ -236,7 +268,7 @@ class Chain(Compressor, name="chain"):
         # A half-precision gradient may have no room for the mean of residuals.
         finite = aggregated.finite if xp.dtype(mean) == xp.dtype(x) else xp.all_finite(mean)
 
-        old = {key: state[key] for part in self._parts for key in part.keys}
+        old |= {key: own[key] for key in aggregated.state if key in own}
 
         def settled() -> tuple[Array, State]:
             update, new_state = aggregated.mean, dict(aggregated.state)
@@ -248,7 +280,7 @@ class Chain(Compressor, name="chain"):
 
         def restored() -> tuple[Array, State]:
             # If the state overflows while gradients are finite, it would overflow in every step.
-            return aggregated.mean, {key: _in_range(x) for key, x in old.items()}
+            return aggregated.mean, in_range(old)
 
         update, new_state = xp.choose(finite, settled, restored)
         if not self._has_update:
@@ -260,14 +292,28 @@ class Chain(Compressor, name="chain"):
         additive = all(t.additive for t in self.transforms)
         return Outcome(mean, aggregated.sent, new_state, update, additive)
 
+    def _fused(self, context: Context) -> Fused | None:
+        token = context.momentum, context.nesterov, context.size
+        if token not in self._forms:
+            self._forms[token] = self.via.fused(self.transforms, context)
+        return self._forms[token]
+
+    @functools.cached_property
+    def _forms(self) -> dict[Any, Fused | None]:
+        return {}
+
     @functools.cached_property
     def _has_update(self) -> bool:
         return any(type(t).finish is not Transform.finish for t in self.transforms)
 
 
+def in_range(state: State) -> State:
+    """Return a state with too large elements replaced: those that would overflow when a few of
+    them, or of other ranks', are added become the largest that do not overflow."""
+    return {key: _in_range(x) for key, x in state.items()}
+
+
 def _in_range(x: Array) -> Array:
-    """Return ``x`` with too large elements replaced: those that would overflow when a few of them,
-    or of other ranks', are added become the largest that do not overflow."""
     xp = backend_of(x)
     if not xp.dtype(x).startswith("float"):
         return x

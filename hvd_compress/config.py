@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeGuard
 
@@ -51,7 +52,7 @@ class Configurable:
         """The options that are themselves configurable, and those in tuples."""
         return [p for field in _fields(self) for p in _configurables(getattr(self, field.name))]
 
-    @property
+    @functools.cached_property
     def needs_epoch(self) -> bool:
         """Whether the user has to announce epochs: an option, at any depth, is a schedule by
         epoch."""

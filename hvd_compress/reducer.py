@@ -8,7 +8,7 @@ The bindings to frameworks are subclasses, or make one for each graph that they 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from hvd_compress.engines.buckets import BUCKET_BYTES, Buckets
 from hvd_compress.engines.joining import Member
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
+from hvd_compress.homes import Homes
 from hvd_compress.integrations.checkpoints import check_array, entry, epoch_in, refused, whole
 from hvd_compress.integrations.optimizers import check_one_momentum
 from hvd_compress.methods import as_compressor
@@ -50,6 +51,7 @@ class Reducer:
             sent one by one.
         same_order: all ranks start their gradients in the same order.
         names: of the tensors, if they are known beforehand, the first ones ready first.
+        in_place: results may be written into the memory of the gradients.
 
     Attributes:
         method: the compressor.
@@ -72,6 +74,7 @@ class Reducer:
         groups: Sequence[Sequence[str]] | None = None,
         same_order: bool = False,
         names: Sequence[str] = (),
+        in_place: bool = False,
     ) -> None:
         self.method: Compressor = as_compressor(compression)
         check_seed(seed)
@@ -82,18 +85,28 @@ class Reducer:
             )
         check_one_momentum(self.method, momentum)
         self.momentum, self.nesterov, self.sums, self.seed = momentum, nesterov, sums, seed
+        self.in_place = in_place
         self.step: Any = 0
         self.epoch: Any = None
         self.states: dict[str, State] = {}
         self.records: dict[str, Record] = {}
         self.buckets = Buckets(
-            lambda: self.engine, bucket_bytes, groups=groups, same_order=same_order, names=names
+            lambda: self.engine,
+            self._members,
+            bucket_bytes,
+            groups=groups,
+            same_order=same_order,
+            names=names,
         )
         self._local, self._shared = LocalEngine(), engine
         self._per_rank: dict[str, frozenset[str]] = {}  # keys of states that differ between ranks
         self._deferred: dict[str, Array] = {}  # gradients, until the norm of all is known
         self._in_flight: dict[str, Array] = {}  # gradients
+        self._whole_norm: Any = None  # of all gradients, for methods that need it
         self._shapes: dict[str, tuple[int, ...]] = {}  # shapes that fit the states
+        self._scratch: dict[str, dict[str, Any]] = {}  # see Context
+        self._plan: list[tuple[str, ...]] | None = None  # the buckets that it was made for
+        self._homes = Homes(lambda: self._names(), lambda name: self._state_of(name))
         self._agrees = False  # the ranks have begun to compare terms in this step
         if engine.is_collective:
             self._begin_agreement(_NOTHING)
@@ -125,7 +138,7 @@ class Reducer:
         """Begin to exchange several gradients that became ready at once; see :meth:`start`."""
         if twice := gradients.keys() & (self._in_flight.keys() | self._deferred.keys()):
             raise ConfigError(f"{twice.pop()!r} was started already: call finish() once a step")
-        if self.method.needs_epoch and self.epoch is None:
+        if self.epoch is None and self.method.needs_epoch:
             raise ConfigError(
                 f"the density of {self.method.name} goes by epochs: call {self._set_epoch} at the "
                 "start of every epoch"
@@ -156,22 +169,30 @@ class Reducer:
             self.abandon()
             raise
         self._agrees = False
+        if self._plan is not self.buckets.plan:  # what is kept for other buckets takes memory
+            self._plan, self._scratch = self.buckets.plan, {}
         expected, self._in_flight = self._in_flight, {}
         if outcomes.keys() != expected.keys():
             raise CompressionError(f"lost on the way: {expected.keys() - outcomes.keys()}")
         self.step += 1
+        self._homes.begin()
         return {name: self._received(name, outcome) for name, outcome in outcomes.items()}
 
     def abandon(self) -> None:
         """Discard everything in flight, because the collectives failed or a checkpoint was
         loaded."""
         self._in_flight, self._deferred, self._agrees = {}, {}, False
+        self._scratch = {}
+        self._homes.forget()
         self._local.abandon()
         self.buckets.abandon()
 
     def _received(self, name: str, outcome: Outcome) -> Array:
         """Keep the state of a finished exchange, and return the direction of the step."""
-        self._keep(name, outcome.state)
+        own, common = self._homes.split(name, outcome.state)
+        self._keep(name, own)
+        for home, state in common.items():
+            self._keep(home, state)
         sent = outcome.sent.values if isinstance(outcome.sent, Sparse) else outcome.sent
         self.records[name].elements_sent += self._size(sent)
         factor = self.engine.size if self.sums and outcome.additive else 1
@@ -184,17 +205,24 @@ class Reducer:
             self._agrees = True
 
     def _launch(self, gradients: Mapping[str, Array], norm: Any) -> None:
+        self._in_flight.update(gradients)
+        self._whole_norm = norm
+        self.buckets.start(gradients)
+
+    def _members(self, names: Sequence[str]) -> list[Member]:
+        """Begin the exchanges of the tensors of a bucket."""
         members = []
-        for name, gradient in gradients.items():
-            record = self.records.setdefault(name, Record())
+        for name in names:
+            gradient = self._in_flight[name]
+            if (record := self.records.get(name)) is None:
+                record = self.records[name] = Record()
             elements, nbytes = self._extent(name, gradient)
             record.steps += 1
             record.elements += elements
             record.dense_bytes += nbytes
-            exchange = self._exchange(name, gradient, self._context(name, norm))
+            exchange = self._exchange(name, gradient, self._context(name, self._whole_norm))
             members.append(Member(name, exchange, record, nbytes))
-        self._in_flight.update(gradients)
-        self.buckets.start(members)
+        return members
 
     def _context(self, name: str, norm: Any) -> Context:
         momentum, nesterov = self._momentum_of(name)
@@ -209,6 +237,8 @@ class Reducer:
             nesterov=nesterov,
             gradient_norm=norm,
             sums=self.sums,
+            scratch=self._scratch.setdefault(name, {}),
+            in_place=self.in_place,
         )
 
     # Methods that bindings override.
@@ -255,15 +285,25 @@ class Reducer:
         if self._shapes.get(name) != xp.shape(gradient):
             self._check_state(name, gradient)
             self._shapes[name] = xp.shape(gradient)
-        return method.exchange(gradient, self.states[name], context)
+        common = self._homes.hand(name, lambda: method.common(gradient))
+        return method.exchange(gradient, {**self.states[name], **common}, context)
+
+    def _names(self) -> Iterable[str]:
+        """Return the names of all tensors with a state."""
+        return self.states
+
+    def _state_of(self, name: str) -> State:
+        return self.states[name]
 
     def _keep(self, name: str, state: State) -> None:
-        self.states[name] = state
+        """Keep new entries of a state."""
+        self.states[name] = {**self.states.get(name, {}), **state}
 
     def _check_state(self, name: str, gradient: Array) -> None:
         xp = backend_of(gradient)
         method = self.method.for_tensor(name, xp.shape(gradient))
-        if problem := _misfit(self.states[name], method.init(gradient)):
+        state, fresh, common = self.states[name], method.init(gradient), method.common(gradient)
+        if problem := _misfit(state, fresh | (common if common.keys() & state.keys() else {})):
             raise ConfigError(
                 f"the gradient of {name!r} has {xp.size(gradient)} elements, and of its state "
                 f"{problem}: one name belongs to one tensor, and a state to its model and options"
@@ -348,7 +388,8 @@ class Reducer:
                 states[name][key] = backend_of(x).copy(x)
             per_rank[name] = frozenset(keys)
         for name in self._shapes:  # other states are checked with their first gradient
-            if problem := _misfit(entry(states, name, dict), self.states[name]):
+            loaded, here = entry(states, name, dict), self.states[name]
+            if problem := _misfit(self._homes.own(name, loaded), self._homes.own(name, here)):
                 raise refused(f"of {name!r} {problem}")
         return per_rank, states
 
@@ -374,8 +415,11 @@ class Reducer:
 
     def _run(self, members: Sequence[Member]) -> dict[str, Outcome]:
         """Run exchanges between steps, in the same order on all ranks; return outcomes by name."""
-        buckets = Buckets(lambda: self.engine, same_order=True)
-        buckets.start(members)
+        by_name = {member.name: member for member in members}
+        buckets = Buckets(
+            lambda: self.engine, lambda names: [by_name[n] for n in names], same_order=True
+        )
+        buckets.start(by_name)
         return buckets.finish(_NOTHING)
 
 

@@ -24,6 +24,8 @@ OLDEST, NEWEST = (3, 10), (3, 13)
 INPUTS = [
     "pyproject.toml",
     "setup.py",
+    "hvd_compress/kernels/native.cpp",
+    "hvd_compress/kernels/loops.h",
     "hvd_compress_open_mpi.pth",
     "constraints.txt",
     "constraints-mpich.txt",

@@ -108,6 +108,7 @@ def trains_as_the_lockstep_world() -> None:
         DGC(density=0.05, momentum=0.9, min_size=0),
         OneBit(column=16),
         GTopK(density=0.05),
+        GTopK(density=0.05, indices="packed"),
     ):
         model, _ = _distributed(method)
         _train(model, range(STEPS))
@@ -123,8 +124,10 @@ def momentum_and_names() -> None:
     record = state.stats().layers["0.weight"]
     assert record.steps == STEPS
     assert record.elements_sent == STEPS * 128
-    assert record.bytes_sent == STEPS * (16 + 8 * 128)
-    assert record.bytes_received == record.bytes_sent * (dist.get_world_size() - 1)
+    # The header belongs to all tensors of the bucket.
+    assert 8 * 128 <= record.bytes_sent / STEPS <= 8 * 128 + 16
+    others = dist.get_world_size() - 1
+    assert 8 * 128 * others <= record.bytes_received / STEPS <= (8 * 128 + 16) * others
     assert record.residual_norm > 0
 
 

@@ -119,6 +119,8 @@ ROWS = {
     "dgc-no-masking": Row(DGC(density=0.02, masking=False), context=MOMENTUM),
     "dgc-fp16-values": Row(DGC(density=0.02, values="float16", min_size=0), context=MOMENTUM),
     "dgc-clip-norm": Row(DGC(density=0.02, clip_norm=1.0, min_size=0), context=MOMENTUM),
+    "dgc-small-float16": Row(DGC(density=0.02, small="float16"), IN_FLOAT16, context=MOMENTUM),
+    "dgc-small-sparse": Row(DGC(density=0.02, small="sparse"), context=MOMENTUM),
     "dgc-min-size-0": Row(DGC(density=0.02, min_size=0), context=MOMENTUM),
     "dgc-warmup-by-step": Row(
         DGC(density=StagedWarmup(densities=(1.0, 0.25, 0.02)), min_size=0), context=MOMENTUM
@@ -160,10 +162,17 @@ ROWS = {
     "scalecom": Row(ScaleCom(density=0.05)),
     "scalecom-low-pass": Row(ScaleCom(density=0.05, beta=0.25)),
     "gtopk": Row(GTopK(density=0.05)),
+    "gtopk-packed": Row(GTopK(density=0.05, indices="packed")),
     "gtopk-half": Row(GTopK(density=0.5, selection="exact")),
     "oktopk": Row(OkTopk(density=0.05)),
     "oktopk-two-steps": Row(OkTopk(density=0.3, selection="exact", threshold_every=2)),
+    "oktopk-float16": Row(OkTopk(density=0.1, values="float16", threshold_every=2)),
     "lgc": Row(LGC(density=0.05, learn=1, code=2, min_size=4), context=MOMENTUM, **TRAINED),
+    "lgc-per-tensor": Row(
+        LGC(density=0.05, learn=1, code=2, autoencoder="per_tensor", min_size=4),
+        context=MOMENTUM,
+        **TRAINED,
+    ),
     "lgc-server": Row(
         LGC(density=0.03, learn=0, code=1, via="server", decoders=2, innovation=0.1),
         context=NESTEROV,

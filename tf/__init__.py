@@ -45,7 +45,7 @@ if not isinstance(_horovod, ImportError):
 
 
 def __getattr__(name: str) -> Any:
-    """The rest of ``horovod.tensorflow``."""
+    """Return a name of ``horovod.tensorflow`` that this package does not replace."""
     return rest_of(_horovod, name, __name__, "TensorFlow")
 
 

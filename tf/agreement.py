@@ -13,7 +13,7 @@ from hvd_compress.errors import MismatchError
 
 
 def agreement(terms: Terms, counts: dict[str, tf.Tensor], name: str, process_set: Any) -> tf.Tensor:
-    """A tensor behind which all ranks are known to agree.
+    """Return a tensor that is there only after all ranks are known to agree.
 
     When the graph runs and they do not, it fails on every rank with a ``MismatchError``, which
     TensorFlow shows inside of an error of its own.

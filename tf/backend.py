@@ -51,7 +51,7 @@ def copy(x: Array) -> Array:
 
 
 def size(x: Array) -> Any:
-    """A number where the shape is known, else a symbol."""
+    """Return a number where the shape is known, else a symbol."""
     known = x.shape.num_elements()
     return tf.size(x, tf.int64) if known is None else known
 
@@ -104,6 +104,10 @@ def orthonormal_columns(x: Array) -> Array:
 
 def concat(arrays: list[Array], axis: int = 0) -> Array:
     return tf.concat(arrays, axis)
+
+
+def split(x: Array, sizes: Sequence[int]) -> list[Array]:
+    return tf.split(x, list(sizes))
 
 
 def stack(arrays: Sequence[Array]) -> Array:
@@ -182,6 +186,10 @@ def from_numpy(x: np.ndarray, like: Array) -> Array:
 
 def to_numpy(x: Array) -> np.ndarray:
     return x.numpy()
+
+
+def address(x: Array) -> int | None:
+    return None
 
 
 if TYPE_CHECKING:  # the module is held to the protocol

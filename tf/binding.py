@@ -23,6 +23,7 @@ from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
+from hvd_compress.homes import Look, look_of
 from hvd_compress.integrations.checkpoints import (
     check_array,
     entry,
@@ -57,7 +58,7 @@ class Slot(NamedTuple):
 
 
 def slots_of(variables: Sequence[Any]) -> list[Slot]:
-    """Of TensorFlow's or Keras's variables; names are made unique."""
+    """Return the slots of TensorFlow's or Keras's variables; names are made unique."""
     slots: list[Slot] = []
     taken: set[str] = set()
     for variable in variables:
@@ -73,13 +74,14 @@ def slots_of(variables: Sequence[Any]) -> list[Slot]:
 
 
 def native(variable: Any) -> Any:
-    """The ``tf.Variable`` inside of one of Keras 3, which Horovod does not know."""
+    """Return the ``tf.Variable`` inside of a variable of Keras 3, which Horovod does not know."""
     inner = getattr(variable, "_value", None)
     return inner if isinstance(inner, tf.Variable) else variable
 
 
 def places_of_groups(groups: Any, variables: Sequence[Any]) -> Any:
-    """Horovod's ``groups``, lists of variables or a number of lists, with indices for variables."""
+    """Return Horovod's ``groups``, lists of variables or a number of lists, with indices for
+    variables."""
     if groups is None or groups == 0:
         return None
     if isinstance(groups, int):
@@ -161,9 +163,7 @@ class Binding(tf.Module):
             self._counts = tf.Variable(
                 tf.zeros([len(slots), len(COUNTED)], tf.int64), trainable=False, name="counts"
             )
-            self.states: dict[str, dict[str, tf.Variable]] = {
-                str(i): self._fresh(slot) for i, slot in enumerate(slots)
-            }
+            self.states: dict[str, dict[str, tf.Variable]] = self._fresh_states()
             self._consolidated_at = tf.Variable(0, trainable=False, dtype=tf.int64)
         self.on_behalf: list[Binding] = []
         object.__setattr__(self, "_averages", {})  # functions, which no checkpoint shall look at
@@ -172,8 +172,8 @@ class Binding(tf.Module):
         Binding.alive.add(self)
 
     def for_synchronization(self, method: Compressor) -> Binding:
-        """Another one of the same variables and ranks, for what is no gradient: always averages;
-        its messages count here."""
+        """Return another binding of the same variables and ranks, for arrays that are not
+        gradients.  It always averages, and its messages are counted here."""
         other = Binding(
             method,
             self.slots,
@@ -247,8 +247,8 @@ class Binding(tf.Module):
         return alone or bool(self._consolidated_at == self.step)
 
     def broadcast(self, root_rank: int = 0) -> None:
-        """If ranks have come to different steps, because not all have loaded a checkpoint, all
-        take over the state of ``root_rank``.  A collective."""
+        """Give all ranks the state of ``root_rank`` if they have come to different steps, because
+        not all have loaded a checkpoint.  This is a collective."""
         if self.engine.size == 1:
             return
         steps = mpi_ops.allgather(self.step.value()[None], process_set=self._set).numpy()
@@ -257,8 +257,8 @@ class Binding(tf.Module):
             horovod.broadcast_variables([self.step, self.epoch, *own], root_rank, self._set)
 
     def unite(self) -> None:
-        """All ranks go on with the state of rank 0 and, of what differs between ranks, with the
-        mean over those that have made a step: in an elastic run new ones have nothing waiting.  A
+        """Give all ranks the state of rank 0 and, of what differs between ranks, the mean over
+        those that have made a step, since in an elastic run new ranks have no residual.  This is a
         collective."""
         if self.engine.size == 1:
             return
@@ -280,13 +280,14 @@ class Binding(tf.Module):
         horovod.broadcast_variables(common, 0)
 
     def forget_graphs(self) -> None:
-        """The number of ranks is another one from now on."""
+        """Trace new graphs, since the number of ranks is another one from now on."""
         self._averages.clear()
         # Rows come in any number.
         self._traced = tf.function(self._reduce, autograph=False, reduce_retracing=True)
 
     def _differing(self) -> list[tuple[str, tf.Variable]]:
-        """What differs between ranks, with names, in the same order on all of them."""
+        """Return the variables in which ranks differ, with names, in the same order on all of
+        them."""
         return [
             (f"hvd_compress.{self.number}.mean.{i}.{key}", self.states[str(i)][key])
             for i, slot in enumerate(self.slots)
@@ -359,7 +360,7 @@ class Binding(tf.Module):
         results: dict[int, Gradient] = {}
         for i, (direction, state, counts) in self._in_phase(present, common, phase).items():
             for key, value in state.items():
-                self.states[str(i)][key].assign(value)
+                self._variable(i, key).assign(value)
             self._counts.scatter_nd_add([[i]], counts[None])
             if scale is not None:
                 direction = scaled(direction, scale)
@@ -368,7 +369,7 @@ class Binding(tf.Module):
         return [results.get(i) for i in places]
 
     def _if_all_agree(self, gradients: dict[int, Any]) -> dict[int, Any]:
-        """The same; none of them can be used before the ranks are known to agree."""
+        """Return the same gradients, which cannot be used before the ranks are known to agree."""
         terms: Terms = {
             "method": repr(self.method),
             "op": "Sum" if self._sums else "Average",
@@ -406,7 +407,7 @@ class Binding(tf.Module):
         )
 
     def names_of_groups(self, places: list[int]) -> list[list[str]] | None:
-        """Names of the variables that go together, of those with gradients."""
+        """Return the names of variables that are exchanged together, of those with gradients."""
         if self._groups is None:
             return None
         together = [[i for i in group if i in places] for group in self._groups_of(places)]
@@ -460,8 +461,8 @@ class Binding(tf.Module):
     def _agree(
         self, methods: Sequence[Compressor], gradients: Mapping[int, Any], context: Context
     ) -> bool:
-        """Whether the methods do the same to these gradients: a density means nothing to rows, and
-        to tensors that are sent whole."""
+        """Return whether the methods do the same to these gradients: a density means nothing to
+        rows, and to tensors that are sent whole."""
 
         def what(method: Compressor, slot: Slot, gradient: Any) -> Any:
             return method.for_tensor(slot.name, tuple(slot.shape)).chain(gradient, context)
@@ -484,7 +485,7 @@ class Binding(tf.Module):
     def _exchange(
         self, method: Compressor, gradients: Mapping[int, Any], common: Context
     ) -> dict[int, Any]:
-        """(direction, state, counts) by index."""
+        """Return (direction, state, counts) by index."""
         results: dict[int, Any] = {}
         for rows in (False, True):
             own = {i: g for i, g in gradients.items() if _is_rows(g) == rows}
@@ -494,7 +495,7 @@ class Binding(tf.Module):
         return results
 
     def momentum_used(self) -> tuple[float, bool]:
-        """(momentum, nesterov) that act inside the exchange."""
+        """Return the (momentum, nesterov) that act inside the exchange."""
         if not self.method.takes_momentum:
             return 0.0, False
         own = self.method.momentum, self.method.nesterov
@@ -505,12 +506,28 @@ class Binding(tf.Module):
 
     # -- state -------------------------------------------------------------------------------
 
-    def _fresh(self, slot: Slot) -> dict[str, tf.Variable]:
-        name = re.sub(r"[^\w.-]", ".", slot.name)
-        state = self._method_for(slot).init(tf.zeros(slot.shape, slot.dtype))
-        return {
-            key: tf.Variable(x, trainable=False, name=f"{name}.{key}") for key, x in state.items()
-        }
+    def _fresh_states(self) -> dict[str, dict[str, tf.Variable]]:
+        """What variables have in common has a place before it is known which have gradients: it is
+        in the state of the first."""
+        states: dict[str, dict[str, tf.Variable]] = {}
+        homes: dict[Look, int] = {}
+        self._home_of: tuple[int, ...] = ()
+        for i, slot in enumerate(self.slots):
+            method, zeros = self._method_for(slot), tf.zeros(slot.shape, slot.dtype)
+            state, common = method.init(zeros), method.common(zeros)
+            home = homes.setdefault(look_of(common), i) if common else i
+            self._home_of += (home,)
+            name = re.sub(r"[^\w.-]", ".", slot.name)
+            states[str(i)] = {
+                key: tf.Variable(x, trainable=False, name=f"{name}.{key}")
+                for key, x in (state | common if home == i else state).items()
+            }
+        return states
+
+    def _variable(self, i: int, key: str) -> tf.Variable:
+        """The entry of a state that the exchange of a slot returned."""
+        own = self.states[str(i)]
+        return own[key] if key in own else self.states[str(self._home_of[i])][key]
 
     def _per_rank(self, slot: Slot) -> frozenset[str]:
         return self._method_for(slot).per_rank(tf.zeros(slot.shape, slot.dtype))
@@ -519,7 +536,8 @@ class Binding(tf.Module):
         return self.method.for_tensor(slot.name, tuple(slot.shape))
 
     def values(self) -> dict[str, Any]:
-        """All state as NumPy arrays, by flat names: for formats that are not TensorFlow's own."""
+        """Return all state as NumPy arrays, by flat names: for formats that are not TensorFlow's
+        own."""
         arrays = {
             "step": self.step.numpy(),
             "epoch": self.epoch.numpy(),
@@ -570,7 +588,7 @@ class Binding(tf.Module):
 
 
 def _number(x: Any) -> Any:
-    """The number in an array, or what else it is."""
+    """Return the number in an array of one, and anything else as it is."""
     is_one = isinstance(x, np.ndarray | np.generic) and x.size == 1 and x.dtype.kind in "iuf"
     return x.item() if is_one else x
 

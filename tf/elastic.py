@@ -78,7 +78,7 @@ class TensorFlowKerasState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """There may be another number of ranks."""
+        """Forget traced graphs, since there may be another number of ranks."""
         self.model.train_function = None
         for binding in self._bindings():
             binding.forget_graphs()
@@ -88,7 +88,7 @@ class TensorFlowKerasState(ObjectState):
         self._kept = [(v, tf.identity(v)) for v in [*self._common(), *own]]
 
     def _common(self) -> list[tf.Variable]:
-        """What all ranks have alike."""
+        """Return the variables that are equal on all ranks."""
         known = self.optimizer.variables
         known = known() if callable(known) else known
         return [native(v) for v in [*self.model.variables, *known]]
@@ -100,8 +100,9 @@ class TensorFlowKerasState(ObjectState):
 
 
 def wrap_run(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Horovod's ``run``, which knows some of its collectives by name; all of them fail when a
-    worker is gone, and then training starts again from the last commit."""
+    """Return Horovod's ``run``, which knows only some of its collectives by name, such that it
+    takes the failure of any for the loss of a worker, and training starts again from the last
+    commit."""
 
     @functools.wraps(run)
     def wrapped(func: Callable[..., Any]) -> Any:
@@ -120,5 +121,5 @@ def wrap_run(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def __getattr__(name: str) -> Any:
-    """The rest of Horovod's module."""
+    """Return a name of Horovod's module that this one does not replace."""
     return rest_of(horovod.elastic, name, __name__, "TensorFlow")

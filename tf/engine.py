@@ -1,13 +1,13 @@
 """Horovod under TensorFlow: exchanges are traced into a graph.
 
-Requests become nodes named after the variable, and replies are symbols.  Nothing waits while a
+Requests become nodes named after the bucket, and replies are symbols.  Nothing waits while a
 graph is traced; when it runs, a collective starts as soon as its input is there.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,6 +33,9 @@ class HorovodEngine(ProcessSetEngine):
         super().__init__(process_set, predivide)
         self.prefix = prefix
 
+    def check_step(self, describe: Callable[[], list[str]], planned: bool) -> None:
+        """Do nothing, since a graph cannot wait while it is traced."""
+
     def _launch(self, op: Op) -> Any:
         tensor = _opaque(op.tensor)
         # Horovod would take what stands before a slash for a scope, and drop it.
@@ -49,7 +52,8 @@ class HorovodEngine(ProcessSetEngine):
         return handle
 
     def _with_replies(self, result: dict[str, Outcome], replies: list[Any]) -> Any:
-        """A graph leaves out what nobody reads, and other ranks would wait for it.
+        """Return ``result`` such that the graph reads all replies.  A graph leaves out collectives
+        whose replies are not read, and other ranks would wait for them.
 
         Control dependencies alone do not help: the graph's optimizer takes an operation that has
         nothing else behind it for one that does nothing.  It leaves assertions alone, and so this
@@ -79,8 +83,9 @@ class HorovodEngine(ProcessSetEngine):
         return tf.stack([tf.cast(size, tf.int32) for size in sizes])
 
     def _sum_bfloat16(self, array: tf.Tensor, name: str) -> Generator[Op, Any, tf.Tensor]:
-        """Horovod cannot add bfloat16, but it can carry its bits: every rank adds one part, in
-        float32, and gives the rounded sum to all.  Moves as many bytes as a ring."""
+        """Sum a bfloat16 array.  Horovod cannot add these, but it can carry their bits: every rank
+        adds one part, in float32, and gives the rounded sum to all.  This sends as many bytes as a
+        ring."""
         n, size = array.shape[0], self.size
         each = -(-n // size)
         bits = tf.bitcast(tf.pad(array, [[0, each * size - n]]), tf.int16)
@@ -99,7 +104,7 @@ def _identity(outcome: Outcome) -> Outcome:
 
 
 def _opaque(x: tf.Tensor) -> tf.Tensor:
-    """``x``, of which a graph's optimizer cannot say what it is.
+    """Return ``x`` such that a graph's optimizer cannot say what it is.
 
     The optimizer takes collectives for functions of their input.  If that is constant, it runs them
     while it optimizes, when other ranks do not; and of two with one input it makes one, though

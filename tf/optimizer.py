@@ -40,25 +40,26 @@ logger = logging.getLogger("hvd_compress")
 
 
 def is_keras_3(optimizer: Any) -> bool:
-    """Of the package ``keras``, version 3 or later."""
+    """Return whether an optimizer is one of the package ``keras``, version 3 or later."""
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(optimizer, keras.optimizers.Optimizer)
 
 
 def is_tf_keras(optimizer: Any) -> bool:
-    """Of the package ``tf_keras``, Keras 2, and not of its ``optimizers.legacy``."""
+    """Return whether an optimizer is one of the package ``tf_keras``, Keras 2, and not of its
+    ``optimizers.legacy``."""
     tf_keras = sys.modules.get("tf_keras")
     return tf_keras is not None and isinstance(optimizer, tf_keras.optimizers.Optimizer)
 
 
 def is_legacy(optimizer: Any) -> bool:
-    """Of ``tf_keras.optimizers.legacy``."""
+    """Return whether an optimizer is one of ``tf_keras.optimizers.legacy``."""
     tf_keras = sys.modules.get("tf_keras")
     return tf_keras is not None and isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer)
 
 
 def as_ours(compression: Any) -> Compressor:
-    """This package's method for a value of ``compression=``, Horovod's own included."""
+    """Return this package's method for a value of ``compression=``, Horovod's own included."""
     if compression is None:
         return NoCompression()
     if is_ours(compression):
@@ -172,7 +173,7 @@ def distribute(
 
 
 def _weights_of(layers: Any) -> list[Any]:
-    """What is trained of a layer, or of several."""
+    """Return the trainable weights of a layer, or of several."""
     layers = [] if layers is None else layers if isinstance(layers, list | tuple) else [layers]
     for layer in layers:
         if not hasattr(layer, "trainable_weights"):
@@ -181,8 +182,9 @@ def _weights_of(layers: Any) -> list[Any]:
 
 
 def _with_loss_scale(optimizer: Any) -> Any:
-    """Keras wraps optimizers of float16 models later, and would then look for NaN and Inf before
-    the gradients have met: some ranks would step, and others wait for them."""
+    """Return the optimizer, with loss scaling under float16.  Keras would wrap it later, and then
+    look for NaN and Inf before gradients are averaged: some ranks would step, and others wait for
+    them."""
     import keras
 
     if keras.backend.backend() != "tensorflow":
@@ -245,7 +247,7 @@ class CompressedOptimizer:
         self._hvd_local.add(id(native(variable)))
 
     def _hvd_inner(self) -> Any:  # no property: Keras would look for variables behind it
-        """The optimizer that steps, behind loss scaling."""
+        """Return the optimizer that steps, inside of loss scaling."""
         return getattr(self, "inner_optimizer", self)
 
     def _hvd_check_momentum(self) -> None:
@@ -308,7 +310,7 @@ class CompressedOptimizer:
                 self._hvd_count = tf.Variable(0, trainable=False, dtype=tf.int64)
 
     def _hvd_average(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Averages in place of gradients, but for local variables."""
+        """Return averages in place of gradients, but for local variables."""
         results = [_plain(gradient) for gradient in gradients]
         keys = [id(native(variable)) for variable in variables]
         shared = [j for j, key in enumerate(keys) if key in self._hvd_places]
@@ -331,7 +333,7 @@ class CompressedOptimizer:
 
     @contextlib.contextmanager
     def _hvd_momentum_off(self) -> Iterator[None]:
-        """What acted inside the exchange shall not act again."""
+        """Switch off momentum that has acted inside the exchange already."""
         inner = self._hvd_inner()
         if not self._hvd_takes_momentum:
             yield
@@ -421,7 +423,7 @@ class Keras3Optimizer(CompressedOptimizer):
         self._hvd_step(list(grads), variables, lambda averages: step(averages, variables))
 
     def save_own_variables(self, store: Any) -> None:
-        """With momentum as plain Keras would have it, so that it can go on."""
+        """Save the variables with momentum as plain Keras would have it, so that it can go on."""
         own: dict[str, Any] = {}
         super().save_own_variables(own)  # type: ignore[misc]
         places = {id(variable): str(i) for i, variable in enumerate(self.variables)}
@@ -431,7 +433,7 @@ class Keras3Optimizer(CompressedOptimizer):
             store[name] = array
 
     def _hvd_take_over(self, optimizer: Any) -> None:
-        """The state of the optimizer that this one is made from."""
+        """Take over the state of the optimizer that this one is made from."""
         old, new = getattr(optimizer, "inner_optimizer", optimizer), self._hvd_inner()
         self.build(old._trainable_variables)
         pairs = list(zip(new.variables, old.variables, strict=True))
@@ -444,8 +446,9 @@ class Keras3Optimizer(CompressedOptimizer):
                 velocity.assign(tf.reshape(native(slot).value(), [-1]) / factor)
 
     def _hvd_velocities(self) -> Iterator[tuple[Any, tf.Variable, float]]:
-        """Momentum slots that are off, the velocities that act in their place, and a slot per
-        velocity: Keras's have the learning rate in them, and ours, if Nesterov, the momentum."""
+        """Yield momentum slots that are off, the velocities that act in their place, and the slot
+        for a velocity of 1: Keras's slots contain the learning rate, and our velocities, if
+        Nesterov, the momentum."""
         inner = self._hvd_inner()
         if not self._hvd_takes_momentum or not getattr(inner, "momentums", None):
             return
@@ -498,7 +501,8 @@ def _plain(gradient: Any) -> Any:
 
 
 def _check_place() -> None:
-    """A LossScaleOptimizer around this one looks for NaN and Inf before the gradients have met."""
+    """Refuse a LossScaleOptimizer around this one, which looks for NaN and Inf before gradients are
+    averaged."""
     frame = sys._getframe(2)
     while frame is not None:
         owner = frame.f_locals.get("self")

@@ -67,8 +67,8 @@ def register_keras(hvd: Any, replacements: Mapping[str, Mapping[str, Any]]) -> N
 
 
 def _guard(impl: Any) -> None:
-    """Horovod's optimizers for Keras are all made here, also by those who took the function before
-    it was wrapped."""
+    """Replace the function that makes all of Horovod's optimizers for Keras, also for those who
+    imported Horovod's before it was wrapped."""
     make = impl.create_distributed_optimizer
 
     @functools.wraps(make)
@@ -86,7 +86,7 @@ def _guard(impl: Any) -> None:
 
 
 def wrap_optimizer(factory: Callable[..., Any], every_keras: bool = False) -> Callable[..., Any]:
-    """Horovod's ``DistributedOptimizer`` that takes this package's compressors as well.
+    """Return Horovod's ``DistributedOptimizer`` that takes this package's compressors as well.
 
     Args:
         every_keras: optimizers of Keras are all made here, whatever the compression, since

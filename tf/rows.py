@@ -15,7 +15,7 @@ from . import backend
 
 
 def merged(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Every row once, in ascending order; indices as int64."""
+    """Return every row once, in ascending order; indices as int64."""
     indices, places = tf.unique(tf.cast(gradient.indices, tf.int64))
     order = tf.argsort(indices)
     values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))

@@ -40,9 +40,9 @@ def _by_ranking(x: tf.Tensor, k: int) -> tf.Tensor:
 
 
 def _by_digits(x: tf.Tensor, k: int) -> tf.Tensor:
-    """Numbers that are not negative are in the order of their bits, taken as integers.  The k-th
-    largest is found digit by digit, from counts: ``tf.math.top_k`` would rank k elements, which
-    takes seconds where k is in the millions."""
+    """Return what :func:`top_k` does, for numbers that are not negative, which are in the order of
+    their bits taken as integers.  The k-th largest is found digit by digit, from counts:
+    ``tf.math.top_k`` would rank k elements, which takes seconds where k is in the millions."""
     integers = tf.int64 if x.dtype == tf.float64 else tf.int32
     bits = tf.bitwise.bitwise_and(tf.bitcast(x, integers), integers.max)  # NaN may have a sign
     alike, rank, bins = bits, tf.constant(k, tf.int64), 1 << _DIGIT

@@ -23,7 +23,7 @@ def state_on_disk(
     call: str = "optimizer.compression.consolidate()",
     is_complete: Callable[[], bool] | None = None,
 ) -> Any:
-    """Something that Keras saves.
+    """Return an object that Keras saves, and which holds the state of the binding.
 
     Args:
         call: what makes the state of one rank serve all.

@@ -29,7 +29,8 @@ _DEFAULTS = {
 
 
 def is_ours(compression: Any) -> bool:
-    """Whether a value for ``compression=`` means one of this package's methods, or a binding."""
+    """Return whether a value for ``compression=`` means one of this package's methods, or a
+    binding."""
     return isinstance(compression, Binding) or drop_in.is_ours(compression)
 
 
@@ -77,7 +78,7 @@ def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """The same objects: variables compare by value."""
+    """Return whether two sequences have the same objects; variables would compare by value."""
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
@@ -117,7 +118,7 @@ class CompressedTape:
         use_generic_names: bool = False,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """As ``tf.GradientTape.gradient``, averaged over the ranks.
+        """Return what ``tf.GradientTape.gradient`` does, averaged over the ranks.
 
         ``use_generic_names`` is there for Horovod's callers; names follow the variables.
         """
@@ -140,7 +141,7 @@ class CompressedTape:
 
 
 def _flatten_up_to(sources: Any, gradients: Any) -> list[Any]:
-    """Gradients one by one; IndexedSlices are not taken apart."""
+    """Return gradients one by one; IndexedSlices are not taken apart."""
     if isinstance(sources, dict):
         return [g for key in sorted(sources) for g in _flatten_up_to(sources[key], gradients[key])]
     if isinstance(sources, list | tuple):
@@ -185,7 +186,7 @@ def wrap_tape(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def binding_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Of Horovod's options those that a Binding takes."""
+    """Return those of Horovod's options that a Binding takes."""
     names = (
         *("op", "process_set", "gradient_predivide_factor", "groups", "sparse_as_dense"),
         *("device_dense", "device_sparse", "seed"),
@@ -195,7 +196,7 @@ def binding_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_keras_variables(tape: Any) -> Any:
-    """Horovod's own tape, which does not know the variables of Keras 3, shall do so."""
+    """Return Horovod's own tape such that it takes the variables of Keras 3."""
     horovods, register = type(tape).gradient, type(tape).register_local_source
 
     def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +222,8 @@ def _binding_for(compression: Any, tensors: Sequence[Any], name: str | None, **o
         raise ConfigError(
             f"compression needs shapes that are known; got {[t.shape for t in tensors]}"
         )
-    remembers = any(method.init(tf.zeros(t.shape, t.dtype)) for t in tensors)
+    zeros = [tf.zeros(t.shape, t.dtype) for t in tensors]
+    remembers = any(method.init(x) or method.common(x) for x in zeros)
     if name is None:
         if remembers:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,6 +33,7 @@ class TracedReducer(Reducer):
     ) -> None:
         self._binding, self._common = binding, common
         self._slots = {binding.slots[i].name: i for i in places}
+        self._read: dict[str, State] = {}
         super().__init__(
             method,
             binding.engine,
@@ -45,22 +46,32 @@ class TracedReducer(Reducer):
         )
 
     def exchange(self, gradients: Mapping[int, Any]) -> dict[int, tuple[Any, State, tf.Tensor]]:
-        """(direction, state, counts) by index of the variable; counts as ``COUNTED``."""
+        """Return (direction, state, counts) by index of the variable; counts are as in
+        ``COUNTED``.
+
+        What variables have in common is in the state of the first of them, whoever keeps it and
+        whether it has changed: branches of a graph must have results of one structure.
+        """
         names = {index: name for name, index in self._slots.items()}
         # Gradients of the last layers are there first.
         directions = self.reduce({names[i]: gradients[i] for i in reversed(list(gradients))})
-        results = {}
+        results, homes = {}, set()
         for name, direction in directions.items():
+            home, state = self._homes.home(name), self._homes.own(name, self.states[name])
+            if home is not None and home not in homes:
+                homes.add(home)
+                old = self._homes.common(name, self._state_of(home))
+                state |= old | self._homes.common(name, self.states.get(home, {}))
             record = self.records[name]
             counts = tf.stack([tf.cast(getattr(record, field), tf.int64) for field in COUNTED])
-            results[self._slots[name]] = direction, self.states[name], counts
+            results[self._slots[name]] = direction, state, counts
         return results
 
     def _bind(self) -> None:
-        """The owner of the variables is bound already."""
+        """Do nothing, since the owner of the variables is bound already."""
 
     def _begin_agreement(self, like: Any) -> None:
-        """The graph has compared what there is to compare."""
+        """Do nothing, since the graph has compared everything."""
 
     def _context(self, name: str, norm: Any) -> Context:
         return self._common._replace(name=name)
@@ -79,14 +90,25 @@ class TracedReducer(Reducer):
     def _exchange(self, name: str, gradient: Any, context: Context) -> Exchange:
         slot = self._binding.slots[self._slots[name]]
         method = self.method.for_tensor(name, tuple(slot.shape))
-        variables = self._binding.states[str(self._slots[name])]
+        variables = self._state_of(name)
         if isinstance(gradient, tf.IndexedSlices):
             # Rows are sent whole: a residual waits for a dense gradient.
             useful = {"velocity"} if self._binding.momentum_used()[0] else set()
-            state = {key: v.value() for key, v in variables.items() if key in useful}
+            state = {key: x for key, x in variables.items() if key in useful}
             return self._exchange_rows(method, slot, gradient, state, context)
-        state = {key: variable.value() for key, variable in variables.items()}
-        return method.exchange(gradient, state, context)
+        common = self._homes.hand(name, lambda: method.common(tf.zeros(slot.shape, slot.dtype)))
+        return method.exchange(gradient, variables | common, context)
+
+    def _names(self) -> Iterable[str]:
+        return [slot.name for slot in self._binding.slots]
+
+    def _state_of(self, name: str) -> State:
+        """The values of the variables before the step."""
+        if name not in self._read:
+            place = next(i for i, slot in enumerate(self._binding.slots) if slot.name == name)
+            variables = self._binding.states[str(place)]
+            self._read[name] = {key: variable.value() for key, variable in variables.items()}
+        return self._read[name]
 
     def _exchange_rows(
         self,
@@ -96,7 +118,8 @@ class TracedReducer(Reducer):
         state: State,
         context: Context,
     ) -> Exchange:
-        """Rows are clipped like all, sent whole, and take momentum after averaging."""
+        """Exchange the gradient of an embedding: rows are clipped like all gradients, sent whole,
+        and take momentum after averaging."""
         rows = merged(gradient)
         template = method.template(tf.zeros(slot.shape, slot.dtype))
         values = rows.values
@@ -119,7 +142,7 @@ class TracedReducer(Reducer):
 
 
 def scaled(gradient: Any, factor: Any) -> Any:
-    """A tensor or rows times a number."""
+    """Return a tensor or rows times a number."""
     if isinstance(gradient, tf.IndexedSlices):
         values = backend.scale(gradient.values, factor)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)

@@ -41,7 +41,7 @@ _horovod = load_horovod("horovod.torch", "PyTorch", _register)
 
 
 def __getattr__(name: str) -> Any:
-    """The rest of ``horovod.torch``."""
+    """Return a name of ``horovod.torch`` that this package does not replace."""
     return rest_of(_horovod, name, __name__, "PyTorch")
 
 

@@ -23,18 +23,18 @@ _steps = False
 
 
 def running_scale() -> float | None:
-    """Inside a gradient hook: the scale of its backward pass, ``None`` without one."""
+    """Return the loss scale of the backward pass whose hooks run now, or ``None`` without one."""
     return _running
 
 
 def scaler_steps() -> bool:
-    """Inside ``optimizer.step()``: whether a ``GradScaler`` calls it."""
+    """Return whether a ``GradScaler`` calls the ``optimizer.step()`` that runs now."""
     return _steps
 
 
 @contextlib.contextmanager
 def scaler_step() -> Iterator[None]:
-    """While a ``GradScaler`` calls ``optimizer.step()``."""
+    """Mark, for as long as the context lasts, that a ``GradScaler`` calls ``optimizer.step()``."""
     global _steps
     _steps = True
     try:

@@ -40,7 +40,7 @@ def gradient(
 
 
 def _plain(weights: Tensor) -> torch.autocast:
-    """Training in half precision ends here."""
+    """Return a context in which autocast is off, so that training in half precision ends here."""
     return torch.autocast(weights.device.type, enabled=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +118,10 @@ def concat(arrays: list[Array], axis: int = 0) -> Array:
     return torch.cat(arrays, axis)
 
 
+def split(x: Array, sizes: Sequence[int]) -> list[Array]:
+    return list(torch.split(x, list(sizes)))
+
+
 def stack(arrays: Sequence[Array]) -> Array:
     return torch.stack(tuple(arrays))
 
@@ -157,7 +162,12 @@ def round_to(x: Array, wire: str | None, saturate: bool = False) -> Array:
 
 
 def dtype(x: Array) -> str:
-    return str(x.dtype).removeprefix("torch.")
+    return _name_of(x.dtype)
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def choose(condition: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
@@ -189,6 +199,10 @@ def from_numpy(x: np.ndarray, like: Array) -> Array:
 
 def to_numpy(x: Array) -> np.ndarray:
     return x.detach().cpu().numpy()
+
+
+def address(x: Array) -> int | None:
+    return x.data_ptr() if x.device.type == "cpu" and x.is_contiguous() else None
 
 
 if TYPE_CHECKING:  # the module is held to the protocol

@@ -70,10 +70,11 @@ class Binding(Reducer):
         self._last_scale: float | None = None
         self._saw_backward = False  # since the last exchange
         self._true_units: list[torch.nn.Parameter] = []  # whose gradients carry no scale
-        self._complete: set[torch.nn.Parameter] = set()  # states with all keys of the method
-        self._stateful: dict[torch.nn.Parameter, bool] = {}
+        self._complete: set[str] = set()  # whose states have all keys of the method
+        self._stateful: dict[str, bool] = {}
         self._assigned: dict[torch.nn.Parameter, weakref.ref[torch.Tensor]] = {}
         self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._last_list: tuple[list[bool], list[str]] | None = None  # who was trained, and the text
         self._gradients: dict[str, _Gradient] = {}
         included = optimizer.process_set.included()
         super().__init__(
@@ -84,6 +85,7 @@ class Binding(Reducer):
             groups=self._names_of_groups(),
             # Backward begins with the last layers.
             names=list(reversed(optimizer._parameter_names.values())),
+            in_place=True,  # a gradient of the user's has been given up, or is a copy
         )
         self.momentum_side = Momentum(optimizer, method, tells=self.engine.rank == 0)
 
@@ -136,12 +138,17 @@ class Binding(Reducer):
         self._optimizer._synchronized = False
         if (scale := running_scale()) is not None:
             self._scale = scale
+        gradients = {}
         for p in parameters:
             if p.grad is None:  # other ranks may have one
                 p.grad = self._no_gradient(p)
-            self._parameters[self._optimizer._parameter_names[p]] = p
-        names = self._optimizer._parameter_names
-        self.start_together({names[p]: p.grad.detach() for p in parameters})
+            gradient = p.grad.detach()
+            if not gradient.is_sparse:
+                backend.check_gradient(gradient)
+            name = self._optimizer._parameter_names[p]
+            self._parameters[name] = p
+            gradients[name] = gradient
+        self.start_together(gradients)
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Wait for everything that was started and put the averages into ``p.grad``.
@@ -198,12 +205,16 @@ class Binding(Reducer):
     @property
     def _listed(self) -> list[str]:
         """The parameters with their shapes, and which of them are trained."""
-        names = self._optimizer._parameter_names
-        return listed(
-            (names[p] if p.requires_grad else f"{names[p]}, frozen,", p.shape)
-            for group in self._optimizer.param_groups
-            for p in group["params"]
-        )
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        trained = [p.requires_grad for p in parameters]
+        if self._last_list is None or self._last_list[0] != trained:
+            names = self._optimizer._parameter_names
+            texts = listed(
+                (names[p] if p.requires_grad else f"{names[p]}, frozen,", p.shape)
+                for p in parameters
+            )
+            self._last_list = trained, texts
+        return self._last_list[1]
 
     def _for_messages(self, like: Any) -> torch.Tensor:
         return torch.empty(0)  # in host memory, where nothing has to wait
@@ -213,11 +224,12 @@ class Binding(Reducer):
 
     def _exchange(self, name: str, gradient: torch.Tensor, context: Context) -> Exchange:
         p = self._parameters[name]
-        method = self.method_for(p)
+        method = self.method.for_tensor(name, tuple(p.shape))
         is_rows = gradient.is_sparse and not self._optimizer.sparse_as_dense
-        (self.sparse.add if is_rows else self.sparse.discard)(p)
+        if is_rows or self.sparse:
+            (self.sparse.add if is_rows else self.sparse.discard)(p)
         # Without a state the scale may stay, and keeps half precisions from underflow.
-        may_stay = not (is_rows or self._keeps_state(p)) and method.homogeneous
+        may_stay = not (is_rows or self._keeps_state(name, method, p)) and method.homogeneous
         scale = None if may_stay else self._known_scale()
         if scale not in (None, 1):
             half = gradient.dtype in (torch.float16, torch.bfloat16)
@@ -233,15 +245,17 @@ class Binding(Reducer):
             alpha = sign * group["weight_decay"] / (context.size if self.sums else 1)
             gradient = gradient.add(p.detach(), alpha=alpha)
         state = self.state_of(p)
-        if p not in self._complete:
+        if name not in self._complete:
             state = {**method.init(gradient), **state}
-            self._complete.add(p)
+            self._complete.add(name)
+        state |= self._homes.hand(name, lambda: method.common(gradient))
         return method.exchange(gradient, state, context)
 
     def _exchange_rows(
         self, p: torch.nn.Parameter, gradient: torch.Tensor, context: Context
     ) -> Exchange:
-        """Rows are clipped like all, sent whole, and take momentum after averaging."""
+        """Exchange the gradient of an embedding: rows are clipped like all gradients, sent whole,
+        and take momentum after averaging."""
         outcome = yield from exchange_rows(self._clip_rows(p, gradient, context), context)
         mean, sent, state = outcome.mean, outcome.sent.values(), self.state_of(p)
         momentum, nesterov = context.momentum, context.nesterov
@@ -310,7 +324,7 @@ class Binding(Reducer):
         return self.momentum_side.is_taken
 
     def velocity_factor(self, p: torch.nn.Parameter) -> float:
-        """The velocity that acts as a momentum buffer of plain SGD does, per unit of that; ours
+        """Return the velocity that has the effect of a momentum buffer of 1 in plain SGD.  Ours
         follow the average whatever ``op`` is."""
         return self.momentum_side.factor(p) / (self.engine.size if self.sums else 1)
 
@@ -320,9 +334,9 @@ class Binding(Reducer):
 
     @contextlib.contextmanager
     def optimizer_step(self) -> Iterator[None]:
-        """While the user's optimizer steps: momentum and decay that acted already are off, and
-        this package's state is out of sight, since Adam and others take a state that is not empty
-        for their own."""
+        """Hide, while the user's optimizer steps, what has acted already: momentum and decay are
+        off, and this package's state is removed, since Adam and others take a state that is not
+        empty for their own."""
         groups = self._optimizer.param_groups
         hidden = {p: self._pop_state(p) for group in groups for p in group["params"]}
         try:
@@ -340,10 +354,11 @@ class Binding(Reducer):
     def _known_scale(self) -> float:
         return 1.0 if self._scale is None else self._scale
 
-    def _keeps_state(self, p: torch.nn.Parameter) -> bool:
-        if p not in self._stateful:
-            self._stateful[p] = bool(self.method_for(p).init(p.detach()))
-        return self._stateful[p]
+    def _keeps_state(self, name: str, method: Compressor, p: torch.nn.Parameter) -> bool:
+        if name not in self._stateful:
+            like = p.detach()
+            self._stateful[name] = bool(method.init(like) or method.common(like))
+        return self._stateful[name]
 
     @property
     def last_scale(self) -> float | None:
@@ -351,12 +366,15 @@ class Binding(Reducer):
         return self._last_scale
 
     def expect_scale(self, scale: float) -> None:
-        """A rank without a backward pass learns the scale of the step from ``unscale_``."""
+        """Take ``scale``, from ``unscale_``, for the scale of this step, on a rank that had no
+        backward pass to learn it from."""
         if self._scale is None and not self._gradients:
             self._scale = scale
 
     def confirm_scale(self, scale: float) -> None:
-        """What the last exchange left is about to be divided by ``scale``."""
+        """Prepare gradients that are about to be divided by ``scale``: a rank that had none of its
+        own multiplies the averages by it.  Raise ``ConfigError`` if gradients were made with
+        another scale."""
         if not self._true_units and self._last_scale is None:
             return
         if self._last_scale is None and not self._saw_backward:  # a rank without gradients
@@ -381,6 +399,13 @@ class Binding(Reducer):
             if isinstance(key, str) and key.startswith(PREFIX)
         }
 
+    def _names(self) -> Iterable[str]:
+        self._parameters = {name: p for p, name in self._optimizer._parameter_names.items()}
+        return self._parameters
+
+    def _state_of(self, name: str) -> State:
+        return self.state_of(self._parameters[name])
+
     def _keep(self, name: str, state: State) -> None:
         self._set_state(self._parameters[name], state)
 
@@ -399,8 +424,8 @@ class Binding(Reducer):
     def average_buffers(
         self, tensors: dict[torch.nn.Parameter, torch.Tensor], states: dict[Any, State]
     ) -> dict[torch.nn.Parameter, Outcome]:
-        """A collective between steps: what is no gradient, but is sent and counted like one; for
-        methods that are a chain."""
+        """Average arrays that are not gradients between steps, sent and counted like gradients, for
+        methods that are a chain.  This is a collective."""
         engine, names, members = self.engine, self._optimizer._parameter_names, []
         for p, x in tensors.items():
             record = self.records.setdefault(names[p], Record())

@@ -37,7 +37,8 @@ class Entries(NamedTuple):
 
 
 def checked_header(saved: Any) -> dict[str, Any]:
-    """What :func:`state_dict` says of itself; empty for the state dict of a plain optimizer."""
+    """Return what :func:`state_dict` says of itself; empty for the state dict of a plain
+    optimizer."""
     if saved is None:
         return {}
     if (version := whole(saved, "version")) != VERSION:
@@ -54,7 +55,8 @@ def checked_header(saved: Any) -> dict[str, Any]:
 
 
 def checked_entries(optimizer: Any, state_dict: Any) -> tuple[dict[str, Any], dict[int, Entries]]:
-    """A state dict for the user's optimizer, and this package's entries by parameter's place."""
+    """Return a state dict for the user's optimizer, and this package's entries by the place of
+    their parameter."""
     groups = entry(state_dict, "param_groups", (list, tuple))
     if len(groups) != len(optimizer.param_groups):
         raise refused(
@@ -92,7 +94,8 @@ def checked_entries(optimizer: Any, state_dict: Any) -> tuple[dict[str, Any], di
 
 
 def _check_option(group: Any, option: str, here: Any) -> None:
-    """An option of a saved parameter group, of the kind that it has here."""
+    """Raise ``ConfigError`` unless a saved parameter group has an option of the kind that it has
+    here."""
     is_flag = isinstance(here, bool | None)
     if is_flag and option not in group:  # younger than the file
         return
@@ -112,7 +115,8 @@ def _check_option(group: Any, option: str, here: Any) -> None:
 
 
 def _check_buffers(p: torch.Tensor, entries: Mapping[str, Any]) -> None:
-    """Those of SGD and of Adam's family, which are as large as the parameter."""
+    """Raise ``ConfigError`` unless the saved buffers of SGD and of Adam's family are as large as
+    the parameter."""
     for key in ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
         if (x := entries.get(key)) is None:
             continue
@@ -126,6 +130,6 @@ def _check_buffers(p: torch.Tensor, entries: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """A finite one, in a tensor perhaps."""
+    """Return whether ``value`` is a finite number, or a tensor of one."""
     is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
     return (is_tensor or is_number(value)) and math.isfinite(value)

@@ -37,7 +37,7 @@ from .checked_state import KEY, VERSION, Entries, checked_entries, checked_heade
 
 
 def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
-    """In the order in which state dicts number them."""
+    """Return the parameters in the order in which state dicts number them."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -55,7 +55,8 @@ def state_dict(self: Any) -> dict[str, Any]:
 
 
 def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
-    """:func:`state_dict` without the warning; ``own``: this rank's state in any case."""
+    """Return what :func:`state_dict` does, without the warning; with ``own``, this rank's state
+    even after a consolidation."""
     binding = optimizer.compression
     result = optimizer.users_state_dict()
     parameters = _parameters(optimizer)
@@ -151,12 +152,17 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
 def _loaded_state(
     optimizer: Any, p: torch.nn.Parameter, entries: Entries, is_sparse: bool, factor: float
 ) -> State:
-    """This package's state of a parameter; ``factor`` as of :func:`checkpoints.share`."""
+    """Return this package's state of a parameter from loaded entries; ``factor`` is that of
+    :func:`checkpoints.share`."""
     binding, name = optimizer.compression, optimizer._parameter_names[p]
     method = binding.method_for(p)
     fresh = method.init(p.detach())
     flat = backend.widen(p)
-    templates = {**fresh, "decay": p.detach().view(-1)} | ({"velocity": flat} if is_sparse else {})
+    common = method.common(p.detach())
+    if 0 < len(missing := sorted(common.keys() - entries.values.keys())) < len(common):
+        raise refused(f"the state of {name!r} has no {missing[0]!r}, but the others of its kind")
+    templates = {**fresh, **common, "decay": p.detach().view(-1)}
+    templates |= {"velocity": flat} if is_sparse else {}
     state = dict(fresh) if entries.values else {}
     per_rank = frozenset() if is_sparse else method.per_rank(p.detach())
     for key, x in entries.values.items():
@@ -190,7 +196,7 @@ def adopt_momentum_buffers(optimizer: Any) -> None:
 
 
 def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
-    """All ranks take over the state of ``root_rank``.
+    """Give all ranks the state of ``root_rank``.
 
     As Horovod does, an optimizer that has not stepped yet leaves zeros where there are no
     gradients; sparse ones for embeddings of ``model`` that have such.
@@ -238,7 +244,8 @@ class _Slot(NamedTuple):
 
 
 def broadcast_tree(hvd: Any, tree: Any, root_rank: int) -> Any:
-    """A nest of dicts, lists and tensors from the root to all, tensors one by one, on the CPU."""
+    """Broadcast a nest of dicts, lists and tensors from the root to all ranks, and return it;
+    tensors are sent one by one, and arrive on the CPU."""
     tensors: list[torch.Tensor] = []
 
     def take(value: Any) -> Any:
@@ -278,7 +285,7 @@ def _map(function: Any, value: Any) -> Any:
 
 
 def elastic_handler(base: type[Any]) -> type[Any]:
-    """A handler for ``hvd.elastic.TorchState``.
+    """Return a handler for ``hvd.elastic.TorchState``.
 
     Args:
         base: Horovod's ``StateHandler``.

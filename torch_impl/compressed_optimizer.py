@@ -8,6 +8,7 @@ when a gradient is ready; ``optimizer.compression`` exchanges it, over public co
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,6 +23,16 @@ from .amp import scaler_steps
 from .binding import Binding
 from .momentum import check_group
 from .parameters import Groups, Parameter, split_into_groups
+
+
+@dataclasses.dataclass(eq=False)
+class _Watched:
+    """A parameter with a hook: its backward passes since the last exchange, and whether its
+    exchange has begun."""
+
+    parameter: Parameter
+    passes: int = 0
+    is_started: bool = False
 
 
 class CompressedOptimizer(torch.optim.Optimizer):
@@ -63,9 +74,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.process_set = process_set
         self._parameter_names = names
         self._synchronized, self._should_synchronize = False, True
-        self._watched: set[Parameter] = set()  # those with a hook
-        self._passes: dict[Parameter, int] = {}  # backward passes since the last exchange
-        self._started: set[Parameter] = set()  # exchanges that hooks have begun
+        self._watched: dict[Parameter, _Watched] = {}  # those with a hook
+        self._saw_passes = False  # backward passes since the last exchange
         self._groups = split_into_groups(groups, self._trained())
         self._group_of = {p: group for group in self._groups or () for p in group}
 
@@ -82,42 +92,50 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     def _watch(self, p: Parameter) -> None:
-        self._watched.add(p)
+        watched = self._watched[p] = _Watched(p)
         if self._groups is not None and p not in self._group_of:  # it has come later
             self._group_of[p] = (p,)
             self._groups.append((p,))
         reference = weakref.ref(self)  # nothing would ever collect what a tensor's hook holds
 
-        def hook(p: Any) -> None:
+        def hook(_: Any) -> None:
             if (optimizer := reference()) is not None:
-                optimizer._is_ready(p)
+                optimizer._is_ready(watched)
 
         p.register_post_accumulate_grad_hook(hook)
 
-    def _is_ready(self, p: Parameter) -> None:
-        """A backward pass has added to ``p.grad``."""
-        passes = self._passes.get(p, 0)
-        if p in self._started or passes >= self.backward_passes_per_step:
+    def _is_ready(self, watched: _Watched) -> None:
+        """Count a backward pass that has added to the gradient, and start the exchange of the
+        parameter with its group if it was the last.  Raise ``AssertionError`` if it is one too
+        many."""
+        needed, gradient = self.backward_passes_per_step, watched.parameter.grad
+        if watched.is_started or watched.passes >= needed:
             raise AssertionError(
                 "a gradient was computed more than backward_passes_per_step times before "
                 "step(): pass the number of backward passes as backward_passes_per_step, or "
                 "call optimizer.synchronize() in between"
             )
-        if p.grad is not None and p.grad.requires_grad:
+        if gradient is not None and gradient.requires_grad:
             raise AssertionError(
                 "a gradient is part of a graph, which cannot be exchanged: call loss.backward() "
                 "without create_graph=True"
             )
-        self._passes[p] = passes + 1
-        group = self._group_of.get(p, (p,))
-        needed = self.backward_passes_per_step
-        if all(self._passes.get(q, 0) == needed for q in group if q.requires_grad):
-            together = self._together(p)
-            self._started.update(together)
+        watched.passes += 1
+        self._saw_passes = True
+        if self._groups is None:
+            if watched.passes == needed:
+                watched.is_started = True
+                self.compression.exchange_gradients((watched.parameter,), in_backward=True)
+            return
+        together = self._together(watched.parameter)
+        everyone = [self._watched[q] for q in together if q in self._watched]
+        if len(everyone) == len(together) and all(w.passes == needed for w in everyone):
+            for each in everyone:
+                each.is_started = True
             self.compression.exchange_gradients(together, in_backward=True)
 
     def _together(self, p: Parameter) -> tuple[Parameter, ...]:
-        """``p`` and what is exchanged with it; on all ranks the same."""
+        """Return ``p`` and the parameters that are exchanged with it, the same on all ranks."""
         return tuple(q for q in self._group_of.get(p, (p,)) if q.requires_grad)
 
     def groups_of_parameters(self) -> list[tuple[Parameter, ...]] | None:
@@ -129,34 +147,38 @@ class CompressedOptimizer(torch.optim.Optimizer):
         exchanged."""
         check_passes(passes)
         self.backward_passes_per_step = passes
-        self._passes = dict.fromkeys(self._passes, 0)  # what has been added up still is to be sent
+        for watched in self._watched.values():  # what has been added up still is to be sent
+            watched.passes = 0
 
     def reset_hooks(self) -> None:
         """Count backward passes from zero, as at the beginning of a step."""
-        self._passes.clear()
-        self._started.clear()
+        self._saw_passes = False
+        for watched in self._watched.values():
+            watched.passes, watched.is_started = 0, False
 
     # -- steps -------------------------------------------------------------------------------
 
     def _holds_averages(self) -> bool:
-        """Whether nothing is new since the last exchange."""
-        return self._synchronized and not self._passes and self.compression.untouched()
+        """Return whether no gradient is new since the last exchange."""
+        return self._synchronized and not self._saw_passes and self.compression.untouched()
 
     def synchronize(self) -> None:
         """Finish all exchanges; afterwards every ``p.grad`` holds the average."""
         if self._holds_averages():
             return  # they must not be averaged again
         alone = self.compression.engine.size == 1
-        started = set(self._started)
         for p in self._trained():
             if p not in self._watched:
                 self._watch(p)  # unfrozen after the optimizer was made
-            if p in started or (alone and p.grad is None):
+            if self._watched[p].is_started or (alone and p.grad is None):
                 continue
             together = self._together(p)
             if alone:
                 together = tuple(q for q in together if q.grad is not None)
-            started.update(together)
+            for q in together:
+                if q not in self._watched:
+                    self._watch(q)
+                self._watched[q].is_started = True
             self.compression.exchange_gradients(together)
         self.compression.finish()
         self.reset_hooks()
@@ -198,7 +220,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # the user's step() calls torch's step hooks
 
     def end_step(self) -> None:
-        """The gradients of this step are used up, or its step is left out."""
+        """Expect new gradients: those of this step are used up, or its step is left out."""
         self._synchronized = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -207,7 +229,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         Raises:
             AssertionError: gradients are being exchanged, or added up for an exchange.
         """
-        if self._passes:
+        if self._saw_passes:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before "
                 "optimizer.step() or optimizer.synchronize(): the gradients are still being "

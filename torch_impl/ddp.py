@@ -56,7 +56,8 @@ class ProcessGroupEngine(TorchEngine):
         return dist.get_world_size(self._group)
 
     def _launch(self, op: Op) -> Any:
-        """The operation, where its result will be, and what to wait for."""
+        """Submit a collective, and return it, the tensor that its result will be in, and what to
+        wait for."""
         if op.kind == "alltoall_open":
             sizes = op.splits.to(op.tensor.device)
             theirs = torch.empty_like(sizes)
@@ -266,7 +267,8 @@ class DDPState:
 
 
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """For ``model.register_comm_hook(state, ddp_hook)``; ``state`` is a :class:`DDPState`."""
+    """Exchange a bucket of gradients, as a hook for ``model.register_comm_hook(state, ddp_hook)``;
+    ``state`` is a :class:`DDPState`."""
     if not isinstance(state, DDPState):
         raise ConfigError(
             f"the hook's state is {type(state).__name__}: write "

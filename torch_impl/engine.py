@@ -57,8 +57,9 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
         return self._hvd.synchronize(handle)
 
     def _sum_bfloat16(self, array: torch.Tensor, name: str) -> Generator[Op, Any, torch.Tensor]:
-        """Horovod cannot add bfloat16, but it can carry its bits: every rank adds one part, in
-        float32, and gives the rounded sum to all.  This moves as many bytes as a ring."""
+        """Sum a bfloat16 array.  Horovod cannot add these, but it can carry their bits: every rank
+        adds one part, in float32, and gives the rounded sum to all.  This sends as many bytes as a
+        ring."""
         size, parts = self.size, torch.tensor_split(array.view(torch.int16), self.size)
         splits = self._splits([part.numel() for part in parts])
         mine, _ = yield Op("alltoall", f"{name}.scatter", torch.cat(parts), splits)

@@ -31,11 +31,12 @@ class FrozenAdam(torch.optim.Optimizer):
         return self.method(**self.compression_options(self.param_groups[0]), **options)
 
     def compression_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Those of the compression that a parameter group determines."""
+        """Return the options of the compression that a parameter group determines."""
         return {name: group[name] for name in self.schedule}
 
     def _binding(self) -> Any:
-        """Of the compression that goes with this optimizer, or ``None`` under any other."""
+        """Return the binding of the compression that belongs to this optimizer, or ``None`` under
+        any other."""
         binding = getattr(self, "compression", None)
         ours = binding is not None and isinstance(binding.method, self.method)
         return binding if ours else None
@@ -51,7 +52,7 @@ def check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: 
 
 
 def start_state(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, Any]:
-    """Of a parameter, made where it is missing."""
+    """Return the optimizer's state of a parameter, which is made if it is missing."""
     state = optimizer.state[p]
     if "exp_avg" not in state:
         state["step"] = state["variance_step"] = 0
@@ -68,7 +69,7 @@ def update_parameter(
     frozen: bool,
     is_momentum: bool = False,
 ) -> None:
-    """One step of Adam.
+    """Take one step of Adam.
 
     Args:
         frozen: the variance stays as it is.
@@ -90,7 +91,8 @@ def update_parameter(
 
 
 def scale_of(state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
-    """sqrt(v) + eps, what momentum is divided by; infinite where v is 0, and nothing is known."""
+    """Return sqrt(v) + eps, by which momentum is divided; infinite where v is 0, and nothing is
+    known."""
     v = state["exp_avg_sq"]
     if group["bias_correction"] and state["variance_step"]:
         v = v / (1 - group["betas"][1] ** state["variance_step"])

@@ -36,7 +36,7 @@ class Momentum:
 
     def __init__(self, optimizer: Any, method: Compressor, tells: bool) -> None:
         self._optimizer, self._method = optimizer, method
-        self._groups: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        self._groups: dict[int, dict[str, Any]] = {}  # by id: to hash a parameter takes long
         self.is_taken = method.takes_momentum and isinstance(optimizer, torch.optim.SGD)
         if method.takes_momentum and tells:
             self._tell()
@@ -60,17 +60,18 @@ class Momentum:
         return self.is_taken and self._method.weight_decay == "gradient"
 
     def group_of(self, p: torch.nn.Parameter) -> dict[str, Any]:
-        """The parameter group with the options of ``p``."""
+        """Return the parameter group with the options of ``p``."""
         if not self._groups:
-            self._groups = {p: g for g in self._optimizer.param_groups for p in g["params"]}
-        return self._groups[p]
+            self._groups = {id(p): g for g in self._optimizer.param_groups for p in g["params"]}
+        return self._groups[id(p)]
 
     def forget_groups(self) -> None:
-        """Parameter groups have changed."""
+        """Read the parameter groups again, since they have changed."""
         self._groups.clear()
 
     def of(self, p: torch.nn.Parameter) -> tuple[float, bool]:
-        """(momentum, nesterov) that act inside the exchange, or beside it on rows and decay."""
+        """Return the (momentum, nesterov) that act inside the exchange, or beside it on rows and
+        decay."""
         if not self.is_taken:
             return 0.0, False
         group = self.group_of(p)
@@ -81,7 +82,7 @@ class Momentum:
         )
 
     def factor(self, p: torch.nn.Parameter) -> float:
-        """The velocity that acts as a momentum buffer of plain SGD does, per unit of that: Nesterov
+        """Return the velocity that has the effect of a momentum buffer of 1 in plain SGD: Nesterov
         velocities have a factor m, and the sign of ``maximize``."""
         momentum, nesterov = self.of(p)
         factor = momentum if nesterov else 1.0 if momentum else 0.0
@@ -89,7 +90,7 @@ class Momentum:
 
     @contextlib.contextmanager
     def switched_off(self) -> Iterator[None]:
-        """While the user's optimizer steps: what acted already is off."""
+        """Switch off, while the user's optimizer steps, what has acted already."""
         options = []
         try:
             for group in self._optimizer.param_groups if self.is_taken else ():
@@ -107,9 +108,9 @@ class Momentum:
         sparse: set[torch.nn.Parameter],
         method_for: Callable[[torch.nn.Parameter], Compressor],
     ) -> None:
-        """q = m q + wd w joins the averaged gradient, as in the authors' released code: weights
-        are equal on all ranks, so decay needs no wire and no residual.  Beside momentum that is a
-        moving average, which does not add up, it is wd w."""
+        """Add q = m q + wd w to the averaged gradient, as in the authors' released code.  Weights
+        are equal on all ranks, so decay need not be sent, and has no residual.  Beside momentum
+        that is a moving average, which does not add up, it is wd w."""
         for p, state in states.items():
             group = self.group_of(p)
             wd = group["weight_decay"]

@@ -85,7 +85,7 @@ class OneBitAdam(FrozenAdam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step along the gradients, or along the momenta that came instead of them."""
+        """Take one step along the gradients, or along the momenta that came instead of them."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -95,7 +95,7 @@ class ZeroOneAdam(FrozenAdam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, and a synchronization of the parameters where one is due."""
+        """Take one step, and synchronize the parameters where that is due."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -133,7 +133,8 @@ class ZeroOneAdam(FrozenAdam):
             self._synchronize(self._in_full)
 
     def state_dict(self) -> dict[str, Any]:
-        """As ever; call :meth:`synchronize_parameters` before, since ranks differ in between."""
+        """Return the state as every optimizer does.  Call :meth:`synchronize_parameters` before,
+        since ranks differ in between."""
         states = self.state.values()
         if any(state.get("rate") or "sync.residual" in state for state in states):
             warnings.warn(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from typing import Any
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,19 +19,29 @@ from hvd_compress.operators.random_k import own_generator
 from hvd_compress.wire.frame import index_dtype
 
 
+class Selection(NamedTuple):
+    """The ``k`` elements of a flat tensor that ``select`` finds."""
+
+    select: top_k
+    x: Array
+    k: int
+    context: Context
+
+
 def leaders_choice(
-    select: top_k,
-    x: Array,
-    k: int,
-    context: Context,
-    more: Callable[[Array], Array] | None = None,
+    selections: Sequence[Selection],
+    more: Callable[[list[Array]], Array] | None = None,
     size: int = 0,
-) -> Generator[Request, Any, tuple[Array, Array]]:
-    """Return, on all ranks, the indices of the ``k`` elements of ``x`` that are largest on the
-    leader, rank ``step mod N``, and the ``size`` numbers that ``more(indices)`` gives there, if
-    any."""
+) -> Generator[Request, Any, tuple[list[Array], Array]]:
+    """Return, on all ranks, the indices that the leader, rank ``step mod N``, selects in each of
+    some tensors, and the ``size`` numbers that ``more(indices)`` gives there, if any.  They are one
+    message: indices into all tensors, end to end."""
+    x, context = selections[0].x, selections[0].context
     xp = backend_of(x)
-    n, dtype = xp.size(x), np.dtype(xp.dtype(x))
+    dtype = np.dtype(xp.dtype(x))
+    counts = [selection.k for selection in selections]
+    bounds = [0, *itertools.accumulate(xp.size(selection.x) for selection in selections)]
+    k, n = sum(counts), bounds[-1]
     is_leader = context.step % context.size == context.rank
 
     def encode(step: Any, indices: np.ndarray, numbers: np.ndarray) -> list[np.ndarray]:
@@ -55,14 +66,23 @@ def leaders_choice(
         split = max(0, frame.size - (coded_size(plain(), size, dtype) if size else 0))
         indices, _ = decode_coded(_nothing(), frame[:split], k, dtype, n, sender=sender)
         assert indices is not None
+        if np.diff(np.searchsorted(indices, bounds)).tolist() != counts:
+            raise PayloadError(
+                f"bad payload from {sender}: it has not {counts} indices into tensors that end at "
+                f"{bounds[1:]}; the ranks must have the same tensors and options"
+            )
         numbers = np.zeros(0, dtype)
         if size:
             _, numbers = decode_coded(plain(), frame[split:], size, dtype, sender=sender)
         return [indices, numbers]
 
     def chosen() -> tuple[Array, Array]:
-        indices = select.select(x, k, context)
-        return indices, more(indices) if more else x[:0]
+        own = [each.select.select(each.x, each.k, each.context) for each in selections]
+        end_to_end = [
+            indices + start if start else indices
+            for indices, start in zip(own, bounds, strict=False)
+        ]
+        return joined(xp, end_to_end), more(own) if more else x[:0]
 
     own, numbers = xp.choose(is_leader, chosen, lambda: (xp.cast(x[:0], "int64"), x[:0]))
     (frame,) = xp.on_host(encode, [context.step, own, numbers], [("uint8", None)], x)
@@ -70,7 +90,15 @@ def leaders_choice(
     indices, numbers = xp.on_host(
         decode, [context.step, *frames], [(index_dtype(n), k), (dtype.name, size)], x
     )
+    cuts = itertools.pairwise([0, *itertools.accumulate(counts)])
+    found = [indices[start:stop] for start, stop in cuts]
+    indices = [own - start if start else own for own, start in zip(found, bounds, strict=False)]
     return indices, numbers
+
+
+def joined(xp: Any, arrays: Sequence[Array]) -> Array:
+    """Return flat arrays end to end."""
+    return arrays[0] if len(arrays) == 1 else xp.concat(arrays)
 
 
 class _nothing(Codec):

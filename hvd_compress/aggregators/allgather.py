@@ -5,22 +5,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvd_compress.aggregators.sparse_vectors import add_up
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Gather, Request, Sparse, SparseSum, State, Sum
-from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.base import (
+    Array,
+    Context,
+    Gather,
+    Request,
+    Sparse,
+    SparseSum,
+    State,
+    Sum,
+)
+from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.codecs import Codec
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.fused import FusedTopK, dense_is_less
 from hvd_compress.operator_classes import Classes
 from hvd_compress.operators import Selector, random_k, top_k
 from hvd_compress.operators.random_k import own_generator
+from hvd_compress.transforms import error_feedback, momentum_correction
 from hvd_compress.wire import (
     decode,
     decode_sparse,
@@ -118,6 +129,30 @@ class allgather(Aggregator, name="allgather"):
         codes = self.values.classes(d if k is None else k)
         return codes if k == d else codes.after_selecting(self.select.kept(d, context))
 
+    def fused(self, transforms: Sequence[Transform], context: Context) -> FusedTopK | None:
+        if not (isinstance(self.select, top_k) and isinstance(self.values, str)):
+            return None
+        *before, last = transforms or (None,)
+        momentum, nesterov, masking = None, False, False
+        if before and isinstance(correction := before[-1], momentum_correction):
+            del before[-1]
+            momentum, nesterov = correction.in_use(context)
+            masking = correction.masking
+        if self.algorithm != "allgather" or type(last) is not error_feedback:
+            return None
+        if any(t.keys for t in before):
+            return None
+        return FusedTopK(
+            tuple(before),
+            self.select,
+            momentum,
+            nesterov,
+            masking,
+            self.values,
+            self.indices,
+            context.size,
+        )
+
     def aggregate(
         self, x: Array, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
@@ -181,9 +216,7 @@ def _plain(
     n = xp.size(x)
     values = xp.round_to(values, dtype, saturate=True)
     sent = Sparse(indices, values)
-    # A header and an entry more or less do not decide.
-    entries = 0 if k is None else sparse_size(k, n, dtype) - sparse_size(1, n, dtype)
-    if context.size * entries > 2 * 4 * n:
+    if k is not None and dense_is_less(n, k, dtype, context.size):
         total = yield Sum(xp.put(xp.zeros(n, x), indices, values))
         mean = total / context.size
         return Aggregated(mean, sent, xp.all_finite(mean))

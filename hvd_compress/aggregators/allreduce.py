@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
-from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.config import check_choice
+from hvd_compress.fused import FusedSum
 from hvd_compress.operator_classes import IDENTITY, Classes
 from hvd_compress.operators import random_k
+from hvd_compress.transforms import momentum_after_averaging
 
 #: how arrays are added up, over MPI
 ALGORITHMS = (None, "auto", "direct", "halving_doubling", "hierarchical", "ring")
@@ -55,13 +57,31 @@ class allreduce(Aggregator, name="allreduce"):
             return IDENTITY
         return (self.select.scaled_classes if self.unbiased else self.select.classes)(d, context)
 
+    def fused(self, transforms: Sequence[Transform], context: Context) -> FusedSum | None:
+        if self.select is not None:
+            return None
+        before = list(transforms)
+        momentum, in_use = None, (0.0, False)
+        if before and isinstance(before[-1], momentum_after_averaging):
+            momentum = before[-1]
+            in_use = momentum.in_use(context)
+            del before[-1]
+        if any(type(t).finish is not Transform.finish or t.keys for t in before):
+            return None
+        # Of half precisions, which take another way, only the aggregator knows what is sent.
+        wire = None if self.wire == "gradient" else self.wire
+        return FusedSum(tuple(before), momentum, in_use, wire, self.algorithm, context.size)
+
+    def _wire(self, context: Context) -> str | None:
+        if self.wire != "gradient":
+            return self.wire
+        return context.dtype if context.dtype in ("float16", "bfloat16") else None
+
     def aggregate(
         self, x: Array, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
-        wire = self.wire
-        if wire == "gradient":
-            wire = context.dtype if context.dtype in ("float16", "bfloat16") else None
+        wire = self._wire(context)
         if self.select is None:
             total = yield Sum(x, wire, self.algorithm)
             mean = total / context.size

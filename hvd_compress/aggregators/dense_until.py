@@ -39,8 +39,15 @@ class dense_until(Aggregator, name="dense_until"):
     def unbiased(self) -> bool:  # type: ignore[override]
         return self.via.unbiased
 
+    @property
+    def common_keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.via.common_keys
+
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         return self.via.init(x, shape)
+
+    def common(self, x: Array) -> State:
+        return self.via.common(x)
 
     def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
         self.via.check_feedback(shape, context)
@@ -52,4 +59,5 @@ class dense_until(Aggregator, name="dense_until"):
             return (yield from self.via.aggregate(x, state, context))
         total = yield Sum(x)
         mean = total / context.size
-        return Aggregated(mean, x, backend_of(x).all_finite(mean), state)
+        own = {key: state[key] for key in self.keys}
+        return Aggregated(mean, x, backend_of(x).all_finite(mean), own)

@@ -11,6 +11,8 @@ from hvd_compress.aggregators.merging import Merging
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse, State
 from hvd_compress.chain import Aggregated
+from hvd_compress.config import check_choice
+from hvd_compress.wire.frame import CODECS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,8 @@ class gtop_k(OfTopK, name="gtop_k"):
     Options:
         density: a fraction or a schedule.
         selection: "sampled" or "exact"; the same elements, found in two ways.
+        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each, in messages
+            whose sizes have to be exchanged.
 
     Reference: Shi et al., ICDCS 2019.  Differs from it in: nothing is lost (there, every rank
     forgets what it sent of the places in the result, though its part may have been dropped in one
@@ -35,13 +39,21 @@ class gtop_k(OfTopK, name="gtop_k"):
     takes half as many rounds for the same result; any number of ranks.
     """
 
+    indices: str = "int32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("indices", self.indices, CODECS)
+
     def _aggregate_top_k(
         self, x: Array, k: int, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
         n = xp.size(x)
         own = self._select.select(x, k, context)
-        merging = Merging(context.rank, context.size, n, k, xp.dtype(x), always_k=True)
+        merging = Merging(
+            context.rank, context.size, n, k, xp.dtype(x), always_k=True, codec=self.indices
+        )
         indices, total, *sent = yield from merging.in_pairs(own, xp.take(x, own))
         mean = xp.put(xp.zeros(n, x), indices, total / context.size)
         return Aggregated(mean, Sparse(*sent), xp.all_finite(total))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Generator
 from typing import Any
 
-from hvd_compress.aggregators._leader import leaders_choice
+from hvd_compress.aggregators._leader import Selection, leaders_choice
 from hvd_compress.aggregators._of_top_k import OfTopK
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
@@ -32,7 +32,7 @@ class leader_top_k(OfTopK, name="leader_top_k"):
         self, x: Array, k: int, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
-        indices, _ = yield from leaders_choice(self._select, x, k, context)
+        (indices,), _ = yield from leaders_choice([Selection(self._select, x, k, context)])
         values = xp.take(x, indices)
         total = yield Sum(values)
         values_mean = total / context.size

@@ -20,15 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress.aggregators.sparse_vectors import add_up, contains, largest, pick
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Sparse, Swap
+from hvd_compress.base import Array, Sparse, Swap
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.plus_minus import plus_minus
-from hvd_compress.operators import top_k
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
 from hvd_compress.wire.frame import index_dtype
 
-_EXACT = top_k(selection="exact")
 _BITS = plus_minus(1.0)
 
 
@@ -42,8 +41,11 @@ class Merging:
         n: elements of the tensor.
         k: entries of a vector, at most.
         dtype: of the values, "float32" or "float64".
-        always_k: every vector has k entries, so that the sizes of messages are known beforehand.
+        always_k: every vector has k entries.
         codec: of indices on the wire, see ``encode_sparse``.
+
+    The sizes of messages are known beforehand if every vector has k entries and indices are not
+    packed; otherwise ranks exchange them.
     """
 
     rank: int
@@ -82,10 +84,10 @@ class Merging:
         of this rank's entries that are in it.  All ranks' such entries add up to the sums.
         """
         xp, pairs = backend_of(values), self.pairs
-        k, frame_size, message_size = (
-            (self.k, self.largest_frame, self.largest_message)
-            if self.always_k
-            else (None, None, None)
+        k = self.k if self.always_k else None
+        equal = self.always_k and self.codec != "packed"
+        frame_size, message_size = (
+            (self.largest_frame, self.largest_message) if equal else (None, None)
         )
 
         def on_host(step: Callable[..., Any], *arrays: Array) -> Any:
@@ -94,18 +96,18 @@ class Merging:
         frame, mask = on_host(self._begin, own, values)
         twin = self.rank ^ pairs if self.rank ^ pairs < self.size else None
         if self.size > pairs:
-            theirs = yield Swap(frame, twin)
+            theirs = yield Swap(frame, twin, equal)
             if twin is not None:
                 frame, mask = on_host(functools.partial(self._unite, twin), frame, theirs)
         for i in range(pairs.bit_length() - 1):
             partner = self.rank ^ (1 << i) if self.rank < pairs else None
-            theirs = yield Swap(frame, partner)
+            theirs = yield Swap(frame, partner, equal)
             if partner is not None:
                 step = functools.partial(self._merge, partner)
                 frame, mask = on_host(step, frame, theirs, mask)
         if self.size > pairs:
             (message,) = xp.on_host(self._seal, [frame, mask], [("uint8", message_size)], values)
-            theirs = yield Swap(message, twin)
+            theirs = yield Swap(message, twin, equal)
             if self.rank >= pairs:
                 frame, mask = on_host(self._open, theirs)
         looks = [(index_dtype(self.n), k), (self.dtype, k), ("int64", None), (self.dtype, None)]
@@ -127,17 +129,18 @@ class Merging:
         self, partner: int, own: np.ndarray, theirs: np.ndarray, mask: np.ndarray
     ) -> list[np.ndarray]:
         total = self._largest_sums(own, theirs, partner)
-        survivors = np.isin(total.indices, self._decode(own, self.rank).indices[mask])
-        return [self._encode(total), survivors]
+        survivors = pick(self._decode(own, self.rank), mask)
+        return [self._encode(total), contains(survivors, total.indices)]
 
     def _seal(self, frame: np.ndarray, mask: np.ndarray) -> list[np.ndarray]:
-        """One message, with k bits however many entries there are."""
+        """Return one message of a frame and its mask, with k bits however many entries there
+        are."""
         signs = np.full(self.k, -1, self.dtype)
         signs[: mask.size][mask] = 1
         return [np.concatenate([frame, encode_coded(_BITS, signs, np.random.default_rng(0))])]
 
     def _open(self, message: np.ndarray) -> list[np.ndarray]:
-        """What ``_seal`` made on the rank p below; raises ``PayloadError``."""
+        """Undo the ``_seal`` of the rank p below, or raise ``PayloadError``."""
         below = self.rank - self.pairs
         split = max(0, message.size - self._bytes_of_bits)
         frame, bits, dtype = message[:split], message[split:], np.dtype(self.dtype)
@@ -149,30 +152,25 @@ class Merging:
         self, frame: np.ndarray, mask: np.ndarray, own: np.ndarray, values: np.ndarray
     ) -> list[np.ndarray]:
         total = self._decode(frame, self.rank)
+        arrived = contains(pick(total, mask), own)
         indices = total.indices.astype(index_dtype(self.n))
-        arrived = np.isin(own, indices[mask])
-        sums = total.values.astype(self.dtype)
-        return [indices, sums, own[arrived].astype(np.int64), values[arrived]]
+        return [indices, total.values, own[arrived].astype(np.int64), values[arrived]]
 
     def _largest_sums(self, own: np.ndarray, theirs: np.ndarray, partner: int) -> Sparse:
         one, other = self._decode(own, self.rank), self._decode(theirs, partner)
         if self.rank > partner:  # the same order on both, or NaNs might differ in their bits
             one, other = other, one
-        places = np.union1d(one.indices, other.indices)
-        sums = np.zeros(places.size, self.dtype)
-        with np.errstate(invalid="ignore", over="ignore"):
-            for part in (one, other):
-                sums[np.searchsorted(places, part.indices)] += part.values
-        magnitude = np.where(np.isfinite(sums), np.abs(sums), np.inf)
-        kept = _EXACT.select(magnitude, min(self.k, places.size), Context())
-        return Sparse(places[kept], sums[kept])
+        total: Any = add_up([one, other], self.n, self.dtype)
+        return pick(total, largest(total.values, self.k))
 
     def _encode(self, vector: Sparse) -> np.ndarray:
         return encode_sparse(vector.indices, vector.values, self.n, self.codec)
 
     def _decode(self, frame: np.ndarray, sender: int) -> Sparse:
         count = self.k if self.always_k else None
-        return Sparse(*decode_sparse(frame, self.n, self.dtype, count, sender=f"rank {sender}"))
+        read = functools.partial(decode_sparse, sender=f"rank {sender}")
+        indices, values = read(frame, self.n, self.dtype, count)
+        return Sparse(indices.astype(np.int64), values.astype(self.dtype))
 
     @property
     def _bytes_of_bits(self) -> int:

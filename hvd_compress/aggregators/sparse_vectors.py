@@ -50,7 +50,7 @@ def take_in(sparse: Any, n: Any) -> tuple[Sparse, Any]:
 
 
 def give_back(vector: Vector, like: Any) -> Any:
-    """The same as arrays like ``like``: NumPy's, or torch's on its device."""
+    """Return the same as arrays like ``like``: NumPy's, or torch's on its device."""
     xp = backend_of(like)
     if isinstance(vector, Sparse):
         return Sparse(xp.from_numpy(vector.indices, like), xp.from_numpy(vector.values, like))
@@ -81,7 +81,8 @@ def add_up(
 
 
 def _merge(parts: Sequence[Sparse], n: int, dtype: str) -> Sparse:
-    """By sorting (index, position) as one integer, which is several times faster than argsort."""
+    """Add up by sorting (index, position) as one integer, which is several times faster than
+    argsort."""
     parts = [part for part in parts if part.indices.size]
     if len(parts) < 2:
         return Sparse(parts[0].indices, parts[0].values.astype(dtype)) if parts else empty(dtype)
@@ -111,7 +112,7 @@ def _merge(parts: Sequence[Sparse], n: int, dtype: str) -> Sparse:
 
 
 def _add_densely(parts: Sequence[Vector], n: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """The sum and where anything was added, which says nothing for dense parts."""
+    """Return the sum and a mask of where anything was added, which says nothing for dense parts."""
     total, has_some = np.zeros(n, dtype), np.zeros(n, bool)
     for part in parts:
         if isinstance(part, Sparse):
@@ -159,8 +160,8 @@ def contains(x: Sparse, indices: np.ndarray) -> np.ndarray:
 
 
 def largest(values: np.ndarray, k: int) -> np.ndarray:
-    """A mask of the ``k`` largest magnitudes, lower positions first among equals; what is not
-    finite is larger than all that is."""
+    """Return a mask of the ``k`` largest magnitudes, lower positions first among equals; what is
+    not finite is larger than all that is."""
     if k >= values.size:
         return np.ones(values.size, bool)
     magnitude = np.where(np.isfinite(values), np.abs(values), np.inf)

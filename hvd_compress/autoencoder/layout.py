@@ -59,7 +59,7 @@ class Network(Protocol):
     def gradient(
         self, weights: Array, values: Array, innovations: Array | None, leader: Any
     ) -> tuple[Array, Array]:
-        """``(gradient, decoded)`` of the loss of one batch, a row a rank.
+        """Return ``(gradient, decoded)`` of the loss of one batch, a row a rank.
 
         Without innovations decoded is one row, from the mean of all latents, and the loss its mean
         squared distance from the mean of ``values``.  With them all rows are decoded from the
@@ -73,12 +73,12 @@ def last_layer(innovation: bool) -> Layer:
 
 
 def layers(decoders: int, innovation: bool) -> list[Layer]:
-    """All, in the order of their weights."""
+    """Return all layers, in the order of their weights."""
     return [*ENCODER, *decoders * (*DECODER, last_layer(innovation))]
 
 
 def lengths(n: int) -> list[int]:
-    """Of what goes into each layer of the encoder, and of what comes out of it.
+    """Return the lengths of what goes into each layer of the encoder, and of what comes out of it.
 
     >>> lengths(1024)
     [1024, 511, 255, 127, 63, 63]
@@ -90,12 +90,13 @@ def lengths(n: int) -> list[int]:
 
 
 def latent_size(n: int) -> int:
-    """Numbers in the latent of ``n`` values; ``n`` >= ``LEAST``."""
+    """Return the count of numbers in the latent of ``n`` values; ``n`` is ``LEAST`` or more."""
     return ENCODER[-1].outputs * lengths(n)[-1]
 
 
 def stretched(n: int) -> np.ndarray:
-    """Which element of the last transposed convolution stands at each of ``n`` places (int64)."""
+    """Return the element of the last transposed convolution that stands at each of ``n`` places
+    (int64, shape (n,))."""
     length = lengths(n)[-1]
     for layer in DECODER:
         length = (length - 1) * layer.stride + layer.width
@@ -104,7 +105,8 @@ def stretched(n: int) -> np.ndarray:
 
 @functools.cache
 def first_weights(decoders: int, innovation: bool) -> np.ndarray:
-    """float32, uniform within 1 / sqrt(inputs * width) around zero; always the same, read-only."""
+    """Return the weights before training (float32, 1-D), uniform within 1 / sqrt(inputs * width)
+    around zero; always the same, read-only."""
     random = np.random.default_rng(0)
     parts: list[np.ndarray] = []
     for layer in layers(decoders, innovation):
@@ -126,7 +128,7 @@ class Weights(NamedTuple):
 def unpacked(
     weights: Array, size: int, innovation: bool, reshape: Callable[[Array, Any], Array]
 ) -> Weights:
-    """Views of the ``size`` numbers of ``weights``."""
+    """Return views of the ``size`` numbers of ``weights``, by layer."""
     parts, at = [], 0
     one = sum(math.prod(x.kernel) + x.outputs for x in layers(1, innovation)[len(ENCODER) :])
     encoder = sum(math.prod(x.kernel) + x.outputs for x in ENCODER)

@@ -82,6 +82,9 @@ class Backend(Protocol):
 
     def concat(self, arrays: list[Array], axis: int = 0) -> Array: ...
 
+    def split(self, x: Array, sizes: Sequence[int]) -> list[Array]:
+        """Return parts of these sizes of a flat array; undoes ``concat``."""
+
     def stack(self, arrays: Sequence[Array]) -> Array:
         """Along a new dimension in front."""
 
@@ -134,6 +137,9 @@ class Backend(Protocol):
 
     def to_numpy(self, x: Array) -> np.ndarray:
         """Shares the memory where it can."""
+
+    def address(self, x: Array) -> int | None:
+        """Return the address of an array that is contiguous in host memory, else ``None``."""
 
 
 class EagerBackend(Backend, Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,11 @@ def concat(arrays: list[Array], axis: int = 0) -> Array:
     return np.concatenate(arrays, axis)
 
 
+def split(x: Array, sizes: Sequence[int]) -> list[Array]:
+    ends = list(itertools.accumulate(sizes))
+    return [x[end - n : end] for end, n in zip(ends, sizes, strict=True)]
+
+
 def stack(arrays: Sequence[Array]) -> Array:
     return np.stack(arrays)
 
@@ -180,6 +186,10 @@ def from_numpy(x: Array, like: Array) -> Array:
 
 def to_numpy(x: Array) -> Array:
     return x
+
+
+def address(x: Array) -> int | None:
+    return x.__array_interface__["data"][0] if x.flags.c_contiguous else None
 
 
 if TYPE_CHECKING:  # the module is held to the protocol

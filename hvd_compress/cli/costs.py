@@ -62,7 +62,7 @@ def costs(method: Compressor) -> Costs:
         seen: list[Any] = []
 
         def note(request: Collective, reply: Any, seen: list[Any] = seen) -> None:
-            """Kind, bytes handed over and bytes received."""
+            """Append the kind of a request, and the bytes handed over and received."""
             sent = payload_bytes(request)
             lists = isinstance(request, Gather | Alltoall)
             received = sum(part.nbytes for part in reply) if lists else sent
@@ -87,7 +87,8 @@ def costs(method: Compressor) -> Costs:
 
 
 def costs_of_defaults(name: str) -> Costs:
-    """Those of the method that a text names so, with its defaults: kept ones, or found now."""
+    """Return the costs of the method of this name with its defaults, which are kept in a file, or
+    measured now."""
     return _kept().get(name) or costs(lookup("method", name)())
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from hvd_compress import kernels
 from hvd_compress.cli import environment as env
 from hvd_compress.cli.horovod_build import built_with
 from hvd_compress.cli.horovod_plan import FRAMEWORKS, RUN_NEEDS
@@ -89,6 +90,11 @@ def _packages(goal: Goal) -> Iterator[Finding]:
         else:
             mark = "problem" if module in cures else "-"
             yield Finding(mark, module, "not installed", cures.get(module, ""))
+    if kernels.native is not None:
+        yield Finding("ok", "loops", "compiled")
+    else:
+        text = "not compiled: NumPy serves, several times as slow"
+        yield Finding("note", "loops", text, kernels.INSTALL)
 
 
 def _horovod(goal: Goal) -> Iterator[Finding]:
@@ -133,7 +139,7 @@ def _binding(framework: str, answer: dict[str, bool] | None) -> Finding:
 
 
 def _built_against() -> dict[str, str]:
-    """Framework versions that Horovod noted down when it was built."""
+    """Return the versions of frameworks that Horovod noted when it was built."""
     spec = importlib.util.find_spec("horovod")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         file = Path(folder, "metadata.json")

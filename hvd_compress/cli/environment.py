@@ -33,17 +33,17 @@ int main() { auto [a, b] = std::pair{1, std::optional<int>(2)}; return f(a) + *b
 
 
 def search_path() -> str:
-    """PATH with this environment's scripts first, whether or not it was activated."""
+    """Return PATH with this environment's scripts first, whether or not it was activated."""
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
 
 
 def find_tool(name: str) -> str | None:
-    """The program that ``name`` stands for on :func:`search_path`."""
+    """Return the path of the program that ``name`` stands for on :func:`search_path`."""
     return shutil.which(name, path=search_path())
 
 
 def output_of(command: list[str], **environment: str) -> str | None:
-    """What the command prints, or ``None`` if it fails, hangs or does not exist."""
+    """Return what the command prints, or ``None`` if it fails, hangs or does not exist."""
     try:
         done = subprocess.run(
             command,
@@ -75,7 +75,8 @@ def _distributions() -> dict[str, list[str]]:
 
 
 def version_of(module: str) -> str | None:
-    """Version of the distribution that provides ``module`` (tensorflow comes under many names)."""
+    """Return the version of the distribution that provides ``module`` (tensorflow comes under many
+    names)."""
     names = _distributions().get(module)
     return importlib.metadata.version(names[0]) if names else None
 
@@ -91,7 +92,7 @@ def require_packages(modules: dict[str, str], purpose: str) -> None:
 
 
 def mpi_version() -> str | None:
-    """For instance "Open MPI 4.1.8", as mpirun has it."""
+    """Return the version of mpirun, for instance "Open MPI 4.1.8"."""
     text = output_of(["mpirun", "--version"])
     if text is None:
         return None
@@ -101,13 +102,15 @@ def mpi_version() -> str | None:
 
 
 def too_new_for_horovodrun(mpi: str | None) -> bool:
-    """horovodrun 0.28.1 passes options to mpirun that Open MPI 5 took away."""
+    """Return whether mpirun is Open MPI 5 or later, which has no more all of the options that
+    horovodrun 0.28.1 passes to it."""
     found = re.match(r"Open MPI (\d+)", mpi or "")
     return found is not None and int(found[1]) >= 5
 
 
 def compiler() -> list[str]:
-    """The C++ compiler as a command: CXX if set, else c++, g++ or clang++; it knows C++17."""
+    """Return the C++ compiler as a command: CXX if set, else c++, g++ or clang++; it knows
+    C++17."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     candidates = [chosen] if chosen else [["c++"], ["g++"], ["clang++"]]
     with tempfile.TemporaryDirectory() as folder:
@@ -125,12 +128,12 @@ def compiler() -> list[str]:
 
 
 def compiler_version(command: list[str]) -> str:
-    """First line of ``--version``."""
+    """Return the first line that a compiler prints for ``--version``."""
     return (output_of([*command, "--version"]) or "unknown").partition("\n")[0]
 
 
 def require_tool(name: str, advice: str) -> str:
-    """The path of a program, or an error that says how to install it."""
+    """Return the path of a program, or raise an error that says how to install it."""
     path = find_tool(name)
     if path is None:
         raise SetupError(f"{name} is missing: {advice}")
@@ -138,8 +141,8 @@ def require_tool(name: str, advice: str) -> str:
 
 
 def cuda_home() -> Path | None:
-    """The CUDA toolkit that has nvcc: HOROVOD_CUDA_HOME or CUDA_HOME if one is set, else from
-    PATH, else /usr/local/cuda."""
+    """Return the folder of the CUDA toolkit that has nvcc: HOROVOD_CUDA_HOME or CUDA_HOME if one is
+    set, else from PATH, else /usr/local/cuda."""
     nvcc = find_tool("nvcc")
     named = [os.environ.get("HOROVOD_CUDA_HOME"), os.environ.get("CUDA_HOME")]
     homes = [Path(name) for name in named if name]

@@ -34,7 +34,7 @@ from hvd_compress.errors import SetupError
 
 
 def write_wrapper(folder: Path, compiler: list[str]) -> Path:
-    """A script that stands in for the compiler.
+    """Write a script that stands in for the compiler, and return its path.
 
     It asks for C++17 where Horovod's build asks for C++14, compiles an empty unit in place of
     ``xla_mpi_ops.cc``, and makes the library search path relative to the library, so that the
@@ -63,7 +63,7 @@ exec {shlex.join(compiler)} "$@"
 
 
 def build_environment(plan: Plan, wrapper: Path) -> dict[str, str]:
-    """The variables that steer Horovod's build."""
+    """Return the environment variables that control Horovod's build."""
     switches = {
         f"HOROVOD_{'WITH' if name in plan.frameworks else 'WITHOUT'}_{variable}": "1"
         for name, variable in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW"))
@@ -177,7 +177,7 @@ class _Progress:
 
 
 def excerpt(log: str, errors: int = 3, context: int = 3, tail: int = 30) -> str:
-    """The part of a build log that matters: the first errors, or the last lines."""
+    """Return the part of a build log that matters: the first errors, or the last lines."""
     lines = [line.rstrip() for line in log.splitlines()]
     pattern = re.compile(r"\b(fatal )?error: |CMake Error|undefined reference|: cannot find -l")
     hits = [i for i, line in enumerate(lines) if pattern.search(line)][:errors]
@@ -209,7 +209,7 @@ def verify(frameworks: list[str]) -> None:
 
 
 def built_with(framework: str) -> dict[str, bool] | None:
-    """What ``horovod.<framework>`` was built with; ``None`` if it cannot be imported."""
+    """Return what ``horovod.<framework>`` was built with; ``None`` if it cannot be imported."""
     facts: dict[str, bool] | None = env.ask_python(
         f"import json, horovod.{framework} as hvd\n"
         "names = ('mpi', 'gloo', 'nccl', 'cuda', 'rocm')\n"

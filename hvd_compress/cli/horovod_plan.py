@@ -93,7 +93,7 @@ class Plan:
 
 
 def record_of(wheel: Path) -> Path:
-    """Where the hash of a wheel in the cache is kept."""
+    """Return the file in which the hash of a wheel in the cache is kept."""
     return wheel.with_name(f"{wheel.name}.sha256")
 
 
@@ -126,7 +126,7 @@ def make_plan(gpu: str = "none", jobs: int | None = None) -> Plan:
 
 
 def _cores() -> int:
-    """Those that this process may use, where the system tells."""
+    """Return the number of cores that this process may use, where the system tells."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -149,14 +149,14 @@ def _check_cuda(gpu: str) -> None:
 
 
 def cache_root() -> Path:
-    """HVD_COMPRESS_CACHE, or hvd_compress in the user's cache folder."""
+    """Return HVD_COMPRESS_CACHE, or hvd_compress in the user's cache folder."""
     if named := os.environ.get("HVD_COMPRESS_CACHE"):
         return Path(named).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_compress"
 
 
 def key_inputs(compiler: list[str], gpu: str) -> dict[str, Any]:
-    """All that the wheel depends on.
+    """Return everything that the wheel depends on.
 
     Places inside the environment are written relative to it, as the wheel's RUNPATH is.
     """
@@ -211,6 +211,6 @@ def _torch() -> dict[str, Any] | None:
 
 
 def up_to_prefix() -> str:
-    """From the folder of Horovod's libraries up to the environment."""
+    """Return the relative path from the folder of Horovod's libraries up to the environment."""
     folder = Path(sysconfig.get_path("platlib"), "horovod", "torch")
     return os.path.relpath(sys.prefix, folder)

@@ -116,7 +116,8 @@ def list_methods(names: Sequence[str], wide: bool) -> None:
 
 
 def _hidden(widths: dict[str, int], room: int) -> list[str]:
-    """The columns that must go so that the others have room, with two blanks between them."""
+    """Return the columns that are left out so that the others have room, with two blanks between
+    them."""
     hidden: list[str] = []
     for column in DISPENSABLE:
         if sum(2 + width for name, width in widths.items() if name not in hidden) - 2 <= room:

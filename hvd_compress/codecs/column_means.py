@@ -8,8 +8,8 @@ import numpy as np
 
 from hvd_compress.codecs import buckets
 from hvd_compress.codecs.columns import Columns
+from hvd_compress.kernels.bitpacking import full_bytes
 from hvd_compress.operator_classes import Classes
-from hvd_compress.wire.bitpacking import full_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hvd_compress.codecs import buckets
 from hvd_compress.codecs.base import Codec
 from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
-from hvd_compress.wire.bitpacking import digits_size, pack_digits, unpack_digits
+from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
 
 
 class Dithering(Codec):

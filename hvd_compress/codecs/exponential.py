@@ -12,8 +12,8 @@ from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.dithering import Dithering
 from hvd_compress.config import check_choice, is_number
 from hvd_compress.errors import ConfigError
+from hvd_compress.kernels.bitpacking import full_bytes
 from hvd_compress.operator_classes import Classes
-from hvd_compress.wire.bitpacking import full_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ import numpy as np
 from hvd_compress.codecs import buckets
 from hvd_compress.codecs.columns import Columns
 from hvd_compress.config import check_choice
+from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
 from hvd_compress.operator_classes import Classes
-from hvd_compress.wire.bitpacking import digits_size, pack_digits, unpack_digits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ import numpy as np
 from hvd_compress.codecs.base import Codec
 from hvd_compress.config import check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
+from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
 from hvd_compress.operator_classes import Classes
-from hvd_compress.wire.bitpacking import digits_size, pack_digits, unpack_digits
 
 #: the range of normal float32
 _LEAST, _MOST = 2.0**-126, float(np.finfo(np.float32).max)

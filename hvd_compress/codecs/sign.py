@@ -10,7 +10,7 @@ import numpy as np
 from hvd_compress.codecs.base import Classes, Codec
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
-from hvd_compress.wire.bitpacking import full_bytes
+from hvd_compress.kernels.bitpacking import full_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 from hvd_compress.codecs.base import Classes, Codec
 from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError
-from hvd_compress.wire.bitpacking import digits_size, pack_digits, unpack_digits
+from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
 
 
 @dataclasses.dataclass(frozen=True)

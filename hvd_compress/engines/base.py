@@ -14,7 +14,18 @@ import numpy as np
 
 from hvd_compress.agreement import Terms
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Alltoall, Array, Batch, Collective, Gather, SparseSum, Sum, Swap
+from hvd_compress.base import (
+    Alltoall,
+    Array,
+    Collective,
+    Gather,
+    Joint,
+    Local,
+    Request,
+    SparseSum,
+    Sum,
+    Swap,
+)
 
 #: bytes of a message's length, where it is sent along
 LENGTH = 8
@@ -52,9 +63,21 @@ class Engine(Protocol):
         ``finish`` raises ``MismatchError`` before anything else if they differ.  ``like`` is one of
         the arrays that will be exchanged."""
 
-    def check_step(self, describe: Callable[[], str]) -> None:
+    def check_step(self, describe: Callable[[], list[str]], planned: bool) -> None:
         """Raise ``MismatchError`` if the ranks are known to describe this step's tensors in
-        different words; engines that cannot wait for each other do nothing."""
+        different words; engines that cannot wait for each other do nothing.
+
+        Args:
+            describe: returns a text for each tensor.
+            planned: the ranks know which tensors make a bucket.
+        """
+
+
+#: what helps when the ranks' tensors differ
+SAME_TENSORS = (
+    "All ranks must exchange the same tensors in a step. If a gradient is sparse on some ranks and "
+    "dense on others, pass sparse_as_dense=True"
+)
 
 
 def itemsize(dtype: str) -> int:
@@ -68,7 +91,10 @@ def payload_bytes(request: Collective) -> int:
         size = backend_of(request.payload).size(request.payload)
         return size + (0 if request.equal_sizes else LENGTH)
     if isinstance(request, Swap):
-        return 0 if request.partner is None else backend_of(request.payload).size(request.payload)
+        if request.partner is None:
+            return 0
+        size = backend_of(request.payload).size(request.payload)
+        return size + (0 if request.equal_sizes else LENGTH)
     if isinstance(request, Alltoall):
         size = sum(backend_of(payload).size(payload) for payload in request.payloads)
         return size + (0 if request.equal_sizes else LENGTH * len(request.payloads))
@@ -82,13 +108,28 @@ def payload_bytes(request: Collective) -> int:
 def watched(
     exchange: Generator[Any, Any, Any], note: Callable[[Collective, Any], None]
 ) -> Generator[Any, Any, Any]:
-    """The same exchange; ``note(request, reply)`` learns of each of its collectives."""
-    reply = None
+    """The exchange of a tensor in a bucket of its own; ``note(request, reply)`` learns of each of
+    its collectives."""
+    exchange, reply = alone(exchange), None
     while True:
         try:
             request = exchange.send(reply)
         except StopIteration as stop:
             return stop.value
         reply = yield request
-        if not isinstance(request, Batch):
+        if not isinstance(request, Local):
             note(request, reply)
+
+
+def alone(exchange: Generator[Any, Any, Any]) -> Generator[Request, Any, Any]:
+    """The exchange of a tensor that is in a bucket of its own: ``Joint`` requests are run here."""
+    reply = None
+    while True:
+        try:
+            request = exchange.send(reply)
+        except StopIteration as stop:
+            return stop.value
+        if isinstance(request, Joint):
+            (reply,) = yield from alone(request.function([request.argument]))
+        else:
+            reply = yield request

@@ -14,7 +14,7 @@ from hvd_compress.engines.joining import Member, joined
 from hvd_compress.errors import ConfigError
 
 #: a bucket is full when the gradients in it have that many bytes, uncompressed
-BUCKET_BYTES = 8 * 2**20
+BUCKET_BYTES = 25 * 2**20
 _PLAN = "plan of the buckets"
 
 
@@ -28,22 +28,34 @@ class Buckets:
     all ranks, in whatever order gradients become ready there.  The first step sends all its buckets
     at its end.
 
+    Tensors that belong together by their requests (``Joint.together``) are in one bucket whatever
+    its size, and whatever ``groups`` says.  It is sent at the end of a step if the plan does not
+    know it yet, or if one of its tensors does not come; one that comes and is not in the plan is
+    alone in that step.
+
     Where an engine's sums depend on the place of an element in its bucket, neighbours are those of
     ``names``, so that a run that goes on from a checkpoint has the same buckets, and the same bits,
     as one that was never interrupted.
 
     Args:
         engine: a function that returns the current engine; elastic training changes it.
+        make: a function that begins the exchanges of tensors, given their names, when their bucket
+            is complete.
         nbytes: a bucket is full when the gradients in it have this many bytes, uncompressed.
         groups: names of tensors that are sent together, whatever their size; all other tensors are
             sent one by one.
         same_order: all ranks start tensors in the same order, so rank 0 need not send its order.
         names: tensors in an order that is known beforehand, the first ones ready first.
+
+    Attributes:
+        plan: the names of each bucket, in the order in which buckets are sent; empty before the end
+            of the first step.
     """
 
     def __init__(
         self,
         engine: Callable[[], Engine],
+        make: Callable[[Sequence[str]], Sequence[Member]],
         nbytes: int = BUCKET_BYTES,
         *,
         groups: Sequence[Sequence[str]] | None = None,
@@ -52,35 +64,43 @@ class Buckets:
     ) -> None:
         if nbytes < 1:
             raise ConfigError(f"bucket_bytes={nbytes}: at least 1")
-        self._engine, self.nbytes = engine, nbytes
+        self._engine, self._make, self.nbytes = engine, make, nbytes
         self._groups = groups
         self._same_order = same_order
-        self._plan: list[tuple[str, ...]] = []
+        self.plan: list[tuple[str, ...]] = []
+        self._bucket_of: dict[str, int] = {}
         self._planned: dict[str, Hashable] = {}  # kinds by name
         self._places = {name: i for i, name in enumerate(names)}
         self._reset()
 
     def _reset(self) -> None:
-        self._members: dict[str, Member] = {}  # of this step, in the order in which they came
-        self._ready: set[str] = set()
+        self._started: dict[str, None] = {}  # names in this step, in the order in which they came
+        self._members: dict[str, Member] = {}  # those whose exchange has begun
+        self._sent: set[str] = set()
+        self._missing = [len(bucket) for bucket in self.plan]
         self._next = 0  # bucket of the plan
 
     @property
     def in_flight(self) -> bool:
         """Whether something was started since the last :meth:`finish`."""
-        return bool(self._members)
+        return bool(self._started)
 
-    def start(self, members: Iterable[Member]) -> None:
-        """Take exchanges that are ready, and send every bucket that is full; never waits."""
-        for member in members:
-            if member.name in self._members:
-                raise ConfigError(f"{member.name!r} was started twice in one step")
-            self._members[member.name] = member
-            self._ready.add(member.name)
-        while self._next < len(self._plan) and self._ready.issuperset(self._plan[self._next]):
-            self._send(self._plan[self._next])
+    def start(self, names: Iterable[str]) -> None:
+        """Take tensors whose gradients are ready, and send every bucket that is complete; never
+        waits."""
+        for name in names:
+            if name in self._started:
+                raise ConfigError(f"{name!r} was started twice in one step")
+            self._started[name] = None
+            if (index := self._bucket_of.get(name)) is not None:
+                self._missing[index] -= 1
+        while self._next < len(self.plan) and not self._missing[self._next]:
+            bucket = self.plan[self._next]
+            self._begin(bucket)
+            self._send([name for name in bucket if self._is_as_planned(name)])
             self._next += 1
-        self._engine().poll()
+        if self._members:
+            self._engine().poll()
 
     def finish(self, like: Array) -> dict[str, Outcome]:
         """Send all remaining buckets, wait for all, and return the outcomes by name.
@@ -89,11 +109,16 @@ class Buckets:
             like: an array; messages in which rank 0 sends its order are arrays of this kind.
         """
         engine = self._engine()
-        names = list(self._members) if self._same_order else self._sorted()
-        engine.check_step(lambda: ", ".join(f"{n} by {self._members[n].first}" for n in names))
-        for bucket in self._plan[self._next :]:  # some of it did not come in this step
-            self._send([name for name in bucket if name in self._ready])
-        for bucket in self._split([name for name in names if name in self._ready]):
+        names = list(self._started) if self._same_order else self._sorted()
+        self._begin(name for name in names if name not in self._members)
+        engine.check_step(
+            lambda: [f"{name} by {self._members[name].first}" for name in names],
+            planned=all(name in self._bucket_of for name in names),
+        )
+        for bucket in self.plan[self._next :]:  # some of it did not come in this step
+            left = [name for name in bucket if name in self._members]
+            self._send([name for name in left if not self._members[name].together])
+        for bucket in self._split([name for name in names if name not in self._sent]):
             self._send(bucket)
         outcomes: dict[str, Outcome] = {}
         for part in engine.finish().values():
@@ -108,34 +133,51 @@ class Buckets:
     def _sorted(self) -> list[str]:
         """The same order on all ranks."""
         last = len(self._places)
-        return sorted(self._members, key=lambda name: (self._places.get(name, last), name))
+        return sorted(self._started, key=lambda name: (self._places.get(name, last), name))
 
     def abandon(self) -> None:
         """Discard everything in flight."""
         self._reset()
         self._engine().abandon()
 
+    def _begin(self, names: Iterable[str]) -> None:
+        if names := list(names):
+            self._members.update(zip(names, self._make(names), strict=True))
+
     def _send(self, names: Sequence[str]) -> None:
         if not names:
             return
         engine = self._engine()
-        self._ready.difference_update(names)
+        self._sent.update(names)
         members = [self._members[name] for name in names]
         label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         engine.start(label, joined(members, engine.rank, engine.size))
 
+    def _is_as_planned(self, name: str) -> bool:
+        """Whether a tensor may leave with its bucket: where all that request the same belong
+        together, only if the plan was made for such requests."""
+        member = self._members[name]
+        return not member.together or self._planned[name] == member.kind
+
     def _make_plan(self, engine: Engine, names: list[str], like: Array) -> None:
         if not self._same_order and engine.sums_in_rank_order and engine.size > 1:
-            engine.start(_PLAN, _order_of_rank_0([names.index(n) for n in self._members], like))
+            engine.start(_PLAN, _order_of_rank_0([names.index(n) for n in self._started], like))
             names = [names[i] for i in engine.finish()[_PLAN]]
-        self._plan = self._split(names)
+        self.plan = self._split(names)
+        self._bucket_of = {name: i for i, bucket in enumerate(self.plan) for name in bucket}
 
     def _split(self, names: Sequence[str]) -> list[tuple[str, ...]]:
         """Buckets of the names, in the order in which they are full."""
         if self._groups is not None:
-            together = [tuple(n for n in group if n in names) for group in self._groups]
+            by_request: dict[Hashable, list[str]] = {}
+            for name in names:
+                if (member := self._members[name]).together:
+                    by_request.setdefault(member.kind, []).append(name)
+            free = set(names).difference(*by_request.values())
+            together = [tuple(n for n in group if n in free) for group in self._groups]
             grouped = set(itertools.chain(*together))
-            return [*filter(None, together), *((n,) for n in names if n not in grouped)]
+            rest = ((n,) for n in names if n in free - grouped)
+            return [*filter(None, together), *map(tuple, by_request.values()), *rest]
         buckets: list[tuple[str, ...]] = []
         open_buckets: dict[Hashable, list[str]] = {}
         sizes: dict[Hashable, int] = {}
@@ -144,7 +186,7 @@ class Buckets:
             bucket = open_buckets.setdefault(member.kind, [])
             bucket.append(name)
             sizes[member.kind] = sizes.get(member.kind, 0) + member.nbytes
-            if sizes[member.kind] >= self.nbytes:
+            if sizes[member.kind] >= self.nbytes and not member.together:
                 buckets.append(tuple(bucket))
                 del open_buckets[member.kind], sizes[member.kind]
         return [*buckets, *map(tuple, open_buckets.values())]

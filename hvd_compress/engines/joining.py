@@ -23,10 +23,12 @@ from hvd_compress.base import (
     Array,
     Batch,
     Collective,
-    Exchange,
     Gather,
+    Joint,
+    Local,
     Max,
     Outcome,
+    Request,
     Sparse,
     SparseSum,
     SparseTotal,
@@ -54,16 +56,25 @@ class Member:
 
     Attributes:
         kind: the kind of the first request; requests of one kind can be joined.
+        together: all tensors of this kind belong into one bucket.
     """
 
-    def __init__(self, name: str, exchange: Exchange, record: Record, nbytes: int = 0) -> None:
+    def __init__(
+        self, name: str, exchange: Generator[Any, Any, Any], record: Record, nbytes: int = 0
+    ) -> None:
         self.name, self.nbytes = name, nbytes
         self.record, self._exchange = record, exchange
         self.request: Any = None
         self.outcome: Outcome | None = None
         self.advance(None)
         self.kind: Hashable = None if self.request is None else kind_of(self.request)
-        self.first = "" if self.request is None else describe(self.request)
+        self.together = isinstance(self.request, Joint) and self.request.together
+        self._first = self.request
+
+    @property
+    def first(self) -> str:
+        """The properties of the first request that must be the same on all ranks, as text."""
+        return "" if self._first is None else describe(self._first)
 
     def advance(self, reply: Any) -> None:
         """Send the reply into the exchange; ``None`` before the first request."""
@@ -72,7 +83,7 @@ class Member:
         except StopIteration as stop:
             self.request, self.outcome = None, stop.value
         else:
-            if not isinstance(self.request, Batch):
+            if not isinstance(self.request, Local):
                 self.record.bytes_sent += payload_bytes(self.request)
 
 
@@ -95,10 +106,12 @@ def joined(members: Sequence[Member], rank: int, size: int) -> BucketExchange:
             yield from _ROUNDS[type(group[0].request)](group, rank, size)
 
 
-def kind_of(request: Collective | Batch) -> Hashable:
+def kind_of(request: Request) -> Hashable:
     """Return the kind of a request; requests of one kind can be joined."""
+    if isinstance(request, Joint):
+        return "joint", request.function, request.key
     if isinstance(request, Swap):
-        return "swap", request.partner
+        return "swap", request.partner, request.equal_sizes
     if isinstance(request, Alltoall):
         return "alltoall", request.equal_sizes
     if isinstance(request, Gather | Batch):
@@ -112,18 +125,18 @@ def kind_of(request: Collective | Batch) -> Hashable:
     return "sum", request.wire, request.algorithm, *look
 
 
-def describe(request: Collective | Batch) -> str:
+def describe(request: Request) -> str:
     """Return the properties of requests that must be the same on all ranks, as text."""
     if isinstance(request, Batch):
         return "local work"
+    if isinstance(request, Joint):
+        return f"joint work of weight {request.weight}"
     if isinstance(request, Alltoall):
         sizes = [backend_of(p).size(p) for p in request.payloads] if request.equal_sizes else "some"
         return f"alltoall of {sizes}"
-    if isinstance(request, Swap):
-        return f"swap of {backend_of(request.payload).size(request.payload)}"
-    if isinstance(request, Gather):
+    if isinstance(request, Swap | Gather):
         size = backend_of(request.payload).size(request.payload) if request.equal_sizes else "some"
-        return f"gather of {size}"
+        return f"{type(request).__name__.lower()} of {size}"
     if isinstance(request, SparseSum):
         return f"sparse sum of {request.n} by {request.algorithm}"
     xp, array = backend_of(request.array), request.array
@@ -146,7 +159,8 @@ def _reduce(group: Sequence[Member], rank: int, size: int) -> Round:
         group[0].advance((yield requests[0]))
         return
     flat = [xp.reshape(r.array, (n,)) for r, n in zip(requests, sizes, strict=True)]
-    reply = yield requests[0]._replace(array=xp.concat(flat))
+    joint = requests[0]._replace(array=xp.concat(flat))
+    reply = yield joint._replace(owned=True) if isinstance(joint, Sum) else joint
     parts = _cut(reply, sizes)
     for member, request, part in zip(group, requests, parts, strict=True):
         member.advance(xp.reshape(part, xp.shape(request.array)))
@@ -194,12 +208,17 @@ def _alltoall(group: Sequence[Member], rank: int, size: int) -> Round:
 def _swap(group: Sequence[Member], rank: int, size: int) -> Round:
     payloads = [member.request.payload for member in group]
     xp = backend_of(payloads[0])
-    partner = group[0].request.partner
-    sizes = [0 if partner is None else xp.size(payload) for payload in payloads]
-    message = payloads[0] if len(group) == 1 else xp.concat(payloads)
-    theirs = yield Swap(message, partner)
-    for member, part in zip(group, _cut(theirs, sizes), strict=True):
-        member.record.bytes_received += xp.size(part)
+    partner, equal = group[0].request.partner, group[0].request.equal_sizes
+    open_sizes = () if equal else range(len(group))
+    theirs = yield Swap(_packed(xp, payloads, open_sizes), partner, equal)
+    if partner is None:
+        parts = [theirs] * len(group)  # nothing
+    else:
+        sizes = [xp.size(payload) for payload in payloads]
+        parts = _unpacked(xp, theirs, sizes, open_sizes, partner)
+    length = 0 if equal or partner is None else LENGTH
+    for member, part in zip(group, parts, strict=True):
+        member.record.bytes_received += xp.size(part) + length
         member.advance(part)
 
 
@@ -219,7 +238,7 @@ def _sparse_sum(group: Sequence[Member], rank: int, size: int) -> Round:
         if reply.bytes_sent is not None and reply.bytes_received is not None:
             # One algorithm for all: each has its share by its elements.
             for field, n in (("sent", reply.bytes_sent), ("received", reply.bytes_received)):
-                share = n * bounds[i + 1] // bounds[-1] - n * bounds[i] // bounds[-1]
+                share = divided(n, bounds[-1], bounds[i], bounds[i + 1])
                 count = getattr(member.record, f"bytes_{field}") + share
                 setattr(member.record, f"bytes_{field}", count)
         like = requests[0].sparse.values
@@ -227,7 +246,31 @@ def _sparse_sum(group: Sequence[Member], rank: int, size: int) -> Round:
         member.advance(SparseTotal(total, mine))
 
 
+def _joint(group: Sequence[Member], rank: int, size: int) -> Round:
+    """Run the common exchange, and count its bytes to all."""
+    requests: list[Joint] = [member.request for member in group]
+    record = Record()
+    common = Member("", requests[0].function([r.argument for r in requests]), record)
+    yield from joined([common], rank, size)
+    bounds = [0, *itertools.accumulate(request.weight for request in requests)]
+    replies: Any = common.outcome
+    for member, reply, (start, stop) in zip(
+        group, replies, itertools.pairwise(bounds), strict=True
+    ):
+        for field in ("bytes_sent", "bytes_received"):
+            share = divided(getattr(record, field), bounds[-1], start, stop)
+            setattr(member.record, field, getattr(member.record, field) + share)
+        member.advance(reply)
+
+
+def divided(n: Any, whole: int, start: int, stop: int) -> Any:
+    """Return the part of ``n`` that belongs to ``start`` to ``stop`` of ``whole``; the parts of
+    neighbours add up to all."""
+    return n * stop // whole - n * start // whole if whole else n
+
+
 _ROUNDS = {
+    Joint: _joint,
     SparseSum: _sparse_sum,
     Sum: _reduce,
     Max: _reduce,

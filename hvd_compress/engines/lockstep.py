@@ -6,8 +6,10 @@ hundreds of ranks fit into one test.  It works on the arrays of every backend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import (
@@ -16,7 +18,6 @@ from hvd_compress.base import (
     Batch,
     Compressor,
     Context,
-    Exchange,
     Gather,
     Max,
     Outcome,
@@ -26,8 +27,10 @@ from hvd_compress.base import (
     State,
     Swap,
 )
-from hvd_compress.engines.joining import answers
+from hvd_compress.engines.base import alone
+from hvd_compress.engines.joining import Member, answers, joined
 from hvd_compress.errors import CompressionError
+from hvd_compress.stats import Record
 
 
 def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
@@ -66,15 +69,17 @@ def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
         return result
     if first.wire is None:
         result = first.array
-        for request in requests[1:]:
-            result = result + request.array
+        with np.errstate(invalid="ignore"):  # Inf of one rank and -Inf of another
+            for request in requests[1:]:
+                result = result + request.array
         return result
     # Like a good allreduce: the wire type between ranks, float32 for adding.
     dtype = xp.dtype(first.array)
     parts = [xp.cast(xp.round_to(request.array, first.wire), "float32") for request in requests]
     result = parts[0]
-    for part in parts[1:]:
-        result = result + part
+    with np.errstate(invalid="ignore"):  # Inf of one rank and -Inf of another
+        for part in parts[1:]:
+            result = result + part
     return xp.cast(xp.round_to(result, first.wire), dtype)
 
 
@@ -96,7 +101,7 @@ def _from_partner(requests: Sequence[Swap], rank: int) -> Array:
         return own.payload[:0]
     theirs = requests[own.partner]
     sizes = [backend_of(request.payload).size(request.payload) for request in (own, theirs)]
-    if theirs.partner != rank or len(set(sizes)) > 1:
+    if theirs.partner != rank or (own.equal_sizes and len(set(sizes)) > 1):
         raise CompressionError(
             f"rank {rank} has {sizes[0]} bytes for its partner {own.partner}, which has {sizes[1]} "
             f"for rank {theirs.partner}"
@@ -104,10 +109,11 @@ def _from_partner(requests: Sequence[Swap], rank: int) -> Array:
     return theirs.payload
 
 
-def run(exchanges: Sequence[Exchange]) -> list[Outcome]:
+def run(exchanges: Sequence[Any]) -> list[Any]:
     """Run one exchange per rank to the end, and return the outcomes in rank order."""
-    outcomes: list[Outcome] = []
+    outcomes: list[Any] = []
     replies: list[Any] = [None] * len(exchanges)
+    exchanges = [alone(exchange) for exchange in exchanges]
     while True:
         requests = []
         for exchange, reply in zip(exchanges, replies, strict=True):
@@ -149,24 +155,33 @@ class World:
     ) -> list[Outcome]:
         """Average one tensor.  ``gradients`` are in rank order; ``context`` has fields of
         ``base.Context``."""
+        return [o[name] for o in self.exchange_all([{name: g} for g in gradients], **context)]
+
+    def exchange_all(
+        self, gradients: Sequence[Mapping[str, Array]], **context: Any
+    ) -> list[dict[str, Outcome]]:
+        """Average several tensors in one bucket.  ``gradients`` are by name, in rank order, as are
+        the outcomes; ``context`` has fields of ``base.Context``."""
         if len(gradients) != self.size:
             raise CompressionError(f"{len(gradients)} gradients for {self.size} ranks")
-        shape = backend_of(gradients[0]).shape(gradients[0])
-        method = self.compressor.for_tensor(name, shape)
-        if name not in self.states:
-            self.states[name] = [method.init(gradient) for gradient in gradients]
-        step = self.steps.get(name, 0)
-        common = Context(
-            name=name, size=self.size, step=step, epoch=self.epoch, seed=self.seed
-        )._replace(**context)
-        outcomes = run(
-            [
-                method.exchange(gradient, state, common._replace(rank=rank))
-                for rank, (gradient, state) in enumerate(
-                    zip(gradients, self.states[name], strict=True)
-                )
-            ]
-        )
-        self.states[name] = [outcome.state for outcome in outcomes]
-        self.steps[name] = step + 1
+        for name, gradient in gradients[0].items():
+            if name not in self.states:
+                shape = backend_of(gradient).shape(gradient)
+                method = self.compressor.for_tensor(name, shape)
+                self.states[name] = [method.init(own[name]) for own in gradients]
+        outcomes = run([self._joined(rank, own, context) for rank, own in enumerate(gradients)])
+        for name in gradients[0]:
+            self.states[name] = [outcome[name].state for outcome in outcomes]
+            self.steps[name] = self.steps.get(name, 0) + 1
         return outcomes
+
+    def _joined(self, rank: int, gradients: Mapping[str, Array], context: dict[str, Any]) -> Any:
+        """A rank's exchange of all tensors."""
+        members = []
+        for name, gradient in gradients.items():
+            method = self.compressor.for_tensor(name, backend_of(gradient).shape(gradient))
+            step, state = self.steps.get(name, 0), self.states[name][rank]
+            common = Context(name, rank, self.size, step, self.epoch, self.seed)
+            exchange = method.exchange(gradient, state, common._replace(**context))
+            members.append(Member(name, exchange, Record()))
+        return joined(members, rank, self.size)

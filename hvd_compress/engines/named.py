@@ -18,8 +18,8 @@ from typing import Any, ClassVar, NamedTuple
 from hvd_compress.agreement import Terms, agreement
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Alltoall, Array, Collective, Gather, Max, SparseSum, Sum, Swap
-from hvd_compress.engines.base import LENGTH
-from hvd_compress.errors import PayloadError, UnsupportedError
+from hvd_compress.engines.base import LENGTH, SAME_TENSORS
+from hvd_compress.errors import MismatchError, PayloadError, UnsupportedError
 
 
 class Op(NamedTuple):
@@ -59,6 +59,7 @@ class NamedEngine(abc.ABC):
     def __init__(self) -> None:
         self._agreement: _InFlight | None = None
         self._agreed_once = False
+        self._like: Array = None  # an array of the kind in which comparisons are sent
         self._in_flight: dict[str, _InFlight] = {}
 
     @property
@@ -83,14 +84,23 @@ class NamedEngine(abc.ABC):
         The first time it comes in at once: ranks that differ from the start would submit what
         others never will, and nothing can call that back.
         """
+        self._like = like
         self._agreement = self._submit("agreement", agreement(terms, like))
         if not self._agreed_once:
             self._bring_in_agreement()
             self._agreed_once = True
 
-    def check_step(self, describe: Callable[[], str]) -> None:
-        """Nothing: names pair what belongs together, and the library misses what lacks a pair."""
-        return
+    def check_step(self, describe: Callable[[], list[str]], planned: bool) -> None:
+        """Compare the ranks where tensors have no buckets yet: ranks that would make other buckets
+        would submit what others never will.  Later names pair what belongs together."""
+        if planned or self._like is None or self.size == 1:
+            return
+        self._bring_in_agreement()
+        terms = {"exchange of": describe()}
+        try:
+            self._bring_in([self._submit("tensors", agreement(terms, self._like))])
+        except MismatchError as error:
+            raise MismatchError(f"{error}\n{SAME_TENSORS}") from None
 
     def start(self, name: str, exchange: Generator[Any, Any, Any]) -> None:
         """Submit the first round of an exchange."""
@@ -218,8 +228,9 @@ class NamedEngine(abc.ABC):
         payload = request.payload[:0] if partner is None else request.payload
         size = xp.size(payload)
         splits = self._splits([size if rank == partner else 0 for rank in range(self.size)])
-        theirs, _ = yield Op("swap", name, payload, splits)
-        return xp.reshape(theirs, (size,))
+        kind = "swap" if request.equal_sizes else "alltoall_open"
+        theirs, _ = yield Op(kind, name, payload, splits)
+        return xp.reshape(theirs, (size,)) if request.equal_sizes else theirs
 
     @abc.abstractmethod
     def _splits(self, sizes: Sequence[int]) -> Array:

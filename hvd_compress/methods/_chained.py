@@ -30,6 +30,9 @@ class Chained(Compressor):
     def init(self, gradient: Array) -> State:
         return self.template(gradient).init(gradient)
 
+    def common(self, gradient: Array) -> State:
+        return self.template(gradient).common(gradient)
+
     def per_rank(self, gradient: Array) -> frozenset[str]:
         return self.template(gradient).per_rank(gradient)
 

@@ -188,6 +188,9 @@ class Partition(_Composed, name="partition"):
     def init(self, gradient: Array) -> State:
         return self._not_alone()
 
+    def common(self, gradient: Array) -> State:
+        return self._not_alone()
+
     def per_rank(self, gradient: Array) -> frozenset[str]:
         return self._not_alone()
 
@@ -233,6 +236,9 @@ class Switch(_Composed, name="switch"):
                 "DGC rise to 1 instead"
             )
         return {**first, **then}
+
+    def common(self, gradient: Array) -> State:
+        return {**self.first.common(gradient), **self.then.common(gradient)}
 
     def repaired(self, gradient: Array, state: State) -> State:
         return self.then.repaired(gradient, self.first.repaired(gradient, state))

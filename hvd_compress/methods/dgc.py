@@ -7,7 +7,7 @@ import functools
 import math
 
 from hvd_compress import operators
-from hvd_compress.aggregators import allgather
+from hvd_compress.aggregators import allgather, allreduce
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, Transform, chain
@@ -15,7 +15,7 @@ from hvd_compress.config import check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import OfVelocities
 from hvd_compress.schedules import Density, as_density
-from hvd_compress.transforms import clip_by_local_norm
+from hvd_compress.transforms import clip_by_local_norm, momentum_after_averaging
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,9 @@ class DGC(OfVelocities, name="dgc"):
         selection: "sampled" or "exact"; the same elements, found in two ways.
         values: "float32" or "float16" on the wire.
         min_size: tensors with fewer elements are sent whole.
+        small: how the tensors that are sent whole are sent: "float32" (in full: in the gradient's
+            own precision), "float16", or "sparse": not whole, but their largest elements like those
+            of all others, at least one a tensor.
         indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.
         algorithm: how entries are added up: "allgather", or over MPI one of those of
             :class:`hvd_compress.blocks.allgather`.
@@ -70,9 +73,11 @@ class DGC(OfVelocities, name="dgc"):
     min_size: int = 1024
     algorithm: str = "allgather"
     indices: str = "int32"
+    small: str = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice("small", self.small, ("float32", "float16", "sparse"))
         check_choice("weight_decay", self.weight_decay, ("separate", "gradient"))
         if self.clip_norm is not None:
             clip = self.clip_norm
@@ -84,6 +89,11 @@ class DGC(OfVelocities, name="dgc"):
                     "of the gradient, as well: weight_decay='separate'"
                 )
         assert all((self._sparse, self._everything, self._whole))  # checks the other options
+
+    def compresses(self, shape: tuple[int, ...]) -> bool:
+        if self.small == "sparse":
+            return math.prod(shape) > 1
+        return super().compresses(shape)
 
     @property
     def needs_gradient_norm(self) -> bool:
@@ -103,6 +113,12 @@ class DGC(OfVelocities, name="dgc"):
     @functools.cached_property
     def _before(self) -> tuple[Transform, ...]:
         return () if self.clip_norm is None else (clip_by_local_norm(self.clip_norm),)
+
+    @functools.cached_property
+    def _whole(self) -> Chain:
+        after = momentum_after_averaging(self.momentum, self.nesterov)
+        wire = "float16" if self.small == "float16" else "gradient"
+        return chain(*self._before, after, via=allreduce(wire))
 
     @functools.cached_property
     def _sparse(self) -> Chain:

@@ -17,12 +17,14 @@ class GTopK(OneChain, name="gtopk"):
     """Send the k = ceil(density * n) largest elements, merge them in pairs of ranks, and step along
     the k largest sums; an element that is not in these stays in the residual of its rank.
 
-    State: ``residual``.  Sent: k values and k int32 indices in each of log2 N rounds (two more if N
+    State: ``residual``.  Sent: k values and k indices in each of log2 N rounds (two more if N
     is no power of two), where :class:`TopK` receives those of N ranks.
 
     Options:
         density: fraction of elements to send, or a schedule.
         selection: "sampled" or "exact"; the same elements, found in two ways.
+        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.  Ranks then
+            exchange the sizes of messages, which over MPI takes as many rounds again.
 
     Differs from the paper in: an element that was dropped in a merge is never lost; pairs
     swap instead of a tree with a broadcast; any number of ranks.
@@ -32,7 +34,9 @@ class GTopK(OneChain, name="gtopk"):
 
     density: Density = 0.005
     selection: str = "sampled"
+    indices: str = "int32"
 
     @functools.cached_property
     def _chain(self) -> Chain:
-        return chain(error_feedback(), via=aggregators.gtop_k(self.density, self.selection))
+        via = aggregators.gtop_k(self.density, self.selection, self.indices)
+        return chain(error_feedback(), via=via)

@@ -13,7 +13,7 @@ from hvd_compress.aggregators import (
     learned_allreduce,
     learned_server,
 )
-from hvd_compress.aggregators.learned import settled_after
+from hvd_compress.aggregators._learning import settled_after
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
@@ -38,25 +38,30 @@ class LGC(OfVelocities, name="lgc"):
         v = keep (v - what was decoded) and u = 0 there;  w = w - lr (mean of what was decoded)
 
     Momentum lives in ``u``, in the place of the optimizer's.  One-dimensional and tiny tensors are
-    averaged whole, with momentum afterwards; tensors of which fewer than 31 elements are selected
-    send these as they are.
+    averaged whole, with momentum afterwards.
 
-    State: ``velocity`` u and ``memory`` v; ``autoencoder``, ``first_moment``, ``second_moment``
-    and ``quality``, equal on all ranks: 0.65 million numbers for each tensor, and 131 thousand for
-    each decoder beyond the first.  Tensors sent whole have ``velocity`` only.  In a model of many
-    tensors this is more than the model: of the 25.6 million parameters of ResNet-50, 46 tensors
-    have autoencoders, and with Adam's moments these take 29.9 million numbers, 120 MB on every rank
-    (``partition`` leaves out what is not worth it):
+    One autoencoder codes the selected values of all tensors, end to end; see ``autoencoder`` below.
+    They are one message, so it is sent when the last of these gradients is ready.
+
+    State: ``velocity`` u and ``memory`` v; tensors sent whole have ``velocity`` only.  One tensor
+    also has ``autoencoder``, ``first_moment``, ``second_moment`` and ``quality``, equal on all
+    ranks.  For ResNet-50 these are 216,677 weights with Adam's moments; with an autoencoder for
+    each of its 46 tensors in which enough elements are selected, they are 29.9 million numbers,
+    more than the model's 25.6 million parameters:
 
         >>> import numpy as np
         >>> from benchmarks.model_shapes import resnet50
-        >>> states = [LGC().init(np.zeros(shape, np.float32)) for shape in resnet50().values()]
+        >>> gradients = [np.zeros(shape, np.float32) for shape in resnet50().values()]
+        >>> common = LGC().common(gradients[0])
+        >>> common["autoencoder"].size, sum(x.size for x in common.values())
+        (216677, 650034)
+        >>> states = [LGC(autoencoder="per_tensor").init(gradient) for gradient in gradients]
         >>> coded = [state for state in states if "autoencoder" in state]
-        >>> moments = ("first_moment", "second_moment")
-        >>> len(coded), sum(s[key].size for s in coded for key in ("autoencoder", *moments))
-        (46, 29901426)
+        >>> len(coded), sum(state[key].size for state in coded for key in common)
+        (46, 29901564)
 
-    Sent, in the end: a leader's k packed indices (k = ceil(density * n)), and k / 4 numbers.
+    Sent, in the end: a leader's k packed indices (k = ceil(density * n)) and one number for each
+    tensor; k / 4 numbers; and one more for each tensor.
 
     Options:
         density: fraction of elements to select.
@@ -65,6 +70,10 @@ class LGC(OfVelocities, name="lgc"):
         via: "allreduce": latents are averaged.  "server": the leader's latent stands for all, and
             every rank adds its largest values; see ``aggregators/learned.py``.
         innovation, decoders: of "server"; see there.
+        autoencoder: "shared": one for all tensors of a dtype and device.  If fewer than 31 elements
+            are selected of all, these are sent as they are.  "per_tensor": one for each tensor, so
+            that exchanges overlap with backward; tensors of which fewer than 31 elements are
+            selected send these as they are.
         rate: of the autoencoder's training by Adam.
         keep: how much of what decoding gets wrong is tried again; see below.
         momentum, nesterov: ``None`` takes the optimizer's.
@@ -74,13 +83,12 @@ class LGC(OfVelocities, name="lgc"):
 
     Warns with ``PoorFit`` if ranks' gradients are not alike, or the autoencoder has not learnt.
 
-    Differs from the paper in: a tensor has an autoencoder of its own, where the paper concatenates
-    the selected elements of all, so that exchanges overlap with backward; Adam instead of plain
-    gradient descent, which at a rate of 0.001 does not leave its start within 300 steps; values are
-    normalised, and what was decoded is scaled to fit.  For the first and the last layer in full, as
-    there, use ``partition``.  ``keep=0`` forgets what decoding gets wrong, as there: it is lost.
-    With ``keep=1`` nothing is lost, but what the autoencoder cannot express fills the memory until
-    next to nothing else is chosen.
+    Differs from the paper in: Adam instead of plain gradient descent, which at a rate of 0.001 does
+    not leave its start within 300 steps; the values of each tensor are normalised, and what was
+    decoded is scaled to fit.  For the first and the last layer in full, as there, use
+    ``partition``.  ``keep=0`` forgets what decoding gets wrong, as there: it is lost.  With
+    ``keep=1`` nothing is lost, but what the autoencoder cannot express fills the memory until next
+    to nothing else is chosen.
     """
 
     reference = "Abrahamyan et al., TNNLS 2021"
@@ -91,6 +99,7 @@ class LGC(OfVelocities, name="lgc"):
     via: str = "allreduce"
     innovation: float = 0.01
     decoders: int = 1
+    autoencoder: str = "shared"
     rate: float = 0.003
     keep: float = 0.5
     momentum: float | None = None
@@ -136,6 +145,7 @@ class LGC(OfVelocities, name="lgc"):
             "settled": self.settled,
             "rate": self.rate,
             "selection": self.selection,
+            "autoencoder": self.autoencoder,
         }
         if self.via == "allreduce":
             return learned_allreduce(**options)

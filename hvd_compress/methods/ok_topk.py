@@ -18,13 +18,15 @@ class OkTopk(OneChain, name="oktopk"):
     along about k of the largest sums; whatever is not among these stays in the residual of the rank
     whose it is.
 
-    State: ``residual``; ``global_threshold``, one number.  Sent: k values and k packed indices to
-    the owners, and about k / N of each to all, where :class:`TopK` receives those of N ranks.
+    State: ``residual``; ``global_threshold``, one number.  Sent: k values and k indices to the
+    owners, and about k / N of each to all, where :class:`TopK` receives those of N ranks.
 
     Options:
         density: fraction of elements to send, or a schedule.
         selection: "sampled" or "exact"; the same elements, found in two ways.
         threshold_every: steps from one exact threshold of the sums to the next.
+        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
+        values: on the wire, "float32" or "float16"; what rounding takes off stays in residuals.
 
     Differs from the paper in: ranks choose exactly k elements; regions are balanced at every step.
     """
@@ -34,8 +36,12 @@ class OkTopk(OneChain, name="oktopk"):
     density: Density = 0.01
     selection: str = "sampled"
     threshold_every: int = 32
+    indices: str = "packed"
+    values: str = "float32"
 
     @functools.cached_property
     def _chain(self) -> Chain:
-        via = aggregators.ok_topk(self.density, self.selection, self.threshold_every)
+        via = aggregators.ok_topk(
+            self.density, self.selection, self.threshold_every, self.indices, self.values
+        )
         return chain(error_feedback(), via=via)

@@ -35,7 +35,6 @@ from hvd_compress.mpi.reducer import Reducer
 from hvd_compress.mpi.sparse.allreduce import Reduced, sparse_allgather, sparse_allreduce
 from hvd_compress.mpi.sparse.gtop_k import gtop_k_allreduce
 from hvd_compress.mpi.sparse.hierarchical import hierarchical_sparse_allreduce
-from hvd_compress.mpi.sparse.ok_topk import OkTopk
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.tuning.cost_model import CostModel
 from hvd_compress.mpi.tuning.measuring import measure
@@ -44,7 +43,6 @@ __all__ = [
     "Communicator",
     "CostModel",
     "MpiEngine",
-    "OkTopk",
     "QuantizedState",
     "Reduced",
     "Reducer",

@@ -81,7 +81,8 @@ def _reduce(
     dtype = (isinstance(request, Sum) and request.wire) or xp.dtype(array)
     algorithm = (isinstance(request, Sum) and request.algorithm) or "direct"
     scale = predivide if is_sum else 1.0
-    total = _on_wire(array, dtype, scale)
+    owned = isinstance(request, Sum) and request.owned
+    total = _on_wire(array, dtype, scale, owned)
     flat = Flat(total, dtype, total.shape, lambda done: done)
     work = _allreduce(algorithm, flat, "sum" if is_sum else "max", comm, channel)
 
@@ -97,7 +98,7 @@ def _reduce(
 def _allreduce(
     name: str, flat: Flat, op: str, comm: Communicator, channel: Callable[..., Channel]
 ) -> Work:
-    """In place."""
+    """Start an allreduce in place."""
     check_choice("algorithm", name, ("auto", "hierarchical", *_DENSE))
     call, nbytes = f"{op} of gradients", flat.array.nbytes
     if name == "hierarchical":
@@ -176,7 +177,7 @@ def _alltoall(request: Alltoall, comm: Communicator, channel: Callable[..., Chan
 def _swap(request: Swap, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
     xp, payload, partner = backend_of(request.payload), request.payload, request.partner
     messages = {} if partner is None else {partner: xp.to_numpy(payload)}
-    work = Work(comm, "swap of payloads", [swap(channel(), messages)])
+    work = Work(comm, "swap of payloads", [swap(channel(), messages, request.equal_sizes)])
 
     def reply() -> Array:
         if partner is None:
@@ -193,8 +194,9 @@ _CARRIERS: dict[type[Collective], Callable[..., Carried]] = {
 }
 
 
-def _on_wire(array: Any, dtype: str, predivide: float) -> np.ndarray:
-    """A flat copy in host memory, as it is sent; bfloat16 as its bits."""
+def _on_wire(array: Any, dtype: str, predivide: float, owned: bool) -> np.ndarray:
+    """Return a flat array in host memory, as it is sent, bfloat16 as its bits: a copy, unless the
+    array itself is ``owned``."""
     if predivide != 1:
         array = array / predivide
     xp = backend_of(array)
@@ -202,4 +204,4 @@ def _on_wire(array: Any, dtype: str, predivide: float) -> np.ndarray:
         return to_bfloat16(xp.to_numpy(xp.cast(array, "float32")).reshape(-1))
     cast = xp.cast(array, dtype)
     own = xp.to_numpy(cast).reshape(-1)
-    return own.copy() if predivide == 1 and cast is array else own
+    return own if owned or predivide != 1 or cast is not array else own.copy()

@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from hvd_compress.agreement import Terms, agreement
 from hvd_compress.base import Array
+from hvd_compress.engines.base import SAME_TENSORS
 from hvd_compress.errors import MismatchError
 from hvd_compress.mpi.carriers import carry
 from hvd_compress.mpi.transport.communicator import Communicator
@@ -60,18 +61,15 @@ class MpiEngine:
         # In host memory, wherever the gradients are.
         self._agreement = self._launch("agreement", agreement(terms, np.empty(0)))
 
-    def check_step(self, describe: Callable[[], str]) -> None:
+    def check_step(self, describe: Callable[[], list[str]], planned: bool) -> None:
         """Compare the ranks, for as many steps as the communicator checks calls."""
         self._bring_in_agreement()
         if not self.comm.checks:
             return
         try:
-            self.comm.agree(f"exchange of {describe()}")
+            self.comm.agree(f"exchange of {', '.join(describe())}")
         except MismatchError as error:
-            raise MismatchError(
-                f"{error}\nAll ranks must exchange the same tensors in a step. If a gradient is "
-                "sparse on some ranks and dense on others, pass sparse_as_dense=True"
-            ) from None
+            raise MismatchError(f"{error}\n{SAME_TENSORS}") from None
 
     def start(self, name: str, exchange: Generator[Any, Any, Any]) -> None:
         self.comm.check()

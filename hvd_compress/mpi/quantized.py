@@ -169,7 +169,7 @@ def _exchange(
 
 
 def _to_host(array: Any) -> np.ndarray:
-    """A flat array in host memory; bfloat16 as uint16."""
+    """Return a flat array in host memory; bfloat16 as uint16."""
     if isinstance(array, np.ndarray):
         return array
     host = array.detach().cpu()
@@ -181,7 +181,7 @@ def _to_host(array: Any) -> np.ndarray:
 
 
 def _from_host(array: np.ndarray, like: Any) -> Any:
-    """The inverse, on the device of ``like``."""
+    """Undo :func:`_to_host`, on the device of ``like``."""
     if isinstance(like, np.ndarray):
         return array
     import torch

@@ -47,17 +47,17 @@ class Plan(NamedTuple):
         return cls(shape, n, max(1, length), is_last)
 
     def flatten(self, x: np.ndarray) -> np.ndarray:
-        """Column after column; a view if the array lies that way."""
+        """Return ``x`` flat, column after column; a view if the array lies that way."""
         return (np.moveaxis(x, -1, 0) if self.is_last else x).reshape(-1)
 
     def restore(self, flat: np.ndarray) -> np.ndarray:
-        """A view of the flat array in the shape of the array."""
+        """Return a view of the flat array in the shape of the array."""
         if self.is_last:
             return np.moveaxis(flat.reshape(self.shape[-1:] + self.shape[:-1]), 0, -1)
         return flat.reshape(self.shape)
 
     def shards(self, ranks: int) -> list[slice]:
-        """Each rank's elements."""
+        """Return each rank's elements."""
         return shards_of(self.n, ranks, self.length)
 
 
@@ -133,7 +133,7 @@ class QuantizedState:
     def prepare(
         self, flat: Flat, dtype: np.dtype, columns: str | int, comm: Communicator, plan: Plan
     ) -> tuple[np.ndarray, np.ndarray]:
-        """``(worker, owner)`` for this array on these ranks."""
+        """Return the residuals ``(worker, owner)`` for this array on these ranks."""
         if self.worker is None:
             self.worker = np.zeros(flat.shape, dtype)
         if (self.worker.shape, self.worker.dtype) != (flat.shape, dtype):

@@ -32,7 +32,7 @@ class moving_average(TakesMomentum, name="moving_average"):
     averages_momentum = True
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
-        beta, nesterov = self._in_use(context)
+        beta, nesterov = self.in_use(context)
         average = averaged(state["velocity"], x, beta)
         return averaged(average, x, beta) if nesterov else average, {"velocity": average}
 

@@ -12,9 +12,10 @@ from hvd_compress.transforms.taking_momentum import TakesMomentum
 
 @dataclasses.dataclass(frozen=True)
 class _Momentum(TakesMomentum):
-    def _step(self, gradient: Array, velocity: Array, context: Context) -> tuple[Array, Array]:
-        """(direction, new velocity); Lin et al. write Nesterov with the product m * velocity."""
-        m, nesterov = self._in_use(context)
+    @staticmethod
+    def step(gradient: Array, velocity: Array, m: float, nesterov: bool) -> tuple[Array, Array]:
+        """Return the direction and the new velocity, for the momentum ``m``; Lin et al. write
+        Nesterov with the product m * velocity."""
         if nesterov:
             velocity = velocity + gradient
             velocity *= m
@@ -44,7 +45,7 @@ class momentum_correction(_Momentum, name="momentum_correction"):
         check_choice("masking", self.masking, (True, False))
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
-        direction, velocity = self._step(x, state["velocity"], context)
+        direction, velocity = self.step(x, state["velocity"], *self.in_use(context))
         return direction, {"velocity": velocity}
 
     def settle(self, sent: Array | Sparse, state: State, context: Context) -> State:
@@ -66,6 +67,6 @@ class momentum_after_averaging(_Momentum, name="momentum_after_averaging"):
     per_rank = False
 
     def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
-        direction, velocity = self._step(mean, state["velocity"], context)
+        direction, velocity = self.step(mean, state["velocity"], *self.in_use(context))
         # The direction becomes the gradient, which its owner may clip in place.
         return backend_of(direction).copy(direction), {"velocity": velocity}

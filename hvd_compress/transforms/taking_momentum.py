@@ -32,7 +32,7 @@ class TakesMomentum(Transform):
         if self.momentum is not None:
             check_momentum("momentum", self.momentum)
 
-    def _in_use(self, context: Context) -> tuple[float, bool]:
+    def in_use(self, context: Context) -> tuple[float, bool]:
         """Return momentum and Nesterov flag, of the options or else of the optimizer."""
         return (
             context.momentum if self.momentum is None else self.momentum,

@@ -77,7 +77,7 @@ def encode_sparse(
     codec: str = "int32",
     whole: int | None = None,
 ) -> np.ndarray:
-    """A frame (1-D, uint8) of ascending ``indices`` into ``n`` elements and their ``values``
+    """Return a frame (1-D, uint8) of ascending ``indices`` into ``n`` elements and their ``values``
     (float16, float32 or float64).  ``codec="packed"``: about log2(n / count) + 1.5 bits an index,
     and never more bytes than without.  ``whole``: elements of the vector that these ``n`` are a
     region of; receivers must expect the same."""

@@ -22,7 +22,8 @@ import math
 
 import numpy as np
 
-from hvd_compress.wire.bitpacking import full_bytes, pack_fields, unpack_fields
+from hvd_compress.kernels import quotients, rice_pack, rice_unpack
+from hvd_compress.kernels.bitpacking import full_bytes
 
 #: what 64-bit integers allow with room to spare, and no gaps of real tensors need more
 _MOST_BITS, _MOST_ELEMENTS = 48, 2**56
@@ -44,7 +45,7 @@ def best_parameter(gaps: np.ndarray, n: int) -> tuple[int, int] | None:
         return None
 
     def bits(b: int) -> int:
-        return count * (b + 1) + int((gaps >> b).sum())
+        return count * (b + 1) + quotients(gaps, b)
 
     # Right for geometric gaps.  The number of bits is convex in b, so downhill leads to the least.
     mean = int(gaps.sum()) / count
@@ -59,15 +60,8 @@ def best_parameter(gaps: np.ndarray, n: int) -> tuple[int, int] | None:
 
 def pack(gaps: np.ndarray, b: int, out: np.ndarray) -> None:
     """Write the code of ``gaps`` to the start of ``out`` (uint8, zeros)."""
-    split = 1 + full_bytes(gaps.size * b)
     out[0] = b
-    out[1:split] = pack_fields(gaps & ((1 << b) - 1), b)
-    ends = np.cumsum(gaps >> b, dtype=np.int64)
-    ends += np.arange(gaps.size)
-    unary = np.zeros(int(ends[-1]) + 1, np.uint8)
-    unary[ends] = 1
-    packed = np.packbits(unary, bitorder="little")
-    out[split : split + packed.size] = packed
+    rice_pack(gaps, b, out[1:])
 
 
 def unpack(code: np.ndarray, count: int, n: int) -> np.ndarray:
@@ -78,18 +72,4 @@ def unpack(code: np.ndarray, count: int, n: int) -> np.ndarray:
     """
     if not count or not code.size or (b := int(code[0])) > _MOST_BITS:
         raise ValueError("packed indices without a valid parameter")
-    split = 1 + full_bytes(count * b)
-    unary = np.unpackbits(code[split:], bitorder="little")
-    ends = np.flatnonzero(unary.view(bool))
-    if ends.size != count or unary.size - int(ends[-1]) > 64:
-        raise ValueError(f"packed indices that are not {count}")
-    number = np.arange(count)
-    ends -= number  # zeros so far
-    if (int(ends[-1]) + count) << b >= 2**62:
-        raise ValueError("packed indices that are too large")
-    ends <<= b
-    ends += np.cumsum(unpack_fields(code[1:split], count, b), dtype=np.int64)
-    ends += number
-    if ends[-1] >= n:
-        raise ValueError(f"indices that are not ascending within 0..{n - 1}")
-    return ends
+    return rice_unpack(code[1:], count, b, n)

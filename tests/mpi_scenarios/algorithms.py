@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvd_compress import Compressor, OkTopk, TopK, as_compressor, mpi
-from hvd_compress.blocks import allgather, allreduce, chain, error_feedback, top_k
+from hvd_compress.blocks import allgather, allreduce, chain, error_feedback, ok_topk, top_k
 from hvd_compress.engines import lockstep
 from hvd_compress.mpi import carriers
 from tests.mpi_scenarios.common import assert_same_everywhere, raises, world
@@ -114,6 +114,26 @@ def by_way_of_nodes() -> None:
 def oktopk_follows_the_lockstep_world() -> None:
     for method in (OkTopk(density=0.05), OkTopk(density=0.2, threshold_every=2)):
         _follows_the_lockstep_world(method, 1e-6)
+
+
+def oktopk_sends_less_than_six_k() -> None:
+    """6 k (P-1)/P values and indices of 4 bytes in steps that use a threshold of the past."""
+    n, k, size = 40_000, 800, world.size
+    if size == 1:
+        return
+    sent = {}
+    for wire in (("int32", "float32"), ("packed", "float32"), ("packed", "float16")):
+        reducer = mpi.Reducer(chain(via=ok_topk(k / n, indices=wire[0], values=wire[1])))
+        for step in range(4):
+            x = np.random.default_rng([world.rank, step]).standard_normal(n, np.float32)
+            before = reducer.engine.comm.bytes_sent
+            reducer.reduce({"w": x})
+            sent[wire] = reducer.engine.comm.bytes_sent - before
+            # Sizes and headers, borders of regions, and what ranks compare before a step.
+            overhead = (size - 1) * (2 * (8 + 23) + 2 * 8 + 256)
+            assert step == 0 or sent[wire] <= 4 * 6 * k * (size - 1) / size + overhead
+    plain, packed, halves = sent.values()
+    assert halves < packed < plain
 
 
 def a_method_by_name() -> None:

@@ -24,7 +24,7 @@ from hvd_compress.errors import (
     UnsupportedError,
 )
 from hvd_compress.mpi.sparse import messages as sparse_messages
-from hvd_compress.mpi.sparse.messages import swap
+from hvd_compress.mpi.transport.point_to_point import exchange_open
 from hvd_compress.wire import encode_sparse, sparse_size
 from tests.mpi_scenarios.common import FLOATS, assert_same_everywhere, raises, world
 
@@ -184,9 +184,6 @@ def empty_vectors_on_some_ranks_or_all() -> None:
             assert total.values.tolist() == [1.5, -2]
     assert [x.indices.size for x in mpi.sparse_allgather(_nothing(), 0)] == [0] * P
     assert mpi.gtop_k_allreduce(_nothing(), 5, 2).total.indices.size == 0
-    ok_topk = mpi.OkTopk(2)
-    for _ in range(3):
-        assert ok_topk.allreduce(_nothing(), 5).total.indices.size == 0
 
 
 def all_elements_are_dense() -> None:
@@ -239,7 +236,6 @@ def halves_are_rounded_once() -> None:
         assert allreduce(mine, 9).dense(9)[3] == np.float16(total)
         assert allreduce(mine, 9, op="mean").dense(9)[3] == np.float16(total / np.float32(P))
     assert mpi.gtop_k_allreduce(mine, 9, 2).total.values == np.float16(total)
-    assert mpi.OkTopk(2).allreduce(mine, 9).total.values == np.float16(total)
 
 
 def nan_and_inf_reach_every_rank() -> None:
@@ -434,203 +430,6 @@ def gtop_k_sends_k_entries_at_most() -> None:
     comm.free()
 
 
-# -- Ok-Topk -----------------------------------------------------------------------------------
-
-
-def ok_topk_is_exact_when_thresholds_are() -> None:
-    n, k = 500, 30
-    for codec in CODECS:
-        for dtype in ("float32", "float64"):
-            ok_topk = mpi.OkTopk(k, threshold_every=2, boundaries_every=3, indices=codec)
-            for step in range(4):
-                brought = _vectors(n, 100, dtype, seed=step)
-                reduced = ok_topk.allreduce(brought[RANK], n)
-                total = sum(_dense(x, n, dtype) for x in brought)
-                assert isinstance(reduced.total, Sparse)
-                np.testing.assert_array_equal(reduced.total.values, total[reduced.total.indices])
-                if step % 2 == 0:
-                    places = np.sort(np.argsort(-np.abs(total), kind="stable")[:k])
-                    np.testing.assert_array_equal(reduced.total.indices, places)
-                    threshold = np.abs(total[places]).min()
-                    assert ok_topk.state.global_threshold == threshold
-                else:
-                    places = np.flatnonzero(np.abs(total) >= threshold)
-                    np.testing.assert_array_equal(reduced.total.indices, places)
-                kept = np.isin(brought[RANK].indices, reduced.total.indices)
-                left = brought[RANK].indices[~kept]
-                np.testing.assert_array_equal(reduced.dropped.indices, left)
-                _assert_nothing_is_lost(brought, reduced, n, P * np.finfo(dtype).eps)
-
-
-def ok_topk_with_error_feedback_loses_nothing() -> None:
-    n, k = 600, 20
-    for dtype, wire in (("float32", None), ("float32", "float16"), ("float16", None)):
-        ok_topk = mpi.OkTopk(k, threshold_every=4, boundaries_every=8, values=wire)
-        residual, given, taken = np.zeros(n, dtype), np.zeros(n), np.zeros(n)
-        for step in range(8):
-            gradient = np.random.default_rng([RANK, step]).standard_normal(n).astype(dtype)
-            x = gradient + residual
-            chosen = ok_topk.select(x)
-            assert chosen.values.dtype == dtype
-            assert chosen.indices.size <= 2 * k
-            mean, dropped = ok_topk.allreduce(chosen, n, op="mean")
-            assert_same_everywhere(*_bits(mean))
-            residual = x.copy()
-            residual[chosen.indices] = 0
-            residual[dropped.indices] += dropped.values.astype(dtype)
-            given += gradient
-            taken[mean.indices] += mean.values
-        everything = P * taken + _everyones(residual.astype(np.float64))
-        tolerance = {"float32": 1e-4, "float16": 0.1}[dtype]
-        np.testing.assert_allclose(everything, _everyones(given), atol=tolerance * P)
-        assert ok_topk.state.iteration == 8
-
-
-def ok_topk_sends_less_than_six_k() -> None:
-    """6 k (P-1)/P values and indices of 4 bytes on steps that reuse thresholds and boundaries."""
-    comm = mpi.Communicator(world, checks=0)
-    n, k = 40_000, 800
-    sent = {}
-    for codec in CODECS:
-        ok_topk = mpi.OkTopk(k, indices=codec)
-        for step in range(4):
-            x = np.random.default_rng([RANK, step]).standard_normal(n, np.float32)
-            before = comm.bytes_sent
-            ok_topk.allreduce(ok_topk.select(x), n, comm=comm)
-            if step:
-                sent[codec] = comm.bytes_sent - before
-                overhead = 2 * (P - 1) * (SIZE + OVERHEAD)
-                assert sent[codec] <= 4 * 6 * k * (P - 1) / P + overhead
-    assert P == 1 or sent["packed"] < sent["int32"]
-    comm.free()
-
-
-def ok_topk_thresholds_drift_slowly() -> None:
-    n, k = 1000, 100
-    x = np.float32(np.arange(n, 0, -1) * (-1) ** np.arange(n))
-    ok_topk = mpi.OkTopk(k)
-    state = ok_topk.state
-    assert ok_topk.select(x).indices.tolist() == list(range(k))
-    assert state.local_threshold == n - k + 1
-    state.iteration = 1
-    for count, factor in ((66, 1 / 1.012), (67, 1), (100, 1), (125, 1), (126, 1.012), (200, 1.012)):
-        state.local_threshold = n - count + 1.0
-        assert ok_topk.select(x).indices.size == count
-        assert state.local_threshold == (n - count + 1) * factor
-    state.local_threshold = n - 200.0  # 201 pass: exact at once
-    assert ok_topk.select(x).indices.size == k
-    assert state.local_threshold == n - k + 1
-
-    mine = Sparse(np.arange(n), x) if RANK == 0 else _nothing()
-    assert ok_topk.allreduce(mine, n).total.indices.size == k
-    assert state.global_threshold == n - k + 1
-    for count, factor in ((66, 1 / 1.008), (67, 1), (133, 1), (134, 1.008), (200, 1.008)):
-        state.global_threshold = n - count + 1.0
-        assert ok_topk.allreduce(mine, n).total.indices.size == count
-        assert state.global_threshold == (n - count + 1) * factor
-    state.global_threshold = n - 200.0
-    assert ok_topk.allreduce(mine, n).total.indices.size == 201
-    assert state.global_threshold == n - k + 1
-    for _ in range(3):  # means are rounded, and those at the threshold stay in
-        state.global_threshold = None
-        for _ in range(2):
-            assert ok_topk.allreduce(mine, n, op="mean").total.indices.size == k
-
-
-def ok_topk_lets_nan_and_inf_pass() -> None:
-    n, k = 400, 10
-    for bad in (np.nan, np.inf, -np.inf):
-        for when in (0, 1):  # exact thresholds, reused ones
-            ok_topk = mpi.OkTopk(k)
-            for step in range(3):
-                x = np.random.default_rng([RANK, step]).standard_normal(n, np.float32)
-                before = ok_topk.state_dict()
-                if step == when and RANK == P - 1:
-                    x[17] = bad
-                total, dropped = ok_topk.allreduce(ok_topk.select(x), n)
-                assert np.isfinite(dropped.values).all()
-                assert_same_everywhere(*_bits(total))
-                if step == when:
-                    assert not np.isfinite(total.values[total.indices == 17]).any()
-                    assert np.isfinite(total.values[total.indices != 17]).all()
-                    after = ok_topk.state_dict()
-                    assert after["global_threshold"] == before["global_threshold"]
-                    if RANK == P - 1:
-                        assert after["local_threshold"] == before["local_threshold"]
-                else:
-                    assert np.isfinite(total.values).all()
-            assert ok_topk.state.global_threshold > 0
-    ok_topk = mpi.OkTopk(k)
-    for _ in range(2):  # nothing but NaN: k of them tell
-        chosen = ok_topk.select(np.full(n, np.nan, np.float32))
-        assert chosen.indices.tolist() == list(range(k))
-        assert np.isnan(ok_topk.allreduce(chosen, n).total.values).all()
-
-
-def ok_topk_with_zeros_and_ties() -> None:
-    n = 90
-    ok_topk = mpi.OkTopk(20)
-    assert ok_topk.select(np.zeros(n)).indices.size == 0
-    ok_topk.allreduce(_nothing("float64"), n)
-    few = np.zeros(n)
-    few[[3, 80]] = 1
-    assert ok_topk.select(few).indices.tolist() == [3, 80]
-    assert ok_topk.allreduce(ok_topk.select(few), n).total.values.tolist() == [P, P]
-    assert ok_topk.select(np.ones(n)).indices.tolist() == list(range(20))
-    for _ in range(2):  # what has been 0 does not let everything pass for long
-        everything = Sparse(np.arange(n), np.arange(n) + 1.0)
-        count = ok_topk.allreduce(everything, n).total.indices.size
-    assert count == 20
-    assert ok_topk.select(np.zeros(0)).indices.size == 0
-    everything = mpi.OkTopk(n + 5)
-    for _ in range(2):
-        chosen = everything.select(np.arange(n) + 1.0)
-        assert chosen.indices.size == n
-        np.testing.assert_array_equal(
-            everything.allreduce(chosen, n).total.values, P * (np.arange(n) + 1.0)
-        )
-
-
-def ok_topk_goes_on_from_its_state() -> None:
-    n, k = 300, 15
-    first = mpi.OkTopk(k, threshold_every=4, boundaries_every=4)
-
-    def step(ok_topk: mpi.OkTopk, number: int) -> mpi.Reduced:
-        x = np.random.default_rng([RANK, number]).standard_normal(n)
-        return ok_topk.allreduce(ok_topk.select(x), n)
-
-    for number in range(2):
-        step(first, number)
-    saved = first.state_dict()
-    second = mpi.OkTopk(k, threshold_every=4, boundaries_every=4)
-    assert first == second
-    second.load_state_dict(saved)
-    for number in range(2, 6):
-        one, other = step(first, number), step(second, number)
-        for got, want in zip(_bits(one.total), _bits(other.total), strict=True):
-            np.testing.assert_array_equal(got, want)
-    assert first.state_dict() == second.state_dict()
-    assert saved["iteration"] == 2  # a copy
-    # As saved by a job of another size.
-    second.load_state_dict(saved | {"boundaries": [10 * (i + 1) for i in range(P)]})
-    step(second, 3)
-    assert len(second.state.boundaries) == P - 1
-    with raises(ConfigError, "iteration", "step"):
-        first.load_state_dict({"step": 3})
-
-
-def ok_topk_regions_follow_the_entries() -> None:
-    """All entries in the first tenth: every rank owns as many of them."""
-    n, k = 1000 * P, 20 * P
-    ok_topk = mpi.OkTopk(k)
-    mine = Sparse(np.arange(k), np.ones(k))
-    ok_topk.allreduce(mine, n)
-    assert ok_topk.state.boundaries == [20 * (i + 1) for i in range(P - 1)]
-    ok_topk = mpi.OkTopk(k)
-    ok_topk.allreduce(_nothing(), n)
-    assert ok_topk.state.boundaries == [1000 * (i + 1) for i in range(P - 1)]
-
-
 # -- what users see ----------------------------------------------------------------------
 
 
@@ -643,7 +442,8 @@ def the_documentation_runs() -> None:
     want[:P], want[500], want[900] = 1 / P, 2, 0.5
     np.testing.assert_allclose(scope["mean"], want, rtol=1e-6)
     exec(second, scope)
-    assert scope["ok_topk"].state.iteration == 5
+    assert 0 < np.count_nonzero(scope["weights"]) <= 5 * 20 * P
+    assert_same_everywhere(scope["weights"])
 
 
 def inputs_are_left_alone() -> None:
@@ -693,14 +493,8 @@ def refusals_name_the_way_out() -> None:
     for k in (0, -1, 1.5, True):
         with raises(ConfigError, "k must be"):
             mpi.gtop_k_allreduce(mine, 5, k)
-        with raises(ConfigError, "k must be"):
-            mpi.OkTopk(k)
-    with raises(ConfigError, "threshold_every"):
-        mpi.OkTopk(1, threshold_every=0)
-    with raises(ConfigError, "values"):
-        mpi.OkTopk(1, values="int8")
-    with raises(ConfigError, "indices"):
-        mpi.OkTopk(1, indices="rice")
+    with raises(ConfigError, "indices", "packed"):
+        mpi.gtop_k_allreduce(mine, 5, 1, indices="rice")
 
 
 def differing_calls_are_errors_everywhere() -> None:
@@ -717,10 +511,6 @@ def differing_calls_are_errors_everywhere() -> None:
         mpi.sparse_allgather(mine, 5, values="float16" if odd else None, comm=comm)
     with raises(MismatchError, "k=2", "k=3"):
         mpi.gtop_k_allreduce(mine, 5, 3 if odd else 2, comm=comm)
-    ok_topk = mpi.OkTopk(2)
-    ok_topk.state.iteration = int(odd)
-    with raises(MismatchError, "iteration 0", "iteration 1"):
-        ok_topk.allreduce(mine, 5, comm=comm)
     assert mpi.sparse_allreduce(mine, 5, comm=comm).dense(5).tolist() == [0, P, 0, 0, 0]
     comm.free()
 
@@ -766,5 +556,6 @@ def announced_sizes_are_checked() -> None:
     source = (RANK - 1) % P
     frame = {peer: np.zeros(32, np.uint8)}
     with raises(PayloadError, f"rank {source}", "32 bytes", "31"):
-        comm.run("a test", swap(comm.channel(), frame, [source], 31, "a test"))
+        algorithm = exchange_open(comm.channel(), frame, [source], "a test", limit=31)
+        comm.run("a test", algorithm)
     comm.free()

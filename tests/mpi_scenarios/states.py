@@ -42,23 +42,6 @@ def quantized_states() -> None:
     assert refused > 100
 
 
-def states_of_ok_topk() -> None:
-    ok_topk = mpi.OkTopk(20)
-    for step in range(3):
-        chosen = ok_topk.select(array(world.rank, 500, "float32", step))
-        ok_topk.allreduce(chosen, 500)
-    saved, refused = ok_topk.state_dict(), 0
-    for what, damaged in mutations(saved, 200):
-        target = mpi.OkTopk(20)
-        target.load_state_dict(saved)
-        if _problem_of(target.load_state_dict, damaged):
-            refused += 1
-            assert same(target.state_dict(), saved), what
-            continue
-        target.select(array(world.rank, 500, "float32"))
-    assert refused > 100
-
-
 def cost_models() -> None:
     model = CostModel(world.size, 1e-5, 1e-9, 1e-10, 1e-6, ((8, 1e-5), (1024, 2e-5)), None, 2e-9)
     with tempfile.TemporaryDirectory() as folder:

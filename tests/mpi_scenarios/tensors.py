@@ -87,14 +87,6 @@ def sparse_tensors_come_back_as_tensors() -> None:
     total, dropped = mpi.gtop_k_allreduce(mine, n, 5)
     assert isinstance(total.values, torch.Tensor)
     assert isinstance(dropped.values, torch.Tensor)
-    ok_topk = mpi.OkTopk(10)
-    x = torch.randn(4, 50, generator=torch.Generator().manual_seed(RANK))
-    for _ in range(3):
-        chosen = ok_topk.select(x)
-        assert torch.equal(x.view(-1)[chosen.indices], chosen.values)
-        total, dropped = ok_topk.allreduce(chosen, n)
-        assert isinstance(total.values, torch.Tensor)
-        assert isinstance(dropped.indices, torch.Tensor)
 
 
 def quantised_tensors_stay_tensors() -> None:

@@ -31,6 +31,7 @@ def _distributed(options: Any = None, **adam_options: Any) -> Any:
 def _compiled(**options: Any) -> Any:
     model = model_of("mlp")
     model.compile(_distributed(**options), loss=LOSS)
+    model.optimizer.build(model.trainable_variables)  # so that the graph is traced once
     return model
 
 
@@ -83,7 +84,6 @@ def models_are_saved_and_go_on() -> None:
     loaded = hvd_keras.load_model(folder / "model.keras", compression=method)
     assert loaded.optimizer.get_config() == model.optimizer.get_config()
     restored = _compiled()
-    restored.optimizer.build(restored.trainable_variables)
     whole = tf.train.Checkpoint(model=restored, optimizer=restored.optimizer)
     whole.restore(str(folder / "checkpoint")).expect_partial()
     for other in (loaded, restored):

@@ -21,6 +21,7 @@ SCHEDULE = StagedWarmup(densities=(1.0, 0.25, 0.05))
 def merging_with_a_rank_too_many() -> None:
     """Some ranks have no partner in a round, or no use for what they receive."""
     follow_the_oracle(GTopK(density=0.05), 6)
+    follow_the_oracle(GTopK(density=0.05, indices="packed"), 6)
 
 
 def merging_behind_branches() -> None:
@@ -63,6 +64,7 @@ class _Deaf(Compressor, name="test-deaf"):
             Gather(payload, equal_sizes=True),
             Alltoall([payload] * context.size),
             Swap(payload, partner),
+            Swap(payload[: context.rank], partner, equal_sizes=False),
         ):
             reply = yield request
             if context.rank:

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import hvd_compress.tensorflow as hvd
 import hvd_compress.tensorflow.keras as hvd_keras
-from hvd_compress import BF16, DGC, FP16, NoCompression, StagedWarmup, TopK
+from hvd_compress import BF16, DGC, FP16, LGC, NoCompression, StagedWarmup, TopK
 from hvd_compress.errors import ConfigError, UnsupportedError
 from tests.mutations import mutations, same
 from tests.scenarios import oracle
@@ -50,9 +50,12 @@ def _data(steps: int) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([x for x, _ in batches]), np.concatenate([y for _, y in batches])
 
 
-def _fit(optimizer, steps: int = 8, *, model=None, callbacks=(), **options):
+def _fit(optimizer, steps: int = 8, *, model=None, callbacks=(), built: bool = True, **options):
+    """``built``: variables are made before the graph is traced, which is then traced once."""
     model = model or model_of("mlp")
     model.compile(optimizer, loss=LOSS, **options)
+    if built:
+        model.optimizer.build(model.trainable_variables)
     x, y = _data(steps)
     history = model.fit(
         x, y, batch_size=8, shuffle=False, verbose=0, callbacks=list(callbacks)
@@ -65,7 +68,7 @@ def fit_is_the_oracle() -> None:
     model, _ = _fit(optimizer)
     assert_close(_weights(model), oracle.dense(range(8), hvd.size()))
     optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
-    model, _ = _fit(optimizer)
+    model, _ = _fit(optimizer, built=False)
     assert_same_everywhere(_weights(model))
     assert_close(_weights(model), oracle.compressed(SPARSE, range(8), hvd.size()), 1e-3, 1e-4)
 
@@ -216,7 +219,7 @@ def parts_of_a_model_stay_local() -> None:
             velocity[k] = 0.9 * velocity.get(k, 0) + g
             weights[k] = weights[k] - oracle.LR * velocity[k]
     _apply_own(optimizer, model, range(4))
-    assert len(optimizer.compression.slots) == 4
+    assert len(optimizer.compression.slots) == 2
     assert_close(_weights(model), weights, 1e-4, 1e-5)
 
 
@@ -350,20 +353,28 @@ def one_ranks_state_saved_as_everybodys_warns() -> None:
 
 
 def checkpoints_of_tensorflow() -> None:
-    run = train(make(SPARSE), range(4))
+    _checkpoint_of_tensorflow(SPARSE)
+    for _ in range(3):  # the layers of each model have other numbers in their names
+        _checkpoint_of_tensorflow(LGC(density=0.05, learn=1, code=5))
+
+
+def _checkpoint_of_tensorflow(method) -> None:
+    run = train(make(method), range(4))
     run.compression.consolidate()
     with tempfile.TemporaryDirectory() as folder:
         saved = tf.train.Checkpoint(model=run.model, compression=run.compression).save(
             f"{folder}/checkpoint"
         )
-        other = make(SPARSE)
+        other = make(method)
         tf.train.Checkpoint(model=other.model, compression=other.compression).restore(
             saved
         ).assert_consumed()
     assert int(other.compression.step) == 4
+    for key, value in run.states().items():
+        np.testing.assert_array_equal(other.states()[key], value)
     for r in (run, other):
         train(r, range(4, 8))
-    assert_close(other.weights(), run.weights(), 1e-6, 1e-7)
+    assert_close(other.weights(), run.weights(), 0, 0)
 
 
 def consolidation_keeps_the_sum() -> None:
@@ -678,9 +689,9 @@ def what_cannot_work_says_what_to_write() -> None:
         hvd.bind(FP16, [tf.constant(1.0)])
     with raises(UnsupportedError, "integers|int32"):
         hvd.allreduce(tf.constant([1, 2]), compression=FP16)
+    run = make(DENSE, kind="words", backward_passes_per_step=2)
     with raises(UnsupportedError, "join"):
         hvd.join()
-    run = make(DENSE, kind="words", backward_passes_per_step=2)
     with raises(ConfigError, "sparse_as_dense=True"):
         run.step(0)
     run = make(SPARSE)

@@ -45,6 +45,8 @@ def _fit(optimizer, callbacks=(), *, model=None, steps=8, epochs=1, **options):
     model = model or model_of("mlp")
     if optimizer is not None:
         model.compile(optimizer, loss=LOSS, metrics=["accuracy"])
+        # Else the graph would be traced twice: once while variables are made.
+        optimizer.build(model.trainable_variables)
     batches = [oracle.batch("mlp", hvd.rank(), step) for step in range(steps)]
     x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     options = {"batch_size": 8, "shuffle": False, "verbose": 0, "epochs": epochs, **options}
@@ -112,7 +114,7 @@ def layers_may_stay_local() -> None:
             _sgd(), compression=DENSE, local_layers=model.layers[0], scale_local_gradients=False
         )
         models.append(_fit(optimizer, model=model)[0])
-        assert len(optimizer.compression.slots) == 4
+        assert len(optimizer.compression.slots) == 2
     model = model_of("mlp")
     optimizer = hvd_keras.DistributedOptimizer(
         _sgd(), compression=DENSE, scale_local_gradients=False
@@ -235,8 +237,9 @@ def the_environment_names_a_method_for_scripts_that_say_none() -> None:
             for options in ({}, {"compression": none}):
                 optimizer = module.DistributedOptimizer(_sgd(), **options)
                 assert optimizer._hvd_method == TopK(density=0.05)
-            _fit(optimizer, steps=2)
-            assert optimizer.compression.stats().total.ratio > 5
+            if module in (horovod.keras, hvd_keras):
+                _fit(optimizer, steps=2)
+                assert optimizer.compression.stats().total.ratio > 5
             optimizer = module.DistributedOptimizer(_sgd(), compression=DENSE)
             assert optimizer._hvd_method == DENSE
         assert hvd_keras.DistributedOptimizer(_sgd(), compression=fp16)._hvd_method == FP16()

@@ -16,7 +16,16 @@ from hvd_compress.blocks import (
     threshold,
 )
 from hvd_compress.errors import CompressionError, MismatchError
-from hvd_compress.torch import DGC, ConfigError, NoCompression, PayloadError, SignSGD, Signum, TopK
+from hvd_compress.torch import (
+    DGC,
+    ConfigError,
+    NoCompression,
+    PayloadError,
+    PowerSGD,
+    SignSGD,
+    Signum,
+    TopK,
+)
 from tests.scenarios import horovod_only
 from tests.scenarios.common import (
     assert_close,
@@ -426,13 +435,18 @@ def gradients_that_are_sparse_now_and_dense_then() -> None:
 def sparse_here_and_dense_there_is_an_error() -> None:
     if hvd.size() == 1:
         return  # one rank agrees with itself
-    model = _embedding(True)
-    optimizer = distribute(sgd(model), model, DGC(density=0.05, min_size=0))
-    if hvd.rank() == 0:
-        _train_words_backward(model)
-    with raises(CompressionError, "sparse_as_dense=True"):
-        optimizer.step()
-    optimizer.compression.abandon()
+    for method in (
+        NoCompression(),
+        PowerSGD(min_compression_rate=1),
+        DGC(density=0.05, min_size=0),
+    ):
+        model = _embedding(True)
+        optimizer = distribute(sgd(model, momentum=0.0), model, method)
+        if hvd.rank() == 0:
+            _train_words_backward(model)
+        with raises(CompressionError, "sparse_as_dense=True"):
+            optimizer.step()
+        optimizer.compression.abandon()
 
 
 def a_rank_without_words_sends_no_rows() -> None:

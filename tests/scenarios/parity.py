@@ -121,7 +121,8 @@ def quantised_sums_follow_the_oracle() -> None:
 
 def merging_and_learning_follow_the_oracle() -> None:
     server = LGC(density=0.05, learn=0, code=3, via="server", decoders=2, innovation=0.05)
-    for method in (GTopK(density=0.05), LEARNED, server):
+    packed = GTopK(density=0.05, indices="packed")
+    for method in (GTopK(density=0.05), packed, LEARNED, server):
         follow_the_oracle(method, 6)
 
 

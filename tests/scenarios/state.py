@@ -16,8 +16,8 @@ from unittest import mock
 import torch
 
 from hvd_compress import Gather, Outcome, Sum
-from hvd_compress.torch import DGC, EF21, ConfigError, NoCompression, PowerSGD, TopK
-from hvd_compress.torch.checkpoint import local_state_dict
+from hvd_compress.torch import DGC, EF21, LGC, ConfigError, NoCompression, PowerSGD, TopK
+from hvd_compress.torch.checkpoint import broadcast, local_state_dict
 from hvd_compress.wire import sparse_size
 from tests.mutations import mutations, same
 from tests.scenarios import horovod_only
@@ -31,9 +31,11 @@ from tests.scenarios.common import (
     sgd,
     train,
 )
-from tests.scenarios.driver import hvd
+from tests.scenarios.driver import hvd, raises
 
 SPARSE = DGC(density=0.05)
+#: of what parameters have in common
+KEYS = {"autoencoder", "first_moment", "second_moment", "quality"}
 
 
 def _log_of(action) -> list[str]:
@@ -114,7 +116,8 @@ def _clone_run(method, **options):
 
 def every_rank_may_save_its_own_state() -> None:
     """Saved and loaded by the same rank, a run goes on as if nothing had happened."""
-    for method in (SPARSE, TopK(density=0.05), DGC(density=0.05, values="float16")):
+    learned = LGC(density=0.05, learn=2, code=6)
+    for method in (SPARSE, TopK(density=0.05), DGC(density=0.05, values="float16"), learned):
         model, optimizer = _clone_run(method, weight_decay=0.01, nesterov=True)
         saved = io.BytesIO()
         _warnings_of(
@@ -355,6 +358,37 @@ def sparse_parameters_in_checkpoints() -> None:
     assert_same_everywhere(model)
 
 
+def one_parameter_keeps_the_autoencoder_of_all() -> None:
+    """Through a checkpoint of rank 0, a broadcast, and a second checkpoint."""
+    method = LGC(density=0.05, learn=2, code=6)
+    model, optimizer = _clone_run(method)
+
+    def everyones() -> list[torch.Tensor]:
+        found = [p for p in model.parameters() if optimizer.compression.state_of(p).keys() >= KEYS]
+        assert found == [model[0].weight]
+        state = optimizer.compression.state_of(found[0])
+        return [state[key] for key in sorted(KEYS)]
+
+    for action in ("load", "broadcast", "load", "step"):
+        before = [x.clone() for x in everyones()]
+        if action == "load":
+            optimizer.consolidate_state_dict()
+            optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), 0))
+        elif action == "broadcast":
+            broadcast(optimizer, 0)
+        if action == "step":
+            train(model, optimizer, range(5, 12))
+            assert not torch.equal(before[0], everyones()[0])
+        else:
+            assert all(map(torch.equal, before, everyones()))
+        assert_same_everywhere([*everyones(), *model.parameters()])
+    state = local_state_dict(optimizer)
+    del state["state"][0]["compression.quality"]
+    with raises(ConfigError, "'0.weight' has no 'quality'"):
+        optimizer.load_state_dict(state)
+    assert_same_everywhere(everyones())
+
+
 @horovod_only
 def broadcast_optimizer_state() -> None:
     import horovod.torch
@@ -400,16 +434,17 @@ def statistics_count_every_byte() -> None:
     train(model, optimizer, range(steps))
     stats = optimizer.compression.stats()
     others = hvd.size() - 1
+    compressed = []
     for name, p in model.named_parameters():
         record, n = stats.layers[name], p.numel()
         assert record.steps == steps
         assert record.dense_bytes == 4 * n * steps
         if p.dim() == 2 and n >= 1024:
             k = -(-n // 20)
-            frame = sparse_size(k, n, "float32")
-            assert frame == 16 + 8 * k + (8 * k) % 8
-            assert record.bytes_sent == frame * steps
-            assert record.bytes_received == frame * steps * others
+            # And a share of the header, which all have in common.
+            assert 8 * k <= record.bytes_sent / steps <= 8 * k + 16
+            assert 8 * k * others <= record.bytes_received / steps <= (8 * k + 16) * others
+            compressed.append((k, n, record))
             assert record.elements_sent == k * steps
             residual = optimizer.compression.state_of(p)["residual"]
             assert abs(record.residual_norm - residual.norm().item()) < 1e-5
@@ -418,6 +453,11 @@ def statistics_count_every_byte() -> None:
             assert record.bytes_sent == 4 * n * steps
             assert record.bytes_received == (4 * n * steps if others else 0)
             assert record.density == 1
+    ks, sizes, records = zip(*compressed, strict=True)
+    frame = sparse_size(sum(ks), sum(sizes), "float32")
+    assert frame == 16 + 8 * sum(ks)
+    assert sum(r.bytes_sent for r in records) == frame * steps
+    assert sum(r.bytes_received for r in records) == frame * steps * others
     total = stats.total
     assert total.bytes_sent == sum(r.bytes_sent for r in stats.layers.values())
     assert total.ratio == total.dense_bytes / total.bytes_sent > 1
@@ -498,7 +538,7 @@ def several_rounds_advance_together() -> None:
                 pairs = list(zip(model.parameters(), gradients, strict=True))
                 for p, g in pairs if hvd.rank() % 2 else pairs[::-1]:
                     p.grad = g
-                    optimizer._is_ready(p)
+                    optimizer._is_ready(optimizer._watched[p])
             else:
                 loss_of(model, hvd.rank(), step).backward()
             optimizer.step()

@@ -62,7 +62,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The optimizers, and the rest of ``horovod.tensorflow.keras`` and ``horovod.keras``."""
+    """Return the optimizers, and other names of ``horovod.tensorflow.keras`` and
+    ``horovod.keras``."""
     if name in _OPTIMIZERS:
         return getattr(importlib.import_module(f"{__name__}.{_OPTIMIZERS[name]}"), name)
     only_older = hasattr(_older, name) and not hasattr(_horovod, name)

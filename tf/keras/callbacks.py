@@ -87,7 +87,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
-        """This variable of the model is not sent."""
+        """Exclude this variable of the model from the broadcast."""
         if not hasattr(var, "assign"):
             raise ConfigError(f"local_variables must be variables; got {type(var).__name__}")
         self._local.add(id(native(var)))
@@ -332,7 +332,7 @@ OF_HOROVOD = {
 
 
 def __getattr__(name: str) -> Any:
-    """The rest of Horovod's callbacks."""
+    """Return a name of Horovod's callbacks that this module does not replace."""
     if name.startswith("__"):
         raise AttributeError(name)
     return getattr(importlib.import_module("horovod.tensorflow.keras.callbacks"), name)

@@ -21,6 +21,6 @@ class KerasState(TensorFlowKerasState):
 
 
 def __getattr__(name: str) -> Any:
-    """The rest of Horovod's module."""
+    """Return a name of Horovod's module that this one does not replace."""
     horovod = importlib.import_module("horovod.tensorflow.keras.elastic")
     return rest_of(horovod, name, __name__, "TensorFlow")

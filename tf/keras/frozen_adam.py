@@ -48,17 +48,17 @@ class FrozenAdam(keras.optimizers.Optimizer):
         self._places: dict[int, int] = {}
 
     def compressor(self, **options: Any) -> Any:
-        """The compression that goes with this optimizer; ``options`` are its ``norm`` and
+        """Return the compression that belongs to this optimizer; ``options`` are its ``norm`` and
         ``min_size``."""
         return self.method(**self.compression_options(), **options)
 
     def compression_options(self) -> dict[str, Any]:
-        """Those of the compression that the optimizer determines."""
+        """Return the options of the compression that the optimizer determines."""
         return {name: getattr(self, name) for name in self.schedule}
 
     def follow(self, binding: Binding, places: Mapping[int, int]) -> None:
-        """``binding`` averages; what it hands out for the variables of these ids may be no
-        gradient.  Its slots are at those places."""
+        """Take ``binding`` for the one that averages.  What it returns for variables may be momenta
+        instead of gradients; ``places`` are its slots by the ids of variables."""
         self._binding, self._places = binding, dict(places)
 
     def get_config(self) -> dict[str, Any]:
@@ -75,12 +75,12 @@ class FrozenAdam(keras.optimizers.Optimizer):
         self._variance_steps = self.add_variable((), "zeros", "int64", name="variance_steps")
 
     def _momentum_bias(self, steps: Any, dtype: str) -> Any:
-        """What Adam divides momentum by after so many steps."""
+        """Return the number by which Adam divides momentum after so many steps."""
         return _bias(self.beta_1, steps, dtype) if self.bias_correction else tf.ones((), dtype)
 
     def _scale(self, velocity: Any) -> Any:
-        """sqrt(v^) + epsilon, what momentum is divided by; infinite where v is 0, and nothing is
-        known: see the class of PyTorch."""
+        """Return sqrt(v^) + epsilon, by which momentum is divided; infinite where v is 0, and
+        nothing is known: see the class of PyTorch."""
         v = ops.convert_to_tensor(velocity)
         corrected = v
         if self.bias_correction:

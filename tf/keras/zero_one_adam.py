@@ -183,7 +183,7 @@ class ZeroOneAdam(FrozenAdam):
         return _Phase(index == learns, (index == local) | (index == sync), index == sync)
 
     def _synchronized(self) -> list[Any]:
-        """The variables that are synchronized, in the order of the binding's slots."""
+        """Return the variables that are synchronized, in the order of the binding's slots."""
         own = {id(native(variable)): variable for variable in self._trainable_variables}
         return [own[key] for key in sorted(self._places, key=self._places.__getitem__)]
 
@@ -209,7 +209,7 @@ class ZeroOneAdam(FrozenAdam):
             rate.assign(0.0)
 
     def _is_synchronized(self) -> bool:
-        """Whether what this rank has is what all have."""
+        """Return whether the parameters of this rank are those of all ranks."""
         assert self._sync is not None
         return self._sync.is_consolidated and not any(float(rate) for rate in self._rates)
 

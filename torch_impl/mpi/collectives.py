@@ -99,7 +99,7 @@ def allreduce(
 
 
 def allreduce_(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """:func:`allreduce` in place."""
+    """Do what :func:`allreduce` does, in place."""
     with torch.no_grad():
         return tensor.copy_(allreduce(tensor, *args, **options))
 
@@ -170,12 +170,12 @@ def broadcast_(
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, *args: Any, **options: Any) -> torch.Tensor:
-    """:func:`broadcast_` into a new tensor."""
+    """Return what :func:`broadcast_` would make of ``tensor``, as a new tensor."""
     return broadcast_(tensor.detach().clone(), root_rank, *args, **options)
 
 
 def _broadcast(comm: mpi.Communicator, raw: np.ndarray, root_rank: int) -> Algorithm:
-    """MPI's own, in pieces that its counts can express."""
+    """Broadcast by MPI's own collective, in pieces that its counts can express."""
     for first in range(0, raw.size, 2**30):
         request = comm.mpi.Ibcast(raw[first : first + 2**30], root_rank)
         yield Wait([Message.collective(request)], "MPI_Ibcast")

@@ -77,7 +77,8 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
 
 
 def _make_engine(process_set: ProcessSet, predivide: float) -> mpi.MpiEngine:
-    """Ranks outside of the set have a world of their own, where nothing is exchanged."""
+    """Return an engine for the ranks of a set; ranks outside of it have a world of their own, where
+    nothing is exchanged."""
     if not process_set.included():
         return mpi.MpiEngine(MPI.COMM_SELF)
     return mpi.MpiEngine(process_set.comm, predivide=predivide)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from hvd_compress.errors import PayloadError
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, others
-from hvd_compress.mpi.transport.progress import Algorithm, Wait
+from hvd_compress.mpi.transport.point_to_point import exchange, exchange_open
+from hvd_compress.mpi.transport.progress import Algorithm
 
 
 def allgather(
@@ -27,24 +27,13 @@ def gather(
     known_sizes: Sequence[int] | None = None,
     phase: str = "payloads",
 ) -> Algorithm:
-    """The algorithm.  Sizes in bytes are exchanged first unless they are known, by rank."""
-    peers = others(channel.rank, channel.size)
-    sizes = np.array(known_sizes or channel.size * [message.nbytes], np.int64)
+    """Return every rank's ``message``, in rank order.  Sizes in bytes are exchanged first unless
+    they are known, by rank."""
+    rank, peers = channel.rank, others(channel.rank, channel.size)
+    outgoing = dict.fromkeys(peers, message)
     if known_sizes is None:
-        mine = sizes[channel.rank : channel.rank + 1].copy()
-        lengths = [channel.receive(sizes[peer : peer + 1], peer) for peer in peers]
-        lengths += [channel.send(mine, peer) for peer in peers]
-        yield Wait(lengths, "sizes of payloads")
-        check_sizes(sizes)
-    everything = [np.empty(size, np.uint8) for size in sizes]
-    everything[channel.rank] = message
-    messages = [channel.receive(everything[peer], peer) for peer in peers]
-    messages += [channel.send(message, peer) for peer in peers]
-    yield Wait(messages, phase)
-    return everything
-
-
-def check_sizes(sizes: np.ndarray) -> None:
-    """Raise unless there can be messages of as many bytes as ranks announce."""
-    if sizes.min() < 0 or sizes.max() >= 2**31:
-        raise PayloadError(f"ranks announce payloads of {sizes.tolist()} bytes")
+        arrived = yield from exchange_open(channel, outgoing, peers, phase)
+    else:
+        buffers = {peer: np.empty(known_sizes[peer], np.uint8) for peer in peers}
+        arrived = yield from exchange(channel, outgoing, buffers, phase)
+    return [message if peer == rank else arrived[peer] for peer in range(channel.size)]

@@ -155,7 +155,8 @@ def start(
     chunk: int = CHUNK,
     channel: Callable[[], Channel] | None = None,
 ) -> Work:
-    """The allreduce of a flat array as work under way; ``channel`` opens one for each block."""
+    """Start the allreduce of a flat array, and return it as work under way; ``channel`` opens a
+    channel for each block."""
     channel = channel or comm.channel
     x, reduce = flat.array, reduction(op, flat, comm.size)
     if comm.size == 1 and out is not x:
@@ -183,7 +184,7 @@ def start(
 
 
 def _target(out: Any, like: Flat) -> Flat:
-    """Where the result is made: ``out`` itself where that is possible."""
+    """Return the array that the result is made in: ``out`` itself where that is possible."""
     if out is None:
         array = like.array
         fresh = (

@@ -39,7 +39,8 @@ class _Range(NamedTuple):
 
 
 def _owned(n: int, member: int, rounds: int) -> list[_Range]:
-    """What member ``member`` of a block still holds after 0, 1 ... ``rounds`` halvings."""
+    """Return the parts that member ``member`` of a block still holds after 0, 1 ... ``rounds``
+    halvings."""
     ranges = [_Range(0, n)]
     for step in range(rounds):
         ranges.append(ranges[-1].half(member >> step & 1))

@@ -95,7 +95,8 @@ def start(
     chunk: int,
     channel: Callable[[Communicator], Channel] = lambda part: part.channel(),
 ) -> Work:
-    """As work under way; ``channel`` opens one for each block, inside a node and across."""
+    """Start the allreduce, and return it as work under way; ``channel`` opens a channel for each
+    block, inside a node and across."""
     x, reduce = flat.array, reduction(op, flat, comm.size)
     inside, across = nodes.inside, nodes.across
     assert inside is not None
@@ -125,7 +126,7 @@ class _Across:
         self._op, self._dtype = "sum" if op == "mean" else op, dtype
 
     def run(self, partial: Any) -> Algorithm:
-        """In place."""
+        """Reduce ``partial`` in place."""
         flat = Flat(partial, self._dtype, (len(partial),), lambda done: done)
         reduce = reduction(self._op, flat, self._channel.size)
         return named("across nodes", self._algorithm(self._channel, partial, partial, reduce))
@@ -179,7 +180,7 @@ def _uneven(
 
 
 def _add_up(arrays: dict[int, Any], length: int, reduction: Reduction) -> Any:
-    """Partial results, in the order of the ranks."""
+    """Add up partial results in the order of the ranks."""
     total = reduction.scratch(length)
     reduction.widen(arrays[0], total)
     for peer in range(1, len(arrays)):

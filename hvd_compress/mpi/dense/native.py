@@ -15,7 +15,7 @@ from hvd_compress.mpi.transport.reduction import Reduction
 
 
 def _maximum(incoming: Any, result: Any, datatype: MPI.Datatype) -> None:
-    """MPICH's own MPI.MAX loses a NaN."""
+    """Take the element-wise maximum into ``result``.  MPICH's own MPI.MAX loses a NaN."""
     dtype = to_numpy_dtype(datatype)
     x, y = np.frombuffer(incoming, dtype), np.frombuffer(result, dtype)
     np.maximum(x, y, out=y)
@@ -23,7 +23,8 @@ def _maximum(incoming: Any, result: Any, datatype: MPI.Datatype) -> None:
 
 @functools.cache
 def _op(name: str) -> MPI.Op:
-    """Made when it is needed: MPI may be initialised after the import."""
+    """Return MPI's operation of this name, which is made when it is needed: MPI may be initialised
+    after the import."""
     return MPI.Op.Create(_maximum, commute=True) if name == "max" else MPI.SUM
 
 

@@ -10,22 +10,25 @@ from collections.abc import Generator
 
 from hvd_compress.aggregators.sparse_vectors import Vector, empty
 from hvd_compress.base import Sparse
-from hvd_compress.mpi.sparse.messages import Format, most_bytes, swap
+from hvd_compress.mpi.sparse.messages import Format, most_bytes
 from hvd_compress.mpi.transport.communicator import Channel, others
+from hvd_compress.mpi.transport.point_to_point import exchange_open
 from hvd_compress.mpi.transport.progress import Wait
 
 
 def gather(
     channel: Channel, mine: Vector, lengths: list[int], form: Format, phase: str
 ) -> Generator[Wait, None, list[Vector]]:
-    """What each rank has, in rank order; that of rank r are ``lengths[r]`` elements.
+    """Return every rank's vector, in rank order; that of rank r has ``lengths[r]`` elements.
 
     A rank's own is read from its own frame, so that all ranks hold the same.
     """
     peers = others(channel.rank, channel.size)
     frame = form.encode(mine, lengths[channel.rank])
     limit = most_bytes(max(lengths), form.wire)
-    frames = yield from swap(channel, dict.fromkeys(peers, frame), peers, limit, phase)
+    frames = yield from exchange_open(
+        channel, dict.fromkeys(peers, frame), peers, phase, limit=limit
+    )
     frames[channel.rank] = frame
     return [form.decode(frames[r], lengths[r], form.wire, r) for r in range(channel.size)]
 
@@ -33,7 +36,7 @@ def gather(
 def allgather(
     channel: Channel, mine: Sparse, form: Format
 ) -> Generator[Wait, None, tuple[Vector, Sparse]]:
-    """The result, and what rounding it took off: nothing."""
+    """Return the result, and what rounding it took off: nothing."""
     lengths = [form.n] * channel.size
     parts = yield from gather(channel, mine, lengths, form, "sparse allgather")
     total = form.add_up(parts, form.n, form.dtype)

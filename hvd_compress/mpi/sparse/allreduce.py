@@ -165,7 +165,7 @@ def reduced(form: Format, total: Vector, dropped: list[Sparse], like: Any) -> Re
 def fastest(
     channel: Channel, mine: Sparse, form: Format, model: CostModel
 ) -> Generator[Wait, None, tuple[Vector, Sparse]]:
-    """The algorithm that a model expects to be fastest for the largest number of entries."""
+    """Run the algorithm that a model expects to be fastest for the largest number of entries."""
     counts = np.full(channel.size, mine.indices.size, "<i8")
     own = counts[channel.rank : channel.rank + 1].copy()
     messages = []

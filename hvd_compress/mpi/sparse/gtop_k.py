@@ -1,18 +1,13 @@
-"""gTop-k: a sparse allreduce whose messages never have more than k entries.
+"""gTop-k for sparse vectors: an allreduce whose messages never have more than k entries.
 
 Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low
-Bandwidth Networks", ICDCS 2019.  The algorithm is that of
-:mod:`hvd_compress.aggregators.merging`, as for the
-method ``GTopK``: vectors are merged in pairs, then in pairs of pairs, and each merge keeps only the
-k largest sums.
+Bandwidth Networks", ICDCS 2019.  This carries the exchange of
+:class:`hvd_compress.aggregators.merging.Merging`, of which the method ``GTopK`` is made, over MPI;
+the algorithm, and how it differs from the paper, are described there and in
+:class:`hvd_compress.blocks.gtop_k`.
 
 The result is not the k largest of all sums: an element that is small on each rank is dropped in a
 merge, however large its sum would have become.
-
-Differs from the paper in: nothing is lost.  In the paper every rank clears what it sent if the
-index is in the result; but its part may have been dropped in one pair while the index was kept in
-another.  Here a rank knows which of its entries are in the result.  Pairs swap, where the paper has
-a tree and a broadcast with twice as many rounds.  Any number of ranks is possible.
 """
 
 from __future__ import annotations
@@ -26,8 +21,9 @@ from hvd_compress.aggregators.sparse_vectors import contains, largest, pick, tak
 from hvd_compress.base import Sparse
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.sparse.allreduce import Comm, Reduced, reduced, run
-from hvd_compress.mpi.sparse.messages import Format, swap
+from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
+from hvd_compress.mpi.transport.point_to_point import exchange_open
 from hvd_compress.mpi.transport.progress import Wait
 
 
@@ -77,19 +73,24 @@ def gtop_k_allreduce(
 def _merge(
     channel: Channel, mine: Sparse, merging: Merging
 ) -> Generator[Wait, None, tuple[Sparse, Sparse]]:
-    """The sums, and which of this rank's entries are in them."""
+    """Return the sums, and this rank's entries that are in them."""
     chosen = pick(mine, largest(mine.values, merging.k))
     swaps = merging.in_pairs(chosen.indices, chosen.values.astype(merging.dtype))
     step, theirs = 0, None
     while True:
         try:
-            payload, partner = swaps.send(theirs)
+            payload, partner, _ = swaps.send(theirs)
         except StopIteration as stop:
             indices, sums, *sent = stop.value
             return Sparse(indices.astype(np.int64), sums), Sparse(*sent)
         step += 1
         frames = {} if partner is None else {partner: payload}
-        arrived = yield from swap(
-            channel, frames, frames, merging.largest_message, "gTop-k", (step, merging.rounds)
+        arrived = yield from exchange_open(
+            channel,
+            frames,
+            frames,
+            "gTop-k",
+            (step, merging.rounds),
+            merging.largest_message,
         )
         theirs = payload[:0] if partner is None else arrived[partner]

@@ -94,7 +94,7 @@ def by_nodes(
     algorithm: str,
     model: CostModel | None,
 ) -> Generator[Wait, None, Vector]:
-    """The sum; ``across`` is ``None`` on ranks that do not talk to other nodes."""
+    """Return the sum; ``across`` is ``None`` on ranks that do not send to other nodes."""
     owners = inside.size if nodes.is_even else 1
     bounds = bounds_of(form.n, owners) + [form.n] * (inside.size - owners)
     length = bounds[inside.rank + 1] - bounds[inside.rank]

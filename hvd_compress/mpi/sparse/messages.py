@@ -1,20 +1,17 @@
-"""Messages of sparse collectives: their contents, and how they are sent when receivers do not know
-their size."""
+"""The contents of messages of sparse collectives."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from hvd_compress.aggregators.sparse_vectors import Vector, add_up, densify, empty, pick
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
-from hvd_compress.errors import ConfigError, PayloadError, UnsupportedError
-from hvd_compress.mpi.transport.communicator import Channel
-from hvd_compress.mpi.transport.progress import Message, Wait
+from hvd_compress.errors import ConfigError
 from hvd_compress.wire import (
     decode,
     decode_sparse,
@@ -58,7 +55,8 @@ class Format:
         size: int,
         may_be_dense: bool = False,
     ) -> Format:
-        """Raises ``ConfigError`` for options that do not exist or do not fit."""
+        """Return the format of a call.  Raise ``ConfigError`` for options that do not exist or do
+        not fit."""
         check_choice("op", op, ("sum", "mean"))
         check_choice("indices", indices, CODECS)
         check_choice("values", values, (None, *DTYPES))
@@ -77,7 +75,7 @@ class Format:
     # -- rounding ----------------------------------------------------------------------------
 
     def bring(self, mine: Sparse) -> tuple[Sparse, Sparse]:
-        """What the others get of ``mine``, and what rounding takes off."""
+        """Return what the others receive of ``mine``, and what rounding takes off."""
         if self.wire == self.dtype:
             return mine, empty(self.wide)
         rounded = Sparse(mine.indices, _narrow(mine.values, self.wire))
@@ -101,7 +99,7 @@ class Format:
         return done, _difference(Sparse(np.arange(total.size), total), restored)
 
     def finish(self, sums: np.ndarray, dtype: str) -> np.ndarray:
-        """Sums over all ranks become values of the result."""
+        """Return sums over all ranks as values of the result."""
         if self.op == "mean":
             sums = sums / sums.dtype.type(self.size)
         if dtype != self.dtype:
@@ -110,33 +108,34 @@ class Format:
             return sums.astype(dtype)
 
     def bytes_per_entry(self, count: int) -> float:
-        """An index with its value on the wire, about, if there are ``count`` of them."""
+        """Return about how many bytes an index with its value takes on the wire, if there are
+        ``count`` of them."""
         item = np.dtype(self.wire).itemsize
         if self.codec == "packed" and count:
             return item + (math.log2(self.n / count) + 1.5) / 8
         return item + np.dtype(index_dtype(self.n)).itemsize
 
     def not_sent(self, parts: Sequence[Sparse]) -> Sparse:
-        """The sum of what rounding took off.  What is not finite has reached everyone, and must not
-        enter a residual."""
+        """Return the sum of what rounding took off.  What is not finite has reached everyone, and
+        must not enter a residual."""
         finite = [pick(part, np.isfinite(part.values)) for part in parts]
         return add_up(finite, self.n, self.wide)  # type: ignore[return-value]
 
     # -- sparse or dense ---------------------------------------------------------------------
 
     def add_up(self, parts: Sequence[Vector], n: int, sent_as: str) -> Vector:
-        """The sum of vectors of ``n`` elements, in the order of ``parts``; dense if it is shorter
-        when it is sent as ``sent_as``."""
+        """Return the sum of vectors of ``n`` elements, in the order of ``parts``; dense if it is
+        shorter when it is sent as ``sent_as``."""
         if not self.may_be_dense:
             return add_up(parts, n, self.wide)
         return add_up(parts, n, self.wide, lambda count: self.is_full(count, n, sent_as))
 
     def is_full(self, count: int, n: int, dtype: str) -> bool:
-        """Whether ``count`` of ``n`` elements are better dense."""
+        """Return whether ``count`` of ``n`` elements are shorter when they are sent dense."""
         return self.may_be_dense and dense_is_shorter(count, n, dtype, self.codec)
 
     def present(self, total: Vector) -> Vector:
-        """A result as callers get it: dense if that is shorter."""
+        """Return a result as callers get it: dense if that is shorter."""
         if isinstance(total, Sparse) and self.is_full(total.indices.size, self.n, self.dtype):
             return densify(total, self.n)
         return total
@@ -144,13 +143,13 @@ class Format:
     # -- frames ------------------------------------------------------------------------------
 
     def encode(self, vector: Vector, n: int) -> np.ndarray:
-        """A frame of a vector of ``n`` elements, a region of the whole."""
+        """Return a frame of a vector of ``n`` elements, a region of the whole."""
         if isinstance(vector, Sparse):
             return encode_sparse(vector.indices, vector.values, n, self.codec, self.n)
         return encode_dense(vector, self.n)
 
     def decode(self, frame: np.ndarray, n: int, dtype: str, sender: int) -> Vector:
-        """The inverse; raises ``PayloadError``."""
+        """Undo :meth:`encode`; raise ``PayloadError`` if the frame is damaged."""
         read = decode if self.may_be_dense else decode_sparse
         indices, values = read(frame, n, dtype, sender=f"rank {sender}", whole=self.n)
         values = values.astype(dtype)  # aligned, native and no view of the frame
@@ -158,67 +157,21 @@ class Format:
 
 
 def _narrow(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Rounded; what is too large becomes the largest number there is, and Inf stays Inf."""
+    """Return ``x`` rounded to ``dtype``; what is too large becomes the largest number there is, and
+    Inf stays Inf."""
     limit = float(np.finfo(dtype).max)
     with np.errstate(over="ignore", invalid="ignore"):
         return np.where(np.isfinite(x), np.clip(x, -limit, limit), x).astype(dtype)
 
 
 def _difference(exact: Sparse, values: np.ndarray) -> Sparse:
-    """What ``values`` lack; nothing where ``exact`` is not finite, which always arrives."""
+    """Return what ``values`` lack; nothing where ``exact`` is not finite, which always arrives."""
     with np.errstate(over="ignore", invalid="ignore"):
         rest = np.where(np.isfinite(exact.values), exact.values - values, 0)
     some = np.flatnonzero(rest)
     return Sparse(exact.indices[some], rest[some].astype(exact.values.dtype, copy=False))
 
 
-def swap(
-    channel: Channel,
-    frames: Mapping[int, np.ndarray],
-    sources: Collection[int],
-    limit: int,
-    phase: str,
-    step: tuple[int, int] = (1, 1),
-) -> Generator[Wait, None, dict[int, np.ndarray]]:
-    """Send a frame to each of some ranks and receive one from each of others.
-
-    Sizes go ahead, 8 bytes to each rank, all at once; then the frames, all at once.
-
-    Args:
-        frames: by the rank that they go to.
-        sources: ranks that send one to this rank.
-        limit: bytes that no valid frame exceeds.
-
-    Raises:
-        PayloadError: a rank announces more than that.
-        UnsupportedError: a frame has more bytes than MPI can count.
-    """
-    if not frames and not sources:
-        return {}
-    longest = max((frame.nbytes for frame in frames.values()), default=0)
-    if longest >= 2**31:
-        raise UnsupportedError(f"a message of {longest} bytes: split the tensor")
-    sizes = {peer: np.empty(1, "<i8") for peer in sources}
-    messages: list[Message] = [channel.receive(sizes[peer], peer) for peer in sources]
-    messages += [
-        channel.send(np.array([frame.nbytes], "<i8"), peer) for peer, frame in frames.items()
-    ]
-    yield Wait(messages, f"{phase}, sizes", step)
-
-    arriving = {}
-    for peer, size in sizes.items():
-        if not 0 <= size[0] <= limit:
-            raise PayloadError(
-                f"bad payload from rank {peer}: {size[0]} bytes announced where {limit} are the "
-                "most: the ranks' calls differ"
-            )
-        arriving[peer] = np.empty(size[0], np.uint8)
-    messages = [channel.receive(array, peer) for peer, array in arriving.items()]
-    messages += [channel.send(frame, peer) for peer, frame in frames.items()]
-    yield Wait(messages, phase, step)
-    return arriving
-
-
 def most_bytes(n: int, dtype: str) -> int:
-    """The largest frame of ``n`` elements."""
+    """Return the bytes of the largest frame of ``n`` elements."""
     return sparse_size(n, n, dtype)

@@ -17,15 +17,17 @@ import numpy as np
 
 from hvd_compress.aggregators.sparse_vectors import Vector, empty
 from hvd_compress.base import Sparse
-from hvd_compress.mpi.sparse.messages import Format, most_bytes, swap
+from hvd_compress.mpi.sparse.messages import Format, most_bytes
 from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.point_to_point import exchange_open
 from hvd_compress.mpi.transport.progress import Wait
 
 
 def recursive_doubling(
     channel: Channel, mine: Sparse, form: Format
 ) -> Generator[Wait, None, tuple[Vector, Sparse]]:
-    """The result, and what rounding it took off: nothing, since partial sums are not rounded."""
+    """Return the result, and what rounding it took off: nothing, since partial sums are not
+    rounded."""
     rank, n = channel.rank, form.n
     rounds = channel.size.bit_length() - 1
     core, extra = 1 << rounds, channel.size - (1 << rounds)
@@ -44,8 +46,8 @@ def recursive_doubling(
             total = _in_dtype(total, sent_as)
             frame = form.encode(total, n)
             limit = most_bytes(n, sent_as)
-            frames = yield from swap(
-                channel, {peer: frame}, [peer], limit, "recursive doubling", (step + 1, rounds)
+            frames = yield from exchange_open(
+                channel, {peer: frame}, [peer], "recursive doubling", (step + 1, rounds), limit
             )
             theirs = form.decode(frames[peer], n, sent_as, peer)
             ordered = [total, theirs] if rank < peer else [theirs, total]
@@ -58,7 +60,9 @@ def recursive_doubling(
     back = {rank + core: form.encode(total, n)} if rank < extra else {}
     sources = [rank - core] if rank >= core else []
     limit = most_bytes(n, form.dtype)
-    frames = yield from swap(channel, back, sources, limit, "result to the last ranks")
+    frames = yield from exchange_open(
+        channel, back, sources, "result to the last ranks", limit=limit
+    )
     for source, frame in frames.items():
         total = form.decode(frame, n, form.dtype, source)
     return total, empty(form.wide)
@@ -71,7 +75,11 @@ def _fold(
     outgoing = {rank - core: frame} if rank >= core else {}
     sources = [rank + core] if rank < extra else []
     limit = most_bytes(form.n, form.wire)
-    return (yield from swap(channel, outgoing, sources, limit, "vectors of the last ranks"))
+    return (
+        yield from exchange_open(
+            channel, outgoing, sources, "vectors of the last ranks", limit=limit
+        )
+    )
 
 
 def _in_dtype(vector: Vector, dtype: str) -> Vector:

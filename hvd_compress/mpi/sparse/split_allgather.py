@@ -17,8 +17,9 @@ import numpy as np
 from hvd_compress.aggregators.sparse_vectors import Vector, cut, densify, join
 from hvd_compress.base import Sparse
 from hvd_compress.mpi.sparse.allgather import gather
-from hvd_compress.mpi.sparse.messages import Format, most_bytes, swap
+from hvd_compress.mpi.sparse.messages import Format, most_bytes
 from hvd_compress.mpi.transport.communicator import Channel, others
+from hvd_compress.mpi.transport.point_to_point import exchange_open
 from hvd_compress.mpi.transport.progress import Wait
 from hvd_compress.sharding import bounds_of
 
@@ -26,7 +27,7 @@ from hvd_compress.sharding import bounds_of
 def split_allgather(
     channel: Channel, mine: Sparse, form: Format
 ) -> Generator[Wait, None, tuple[Vector, Sparse]]:
-    """The result, and what rounding took off this rank's region."""
+    """Return the result, and what rounding took off this rank's region."""
     bounds = bounds_of(form.n, channel.size)
     parts = yield from to_owners(channel, mine, bounds, form)
     start, stop = bounds[channel.rank : channel.rank + 2]
@@ -38,13 +39,16 @@ def split_allgather(
 def to_owners(
     channel: Channel, mine: Sparse, bounds: Sequence[int], form: Format
 ) -> Generator[Wait, None, list[Vector]]:
-    """Every rank's entries in this rank's region, in rank order, indices counted from its start."""
+    """Return every rank's entries in this rank's region, in rank order, indices counted from its
+    start."""
     rank, peers = channel.rank, others(channel.rank, channel.size)
     parts = cut(mine, bounds)
     frames = {peer: form.encode(parts[peer], bounds[peer + 1] - bounds[peer]) for peer in peers}
     length = bounds[rank + 1] - bounds[rank]
     limit = most_bytes(length, form.wire)
-    arriving = yield from swap(channel, frames, peers, limit, "entries to their owners")
+    arriving = yield from exchange_open(
+        channel, frames, peers, "entries to their owners", limit=limit
+    )
     return [
         parts[r] if r == rank else form.decode(arriving[r], length, form.wire, r)
         for r in range(channel.size)
@@ -54,7 +58,7 @@ def to_owners(
 def from_owners(
     channel: Channel, mine: Vector, bounds: Sequence[int], form: Format
 ) -> Generator[Wait, None, list[Vector]]:
-    """All regions, in the dtype of the result."""
+    """Return all regions, in the dtype of the result."""
     lengths = [bounds[i + 1] - bounds[i] for i in range(channel.size)]
     regions = yield from gather(channel, mine, lengths, form, "sums from their owners")
     return [

@@ -46,7 +46,8 @@ class Flat(NamedTuple):
 
 
 def flatten(x: Any) -> Flat:
-    """Raises ``UnsupportedError`` for dtypes and arrays that cannot be reduced."""
+    """Return an array flat, with what is needed to give the result the form of the array.  Raise
+    ``UnsupportedError`` for dtypes and arrays that cannot be reduced."""
     if isinstance(x, np.ndarray | np.generic):
         return _from_numpy(np.asarray(x))
     torch = sys.modules.get("torch")
@@ -119,7 +120,7 @@ def _from_dlpack(x: Any, torch: Any) -> Flat:
 
 
 def describe(flat: Flat) -> str:
-    """float32[3, 4]"""
+    """Return dtype and shape as text, such as float32[3, 4]."""
     return f"{flat.dtype}{list(flat.shape)}"
 
 
@@ -148,7 +149,8 @@ def gpu_route() -> str:
 
 
 def mpi_reads_cuda() -> bool:
-    """What MPI itself says; Open MPI and MPICH have the same function for it."""
+    """Return whether MPI reads GPU memory, as it says itself; Open MPI and MPICH have the same
+    function for it."""
     try:
         query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support
     except (OSError, AttributeError):

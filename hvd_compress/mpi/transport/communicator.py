@@ -126,7 +126,7 @@ class Communicator:
         return found
 
     def _settle(self) -> None:
-        """Options that must be the same on all ranks."""
+        """Compare the options that must be the same on all ranks."""
         has_rdma = any(Path("/sys/class/infiniband").glob("*"))
         mine = (self.checks, self.segment), MPI.Get_processor_name(), has_rdma
         everyones = self.mpi.allgather(mine)
@@ -157,8 +157,8 @@ class Communicator:
     # -- messages ----------------------------------------------------------------------------
 
     def channel(self, tag: int | None = None) -> Channel:
-        """For the messages of one algorithm.  Ranks open channels in the same order, or name the
-        tag."""
+        """Return a channel for the messages of one algorithm.  Ranks open channels in the same
+        order, or name the tag."""
         if tag is None:
             tag = self.calls % (self.tags // 2)  # the other half is for those who name theirs
             self.calls += 1
@@ -257,20 +257,21 @@ class Channel:
         return pieces, sizes
 
     def _tag(self, size: int) -> int:
-        """A message of another size shall not match: Open MPI 4.1 writes what is too long behind
-        the end of the buffer.  It is missed until the time-out instead."""
+        """Return the tag of a message of ``size`` bytes.  A message of another size shall not
+        match: Open MPI 4.1 writes what is too long behind the end of the buffer.  It is missed
+        until the time-out instead."""
         mixed = size * 0x9E3779B97F4A7C15 % 2**64 >> 64 - _SIZE_BITS
         return self.tag + self.comm.tags * (mixed % (1 << self.comm.size_bits))
 
 
 def nbytes(array: Any) -> int:
-    """Of a NumPy array or a torch tensor."""
+    """Return the bytes of a NumPy array or a torch tensor."""
     return array.nbytes if isinstance(array, np.ndarray) else array.numel() * array.element_size()
 
 
 def others(rank: int, size: int) -> list[int]:
-    """All ranks but this one, each rank's list starting elsewhere, so that not all of them send to
-    the same one at once."""
+    """Return all ranks but this one.  Each rank's list starts elsewhere, so that not all of them
+    send to the same one at once."""
     return [(rank + i) % size for i in range(1, size)]
 
 

@@ -95,7 +95,7 @@ def _part(comm: Communicator, color: int, members: tuple[int, ...]) -> Part | No
 
 
 def named(place: str, algorithm: Algorithm) -> Algorithm:
-    """The algorithm, saying where it runs when it waits too long."""
+    """Run the algorithm such that its time-outs say where it runs."""
     while True:
         try:
             wait = next(algorithm)
@@ -106,7 +106,8 @@ def named(place: str, algorithm: Algorithm) -> Algorithm:
 
 
 def nodes_of(comm: Communicator, ranks_per_node: int | None = None) -> Nodes:
-    """The nodes of a communicator, found at the first call, which is collective.
+    """Return the nodes of a communicator, which are found at the first call; that one is a
+    collective.
 
     Args:
         ranks_per_node: instead of asking MPI which ranks share memory, so many consecutive ranks

@@ -49,7 +49,7 @@ class Message(NamedTuple):
 
     @classmethod
     def collective(cls, request: Any) -> Message:
-        """Of one of MPI's own collectives, which have no peer."""
+        """Return the message of one of MPI's own collectives, which have no peer."""
         return cls((request,), -1, (0,), incoming=False)
 
 
@@ -99,7 +99,7 @@ class Wait:
         return True
 
     def _arrived(self) -> Iterator[tuple[int, int, Any]]:
-        """(rank, bytes expected, status) of the pieces that come in."""
+        """Yield (rank, bytes expected, status) of the pieces that come in."""
         statuses = iter(self.statuses)
         for message in self.messages:
             for size, status in zip(message.sizes, statuses, strict=False):

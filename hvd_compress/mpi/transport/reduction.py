@@ -36,13 +36,13 @@ class Reduction:
         self.widens = dtype in ("float16", "bfloat16")
 
     def scratch(self, n: int) -> Any:
-        """For ``n`` partial results; comes again after :meth:`give_back`, since the first touch of
-        fresh memory costs more than an addition."""
+        """Return an array for ``n`` partial results, with any contents.  After :meth:`give_back` it
+        is used again, since the first touch of fresh memory costs more than an addition."""
         free = self._free.get(n)
         return free.pop() if free else self._new(n)
 
     def give_back(self, *arrays: Any) -> None:
-        """What :meth:`scratch` returned and nobody uses any more."""
+        """Keep arrays that :meth:`scratch` returned, and that nobody uses any more."""
         for array in arrays:
             self._free.setdefault(len(array), []).append(array)
 
@@ -50,11 +50,11 @@ class Reduction:
         return np.empty(n, self._wide)
 
     def scratch_of_dtype(self, n: int) -> Any:
-        """For ``n`` elements as they came."""
+        """Return an array for ``n`` elements of the array's own dtype, with any contents."""
         return np.empty(n, self._narrow)
 
     def widen(self, x: Any, out: Any) -> None:
-        """Elements as partial results."""
+        """Write the elements ``x`` into ``out``, as partial results."""
         out[:] = self._as_number(x)
 
     def combine(self, partial: Any, x: Any) -> None:
@@ -74,7 +74,7 @@ class Reduction:
         return from_bfloat16(x) if self.dtype == "bfloat16" else x
 
     def complete(self, partial: Any, x: Any, out: Any) -> None:
-        """The last :meth:`combine`, and :meth:`finish`; ``out`` may be ``x``."""
+        """Do the last :meth:`combine`, and :meth:`finish`; ``out`` may be ``x``."""
         if self.widens:
             self.combine(partial, x)
             self.finish(partial, out)
@@ -85,7 +85,7 @@ class Reduction:
                 np.divide(out, self.size, out=out)
 
     def finish(self, partial: Any, out: Any) -> None:
-        """Partial results over all ranks become the result."""
+        """Write partial results over all ranks into ``out``, as the result."""
         if self.op == "mean":
             np.divide(partial, self.size, out=partial)
         if self.dtype == "bfloat16":
@@ -147,7 +147,7 @@ class DeviceReduction(Reduction):
 
 
 def reduction(op: str, flat: Flat, size: int) -> Reduction:
-    """For a flat array, wherever it lives."""
+    """Return the reduction for a flat array in host memory or on a device."""
     if isinstance(flat.array, np.ndarray):
         return Reduction(op, flat.dtype, size)
     return DeviceReduction(op, flat.dtype, size, flat.array)

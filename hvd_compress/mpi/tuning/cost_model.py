@@ -100,7 +100,7 @@ class CostModel:
         return rounds + 2 * n * share * beta + adding
 
     def _fan(self, p: int) -> float:
-        """A round of small messages with all other ranks."""
+        """Return the seconds of a round of small messages with all other ranks."""
         return self.alpha + (p - 2) * self.overhead
 
     def fastest(
@@ -130,8 +130,9 @@ class CostModel:
         item: int = 4,
         size: int | None = None,
     ) -> float:
-        """Of a sparse allreduce: ``k`` of ``n`` elements on each rank, ``pair`` bytes for an index
-        with its value, ``item`` for a dense one; places are independent between ranks."""
+        """Return the seconds of a sparse allreduce: ``k`` of ``n`` elements on each rank, ``pair``
+        bytes for an index with its value, ``item`` for a dense one; places are independent between
+        ranks."""
         p = self.size if size is None else size
         if p == 1:
             return 0.0
@@ -155,11 +156,13 @@ class CostModel:
         if algorithm in ("split_allgather", "ok_topk"):
             sums = message(p) if algorithm == "split_allgather" else pair * k
             moved = (pair * k + sums) * (p - 1) / p
-            return 2 * fan + moved * beta + (k + sums / pair) * self.merge
+            fans = 2 if algorithm == "split_allgather" else 3  # the first balances regions
+            return fans * fan + moved * beta + (k + sums / pair) * self.merge
         raise ConfigError(f"algorithm={algorithm!r} has no cost model")
 
     def fastest_sparse(self, k: int, n: int, *, pair: float = 8, item: int = 4) -> str:
-        """The sparse algorithm that is expected to be fastest, of those that lose nothing."""
+        """Return the sparse algorithm that is expected to be fastest, of those that lose
+        nothing."""
         names = ("allgather", "recursive_doubling", "split_allgather")
         costs = {name: self.sparse_seconds(name, k, n, pair=pair, item=item) for name in names}
         return min(costs, key=lambda name: (costs[name], name))
@@ -186,7 +189,8 @@ class CostModel:
 
 
 def _interpolate(points: Sequence[tuple[int, float]], n: int) -> float:
-    """Linear between the points; beyond the last as its last piece goes on."""
+    """Return the time of ``n`` bytes, linear between the points; beyond the last, the last piece is
+    continued."""
     sizes, seconds = zip(*points, strict=True)
     if n <= sizes[-1]:
         return float(np.interp(n, sizes, seconds))

@@ -95,7 +95,8 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
 def _exchange(
     comm: Communicator, pattern: Pattern, size: int, rows: np.ndarray | None = None
 ) -> Algorithm:
-    """``size`` bytes to each, and from each; ``rows`` to receive in, and the last one to send."""
+    """Send ``size`` bytes to each rank, and receive as many from each; ``rows`` are the buffers to
+    receive in, and the last one is sent."""
     channel = comm.channel()
     to, sources = pattern
     if rows is None:
@@ -128,13 +129,14 @@ def _median(call: Callable[[], object]) -> float:
 
 
 def _seconds_to_add() -> float:
-    """One byte."""
+    """Return the seconds that adding one byte takes."""
     x, y = np.ones(_CHUNK // 4, np.float32), np.ones(_CHUNK // 4, np.float32)
     return _median(lambda: np.add(x, y, out=x)) / _CHUNK
 
 
 def _seconds_to_merge() -> float:
-    """One entry: decode the vectors of two ranks, add them up, and encode one of that size."""
+    """Return the seconds that an entry takes: decode the vectors of two ranks, add them up, and
+    encode one of that size."""
     n = 1000 * _ENTRIES
     values = np.ones(_ENTRIES, np.float32)
     frames = [encode_sparse(np.arange(i, n, 1000), values, n) for i in range(2)]

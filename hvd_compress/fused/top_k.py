@@ -1,0 +1,173 @@
+"""Top-k of whole buckets: one pass over memory, one message and one addition for all tensors.
+
+A chain of momentum correction, error feedback and an allgather of the largest elements does for a
+bucket at once, in the loops of :mod:`hvd_compress.kernels`, what its blocks would do for one tensor
+after the other, and gives the same bits; tests hold the two equal.  The message of a bucket is the
+sparse frame of all its tensors end to end.
+
+The new state is written to other arrays than the old one, which takes no more time than to write it
+in place, and survives a step in which a NaN or Inf shows up on any rank.  The two take turns, so
+that a step needs no fresh memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array, Context, Gather, Joint, Outcome, Request, Sparse, State
+from hvd_compress.chain import Transform, in_range
+from hvd_compress.kernels import Selection, Step, add_up
+from hvd_compress.operators import top_k
+from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
+
+_MOST_ELEMENTS = 2**32
+_V, _R = "velocity", "residual"
+
+
+class Tensor(NamedTuple):
+    """One tensor of a bucket in one step: the gradient as it was given, flat as ``x``, and how many
+    elements are selected; the rest is as in :class:`hvd_compress.base.Context`."""
+
+    gradient: Array
+    x: Array
+    state: State
+    k: int
+    scratch: dict[str, Any]
+    in_place: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FusedTopK:
+    """The exchange of all tensors of a bucket; see :class:`hvd_compress.base.Joint`.
+
+    Attributes:
+        before: transforms without a state that come first.
+        select: says how many elements of a tensor are sent.
+        momentum: ``None`` without momentum correction.
+        nesterov, masking: its options.
+        values, indices: of the message.
+        size: the number of ranks.
+    """
+
+    before: tuple[Transform, ...]
+    select: top_k
+    momentum: float | None
+    nesterov: bool
+    masking: bool
+    values: str
+    indices: str
+    size: int
+
+    def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
+        """See :class:`hvd_compress.chain.Fused`: float32 arrays in host memory are taken, of which
+        a part is sent."""
+        xp = backend_of(gradient)
+        n = xp.size(gradient)
+        if context.scratch is None or not 0 < n < _MOST_ELEMENTS:
+            return None
+        k = self.select.count(n, context)
+        if k == n or dense_is_less(n, k, self.values, self.size):
+            return None
+        if xp.dtype(gradient) != "float32":
+            return None
+        x = xp.widen(gradient)
+        for transform in self.before:
+            x, _ = transform.update(x, {}, context)
+        if xp.address(x) is None:
+            return None
+        tensor = Tensor(gradient, x, state, k, context.scratch, context.in_place)
+        return Joint(self, tensor, weight=k, key=xp.__name__)
+
+    def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
+        xp = backend_of(tensors[0].x)
+        bucket = self._bucket(tensors)
+        steps = bucket.steps(tensors)
+        indices, values, _ = bucket.selection.accumulate(steps, self.momentum, self.nesterov)
+        on_wire = _as_sent(values, self.values)
+        sent = on_wire.astype(np.float32, copy=False)
+        with np.errstate(invalid="ignore"):  # of a non-finite step
+            bucket.selection.settle(steps, indices, values - sent, self.masking)
+        frame = encode_sparse(indices, on_wire, bucket.elements, self.indices)
+        frames = yield Gather(xp.from_numpy(frame, tensors[0].x), self.indices != "packed")
+
+        theirs = [
+            decode_sparse(
+                xp.to_numpy(frame), bucket.elements, self.values, indices.size, sender=f"rank {r}"
+            )
+            for r, frame in enumerate(frames)
+        ]
+        means = [t.x if t.in_place else xp.zeros(xp.size(t.x), t.x) for t in tensors]
+        finite = add_up(
+            means,
+            [own for own, _ in theirs],
+            [own.astype(np.float32, copy=False) for _, own in theirs],
+            self.size,
+        )
+        mine = Sparse(
+            xp.from_numpy(indices - bucket.shifts, tensors[0].x), xp.from_numpy(sent, tensors[0].x)
+        )
+        outcomes = []
+        for i, (tensor, mean, fine) in enumerate(zip(tensors, means, finite.tolist(), strict=True)):
+            start, stop = bucket.bounds[i : i + 2]
+            own = Sparse(mine.indices[start:stop], mine.values[start:stop])
+            state = bucket.swap(i, tensor.state) if fine else in_range(tensor.state)
+            in_gradient = xp.address(mean) == xp.address(tensor.gradient)
+            shaped = tensor.gradient if in_gradient else xp.restore(mean, tensor.gradient)
+            outcomes.append(Outcome(shaped, own, state))
+        return outcomes
+
+    def _bucket(self, tensors: list[Tensor]) -> _Bucket:
+        """What is kept of a bucket between steps, in the first tensor's scratch."""
+        size = backend_of(tensors[0].x).size
+        sizes, counts = [size(t.x) for t in tensors], [t.k for t in tensors]
+        bucket = tensors[0].scratch.get("bucket")
+        if bucket is None or (bucket.sizes, bucket.counts) != (sizes, counts):
+            bucket = _Bucket(sizes, counts, tensors)
+            tensors[0].scratch["bucket"] = bucket
+        return bucket
+
+
+class _Bucket:
+    def __init__(self, sizes: list[int], counts: list[int], tensors: list[Tensor]) -> None:
+        self.sizes, self.counts = sizes, counts
+        self.elements = sum(sizes)
+        self.selection = Selection(sizes, counts)
+        self.bounds = np.cumsum([0, *counts]).tolist()
+        #: what is taken off an index into all tensors, by entry
+        self.shifts = np.repeat(np.cumsum([0, *sizes[:-1]]), counts)
+        self._spare: list[State] = []
+        for tensor in tensors:
+            xp = backend_of(tensor.x)
+            zeros = {key: xp.zeros(xp.size(x), x) for key, x in tensor.state.items()}
+            self._spare.append(zeros)
+
+    def steps(self, tensors: list[Tensor]) -> list[Step]:
+        return [
+            Step(t.x, t.state[_R], new[_R], t.state.get(_V), new.get(_V))
+            for t, new in zip(tensors, self._spare, strict=True)
+        ]
+
+    def swap(self, i: int, old: State) -> State:
+        """Return the new state of tensor ``i``; the old one's memory is that of the next."""
+        new, self._spare[i] = self._spare[i], old
+        return new
+
+
+def _as_sent(values: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "float16":
+        limit = np.finfo(np.float16).max
+        values = np.clip(values, -limit, limit)
+    return values.astype(dtype, copy=False)
+
+
+def dense_is_less(n: int, k: int, values: str, size: int) -> bool:
+    """Return whether a dense sum of ``n`` elements over ``size`` ranks moves fewer bytes than an
+    allgather of ``k`` entries."""
+    # A header and an entry more or less do not decide.
+    entries = sparse_size(k, n, values) - sparse_size(1, n, values)
+    return size * entries > 2 * 4 * n

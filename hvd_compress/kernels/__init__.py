@@ -1,0 +1,154 @@
+"""Hot loops: compiled if the package was built with a C++ compiler, else in NumPy.
+
+Both give the same bits; :mod:`hvd_compress.kernels.reference` says what is computed.  The compiled
+ones take arrays of any library by their address in host memory, release the interpreter's lock, and
+use as many threads as PyTorch does if that is imported, else ``OMP_NUM_THREADS``, by default one
+for each core that this process may run on.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.backends import backend_of
+from hvd_compress.kernels import reference
+from hvd_compress.kernels.arrays import Array, Selected, Step
+
+native: Any
+try:
+    native = importlib.import_module("hvd_compress.kernels.native")
+except ImportError:
+    native = None
+
+__all__ = [
+    "Selected",
+    "Selection",
+    "Step",
+    "add_up",
+    "is_compiled",
+    "quotients",
+    "rice_pack",
+    "rice_unpack",
+    "stream",
+    "threads",
+]
+
+#: what helps where there are no compiled loops
+INSTALL = "install a C++ compiler, then pip install --force-reinstall --no-deps hvd_compress"
+logger = logging.getLogger("hvd_compress")
+
+
+@functools.cache
+def is_compiled() -> bool:
+    """Return whether the loops are compiled.  The first call logs a warning if they are not."""
+    if native is None:
+        logger.warning(
+            "the compiled loops of hvd_compress are missing, and NumPy serves, several times as "
+            "slow: %s",
+            INSTALL,
+        )
+    return native is not None
+
+
+def threads() -> int:
+    """Return the number of threads that loops use."""
+    if (torch := sys.modules.get("torch")) and hasattr(torch, "get_num_threads"):
+        return torch.get_num_threads()
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if asked.isdecimal() and int(asked):
+        return int(asked)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Selection:
+    """See :class:`hvd_compress.kernels.reference.Selection`; its arrays may be of any library, in
+    host memory.  A selection remembers the last step's thresholds, which makes it faster and
+    changes no result."""
+
+    def __init__(self, sizes: Sequence[int], counts: Sequence[int]) -> None:
+        loops = native if is_compiled() else reference
+        self._selection = loops.Selection(list(sizes), list(counts))
+
+    def accumulate(
+        self, steps: Sequence[Step], momentum: float | None, nesterov: bool = False
+    ) -> Selected:
+        if not is_compiled():
+            return self._selection.accumulate(_on_host(steps), momentum, nesterov)
+        kind = 0 if momentum is None else 2 if nesterov else 1
+        return Selected(
+            *self._selection.accumulate(_addresses(steps), kind, momentum or 0.0, threads())
+        )
+
+    def settle(
+        self, steps: Sequence[Step], indices: np.ndarray, remaining: np.ndarray, masking: bool
+    ) -> None:
+        places = _addresses(steps) if is_compiled() else _on_host(steps)
+        self._selection.settle(places, indices, remaining, masking)
+
+
+def add_up(
+    out: Sequence[Array],
+    indices: Sequence[np.ndarray],
+    values: Sequence[np.ndarray],
+    size: int,
+) -> np.ndarray:
+    """See :func:`hvd_compress.kernels.reference.add_up`; ``out`` may be arrays of any library."""
+    if not is_compiled():
+        return reference.add_up([backend_of(x).to_numpy(x) for x in out], indices, values, size)
+    addresses = np.array([backend_of(x).address(x) for x in out])
+    sizes = [backend_of(x).size(x) for x in out]
+    return native.add_up(addresses, sizes, indices, values, size, threads())
+
+
+def stream(arrays: Sequence[tuple[Array, Array, Array]]) -> None:
+    """Read three arrays (1-D, float32) of each tensor and write two of them, which is what a step
+    with momentum and a residual cannot do without: the floor for benchmarks."""
+    address, size = backend_of(arrays[0][0]).address, backend_of(arrays[0][0]).size
+    table = np.array([[address(x) for x in row] for row in arrays], np.int64)
+    native.stream(table, [size(row[0]) for row in arrays], threads())
+
+
+def quotients(gaps: np.ndarray, b: int) -> int:
+    """See :func:`hvd_compress.kernels.reference.quotients`."""
+    return (native or reference).quotients(gaps, b)
+
+
+def rice_pack(gaps: np.ndarray, b: int, out: np.ndarray) -> None:
+    """See :func:`hvd_compress.kernels.reference.rice_pack`."""
+    (native or reference).rice_pack(gaps, b, out)
+
+
+def rice_unpack(code: np.ndarray, count: int, b: int, n: int) -> np.ndarray:
+    """See :func:`hvd_compress.kernels.reference.rice_unpack`."""
+    return (native or reference).rice_unpack(code, count, b, n)
+
+
+def _addresses(steps: Sequence[Step]) -> np.ndarray:
+    """A row for each tensor, as native.cpp wants them."""
+    address = backend_of(steps[0].gradient).address
+    rows = []
+    for step in steps:
+        has_velocity = step.velocity is not None
+        rows.append(
+            (
+                address(step.gradient),
+                address(step.velocity) if has_velocity else 0,
+                address(step.residual),
+                address(step.new_velocity) if has_velocity else 0,
+                address(step.new_residual),
+            )
+        )
+    return np.array(rows, np.int64)
+
+
+def _on_host(steps: Sequence[Step]) -> list[Step]:
+    to_numpy = backend_of(steps[0].gradient).to_numpy
+    return [Step(*(None if x is None else to_numpy(x) for x in step)) for step in steps]

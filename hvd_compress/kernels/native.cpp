@@ -1,0 +1,500 @@
+// The hot loops of hvd_compress.kernels; reference.py says in NumPy what each of them computes.
+//
+// Loops are written for the compiler to vectorise, and compiled for several instruction sets, of
+// which the machine's best is taken when the module is loaded.  Products and sums are never
+// contracted (-ffp-contract=off), since results must be those of NumPy, bit for bit.
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace py = pybind11;
+
+namespace {
+
+using Index = std::int64_t;
+using Bits = std::uint32_t;
+template <class T>
+using Array = py::array_t<T, py::array::c_style>;
+
+constexpr Index kBlock = 128;           // elements that stay in the first-level cache
+constexpr Index kChunk = 256 * kBlock;  // elements that a thread takes at a time
+constexpr Index kStreamed = 1 << 21;    // results of more bytes go around the caches
+constexpr Bits kMagnitude = 0x7fffffff, kInfinity = 0x7f800000, kNaN = 0x7fc00000;
+
+INLINE Bits bits_of(float x) {
+  Bits bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+// Magnitudes are compared as integers, which orders them as numbers and puts NaN above all.
+INLINE Bits magnitude(float x) { return bits_of(x) & kMagnitude; }
+
+INLINE float number(Bits bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// Run work(i) for all i in 0..count-1 on several threads.  What is computed must not depend on
+// which thread takes which i.
+template <class Work>
+void parallel(Index count, int threads, const Work& work) {
+  threads = static_cast<int>(std::min<Index>(threads, count));
+  if (threads <= 1) {
+    for (Index i = 0; i < count; ++i) work(i);
+    return;
+  }
+  std::atomic<Index> next{0};
+  const auto loop = [&] {
+    for (Index i; (i = next.fetch_add(1)) < count;) work(i);
+  };
+  std::vector<std::thread> others;
+  for (int t = 1; t < threads; ++t) others.emplace_back(loop);
+  loop();
+  for (auto& other : others) other.join();
+}
+
+// -- accumulation and search ----------------------------------------------------------------------
+
+enum Momentum { kNone, kPlain, kNesterov };
+
+struct Tensor {
+  const float *gradient, *velocity, *residual;
+  float *new_velocity, *new_residual;
+  Index n, k;
+};
+
+struct Candidate {
+  Bits place, bits;  // place within the chunk
+};
+
+struct Found {
+  std::vector<Candidate> candidates;
+  Bits largest = 0;
+};
+
+struct Loops {
+  void (*accumulate[3])(const Tensor&, Index, Index, float, Bits, bool, Found&);  // by Momentum
+  void (*search)(const float*, Index, Index, Bits, Found&);
+};
+
+namespace baseline {
+#include "loops.h"
+}
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define HVD_DISPATCHES
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#define HVD_AVX2
+namespace avx2 {
+#include "loops.h"
+}
+#undef HVD_AVX2
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
+#define HVD_AVX512
+namespace avx512 {
+#include "loops.h"
+}
+#undef HVD_AVX512
+#pragma GCC pop_options
+#endif
+
+const Loops& best_loops() {
+#if defined(HVD_DISPATCHES)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    return avx512::loops;
+  if (__builtin_cpu_supports("avx2")) return avx2::loops;
+#endif
+  return baseline::loops;
+}
+
+const Loops& loops = best_loops();
+
+// A magnitude that about `wanted` of n elements reach, by a sample of them.
+Bits sampled_threshold(const float* x, Index n, Index wanted, std::vector<Bits>& sample) {
+  Index stride = std::max<Index>(1, std::min<Index>(n / 4096, wanted / 16));
+  stride -= stride % 2 == 0;  // an odd stride does not keep step with rows of even length
+  sample.clear();
+  for (Index i = 0; i < n; i += stride) sample.push_back(magnitude(x[i]));
+  const Index size = static_cast<Index>(sample.size());
+  const auto at = sample.begin() + std::min(size - 1, wanted * size / n);
+  std::nth_element(sample.begin(), at, sample.end(), std::greater<>());
+  return *at;
+}
+
+class Selection {
+ public:
+  Selection(const std::vector<Index>& sizes, const std::vector<Index>& counts)
+      : tensors_(sizes.size()), predictions_(sizes.size()) {
+    if (sizes.size() != counts.size()) throw std::invalid_argument("one count for each size");
+    for (std::size_t t = 0; t < sizes.size(); ++t) {
+      const Index n = sizes[t], k = counts[t];
+      if (k < 1 || k > n || n > UINT32_MAX)
+        throw std::invalid_argument("counts must be from 1 to the sizes, and these below 2**32");
+      tensors_[t].n = n;
+      tensors_[t].k = k;
+      first_chunks_.push_back(chunks_.size());
+      offsets_.push_back(elements_);
+      first_entries_.push_back(entries_);
+      for (Index start = 0; start < n; start += kChunk)
+        chunks_.push_back({static_cast<Index>(t), start, std::min(start + kChunk, n), {}});
+      elements_ += n;
+      entries_ += k;
+    }
+    first_chunks_.push_back(chunks_.size());
+  }
+
+  // See Selection.accumulate of reference.py; `addresses` has a row for each tensor.
+  py::tuple accumulate(const Array<Index>& addresses, int kind, float momentum, int threads) {
+    set_addresses(addresses);
+    Array<Index> indices(entries_);
+    Array<float> values(entries_);
+    py::array_t<bool> finite(static_cast<Index>(tensors_.size()));
+    auto* places = indices.mutable_data();
+    auto* chosen = values.mutable_data();
+    auto* good = finite.mutable_data();
+    {
+      py::gil_scoped_release release;
+      const auto run = loops.accumulate[kind];
+      const bool streamed = elements_ * static_cast<Index>(sizeof(float)) > kStreamed;
+      parallel(static_cast<Index>(chunks_.size()), threads, [&](Index c) {
+        Chunk& chunk = chunks_[c];
+        const Tensor& t = tensors_[chunk.tensor];
+        chunk.found.candidates.clear();
+        run(t, chunk.start, chunk.stop, momentum, predictions_[chunk.tensor].threshold,
+            streamed && is_streamable(t), chunk.found);
+#if defined(__x86_64__)
+        _mm_sfence();
+#endif
+      });
+      parallel(static_cast<Index>(tensors_.size()), elements_ > kChunk ? threads : 1,
+               [&](Index t) {
+                 good[t] = choose(t, places + first_entries_[t], chosen + first_entries_[t]);
+               });
+    }
+    return py::make_tuple(indices, values, finite);
+  }
+
+  // See Selection.settle of reference.py.
+  void settle(const Array<Index>& addresses, const Array<Index>& indices,
+              const Array<float>& remaining, bool masking) {
+    set_addresses(addresses);
+    if (indices.size() != entries_ || remaining.size() != entries_)
+      throw std::invalid_argument("one number for each entry");
+    const Index* at = indices.data();
+    const float* left = remaining.data();
+    for (std::size_t t = 0; t < tensors_.size(); ++t) {
+      const Tensor& tensor = tensors_[t];
+      for (Index i = 0; i < tensor.k; ++i, ++at, ++left) {
+        const Index place = *at - offsets_[t];
+        if (place < 0 || place >= tensor.n) throw std::invalid_argument("an index out of range");
+        tensor.new_residual[place] = *left;
+        if (masking) tensor.new_velocity[place] = 0;
+      }
+    }
+  }
+
+ private:
+  struct Chunk {
+    Index tensor, start, stop;
+    Found found;
+  };
+  // Of the next step's smallest chosen magnitude.  A prediction that is too high costs a second
+  // search, one that is too low more candidates.
+  struct Prediction {
+    Bits threshold = UINT32_MAX;
+    float last = 0, margin = 0.95f;
+  };
+
+  void set_addresses(const Array<Index>& addresses) {
+    const Index count = static_cast<Index>(tensors_.size());
+    if (addresses.ndim() != 2 || addresses.shape(0) != count || addresses.shape(1) != 5)
+      throw std::invalid_argument("addresses of five arrays of each tensor");
+    for (Index t = 0; t < count; ++t) {
+      const auto at = [&](int i) { return reinterpret_cast<float*>(*addresses.data(t, i)); };
+      Tensor& tensor = tensors_[t];
+      tensor.gradient = at(0);
+      tensor.velocity = at(1);
+      tensor.residual = at(2);
+      tensor.new_velocity = at(3);
+      tensor.new_residual = at(4);
+    }
+  }
+
+  static bool is_streamable(const Tensor& t) {
+    return (reinterpret_cast<std::uintptr_t>(t.new_velocity) -
+            reinterpret_cast<std::uintptr_t>(t.new_residual)) % 64 == 0;
+  }
+
+  // Write the k elements of largest magnitude of one tensor, ascending, of equal ones the first;
+  // false if not all elements are finite.
+  bool choose(Index t, Index* places, float* values) {
+    const Tensor& tensor = tensors_[t];
+    Chunk* const first = chunks_.data() + first_chunks_[t];
+    Chunk* const last = chunks_.data() + first_chunks_[t + 1];
+    const Index k = tensor.k, offset = offsets_[t];
+    Bits largest = 0;
+    for (auto* chunk = first; chunk != last; ++chunk)
+      largest = std::max(largest, chunk->found.largest);
+    if (largest >= kInfinity) {
+      for (Index i = 0; i < k; ++i) {
+        places[i] = offset + i;
+        values[i] = number(kNaN);
+      }
+      return false;
+    }
+    std::vector<Bits> magnitudes, sample;
+    const auto collect = [&] {
+      magnitudes.clear();
+      for (auto* chunk = first; chunk != last; ++chunk)
+        for (const auto& candidate : chunk->found.candidates)
+          magnitudes.push_back(candidate.bits & kMagnitude);
+      return static_cast<Index>(magnitudes.size()) >= k;
+    };
+    bool predicted = true;
+    for (Index wanted = k + k / 4 + 16; !collect(); wanted *= 4) {
+      predicted = false;
+      const Bits least = wanted < tensor.n
+                             ? sampled_threshold(tensor.new_residual, tensor.n, wanted, sample)
+                             : 0;
+      for (auto* chunk = first; chunk != last; ++chunk) {
+        chunk->found.candidates.clear();
+        loops.search(tensor.new_residual, chunk->start, chunk->stop, least, chunk->found);
+      }
+    }
+    const auto kth = magnitudes.begin() + (k - 1);
+    std::nth_element(magnitudes.begin(), kth, magnitudes.end(), std::greater<>());
+    const Bits threshold = *kth;
+    Index ties = std::count(magnitudes.begin(), kth + 1, threshold);
+    for (auto* chunk = first; chunk != last; ++chunk) {
+      for (const auto& candidate : chunk->found.candidates) {
+        const Bits bits = candidate.bits & kMagnitude;
+        if (bits < threshold || (bits == threshold && ties-- <= 0)) continue;
+        *places++ = offset + chunk->start + candidate.place;
+        *values++ = number(candidate.bits);
+      }
+    }
+    predict(predictions_[t], number(threshold), predicted,
+            static_cast<Index>(magnitudes.size()) > k + k / 2 + 16);
+    return true;
+  }
+
+  static void predict(Prediction& prediction, float now, bool predicted, bool too_low) {
+    if (!predicted && prediction.last > 0)
+      prediction.margin = std::max(0.7f, prediction.margin * 0.95f);
+    else if (too_low)
+      prediction.margin = std::min(0.99f, prediction.margin * 1.01f);
+    const float change =
+        prediction.last > 0 ? std::min(1.5f, std::max(0.67f, now / prediction.last)) : 1.0f;
+    prediction.threshold = std::max<Bits>(1, magnitude(now * change * prediction.margin));
+    prediction.last = now;
+  }
+
+  std::vector<Tensor> tensors_;
+  std::vector<Prediction> predictions_;
+  std::vector<Chunk> chunks_;
+  std::vector<Index> offsets_;  // of each tensor's first element, all end to end
+  std::vector<std::size_t> first_chunks_, first_entries_;
+  Index elements_ = 0, entries_ = 0;
+};
+
+// -- adding up ------------------------------------------------------------------------------------
+
+struct Entries {
+  const Index* indices;
+  const float* values;
+  Index count;
+};
+
+// Elements start..stop-1 of the mean, of which all entries' indices are given.
+void add_window(const std::vector<Entries>& ranks, Index offset, float* out, float size) {
+  for (const auto& own : ranks)
+    for (Index i = 0; i < own.count; ++i) out[own.indices[i] - offset] += own.values[i];
+  if (size == 1) return;
+  // Each sum is divided once, with the last of its entries: those of earlier ranks leave it alone.
+  std::vector<Index> next(ranks.size());
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    std::fill(next.begin(), next.end(), 0);
+    for (Index i = 0; i < ranks[r].count; ++i) {
+      const Index at = ranks[r].indices[i];
+      bool divided = false;
+      for (std::size_t q = 0; q < r && !divided; ++q) {
+        while (next[q] < ranks[q].count && ranks[q].indices[next[q]] < at) ++next[q];
+        divided = next[q] < ranks[q].count && ranks[q].indices[next[q]] == at;
+      }
+      if (!divided) out[at - offset] /= size;
+    }
+  }
+}
+
+// See add_up of reference.py; `addresses` of the results, one for each tensor.
+py::array_t<bool> add_up(const Array<Index>& addresses, const std::vector<Index>& sizes,
+                         const std::vector<Array<Index>>& indices,
+                         const std::vector<Array<float>>& values, float size, int threads) {
+  const Index count = static_cast<Index>(sizes.size());
+  if (addresses.size() != count || indices.size() != values.size())
+    throw std::invalid_argument("one address for each size, and values for each rank's indices");
+  Index elements = 0;
+  std::vector<Index> offsets;
+  for (const Index n : sizes) {
+    offsets.push_back(elements);
+    elements += n;
+  }
+  std::vector<Entries> ranks;
+  for (std::size_t r = 0; r < indices.size(); ++r) {
+    ranks.push_back({indices[r].data(), values[r].data(), indices[r].size()});
+    if (values[r].size() != indices[r].size()) throw std::invalid_argument("a value an index");
+    for (Index i = 0; i < ranks[r].count; ++i)
+      if (ranks[r].indices[i] <= (i ? ranks[r].indices[i - 1] : -1) ||
+          ranks[r].indices[i] >= elements)
+        throw std::invalid_argument("indices must be ascending and in range");
+  }
+  py::array_t<bool> finite(count);
+  auto* good = finite.mutable_data();
+  const Index* at = addresses.data();
+  {
+    py::gil_scoped_release release;
+    parallel(count, elements > kChunk ? threads : 1, [&](Index t) {
+      auto* out = reinterpret_cast<float*>(at[t]);
+      std::memset(out, 0, sizes[t] * sizeof(float));
+      std::vector<Entries> own;
+      Bits largest = 0;
+      for (const auto& rank : ranks) {
+        const auto* end = rank.indices + rank.count;
+        const auto* start = std::lower_bound(rank.indices, end, offsets[t]);
+        const auto* stop = std::lower_bound(start, end, offsets[t] + sizes[t]);
+        own.push_back({start, rank.values + (start - rank.indices), stop - start});
+        for (Index i = 0; i < own.back().count; ++i)
+          largest = std::max(largest, magnitude(own.back().values[i]));
+      }
+      good[t] = largest < kInfinity;
+      add_window(own, offsets[t], out, size);
+    });
+  }
+  return finite;
+}
+
+// -- Rice codes -----------------------------------------------------------------------------------
+
+Index quotients(const Array<Index>& gaps, int b) {
+  const Index* gap = gaps.data();
+  Index total = 0;
+  for (Index i = 0; i < gaps.size(); ++i) total += gap[i] >> b;
+  return total;
+}
+
+void rice_pack(const Array<Index>& gaps, int b, Array<std::uint8_t>& out) {
+  const Index count = gaps.size(), split = (count * b + 7) / 8;
+  if (b < 0 || b > 48 || out.size() < split + (quotients(gaps, b) + count + 7) / 8)
+    throw std::invalid_argument("no room for the code");
+  const Index* gap = gaps.data();
+  std::uint8_t* fields = out.mutable_data();
+  std::uint8_t* unary = fields + split;
+  std::uint64_t waiting = 0;
+  int bits = 0;
+  Index place = -1;
+  for (Index i = 0; i < count; ++i) {
+    if (gap[i] < 0) throw std::invalid_argument("indices must be ascending");
+    waiting |= (static_cast<std::uint64_t>(gap[i]) & ((std::uint64_t{1} << b) - 1)) << bits;
+    for (bits += b; bits >= 8; bits -= 8, waiting >>= 8) *fields++ = waiting & 0xff;
+    place += (gap[i] >> b) + 1;
+    unary[place / 8] |= 1 << place % 8;
+  }
+  if (bits) *fields = waiting & 0xff;
+}
+
+Array<Index> rice_unpack(const Array<std::uint8_t>& code, Index count, int b, Index n) {
+  if (b < 0 || b > 48 || count < 1 || count > n)
+    throw std::invalid_argument("packed indices without a valid parameter");
+  const Index split = (count * b + 7) / 8, size = code.size();
+  const auto wrong = [&] {
+    return std::invalid_argument("packed indices that are not " + std::to_string(count));
+  };
+  if (size < split) throw wrong();
+  const std::uint8_t *fields = code.data(), *unary = fields + split;
+  const Index words = size - split;
+  Array<Index> indices(count);
+  Index* out = indices.mutable_data();
+  const auto outside = [&] {
+    return std::invalid_argument("indices that are not ascending within 0.." +
+                                 std::to_string(n - 1));
+  };
+  std::uint64_t waiting = 0;
+  int bits = 0;
+  Index found = 0, last = -1, end = 0;
+  for (Index word = 0; word < words; ++word) {
+    for (unsigned byte = unary[word]; byte; byte &= byte - 1) {
+      if (found == count) throw wrong();
+      const Index one = 8 * word + __builtin_ctz(byte);
+      for (; bits < b; bits += 8) waiting |= static_cast<std::uint64_t>(*fields++) << bits;
+      const Index field = waiting & ((std::uint64_t{1} << b) - 1);
+      waiting >>= b;
+      bits -= b;
+      const Index quotient = one - end;
+      end = one + 1;
+      if (quotient > (n >> b)) throw outside();
+      last += (quotient << b) + field + 1;
+      if (last >= n) throw outside();
+      out[found++] = last;
+    }
+  }
+  if (found != count || 8 * words - end >= 64) throw wrong();
+  return indices;
+}
+
+// What a step cannot do without: read three arrays, write two of them.  For benchmarks.
+void stream(const Array<Index>& addresses, const std::vector<Index>& sizes, int threads) {
+  if (addresses.ndim() != 2 || addresses.shape(0) != static_cast<Index>(sizes.size()) ||
+      addresses.shape(1) != 3)
+    throw std::invalid_argument("addresses of three arrays of each tensor");
+  py::gil_scoped_release release;
+  for (std::size_t t = 0; t < sizes.size(); ++t) {
+    const auto at = [&](int i) { return reinterpret_cast<float*>(*addresses.data(t, i)); };
+    const float* __restrict g = at(0);
+    float* __restrict u = at(1);
+    float* __restrict v = at(2);
+    parallel((sizes[t] + kChunk - 1) / kChunk, threads, [&](Index c) {
+      const Index stop = std::min(sizes[t], (c + 1) * kChunk);
+      for (Index i = c * kChunk; i < stop; ++i) {
+        u[i] = 0.5f * u[i] + g[i];
+        v[i] += u[i];
+      }
+    });
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(native, m) {
+  py::class_<Selection>(m, "Selection")
+      .def(py::init<const std::vector<Index>&, const std::vector<Index>&>())
+      .def("accumulate", &Selection::accumulate)
+      .def("settle", &Selection::settle);
+  m.def("add_up", add_up);
+  m.def("quotients", quotients);
+  m.def("rice_pack", rice_pack);
+  m.def("rice_unpack", rice_unpack);
+  m.def("stream", stream);
+}

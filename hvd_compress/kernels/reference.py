@@ -1,0 +1,136 @@
+"""What the compiled loops compute, in NumPy: their definition, and what runs without a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvd_compress.kernels.arrays import Selected, Step
+from hvd_compress.kernels.bitpacking import full_bytes, pack_fields, unpack_fields
+
+
+class Selection:
+    """Finds the elements of largest magnitude in each tensor of a bucket.
+
+    Args:
+        sizes: the number of elements of each tensor, below 2**32.
+        counts: how many are selected of each, from 1 to its size.
+    """
+
+    def __init__(self, sizes: Sequence[int], counts: Sequence[int]) -> None:
+        self._counts = list(counts)
+        self._offsets = np.cumsum([0, *sizes[:-1]])
+
+    def accumulate(self, steps: Sequence[Step], momentum: float | None, nesterov: bool) -> Selected:
+        """Write the new velocity and residual of each tensor before anything is sent, and return
+        the ``count`` largest elements of the new residual, of equal ones the first::
+
+            u = m u + g;    v = v + u           with momentum
+            u = m (u + g);  v = v + u + g       with Nesterov's
+            v = v + g                           if momentum is None
+
+        Of a tensor with a NaN or Inf, NaN is selected at the first places."""
+        indices, values, finite = [], [], []
+        for step, count, offset in zip(steps, self._counts, self._offsets, strict=True):
+            with np.errstate(over="ignore", invalid="ignore"):
+                direction = step.gradient
+                if momentum is not None:
+                    velocity = step.velocity + step.gradient if nesterov else step.velocity
+                    velocity = velocity * np.float32(momentum)
+                    if not nesterov:
+                        velocity += step.gradient
+                    direction = velocity + step.gradient if nesterov else velocity
+                    step.new_velocity[:] = velocity
+                np.add(direction, step.residual, out=step.new_residual)
+            if fine := bool(np.isfinite(step.new_residual).all()):
+                places = np.sort(np.argsort(-np.abs(step.new_residual), kind="stable")[:count])
+                values.append(step.new_residual[places])
+            else:
+                places = np.arange(count)
+                values.append(np.full(count, np.nan, np.float32))
+            indices.append(offset + places)
+            finite.append(fine)
+        return Selected(np.concatenate(indices), np.concatenate(values), np.array(finite))
+
+    def settle(
+        self, steps: Sequence[Step], indices: np.ndarray, remaining: np.ndarray, masking: bool
+    ) -> None:
+        """Write what remains of the selected elements into the new residuals; with ``masking``, put
+        the new velocities there to zero."""
+        bounds = np.cumsum(self._counts)[:-1]
+        parts = zip(np.split(indices, bounds), np.split(remaining, bounds), strict=True)
+        for step, offset, (places, left) in zip(steps, self._offsets, parts, strict=True):
+            step.new_residual[places - offset] = left
+            if masking:
+                step.new_velocity[places - offset] = 0
+
+
+def add_up(
+    out: Sequence[np.ndarray],
+    indices: Sequence[np.ndarray],
+    values: Sequence[np.ndarray],
+    size: int,
+) -> np.ndarray:
+    """Write the sum of sparse vectors, divided by ``size``, into ``out``, and return for each array
+    of ``out`` whether the values that belong there are finite.
+
+    Args:
+        out: arrays (1-D, float32), which the vectors span end to end; what is in them is lost.
+        indices, values: of each vector, ascending indices (int64) and float32.  They are added in
+            this order.
+    """
+    bounds = np.cumsum([x.size for x in out])
+    total = np.zeros(bounds[-1], np.float32)
+    finite = np.ones(len(out), bool)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for own, theirs in zip(indices, values, strict=True):
+            total[own] += theirs
+            tensors = np.searchsorted(bounds, own, side="right")
+            finite[tensors[~np.isfinite(theirs)]] = False
+        total /= np.float32(size)
+    for x, part in zip(out, np.split(total, bounds[:-1]), strict=True):
+        x[:] = part
+    return finite
+
+
+def quotients(gaps: np.ndarray, b: int) -> int:
+    """Return the sum of all ``gaps >> b``."""
+    return int((gaps >> b).sum())
+
+
+def rice_pack(gaps: np.ndarray, b: int, out: np.ndarray) -> None:
+    """Write the Rice code of ``gaps`` to the start of ``out`` (uint8, zeros); see
+    :mod:`hvd_compress.wire.indices`, of whose code the first byte is left out here."""
+    split = full_bytes(gaps.size * b)
+    out[:split] = pack_fields(gaps & ((1 << b) - 1), b)
+    ends = np.cumsum(gaps >> b, dtype=np.int64)
+    ends += np.arange(gaps.size)
+    unary = np.zeros(int(ends[-1]) + 1, np.uint8)
+    unary[ends] = 1
+    packed = np.packbits(unary, bitorder="little")
+    out[split : split + packed.size] = packed
+
+
+def rice_unpack(code: np.ndarray, count: int, b: int, n: int) -> np.ndarray:
+    """Return the ``count`` ascending indices (int64) within 0..n-1 that :func:`rice_pack` has coded
+    as gaps.
+
+    Raises:
+        ValueError: ``code`` is none of ``count`` such indices, with at most 7 bytes of padding.
+    """
+    split = full_bytes(count * b)
+    unary = np.unpackbits(code[split:], bitorder="little")
+    ends = np.flatnonzero(unary.view(bool))
+    if ends.size != count or unary.size - int(ends[-1]) > 64:
+        raise ValueError(f"packed indices that are not {count}")
+    number = np.arange(count)
+    ends -= number  # zeros so far
+    if (int(ends[-1]) + count) << b >= 2**62:
+        raise ValueError("packed indices that are too large")
+    ends <<= b
+    ends += np.cumsum(unpack_fields(code[:split], count, b), dtype=np.int64)
+    ends += number
+    if ends[-1] >= n:
+        raise ValueError(f"indices that are not ascending within 0..{n - 1}")
+    return ends

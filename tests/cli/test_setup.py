@@ -1,0 +1,107 @@
+"""What ``make setup`` rests on: a Python that runs, and pins that are whole and have hashes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+_spec = importlib.util.spec_from_file_location("make_setup", ROOT / "scripts" / "setup.py")
+make = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(make)
+FILES = ("constraints.txt", "constraints-mpich.txt")
+# Come with CUDA builds of PyTorch, and are cut.
+OF_CUDA = re.compile("cuda|nvidia|triton")
+
+
+def pins(file: str) -> list[tuple[Requirement, list[str]]]:
+    """Requirements with their hashes."""
+    text = re.sub("^#.*\n", "", (ROOT / file).read_text(), flags=re.MULTILINE)
+    lines = text.replace("\\\n", "").splitlines()
+    parts = [line.split("--hash=") for line in lines]
+    return [(Requirement(first), [h.strip() for h in hashes]) for first, *hashes in parts]
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/bin/true", "/no/such/python"])
+def test_what_is_no_python_is_said_in_one_line(python):
+    command = ["make", "--no-print-directory", "setup", f"PYTHON={python}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    line, _ = done.stderr.splitlines()  # the other one is make's
+    assert line.startswith(f"setup: error: {python} is no Python that runs: make setup PYTHON=")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_pin_is_exact_and_has_hashes(file):
+    for requirement, hashes in pins(file):
+        assert re.fullmatch(r"==[\w.]+", str(requirement.specifier)), requirement
+        assert hashes, requirement
+        assert all(re.fullmatch("sha256:[0-9a-f]{64}", value) for value in hashes), requirement
+
+
+def test_what_is_installed_needs_nothing_that_is_not_pinned():
+    """They are installed without their dependencies, so each of these must be a pin."""
+    pinned = {
+        canonicalize_name(requirement.name): requirement
+        for requirement, _ in pins("constraints.txt")
+        if requirement.marker is None or requirement.marker.evaluate()
+    }
+    assert "torch" in pinned
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = [("hvd_compress", project["dependencies"])]
+    needs += project["optional-dependencies"].items()
+    # It asks for the large TensorFlow, and is content with any.
+    needs += [(name, importlib.metadata.requires(name)) for name in pinned if name != "tf-keras"]
+    for name, texts in needs:
+        for requirement in map(Requirement, texts or ()):
+            wanted = canonicalize_name(requirement.name)
+            if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+                continue
+            if not OF_CUDA.match(wanted) and wanted != "hvd-compress":
+                assert wanted in pinned, f"{name} needs {requirement}"
+                version = str(pinned[wanted].specifier).removeprefix("==")
+                assert requirement.specifier.contains(version), f"{name} needs {requirement}"
+
+
+@pytest.mark.parametrize(
+    ("build", "taken"), [("", False), ("+cpu", True)], ids=["common index", "own index"]
+)
+def test_pytorch_of_another_hash(tmp_path, monkeypatch, capsys, build, taken):
+    """What claims to be the published file is refused; a build of an index of its own is named."""
+    monkeypatch.setattr(make, "VENV", tmp_path)
+    monkeypatch.setattr(make, "LOG", tmp_path / "setup.log")
+    version = make.pinned_version("torch", "constraints.txt") + build
+    wheel = tmp_path / "index" / f"torch-{version}-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        info = f"torch-{version}.dist-info"
+        archive.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}"
+        )
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    pip = [sys.executable, "-m", "pip"]
+    install = [*pip, "install", "--target", str(tmp_path / "site")]
+    if taken:
+        make.install_pytorch(pip, install)
+        assert f"no hash is recorded for {wheel.name}" in capsys.readouterr().out
+    else:
+        with pytest.raises(SystemExit, match=f"{wheel.name} is not the published file"):
+            make.install_pytorch(pip, install)
+    assert any(tmp_path.glob("site/torch-*")) is taken

@@ -1,0 +1,178 @@
+"""What the documentation shows, runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvd_compress import as_compressor, config, method_names
+from hvd_compress.cli.costs import costs, costs_of_defaults
+from hvd_compress.testing import check_laws
+from tests import jobs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def snippets(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def test_the_method_from_scratch_obeys_the_laws(monkeypatch):
+    import tensorflow as tf
+    import torch
+
+    registered = dict(config._REGISTRY["method"])
+    monkeypatch.setitem(config._REGISTRY, "method", registered)  # gone again after the test
+    first, *blocks, method, laws, in_four_places = snippets("docs/extending.md")
+    scope: dict[str, object] = {"__name__": "a_users_module"}
+    exec(first.split("optimizer =")[0], scope)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, scope)
+    exec(method, scope)
+    exec(laws, scope)
+    exec(compile(in_four_places, "extending.md", "exec", dont_inherit=True), scope)
+    assert in_four_places.count("\n") < 45
+    check_laws(as_compressor("sign_topk:density=0.05"), make=np.asarray, namespace=scope)
+    made = as_compressor("scaled-sign")
+    assert made == scope["ScaledSign"]()
+    check_laws(made, make=torch.from_numpy, namespace=scope)
+    check_laws(made, make=tf.convert_to_tensor, namespace=scope)
+
+
+@pytest.mark.parametrize("name", [n for n in method_names() if not n.startswith("test-")])
+def test_every_method_has_its_row_and_page(name):
+    method = as_compressor(name)
+    page = (ROOT / "docs/methods.md").read_text()
+    found = re.search(rf"^\| `{name}` \| `(\w+)` \|(.*)\[(\S+)\]\((\S+)\) \|$", page, re.MULTILINE)
+    assert found, "the table of docs/methods.md lacks it"
+    own = costs(method)
+    memory = ", ".join(own.memory) or "-"
+    expected = f"{own.sent:g} | {own.received:g} | {', '.join(own.collectives)} | {memory} |"
+    assert (found[1], found[2].strip()) == (type(method).__name__, expected)
+    assert type(method).__name__ in (ROOT / "docs" / found[4]).read_text()
+    assert costs_of_defaults(name) == own, "to write it anew: python -m hvd_compress.cli.costs"
+
+
+PAGES_THAT_RUN = (
+    "README.md",
+    "docs/mpi.md",
+    "docs/mpi-training.md",
+    "docs/methods/onebit-adam.md",
+    "docs/sparse-collectives.md",
+    "docs/tensorflow.md",
+)
+#: runs the files it is given one after the other, each as a program of its own
+RUN_ALL = """
+import runpy, sys
+for file in sys.argv[1:]:
+    print(file, flush=True)
+    runpy.run_path(file, run_name="__main__")
+"""
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+
+
+def blocks_that_run(page: str) -> list[str]:
+    blocks = snippets(page)
+    return blocks[:2] if page == "README.md" else blocks
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("page", PAGES_THAT_RUN)
+def test_what_pages_show_runs_on_two_ranks(tmp_path, page):
+    """One job runs all that MPI or Horovod starts, and one all that torchrun does."""
+    (tmp_path / "run_all.py").write_text(RUN_ALL)
+    of_mpi, of_torchrun = [], []
+    for number, block in enumerate(blocks_that_run(page)):
+        file = tmp_path / f"block-{number}.py"
+        file.write_text(block)
+        (of_torchrun if "init_process_group" in block else of_mpi).append(str(file))
+    for launcher, files in (
+        ([*jobs.launcher(2, "mpirun"), sys.executable], of_mpi),
+        (TORCHRUN, of_torchrun),
+    ):
+        if files:
+            # In a folder of its own: some write files.
+            command = ["env", "-C", str(tmp_path), *launcher, "run_all.py", *files]
+            jobs.run(command, timeout=120 + 30 * len(files))
+
+
+def test_links_lead_somewhere():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_figures_are_those_of_real_frames():
+    from benchmarks.model_shapes import resnet50
+    from hvd_compress.wire import sparse_size
+
+    def kilobytes(values, everything_sparse=False):
+        """All frames as one: buckets have 16 bytes each besides."""
+        entries = elements = whole = 0
+        for shape in resnet50().values():
+            n = int(np.prod(shape))
+            if everything_sparse or (len(shape) > 1 and n >= 1024):
+                entries, elements = entries - (-n // 1000), elements + n
+            else:
+                whole += 4 * n
+        return (sparse_size(entries, elements, values) + whole) / 1000
+
+    text = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs/methods/dgc.md").read_text()
+    for values in ("float32", "float16"):
+        assert f"{kilobytes(values):,.0f} kB" in text
+        assert f"{kilobytes(values):,.1f} kB" in page
+    assert f"{kilobytes('float32', True):,.0f} kB" in text
+    random_k = sum(4 * -(-int(np.prod(shape)) // 100) for shape in resnet50().values())
+    assert f"{random_k / 1000:,.0f} kB" in text
+
+
+def said(folder: str) -> str:
+    """All texts in the sources of a folder, with ``...`` for what is filled in."""
+
+    def text_of(node: ast.AST) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(text_of, node.values))
+        if isinstance(node, ast.Constant):
+            return str(node.value)
+        named = isinstance(node, ast.FormattedValue) and getattr(node.value, "id", None)
+        return str(constants.get(named, "..."))
+
+    texts = []
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        constants = {
+            node.targets[0].id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        }
+        texts += [text_of(n) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr | ast.Constant)]
+    return "\n".join(texts)
+
+
+#: said by MPI
+OTHERS = {"MPI_Init_thread", "mpirun has detected an attempt to run as root"}
+
+
+def test_troubleshooting_quotes_what_is_said():
+    page = (ROOT / "docs/troubleshooting.md").read_text().partition("\n## ")[0]
+    symptoms = [row.split("|")[1] for row in page.splitlines() if row.startswith("| ")][1:]
+    quotes = {quote for symptom in symptoms for quote in re.findall("`(.*?)`", symptom)} - OTHERS
+    sources = "\n".join(map(said, ("hvd_compress", "torch_impl", "tf")))
+    assert len(quotes) > 12
+    for quote in quotes:
+        name, _, text = quote.rpartition("Error: " if "Error: " in quote else "Timeout: ")
+        if name:
+            assert re.search(
+                f"class {name}(Error|Timeout)", (ROOT / "hvd_compress/errors.py").read_text()
+            )
+        assert text.strip(". ") in sources, quote

@@ -1,0 +1,238 @@
+"""Exchanges of whole buckets in fused loops, against the chains of blocks that define them."""
+
+from __future__ import annotations
+
+import copy
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_compress import DGC, FP16, Context, NoCompression, Sparse, TopK, kernels
+from hvd_compress.engines.joining import Member, joined
+from hvd_compress.engines.local import LocalEngine
+from hvd_compress.engines.lockstep import World, run
+from hvd_compress.reducer import Reducer
+from hvd_compress.stats import Record
+
+METHODS = [
+    DGC(density=0.05, min_size=0),
+    DGC(density=0.05, min_size=0, nesterov=True, values="float16"),
+    DGC(density=0.1, min_size=0, masking=False, indices="packed"),
+    DGC(density=0.05, min_size=0, clip_norm=1.0),
+    TopK(density=0.02),
+    TopK(density=0.02, values="float16", indices="packed"),
+    DGC(min_size=10**6),
+    DGC(min_size=10**6, nesterov=True, clip_norm=1.0),
+    NoCompression(),
+    FP16(),
+]
+MAKERS = {"numpy": np.array, "torch": torch.tensor}
+
+
+class Ranks:
+    """Ranks that exchange a bucket at a time, and keep memory between steps."""
+
+    def __init__(self, method, shapes, size, *, in_place=False):
+        self.method, self.shapes, self.size = method, shapes, size
+        self.in_place = in_place
+        self.states = None
+        self.scratch = [{name: {} for name in shapes} for _ in range(size)]
+        self.step = 0
+
+    def exchange(self, gradients):
+        """Outcomes by rank and name, of ``gradients[rank][name]``."""
+        if self.states is None:
+            self.states = [{n: self.method.init(g) for n, g in own.items()} for own in gradients]
+        buckets = []
+        for rank, own in enumerate(gradients):
+            members = []
+            for name, gradient in own.items():
+                context = Context(
+                    name=name,
+                    rank=rank,
+                    size=self.size,
+                    step=self.step,
+                    momentum=0.9,
+                    gradient_norm=3.0,
+                    scratch=self.scratch[rank][name],
+                    in_place=self.in_place,
+                )
+                exchange = self.method.exchange(gradient, self.states[rank][name], context)
+                members.append(Member(name, exchange, Record()))
+            assert {member.kind[0] for member in members} == {"joint"}
+            buckets.append(joined(members, rank, self.size))
+        outcomes = run(buckets)
+        for rank, own in enumerate(outcomes):
+            for name, outcome in own.items():
+                self.states[rank][name] = outcome.state
+        self.step += 1
+        return outcomes
+
+
+def one_by_one(method, size):
+    """The same by blocks, tensor after tensor."""
+    world = World(method, size)
+
+    def exchange(gradients):
+        found = [{} for _ in gradients]
+        for name in gradients[0]:
+            outcomes = world.exchange(
+                [own[name] for own in gradients], name, momentum=0.9, gradient_norm=3.0
+            )
+            for own, outcome in zip(found, outcomes, strict=True):
+                own[name] = outcome
+        return found
+
+    return exchange
+
+
+def assert_equal(own, expected):
+    np.testing.assert_array_equal(np.asarray(own.mean), np.asarray(expected.mean))
+    assert own.mean.shape == expected.mean.shape
+    for key in expected.state:
+        np.testing.assert_array_equal(np.asarray(own.state[key]), np.asarray(expected.state[key]))
+    assert own.state.keys() == expected.state.keys()
+    if expected.update is not None:
+        np.testing.assert_array_equal(np.asarray(own.update), np.asarray(expected.update))
+        assert own.update.shape == expected.update.shape
+    assert type(own.sent) is type(expected.sent)
+    sent = [(o.sent if isinstance(o.sent, Sparse) else [o.sent]) for o in (own, expected)]
+    for part, other in zip(*sent, strict=True):
+        np.testing.assert_array_equal(np.asarray(part), np.asarray(other))
+
+
+@pytest.mark.parametrize("framework", MAKERS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_bucket_is_what_its_tensors_are(framework, data):
+    """Bit for bit, whatever the gradients, also over steps with a NaN or Inf on some rank."""
+    method = data.draw(st.sampled_from(METHODS))
+    size = data.draw(st.sampled_from([1, 2, 3, 4]))
+    count = data.draw(st.integers(1, 4))
+    shapes = {
+        f"t{i}": data.draw(st.sampled_from([(40, 30), (64, 8), (300, 7)])) for i in range(count)
+    }
+    random = np.random.default_rng(data.draw(st.integers(0, 100)))
+    ranks, expected = Ranks(method, shapes, size), one_by_one(method, size)
+    make = MAKERS[framework]
+    for _ in range(4):
+        kind = data.draw(st.sampled_from(["normal", "ties", "zeros"]))
+        gradients = []
+        for _ in range(size):
+            own = {
+                n: random.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()
+            }
+            if kind == "ties":
+                own = {n: np.round(x) for n, x in own.items()}
+            elif kind == "zeros":
+                own = {n: x * 0 for n, x in own.items()}
+            gradients.append(own)
+        if data.draw(st.booleans()):
+            bad = gradients[data.draw(st.integers(0, size - 1))]
+            name = data.draw(st.sampled_from(sorted(shapes)))
+            bad[name][0, 0] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+        gradients = [{n: make(x) for n, x in own.items()} for own in gradients]
+        given_ = copy.deepcopy(gradients)
+        found = ranks.exchange(gradients)
+        for own, other in zip(found, expected(given_), strict=True):
+            for name in shapes:
+                assert_equal(own[name], other[name])
+        for own, other in zip(gradients, given_, strict=True):  # nobody wrote into them
+            for name in shapes:
+                np.testing.assert_array_equal(np.asarray(own[name]), np.asarray(other[name]))
+
+
+def test_the_result_may_take_the_place_of_the_gradient():
+    shapes = {"a": (50, 40), "b": (30, 30)}
+    random = np.random.default_rng(0)
+    ranks, expected = Ranks(METHODS[0], shapes, 2, in_place=True), one_by_one(METHODS[0], 2)
+    for _ in range(3):
+        gradients = [
+            {n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+            for _ in range(2)
+        ]
+        other = expected(copy.deepcopy(gradients))
+        for rank, own in enumerate(ranks.exchange(gradients)):
+            for name, outcome in own.items():
+                assert np.shares_memory(outcome.mean, gradients[rank][name])
+                assert_equal(outcome, other[rank][name])
+
+
+def test_other_entries_of_the_state_stay_out_of_it():
+    """Bindings keep arrays of their own there."""
+    method, gradient = METHODS[0], np.ones((50, 40), np.float32)
+    ranks = Ranks(method, {"a": gradient.shape}, 1)
+    for step in range(3):
+        if ranks.states is not None:
+            ranks.states[0]["a"]["decay"] = np.full(2000, step, np.float32)
+        outcome = ranks.exchange([{"a": gradient.copy()}])[0]["a"]
+        assert outcome.state.keys() == {"velocity", "residual"}
+
+
+def test_gradients_need_not_be_contiguous():
+    """Ranks whose gradients lie in memory in other ways make the same request."""
+    gradient = np.random.default_rng(0).standard_normal((50, 40)).astype(np.float32)
+    ranks, expected = (
+        Ranks(METHODS[0], {"a": (40, 50)}, 1, in_place=True),
+        one_by_one(METHODS[0], 1),
+    )
+    for _ in range(3):
+        (own,) = ranks.exchange([{"a": gradient.copy().T}])
+        (other,) = expected([{"a": gradient.T}])
+        assert_equal(own["a"], other["a"])
+
+
+def test_without_a_compiler_the_bits_are_the_same(monkeypatch):
+    shapes = {"a": (50, 40), "b": (30, 30)}
+    random = np.random.default_rng(1)
+    gradients = [
+        [{n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()} for _ in "01"]
+        for _ in range(3)
+    ]
+    found = []
+    for compiled in (True, False):
+        monkeypatch.setattr(kernels, "is_compiled", lambda compiled=compiled: compiled)
+        ranks = Ranks(METHODS[1], shapes, 2)
+        found.append([ranks.exchange(step) for step in gradients])
+    for fast, plain in zip(*found, strict=True):
+        for own, other in zip(fast, plain, strict=True):
+            for name in shapes:
+                assert_equal(own[name], other[name])
+
+
+def test_a_checkpoint_takes_the_place_of_the_state():
+    """What was kept beside the state has no say."""
+    shapes = {"a": (50, 40)}
+    random = np.random.default_rng(2)
+    gradients = [
+        [{"a": random.standard_normal((50, 40)).astype(np.float32)} for _ in "01"] for _ in range(6)
+    ]
+    ranks = Ranks(METHODS[0], shapes, 2)
+    for step in gradients[:3]:
+        ranks.exchange(step)
+    saved, at = copy.deepcopy(ranks.states), ranks.step
+    first = [copy.deepcopy(ranks.exchange(step)) for step in gradients[3:]]
+    ranks.states, ranks.step = saved, at
+    again = [copy.deepcopy(ranks.exchange(step)) for step in gradients[3:]]
+    for one, other in zip(first, again, strict=True):
+        for own, theirs in zip(one, other, strict=True):
+            assert_equal(own["a"], theirs["a"])
+
+
+def test_a_steady_step_needs_no_fresh_memory():
+    """Messages and lists of entries, but no array of the size of a gradient."""
+    n = 2_000_000
+    reducer = Reducer(TopK(density=0.001), LocalEngine(), in_place=True)
+    random = np.random.default_rng(0)
+    gradients = [random.standard_normal(n, np.float32) for _ in range(4)]
+    for x in gradients[:3]:
+        reducer.reduce({"x": x})
+    tracemalloc.start()
+    reducer.reduce({"x": gradients[3]})
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < n * 4 / 10

@@ -1,0 +1,221 @@
+"""The compiled loops against their NumPy reference, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_compress import kernels
+from hvd_compress.kernels import Step, reference
+
+SIZES = st.one_of(st.integers(1, 300), st.sampled_from([511, 4096, 65_536, 65_537, 100_000]))
+#: of elements that sizes alone would seldom meet
+SPECIAL = np.array(
+    [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-40, 3e38, -3e38, np.inf, -np.inf, np.nan], np.float32
+)
+
+
+def drawn(random, n, kind):
+    """Elements of one kind: without ties, with many, special ones, all equal."""
+    if kind == "normal":
+        return random.standard_normal(n).astype(np.float32)
+    if kind == "ties":
+        return random.integers(-2, 3, n).astype(np.float32)
+    if kind == "zeros":
+        return np.zeros(n, np.float32)
+    finite = SPECIAL[:8] if kind == "finite" else SPECIAL
+    return random.choice(finite, n)
+
+
+def unaligned(x, offset):
+    """The same elements, at an address that is off by so many."""
+    space = np.zeros(x.size + offset, x.dtype)
+    space[offset:] = x
+    return space[offset:]
+
+
+def steps_of(random, sizes, kind, offset, *, momentum):
+    steps = []
+    for n in sizes:
+        arrays = [unaligned(drawn(random, n, kind), offset) for _ in range(3)]
+        new = [unaligned(np.full(n, 7.0, np.float32), offset) for _ in range(2)]
+        velocities = (arrays[2], new[1]) if momentum else (None, None)
+        steps.append(Step(arrays[0], arrays[1], new[0], *velocities))
+    return steps
+
+
+def copied(steps):
+    return [Step(*(None if x is None else x.copy() for x in step)) for step in steps]
+
+
+def bits(x):
+    return None if x is None else np.ascontiguousarray(x).view(np.uint8).tolist()
+
+
+@pytest.fixture(autouse=True)
+def compiled():
+    assert kernels.is_compiled(), "make setup builds the loops"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=st.lists(SIZES, min_size=1, max_size=4),
+    kind=st.sampled_from(["normal", "ties", "zeros", "finite", "special"]),
+    momentum=st.sampled_from([None, 0.0, 0.9]),
+    nesterov=st.booleans(),
+    density=st.sampled_from([0.001, 0.1, 1.0]),
+    offset=st.integers(0, 5),
+    seed=st.integers(0, 1000),
+)
+def test_selections_are_those_of_numpy(sizes, kind, momentum, nesterov, density, offset, seed):
+    """Over several steps, in which thresholds are predicted."""
+    random = np.random.default_rng(seed)
+    counts = [max(1, int(n * density)) for n in sizes]
+    fast, plain = kernels.Selection(sizes, counts), reference.Selection(sizes, counts)
+    for _ in range(4):
+        steps = steps_of(random, sizes, kind, offset, momentum=momentum is not None)
+        theirs = copied(steps)
+        own = fast.accumulate(steps, momentum, nesterov)
+        expected = plain.accumulate(theirs, momentum, nesterov)
+        np.testing.assert_array_equal(own.indices, expected.indices)
+        np.testing.assert_array_equal(own.finite, expected.finite)
+        np.testing.assert_array_equal(own.values, expected.values)
+        remaining = random.standard_normal(own.indices.size).astype(np.float32)
+        masking = momentum is not None and bool(random.integers(2))
+        fast.settle(steps, own.indices, remaining, masking)
+        plain.settle(theirs, own.indices, remaining, masking)
+        for ours, other in zip(steps, theirs, strict=True):
+            np.testing.assert_array_equal(ours.new_residual, other.new_residual)
+            if momentum is not None:
+                np.testing.assert_array_equal(ours.new_velocity, other.new_velocity)
+            assert bits(ours.gradient) == bits(other.gradient)
+            assert bits(ours.residual) == bits(other.residual)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scales=st.lists(st.sampled_from([1e-3, 0.5, 1.0, 1.01, 2.0, 1e4]), min_size=3, max_size=8),
+    n=st.sampled_from([1000, 70_000]),
+    seed=st.integers(0, 100),
+)
+def test_a_wrong_prediction_changes_nothing(scales, n, seed):
+    """Gradients that grow and shrink from step to step."""
+    random = np.random.default_rng(seed)
+    k = n // 100
+    fast = kernels.Selection([n], [k])
+    for scale in scales:
+        (step,) = steps_of(random, [n], "normal", 0, momentum=False)
+        step.gradient[:] *= np.float32(scale)
+        step.residual[:] = 0
+        own = fast.accumulate([step], None)
+        expected = np.sort(np.argsort(-np.abs(step.gradient), kind="stable")[:k])
+        np.testing.assert_array_equal(own.indices, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_threads_change_nothing(threads, monkeypatch):
+    found = []
+    for number in (1, threads):
+        monkeypatch.setattr(kernels, "threads", lambda number=number: number)
+        random = np.random.default_rng(3)
+        sizes = [200_000, 70_000, 5, 300_000]
+        selection = kernels.Selection(sizes, [50, 700, 1, 300_000])
+        for _ in range(3):
+            steps = steps_of(random, sizes, "ties", 0, momentum=True)
+            own = selection.accumulate(steps, 0.9)
+            found.append([bits(x) for x in own] + [bits(x) for step in steps for x in step])
+    assert found[:3] == found[3:]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(SIZES, min_size=1, max_size=5),
+    ranks=st.integers(1, 5),
+    kind=st.sampled_from(["normal", "ties", "finite", "special"]),
+    density=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+    size=st.sampled_from([1, 2, 3]),
+    seed=st.integers(0, 1000),
+)
+def test_sums_are_those_of_numpy(sizes, ranks, kind, density, size, seed):
+    random = np.random.default_rng(seed)
+    total = sum(sizes)
+    indices = [np.flatnonzero(random.random(total) < density) for _ in range(ranks)]
+    values = [drawn(random, own.size, kind) for own in indices]
+    out = [np.full(n, 9.0, np.float32) for n in sizes]
+    expected = [x.copy() for x in out]
+    finite = kernels.add_up(out, indices, values, size)
+    np.testing.assert_array_equal(finite, reference.add_up(expected, indices, values, size))
+    for own, theirs in zip(out, expected, strict=True):
+        np.testing.assert_array_equal(own, theirs)
+
+
+@pytest.mark.parametrize("wrong", [[3, 2], [2, 2], [-1, 2], [2, 10]])
+def test_indices_are_checked_before_they_are_used(wrong):
+    out = [np.zeros(6, np.float32), np.zeros(4, np.float32)]
+    with pytest.raises(ValueError, match="ascending"):
+        kernels.add_up(out, [np.array(wrong)], [np.ones(2, np.float32)], 2)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    n=st.sampled_from([1, 2, 50, 5000, 10**6, 2**40]),
+    count=st.integers(1, 300),
+    b=st.integers(0, 20),
+    seed=st.integers(0, 1000),
+)
+def test_rice_codes_are_those_of_numpy(n, count, b, seed):
+    random = np.random.default_rng(seed)
+    if n > 2**20 and b < 20:
+        b += 24
+    places = np.unique(random.integers(0, n, count))
+    gaps = np.diff(places, prepend=-1) - 1
+    room = (gaps.size * b + 7) // 8 + (int((gaps >> b).sum()) + gaps.size + 7) // 8
+    own, expected = np.zeros(room + 3, np.uint8), np.zeros(room + 3, np.uint8)
+    assert kernels.quotients(gaps, b) == reference.quotients(gaps, b)
+    kernels.rice_pack(gaps, b, own)
+    reference.rice_pack(gaps, b, expected)
+    np.testing.assert_array_equal(own, expected)
+    for unpack in (kernels.rice_unpack, reference.rice_unpack):
+        np.testing.assert_array_equal(unpack(own, places.size, b, n), places)
+        for damaged in (places.size + 1, max(1, places.size - 1)):
+            if damaged != places.size:
+                with pytest.raises(ValueError, match=r"indices|\d"):
+                    unpack(own, damaged, b, n)
+
+
+@settings(max_examples=200, deadline=None)
+@given(code=st.binary(max_size=40), count=st.integers(1, 50), b=st.integers(0, 48))
+def test_damaged_codes_never_give_indices_out_of_range(code, count, b):
+    for unpack in (kernels.rice_unpack, reference.rice_unpack):
+        try:
+            found = unpack(np.frombuffer(code, np.uint8), count, b, 1000)
+        except ValueError:
+            continue
+        assert found.size == count
+        assert (np.diff(found) > 0).all()
+        assert 0 <= found[0] <= found[-1] < 1000
+
+
+def test_without_a_compiler_numpy_serves_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(kernels, "native", None)
+    kernels.is_compiled.cache_clear()
+    try:
+        with caplog.at_level("WARNING", "hvd_compress"):
+            for _ in range(2):
+                selection = kernels.Selection([6], [2])
+                x = np.array([1, -5, 2, 0, 4, 3], np.float32)
+                found = selection.accumulate([Step(x, np.zeros_like(x), x.copy())], None)
+        (record,) = caplog.records
+        assert "install a C++ compiler" in record.getMessage()
+        assert found.indices.tolist() == [1, 4]
+        out = [np.empty(6, np.float32)]
+        assert kernels.add_up(out, [found.indices], [found.values], 1).all()
+        assert out[0].tolist() == [0, -5, 0, 0, 4, 0]
+        code = np.zeros(8, np.uint8)
+        kernels.rice_pack(np.array([1, 2]), 1, code)
+        assert kernels.quotients(np.array([1, 2]), 1) == 1
+        assert kernels.rice_unpack(code[:2], 2, 1, 6).tolist() == [1, 4]
+    finally:
+        kernels.is_compiled.cache_clear()

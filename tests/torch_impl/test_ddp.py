@@ -1,0 +1,44 @@
+"""The DDP communication hook in real jobs that torchrun starts."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests import jobs
+from tests.ddp_worker import SCENARIOS
+from tests.scenarios import read
+
+WORKER = jobs.TESTS / "ddp_worker.py"
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory):
+    """``results(ranks)[rank]``: a problem or ``None`` by scenario name."""
+
+    @functools.cache
+    def run(ranks: int) -> list[dict[str, str | None]]:
+        folder = tmp_path_factory.mktemp(f"torchrun-{ranks}")
+        command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)]
+        try:
+            jobs.run([*command, str(WORKER), str(folder)], timeout=150)
+        except jobs.JobError as error:
+            (folder / "failure").write_text(str(error))
+        return [read(folder, rank, list(SCENARIOS)) for rank in range(ranks)]
+
+    return run
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        pytest.param(ranks, name, id=f"torchrun-{ranks}@{name}", marks=marks)
+        for ranks, marks in ((2, []), (3, []), (1, pytest.mark.full), (4, pytest.mark.full))
+        for name in SCENARIOS
+    ],
+)
+def test_scenario(results, ranks, name):
+    for rank, found in enumerate(results(ranks)):
+        assert found[name] is None, f"rank {rank} of {ranks}: {found[name]}"
