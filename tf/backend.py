@@ -180,7 +180,7 @@ def unpack_sizes(table: Array, count: int) -> list[Any]:
     return tf.unstack(tf.bitcast(tf.reshape(whole, [count, 8]), tf.int64))
 
 
-def from_numpy(x: np.ndarray, like: Array) -> Array:
+def from_numpy(x: np.ndarray, like: Array | None) -> Array:
     return tf.convert_to_tensor(x)
 
 
@@ -190,6 +190,10 @@ def to_numpy(x: Array) -> np.ndarray:
 
 def address(x: Array) -> int | None:
     return None
+
+
+def loops(x: Array) -> str:
+    return "hvd_compress.kernels"
 
 
 if TYPE_CHECKING:  # the module is held to the protocol

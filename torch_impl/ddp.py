@@ -58,6 +58,8 @@ class ProcessGroupEngine(TorchEngine):
     def _launch(self, op: Op) -> Any:
         """Submit a collective, and return it, the tensor that its result will be in, and what to
         wait for."""
+        if dist.get_backend(self._group) == dist.Backend.NCCL:  # which reads a GPU's memory only
+            op = op._replace(tensor=op.tensor.cuda())
         if op.kind == "alltoall_open":
             sizes = op.splits.to(op.tensor.device)
             theirs = torch.empty_like(sizes)

@@ -132,14 +132,19 @@ class Backend(Protocol):
     def unpack_sizes(self, table: Array, count: int) -> list[int]:
         """Undo ``pack_sizes``; a table that is too short is filled with zeros."""
 
-    def from_numpy(self, x: np.ndarray, like: Array) -> Array:
-        """On the device of ``like``; shares the memory where it can."""
+    def from_numpy(self, x: np.ndarray, like: Array | None) -> Array:
+        """On the device of ``like``, or in host memory; shares the memory where it can."""
 
     def to_numpy(self, x: Array) -> np.ndarray:
         """Shares the memory where it can."""
 
     def address(self, x: Array) -> int | None:
-        """Return the address of an array that is contiguous in host memory, else ``None``."""
+        """Return the address of an array that is contiguous in the memory of the host or of a
+        device, else ``None``."""
+
+    def loops(self, x: Array) -> str | None:
+        """Return the name of the module that has the loops of :mod:`hvd_compress.kernels` for
+        arrays in memory where ``x`` is, or ``None`` if there is none."""
 
 
 class EagerBackend(Backend, Protocol):

@@ -23,7 +23,7 @@ from hvd_compress.base import Array, Context, Gather, Joint, Outcome, Request, S
 from hvd_compress.chain import Transform, in_range
 from hvd_compress.codecs import logarithmic
 from hvd_compress.codecs.frame import decode_coded, encode_coded
-from hvd_compress.kernels import Selection, Step, add_up
+from hvd_compress.kernels import Step, loops_of
 from hvd_compress.operators import top_k
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
 
@@ -67,8 +67,8 @@ class FusedTopK:
     size: int
 
     def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
-        """See :class:`hvd_compress.chain.Fused`: float32 arrays in host memory are taken, of which
-        a part is sent."""
+        """See :class:`hvd_compress.chain.Fused`: float32 arrays that there are loops for are taken,
+        of which a part is sent."""
         xp = backend_of(gradient)
         n = xp.size(gradient)
         if context.scratch is None or not 0 < n < _MOST_ELEMENTS:
@@ -83,10 +83,11 @@ class FusedTopK:
         x = xp.widen(gradient)
         for transform in self.before:
             x, _ = transform.update(x, {}, context)
-        if xp.address(x) is None:
+        if loops_of(x) is None:
             return None
         tensor = Tensor(gradient, x, state, k, context.scratch, context.in_place)
-        return Joint(self, tensor, weight=k, key=xp.__name__)
+        key = xp.__name__, str(getattr(x, "device", None))
+        return Joint(self, tensor, weight=k, key=key)
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         xp = backend_of(tensors[0].x)
@@ -96,14 +97,15 @@ class FusedTopK:
         frame, sent = bucket.message.encode(indices, values)
         with np.errstate(invalid="ignore"):  # of a non-finite step
             bucket.selection.settle(steps, indices, values - sent, self.masking)
-        frames = yield Gather(xp.from_numpy(frame, tensors[0].x), self.indices != "packed")
+        # In host memory, where it was made, and where the replies are read.
+        frames = yield Gather(xp.from_numpy(frame, None), self.indices != "packed")
 
         theirs = [
             bucket.message.decode(xp.to_numpy(frame), f"rank {rank}")
             for rank, frame in enumerate(frames)
         ]
         means = [t.x if t.in_place else xp.zeros(xp.size(t.x), t.x) for t in tensors]
-        finite = add_up(
+        finite = loops_of(tensors[0].x).add_up(
             means,
             [own for own, _ in theirs],
             [own for _, own in theirs],
@@ -145,7 +147,7 @@ class _Bucket:
         self.sizes, self.counts = sizes, counts
         kind = _Numbers if isinstance(values, str) else _Codes
         self.message = kind(values, indices, sum(sizes), counts)
-        self.selection = Selection(sizes, counts)
+        self.selection = loops_of(tensors[0].x).Selection(sizes, counts)
         self.bounds = np.cumsum([0, *counts]).tolist()
         #: what is taken off an index into all tensors, by entry
         self.shifts = np.repeat(np.cumsum([0, *sizes[:-1]]), counts)
