@@ -166,7 +166,7 @@ def on_host(
         function, list(inputs), [tf.as_dtype(dtype) for dtype, _ in outputs], stateful=False
     )
     for result, (_, length) in zip(results, outputs, strict=True):
-        result.set_shape([length])
+        result.set_shape(length if isinstance(length, tuple) else [length])
     return results
 
 
@@ -190,6 +190,12 @@ def to_numpy(x: Array) -> np.ndarray:
 
 def address(x: Array) -> int | None:
     return None
+
+
+def in_host_memory(x: Array) -> bool:
+    # Where a graph's tensors will be is decided when it runs, unless there is no choice.
+    device = tf.DeviceSpec.from_string(x.device).device_type
+    return device == "CPU" if device else not tf.config.get_visible_devices("GPU")
 
 
 if TYPE_CHECKING:  # the module is held to the protocol

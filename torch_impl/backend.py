@@ -205,6 +205,10 @@ def address(x: Array) -> int | None:
     return x.data_ptr() if x.device.type == "cpu" and x.is_contiguous() else None
 
 
+def in_host_memory(x: Array) -> bool:
+    return address(x) is not None
+
+
 if TYPE_CHECKING:  # the module is held to the protocol
     from . import backend
 

@@ -25,7 +25,7 @@ from hvd_compress.errors import UnsupportedError
 
 Array = Any
 HostFunction = Callable[..., Sequence[np.ndarray]]
-Output = tuple[str, int | None]
+Output = tuple[str, int | tuple[int, ...] | None]
 
 
 class Backend(Protocol):
@@ -121,7 +121,7 @@ class Backend(Protocol):
 
         Args:
             function: returns as many arrays as there are ``outputs``, and has no side effects.
-            outputs: (dtype, length) of the flat results; length ``None`` if unknown.
+            outputs: (dtype, length) of flat results, length ``None`` if unknown; or (dtype, shape).
             like: an array on whose device the results shall be.
         """
 
@@ -140,6 +140,10 @@ class Backend(Protocol):
 
     def address(self, x: Array) -> int | None:
         """Return the address of an array that is contiguous in host memory, else ``None``."""
+
+    def in_host_memory(self, x: Array) -> bool:
+        """Whether the loops of :mod:`hvd_compress.kernels` can take ``x``; of a symbol, whether
+        they can take what it stands for."""
 
 
 class EagerBackend(Backend, Protocol):

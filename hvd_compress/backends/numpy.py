@@ -192,6 +192,10 @@ def address(x: Array) -> int | None:
     return x.__array_interface__["data"][0] if x.flags.c_contiguous else None
 
 
+def in_host_memory(x: Array) -> bool:
+    return address(x) is not None
+
+
 if TYPE_CHECKING:  # the module is held to the protocol
     from hvd_compress.backends import numpy
 

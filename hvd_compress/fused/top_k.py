@@ -21,6 +21,7 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Gather, Joint, Outcome, Request, Sparse, State
 from hvd_compress.chain import Transform, in_range
+from hvd_compress.fused.on_host import Memory, exchange_on_host
 from hvd_compress.kernels import Selection, Step, add_up
 from hvd_compress.operators import top_k
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
@@ -78,13 +79,15 @@ class FusedTopK:
         x = xp.widen(gradient)
         for transform in self.before:
             x, _ = transform.update(x, {}, context)
-        if xp.address(x) is None:
+        if not xp.in_host_memory(x):
             return None
         tensor = Tensor(gradient, x, state, k, context.scratch, context.in_place)
         return Joint(self, tensor, weight=k, key=xp.__name__)
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         xp = backend_of(tensors[0].x)
+        if xp.traces:
+            return (yield from self._on_host(tensors))
         bucket = self._bucket(tensors)
         steps = bucket.steps(tensors)
         indices, values, _ = bucket.selection.accumulate(steps, self.momentum, self.nesterov)
@@ -101,7 +104,7 @@ class FusedTopK:
             )
             for r, frame in enumerate(frames)
         ]
-        means = [t.x if t.in_place else xp.zeros(xp.size(t.x), t.x) for t in tensors]
+        means = [t.x if t.in_place else bucket.empty(t.x) for t in tensors]
         finite = add_up(
             means,
             [own for own, _ in theirs],
@@ -120,6 +123,20 @@ class FusedTopK:
             shaped = tensor.gradient if in_gradient else xp.restore(mean, tensor.gradient)
             outcomes.append(Outcome(shaped, own, state))
         return outcomes
+
+    def _on_host(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
+        """The same of symbols."""
+        size = backend_of(tensors[0].x).size
+        starts = np.cumsum([0, *(size(t.x) for t in tensors)])
+        counts, n = [t.k for t in tensors], int(starts[-1])
+        shifts = np.repeat(starts[:-1], counts)
+
+        def decode(message: np.ndarray) -> list[np.ndarray]:
+            indices, values = decode_sparse(message, n, self.values, sum(counts))
+            return [indices - shifts, values.astype(np.float32, copy=False)]
+
+        length = None if self.indices == "packed" else sparse_size(sum(counts), n, self.values)
+        return (yield from exchange_on_host(self, tensors, length, decode, counts))
 
     def _bucket(self, tensors: list[Tensor]) -> _Bucket:
         """What is kept of a bucket between steps, in the first tensor's scratch."""
@@ -140,13 +157,21 @@ class _Bucket:
         self.bounds = np.cumsum([0, *counts]).tolist()
         #: what is taken off an index into all tensors, by entry
         self.shifts = np.repeat(np.cumsum([0, *sizes[:-1]]), counts)
-        self._spare: list[State] = []
-        for tensor in tensors:
-            xp = backend_of(tensor.x)
-            zeros = {key: xp.zeros(xp.size(x), x) for key, x in tensor.state.items()}
-            self._spare.append(zeros)
+        self._memory: Memory | None = tensors[0].scratch.get("memory")
+        if self._memory is None:
+            self._spare = self._fresh(tensors)
+
+    def empty(self, like: Array) -> Array:
+        """Return memory for a result."""
+        n, xp = backend_of(like).size(like), backend_of(like)
+        return xp.zeros(n, like) if self._memory is None else self._memory.take(n)
+
+    def _fresh(self, tensors: list[Tensor]) -> list[State]:
+        return [{key: self.empty(x) for key, x in t.state.items()} for t in tensors]
 
     def steps(self, tensors: list[Tensor]) -> list[Step]:
+        if self._memory is not None:  # others may still look at the old state
+            self._spare = self._fresh(tensors)
         return [
             Step(t.x, t.state[_R], new[_R], t.state.get(_V), new.get(_V))
             for t, new in zip(tensors, self._spare, strict=True)
@@ -154,7 +179,7 @@ class _Bucket:
 
     def swap(self, i: int, old: State) -> State:
         """Return the new state of tensor ``i``; the old one's memory is that of the next."""
-        new, self._spare[i] = self._spare[i], old
+        new, self._spare[i] = self._spare[i], {} if self._memory else old
         return new
 
 
