@@ -211,7 +211,7 @@ def address(x: Array) -> int | None:
 
 
 def loops(x: Array) -> str | None:
-    return "hvd_compress.kernels" if x.device.type == "cpu" else None
+    return "hvd_compress.kernels" if x.device.type == "cpu" and x.is_contiguous() else None
 
 
 if TYPE_CHECKING:  # the module is held to the protocol

@@ -60,8 +60,8 @@ class DGC(OfVelocities, name="dgc"):
             :class:`hvd_compress.blocks.allgather`.
 
     Differs from the paper in: the message has exactly k elements (see ``operators/top_k.py``);
-    indices are packed instead of run lengths of 16 bits; density 1 turns masking off, since masking everything that is sent
-    would turn momentum off.
+    indices are packed instead of run lengths of 16 bits; density 1 turns masking off, since masking
+    everything that is sent would turn momentum off.
     """
 
     reference = "Lin et al., ICLR 2018"

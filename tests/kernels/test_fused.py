@@ -7,6 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import tensorflow as tf
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ METHODS = [
     NoCompression(),
     FP16(),
 ]
-MAKERS = {"numpy": np.array, "torch": torch.tensor}
+MAKERS = {"numpy": np.array, "torch": torch.tensor, "tensorflow": tf.constant}
 
 
 class Ranks:
