@@ -356,9 +356,13 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         return bound[0]
 
     def stats(self) -> Stats:
-        """Return the exact number of bytes so far, the density and the norm of residuals; see
-        :class:`hvd_compress.stats.Stats`."""
+        """Return the exact number of bytes so far, the density, the norm of residuals and the time
+        that exchanges took; see :class:`hvd_compress.stats.Stats`."""
         return self._only_bound().stats()
+
+    def reset_stats(self) -> None:
+        """Begin at zero with all that :meth:`stats` counts."""
+        self._only_bound().reset_stats()
 
     def set_epoch(self, epoch: float) -> None:
         """Announce the epoch, which may be fractional such as 2.5, for schedules by epoch."""

@@ -204,6 +204,11 @@ class Binding(tf.Module):
                 records[name].bytes_received += record.bytes_received
         return Stats(records)
 
+    def reset_stats(self) -> None:
+        """Begin at zero with all that :meth:`stats` counts."""
+        for binding in (self, *self.on_behalf):
+            binding._counts.assign(tf.zeros_like(binding._counts))
+
     def set_epoch(self, epoch: float) -> None:
         """Announce the epoch, which may be fractional such as 2.5, for schedules by epoch."""
         self.epoch.assign(float(epoch))

@@ -40,6 +40,7 @@ from hvd_compress.base import (
 from hvd_compress.engines.base import LENGTH, payload_bytes
 from hvd_compress.errors import PayloadError
 from hvd_compress.stats import Record
+from hvd_compress.times import phase
 
 BucketExchange = Generator[Collective, Any, dict[str, Outcome]]
 Round = Generator[Collective, Any, None]
@@ -81,7 +82,8 @@ class Member:
     def advance(self, reply: Any) -> None:
         """Send the reply into the exchange; ``None`` before the first request."""
         try:
-            self.request = self._exchange.send(reply)
+            with phase("other"):
+                self.request = self._exchange.send(reply)
         except StopIteration as stop:
             self.request, self.outcome = None, stop.value
         else:

@@ -26,6 +26,7 @@ from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.fused.on_host import Memory, exchange_on_host
 from hvd_compress.kernels import Step, loops_of
 from hvd_compress.operators import top_k
+from hvd_compress.times import phase
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
 
 _MOST_ELEMENTS = 2**32
@@ -96,24 +97,24 @@ class FusedTopK:
             return (yield from self._on_host(tensors))
         bucket = self._bucket(tensors)
         steps = bucket.steps(tensors)
-        indices, values, _ = bucket.selection.accumulate(steps, self.momentum, self.nesterov)
-        frame, sent = bucket.message.encode(indices, values)
-        with np.errstate(invalid="ignore"):  # of a non-finite step
+        with phase("search"):
+            indices, values, _ = bucket.selection.accumulate(steps, self.momentum, self.nesterov)
+        with phase("encode"):
+            frame, sent = bucket.message.encode(indices, values)
+        with phase("search"), np.errstate(invalid="ignore"):  # of a non-finite step
             bucket.selection.settle(steps, indices, values - sent, self.masking)
         # In host memory, where it was made, and where the replies are read.
         frames = yield Gather(xp.from_numpy(frame, None), bucket.message.size is not None)
 
-        theirs = [
-            bucket.message.decode(xp.to_numpy(frame), f"rank {rank}")
-            for rank, frame in enumerate(frames)
-        ]
         means = [t.x if t.in_place else bucket.empty(t.x) for t in tensors]
-        finite = loops_of(tensors[0].x).add_up(
-            means,
-            [own for own, _ in theirs],
-            [own for _, own in theirs],
-            self.size,
-        )
+        with phase("add_up"):
+            theirs = [
+                bucket.message.decode(xp.to_numpy(frame), f"rank {rank}")
+                for rank, frame in enumerate(frames)
+            ]
+            finite = loops_of(tensors[0].x).add_up(
+                means, [own for own, _ in theirs], [own for _, own in theirs], self.size
+            )
         mine = Sparse(
             xp.from_numpy(indices - bucket.shifts, tensors[0].x), xp.from_numpy(sent, tensors[0].x)
         )
