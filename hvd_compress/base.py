@@ -268,6 +268,9 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     reference: ClassVar[str] = ""
     #: options under one name, which stands for them in texts such as "dgc:compact"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    #: but for schedules, exchanges of a tensor request the same in every step, so that a reducer
+    #: may leave out what it has seen in the step before
+    is_steady: ClassVar[bool] = False
     #: the method applies momentum and weight decay in the optimizer's place
     takes_momentum: ClassVar[bool] = False
     #: the momentum and Nesterov flag that such a method applies; ``None`` means the optimizer's.

@@ -91,6 +91,20 @@ class FusedTopK:
         key = xp.__name__, str(getattr(x, "device", None))
         return Joint(self, tensor, weight=k, key=key)
 
+    def again(
+        self, gradient: Array, state: State, weight: int, scratch: dict[str, Any], in_place: bool
+    ) -> Tensor | None:
+        """See :class:`hvd_compress.chain.Fused`."""
+        xp = backend_of(gradient)
+        if self.before or xp.dtype(gradient) != "float32":
+            return None
+        x = xp.widen(gradient)
+        if loops_of(x) is None:
+            return None
+        keys = (_R,) if self.momentum is None else (_R, _V)
+        own = {key: state[key] for key in keys}
+        return Tensor(gradient, x, own, weight, scratch, in_place)
+
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         xp = backend_of(tensors[0].x)
         if xp.traces:
