@@ -155,6 +155,8 @@ class Reducer:
                 f"the density of {self.method.name} goes by epochs: call {self._set_epoch} at the "
                 "start of every epoch"
             )
+        if not self._in_flight and not self._deferred:
+            self._now = self._circumstances()
         self._begin_agreement(next(iter(gradients.values()), _NOTHING))
         if self.method.needs_gradient_norm:
             self._deferred.update(gradients)
@@ -220,7 +222,6 @@ class Reducer:
         if not self._agrees:
             self.engine.agree(self._terms(), self._for_messages(like))
             self._agrees = True
-            self._now = self._circumstances()
 
     def _launch(self, gradients: Mapping[str, Array], norm: Any) -> None:
         self._in_flight.update(gradients)
