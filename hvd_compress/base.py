@@ -235,6 +235,8 @@ class Context(NamedTuple):
             memory to be used again; results must not depend on it, since it is neither saved nor
             sent, and may be empty in any step.  ``None`` where nothing can be kept.
         in_place: the result may be written into the memory of the gradient.
+        sparse: the ``mean`` of an outcome may be a :class:`Sparse`, of a flat array, without twice
+            the same index.
     """
 
     name: str = "tensor"
@@ -252,6 +254,7 @@ class Context(NamedTuple):
     phase: str = ""
     scratch: dict[str, Any] | None = None
     in_place: bool = False
+    sparse: bool = False
 
 
 Exchange = Generator[Request, Any, Outcome]

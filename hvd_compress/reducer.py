@@ -55,6 +55,8 @@ class Reducer:
         same_order: all ranks start their gradients in the same order.
         names: of the tensors, if they are known beforehand, the first ones ready first.
         in_place: results may be written into the memory of the gradients.
+        sparse: results may be :class:`hvd_compress.base.Sparse`, of flat arrays and without twice
+            the same index, where no rank has sent the other elements.
 
     Attributes:
         method: the compressor.
@@ -79,6 +81,7 @@ class Reducer:
         same_order: bool = False,
         names: Sequence[str] = (),
         in_place: bool = False,
+        sparse: bool = False,
     ) -> None:
         self.method: Compressor = as_compressor(compression)
         check_seed(seed)
@@ -89,7 +92,7 @@ class Reducer:
             )
         check_one_momentum(self.method, momentum)
         self.momentum, self.nesterov, self.sums, self.seed = momentum, nesterov, sums, seed
-        self.in_place = in_place
+        self.in_place, self.sparse_results = in_place, sparse
         self.step: Any = 0
         self.epoch: Any = None
         self.states: dict[str, State] = {}
@@ -262,8 +265,9 @@ class Reducer:
             return None
         arguments, records = [], []
         for name, weight in zip(names, form.weights, strict=True):
-            gradient, scratch = self._in_flight[name], self._scratch.setdefault(name, {})
-            argument = self._argument(form.function, name, gradient, weight, scratch)
+            scratch = self._scratch.setdefault(name, {})
+            context = Context(scratch=scratch, in_place=self.in_place, sparse=self.sparse_results)
+            argument = self._argument(form.function, name, self._in_flight[name], weight, context)
             if argument is None:
                 return None
             arguments.append(argument)
@@ -278,13 +282,13 @@ class Reducer:
         return exchange()
 
     def _argument(
-        self, form: Fused, name: str, gradient: Array, weight: int, scratch: dict[str, Any]
+        self, form: Fused, name: str, gradient: Array, weight: int, context: Context
     ) -> Any:
         """Return what a tensor adds to the exchange of its bucket in a step like the one before;
         ``None`` if it differs."""
         if self._shapes.get(name) != backend_of(gradient).shape(gradient):
             return None
-        return form.again(gradient, self.states[name], weight, scratch, self.in_place)
+        return form.again(gradient, self.states[name], weight, context)
 
     def _context(self, name: str, norm: Any) -> Context:
         momentum, nesterov = self._momentum_of(name)
@@ -301,6 +305,7 @@ class Reducer:
             sums=self.sums,
             scratch=self._scratch.setdefault(name, {}),
             in_place=self.in_place,
+            sparse=self.sparse_results,
         )
 
     # Methods that bindings override.
@@ -335,8 +340,12 @@ class Reducer:
         """Return the number of elements and of bytes of an uncompressed gradient."""
         return self._size(gradient), gradient.nbytes
 
-    def _multiplied(self, direction: Array, factor: float) -> Array:
-        return direction * factor if factor != 1 else direction
+    def _multiplied(self, direction: Any, factor: float) -> Any:
+        if factor == 1:
+            return direction
+        if isinstance(direction, Sparse):
+            return direction._replace(values=direction.values * factor)
+        return direction * factor
 
     def _exchange(self, name: str, gradient: Array, context: Context) -> Exchange:
         xp = backend_of(gradient)

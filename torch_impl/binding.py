@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hvd_compress.agreement import Terms, listed
-from hvd_compress.base import Compressor, Context, Exchange, Outcome, State
+from hvd_compress.base import Compressor, Context, Exchange, Outcome, Sparse, State
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import Member
 from hvd_compress.engines.local import LocalEngine
@@ -23,7 +23,7 @@ from hvd_compress.transforms import momentum_after_averaging
 
 from . import backend
 from .amp import running_scale
-from .momentum import Momentum
+from .momentum import Momentum, check_sparse_step
 from .rows import exchange_rows
 
 logger = logging.getLogger("hvd_compress")
@@ -54,12 +54,20 @@ class Binding(Reducer):
         sums: the user asked for ``op=Sum``.
         engine: carries exchanges between the ranks.
         seed: for randomness that the ranks share.
+        sparse_step: gradients may become sparse tensors.
     """
 
     _set_epoch = "optimizer.compression.set_epoch(epoch)"
 
     def __init__(
-        self, optimizer: Any, method: Compressor, hvd: Any, sums: bool, engine: Engine, seed: int
+        self,
+        optimizer: Any,
+        method: Compressor,
+        hvd: Any,
+        sums: bool,
+        engine: Engine,
+        seed: int,
+        sparse_step: bool,
     ) -> None:
         self._optimizer, self.hvd = optimizer, hvd
         self.sparse: set[torch.nn.Parameter] = set()
@@ -89,6 +97,7 @@ class Binding(Reducer):
             # Backward begins with the last layers.
             names=list(reversed(optimizer._parameter_names.values())),
             in_place=True,  # a gradient of the user's has been given up, or is a copy
+            sparse=sparse_step,
         )
         self.momentum_side = Momentum(optimizer, method, tells=self.engine.rank == 0)
 
@@ -141,6 +150,8 @@ class Binding(Reducer):
         self.consolidated, self.is_consolidated = {}, False
         self._optimizer._synchronized = False
         if (scale := running_scale()) is not None:
+            if self.sparse_results:
+                raise ConfigError("sparse_step=True cannot scale losses: leave one of the two out")
             self._scale = scale
         gradients = {}
         for p in parameters:
@@ -243,13 +254,13 @@ class Binding(Reducer):
         return found, *map(self.momentum_side.of_group, self._optimizer.param_groups)
 
     def _argument(
-        self, form: Any, name: str, gradient: torch.Tensor, weight: int, scratch: dict[str, Any]
+        self, form: Any, name: str, gradient: torch.Tensor, weight: int, context: Context
     ) -> Any:
         if gradient.is_sparse or self._scale is not None:
             return None
         p = self._parameters[name]
         method = self.method.for_tensor(name, tuple(p.shape))
-        argument = form.again(gradient, self.state_of(p), weight, scratch, self.in_place)
+        argument = form.again(gradient, self.state_of(p), weight, context)
         if argument is not None:
             self._gradients[name] = _Gradient(p, False, self._scale_in(name, method, p, False))
         return argument
@@ -343,6 +354,10 @@ class Binding(Reducer):
         )
 
     def _assign_gradient(self, p: Any, direction: torch.Tensor, is_rows: bool) -> None:
+        if isinstance(direction, Sparse):
+            p.grad = _as_coo(direction, p)
+            self._assigned.append((p, weakref.ref(p.grad)))
+            return
         direction = direction.to(p.grad.dtype)
         if is_rows:
             p.grad = direction
@@ -377,6 +392,8 @@ class Binding(Reducer):
         off, and this package's state is removed, since Adam and others take a state that is not
         empty for their own."""
         groups = self._optimizer.param_groups
+        if self.sparse_results:
+            check_sparse_step(self._optimizer, self.method)
         if self._is_plain_sgd and not self._decays():  # SGD looks at its own entries alone
             with self.momentum_side.switched_off():
                 yield
@@ -492,3 +509,12 @@ class Binding(Reducer):
 
     def per_rank_keys(self, p: torch.nn.Parameter) -> frozenset[str]:
         return frozenset() if p in self.sparse else self.method_for(p).per_rank(p.detach())
+
+
+def _as_coo(direction: Sparse, p: torch.Tensor) -> torch.Tensor:
+    """Return the sparse gradient of ``p``, of any number of dimensions."""
+    places = torch.stack(torch.unravel_index(direction.indices, p.shape))
+    values = direction.values.to(p.dtype)
+    return torch.sparse_coo_tensor(
+        places, values, p.shape, is_coalesced=True, check_invariants=False
+    )

@@ -137,6 +137,28 @@ class Momentum:
                 p.grad.add_(q)
 
 
+def check_sparse_step(optimizer: Any, method: Compressor) -> None:
+    """Raise ``ConfigError`` unless steps along sparse gradients are those along dense ones."""
+    if type(optimizer) is not torch.optim.SGD and torch.optim.SGD not in type(optimizer).__bases__:
+        raise ConfigError(
+            f"sparse_step=True needs torch.optim.SGD, and {type(optimizer).__name__} may change "
+            "elements whose gradient is zero: leave it out"
+        )
+    for group in optimizer.param_groups:
+        if group["weight_decay"]:
+            raise ConfigError(
+                f"sparse_step=True cannot decay weights (weight_decay={group['weight_decay']}), "
+                "which changes all elements: leave one of the two out"
+            )
+        if group["momentum"] and not method.takes_momentum:
+            raise ConfigError(
+                f"sparse_step=True goes with momentum={group['momentum']} only if the method takes "
+                f"it over, as DGC does; {method.name} does not: momentum=0"
+            )
+        if group["fused"]:
+            raise ConfigError("sparse_step=True: SGD(fused=True) takes no sparse gradients")
+
+
 def check_group(method: Compressor, optimizer: Any, group: dict[str, Any]) -> None:
     """Raise if the options of a parameter group do not go with the method's momentum."""
     check_partner(method, optimizer, group)

@@ -55,12 +55,11 @@ class FusedSum:
         key = xp.__name__, dtype, getattr(x, "device", None)
         return Joint(self, tensor, weight=xp.size(x), key=key)
 
-    def again(
-        self, gradient: Array, state: State, weight: int, scratch: dict[str, Any], in_place: bool
-    ) -> Tensor | None:
+    def again(self, gradient: Array, state: State, weight: int, context: Context) -> Tensor | None:
         """See :class:`hvd_compress.chain.Fused`."""
         xp = backend_of(gradient)
-        if self.before or xp.dtype(gradient) not in ("float32", "float64"):
+        scratch = context.scratch
+        if self.before or scratch is None or xp.dtype(gradient) not in ("float32", "float64"):
             return None
         own = {} if self.momentum is None else {"velocity": state["velocity"]}
         return Tensor(gradient, xp.widen(gradient), own, scratch)

@@ -396,6 +396,44 @@ py::array_t<bool> add_up(const Array<Index>& addresses, const std::vector<Index>
   return finite;
 }
 
+// See merge of reference.py.
+py::tuple merge(const std::vector<Array<Index>>& indices, const std::vector<Array<float>>& values,
+                float size) {
+  if (indices.size() != values.size()) throw std::invalid_argument("values for each rank's indices");
+  std::vector<Index> places, more_places;
+  std::vector<float> total, more;
+  {
+    py::gil_scoped_release release;
+    for (std::size_t r = 0; r < indices.size(); ++r) {
+      const Index count = indices[r].size();
+      if (values[r].size() != count) throw std::invalid_argument("a value an index");
+      const Index* at = indices[r].data();
+      const float* value = values[r].data();
+      more_places.clear();
+      more.clear();
+      std::size_t have = 0;
+      for (Index i = 0; i < count; ++i) {
+        if (i && at[i] <= at[i - 1]) throw std::invalid_argument("indices must be ascending");
+        while (have < places.size() && places[have] < at[i]) {
+          more_places.push_back(places[have]);
+          more.push_back(total[have++]);
+        }
+        const bool known = have < places.size() && places[have] == at[i];
+        more_places.push_back(at[i]);
+        more.push_back(known ? total[have++] + value[i] : 0.0f + value[i]);
+      }
+      more_places.insert(more_places.end(), places.begin() + have, places.end());
+      more.insert(more.end(), total.begin() + have, total.end());
+      places.swap(more_places);
+      total.swap(more);
+    }
+    if (size != 1)
+      for (float& x : total) x /= size;
+  }
+  return py::make_tuple(Array<Index>(places.size(), places.data()),
+                        Array<float>(total.size(), total.data()));
+}
+
 // -- Rice codes -----------------------------------------------------------------------------------
 
 Index quotients(const Array<Index>& gaps, int b) {
@@ -493,6 +531,7 @@ PYBIND11_MODULE(native, m) {
       .def("accumulate", &Selection::accumulate)
       .def("settle", &Selection::settle);
   m.def("add_up", add_up);
+  m.def("merge", merge);
   m.def("quotients", quotients);
   m.def("rice_pack", rice_pack);
   m.def("rice_unpack", rice_unpack);

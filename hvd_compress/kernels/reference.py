@@ -94,6 +94,26 @@ def add_up(
     return finite
 
 
+def merge(
+    indices: Sequence[np.ndarray], values: Sequence[np.ndarray], size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sum of sparse vectors, divided by ``size``, as ascending indices (int64) and their
+    values (float32).
+
+    Args:
+        indices, values: of each vector, ascending indices (int64) and float32.  They are added in
+            this order.
+    """
+    places, at = np.unique(np.concatenate(indices), return_inverse=True)
+    total = np.zeros(places.size, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        ends = np.cumsum([x.size for x in indices])
+        for own, theirs in zip(np.split(at, ends[:-1]), values, strict=True):
+            total[own] += theirs
+        total /= np.float32(size)
+    return places, total
+
+
 def quotients(gaps: np.ndarray, b: int) -> int:
     """Return the sum of all ``gaps >> b``."""
     return int((gaps >> b).sum())

@@ -430,7 +430,7 @@ def broadcast_optimizer_state() -> None:
 def statistics_count_every_byte() -> None:
     density, steps = 0.05, 4
     model = make_model()
-    optimizer = distribute(sgd(model), model, DGC(density=density))
+    optimizer = distribute(sgd(model), model, DGC(density=density, indices="int32"))
     train(model, optimizer, range(steps))
     stats = optimizer.compression.stats()
     others = hvd.size() - 1
