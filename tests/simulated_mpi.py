@@ -512,11 +512,11 @@ class Simulation:
         alive = Ever()
         patches = [mock.patch.object(module, "MPI", library) for module in _USERS]
         patches += [
-            mock.patch.multiple(progress, time=clock, os=system, _OTHERS_EVERY=1),
+            mock.patch.multiple(progress, time=clock, os=system, _OTHERS_EVERY=1, _LOOKS=1),
             mock.patch.multiple(communicator, _alive=alive, _keyvals=[]),
             mock.patch.object(native, "_op", lambda name: name),
             # Nothing is measured here; constants are needed all the same.
-            mock.patch.multiple(measuring, _CHUNK=256, _CHUNKS=2, _NATIVE_SIZES=(8, 64)),
+            mock.patch.multiple(measuring, _CHUNK=256, _CHUNKS=2, _SIZES=(8, 64)),
             mock.patch.multiple(
                 communicator.Channel,
                 __init__=opened,
