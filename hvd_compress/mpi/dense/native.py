@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpi4py.util.dtlib import to_numpy_dtype
 
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
-from hvd_compress.mpi.transport.progress import Algorithm, Message, Wait, complete
+from hvd_compress.mpi.transport.progress import Algorithm, Message, RollCall, Wait, complete
 from hvd_compress.mpi.transport.reduction import Reduction
 
 
@@ -42,7 +42,9 @@ def native(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorith
     if reduction.widens:
         total = reduction.scratch(len(x))
     request = channel.comm.mpi.Iallreduce(source, total, _op(reduction.op))
-    yield Wait([Message.collective(request)], "MPI_Iallreduce")
+    channel.comm.collectives += 1
+    roll = RollCall(channel.comm, channel.comm.collectives)
+    yield Wait([Message.collective(request)], "MPI_Iallreduce", roll=roll)
     if reduction.widens or reduction.op == "mean":
         reduction.finish(total, out)
 

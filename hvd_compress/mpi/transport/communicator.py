@@ -105,6 +105,8 @@ class Communicator:
         self.segment = int(_number("segment", segment, "HVD_COMPRESS_SEGMENT", -1))
         self._settle()
         self.calls = 0
+        self.collectives = 0  # of MPI's own, whose ranks say that they wait with notes
+        self.notes: list[Any] = []
         self.cost_model = None
         self._nodes: Any = None  # see nodes.py
         self._problem: str | None = None

@@ -14,14 +14,16 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.errors import CollectiveTimeout, CompressionError, MismatchError
 
 logger = logging.getLogger("hvd_compress")
 
-#: looks before the first one at the clock: most small messages come sooner
-_LOOKS = 200
+#: looks before the first one at the clock, at all of a job and at one request: most small messages
+#: come sooner
+_LOOKS, _LOOKS_AT_ONE = 200, 1000
 #: seconds after which waiting ranks sleep between looks: small messages come soon, and large ones
 #: need the processor themselves
 _SPIN, _SPIN_BULK = 5e-4, 5e-5
@@ -62,13 +64,19 @@ class Wait:
         messages: messages of point-to-point exchanges, or requests of MPI's own collectives.
         phase: the name of the phase, such as "reduce-scatter".
         step: the number of the round, counted from 1, and the number of rounds of the phase.
+        roll: who takes part in one of MPI's own collectives.
     """
 
-    __slots__ = ("is_bulk", "messages", "phase", "requests", "statuses", "step")
+    __slots__ = ("is_bulk", "messages", "phase", "requests", "roll", "statuses", "step")
 
     def __init__(
-        self, messages: Sequence[Message], phase: str, step: tuple[int, int] = (1, 1)
+        self,
+        messages: Sequence[Message],
+        phase: str,
+        step: tuple[int, int] = (1, 1),
+        roll: RollCall | None = None,
     ) -> None:
+        self.roll = roll
         self.messages = messages
         self.phase = phase
         self.step = step
@@ -118,9 +126,46 @@ class Wait:
             parts.append(f"for a message from {_ranks(sources)}")
         if targets:
             parts.append(f"for {_ranks(targets)} to take a message")
+        if self.roll is not None and (absent := self.roll.absent()):
+            parts.append(f"for {_ranks(absent)} to make the same call")
         step, steps = self.step
         where = self.phase if steps == 1 else f"{self.phase}, round {step} of {steps}"
         return f"waits {' and '.join(parts) or 'for the other ranks'} ({where})"
+
+
+class RollCall:
+    """Which ranks wait in one of MPI's own collectives, which does not say for whom it waits.
+
+    A rank whose patience ends tells all others that it waits.  Who has said nothing by the time-out
+    is not there.
+
+    Args:
+        comm: a :class:`hvd_compress.mpi.Communicator`.
+        number: which of the collectives on ``comm`` it is.
+    """
+
+    def __init__(self, comm: Any, number: int) -> None:
+        self._comm, self._number = comm, number
+        self._note: np.ndarray | None = None
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have not told that they wait; none at the first call, which tells
+        the others."""
+        comm, tag = self._comm, self._comm.tags - 1
+        peers = [peer for peer in range(comm.size) if peer != comm.rank]
+        if self._note is None:
+            self._note = np.array([self._number], "<i8")
+            for peer in peers:
+                comm.notes.append(comm.mpi.Isend([self._note, 8, MPI.BYTE], peer, tag))
+            return []
+        absent = []
+        for peer in peers:
+            number = np.zeros(1, "<i8")
+            while number[0] < self._number and comm.mpi.Iprobe(peer, tag):
+                comm.mpi.Recv([number, 8, MPI.BYTE], peer, tag)
+            if number[0] < self._number:
+                absent.append(peer)
+        return [getattr(comm, "members", range(comm.size))[peer] for peer in absent]
 
 
 _DIFFER = (
@@ -234,14 +279,16 @@ class Job(Protocol):
 def complete(comm: Any, call: object, request: Any, phase: str) -> None:
     """Wait for one of MPI's own collectives: with nothing but looks, as long as it does not take
     long."""
-    wait = Wait([Message.collective(request)], phase)
+    comm.collectives += 1
+    number = comm.collectives
     try:
-        for _ in range(_LOOKS):
+        for _ in range(_LOOKS_AT_ONE):
             if request.Test():
                 return
     except BaseException as error:
-        comm.give_up(f"{call}: {error!r}", [wait])
+        comm.give_up(f"{call}: {error!r}", [request])
         raise
+    wait = Wait([Message.collective(request)], phase, roll=RollCall(comm, number))
     Work(comm, call, [_one(wait)]).wait()
 
 
