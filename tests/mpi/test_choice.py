@@ -54,7 +54,7 @@ def test_between_and_beyond_the_sizes_measured(points, n):
 def test_other_numbers_of_ranks_follow_the_formulas():
     model = model_that_prefers("ring", 4)
     assert model.seconds("ring", 1000) == 1.0
-    assert model.seconds("ring", 1000, size=8) == 0.0
+    assert model.seconds("ring", 1000, size=8) == 0.0 == model.formula("ring", 1000, 4)
     assert model.seconds("direct", 1000, size=8) == 2 * 1000 * 7 / 8
     with pytest.raises(ConfigError, match="measured ranks only"):
         model.seconds("mpi", 1000, size=8)

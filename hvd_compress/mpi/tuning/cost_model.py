@@ -92,6 +92,14 @@ class CostModel:
             return 0.0
         if p == self.size and algorithm in self.points:
             return _interpolate(self.points[algorithm], n)
+        return self.formula(algorithm, n, p)
+
+    def formula(self, algorithm: str, n: int, p: int) -> float:
+        """Return the seconds on ``p`` ranks, 2 or more, by the formulas above alone.
+
+        Raises:
+            ConfigError: there is no formula for MPI's own allreduce.
+        """
         if algorithm == "mpi":
             raise ConfigError("MPI's own allreduce is known for the measured ranks only")
         share = (p - 1) / p
