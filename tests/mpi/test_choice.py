@@ -129,6 +129,20 @@ def test_another_model_is_another_choice():
     assert Simulation(3).run(rank) == 3 * [[0, 0, 64, 64, 0, 0]]
 
 
+def test_duplicates_measure_once():
+    def rank():
+        comm = mpi.Communicator(checks=0)
+        other = comm.duplicate()
+        mpi.allreduce(np.ones(6), comm=other)
+        assert comm.cost_model is other.cost_model is not None
+        other.cost_model = model_that_prefers("ring", comm.size)
+        assert not comm.choices
+        mpi.allreduce(np.ones(6), comm=comm)
+        assert list(other.choices.values()) == ["ring"]
+
+    Simulation(3).run(rank)
+
+
 def test_a_read_only_array_is_not_written_to():
     def rank():
         comm = mpi.Communicator(checks=0)

@@ -58,6 +58,7 @@ class Communicator:
         mpi: the duplicate, an ``MPI.Comm``.
         tags: the number of tags that are used in turn, one for each algorithm in flight.
         cost_model: the :class:`.CostModel` by which "auto" chooses; ``None`` until it is measured.
+            Duplicates have the same.
         choices: what "auto" chose, by kind of array, see :func:`.allreduce`.
         bytes_sent: payload of all messages that this rank sent through this package so far.
     """
@@ -107,7 +108,7 @@ class Communicator:
         self.calls = 0
         self.collectives = 0  # of MPI's own, whose ranks say that they wait with notes
         self.notes: list[Any] = []
-        self.cost_model = None
+        self._tuning = _Tuning()
         self._nodes: Any = None  # see nodes.py
         self._problem: str | None = None
         self._lost: list[Any] = []
@@ -147,16 +148,22 @@ class Communicator:
 
     @property
     def cost_model(self) -> Any:
-        return self._cost_model
+        return self._tuning.model
 
     @cost_model.setter
     def cost_model(self, model: Any) -> None:
-        self._cost_model = model
-        self.choices: dict[Any, Any] = {}
+        self._tuning.model = model
+        self._tuning.choices.clear()
+
+    @property
+    def choices(self) -> dict[Any, str]:
+        return self._tuning.choices
 
     def duplicate(self) -> Communicator:
-        """Return another communicator of the same ranks with the same options."""
-        return Communicator(self.mpi, **self._options)
+        """Return another communicator of the same ranks with the same options and cost model."""
+        other = Communicator(self.mpi, **self._options)
+        other._tuning = self._tuning
+        return other
 
     def free(self) -> None:
         """Free the duplicate; this is a collective."""
@@ -232,6 +239,14 @@ class Communicator:
         write to."""
         self._problem = self._problem or problem
         self._lost += lost
+
+
+class _Tuning:
+    """What a communicator and its duplicates know of the speed of collectives."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.choices: dict[Any, str] = {}
 
 
 class Channel:
