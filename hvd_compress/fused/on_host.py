@@ -32,6 +32,10 @@ class Memory:
         self._arrays: dict[int, list[np.ndarray]] = {}
         self._lock = threading.Lock()
 
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for known in self._arrays.values() for array in known)
+
     def take(self, n: int) -> np.ndarray:
         """Return an array of ``n`` elements, in which there is anything."""
         with self._lock:

@@ -1,0 +1,39 @@
+"""Memory that is used again as soon as nothing refers to it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvd_compress.fused.on_host import Memory
+
+
+def address(array):
+    return array.ctypes.data
+
+
+def test_arrays_are_aligned_and_of_their_size():
+    memory = Memory()
+    for n in (1, 5, 16, 1000):
+        array = memory.take(n)
+        assert (array.shape, array.dtype) == ((n,), np.float32)
+        assert address(array) % 64 == 0
+
+
+def test_an_array_is_used_again_once_nobody_has_it():
+    memory = Memory()
+    first = memory.take(10)
+    place = address(first)
+    assert address(memory.take(10)) != place  # forgotten at once
+    view = first.reshape(2, 5)[1:]
+    del first
+    assert address(memory.take(10)) != place
+    del view
+    own = [memory.take(10) for _ in range(2)]
+    assert place in map(address, own)
+    assert memory.nbytes == 2 * 4 * (10 + 16)
+
+
+def test_other_sizes_have_memory_of_their_own():
+    memory = Memory()
+    place = address(memory.take(10))
+    assert address(memory.take(11)) != place
