@@ -103,8 +103,10 @@ class HorovodEngine(ProcessSetEngine):
 
 
 def _identity(outcome: Outcome) -> Outcome:
-    update = None if outcome.update is None else tf.identity(outcome.update)
-    return outcome._replace(mean=tf.identity(outcome.mean), update=update)
+    """Return an outcome whose direction is a node of its own."""
+    if outcome.update is None:
+        return outcome._replace(mean=tf.identity(outcome.mean))
+    return outcome._replace(update=tf.identity(outcome.update))
 
 
 def _opaque(x: tf.Tensor, agreed: tf.Tensor | None) -> tf.Tensor:

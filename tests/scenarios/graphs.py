@@ -114,9 +114,13 @@ FUSED = (
 
 
 def _gradients(step: int, rank: int, dtype: str = "float32") -> dict[str, np.ndarray]:
-    """Integers, whose sums are the same in any order; in one step with a NaN or Inf."""
+    """Integers, whose sums are the same in any order, and divisible by the number of ranks: a
+    graph may multiply by the inverse instead.  In one step there are a NaN and an Inf."""
     random = np.random.default_rng([step, rank])
-    own = {key: random.integers(-99, 100, shape).astype(dtype) for key, shape in SHAPES.items()}
+    own = {
+        key: (hvd.size() * random.integers(-99, 100, shape)).astype(dtype)
+        for key, shape in SHAPES.items()
+    }
     if step == 2 and rank == 0:
         own["c"][0, 0], own["b"][0] = np.nan, np.inf
     return own
