@@ -1,9 +1,11 @@
-"""Memory that is used again as soon as nothing refers to it."""
+"""Fused exchanges that graphs call on the host, and their memory."""
 
 from __future__ import annotations
 
 import numpy as np
+import tensorflow as tf
 
+from hvd_compress.backends import backend_of
 from hvd_compress.fused.on_host import Memory
 
 
@@ -37,3 +39,14 @@ def test_other_sizes_have_memory_of_their_own():
     memory = Memory()
     place = address(memory.take(10))
     assert address(memory.take(11)) != place
+
+
+def test_the_loops_take_what_will_be_in_host_memory():
+    with tf.Graph().as_default():
+        taken = []
+        for device in ("CPU:0", "GPU:0"):
+            with tf.device(device):
+                x = tf.zeros([3])
+            taken.append(backend_of(x).in_host_memory(x))
+    assert taken == [True, False]
+    assert backend_of(tf.zeros([3])).in_host_memory(tf.zeros([3]))
