@@ -93,6 +93,7 @@ def first_step(hvd: Any, method: Any) -> dict[str, float]:
     import keras
     import tensorflow as tf
 
+    tf.get_logger().setLevel("ERROR")  # each model has a graph of its own, and is not retracing
     keras.utils.set_random_seed(0)
     if method is None:
         model = keras.Sequential([keras.Input((224, 224, 3)), keras.layers.Conv2D(8, 3)])
