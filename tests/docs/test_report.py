@@ -40,7 +40,7 @@ def test_names_cover_neither_points_nor_each_other(names):
 
 @pytest.mark.parametrize("cut_short", [False, True])
 def test_no_reason_is_known_only_where_the_warm_up_was_over(cut_short):
-    runs = [Run(m, 0, accuracies=[a]) for m, a in (("none", 0.98), ("dgc", 0.5), ("topk", 0.975))]
+    runs = [Run(m, 0, scores=[s]) for m, s in (("none", 98.0), ("dgc", 50.0), ("topk", 97.5))]
     line = behind(runs, cut_short).strip()
     assert line.startswith("dgc: 48.0 points below none; ")
     assert ("no reason is known" in line) is not cut_short
