@@ -13,7 +13,7 @@ that a step needs no fresh memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +21,14 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Gather, Joint, Outcome, Request, Sparse, State
 from hvd_compress.chain import Transform, in_range
+from hvd_compress.codecs import logarithmic
+from hvd_compress.codecs.frame import decode_coded, encode_coded
 from hvd_compress.kernels import Selection, Step, add_up
 from hvd_compress.operators import top_k
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
 
 _MOST_ELEMENTS = 2**32
+_FLOAT32 = np.dtype(np.float32)
 _V, _R = "velocity", "residual"
 
 
@@ -59,7 +62,7 @@ class FusedTopK:
     momentum: float | None
     nesterov: bool
     masking: bool
-    values: str
+    values: str | logarithmic
     indices: str
     size: int
 
@@ -71,7 +74,9 @@ class FusedTopK:
         if context.scratch is None or not 0 < n < _MOST_ELEMENTS:
             return None
         k = self.select.count(n, context)
-        if k == n or dense_is_less(n, k, self.values, self.size):
+        if k == n:
+            return None
+        if isinstance(self.values, str) and dense_is_less(n, k, self.values, self.size):
             return None
         if xp.dtype(gradient) != "float32":
             return None
@@ -88,24 +93,20 @@ class FusedTopK:
         bucket = self._bucket(tensors)
         steps = bucket.steps(tensors)
         indices, values, _ = bucket.selection.accumulate(steps, self.momentum, self.nesterov)
-        on_wire = _as_sent(values, self.values)
-        sent = on_wire.astype(np.float32, copy=False)
+        frame, sent = bucket.message.encode(indices, values)
         with np.errstate(invalid="ignore"):  # of a non-finite step
             bucket.selection.settle(steps, indices, values - sent, self.masking)
-        frame = encode_sparse(indices, on_wire, bucket.elements, self.indices)
         frames = yield Gather(xp.from_numpy(frame, tensors[0].x), self.indices != "packed")
 
         theirs = [
-            decode_sparse(
-                xp.to_numpy(frame), bucket.elements, self.values, indices.size, sender=f"rank {r}"
-            )
-            for r, frame in enumerate(frames)
+            bucket.message.decode(xp.to_numpy(frame), f"rank {rank}")
+            for rank, frame in enumerate(frames)
         ]
         means = [t.x if t.in_place else xp.zeros(xp.size(t.x), t.x) for t in tensors]
         finite = add_up(
             means,
             [own for own, _ in theirs],
-            [own.astype(np.float32, copy=False) for _, own in theirs],
+            [own for _, own in theirs],
             self.size,
         )
         mine = Sparse(
@@ -127,15 +128,23 @@ class FusedTopK:
         sizes, counts = [size(t.x) for t in tensors], [t.k for t in tensors]
         bucket = tensors[0].scratch.get("bucket")
         if bucket is None or (bucket.sizes, bucket.counts) != (sizes, counts):
-            bucket = _Bucket(sizes, counts, tensors)
+            bucket = _Bucket(sizes, counts, tensors, self.values, self.indices)
             tensors[0].scratch["bucket"] = bucket
         return bucket
 
 
 class _Bucket:
-    def __init__(self, sizes: list[int], counts: list[int], tensors: list[Tensor]) -> None:
+    def __init__(
+        self,
+        sizes: list[int],
+        counts: list[int],
+        tensors: list[Tensor],
+        values: str | logarithmic,
+        indices: str,
+    ) -> None:
         self.sizes, self.counts = sizes, counts
-        self.elements = sum(sizes)
+        kind = _Numbers if isinstance(values, str) else _Codes
+        self.message = kind(values, indices, sum(sizes), counts)
         self.selection = Selection(sizes, counts)
         self.bounds = np.cumsum([0, *counts]).tolist()
         #: what is taken off an index into all tensors, by entry
@@ -158,11 +167,47 @@ class _Bucket:
         return new
 
 
-def _as_sent(values: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "float16":
-        limit = np.finfo(np.float16).max
-        values = np.clip(values, -limit, limit)
-    return values.astype(dtype, copy=False)
+class _Numbers:
+    """Messages whose values are numbers of a dtype."""
+
+    def __init__(self, dtype: str, indices: str, n: int, counts: Sequence[int]) -> None:
+        self._dtype, self._indices, self._n, self._count = dtype, indices, n, sum(counts)
+
+    def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the message, and the values as receivers see them (float32)."""
+        if self._dtype == "float16":
+            limit = np.finfo(np.float16).max
+            values = np.clip(values, -limit, limit)
+        values = values.astype(self._dtype, copy=False)
+        frame = encode_sparse(indices, values, self._n, self._indices)
+        return frame, values.astype(np.float32, copy=False)
+
+    def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the indices and values (float32) in a message."""
+        indices, values = decode_sparse(frame, self._n, self._dtype, self._count, sender=sender)
+        return indices, values.astype(np.float32, copy=False)
+
+
+class _Codes:
+    """Messages whose values are coded; see :class:`_Numbers`."""
+
+    def __init__(self, codec: logarithmic, indices: str, n: int, counts: Sequence[int]) -> None:
+        self._codec, self._packed, self._n = codec.of_parts(counts), indices == "packed", n
+        self._count = sum(counts)
+        self._random = np.random.default_rng(0)  # which this codec does not ask
+
+    def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        frame = encode_coded(
+            self._codec, values, self._random, indices, self._n, packed=self._packed
+        )
+        return frame, self.decode(frame, "this rank")[1]
+
+    def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
+        indices, values = decode_coded(
+            self._codec, frame, self._count, _FLOAT32, self._n, sender=sender
+        )
+        assert indices is not None
+        return indices, values
 
 
 def dense_is_less(n: int, k: int, values: str, size: int) -> bool:
