@@ -7,11 +7,12 @@ import argparse
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 #: files of Penn Treebank
 PTB = ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")
@@ -54,7 +55,7 @@ def standard_library() -> Corpus:
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     if len(files) < 20:
         raise SystemExit("this Python has no sources of its library: name a text with --data")
-    return numbered([_words(files[0::5]), _words(files[1::20]), _words(files[2::20])], WORDS)
+    return numbered([_words(files[0::8]), _words(files[1::32]), _words(files[2::32])], WORDS)
 
 
 def _words(files: list[Path]) -> Iterable[str]:
@@ -71,3 +72,20 @@ def numbered(texts: list[Iterable[str]], most: int | None = None) -> Corpus:
     numbers = {word: number for number, word in enumerate(known, start=1)}
     found = (np.array([numbers.get(w, 0) for w in text], np.int64) for text in (train, valid, test))
     return Corpus(*found, words=1 + len(known))
+
+
+def share(text: np.ndarray, batch: int, rank: int, size: int) -> torch.Tensor:
+    """A rank's part, shape (words, batch): each column is a piece of the text."""
+    columns = size * batch
+    length = len(text) // columns
+    if length < 2:
+        raise SystemExit(f"{len(text)} words are too few for {columns} columns: --batch-size")
+    pieces = text[: columns * length].reshape(columns, length)[rank::size]
+    return torch.from_numpy(pieces.T.copy())
+
+
+def segments(text: torch.Tensor, length: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What is read between two steps, and each word's following one."""
+    for at in range(0, len(text) - 1, length):
+        following = text[at + 1 : at + 1 + length]
+        yield text[at : at + len(following)], following

@@ -27,7 +27,8 @@ def parser_of(doc: str, output: str, *, epochs: int, seeds: int) -> argparse.Arg
         default=["none", "dgc"],
         metavar="METHOD",
         help="methods to compare, such as none fp16 topk dgc:values=float16; or all, which has "
-        "other defaults: at most 10 epochs, one seed, and 1 %% of the elements where a method chooses some",
+        "other defaults: at most 10 epochs, one seed, and 1 %% of the elements where a method "
+        "chooses some",
     )
     parser.add_argument(
         "--density", type=float, default=0.001, help="fraction of elements that dgc and topk send"
@@ -81,18 +82,20 @@ def parse(parser: argparse.ArgumentParser, partners: bool = False) -> argparse.N
     if options.compression == ["all"]:
         options.compression = everything(partners)
     try:
-        options.methods = {text: _compressor(text, options) for text in options.compression}
+        options.methods = {
+            text: compressor(text, options.density, options.warmup_epochs)
+            for text in options.compression
+        }
     except ConfigError as error:
         parser.error(f"--compression or --density: {error}")
     return options
 
 
-def _compressor(text: str, options: argparse.Namespace) -> Compressor:
+def compressor(text: str, density: float, warmup_epochs: int) -> Compressor:
     """A method by name; top-k methods get the density of the command line and a warm-up to it."""
     method = as_compressor(text)
     if hasattr(method, "selection") and "density=" not in text:
-        density = warmup_to(options.density, epochs=options.warmup_epochs)
-        method = dataclasses.replace(method, density=density)
+        method = dataclasses.replace(method, density=warmup_to(density, epochs=warmup_epochs))
     return method
 
 

@@ -1,7 +1,7 @@
 """Train a language model on Python's own sources with PyTorch, dense and compressed.
 
     python -m mpi_examples.train_text
-    python -m mpi_examples.train_text --compression none dgc topk --density 0.01 --seeds 3
+    python -m mpi_examples.train_text --compression none dgc topk --density 0.001 --seeds 3
     python -m mpi_examples.train_text --model transformer
     python -m mpi_examples.train_text --data ~/ptb --width 650 --dropout 0.5 --epochs 40
     horovodrun -np 16 -H node1:8,node2:8 python -m mpi_examples.train_text
@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -25,15 +24,15 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from hvd_compress.integrations.launch import under_horovodrun
-from mpi_examples.data_text import penn_treebank, ptb_folder, standard_library
+from mpi_examples.data_text import penn_treebank, ptb_folder, segments, share, standard_library
 from mpi_examples.demo import compare, horovod_parser, parse
 from mpi_examples.models_text import MODELS
 from mpi_examples.report import PERPLEXITY, Run
 
-parser = horovod_parser(__doc__, "results/text.png", list(MODELS), epochs=4, seeds=1)
-parser.set_defaults(batch_size=8, lr=2.0, warmup_epochs=1)
+parser = horovod_parser(__doc__, "results/text.png", list(MODELS), epochs=5, seeds=1)
+parser.set_defaults(batch_size=8, density=0.01, lr=8.0, warmup_epochs=1)
 parser.add_argument("--data", type=ptb_folder, help="Penn Treebank in its usual files")
-parser.add_argument("--length", type=int, default=32, help="words between two steps")
+parser.add_argument("--length", type=int, default=16, help="words between two steps")
 parser.add_argument("--width", type=int, default=128, help="of every layer")
 parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--clip", type=float, default=0.25, help="the largest norm of a gradient")
@@ -55,16 +54,17 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
     text = corpus()
     model = MODELS[options.model](text.words, options.width, options.length, options.dropout)
     optimizer, compression = local_optimizer(model, method, options)
-    # (1) DGC clips each rank's gradient before it adds that to what was not sent; all others
-    # leave the mean gradient to be clipped.  Adam's steps do not grow with the gradient.
-    clips_itself = hasattr(compression, "clip_norm")
-    if clips_itself:
+    # (1) DGC clips each rank's gradient before it adds that to what was not sent.  With the other
+    # methods the mean gradient is clipped, but not with Adam, whose steps do not grow with it.
+    clip_mean = options.methods[method].partner is None
+    if hasattr(compression, "clip_norm"):
         compression = dataclasses.replace(compression, clip_norm=options.clip)
+        clip_mean = False
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=compression
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    steps = len(list(segments(share(text.train))))
+    steps = len(batches(text.train))
     schedule = warmup_and_cosine(optimizer, options, steps)
 
     run = Run(method, seed, PERPLEXITY)
@@ -73,20 +73,20 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
         model.train()
         shift = np.random.default_rng([seed, epoch]).integers(len(text.train))
         state = None
-        for step, (words, following) in enumerate(segments(share(np.roll(text.train, shift)))):
+        for step, (words, following) in enumerate(batches(np.roll(text.train, shift))):
             # (2) The warm-up is short: its density falls within epochs, too.
             optimizer.compression.set_epoch(epoch + step / steps)
             optimizer.zero_grad()
             logits, state = model(words, state)
             loss = functional.cross_entropy(logits.flatten(0, 1), following.flatten())
             loss.backward()
-            if clips_itself:
-                optimizer.step()
-            else:  # (3) As Horovod's users clip.
+            if clip_mean:  # (3) As with Horovod alone.
                 optimizer.synchronize()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
                 with optimizer.skip_synchronize():
                     optimizer.step()
+            else:
+                optimizer.step()
             schedule.step()
             run.losses.append(loss.item())
         if hasattr(optimizer, "synchronize_parameters"):  # with 0/1 Adam they may differ
@@ -102,21 +102,10 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
     return run
 
 
-def share(text: np.ndarray) -> torch.Tensor:
-    """This rank's part, shape (words, batch): a column is a piece of the text."""
-    columns = hvd.size() * options.batch_size
-    length = len(text) // columns
-    if length < 2:
-        raise SystemExit(f"no text of {len(text)} words for each rank: use a smaller --batch-size")
-    pieces = text[: columns * length].reshape(columns, length)[hvd.rank() :: hvd.size()]
-    return torch.from_numpy(pieces.T.copy())
-
-
-def segments(text: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What is read between two steps, and each word's following one."""
-    for at in range(0, len(text) - 1, options.length):
-        following = text[at + 1 : at + 1 + options.length]
-        yield text[at : at + len(following)], following
+def batches(text: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's."""
+    part = share(text, options.batch_size, hvd.rank(), hvd.size())
+    return list(segments(part, options.length))
 
 
 @torch.no_grad()
@@ -124,7 +113,7 @@ def perplexity(model: torch.nn.Module, text: np.ndarray) -> float:
     """Of the whole text; every rank reads its part."""
     model.eval()
     total, words, state = 0.0, 0, None
-    for word, following in segments(share(text)):
+    for word, following in batches(text):
         logits, state = model(word, state)
         loss = functional.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum")
         total, words = total + loss.item(), words + following.numel()

@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import pytest
 from matplotlib.text import Text
 
-from mpi_examples.report import Run, behind, label
+from mpi_examples.report import PERPLEXITY, Run, behind, label, table
 
 CROWD = {
     "two almost in one place": {(170.0, 1.67): "efsignsgd", (180.0, 1.67): "onebit"},
@@ -45,3 +45,22 @@ def test_no_reason_is_known_only_where_the_warm_up_was_over(cut_short):
     assert line.startswith("dgc: 48.0 points below none; ")
     assert ("no reason is known" in line) is not cut_short
     assert ("the warm-up was cut short" in line) is cut_short
+
+
+def test_of_perplexities_less_is_better():
+    runs = [
+        Run(
+            m,
+            0,
+            PERPLEXITY,
+            scores=[99.0, 80.0],
+            test=p,
+            bytes_sent=[8, 12],
+            dense_bytes=40,
+            steps=2,
+        )
+        for m, p in (("none", 20.0), ("dgc", 25.25), ("topk", 18.0))
+    ]
+    assert behind(runs).strip() == "dgc: 5.2 points above none; no reason is known"
+    row = table(runs).splitlines()[3]
+    assert row.split() == ["dgc", "25.25", "6", "B", "3.3x", "4", "B", "5.0x", "0.0", "ms"]
