@@ -24,7 +24,14 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from hvd_compress.integrations.launch import under_horovodrun
-from mpi_examples.data_text import penn_treebank, ptb_folder, segments, share, standard_library
+from mpi_examples.data_text import (
+    Corpus,
+    penn_treebank,
+    ptb_folder,
+    segments,
+    share,
+    standard_library,
+)
 from mpi_examples.demo import compare, horovod_parser, parse
 from mpi_examples.models_text import MODELS
 from mpi_examples.report import PERPLEXITY, Run
@@ -44,7 +51,7 @@ from mpi_examples.optimizers import local_optimizer, warmup_and_cosine
 
 
 @functools.cache
-def corpus():
+def corpus() -> Corpus:
     return penn_treebank(options.data) if options.data else standard_library()
 
 
