@@ -8,7 +8,7 @@ The bindings to frameworks are subclasses, or make one for each graph that they 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,20 @@ import numpy as np
 from hvd_compress.agreement import Terms, listed
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor, Context, Exchange, Outcome, Sparse, State, Sum
+from hvd_compress.chain import Fused
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.buckets import BUCKET_BYTES, Buckets
-from hvd_compress.engines.joining import Member
+from hvd_compress.engines.joining import BucketExchange, Form, Member, run_form
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.homes import Homes
 from hvd_compress.integrations.checkpoints import check_array, entry, epoch_in, refused, whole
 from hvd_compress.integrations.optimizers import check_one_momentum
 from hvd_compress.methods import as_compressor
+from hvd_compress.schedules import schedules_of
 from hvd_compress.stats import Record, Stats, norm_of_residual
+from hvd_compress.times import Clock
 
 _VERSION = 1
 _NOTHING = np.empty(0)
@@ -59,6 +62,7 @@ class Reducer:
         states: the state of each tensor by name, as arrays by key.
         records: the bytes that each tensor has sent and received so far, by name.
         buckets: the assignment of tensors to buckets.
+        clock: counts the time that exchanges take.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Reducer:
         self.epoch: Any = None
         self.states: dict[str, State] = {}
         self.records: dict[str, Record] = {}
+        self.clock = Clock()
         self.buckets = Buckets(
             lambda: self.engine,
             self._members,
@@ -97,7 +102,10 @@ class Reducer:
             groups=groups,
             same_order=same_order,
             names=names,
+            again=self._again,
         )
+        self._now: Hashable = None  # what this step's exchanges depend on but gradients and states
+        self._before: Hashable = None  # the same of the last step
         self._local, self._shared = LocalEngine(), engine
         self._per_rank: dict[str, frozenset[str]] = {}  # keys of states that differ between ranks
         self._deferred: dict[str, Array] = {}  # gradients, until the norm of all is known
@@ -136,6 +144,10 @@ class Reducer:
 
     def start_together(self, gradients: Mapping[str, Array]) -> None:
         """Begin to exchange several gradients that became ready at once; see :meth:`start`."""
+        with self.clock.running():
+            self._start_together(gradients)
+
+    def _start_together(self, gradients: Mapping[str, Array]) -> None:
         if twice := gradients.keys() & (self._in_flight.keys() | self._deferred.keys()):
             raise ConfigError(f"{twice.pop()!r} was started already: call finish() once a step")
         if self.epoch is None and self.method.needs_epoch:
@@ -158,6 +170,10 @@ class Reducer:
         Raises:
             MismatchError: the ranks differ in method, options, step or tensors.
         """
+        with self.clock.running():
+            return self._finish()
+
+    def _finish(self) -> dict[str, Array]:
         try:
             self._begin_agreement(_NOTHING)  # other ranks may have started something
             if self._deferred:
@@ -168,13 +184,14 @@ class Reducer:
         except BaseException:
             self.abandon()
             raise
-        self._agrees = False
+        self._agrees, self._before = False, self._now
         if self._plan is not self.buckets.plan:  # what is kept for other buckets takes memory
             self._plan, self._scratch = self.buckets.plan, {}
         expected, self._in_flight = self._in_flight, {}
         if outcomes.keys() != expected.keys():
             raise CompressionError(f"lost on the way: {expected.keys() - outcomes.keys()}")
         self.step += 1
+        self.clock.steps += 1
         self._homes.begin()
         return {name: self._received(name, outcome) for name, outcome in outcomes.items()}
 
@@ -182,7 +199,7 @@ class Reducer:
         """Discard everything in flight, because the collectives failed or a checkpoint was
         loaded."""
         self._in_flight, self._deferred, self._agrees = {}, {}, False
-        self._scratch = {}
+        self._scratch, self._before = {}, None
         self._homes.forget()
         self._local.abandon()
         self.buckets.abandon()
@@ -203,6 +220,7 @@ class Reducer:
         if not self._agrees:
             self.engine.agree(self._terms(), self._for_messages(like))
             self._agrees = True
+            self._now = self._circumstances()
 
     def _launch(self, gradients: Mapping[str, Array], norm: Any) -> None:
         self._in_flight.update(gradients)
@@ -213,16 +231,59 @@ class Reducer:
         """Begin the exchanges of the tensors of a bucket."""
         members = []
         for name in names:
-            gradient = self._in_flight[name]
-            if (record := self.records.get(name)) is None:
-                record = self.records[name] = Record()
-            elements, nbytes = self._extent(name, gradient)
-            record.steps += 1
-            record.elements += elements
-            record.dense_bytes += nbytes
+            gradient, record = self._in_flight[name], self._counted(name)
             exchange = self._exchange(name, gradient, self._context(name, self._whole_norm))
-            members.append(Member(name, exchange, record, nbytes))
+            members.append(Member(name, exchange, record, self._extent(name, gradient)[1]))
         return members
+
+    def _counted(self, name: str) -> Record:
+        """Count a gradient, and return the record of its tensor."""
+        if (record := self.records.get(name)) is None:
+            record = self.records[name] = Record()
+        elements, nbytes = self._extent(name, self._in_flight[name])
+        record.steps += 1
+        record.elements += elements
+        record.dense_bytes += nbytes
+        return record
+
+    def _circumstances(self) -> Hashable:
+        """Return all that exchanges of this step depend on but gradients and states; ``None`` if
+        steps may differ all the same."""
+        if not self.method.is_steady or not self.in_place:
+            return None
+        schedules = [schedule(self.step, self.epoch) for schedule in schedules_of(self.method)]
+        return self.engine.size, self.momentum, self.nesterov, self.sums, *schedules
+
+    def _again(self, names: Sequence[str], form: Form) -> BucketExchange | None:
+        """Return the exchange of a bucket that is like that of the step before, without asking the
+        method what it would be; ``None`` if it may differ."""
+        if self._now is None or self._now != self._before:
+            return None
+        arguments, records = [], []
+        for name, weight in zip(names, form.weights, strict=True):
+            gradient, scratch = self._in_flight[name], self._scratch.setdefault(name, {})
+            argument = self._argument(form.function, name, gradient, weight, scratch)
+            if argument is None:
+                return None
+            arguments.append(argument)
+        for name in names:
+            records.append(self._counted(name))
+
+        def exchange() -> BucketExchange:
+            rank, size = self.engine.rank, self.engine.size
+            outcomes = yield from run_form(form, arguments, records, rank, size)
+            return dict(zip(names, outcomes, strict=True))
+
+        return exchange()
+
+    def _argument(
+        self, form: Fused, name: str, gradient: Array, weight: int, scratch: dict[str, Any]
+    ) -> Any:
+        """Return what a tensor adds to the exchange of its bucket in a step like the one before;
+        ``None`` if it differs."""
+        if self._shapes.get(name) != backend_of(gradient).shape(gradient):
+            return None
+        return form.again(gradient, self.states[name], weight, scratch, self.in_place)
 
     def _context(self, name: str, norm: Any) -> Context:
         momentum, nesterov = self._momentum_of(name)
@@ -310,11 +371,23 @@ class Reducer:
             )
 
     def stats(self) -> Stats:
-        """Return the exact bytes so far and the norm of the residuals, by name and in total."""
+        """Return the exact bytes so far and the norm of the residuals, by name and in total, and
+        where the time of exchanges went."""
         for name, state in self.states.items():
             if (norm := norm_of_residual(state)) is not None:
                 self.records.setdefault(name, Record()).residual_norm = norm
-        return Stats(self.records)
+        return Stats(self.records, self.clock.times)
+
+    def reset_stats(self) -> None:
+        """Begin at zero with all that :meth:`stats` counts: called after every step, it makes them
+        those of one step."""
+        self._check_at_rest("reset_stats()")
+        self.records.clear()
+        self.clock.reset()
+
+    def _check_at_rest(self, call: str) -> None:
+        if self._in_flight or self._deferred:
+            raise ConfigError(f"gradients are under way: call finish() before {call}")
 
     def set_epoch(self, epoch: float) -> None:
         """Announce the epoch, which may be fractional such as 2.5, for schedules by epoch."""
@@ -330,8 +403,7 @@ class Reducer:
                 it on every rank, save the result on one, and load it on any number of ranks.
                 Without it, every rank has to save and load its own state.
         """
-        if self._in_flight or self._deferred:
-            raise ConfigError("gradients are under way: call finish() before state_dict()")
+        self._check_at_rest("state_dict()")
         states = {name: dict(state) for name, state in self.states.items()}
         if consolidate and self.engine.size > 1:
             self._consolidate(states)

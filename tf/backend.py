@@ -166,7 +166,7 @@ def on_host(
         function, list(inputs), [tf.as_dtype(dtype) for dtype, _ in outputs], stateful=False
     )
     for result, (_, length) in zip(results, outputs, strict=True):
-        result.set_shape([length])
+        result.set_shape(length if isinstance(length, tuple) else [length])
     return results
 
 
@@ -180,7 +180,7 @@ def unpack_sizes(table: Array, count: int) -> list[Any]:
     return tf.unstack(tf.bitcast(tf.reshape(whole, [count, 8]), tf.int64))
 
 
-def from_numpy(x: np.ndarray, like: Array) -> Array:
+def from_numpy(x: np.ndarray, like: Array | None) -> Array:
     return tf.convert_to_tensor(x)
 
 
@@ -190,6 +190,13 @@ def to_numpy(x: Array) -> np.ndarray:
 
 def address(x: Array) -> int | None:
     return None
+
+
+def loops(x: Array) -> str | None:
+    # Where a graph's tensors will be is decided when it runs, unless there is no choice.
+    device = tf.DeviceSpec.from_string(x.device).device_type
+    on_host = device == "CPU" if device else not tf.config.get_visible_devices("GPU")
+    return "hvd_compress.kernels" if on_host else None
 
 
 if TYPE_CHECKING:  # the module is held to the protocol

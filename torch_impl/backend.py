@@ -190,11 +190,16 @@ def unpack_sizes(table: Array, count: int) -> list[int]:
     return np.frombuffer(bytes(table.tolist()).ljust(8 * count, b"\0"), "<i8").tolist()
 
 
-def from_numpy(x: np.ndarray, like: Array) -> Array:
+def from_numpy(x: np.ndarray, like: Array | None) -> Array:
     if not x.flags.writeable or not x.flags.aligned:
         x = x.copy()
     tensor = torch.from_numpy(x)
-    return tensor.long().to(like.device) if x.dtype == np.int32 else tensor.to(like.device)
+    if x.dtype == np.int32:
+        tensor = tensor.long()
+    if like is None or like.device == tensor.device:
+        return tensor
+    # From pinned memory, or this would wait for all that the GPU still has to do.
+    return tensor.pin_memory().to(like.device, non_blocking=True)
 
 
 def to_numpy(x: Array) -> np.ndarray:
@@ -202,7 +207,11 @@ def to_numpy(x: Array) -> np.ndarray:
 
 
 def address(x: Array) -> int | None:
-    return x.data_ptr() if x.device.type == "cpu" and x.is_contiguous() else None
+    return x.data_ptr() if x.device.type in ("cpu", "cuda") and x.is_contiguous() else None
+
+
+def loops(x: Array) -> str | None:
+    return "hvd_compress.kernels" if x.device.type == "cpu" and x.is_contiguous() else None
 
 
 if TYPE_CHECKING:  # the module is held to the protocol

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +72,10 @@ class Binding(Reducer):
         self._true_units: list[torch.nn.Parameter] = []  # whose gradients carry no scale
         self._complete: set[str] = set()  # whose states have all keys of the method
         self._stateful: dict[str, bool] = {}
-        self._assigned: dict[torch.nn.Parameter, weakref.ref[torch.Tensor]] = {}
+        self._assigned: list[tuple[torch.nn.Parameter, weakref.ref[torch.Tensor]]] = []
+        self._is_plain_sgd = torch.optim.SGD in type(optimizer).__bases__
+        self._has_decayed: bool | None = None  # None: not known
+        self._name_by_id: dict[int, str] = {}  # to hash a parameter takes long
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._last_list: tuple[list[bool], list[str]] | None = None  # who was trained, and the text
         self._gradients: dict[str, _Gradient] = {}
@@ -104,7 +107,7 @@ class Binding(Reducer):
         for p, name in self._optimizer._parameter_names.items():
             if (norm := norm_of_residual(self.state_of(p))) is not None:
                 self.records.setdefault(name, Record()).residual_norm = norm
-        return Stats(self.records)
+        return Stats(self.records, self.clock.times)
 
     def report_at_exit(self) -> None:
         """Log one line of statistics when the program ends, on rank 0."""
@@ -127,7 +130,8 @@ class Binding(Reducer):
             self._saw_backward = False
         self._saw_backward |= in_backward
         try:
-            self._start(list(parameters))
+            with self.clock.running():
+                self._start(list(parameters))
         except BaseException:  # the optimizer stays usable
             self._optimizer.reset_hooks()
             self.abandon()
@@ -145,10 +149,15 @@ class Binding(Reducer):
             gradient = p.grad.detach()
             if not gradient.is_sparse:
                 backend.check_gradient(gradient)
-            name = self._optimizer._parameter_names[p]
+            name = self._name_of(p)
             self._parameters[name] = p
             gradients[name] = gradient
-        self.start_together(gradients)
+        self._start_together(gradients)
+
+    def _name_of(self, p: torch.nn.Parameter) -> str:
+        if (name := self._name_by_id.get(id(p))) is None:
+            name = self._name_by_id[id(p)] = self._optimizer._parameter_names[p]
+        return name
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Wait for everything that was started and put the averages into ``p.grad``.
@@ -156,6 +165,10 @@ class Binding(Reducer):
         Raises:
             MismatchError: the ranks differ in method, options, step or parameters.
         """
+        with self.clock.running():
+            return self._finish_and_assign()
+
+    def _finish_and_assign(self) -> dict[str, torch.Tensor]:
         try:
             directions = super().finish()
         except BaseException:  # the optimizer stays usable
@@ -174,14 +187,14 @@ class Binding(Reducer):
     def untouched(self) -> bool:
         """Return whether the gradients are those of the last exchange, which may be clipped."""
         return bool(self._assigned) and all(
-            p.grad is not None and p.grad is gradient() for p, gradient in self._assigned.items()
+            p.grad is not None and p.grad is gradient() for p, gradient in self._assigned
         )
 
     def abandon(self) -> None:
         """Discard everything in flight: the collectives failed, or a checkpoint was loaded."""
         super().abandon()
         self._gradients.clear()
-        self._scale = None
+        self._scale = self._has_decayed = None
         self._complete.clear()
         self.consolidated, self.is_consolidated = {}, False
 
@@ -222,15 +235,40 @@ class Binding(Reducer):
     def _momentum_of(self, name: str) -> tuple[float, bool]:
         return self.momentum_side.of(self._parameters[name])
 
+    def _circumstances(self) -> Hashable:
+        found = super()._circumstances()
+        differs = self._scale is not None or self.sparse or self.momentum_side.decays_gradients
+        if found is None or differs:
+            return None
+        return found, *map(self.momentum_side.of_group, self._optimizer.param_groups)
+
+    def _argument(
+        self, form: Any, name: str, gradient: torch.Tensor, weight: int, scratch: dict[str, Any]
+    ) -> Any:
+        if gradient.is_sparse or self._scale is not None:
+            return None
+        p = self._parameters[name]
+        method = self.method.for_tensor(name, tuple(p.shape))
+        argument = form.again(gradient, self.state_of(p), weight, scratch, self.in_place)
+        if argument is not None:
+            self._gradients[name] = _Gradient(p, False, self._scale_in(name, method, p, False))
+        return argument
+
+    def _scale_in(
+        self, name: str, method: Compressor, p: torch.nn.Parameter, is_rows: bool
+    ) -> float | None:
+        """Return by which loss scale a gradient is divided before it is exchanged."""
+        # Without a state the scale may stay, and keeps half precisions from underflow.
+        may_stay = not (is_rows or self._keeps_state(name, method, p)) and method.homogeneous
+        return None if may_stay else self._known_scale()
+
     def _exchange(self, name: str, gradient: torch.Tensor, context: Context) -> Exchange:
         p = self._parameters[name]
         method = self.method.for_tensor(name, tuple(p.shape))
         is_rows = gradient.is_sparse and not self._optimizer.sparse_as_dense
         if is_rows or self.sparse:
             (self.sparse.add if is_rows else self.sparse.discard)(p)
-        # Without a state the scale may stay, and keeps half precisions from underflow.
-        may_stay = not (is_rows or self._keeps_state(name, method, p)) and method.homogeneous
-        scale = None if may_stay else self._known_scale()
+        scale = self._scale_in(name, method, p, is_rows)
         if scale not in (None, 1):
             half = gradient.dtype in (torch.float16, torch.bfloat16)
             gradient = (gradient.float() if half else gradient) / scale
@@ -314,7 +352,7 @@ class Binding(Reducer):
             p.grad.set_(direction)
         else:
             p.grad.copy_(direction)
-        self._assigned[p] = weakref.ref(p.grad)
+        self._assigned.append((p, weakref.ref(p.grad)))
 
     # -- momentum ----------------------------------------------------------------------------
 
@@ -330,6 +368,7 @@ class Binding(Reducer):
 
     def forget_groups(self) -> None:
         """Update after parameter groups have changed."""
+        self._name_by_id.clear()
         self.momentum_side.forget_groups()
 
     @contextlib.contextmanager
@@ -338,6 +377,10 @@ class Binding(Reducer):
         off, and this package's state is removed, since Adam and others take a state that is not
         empty for their own."""
         groups = self._optimizer.param_groups
+        if self._is_plain_sgd and not self._decays():  # SGD looks at its own entries alone
+            with self.momentum_side.switched_off():
+                yield
+            return
         hidden = {p: self._pop_state(p) for group in groups for p in group["params"]}
         try:
             if self.momentum_side.is_taken:
@@ -348,6 +391,17 @@ class Binding(Reducer):
             for p, state in hidden.items():
                 if state:
                     self._set_state(p, state)
+
+    def _decays(self) -> bool:
+        """Whether weight decay is this package's affair, or has been in an earlier step."""
+        groups = self._optimizer.param_groups
+        if not self.momentum_side.is_taken:
+            return False
+        if self._has_decayed is None:
+            everyone = (p for group in groups for p in group["params"])
+            self._has_decayed = any("decay" in self.state_of(p) for p in everyone)
+        self._has_decayed |= any(group["weight_decay"] for group in groups)
+        return self._has_decayed
 
     # -- loss scaling, see amp.py ------------------------------------------------------------
 

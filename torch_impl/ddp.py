@@ -58,6 +58,8 @@ class ProcessGroupEngine(TorchEngine):
     def _launch(self, op: Op) -> Any:
         """Submit a collective, and return it, the tensor that its result will be in, and what to
         wait for."""
+        if dist.get_backend(self._group) == dist.Backend.NCCL:  # which reads a GPU's memory only
+            op = op._replace(tensor=op.tensor.cuda())
         if op.kind == "alltoall_open":
             sizes = op.splits.to(op.tensor.device)
             theirs = torch.empty_like(sizes)
@@ -196,6 +198,10 @@ class DDPState:
     def stats(self) -> Stats:
         """Return the exact bytes so far and the residuals' norm, by parameter and in total."""
         return self.reducer.stats()
+
+    def reset_stats(self) -> None:
+        """Begin at zero with all that :meth:`stats` counts."""
+        self.reducer.reset_stats()
 
     def set_epoch(self, epoch: float) -> None:
         """Announce an epoch, for schedules by epoch."""

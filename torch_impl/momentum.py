@@ -72,9 +72,12 @@ class Momentum:
     def of(self, p: torch.nn.Parameter) -> tuple[float, bool]:
         """Return the (momentum, nesterov) that act inside the exchange, or beside it on rows and
         decay."""
+        return self.of_group(self.group_of(p)) if self.is_taken else (0.0, False)
+
+    def of_group(self, group: Mapping[str, Any]) -> tuple[float, bool]:
+        """Return the same of the parameters of a group."""
         if not self.is_taken:
             return 0.0, False
-        group = self.group_of(p)
         own, nesterov = self._method.momentum, self._method.nesterov
         return (
             group["momentum"] if own is None else own,

@@ -67,8 +67,8 @@ class allgather(Aggregator, name="allgather"):
         values: how the picked values are sent: "float32", "float16" (values beyond its range
             are sent as its largest, and error feedback keeps the rest), "4bit", which is
             ``logarithmic(4)``, or another codec.
-        indices: "int32" (int64 in tensors of more than 2^31 elements), or "packed": about
-            log2(n / k) + 1.5 bits each, in messages whose size is not known beforehand.
+        indices: "packed", about log2(n / k) + 1.5 bits each, in messages whose size is not known
+            beforehand; or "int32" (int64 in tensors of more than 2^31 elements).
         algorithm: "allgather" delivers all ranks' entries to every rank, which adds them in rank
             order.  Over MPI also "split_allgather", where each rank adds up one region,
             "recursive_doubling", "hierarchical", which adds up inside of nodes first, and "auto",
@@ -83,7 +83,7 @@ class allgather(Aggregator, name="allgather"):
     select: Selector | Codec = top_k()
     values: str | Codec = dataclasses.field(default="float32", metadata=converted(_as_values))
     algorithm: str = "allgather"
-    indices: str = "int32"
+    indices: str = "packed"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,7 +25,7 @@ from hvd_compress.errors import UnsupportedError
 
 Array = Any
 HostFunction = Callable[..., Sequence[np.ndarray]]
-Output = tuple[str, int | None]
+Output = tuple[str, int | tuple[int, ...] | None]
 
 
 class Backend(Protocol):
@@ -121,7 +121,7 @@ class Backend(Protocol):
 
         Args:
             function: returns as many arrays as there are ``outputs``, and has no side effects.
-            outputs: (dtype, length) of the flat results; length ``None`` if unknown.
+            outputs: (dtype, length) of flat results, length ``None`` if unknown; or (dtype, shape).
             like: an array on whose device the results shall be.
         """
 
@@ -132,14 +132,20 @@ class Backend(Protocol):
     def unpack_sizes(self, table: Array, count: int) -> list[int]:
         """Undo ``pack_sizes``; a table that is too short is filled with zeros."""
 
-    def from_numpy(self, x: np.ndarray, like: Array) -> Array:
-        """On the device of ``like``; shares the memory where it can."""
+    def from_numpy(self, x: np.ndarray, like: Array | None) -> Array:
+        """On the device of ``like``, or in host memory; shares the memory where it can."""
 
     def to_numpy(self, x: Array) -> np.ndarray:
         """Shares the memory where it can."""
 
     def address(self, x: Array) -> int | None:
-        """Return the address of an array that is contiguous in host memory, else ``None``."""
+        """Return the address of an array that is contiguous in the memory of the host or of a
+        device, else ``None``."""
+
+    def loops(self, x: Array) -> str | None:
+        """Return the name of the module that has the loops of :mod:`hvd_compress.kernels` for
+        contiguous arrays in memory where ``x`` is (of a symbol: where what it stands for will be),
+        or ``None`` if ``x`` is no such array or there are none."""
 
 
 class EagerBackend(Backend, Protocol):

@@ -180,7 +180,7 @@ def unpack_sizes(table: Array, count: int) -> list[int]:
     return np.frombuffer(table.tobytes().ljust(8 * count, b"\0"), "<i8").tolist()
 
 
-def from_numpy(x: Array, like: Array) -> Array:
+def from_numpy(x: Array, like: Array | None) -> Array:
     return x
 
 
@@ -190,6 +190,10 @@ def to_numpy(x: Array) -> Array:
 
 def address(x: Array) -> int | None:
     return x.__array_interface__["data"][0] if x.flags.c_contiguous else None
+
+
+def loops(x: Array) -> str | None:
+    return None if address(x) is None else "hvd_compress.kernels"
 
 
 if TYPE_CHECKING:  # the module is held to the protocol

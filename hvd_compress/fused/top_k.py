@@ -22,9 +22,11 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Gather, Joint, Outcome, Request, Sparse, State
 from hvd_compress.chain import Transform, in_range
 from hvd_compress.codecs import logarithmic
-from hvd_compress.codecs.frame import decode_coded, encode_coded
-from hvd_compress.kernels import Selection, Step, add_up
+from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
+from hvd_compress.fused.on_host import Memory, exchange_on_host
+from hvd_compress.kernels import Step, loops_of
 from hvd_compress.operators import top_k
+from hvd_compress.times import phase
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
 
 _MOST_ELEMENTS = 2**32
@@ -67,8 +69,8 @@ class FusedTopK:
     size: int
 
     def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
-        """See :class:`hvd_compress.chain.Fused`: float32 arrays in host memory are taken, of which
-        a part is sent."""
+        """See :class:`hvd_compress.chain.Fused`: float32 arrays that there are loops for are taken,
+        of which a part is sent."""
         xp = backend_of(gradient)
         n = xp.size(gradient)
         if context.scratch is None or not 0 < n < _MOST_ELEMENTS:
@@ -83,32 +85,50 @@ class FusedTopK:
         x = xp.widen(gradient)
         for transform in self.before:
             x, _ = transform.update(x, {}, context)
-        if xp.address(x) is None:
+        if loops_of(x) is None:
             return None
         tensor = Tensor(gradient, x, state, k, context.scratch, context.in_place)
-        return Joint(self, tensor, weight=k, key=xp.__name__)
+        key = xp.__name__, str(getattr(x, "device", None))
+        return Joint(self, tensor, weight=k, key=key)
+
+    def again(
+        self, gradient: Array, state: State, weight: int, scratch: dict[str, Any], in_place: bool
+    ) -> Tensor | None:
+        """See :class:`hvd_compress.chain.Fused`."""
+        xp = backend_of(gradient)
+        if self.before or xp.dtype(gradient) != "float32":
+            return None
+        x = xp.widen(gradient)
+        if loops_of(x) is None:
+            return None
+        keys = (_R,) if self.momentum is None else (_R, _V)
+        own = {key: state[key] for key in keys}
+        return Tensor(gradient, x, own, weight, scratch, in_place)
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         xp = backend_of(tensors[0].x)
+        if xp.traces:
+            return (yield from self._on_host(tensors))
         bucket = self._bucket(tensors)
         steps = bucket.steps(tensors)
-        indices, values, _ = bucket.selection.accumulate(steps, self.momentum, self.nesterov)
-        frame, sent = bucket.message.encode(indices, values)
-        with np.errstate(invalid="ignore"):  # of a non-finite step
+        with phase("search"):
+            indices, values, _ = bucket.selection.accumulate(steps, self.momentum, self.nesterov)
+        with phase("encode"):
+            frame, sent = bucket.message.encode(indices, values)
+        with phase("search"), np.errstate(invalid="ignore"):  # of a non-finite step
             bucket.selection.settle(steps, indices, values - sent, self.masking)
-        frames = yield Gather(xp.from_numpy(frame, tensors[0].x), self.indices != "packed")
+        # In host memory, where it was made, and where the replies are read.
+        frames = yield Gather(xp.from_numpy(frame, None), bucket.message.size is not None)
 
-        theirs = [
-            bucket.message.decode(xp.to_numpy(frame), f"rank {rank}")
-            for rank, frame in enumerate(frames)
-        ]
-        means = [t.x if t.in_place else xp.zeros(xp.size(t.x), t.x) for t in tensors]
-        finite = add_up(
-            means,
-            [own for own, _ in theirs],
-            [own for _, own in theirs],
-            self.size,
-        )
+        means = [t.x if t.in_place else bucket.empty(t.x) for t in tensors]
+        with phase("add_up"):
+            theirs = [
+                bucket.message.decode(xp.to_numpy(frame), f"rank {rank}")
+                for rank, frame in enumerate(frames)
+            ]
+            finite = loops_of(tensors[0].x).add_up(
+                means, [own for own, _ in theirs], [own for _, own in theirs], self.size
+            )
         mine = Sparse(
             xp.from_numpy(indices - bucket.shifts, tensors[0].x), xp.from_numpy(sent, tensors[0].x)
         )
@@ -121,6 +141,21 @@ class FusedTopK:
             shaped = tensor.gradient if in_gradient else xp.restore(mean, tensor.gradient)
             outcomes.append(Outcome(shaped, own, state))
         return outcomes
+
+    def _on_host(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
+        """The same of symbols."""
+        size = backend_of(tensors[0].x).size
+        starts = np.cumsum([0, *(size(t.x) for t in tensors)])
+        counts, n = [t.k for t in tensors], int(starts[-1])
+        shifts = np.repeat(starts[:-1], counts)
+
+        message = _message(self.values, self.indices, n, counts)
+
+        def decode(frame: np.ndarray) -> list[np.ndarray]:
+            indices, values = message.decode(frame, "this rank")
+            return [indices - shifts, values]
+
+        return (yield from exchange_on_host(self, tensors, message.size, decode, counts))
 
     def _bucket(self, tensors: list[Tensor]) -> _Bucket:
         """What is kept of a bucket between steps, in the first tensor's scratch."""
@@ -143,19 +178,26 @@ class _Bucket:
         indices: str,
     ) -> None:
         self.sizes, self.counts = sizes, counts
-        kind = _Numbers if isinstance(values, str) else _Codes
-        self.message = kind(values, indices, sum(sizes), counts)
-        self.selection = Selection(sizes, counts)
+        self.message = _message(values, indices, sum(sizes), counts)
+        self.selection = loops_of(tensors[0].x).Selection(sizes, counts)
         self.bounds = np.cumsum([0, *counts]).tolist()
         #: what is taken off an index into all tensors, by entry
         self.shifts = np.repeat(np.cumsum([0, *sizes[:-1]]), counts)
-        self._spare: list[State] = []
-        for tensor in tensors:
-            xp = backend_of(tensor.x)
-            zeros = {key: xp.zeros(xp.size(x), x) for key, x in tensor.state.items()}
-            self._spare.append(zeros)
+        self._memory: Memory | None = tensors[0].scratch.get("memory")
+        if self._memory is None:
+            self._spare = self._fresh(tensors)
+
+    def empty(self, like: Array) -> Array:
+        """Return memory for a result."""
+        n, xp = backend_of(like).size(like), backend_of(like)
+        return xp.zeros(n, like) if self._memory is None else self._memory.take(n)
+
+    def _fresh(self, tensors: list[Tensor]) -> list[State]:
+        return [{key: self.empty(x) for key, x in t.state.items()} for t in tensors]
 
     def steps(self, tensors: list[Tensor]) -> list[Step]:
+        if self._memory is not None:  # others may still look at the old state
+            self._spare = self._fresh(tensors)
         return [
             Step(t.x, t.state[_R], new[_R], t.state.get(_V), new.get(_V))
             for t, new in zip(tensors, self._spare, strict=True)
@@ -163,15 +205,20 @@ class _Bucket:
 
     def swap(self, i: int, old: State) -> State:
         """Return the new state of tensor ``i``; the old one's memory is that of the next."""
-        new, self._spare[i] = self._spare[i], old
+        new, self._spare[i] = self._spare[i], {} if self._memory else old
         return new
 
 
 class _Numbers:
-    """Messages whose values are numbers of a dtype."""
+    """Messages of a bucket whose values are numbers of a dtype.
+
+    Attributes:
+        size: the bytes of a message, ``None`` if they depend on what is in it.
+    """
 
     def __init__(self, dtype: str, indices: str, n: int, counts: Sequence[int]) -> None:
         self._dtype, self._indices, self._n, self._count = dtype, indices, n, sum(counts)
+        self.size = None if indices == "packed" else sparse_size(self._count, n, dtype)
 
     def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the message, and the values as receivers see them (float32)."""
@@ -195,6 +242,7 @@ class _Codes:
         self._codec, self._packed, self._n = codec.of_parts(counts), indices == "packed", n
         self._count = sum(counts)
         self._random = np.random.default_rng(0)  # which this codec does not ask
+        self.size = None if self._packed else coded_size(self._codec, self._count, _FLOAT32, n)
 
     def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         frame = encode_coded(
@@ -203,11 +251,18 @@ class _Codes:
         return frame, self.decode(frame, "this rank")[1]
 
     def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
-        indices, values = decode_coded(
-            self._codec, frame, self._count, _FLOAT32, self._n, sender=sender
-        )
+        count, n = self._count, self._n
+        indices, values = decode_coded(self._codec, frame, count, _FLOAT32, n, sender=sender)
         assert indices is not None
         return indices, values
+
+
+def _message(
+    values: str | logarithmic, indices: str, n: int, counts: Sequence[int]
+) -> _Numbers | _Codes:
+    if isinstance(values, str):
+        return _Numbers(values, indices, n, counts)
+    return _Codes(values, indices, n, counts)
 
 
 def dense_is_less(n: int, k: int, values: str, size: int) -> bool:

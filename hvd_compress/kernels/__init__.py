@@ -3,7 +3,7 @@
 Both give the same bits; :mod:`hvd_compress.kernels.reference` says what is computed.  The compiled
 ones take arrays of any library by their address in host memory, release the interpreter's lock, and
 use as many threads as PyTorch does if that is imported, else ``OMP_NUM_THREADS``, by default one
-for each core that this process may run on.
+for each core that this process may run on.  :func:`loops_of` finds those for a GPU's memory.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ __all__ = [
     "Step",
     "add_up",
     "is_compiled",
+    "loops_of",
     "quotients",
     "rice_pack",
     "rice_unpack",
@@ -92,6 +93,16 @@ class Selection:
     ) -> None:
         places = _addresses(steps) if is_compiled() else _on_host(steps)
         self._selection.settle(places, indices, remaining, masking)
+
+
+def loops_of(x: Array) -> Any:
+    """Return the module whose ``Selection`` and ``add_up`` are those of this one for arrays in
+    memory where ``x`` is, or ``None`` if there is none."""
+    name = backend_of(x).loops(x)
+    return None if name is None else _module(name)
+
+
+_module = functools.cache(importlib.import_module)
 
 
 def add_up(

@@ -34,7 +34,7 @@ class DGC(OfVelocities, name="dgc"):
     see to that.  One-dimensional and tiny tensors are averaged whole, with momentum afterwards.
 
     State: ``velocity`` u and ``residual`` v; tensors sent whole have ``velocity`` only.
-    Sent: k values and k int32 indices a tensor (k = ceil(density * n)), in one message.
+    Sent: k values and k packed indices a tensor (k = ceil(density * n)), in one message.
 
     Options:
         density: fraction of elements to send, or a schedule (``warmup_to(0.001, epochs=4)``).
@@ -55,16 +55,17 @@ class DGC(OfVelocities, name="dgc"):
             own precision), "float16", "int8" (255 levels a tensor, with error feedback), or
             "sparse": not whole, but their largest elements like those of all others, at least one a
             tensor.
-        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.
+        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
         algorithm: how entries are added up: "allgather", or over MPI one of those of
             :class:`hvd_compress.blocks.allgather`.
 
-    Differs from the paper in: the message has exactly k elements (see ``operators/top_k.py``); 32
-    bits instead of 16 an index; density 1 turns masking off, since masking everything that is sent
-    would turn momentum off.
+    Differs from the paper in: the message has exactly k elements (see ``operators/top_k.py``);
+    indices are packed instead of run lengths of 16 bits; density 1 turns masking off, since masking
+    everything that is sent would turn momentum off.
     """
 
     reference = "Lin et al., ICLR 2018"
+    is_steady = True
     presets = {"compact": {"values": "4bit", "indices": "packed", "small": "sparse"}}
 
     density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
@@ -77,7 +78,7 @@ class DGC(OfVelocities, name="dgc"):
     values: str = "float32"
     min_size: int = 1024
     algorithm: str = "allgather"
-    indices: str = "int32"
+    indices: str = "packed"
     small: str = "float32"
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import tensorflow as tf
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ METHODS = [
     NoCompression(),
     FP16(),
 ]
-MAKERS = {"numpy": np.array, "torch": torch.tensor}
+MAKERS = {"numpy": np.array, "torch": torch.tensor, "tensorflow": tf.constant}
 
 
 class Ranks:
@@ -65,7 +66,7 @@ class Ranks:
                 )
                 exchange = self.method.exchange(gradient, self.states[rank][name], context)
                 members.append(Member(name, exchange, Record()))
-            assert {member.kind[0] for member in members} == {"joint"}
+            assert {member.look.kind[0] for member in members} == {"joint"}
             buckets.append(joined(members, rank, self.size))
         outcomes = run(buckets)
         for rank, own in enumerate(outcomes):

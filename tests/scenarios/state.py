@@ -538,7 +538,7 @@ def several_rounds_advance_together() -> None:
                 pairs = list(zip(model.parameters(), gradients, strict=True))
                 for p, g in pairs if hvd.rank() % 2 else pairs[::-1]:
                     p.grad = g
-                    optimizer._is_ready(optimizer._watched[p])
+                    optimizer._is_ready(optimizer._watched[id(p)])
             else:
                 loss_of(model, hvd.rank(), step).backward()
             optimizer.step()
