@@ -55,6 +55,25 @@ struct Philox {
   Index first;  // in halves of words, from the start of the block of `counter`
 };
 
+// How a word of 64 bits, of `each` digits, is taken apart: into parts of less than 2^32, which
+// become fractions of 2^64, of which a product moves a group of digits to the upper half.
+struct Words {
+  std::uint64_t base, limit = 1, power = 1, inverse = 0;
+  int each, part = 0, group = 0;
+  std::uint8_t digits[256][8] = {};  // of each group
+
+  Words(int base, int each) : base(base), each(each) {
+    while (power * base <= 256) power *= base, ++group;
+    while (limit * power < std::uint64_t{1} << 32 && part + group <= each)
+      limit *= power, part += group;
+    inverse = ~std::uint64_t{0} / limit + 1;
+    for (std::uint64_t value = 0; value < power; ++value) {
+      std::uint64_t left = value;
+      for (int i = group; i-- > 0; left /= base) digits[value][i] = left % base;
+    }
+  }
+};
+
 template <class T>
 struct LoopsOf {
   T (*largest)(const T*, Index);
@@ -73,7 +92,7 @@ struct Loops {
   void (*pack_fields)(const std::uint8_t*, Index, int, std::uint8_t*);
   void (*unpack_fields)(const std::uint8_t*, Index, Index, int, int, std::uint8_t*);
   void (*pack_words)(const std::uint8_t*, Index, int, int, Index, std::uint8_t*);
-  void (*unpack_words)(const std::uint8_t*, Index, Index, int, int, std::uint8_t*);
+  void (*unpack_words)(const std::uint8_t*, Index, Index, const Words&, std::uint8_t*);
   void (*philox)(const Philox&, std::uint64_t, Index, std::uint64_t*);
   void (*uniforms)(const Philox&, Index, Index, std::uint64_t*, float*);
 
@@ -206,9 +225,10 @@ struct Packing {
     else
       loops->pack_fields(digits, n, bits, out);
   }
-  void unpack(const std::uint8_t* packed, Index n, std::uint8_t* digits) const {
+  void unpack(const std::uint8_t* packed, Index n, const Words& words,
+              std::uint8_t* digits) const {
     if (each)
-      loops->unpack_words(packed, bytes(n), n, each, base, digits);
+      loops->unpack_words(packed, bytes(n), n, words, digits);
     else
       loops->unpack_fields(packed, bytes(n), n, bits, base, digits);
   }
@@ -281,13 +301,14 @@ void decode(const std::uint8_t* code, Index n, int base, Index length, const T* 
             T unit, T* out, bool add, int threads) {
   if (!length) length = std::max<Index>(n, 1);
   const Packing packing(base);
+  const Words words(base, packing.each ? packing.each : 1);
   const Index chunk = pieces(kTaken, packing.unit()) * packing.unit();
   const std::uint8_t* const packed = code + pieces(n, length) * sizeof(T);
   const bool streamed = n * static_cast<Index>(sizeof(T)) > kStreamed;
   parallel(pieces(n, chunk), threads, [&](Index c) {
     const Index start = c * chunk, stop = std::min(n, start + chunk);
     std::vector<std::uint8_t> digits(stop - start);
-    packing.unpack(packed + packing.bytes(start), stop - start, digits.data());
+    packing.unpack(packed + packing.bytes(start), stop - start, words, digits.data());
     for (Index at = start; at < stop;) {
       const Index run = at / length, end = std::min(stop, (run + 1) * length);
       const T scale = stored<T>(code + run * sizeof(T)) / unit;
@@ -541,6 +562,45 @@ std::vector<std::uint64_t> philox_(const py::tuple& draws, std::uint64_t block, 
   return words;
 }
 
+bool all_finite_(const py::array& x, int threads) {
+  return with_type(x, [&](auto t) {
+    const Index n = x.size();
+    const auto* from = data(x, t);
+    py::gil_scoped_release release;
+    std::atomic<bool> finite{true};
+    parallel(pieces(n, kTaken), threads, [&](Index c) {
+      const Index start = c * kTaken;
+      const auto most = loops->of(t).largest(from + start, std::min(kTaken, n - start));
+      if (!(most < std::numeric_limits<decltype(t)>::infinity())) finite = false;
+    });
+    return finite.load();
+  });
+}
+
+void uniforms_(const py::tuple& draws, Array<float>& out, int threads) {
+  const Index n = out.size();
+  Philox stream;
+  draws_of(draws, stream, n);
+  auto* to = out.mutable_data();
+  py::gil_scoped_release release;
+  parallel(pieces(n, kTaken), threads, [&](Index c) {
+    std::uint64_t words[kDrawn / 2 + 16];
+    for (Index at = c * kTaken; at < std::min(n, (c + 1) * kTaken); at += kDrawn)
+      loops->uniforms(stream, at, std::min(kDrawn, n - at), words, to + at);
+  });
+}
+
+void fill(std::uint8_t* out, Index n, bool streamed) {
+  Index i = 0;
+#if defined(__x86_64__)
+  for (; streamed && i < n && reinterpret_cast<std::uintptr_t>(out + i) % 16; ++i) out[i] = 0;
+  for (; streamed && i + 16 <= n; i += 16)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(out + i), _mm_setzero_si128());
+#endif
+  std::memset(out + i, 0, n - i);
+  fence();
+}
+
 // Read all bytes of one array while all of another are written: the floor, for benchmarks.
 void copy_(const Array<std::uint8_t>& from, Array<std::uint8_t>& to, int threads) {
   const Index n = from.size(), m = to.size(), parts = pieces(std::max(n, m), 1 << 16);
@@ -557,7 +617,7 @@ void copy_(const Array<std::uint8_t>& from, Array<std::uint8_t>& to, int threads
       for (int j = 0; j < 8; ++j) all[j] ^= own[j];
     }
     for (int j = 1; j < 8; ++j) all[0] ^= all[j];
-    std::memset(out + c * m / parts, static_cast<int>(all[0]), (c + 1) * m / parts - c * m / parts);
+    fill(out + c * m / parts, (c + 1) * m / parts - c * m / parts, m > kStreamed);
     kept ^= static_cast<int>(all[0]);
   });
 }
@@ -576,6 +636,8 @@ void add_codecs(py::module_& m) {
   m.def("natural", natural_);
   m.def("from_natural", from_natural_);
   m.def("philox", philox_);
+  m.def("all_finite", all_finite_);
+  m.def("uniforms", uniforms_);
   m.def("copy", copy_);
   m.def("use_instructions", [](int set) {
     const auto* found = loops_for(set);

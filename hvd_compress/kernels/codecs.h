@@ -125,6 +125,10 @@ double block_sum(const T* x, Index n, double shift) {
 INLINE std::uint8_t bits_of_lanes(Of<float>::Ints x) {
 #if defined(HVD_AVX512) || defined(HVD_AVX2)
   return static_cast<std::uint8_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(x)));
+#elif defined(__SSE2__)
+  __m128 parts[2];
+  std::memcpy(parts, &x, sizeof x);
+  return static_cast<std::uint8_t>(_mm_movemask_ps(parts[0]) | _mm_movemask_ps(parts[1]) << 4);
 #else
   std::uint8_t bits = 0;
   for (int i = 0; i < 8; ++i) bits |= (x[i] & 1) << i;
@@ -134,10 +138,40 @@ INLINE std::uint8_t bits_of_lanes(Of<float>::Ints x) {
 INLINE std::uint8_t bits_of_lanes(Of<double>::Ints x) {
 #if defined(HVD_AVX512)
   return static_cast<std::uint8_t>(_mm512_movepi64_mask(reinterpret_cast<__m512i>(x)));
+#elif defined(__SSE2__)
+  __m128d parts[4];
+  std::memcpy(parts, &x, sizeof x);
+  int bits = 0;
+  for (int i = 0; i < 4; ++i) bits |= _mm_movemask_pd(parts[i]) << 2 * i;
+  return static_cast<std::uint8_t>(bits);
 #else
   std::uint8_t bits = 0;
   for (int i = 0; i < 8; ++i) bits |= (x[i] & 1) << i;
   return bits;
+#endif
+}
+
+// The lowest byte of each lane.
+INLINE void store_bytes(Of<float>::Ints x, std::uint8_t* to) {
+#if defined(HVD_AVX512)
+  const __m128i bytes = _mm256_cvtepi32_epi8(reinterpret_cast<__m256i>(x));
+  std::memcpy(to, &bytes, 8);
+#elif defined(__SSE2__)
+  x &= 255;
+  __m128i parts[2];
+  std::memcpy(parts, &x, sizeof x);
+  const __m128i pairs = _mm_packs_epi32(parts[0], parts[1]), bytes = _mm_packus_epi16(pairs, pairs);
+  std::memcpy(to, &bytes, 8);
+#else
+  for (int i = 0; i < 8; ++i) to[i] = static_cast<std::uint8_t>(x[i]);
+#endif
+}
+INLINE void store_bytes(Of<double>::Ints x, std::uint8_t* to) {
+#if defined(HVD_AVX512)
+  const __m128i bytes = _mm512_cvtepi64_epi8(reinterpret_cast<__m512i>(x));
+  std::memcpy(to, &bytes, 8);
+#else
+  for (int i = 0; i < 8; ++i) to[i] = static_cast<std::uint8_t>(x[i]);
 #endif
 }
 
@@ -277,31 +311,33 @@ void pack_words(const std::uint8_t* digits, Index n, int each, int base, Index s
   }
 }
 
-void unpack_words(const std::uint8_t* packed, Index size, Index n, int each, int base,
+void unpack_words(const std::uint8_t* packed, Index size, Index n, const Words& words,
                   std::uint8_t* digits) {
-  // Parts of a word that are less than 2^32 are made fractions of 2^64, of which a product with the
-  // base moves one digit after the other to the upper half.
-  int part = 0;
-  std::uint64_t limit = 1;
-  while (limit * base < std::uint64_t{1} << 32 && part < each) limit *= base, ++part;
-  const std::uint64_t inverse = ~std::uint64_t{0} / limit + 1;
-  for (Index i = 0; i < n; i += each) {
-    std::uint64_t word = 0;
-    const Index from = i / each * 8;
+  const int parts = words.each / words.part, first = words.each % words.part;
+  std::uint8_t room[80];
+  for (Index i = 0; i < n; i += words.each) {
+    const Index from = i / words.each * 8, count = std::min<Index>(words.each, n - i);
+    // Eight digits are written at a time, the last ones too many.
+    const bool fits = i + words.each + 8 <= n;
+    std::uint8_t* at = fits ? digits + i : room;
+    std::uint64_t word = 0, fractions[64];
     std::memcpy(&word, packed + from, std::min<Index>(8, size - from));
-    int left = static_cast<int>(std::min<Index>(each, n - i));
-    for (; left > 0; left -= part) {
-      const std::uint64_t upper = word / limit;
-      std::uint64_t fraction = (word - upper * limit) * inverse;
+    for (int j = parts; j-- > 0;) {
+      const std::uint64_t upper = word / words.limit;
+      fractions[j] = (word - upper * words.limit) * words.inverse;
       word = upper;
-      const int skipped = std::max(0, part - left);
-      const Index at = i + left - part;
-      for (int j = 0; j < part; ++j) {
-        const auto product = static_cast<unsigned __int128>(fraction) * base;
-        fraction = static_cast<std::uint64_t>(product);
-        if (j >= skipped) digits[at + j] = static_cast<std::uint8_t>(product >> 64);
+    }
+    for (int j = first; j-- > 0; word /= words.base)
+      at[j] = static_cast<std::uint8_t>(word % words.base);
+    at += first;
+    for (int j = 0; j < parts; ++j) {
+      for (int k = 0; k < words.part; k += words.group, at += words.group) {
+        const auto product = static_cast<unsigned __int128>(fractions[j]) * words.power;
+        fractions[j] = static_cast<std::uint64_t>(product);
+        std::memcpy(at, words.digits[static_cast<std::uint64_t>(product >> 64)], 8);
       }
     }
+    if (!fits) std::memcpy(digits + i, room + words.each - count, count);
   }
 }
 
@@ -435,22 +471,22 @@ INLINE EightOf<T> clipped(EightOf<T> x, T most) {
 // Write the lowest bytes of what `step` makes of eight elements and eight random numbers.
 template <class T, class Step>
 INLINE void by_eight(const T* x, Index n, const float* draws, std::uint8_t* out, const Step& step) {
-  typedef std::uint8_t Bytes __attribute__((vector_size(8)));
+  const auto wide = [](Of<float>::Eight drawn) __attribute__((always_inline)) {
+    return __builtin_convertvector(drawn, EightOf<T>);
+  };
   Index i = 0;
   for (; i + 8 <= n; i += 8) {
     const auto drawn = draws ? eight(draws + i) : Of<float>::Eight{};
-    const Bytes bytes =
-        __builtin_convertvector(step(eight(x + i), __builtin_convertvector(drawn, EightOf<T>)), Bytes);
-    std::memcpy(out + i, &bytes, 8);
+    store_bytes(step(eight(x + i), wide(drawn)), out + i);
   }
   if (i == n) return;
   T rest[8] = {};
   float drawn[8] = {};
+  std::uint8_t bytes[8];
   std::memcpy(rest, x + i, (n - i) * sizeof(T));
   if (draws) std::memcpy(drawn, draws + i, (n - i) * sizeof(float));
-  const Bytes bytes = __builtin_convertvector(
-      step(eight(rest), __builtin_convertvector(eight(drawn), EightOf<T>)), Bytes);
-  std::memcpy(out + i, &bytes, n - i);
+  store_bytes(step(eight(rest), wide(eight(drawn))), bytes);
+  std::memcpy(out + i, bytes, n - i);
 }
 
 // What the elements of a run are divided by.

@@ -177,9 +177,7 @@ def _from_bits(
     """Write to ``out``, or add to it, for each bit of ``code`` one of two levels of its run: the
     second where it is set."""
     threads = kernels.threads()
-    kernels.native.codecs.from_bits(
-        code, length or 0, first_is_highest, levels, out, add, threads
-    )
+    kernels.native.codecs.from_bits(code, length or 0, first_is_highest, levels, out, add, threads)
 
 
 def _put_signs(x: np.ndarray, out: np.ndarray, sign: str, term: str | None = None) -> float:
@@ -203,6 +201,20 @@ def sum(x: np.ndarray, term: str, shift: float = 0.0) -> float:
     elif term == "square":
         terms = np.square(terms - shift)
     return float(reference.sums(terms.reshape(1, -1))[0])
+
+
+def all_finite(x: np.ndarray) -> bool:
+    """Return whether no element of ``x`` (float32 or float64) is NaN or Inf."""
+    if kernels.is_compiled():
+        x = np.require(x, requirements="CA")
+        return kernels.native.codecs.all_finite(x, kernels.threads())
+    return bool(np.isfinite(x).all())
+
+
+def draw(random: np.random.Generator, out: np.ndarray) -> None:
+    """Fill ``out`` (1-D, float32) as ``random.random(out=out, dtype=np.float32)`` does, for
+    benchmarks; ``random`` is that of :mod:`hvd_compress.operators.random_k`."""
+    kernels.native.codecs.uniforms(_draws(random, out.size), out, kernels.threads())
 
 
 def copy(x: np.ndarray, out: np.ndarray) -> None:
