@@ -20,10 +20,10 @@ namespace {
 constexpr Index kSummed = 4096;   // elements that are added up in one go, which defines the sum
 constexpr Index kTaken = 16384;   // elements that a thread takes at a time, or a few more
 constexpr Index kShared = 1 << 18;  // a run of more elements is divided among threads
-constexpr Index kDrawn = 2048;    // random numbers that stay in the first-level cache
+constexpr Index kDrawn = 2560;    // random numbers that stay in the first-level cache
 
 enum Kind { kLinear, kUniform, kExponential, kTernary, kFloat8 };
-enum Term { kPlain, kMagnitude, kSquare, kLow, kHigh, kZeros };
+enum Term { kPlain, kMagnitude, kSquare, kZeros };
 enum Sign { kNegative, kPositive, kNotNegative, kZero };
 
 // How the elements of a run, which share a scale, become digits.
@@ -77,7 +77,8 @@ struct Words {
 template <class T>
 struct LoopsOf {
   T (*largest)(const T*, Index);
-  double (*sum[6])(const T*, Index, double);                       // by Term
+  double (*sum[4])(const T*, Index, double);                       // by Term
+  Index (*halves)(const T*, Index, double*, double*);
   void (*signs[4][2])(const T*, Index, std::uint8_t*);             // by Sign, and order of bits
   void (*from_bits[2])(const std::uint8_t*, Index, Index, bool, T, T, bool, T*);
   void (*quantise)(const Rule&, const T*, Index, T, const float*, std::uint8_t*);
@@ -347,12 +348,18 @@ void put_halves(const T* x, Index n, Index length, std::uint8_t* out, int thread
   const auto put_head = [&](Index run, int threads) {
     const T* part = x + run * length;
     const Index count = std::min(length, n - run * length);
-    const double low = sum(part, count, kLow, 0, threads);
-    const double high = sum(part, count, kHigh, 0, threads);
-    Index many = 0;
-    for (Index i = 0; i < count; ++i) many += part[i] >= 0;
-    const T levels[2] = {static_cast<T>(low / std::max<Index>(count - many, 1)),
-                         static_cast<T>(high / std::max<Index>(many, 1))};
+    const Index blocks = pieces(count, kSummed);
+    std::vector<double> low(blocks), high(blocks);
+    std::atomic<Index> others{0};
+    parallel(blocks, threads, [&](Index b) {
+      const Index at = b * kSummed;
+      others += own.halves(part + at, std::min(kSummed, count - at), &low[b], &high[b]);
+    });
+    const Index many = others, few = count - many;
+    const double sums[2] = {sum(low.data(), blocks, kPlain, 0, 1),
+                            sum(high.data(), blocks, kPlain, 0, 1)};
+    const T levels[2] = {static_cast<T>(sums[0] / std::max<Index>(few, 1)),
+                         static_cast<T>(sums[1] / std::max<Index>(many, 1))};
     std::memcpy(out + 2 * run * sizeof(T), levels, sizeof levels);
   };
   if (shared)

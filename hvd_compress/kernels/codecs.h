@@ -94,8 +94,6 @@ INLINE Doubles term_of(Doubles x, double shift) {
   if constexpr (term == kMagnitude) return x < 0 ? -x : x;
   if constexpr (term == kSquare) return (x - shift) * (x - shift);
   if constexpr (term == kZeros) return x == 0 ? Doubles{} + 1 : Doubles{};
-  if constexpr (term == kLow) return x >= 0 ? Doubles{} : x;
-  if constexpr (term == kHigh) return x >= 0 ? x : Doubles{};
   return x;
 }
 
@@ -117,6 +115,36 @@ double block_sum(const T* x, Index n, double shift) {
     high += term_of<term>(eight(rest + 8), shift);
   }
   return folded(low, high);
+}
+
+// Of those elements that are negative, and of those that are not; returns the number of the latter.
+template <class T>
+Index block_halves(const T* x, Index n, double* negative, double* others) {
+  Doubles sums[2][2] = {};
+  typename Of<T>::Ints many = {};
+  const auto add = [&](typename Of<T>::Eight own, int half) __attribute__((always_inline)) {
+    const Doubles wide = __builtin_convertvector(own, Doubles);
+    sums[0][half] += wide >= 0 ? Doubles{} : wide;
+    sums[1][half] += wide >= 0 ? wide : Doubles{};
+    many -= own >= 0;
+  };
+  Index i = 0;
+  for (; i + 16 <= n; i += 16) {
+    add(eight(x + i), 0);
+    add(eight(x + i + 8), 1);
+  }
+  if (i < n) {
+    T rest[16];
+    for (Index j = 0; j < 16; ++j) rest[j] = i + j < n ? x[i + j] : T(-0.0);
+    add(eight(rest), 0);
+    add(eight(rest + 8), 1);
+    many[0] -= static_cast<int>(16 - (n - i));
+  }
+  *negative = folded(sums[0][0], sums[0][1]);
+  *others = folded(sums[1][0], sums[1][1]);
+  Index found = 0;
+  for (int lane = 0; lane < 8; ++lane) found += many[lane];
+  return found;
 }
 
 // -- bits -----------------------------------------------------------------------------------------
@@ -236,59 +264,72 @@ void from_bits(const std::uint8_t* code, Index first, Index n, bool big, T low, 
 
 // -- digits in bytes, and packed ------------------------------------------------------------------
 
-// Fields of `bits` each, from digits of eight bits; a whole number of bytes, or the last ones.
-void pack_fields(const std::uint8_t* digits, Index n, int bits, std::uint8_t* out) {
-  if (bits == 8) {
+// Eight bytes with b bits each as b bytes, and back; `mask` has these bits.
+INLINE std::uint64_t squeezed(std::uint64_t bytes, std::uint64_t mask, int b) {
+#if defined(HVD_AVX512) || defined(HVD_AVX2)
+  return _pext_u64(bytes, mask);
+#else
+  std::uint64_t packed = 0;
+  for (int j = 0; j < 8; ++j) packed |= (bytes >> 8 * j & mask & 0xff) << b * j;
+  return packed;
+#endif
+}
+INLINE std::uint64_t spread(std::uint64_t packed, std::uint64_t mask, int b) {
+#if defined(HVD_AVX512) || defined(HVD_AVX2)
+  return _pdep_u64(packed, mask);
+#else
+  std::uint64_t bytes = 0;
+  for (int j = 0; j < 8; ++j) bytes |= (packed >> b * j & mask & 0xff) << 8 * j;
+  return bytes;
+#endif
+}
+
+// Fields of b bits, from n digits of eight bits, the last byte filled with zeros.
+void pack_fields(const std::uint8_t* digits, Index n, int b, std::uint8_t* out) {
+  if (b == 8) {
     std::memcpy(out, digits, n);
     return;
   }
-  const std::uint64_t mask = 0x0101010101010101u * ((1u << bits) - 1);
-  for (Index i = 0; i < n; i += 8, out += bits) {
-    std::uint64_t eight = 0, packed;
+  const std::uint64_t mask = 0x0101010101010101u * ((1u << b) - 1);
+  std::uint64_t bytes, packed;
+  Index i = 0;
+  for (; i + 64 <= n; i += 8, out += b) {
+    std::memcpy(&bytes, digits + i, 8);
+    packed = squeezed(bytes, mask, b);
+    std::memcpy(out, &packed, 8);  // the next ones write over what is too much
+  }
+  for (; i < n; i += 8, out += b) {
     const Index count = std::min<Index>(8, n - i);
-    if (count == 8)
-      std::memcpy(&eight, digits + i, 8);
-    else
-      std::memcpy(&eight, digits + i, count);
-#if defined(HVD_AVX512) || defined(HVD_AVX2)
-    packed = _pext_u64(eight, mask);
-#else
-    packed = 0;
-    for (int j = 0; j < 8; ++j) packed |= (eight >> 8 * j & 0xff & mask) << bits * j;
-#endif
-    if (i + 64 <= n)
-      std::memcpy(out, &packed, 8);  // the next ones write over what is too much
-    else
-      std::memcpy(out, &packed, (count * bits + 7) / 8);
+    bytes = 0;
+    std::memcpy(&bytes, digits + i, count);
+    packed = squeezed(bytes, mask, b);
+    std::memcpy(out, &packed, (count * b + 7) / 8);
   }
 }
 
 // `size`: bytes of `packed`.
-void unpack_fields(const std::uint8_t* packed, Index size, Index n, int bits, int base,
+void unpack_fields(const std::uint8_t* packed, Index size, Index n, int b, int base,
                    std::uint8_t* digits) {
-  const std::uint64_t mask = 0x0101010101010101u * ((1u << bits) - 1);
-  if (bits == 8) {
+  const std::uint64_t mask = 0x0101010101010101u * ((1u << b) - 1);
+  if (b == 8) {
     std::memcpy(digits, packed, n);
   } else {
-    for (Index i = 0, at = 0; i < n; i += 8, at += bits) {
-      std::uint64_t fields = 0, eight;
-      if (at + 8 <= size)
-        std::memcpy(&fields, packed + at, 8);
-      else
-        std::memcpy(&fields, packed + at, std::min<Index>(bits, size - at));
-#if defined(HVD_AVX512) || defined(HVD_AVX2)
-      eight = _pdep_u64(fields, mask);
-#else
-      eight = 0;
-      for (int j = 0; j < 8; ++j)
-        eight |= (fields >> bits * j & ((1u << bits) - 1)) << 8 * j;
-      eight &= mask;
-#endif
-      std::memcpy(digits + i, &eight, std::min<Index>(8, n - i));
+    std::uint64_t fields, bytes;
+    Index i = 0, at = 0;
+    for (; i + 64 <= n; i += 8, at += b) {
+      std::memcpy(&fields, packed + at, 8);
+      bytes = spread(fields, mask, b);
+      std::memcpy(digits + i, &bytes, 8);
+    }
+    for (; i < n; i += 8, at += b) {
+      fields = 0;
+      std::memcpy(&fields, packed + at, std::min<Index>(b, size - at));
+      bytes = spread(fields, mask, b);
+      std::memcpy(digits + i, &bytes, std::min<Index>(8, n - i));
     }
   }
-  const std::uint8_t most = base - 1;
-  if (base == 1 << bits) return;
+  if (base == 1 << b) return;
+  const std::uint8_t most = static_cast<std::uint8_t>(base - 1);
   for (Index i = 0; i < n; ++i) digits[i] = std::min(digits[i], most);  // others are damage
 }
 
@@ -371,52 +412,69 @@ INLINE void transpose(const __m512i* x, std::uint64_t* out) {
 }
 #endif
 
+constexpr std::uint64_t kEven = 0xD2E7470EE14C6C93u, kOdd = 0xCA5A826395121157u;
+constexpr std::uint64_t kNext[2] = {0x9E3779B97F4A7C15u, 0xBB67AE8584CAA73Bu};
+
+INLINE void philox_round(std::uint64_t* x, const std::uint64_t* key) {
+  const auto even = static_cast<unsigned __int128>(x[0]) * kEven;
+  const auto odd = static_cast<unsigned __int128>(x[2]) * kOdd;
+  x[0] = static_cast<std::uint64_t>(odd >> 64) ^ x[1] ^ key[0];
+  x[1] = static_cast<std::uint64_t>(odd);
+  x[2] = static_cast<std::uint64_t>(even >> 64) ^ x[3] ^ key[1];
+  x[3] = static_cast<std::uint64_t>(even);
+}
+
+#if defined(HVD_AVX512)
+// The same for eight blocks.
+INLINE void philox_round(__m512i* x, const std::uint64_t* key) {
+  constexpr int kXor = 0x96;  // of three
+  __m512i high[2], low[2];
+  multiply(x[0], kEven, high[0], low[0]);
+  multiply(x[2], kOdd, high[1], low[1]);
+  const __m512i first = _mm512_set1_epi64(static_cast<std::int64_t>(key[0]));
+  const __m512i second = _mm512_set1_epi64(static_cast<std::int64_t>(key[1]));
+  x[0] = _mm512_ternarylogic_epi64(high[1], x[1], first, kXor);
+  x[1] = low[1];
+  x[2] = _mm512_ternarylogic_epi64(high[0], x[3], second, kXor);
+  x[3] = low[0];
+}
+#endif
+
 // Philox 4x64 with ten rounds (Salmon, Moraes, Dror and Shaw, 2011): blocks first..first+count-1 of
 // the stream, of four words each.
 inline void philox(const Philox& stream, std::uint64_t first, Index count, std::uint64_t* out) {
-  constexpr std::uint64_t kEven = 0xD2E7470EE14C6C93u, kOdd = 0xCA5A826395121157u;
-  constexpr std::uint64_t kNext[2] = {0x9E3779B97F4A7C15u, 0xBB67AE8584CAA73Bu};
+  const auto start = [&](std::uint64_t* x, Index block) __attribute__((always_inline)) {
+    std::memcpy(x, stream.counter, sizeof stream.counter);
+    x[0] += first + block;
+  };
   Index done = 0;
 #if defined(HVD_AVX512)
-  constexpr int kGroups = 2;  // of eight blocks; the rounds of one wait for each other
-  for (; done + 8 * kGroups <= count; done += 8 * kGroups) {
+  // Vectors beside single words: each alone would leave units of the processor idle.
+  constexpr int kGroups = 2, kSingle = 4, kTogether = 8 * kGroups + kSingle;
+  for (; done + kTogether <= count; done += kTogether) {
     __m512i x[kGroups][4];
-    std::uint64_t key[2] = {stream.key[0], stream.key[1]};
+    std::uint64_t y[kSingle][4], key[2] = {stream.key[0], stream.key[1]};
     for (int g = 0; g < kGroups; ++g) {
-      const auto start = static_cast<std::int64_t>(stream.counter[0] + first + done + 8 * g);
-      x[g][0] = _mm512_add_epi64(_mm512_set1_epi64(start), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
+      const auto block = static_cast<std::int64_t>(stream.counter[0] + first + done + 8 * g);
+      x[g][0] = _mm512_add_epi64(_mm512_set1_epi64(block), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
       for (int i = 1; i < 4; ++i)
         x[g][i] = _mm512_set1_epi64(static_cast<std::int64_t>(stream.counter[i]));
     }
+    for (int b = 0; b < kSingle; ++b) start(y[b], done + 8 * kGroups + b);
     for (int round = 0; round < 10; ++round) {
-      for (int g = 0; g < kGroups; ++g) {
-        __m512i high[2], low[2];
-        multiply(x[g][0], kEven, high[0], low[0]);
-        multiply(x[g][2], kOdd, high[1], low[1]);
-        for (int i = 0; i < 2; ++i) {
-          const __m512i own = _mm512_set1_epi64(static_cast<std::int64_t>(key[i]));
-          constexpr int kXor = 0x96;  // of three
-          x[g][2 * i] = _mm512_ternarylogic_epi64(high[1 - i], x[g][2 * i + 1], own, kXor);
-        }
-        x[g][1] = low[1];
-        x[g][3] = low[0];
-      }
+      for (auto& group : x) philox_round(group, key);
+      for (auto& block : y) philox_round(block, key);
       for (int i = 0; i < 2; ++i) key[i] += kNext[i];
     }
     for (int g = 0; g < kGroups; ++g) transpose(x[g], out + 4 * (done + 8 * g));
+    std::memcpy(out + 4 * (done + 8 * kGroups), y, sizeof y);
   }
 #endif
   for (; done < count; ++done) {
-    std::uint64_t x[4] = {stream.counter[0] + first + done, stream.counter[1], stream.counter[2],
-                          stream.counter[3]};
-    std::uint64_t key[2] = {stream.key[0], stream.key[1]};
+    std::uint64_t x[4], key[2] = {stream.key[0], stream.key[1]};
+    start(x, done);
     for (int round = 0; round < 10; ++round) {
-      const auto even = static_cast<unsigned __int128>(x[0]) * kEven;
-      const auto odd = static_cast<unsigned __int128>(x[2]) * kOdd;
-      x[0] = static_cast<std::uint64_t>(odd >> 64) ^ x[1] ^ key[0];
-      x[1] = static_cast<std::uint64_t>(odd);
-      x[2] = static_cast<std::uint64_t>(even >> 64) ^ x[3] ^ key[1];
-      x[3] = static_cast<std::uint64_t>(even);
+      philox_round(x, key);
       for (int i = 0; i < 2; ++i) key[i] += kNext[i];
     }
     std::memcpy(out + 4 * done, x, sizeof x);
@@ -688,8 +746,8 @@ void from_natural(const std::uint8_t* codes, const std::uint8_t* signs, Index n,
 template <class T>
 constexpr LoopsOf<T> loops_of{
     largest<T>,
-    {block_sum<kPlain, T>, block_sum<kMagnitude, T>, block_sum<kSquare, T>, block_sum<kLow, T>,
-     block_sum<kHigh, T>, block_sum<kZeros, T>},
+    {block_sum<kPlain, T>, block_sum<kMagnitude, T>, block_sum<kSquare, T>, block_sum<kZeros, T>},
+    block_halves<T>,
     {{signs<kNegative, false, T>, signs<kNegative, true, T>},
      {signs<kPositive, false, T>, signs<kPositive, true, T>},
      {signs<kNotNegative, false, T>, signs<kNotNegative, true, T>},
