@@ -4,37 +4,17 @@
 // which the machine's best is taken when the module is loaded.  Products and sums are never
 // contracted (-ffp-contract=off), since results must be those of NumPy, bit for bit.
 
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <atomic>
-#include <cstdint>
-#include <cstring>
 #include <functional>
 #include <stdexcept>
-#include <thread>
-#include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#define INLINE inline __attribute__((always_inline))
-
-namespace py = pybind11;
+#include "common.h"
 
 namespace {
 
-using Index = std::int64_t;
-using Bits = std::uint32_t;
-template <class T>
-using Array = py::array_t<T, py::array::c_style>;
-
 constexpr Index kBlock = 128;           // elements that stay in the first-level cache
 constexpr Index kChunk = 256 * kBlock;  // elements that a thread takes at a time
-constexpr Index kStreamed = 1 << 21;    // results of more bytes go around the caches
 constexpr Bits kMagnitude = 0x7fffffff, kInfinity = 0x7f800000, kNaN = 0x7fc00000;
 
 INLINE Bits bits_of(float x) {
@@ -50,25 +30,6 @@ INLINE float number(Bits bits) {
   float x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
-}
-
-// Run work(i) for all i in 0..count-1 on several threads.  What is computed must not depend on
-// which thread takes which i.
-template <class Work>
-void parallel(Index count, int threads, const Work& work) {
-  threads = static_cast<int>(std::min<Index>(threads, count));
-  if (threads <= 1) {
-    for (Index i = 0; i < count; ++i) work(i);
-    return;
-  }
-  std::atomic<Index> next{0};
-  const auto loop = [&] {
-    for (Index i; (i = next.fetch_add(1)) < count;) work(i);
-  };
-  std::vector<std::thread> others;
-  for (int t = 1; t < threads; ++t) others.emplace_back(loop);
-  loop();
-  for (auto& other : others) other.join();
 }
 
 // -- accumulation and search ----------------------------------------------------------------------
@@ -99,8 +60,7 @@ namespace baseline {
 #include "loops.h"
 }
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define HVD_DISPATCHES
+#if defined(HVD_DISPATCHES)
 #pragma GCC push_options
 #pragma GCC target("avx2")
 #define HVD_AVX2
@@ -525,6 +485,8 @@ void stream(const Array<Index>& addresses, const std::vector<Index>& sizes, int 
 
 }  // namespace
 
+void add_codecs(py::module_& m);  // of codecs.cpp
+
 PYBIND11_MODULE(native, m) {
   py::class_<Selection>(m, "Selection")
       .def(py::init<const std::vector<Index>&, const std::vector<Index>&>())
@@ -536,4 +498,6 @@ PYBIND11_MODULE(native, m) {
   m.def("rice_pack", rice_pack);
   m.def("rice_unpack", rice_unpack);
   m.def("stream", stream);
+  auto codecs = m.def_submodule("codecs");
+  add_codecs(codecs);
 }
