@@ -241,7 +241,7 @@ def write_selected(
         equals += tl.sum(is_equal.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def settle(
     addresses, owners, places, remaining, entries, masking: tl.constexpr, width: tl.constexpr
 ):
@@ -257,7 +257,7 @@ def settle(
         tl.store(velocity + place, 0.0, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries", "vectors"])
 def add_sorted(addresses, order, values, entries, vectors, size, width: tl.constexpr):
     """Add up the values whose addresses are equal, in their order, divide by ``size``, and write
     the result to the address.  ``order`` says which value belongs to each of the sorted
@@ -274,3 +274,17 @@ def add_sorted(addresses, order, values, entries, vectors, size, width: tl.const
         total = tl.where(same, total + value, total)
     mean = tl.div_rn(total, tl.full((width,), size, tl.float32))
     tl.store(address.to(tl.pointer_type(tl.float32)), mean, mask=is_first)
+
+
+@triton.jit
+def stream(addresses, tensors, owners, width: tl.constexpr):
+    """Read the gradient, velocity and residual of a block; write the latter two in place."""
+    _, t, start = _block(tensors, owners, width)
+    at = start + tl.arange(0, width)
+    inside = at < tl.load(tensors + t * _COLUMNS + _N)
+    gradient = tl.load(_pointer(addresses, t, _GRADIENT, True) + at, mask=inside)
+    velocity = _pointer(addresses, t, _VELOCITY, True) + at
+    residual = _pointer(addresses, t, _RESIDUAL, True) + at
+    new_velocity = 0.5 * tl.load(velocity, mask=inside) + gradient
+    tl.store(velocity, new_velocity, mask=inside)
+    tl.store(residual, tl.load(residual, mask=inside) + new_velocity, mask=inside)

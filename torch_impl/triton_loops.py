@@ -143,7 +143,9 @@ class _Memory:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=like.device)
 
+        # Every part starts at a multiple of 16 bytes, or kernels would be compiled anew.
         count, levels = len(tensors), len(_DIGITS)
+        rows, columns = _padded(count), _padded(blocks.size)
         self.device = like.device
         self.tensors = from_numpy(tensors, like)
         self.blocks, self.entries = from_numpy(blocks, like), from_numpy(entries, like)
@@ -151,21 +153,22 @@ class _Memory:
         #: of the magnitudes of candidates; none at first
         self.thresholds = empty(count).fill_(2**31 - 1)
         #: what is zero at the start of a step
-        self.counters = empty(count * (2 + levels * kernels.BINS.value)).zero_()
-        self.found, self.largest, histograms = self.counters.tensor_split([count, 2 * count])
+        self.counters = empty(rows * (2 + levels * kernels.BINS.value))
+        self.found, self.largest, histograms = self.counters.tensor_split([rows, 2 * rows])
         self.histograms = histograms.view(levels, -1)
         self.counts, self.kept = empty(blocks.size), empty(blocks.size * room)
         #: magnitudes above the k-th largest and equal to it, by block
-        self.hits = empty(2, blocks.size)
+        self.hits = empty(2, columns)
         self.prefixes, self.missing = empty(count), empty(count)
-        self.selected = empty(2 * entries.size + count)
+        self.selected = empty(2 * _padded(entries.size) + count)
         self.on_host = torch.empty_like(self.selected, device="cpu", pin_memory=like.is_cuda)
 
     def parts(self, selected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the values and places of the selected entries, and the tensors' largest
         magnitudes."""
         k = self.entries.numel()
-        return selected[:k].view(torch.float32), selected[k : 2 * k], selected[2 * k :]
+        start, end = _padded(k), 2 * _padded(k)
+        return selected[:k].view(torch.float32), selected[start : start + k], selected[end:]
 
 
 def add_up(
@@ -198,6 +201,25 @@ def add_up(
                 **_EXACT,
             )
     return finite
+
+
+def stream(arrays: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+    """See :func:`hvd_compress.kernels.stream`; the tensors start at multiples of 16 bytes."""
+    like = arrays[0][0]
+    blocks = [-(-row[0].numel() // WIDTH) for row in arrays]
+    tensors = [
+        (row[0].numel(), 0, first, 0) for row, first in zip(arrays, _starts(blocks), strict=True)
+    ]
+    addresses = [_addresses(Step(g, v, v, u, u)) for g, u, v in arrays]
+    tables = (np.array(addresses), np.array(tensors), np.repeat(np.arange(len(arrays)), blocks))
+    with torch.cuda.device_of(like):
+        kernels.stream[(sum(blocks),)](
+            *(from_numpy(table, like) for table in tables), width=WIDTH, num_warps=8
+        )
+
+
+def _padded(n: int) -> int:
+    return n + -n % 4
 
 
 def _starts(sizes: Sequence[int]) -> np.ndarray:

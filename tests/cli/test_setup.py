@@ -25,7 +25,7 @@ make = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make)
 FILES = ("constraints.txt", "constraints-mpich.txt")
 # Come with CUDA builds of PyTorch, and are cut.
-OF_CUDA = re.compile("cuda|nvidia|triton")
+OF_CUDA = re.compile("cuda|nvidia")
 
 
 def pins(file: str) -> list[tuple[Requirement, list[str]]]:

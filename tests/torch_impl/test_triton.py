@@ -42,6 +42,7 @@ KERNELS = [
     ("write_selected", _FORM),
     ("settle", {"masking": True, "width": 1024}),
     ("add_sorted", {"width": 1024}),
+    ("stream", {"width": 4096}),
 ]
 
 

@@ -94,9 +94,9 @@ def test_selections_are_those_of_numpy(
                     assert_same(x, y)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
-    scales=st.lists(st.sampled_from([1e-3, 0.5, 1.0, 1.01, 2.0, 1e4]), min_size=3, max_size=5),
+    scales=st.lists(st.sampled_from([1e-3, 0.5, 1.0, 1.01, 2.0, 1e4]), min_size=3, max_size=4),
     form=st.sampled_from(FORMS[:3]),
     n=st.sampled_from([300, 1000]),
     seed=st.integers(0, 100),
@@ -122,7 +122,7 @@ def test_predictions_are_met(loops):
     for _ in range(2):
         x = on_device(random.standard_normal(2000).astype(np.float32))
         selection.accumulate([Step(x, torch.zeros_like(x), torch.empty_like(x))], None)
-    assert 20 <= selection._memory.found.item() < 1000
+    assert 20 <= selection._memory.found[0].item() < 1000
 
 
 @settings(max_examples=40)
