@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import tensorflow as tf
-from model_shapes import resnet50
+from model_shapes import Shapes, resnet50
 
 import hvd_compress.tensorflow as hvd
 from hvd_compress.tensorflow import backend
@@ -39,10 +39,11 @@ class Contender:
     """One tape over variables of its own, in one graph.  A sample is the time that the graph takes,
     whose gradients are one multiplication a tensor."""
 
-    def __init__(self, name: str, compression: Any) -> None:
+    def __init__(self, name: str, compression: Any, shapes: Shapes | None = None) -> None:
         self.name, self.seconds, self.python = name, [], []
         self.variables = [
-            tf.Variable(tf.zeros(shape), name=f"{name}.{key}") for key, shape in resnet50().items()
+            tf.Variable(tf.zeros(shape), name=f"{name}.{key}")
+            for key, shape in (shapes or resnet50()).items()
         ]
         self.compression: Any = None
         self._options = {"compression": compression}
@@ -76,5 +77,5 @@ def seed(number: int) -> None:
     tf.random.set_seed(number)
 
 
-def random_gradients() -> dict[str, tf.Tensor]:
-    return {key: tf.random.normal(shape) for key, shape in resnet50().items()}
+def random_gradients(shapes: Shapes | None = None) -> dict[str, tf.Tensor]:
+    return {key: tf.random.normal(shape) for key, shape in (shapes or resnet50()).items()}

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import torch
-from model_shapes import resnet50
+from model_shapes import Shapes, resnet50
 
 import hvd_compress.torch as hvd
 from hvd_compress import kernels
@@ -17,10 +17,11 @@ class Contender:
     """One optimizer over parameters of its own.  A sample is the time from the start of backward,
     which is one multiplication a tensor, to the last averaged gradient."""
 
-    def __init__(self, name: str, compression: object) -> None:
+    def __init__(self, name: str, compression: object, shapes: Shapes | None = None) -> None:
         self.name, self.seconds, self.python = name, [], []
         self.parameters = {
-            key: torch.nn.Parameter(torch.zeros(shape)) for key, shape in resnet50().items()
+            key: torch.nn.Parameter(torch.zeros(shape))
+            for key, shape in (shapes or resnet50()).items()
         }
         self.optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(self.parameters.values(), lr=0.01, momentum=0.9),
@@ -110,5 +111,5 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
-def random_gradients() -> dict[str, torch.Tensor]:
-    return {key: torch.randn(shape) for key, shape in resnet50().items()}
+def random_gradients(shapes: Shapes | None = None) -> dict[str, torch.Tensor]:
+    return {key: torch.randn(shape) for key, shape in (shapes or resnet50()).items()}

@@ -55,6 +55,28 @@ def resnet18_cifar(classes: int = 10) -> Shapes:
     return shapes | _linear("linear", classes, inputs)
 
 
+def mobilenet_v2(classes: int = 1000) -> Shapes:
+    """MobileNetV2 (Sandler et al., CVPR 2018), of width 1."""
+
+    def convolution(name: str, outputs: int, inputs: int, size: int) -> Shapes:
+        weight = {f"{name}.weight": (outputs, inputs, size, size)}
+        return weight | _norm(f"{name}.norm", outputs)
+
+    shapes, inputs, block = convolution("first", 32, 3, 3), 32, 0
+    for expansion, outputs, blocks in (
+        *((1, 16, 1), (6, 24, 2), (6, 32, 3), (6, 64, 4)),
+        *((6, 96, 3), (6, 160, 3), (6, 320, 1)),
+    ):
+        for _ in range(blocks):
+            at, width = f"block{block}", expansion * inputs
+            if expansion > 1:
+                shapes |= convolution(f"{at}.expand", width, inputs, 1)
+            shapes |= convolution(f"{at}.depthwise", width, 1, 3)
+            shapes |= convolution(f"{at}.project", outputs, width, 1)
+            inputs, block = outputs, block + 1
+    return shapes | convolution("last", 1280, inputs, 1) | _linear("fc", classes, 1280)
+
+
 def alexnet(classes: int = 1000) -> Shapes:
     """AlexNet (Krizhevsky et al., NeurIPS 2012) with two groups in conv2, conv4 and conv5."""
     convolutions = (

@@ -70,6 +70,10 @@ def main() -> None:
         for number in range(rounds):
             gradients = backend.random_gradients()
             turn = number % len(contenders)
+            if number == options.warmup:
+                for contender in contenders:
+                    if contender.compression is not None:
+                        contender.compression.reset_stats()
             for contender in contenders[turn:] + contenders[:turn]:
                 seconds = contender.sample(gradients)
                 if number >= options.warmup:
@@ -110,6 +114,10 @@ def main() -> None:
             print(f" {1000 * floor:6.0f} ms {median / floor:5.1f}x", end="")
         own = contender.python[options.warmup :]
         print(f" {1000 * statistics.median(own):7.1f} ms" if own else "")
+    print("\nWhere the time goes on rank 0, on average:")
+    for contender in contenders:
+        if contender.compression is not None and (times := contender.compression.stats().times):
+            print(f"{contender.name:18} {times.line()}")
 
 
 if __name__ == "__main__":

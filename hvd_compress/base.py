@@ -52,7 +52,7 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_compress.config import Configurable, from_config
@@ -266,6 +266,8 @@ class Compressor(Configurable, abc.ABC, kind="method"):
 
     #: the paper that describes the method
     reference: ClassVar[str] = ""
+    #: options under one name, which stands for them in texts such as "dgc:compact"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     #: the method applies momentum and weight decay in the optimizer's place
     takes_momentum: ClassVar[bool] = False
     #: the momentum and Nesterov flag that such a method applies; ``None`` means the optimizer's.
@@ -354,9 +356,13 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         return bound[0]
 
     def stats(self) -> Stats:
-        """Return the exact number of bytes so far, the density and the norm of residuals; see
-        :class:`hvd_compress.stats.Stats`."""
+        """Return the exact number of bytes so far, the density, the norm of residuals and the time
+        that exchanges took; see :class:`hvd_compress.stats.Stats`."""
         return self._only_bound().stats()
+
+    def reset_stats(self) -> None:
+        """Begin at zero with all that :meth:`stats` counts."""
+        self._only_bound().reset_stats()
 
     def set_epoch(self, epoch: float) -> None:
         """Announce the epoch, which may be fractional such as 2.5, for schedules by epoch."""

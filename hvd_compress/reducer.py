@@ -27,6 +27,7 @@ from hvd_compress.integrations.checkpoints import check_array, entry, epoch_in, 
 from hvd_compress.integrations.optimizers import check_one_momentum
 from hvd_compress.methods import as_compressor
 from hvd_compress.stats import Record, Stats, norm_of_residual
+from hvd_compress.times import Clock
 
 _VERSION = 1
 _NOTHING = np.empty(0)
@@ -59,6 +60,7 @@ class Reducer:
         states: the state of each tensor by name, as arrays by key.
         records: the bytes that each tensor has sent and received so far, by name.
         buckets: the assignment of tensors to buckets.
+        clock: counts the time that exchanges take.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Reducer:
         self.epoch: Any = None
         self.states: dict[str, State] = {}
         self.records: dict[str, Record] = {}
+        self.clock = Clock()
         self.buckets = Buckets(
             lambda: self.engine,
             self._members,
@@ -136,6 +139,10 @@ class Reducer:
 
     def start_together(self, gradients: Mapping[str, Array]) -> None:
         """Begin to exchange several gradients that became ready at once; see :meth:`start`."""
+        with self.clock.running():
+            self._start_together(gradients)
+
+    def _start_together(self, gradients: Mapping[str, Array]) -> None:
         if twice := gradients.keys() & (self._in_flight.keys() | self._deferred.keys()):
             raise ConfigError(f"{twice.pop()!r} was started already: call finish() once a step")
         if self.epoch is None and self.method.needs_epoch:
@@ -158,6 +165,10 @@ class Reducer:
         Raises:
             MismatchError: the ranks differ in method, options, step or tensors.
         """
+        with self.clock.running():
+            return self._finish()
+
+    def _finish(self) -> dict[str, Array]:
         try:
             self._begin_agreement(_NOTHING)  # other ranks may have started something
             if self._deferred:
@@ -175,6 +186,7 @@ class Reducer:
         if outcomes.keys() != expected.keys():
             raise CompressionError(f"lost on the way: {expected.keys() - outcomes.keys()}")
         self.step += 1
+        self.clock.steps += 1
         self._homes.begin()
         return {name: self._received(name, outcome) for name, outcome in outcomes.items()}
 
@@ -310,11 +322,23 @@ class Reducer:
             )
 
     def stats(self) -> Stats:
-        """Return the exact bytes so far and the norm of the residuals, by name and in total."""
+        """Return the exact bytes so far and the norm of the residuals, by name and in total, and
+        where the time of exchanges went."""
         for name, state in self.states.items():
             if (norm := norm_of_residual(state)) is not None:
                 self.records.setdefault(name, Record()).residual_norm = norm
-        return Stats(self.records)
+        return Stats(self.records, self.clock.times)
+
+    def reset_stats(self) -> None:
+        """Begin at zero with all that :meth:`stats` counts: called after every step, it makes them
+        those of one step."""
+        self._check_at_rest("reset_stats()")
+        self.records.clear()
+        self.clock.reset()
+
+    def _check_at_rest(self, call: str) -> None:
+        if self._in_flight or self._deferred:
+            raise ConfigError(f"gradients are under way: call finish() before {call}")
 
     def set_epoch(self, epoch: float) -> None:
         """Announce the epoch, which may be fractional such as 2.5, for schedules by epoch."""
@@ -330,8 +354,7 @@ class Reducer:
                 it on every rank, save the result on one, and load it on any number of ranks.
                 Without it, every rank has to save and load its own state.
         """
-        if self._in_flight or self._deferred:
-            raise ConfigError("gradients are under way: call finish() before state_dict()")
+        self._check_at_rest("state_dict()")
         states = {name: dict(state) for name, state in self.states.items()}
         if consolidate and self.engine.size > 1:
             self._consolidate(states)

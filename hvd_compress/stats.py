@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvd_compress.backends import backend_of
+from hvd_compress.times import PHASES, Times
 
 #: keys of states under which residuals are kept, to be sent later
 WAITING = ("residual", "memory", "owner_residual")
@@ -69,20 +70,23 @@ class Record:
 
 
 class Stats:
-    """Records of all tensors: ``layers`` by tensor name, and ``total``, their sum.
+    """Records of all tensors: ``layers`` by tensor name, and ``total``, their sum; and ``times``,
+    where this rank's time went, which is ``None`` where it cannot be seen (in graphs of
+    TensorFlow).
 
     ``print(stats)`` shows a table, ``stats.line()`` is one line, and
     ``stats.to_tensorboard(writer, step)`` writes scalars.
     """
 
-    def __init__(self, layers: Mapping[str, Record]) -> None:
+    def __init__(self, layers: Mapping[str, Record], times: Times | None = None) -> None:
+        self.times = times
         self.layers = dict(layers)
         self.total = Record()
         for record in self.layers.values():
             self.total = self.total.plus(record)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return "total" and "layers" as dicts of plain numbers, which JSON can hold."""
+        """Return "total", "layers" and "times" as dicts of plain numbers, which JSON can hold."""
 
         def plain(record: Record) -> dict[str, Any]:
             return {
@@ -92,7 +96,8 @@ class Stats:
             }
 
         layers = {name: plain(record) for name, record in self.layers.items()}
-        return {"total": plain(self.total), "layers": layers}
+        times = None if self.times is None else dataclasses.asdict(self.times)
+        return {"total": plain(self.total), "layers": layers, "times": times}
 
     def line(self) -> str:
         """Return the totals in one line.  It shows both the ratio of bytes and the fraction of
@@ -104,7 +109,7 @@ class Stats:
             f"{human_bytes(t.dense_bytes / steps)} dense (ratio of bytes {t.ratio:.1f}, "
             f"elements sent {t.density:.4%}), {human_bytes(t.bytes_received)} received in all, "
             f"residual norm {t.residual_norm:.3g}"
-        )
+        ) + (f"; {self.times.line()}" if self.times and self.times.steps else "")
 
     def __str__(self) -> str:
         width = max([len("total"), *map(len, self.layers)])
@@ -126,6 +131,10 @@ class Stats:
         for name, record in [("total", self.total), *self.layers.items()]:
             for key in ("bytes_sent", "bytes_received", "ratio", "density", "residual_norm"):
                 writer.add_scalar(f"{prefix}/{name}/{key}", getattr(record, key), step)
+        if self.times is not None:
+            for key in PHASES:
+                seconds = getattr(self.times, key) / max(self.times.steps, 1)
+                writer.add_scalar(f"{prefix}/seconds a step/{key}", seconds, step)
 
 
 def human_bytes(count: float) -> str:

@@ -33,11 +33,12 @@ def train(state):
         assert residual().abs().sum() > 0
         note(event="resumed", step=state.step, residual=residual().norm().item())
     while state.step < STEPS:
-        optimizer.zero_grad()
-        loss_of(model, hvd.rank(), state.step).backward()
+        # Before backward, which sends: the others cannot finish this step.
         if state.step == LAST_BEFORE and os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
             note(event="dies", step=state.step)
             os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), state.step).backward()
         optimizer.step()
         state.step += 1
         state.commit()

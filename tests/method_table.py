@@ -121,6 +121,9 @@ ROWS = {
     "dgc-clip-norm": Row(DGC(density=0.02, clip_norm=1.0, min_size=0), context=MOMENTUM),
     "dgc-small-float16": Row(DGC(density=0.02, small="float16"), IN_FLOAT16, context=MOMENTUM),
     "dgc-small-sparse": Row(DGC(density=0.02, small="sparse"), context=MOMENTUM),
+    "dgc-small-int8": Row(DGC(density=0.02, small="int8"), context=MOMENTUM),
+    "dgc-compact": Row(DGC.compact(density=0.02), context=MOMENTUM),
+    "topk-4bit": Row(TopK(density=0.05, values="4bit")),
     "dgc-min-size-0": Row(DGC(density=0.02, min_size=0), context=MOMENTUM),
     "dgc-warmup-by-step": Row(
         DGC(density=StagedWarmup(densities=(1.0, 0.25, 0.02)), min_size=0), context=MOMENTUM

@@ -166,7 +166,7 @@ def on_host(
         function, list(inputs), [tf.as_dtype(dtype) for dtype, _ in outputs], stateful=False
     )
     for result, (_, length) in zip(results, outputs, strict=True):
-        result.set_shape([length])
+        result.set_shape(length if isinstance(length, tuple) else [length])
     return results
 
 
@@ -192,8 +192,11 @@ def address(x: Array) -> int | None:
     return None
 
 
-def loops(x: Array) -> str:
-    return "hvd_compress.kernels"
+def loops(x: Array) -> str | None:
+    # Where a graph's tensors will be is decided when it runs, unless there is no choice.
+    device = tf.DeviceSpec.from_string(x.device).device_type
+    on_host = device == "CPU" if device else not tf.config.get_visible_devices("GPU")
+    return "hvd_compress.kernels" if on_host else None
 
 
 if TYPE_CHECKING:  # the module is held to the protocol

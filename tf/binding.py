@@ -41,7 +41,7 @@ from . import backend
 from .agreement import agreement
 from .engine import HorovodEngine
 from .rows import merged
-from .traced import COUNTED, TracedReducer, scaled
+from .traced import COUNTED, Exchanged, TracedReducer, scaled
 from .xla import refuse_xla
 
 logger = logging.getLogger("hvd_compress")
@@ -166,7 +166,9 @@ class Binding(tf.Module):
             self.states: dict[str, dict[str, tf.Variable]] = self._fresh_states()
             self._consolidated_at = tf.Variable(0, trainable=False, dtype=tf.int64)
         self.on_behalf: list[Binding] = []
-        object.__setattr__(self, "_averages", {})  # functions, which no checkpoint shall look at
+        # What no checkpoint shall look at: functions, and memory for the loops of all graphs.
+        object.__setattr__(self, "_averages", {})
+        object.__setattr__(self, "_scratch", {})
         self.forget_graphs()
         self.method.bind(self)
         Binding.alive.add(self)
@@ -201,6 +203,11 @@ class Binding(tf.Module):
                 records[name].bytes_sent += record.bytes_sent
                 records[name].bytes_received += record.bytes_received
         return Stats(records)
+
+    def reset_stats(self) -> None:
+        """Begin at zero with all that :meth:`stats` counts."""
+        for binding in (self, *self.on_behalf):
+            binding._counts.assign(tf.zeros_like(binding._counts))
 
     def set_epoch(self, epoch: float) -> None:
         """Announce the epoch, which may be fractional such as 2.5, for schedules by epoch."""
@@ -358,14 +365,15 @@ class Binding(tf.Module):
         common = self._context(present)
         phase = self.method.phase_index(self.step + 1) if self.method.phases else None
         results: dict[int, Gradient] = {}
-        for i, (direction, state, counts) in self._in_phase(present, common, phase).items():
+        exchanged, counts = self._in_phase(present, common, phase)
+        self._counts.assign_add(counts, read_value=False)
+        for i, (direction, state) in exchanged.items():
             for key, value in state.items():
-                self._variable(i, key).assign(value)
-            self._counts.scatter_nd_add([[i]], counts[None])
+                self._variable(i, key).assign(value, read_value=False)
             if scale is not None:
                 direction = scaled(direction, scale)
             results[i] = _cast(direction, self.slots[i].dtype)
-        self.step.assign_add(1)
+        self.step.assign_add(1, read_value=False)
         return [results.get(i) for i in places]
 
     def _if_all_agree(self, gradients: dict[int, Any]) -> dict[int, Any]:
@@ -404,6 +412,7 @@ class Binding(tf.Module):
             nesterov=self.nesterov,
             gradient_norm=norm,
             sums=self._sums,
+            scratch=self._scratch,
         )
 
     def names_of_groups(self, places: list[int]) -> list[list[str]] | None:
@@ -421,7 +430,7 @@ class Binding(tf.Module):
 
     def _in_phase(
         self, gradients: Mapping[int, Any], common: Context, phase: tf.Tensor | None
-    ) -> dict[int, Any]:
+    ) -> Exchanged:
         """Exchange with the densities of now: a graph has a branch for each stage of a schedule, or
         for each phase of a method that has some."""
         if phase is not None:
@@ -484,15 +493,18 @@ class Binding(tf.Module):
 
     def _exchange(
         self, method: Compressor, gradients: Mapping[int, Any], common: Context
-    ) -> dict[int, Any]:
-        """Return (direction, state, counts) by index."""
+    ) -> Exchanged:
         results: dict[int, Any] = {}
+        counts = []
         for rows in (False, True):
             own = {i: g for i, g in gradients.items() if _is_rows(g) == rows}
             if own:
                 with tf.device(self._devices[rows]):
-                    results |= TracedReducer(self, method, common, list(own)).exchange(own)
-        return results
+                    reducer = TracedReducer(self, method, common, list(own))
+                    part, counted = reducer.exchange(own)
+                results |= part
+                counts.append(counted)
+        return results, sum(counts, start=tf.zeros_like(self._counts))
 
     def momentum_used(self) -> tuple[float, bool]:
         """Return the (momentum, nesterov) that act inside the exchange."""

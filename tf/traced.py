@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, State
@@ -16,6 +17,10 @@ from .rows import exchange_rows, merged
 
 #: what is counted in the graph: these fields of a ``Record``
 COUNTED = ("steps", "bytes_sent", "bytes_received", "dense_bytes", "elements", "elements_sent")
+
+#: (direction, state) by index of the variable, and for all variables what is counted: a row for
+#: each (int64), with the columns of ``COUNTED``
+Exchanged: TypeAlias = tuple[dict[int, tuple[Any, State]], tf.Tensor]
 
 
 class TracedReducer(Reducer):
@@ -45,9 +50,8 @@ class TracedReducer(Reducer):
             same_order=True,
         )
 
-    def exchange(self, gradients: Mapping[int, Any]) -> dict[int, tuple[Any, State, tf.Tensor]]:
-        """Return (direction, state, counts) by index of the variable; counts are as in
-        ``COUNTED``.
+    def exchange(self, gradients: Mapping[int, Any]) -> Exchanged:
+        """Return directions and new states, and what is to be counted.
 
         What variables have in common is in the state of the first of them, whoever keeps it and
         whether it has changed: branches of a graph must have results of one structure.
@@ -55,17 +59,32 @@ class TracedReducer(Reducer):
         names = {index: name for name, index in self._slots.items()}
         # Gradients of the last layers are there first.
         directions = self.reduce({names[i]: gradients[i] for i in reversed(list(gradients))})
-        results, homes = {}, set()
+        results: dict[int, tuple[Any, State]] = {}
+        homes = set()
         for name, direction in directions.items():
             home, state = self._homes.home(name), self._homes.own(name, self.states[name])
             if home is not None and home not in homes:
                 homes.add(home)
                 old = self._homes.common(name, self._state_of(home))
                 state |= old | self._homes.common(name, self.states.get(home, {}))
-            record = self.records[name]
-            counts = tf.stack([tf.cast(getattr(record, field), tf.int64) for field in COUNTED])
-            results[self._slots[name]] = direction, state, counts
-        return results
+            results[self._slots[name]] = direction, state
+        return results, self._counts()
+
+    def _counts(self) -> tf.Tensor:
+        """All numbers in one constant, but for those that are known only when the graph runs."""
+        counts = np.zeros((len(self._binding.slots), len(COUNTED)), np.int64)
+        places, symbols = [], []
+        for name, record in self.records.items():
+            for column, field in enumerate(COUNTED):
+                count = getattr(record, field)
+                if tf.is_tensor(count):
+                    places.append((self._slots[name], column))
+                    symbols.append(tf.cast(count, tf.int64))
+                else:
+                    counts[self._slots[name], column] = count
+        if not symbols:
+            return tf.constant(counts)
+        return tf.tensor_scatter_nd_update(counts, places, tf.stack(symbols))
 
     def _bind(self) -> None:
         """Do nothing, since the owner of the variables is bound already."""

@@ -215,6 +215,8 @@ def address(x: Array) -> int | None:
 
 
 def loops(x: Array) -> str | None:
+    if not x.is_contiguous():
+        return None
     if x.device.type == "cpu":
         return "hvd_compress.kernels"
     # Places within a tensor are 32-bit integers there.

@@ -104,7 +104,7 @@ class Binding(Reducer):
         for p, name in self._optimizer._parameter_names.items():
             if (norm := norm_of_residual(self.state_of(p))) is not None:
                 self.records.setdefault(name, Record()).residual_norm = norm
-        return Stats(self.records)
+        return Stats(self.records, self.clock.times)
 
     def report_at_exit(self) -> None:
         """Log one line of statistics when the program ends, on rank 0."""
@@ -127,7 +127,8 @@ class Binding(Reducer):
             self._saw_backward = False
         self._saw_backward |= in_backward
         try:
-            self._start(list(parameters))
+            with self.clock.running():
+                self._start(list(parameters))
         except BaseException:  # the optimizer stays usable
             self._optimizer.reset_hooks()
             self.abandon()
@@ -156,6 +157,10 @@ class Binding(Reducer):
         Raises:
             MismatchError: the ranks differ in method, options, step or parameters.
         """
+        with self.clock.running():
+            return self._finish_and_assign()
+
+    def _finish_and_assign(self) -> dict[str, torch.Tensor]:
         try:
             directions = super().finish()
         except BaseException:  # the optimizer stays usable

@@ -199,6 +199,10 @@ class DDPState:
         """Return the exact bytes so far and the residuals' norm, by parameter and in total."""
         return self.reducer.stats()
 
+    def reset_stats(self) -> None:
+        """Begin at zero with all that :meth:`stats` counts."""
+        self.reducer.reset_stats()
+
     def set_epoch(self, epoch: float) -> None:
         """Announce an epoch, for schedules by epoch."""
         self.reducer.set_epoch(epoch)

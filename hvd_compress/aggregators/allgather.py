@@ -23,9 +23,9 @@ from hvd_compress.base import (
     Sum,
 )
 from hvd_compress.chain import Aggregated, Aggregator, Transform
-from hvd_compress.codecs import Codec
+from hvd_compress.codecs import Codec, logarithmic
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.fused import FusedTopK, dense_is_less
 from hvd_compress.operator_classes import Classes
@@ -46,6 +46,18 @@ from hvd_compress.wire.frame import CODECS, index_dtype
 ALGORITHMS = ("allgather", "auto", "hierarchical", "recursive_doubling", "split_allgather")
 
 
+def _as_values(values: Any) -> str | Codec:
+    if isinstance(values, Codec):
+        return values
+    if not isinstance(values, str):
+        raise TypeError(
+            f"values must be 'float32', 'float16', '4bit' or a codec such as natural(); got "
+            f"{values!r}"
+        )
+    check_choice("values", values, ("float32", "float16", "4bit"))
+    return logarithmic(4) if values == "4bit" else values
+
+
 @dataclasses.dataclass(frozen=True)
 class allgather(Aggregator, name="allgather"):
     """Gather the elements that ``select`` picks, or all of them, coded.
@@ -53,9 +65,10 @@ class allgather(Aggregator, name="allgather"):
     Options:
         select: an operator that picks elements, such as ``top_k``; or a codec, which takes all.
         values: how the picked values are sent: "float32", "float16" (values beyond its range
-            are sent as its largest, and error feedback keeps the rest), or a codec.
-        indices: "int32" (int64 in tensors of more than 2^31 elements), or "packed": about
-            log2(n / k) + 1.5 bits each, in messages whose size is not known beforehand.
+            are sent as its largest, and error feedback keeps the rest), "4bit", which is
+            ``logarithmic(4)``, or another codec.
+        indices: "packed", about log2(n / k) + 1.5 bits each, in messages whose size is not known
+            beforehand; or "int32" (int64 in tensors of more than 2^31 elements).
         algorithm: "allgather" delivers all ranks' entries to every rank, which adds them in rank
             order.  Over MPI also "split_allgather", where each rank adds up one region,
             "recursive_doubling", "hierarchical", which adds up inside of nodes first, and "auto",
@@ -68,19 +81,12 @@ class allgather(Aggregator, name="allgather"):
     """
 
     select: Selector | Codec = top_k()
-    values: str | Codec = "float32"
+    values: str | Codec = dataclasses.field(default="float32", metadata=converted(_as_values))
     algorithm: str = "allgather"
-    indices: str = "int32"
+    indices: str = "packed"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.values, str):
-            check_choice("values", self.values, ("float32", "float16"))
-        elif not isinstance(self.values, Codec):
-            raise TypeError(
-                f"values must be 'float32', 'float16' or a codec such as natural(); got "
-                f"{self.values!r}"
-            )
         check_choice("algorithm", self.algorithm, ALGORITHMS)
         check_choice("indices", self.indices, CODECS)
         if self.algorithm != "allgather" and not (
@@ -130,7 +136,7 @@ class allgather(Aggregator, name="allgather"):
         return codes if k == d else codes.after_selecting(self.select.kept(d, context))
 
     def fused(self, transforms: Sequence[Transform], context: Context) -> FusedTopK | None:
-        if not (isinstance(self.select, top_k) and isinstance(self.values, str)):
+        if not (isinstance(self.select, top_k) and isinstance(self.values, str | logarithmic)):
             return None
         *before, last = transforms or (None,)
         momentum, nesterov, masking = None, False, False

@@ -39,7 +39,7 @@ class gtop_k(OfTopK, name="gtop_k"):
     takes half as many rounds for the same result; any number of ranks.
     """
 
-    indices: str = "int32"
+    indices: str = "packed"
 
     def __post_init__(self) -> None:
         super().__post_init__()

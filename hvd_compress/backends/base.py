@@ -25,7 +25,7 @@ from hvd_compress.errors import UnsupportedError
 
 Array = Any
 HostFunction = Callable[..., Sequence[np.ndarray]]
-Output = tuple[str, int | None]
+Output = tuple[str, int | tuple[int, ...] | None]
 
 
 class Backend(Protocol):
@@ -121,7 +121,7 @@ class Backend(Protocol):
 
         Args:
             function: returns as many arrays as there are ``outputs``, and has no side effects.
-            outputs: (dtype, length) of the flat results; length ``None`` if unknown.
+            outputs: (dtype, length) of flat results, length ``None`` if unknown; or (dtype, shape).
             like: an array on whose device the results shall be.
         """
 
@@ -144,7 +144,8 @@ class Backend(Protocol):
 
     def loops(self, x: Array) -> str | None:
         """Return the name of the module that has the loops of :mod:`hvd_compress.kernels` for
-        arrays in memory where ``x`` is, or ``None`` if there is none."""
+        contiguous arrays in memory where ``x`` is (of a symbol: where what it stands for will be),
+        or ``None`` if ``x`` is no such array or there are none."""
 
 
 class EagerBackend(Backend, Protocol):

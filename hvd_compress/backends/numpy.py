@@ -192,8 +192,8 @@ def address(x: Array) -> int | None:
     return x.__array_interface__["data"][0] if x.flags.c_contiguous else None
 
 
-def loops(x: Array) -> str:
-    return "hvd_compress.kernels"
+def loops(x: Array) -> str | None:
+    return None if address(x) is None else "hvd_compress.kernels"
 
 
 if TYPE_CHECKING:  # the module is held to the protocol

@@ -6,6 +6,7 @@ from hvd_compress.codecs.contraction import contraction
 from hvd_compress.codecs.exponential import exponential_dithering, natural, natural_dithering
 from hvd_compress.codecs.floats import float8
 from hvd_compress.codecs.linear import linear
+from hvd_compress.codecs.logarithmic import logarithmic
 from hvd_compress.codecs.plus_minus import plus_minus
 from hvd_compress.codecs.qsgd import uniform_dithering
 from hvd_compress.codecs.rounding import rounding
@@ -21,6 +22,7 @@ __all__ = [
     "exponential_dithering",
     "float8",
     "linear",
+    "logarithmic",
     "natural",
     "natural_dithering",
     "plus_minus",

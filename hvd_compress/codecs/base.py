@@ -24,6 +24,8 @@ class Codec(Configurable, abc.ABC, kind="block"):
 
     #: ``encode`` draws random numbers, and E[decode(encode(x))] = x
     unbiased: ClassVar[bool] = False
+    #: ``encode`` takes NaN and Inf, too, and tells receivers where they are
+    takes_non_finite: ClassVar[bool] = False
 
     def for_shape(self, shape: tuple[int, ...]) -> Codec:
         """Return the codec for a tensor of ``shape``: this one, unless its options depend on the

@@ -74,7 +74,7 @@ def encode_coded(
     frame = np.zeros(size, np.uint8)
     start = START + own.size
     frame[START:start] = own
-    if not np.isfinite(x).all():
+    if not codec.takes_non_finite and not np.isfinite(x).all():
         status |= _NOT_FINITE
     else:
         code = codec.encode(x, random)

@@ -12,6 +12,7 @@ from hvd_compress.base import Array, Exchange, Gather, Outcome
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import Member, joined
 from hvd_compress.errors import ConfigError
+from hvd_compress.times import phase
 
 #: a bucket is full when the gradients in it have that many bytes, uncompressed
 BUCKET_BYTES = 25 * 2**20
@@ -121,7 +122,9 @@ class Buckets:
         for bucket in self._split([name for name in names if name not in self._sent]):
             self._send(bucket)
         outcomes: dict[str, Outcome] = {}
-        for part in engine.finish().values():
+        with phase("wait"):
+            parts = engine.finish()
+        for part in parts.values():
             outcomes |= part
         kinds = {name: member.kind for name, member in self._members.items()}
         if self._planned != kinds:

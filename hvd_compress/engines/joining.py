@@ -16,6 +16,8 @@ import itertools
 from collections.abc import Generator, Hashable, Sequence
 from typing import Any
 
+import numpy as np
+
 from hvd_compress.aggregators.sparse_vectors import cut
 from hvd_compress.backends import backend_of
 from hvd_compress.base import (
@@ -38,6 +40,7 @@ from hvd_compress.base import (
 from hvd_compress.engines.base import LENGTH, payload_bytes
 from hvd_compress.errors import PayloadError
 from hvd_compress.stats import Record
+from hvd_compress.times import phase
 
 BucketExchange = Generator[Collective, Any, dict[str, Outcome]]
 Round = Generator[Collective, Any, None]
@@ -79,7 +82,8 @@ class Member:
     def advance(self, reply: Any) -> None:
         """Send the reply into the exchange; ``None`` before the first request."""
         try:
-            self.request = self._exchange.send(reply)
+            with phase("other"):
+                self.request = self._exchange.send(reply)
         except StopIteration as stop:
             self.request, self.outcome = None, stop.value
         else:
@@ -254,16 +258,22 @@ def _joint(group: Sequence[Member], rank: int, size: int) -> Round:
     yield from joined([common], rank, size)
     bounds = [0, *itertools.accumulate(request.weight for request in requests)]
     replies: Any = common.outcome
-    for member, reply, (start, stop) in zip(
-        group, replies, itertools.pairwise(bounds), strict=True
-    ):
-        for field in ("bytes_sent", "bytes_received"):
-            share = divided(getattr(record, field), bounds[-1], start, stop)
-            setattr(member.record, field, getattr(member.record, field) + share)
+    sent, received = (_shares(n, bounds) for n in (record.bytes_sent, record.bytes_received))
+    for i, (member, reply) in enumerate(zip(group, replies, strict=True)):
+        member.record.bytes_sent += sent[i]
+        member.record.bytes_received += received[i]
         member.advance(reply)
 
 
-def divided(n: Any, whole: int, start: int, stop: int) -> Any:
+def _shares(n: Any, bounds: Sequence[int]) -> Sequence[Any]:
+    """Return the parts of ``n`` between the bounds, of which the last one is the whole."""
+    if isinstance(n, int):
+        return [divided(n, bounds[-1], start, stop) for start, stop in itertools.pairwise(bounds)]
+    parts = divided(n, bounds[-1], np.array(bounds[:-1]), np.array(bounds[1:]))
+    return backend_of(n).unstack(parts)  # a symbol: a few operations for all
+
+
+def divided(n: Any, whole: int, start: Any, stop: Any) -> Any:
     """Return the part of ``n`` that belongs to ``start`` to ``stop`` of ``whole``; the parts of
     neighbours add up to all."""
     return n * stop // whole - n * start // whole if whole else n

@@ -7,7 +7,9 @@ import math
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
-from hvd_compress.backends import backend_of
+import numpy as np
+
+from hvd_compress.backends import HostFunction, backend_of, numpy
 from hvd_compress.base import Array, Context, Joint, Outcome, Request, State, Sum
 from hvd_compress.chain import Transform, in_range
 
@@ -58,33 +60,52 @@ class FusedSum:
         sizes = [xp.size(t.x) for t in tensors]
         parts = [t.x for t in tensors]
         own = _joined(xp, parts)
-        if not xp.all_finite(own):  # of such a tensor the others must see nothing else
-            parts = [x if xp.all_finite(x) else xp.full_like(x, math.nan) for x in parts]
-            own = _joined(xp, parts)
+        fine = xp.all_finite(own)
+        if xp.traces or not fine:  # of such a tensor the others must see nothing else
+            own = xp.choose(fine, lambda x=own: x, lambda x=own: _made_nan(xp, x, sizes))
+            parts = xp.split(own, sizes)
         request = Sum(own, self.wire, self.algorithm, owned=len(tensors) > 1)
         mean = (yield request) / self.size
-        fine = bool(xp.all_finite(mean))
         means = xp.split(mean, sizes)
         sent = [xp.round_to(x, self.wire) for x in parts]
-        directions, states = [None] * len(tensors), [t.state for t in tensors]
-        if self.momentum is not None:
-            old = self._velocity(xp, tensors)
-            direction, velocity = self.momentum.step(mean, old, *self.in_use)
+        if self.momentum is None:
+            updates: Sequence[Any] = [None] * len(tensors)
+            states = [t.state for t in tensors]
+        else:
+            direction, velocity = self._step(xp, mean, self._velocity(xp, tensors), sizes)
+            updates = [
+                xp.restore(x, t.gradient)
+                for x, t in zip(xp.split(direction, sizes), tensors, strict=True)
+            ]
             new = xp.split(velocity, sizes)
+            states = [{"velocity": x} for x in new]
+            if not xp.traces:
+                tensors[0].scratch["velocities"] = velocity, new
+        return [
+            Outcome(xp.restore(mean, tensor.gradient), sent_, state, update)
+            for tensor, mean, sent_, state, update in zip(
+                tensors, means, sent, states, updates, strict=True
+            )
+        ]
+
+    def _step(self, xp: Any, mean: Array, old: Array, sizes: list[int]) -> tuple[Array, Array]:
+        """Return the direction and the new velocity; where a tensor's mean is not finite, the mean
+        and the old velocity."""
+
+        def settled() -> tuple[Array, Array]:
+            direction, velocity = self.momentum.step(mean, old, *self.in_use)
             if direction is velocity:  # the owner of a gradient may clip it in place
                 direction = xp.copy(direction)
-            directions, states = xp.split(direction, sizes), [{"velocity": x} for x in new]
-            tensors[0].scratch["velocities"] = velocity, new
-        outcomes = []
-        for tensor, mean, sent_, direction, state in zip(
-            tensors, means, sent, directions, states, strict=True
-        ):
-            if not fine and not xp.all_finite(mean):
-                direction, state = mean, in_range(tensor.state)
-            shaped = xp.restore(mean, tensor.gradient)
-            update = None if self.momentum is None else xp.restore(direction, tensor.gradient)
-            outcomes.append(Outcome(shaped, sent_, state, update))
-        return outcomes
+            return direction, velocity
+
+        def restored() -> tuple[Array, Array]:
+            direction, velocity = settled()
+            outputs = [(xp.dtype(x), sum(sizes)) for x in (direction, velocity)]
+            own = [mean, old, direction, velocity]
+            direction, velocity = xp.on_host(_undoing(sizes), own, outputs, mean)
+            return direction, velocity
+
+        return xp.choose(xp.all_finite(mean), settled, restored)
 
     def _velocity(self, xp: Any, tensors: Sequence[Tensor]) -> Array:
         """The velocities end to end, which they are already unless a checkpoint was loaded."""
@@ -97,3 +118,32 @@ class FusedSum:
 
 def _joined(xp: Any, arrays: Sequence[Array]) -> Array:
     return arrays[0] if len(arrays) == 1 else xp.concat(list(arrays))
+
+
+def _made_nan(xp: Any, x: Array, sizes: list[int]) -> Array:
+    """Return ``x`` with NaN in all elements of the tensors that have a NaN or Inf."""
+
+    def mark(x: np.ndarray) -> list[np.ndarray]:
+        x = x.copy()
+        for part in numpy.split(x, sizes):
+            if not numpy.all_finite(part):
+                part[:] = math.nan
+        return [x]
+
+    return xp.on_host(mark, [x], [(xp.dtype(x), sum(sizes))], x)[0]
+
+
+def _undoing(sizes: list[int]) -> HostFunction:
+    """Return a function of the flat mean, old velocity, direction and new velocity of tensors."""
+
+    def undo(*arrays: np.ndarray) -> list[np.ndarray]:
+        mean, old, direction, velocity = (x.copy() for x in arrays)
+        for part, before, *results in zip(
+            *(numpy.split(x, sizes) for x in (mean, old, direction, velocity)), strict=True
+        ):
+            if not numpy.all_finite(part):
+                results[0][:] = part
+                results[1][:] = in_range({"velocity": before})["velocity"]
+        return [direction, velocity]
+
+    return undo

@@ -13,7 +13,7 @@ that a step needs no fresh memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +21,16 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Gather, Joint, Outcome, Request, Sparse, State
 from hvd_compress.chain import Transform, in_range
+from hvd_compress.codecs import logarithmic
+from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
+from hvd_compress.fused.on_host import Memory, exchange_on_host
 from hvd_compress.kernels import Step, loops_of
 from hvd_compress.operators import top_k
+from hvd_compress.times import phase
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
 
 _MOST_ELEMENTS = 2**32
+_FLOAT32 = np.dtype(np.float32)
 _V, _R = "velocity", "residual"
 
 
@@ -59,7 +64,7 @@ class FusedTopK:
     momentum: float | None
     nesterov: bool
     masking: bool
-    values: str
+    values: str | logarithmic
     indices: str
     size: int
 
@@ -71,7 +76,9 @@ class FusedTopK:
         if context.scratch is None or not 0 < n < _MOST_ELEMENTS:
             return None
         k = self.select.count(n, context)
-        if k == n or dense_is_less(n, k, self.values, self.size):
+        if k == n:
+            return None
+        if isinstance(self.values, str) and dense_is_less(n, k, self.values, self.size):
             return None
         if xp.dtype(gradient) != "float32":
             return None
@@ -81,35 +88,32 @@ class FusedTopK:
         if loops_of(x) is None:
             return None
         tensor = Tensor(gradient, x, state, k, context.scratch, context.in_place)
-        key = xp.__name__, str(getattr(x, "device", None))
-        return Joint(self, tensor, weight=k, key=key)
+        return Joint(self, tensor, weight=k, key=(xp.__name__, _device(x)))
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         xp = backend_of(tensors[0].x)
+        if xp.traces:
+            return (yield from self._on_host(tensors))
         bucket = self._bucket(tensors)
         steps = bucket.steps(tensors)
-        indices, values, _ = bucket.selection.accumulate(steps, self.momentum, self.nesterov)
-        on_wire = _as_sent(values, self.values)
-        sent = on_wire.astype(np.float32, copy=False)
-        with np.errstate(invalid="ignore"):  # of a non-finite step
+        with phase("search"):
+            indices, values, _ = bucket.selection.accumulate(steps, self.momentum, self.nesterov)
+        with phase("encode"):
+            frame, sent = bucket.message.encode(indices, values)
+        with phase("search"), np.errstate(invalid="ignore"):  # of a non-finite step
             bucket.selection.settle(steps, indices, values - sent, self.masking)
-        frame = encode_sparse(indices, on_wire, bucket.elements, self.indices)
         # In host memory, where it was made, and where the replies are read.
-        frames = yield Gather(xp.from_numpy(frame, None), self.indices != "packed")
+        frames = yield Gather(xp.from_numpy(frame, None), bucket.message.size is not None)
 
-        theirs = [
-            decode_sparse(
-                xp.to_numpy(frame), bucket.elements, self.values, indices.size, sender=f"rank {r}"
+        means = [t.x if t.in_place else bucket.empty(t.x) for t in tensors]
+        with phase("add_up"):
+            theirs = [
+                bucket.message.decode(xp.to_numpy(frame), f"rank {rank}")
+                for rank, frame in enumerate(frames)
+            ]
+            finite = loops_of(tensors[0].x).add_up(
+                means, [own for own, _ in theirs], [own for _, own in theirs], self.size
             )
-            for r, frame in enumerate(frames)
-        ]
-        means = [t.x if t.in_place else xp.zeros(xp.size(t.x), t.x) for t in tensors]
-        finite = loops_of(tensors[0].x).add_up(
-            means,
-            [own for own, _ in theirs],
-            [own.astype(np.float32, copy=False) for _, own in theirs],
-            self.size,
-        )
         mine = Sparse(
             xp.from_numpy(indices - bucket.shifts, tensors[0].x), xp.from_numpy(sent, tensors[0].x)
         )
@@ -123,32 +127,63 @@ class FusedTopK:
             outcomes.append(Outcome(shaped, own, state))
         return outcomes
 
+    def _on_host(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
+        """The same of symbols."""
+        size = backend_of(tensors[0].x).size
+        starts = np.cumsum([0, *(size(t.x) for t in tensors)])
+        counts, n = [t.k for t in tensors], int(starts[-1])
+        shifts = np.repeat(starts[:-1], counts)
+
+        message = _message(self.values, self.indices, n, counts)
+
+        def decode(frame: np.ndarray) -> list[np.ndarray]:
+            indices, values = message.decode(frame, "this rank")
+            return [indices - shifts, values]
+
+        return (yield from exchange_on_host(self, tensors, message.size, decode, counts))
+
     def _bucket(self, tensors: list[Tensor]) -> _Bucket:
         """What is kept of a bucket between steps, in the first tensor's scratch."""
         size = backend_of(tensors[0].x).size
         sizes, counts = [size(t.x) for t in tensors], [t.k for t in tensors]
         bucket = tensors[0].scratch.get("bucket")
-        if bucket is None or (bucket.sizes, bucket.counts) != (sizes, counts):
-            bucket = _Bucket(sizes, counts, tensors)
+        form = sizes, counts, _device(tensors[0].x)
+        if bucket is None or bucket.form != form:
+            bucket = _Bucket(sizes, counts, tensors, self.values, self.indices)
             tensors[0].scratch["bucket"] = bucket
         return bucket
 
 
 class _Bucket:
-    def __init__(self, sizes: list[int], counts: list[int], tensors: list[Tensor]) -> None:
-        self.sizes, self.counts = sizes, counts
-        self.elements = sum(sizes)
+    def __init__(
+        self,
+        sizes: list[int],
+        counts: list[int],
+        tensors: list[Tensor],
+        values: str | logarithmic,
+        indices: str,
+    ) -> None:
+        self.form = sizes, counts, _device(tensors[0].x)
+        self.message = _message(values, indices, sum(sizes), counts)
         self.selection = loops_of(tensors[0].x).Selection(sizes, counts)
         self.bounds = np.cumsum([0, *counts]).tolist()
         #: what is taken off an index into all tensors, by entry
         self.shifts = np.repeat(np.cumsum([0, *sizes[:-1]]), counts)
-        self._spare: list[State] = []
-        for tensor in tensors:
-            xp = backend_of(tensor.x)
-            zeros = {key: xp.zeros(xp.size(x), x) for key, x in tensor.state.items()}
-            self._spare.append(zeros)
+        self._memory: Memory | None = tensors[0].scratch.get("memory")
+        if self._memory is None:
+            self._spare = self._fresh(tensors)
+
+    def empty(self, like: Array) -> Array:
+        """Return memory for a result."""
+        n, xp = backend_of(like).size(like), backend_of(like)
+        return xp.zeros(n, like) if self._memory is None else self._memory.take(n)
+
+    def _fresh(self, tensors: list[Tensor]) -> list[State]:
+        return [{key: self.empty(x) for key, x in t.state.items()} for t in tensors]
 
     def steps(self, tensors: list[Tensor]) -> list[Step]:
+        if self._memory is not None:  # others may still look at the old state
+            self._spare = self._fresh(tensors)
         return [
             Step(t.x, t.state[_R], new[_R], t.state.get(_V), new.get(_V))
             for t, new in zip(tensors, self._spare, strict=True)
@@ -156,15 +191,68 @@ class _Bucket:
 
     def swap(self, i: int, old: State) -> State:
         """Return the new state of tensor ``i``; the old one's memory is that of the next."""
-        new, self._spare[i] = self._spare[i], old
+        new, self._spare[i] = self._spare[i], {} if self._memory else old
         return new
 
 
-def _as_sent(values: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "float16":
-        limit = np.finfo(np.float16).max
-        values = np.clip(values, -limit, limit)
-    return values.astype(dtype, copy=False)
+class _Numbers:
+    """Messages of a bucket whose values are numbers of a dtype.
+
+    Attributes:
+        size: the bytes of a message, ``None`` if they depend on what is in it.
+    """
+
+    def __init__(self, dtype: str, indices: str, n: int, counts: Sequence[int]) -> None:
+        self._dtype, self._indices, self._n, self._count = dtype, indices, n, sum(counts)
+        self.size = None if indices == "packed" else sparse_size(self._count, n, dtype)
+
+    def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the message, and the values as receivers see them (float32)."""
+        if self._dtype == "float16":
+            limit = np.finfo(np.float16).max
+            values = np.clip(values, -limit, limit)
+        values = values.astype(self._dtype, copy=False)
+        frame = encode_sparse(indices, values, self._n, self._indices)
+        return frame, values.astype(np.float32, copy=False)
+
+    def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the indices and values (float32) in a message."""
+        indices, values = decode_sparse(frame, self._n, self._dtype, self._count, sender=sender)
+        return indices, values.astype(np.float32, copy=False)
+
+
+class _Codes:
+    """Messages whose values are coded; see :class:`_Numbers`."""
+
+    def __init__(self, codec: logarithmic, indices: str, n: int, counts: Sequence[int]) -> None:
+        self._codec, self._packed, self._n = codec.of_parts(counts), indices == "packed", n
+        self._count = sum(counts)
+        self._random = np.random.default_rng(0)  # which this codec does not ask
+        self.size = None if self._packed else coded_size(self._codec, self._count, _FLOAT32, n)
+
+    def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        frame = encode_coded(
+            self._codec, values, self._random, indices, self._n, packed=self._packed
+        )
+        return frame, self.decode(frame, "this rank")[1]
+
+    def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
+        count, n = self._count, self._n
+        indices, values = decode_coded(self._codec, frame, count, _FLOAT32, n, sender=sender)
+        assert indices is not None
+        return indices, values
+
+
+def _message(
+    values: str | logarithmic, indices: str, n: int, counts: Sequence[int]
+) -> _Numbers | _Codes:
+    if isinstance(values, str):
+        return _Numbers(values, indices, n, counts)
+    return _Codes(values, indices, n, counts)
+
+
+def _device(x: Array) -> str:
+    return str(getattr(x, "device", None))
 
 
 def dense_is_less(n: int, k: int, values: str, size: int) -> bool:

@@ -96,12 +96,13 @@ class Selection:
 
 
 def loops_of(x: Array) -> Any:
-    """Return the module whose ``Selection`` and ``add_up`` are those of this one for contiguous
-    arrays in memory where ``x`` is, or ``None`` if there is none."""
-    xp = backend_of(x)
-    if xp.address(x) is None or (name := xp.loops(x)) is None:
-        return None
-    return importlib.import_module(name)
+    """Return the module whose ``Selection`` and ``add_up`` are those of this one for arrays in
+    memory where ``x`` is, or ``None`` if there is none."""
+    name = backend_of(x).loops(x)
+    return None if name is None else _module(name)
+
+
+_module = functools.cache(importlib.import_module)
 
 
 def add_up(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from hvd_compress.base import Compressor
@@ -113,6 +114,8 @@ def as_compressor(compression: Any) -> Compressor:
 
     >>> as_compressor("efsignsgd:via=allgather")
     EFSignSGD(via='allgather')
+    >>> as_compressor("dgc:compact") == DGC.compact()
+    True
     """
     if isinstance(compression, Compressor):
         return compression
@@ -124,14 +127,18 @@ def as_compressor(compression: Any) -> Compressor:
         if _required(method):
             raise ConfigError(f"a {name} cannot be written as a text: pass {name}(...)")
         options: dict[str, Any] = {}
+        preset: Mapping[str, Any] = {}
         for part in filter(None, text.split(",")):
             key, equals, value = part.partition("=")
+            if not equals and part.strip() in method.presets:
+                preset = method.presets[part.strip()]
+                continue
             if not equals:
                 raise ConfigError(f"options in {compression!r} are written {name}:option=value")
             if key.strip() in options:
                 raise ConfigError(f"{compression!r} has the option {key.strip()} twice")
             options[key.strip()] = _value(value)
-        return build(method, options)
+        return build(method, {**preset, **options})
     raise ConfigError(
         f"{compression!r} is no compression method: pass DGC, DGC(density=0.01) or "
         "'dgc:density=0.01'"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
-from hvd_compress import operators
+from hvd_compress import codecs, operators
 from hvd_compress.aggregators import allgather, allreduce
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
@@ -15,7 +16,7 @@ from hvd_compress.config import check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import OfVelocities
 from hvd_compress.schedules import Density, as_density
-from hvd_compress.transforms import clip_by_local_norm, momentum_after_averaging
+from hvd_compress.transforms import clip_by_local_norm, error_feedback, momentum_after_averaging
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class DGC(OfVelocities, name="dgc"):
     see to that.  One-dimensional and tiny tensors are averaged whole, with momentum afterwards.
 
     State: ``velocity`` u and ``residual`` v; tensors sent whole have ``velocity`` only.
-    Sent: k values and k int32 indices a tensor (k = ceil(density * n)), in one message.
+    Sent: k values and k packed indices a tensor (k = ceil(density * n)), in one message.
 
     Options:
         density: fraction of elements to send, or a schedule (``warmup_to(0.001, epochs=4)``).
@@ -46,21 +47,25 @@ class DGC(OfVelocities, name="dgc"):
             (the released code); "gradient" adds it to the local gradient before accumulation
             (PaddlePaddle's treatment).  An optimizer that decays by itself (AdamW) still does.
         selection: "sampled" or "exact"; the same elements, found in two ways.
-        values: "float32" or "float16" on the wire.
+        values: "float32", "float16" or "4bit" on the wire: the last in levels between the smallest
+            and the largest of a tensor's k values (:class:`hvd_compress.blocks.logarithmic`).  What
+            is rounded off stays in the residual.
         min_size: tensors with fewer elements are sent whole.
         small: how the tensors that are sent whole are sent: "float32" (in full: in the gradient's
-            own precision), "float16", or "sparse": not whole, but their largest elements like those
-            of all others, at least one a tensor.
-        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.
+            own precision), "float16", "int8" (255 levels a tensor, with error feedback), or
+            "sparse": not whole, but their largest elements like those of all others, at least one a
+            tensor.
+        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
         algorithm: how entries are added up: "allgather", or over MPI one of those of
             :class:`hvd_compress.blocks.allgather`.
 
-    Differs from the paper in: the message has exactly k elements (see ``operators/top_k.py``); 32
-    bits instead of 16 an index; density 1 turns masking off, since masking everything that is sent
-    would turn momentum off.
+    Differs from the paper in: the message has exactly k elements (see ``operators/top_k.py``);
+    indices are packed instead of run lengths of 16 bits; density 1 turns masking off, since masking
+    everything that is sent would turn momentum off.
     """
 
     reference = "Lin et al., ICLR 2018"
+    presets = {"compact": {"values": "4bit", "indices": "packed", "small": "sparse"}}
 
     density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
     momentum: float | None = None
@@ -72,12 +77,12 @@ class DGC(OfVelocities, name="dgc"):
     values: str = "float32"
     min_size: int = 1024
     algorithm: str = "allgather"
-    indices: str = "int32"
+    indices: str = "packed"
     small: str = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("small", self.small, ("float32", "float16", "sparse"))
+        check_choice("small", self.small, ("float32", "float16", "int8", "sparse"))
         check_choice("weight_decay", self.weight_decay, ("separate", "gradient"))
         if self.clip_norm is not None:
             clip = self.clip_norm
@@ -89,6 +94,12 @@ class DGC(OfVelocities, name="dgc"):
                     "of the gradient, as well: weight_decay='separate'"
                 )
         assert all((self._sparse, self._everything, self._whole))  # checks the other options
+
+    @classmethod
+    def compact(cls, **options: Any) -> DGC:
+        """Return the DGC of fewest bytes, "dgc:compact": packed indices, values of 4 bits, and the
+        largest elements of small tensors too; about 16 bits for each element that is sent."""
+        return cls(**{**cls.presets["compact"], **options})
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
         if self.small == "sparse":
@@ -117,6 +128,8 @@ class DGC(OfVelocities, name="dgc"):
     @functools.cached_property
     def _whole(self) -> Chain:
         after = momentum_after_averaging(self.momentum, self.nesterov)
+        if self.small == "int8":
+            return chain(*self._before, error_feedback(), after, via=allgather(codecs.linear(8)))
         wire = "float16" if self.small == "float16" else "gradient"
         return chain(*self._before, after, via=allreduce(wire))
 

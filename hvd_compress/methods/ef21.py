@@ -27,7 +27,7 @@ class EF21(OneChain, name="ef21"):
 
     The optimizer steps along G, the average of all h; its momentum and weight decay act there.
 
-    State: ``estimate`` h, and ``mean_estimate`` G, equal on all ranks.  Sent: k values and k int32
+    State: ``estimate`` h, and ``mean_estimate`` G, equal on all ranks.  Sent: k values and k packed
     indices a tensor.  Where gradients are exact, it converges to the minimum itself with a constant
     step, which error feedback does only as the step shrinks; see ``transforms/ef21.py``, and
     :func:`hvd_compress.operator_classes.ef21_step_size`.
@@ -36,7 +36,7 @@ class EF21(OneChain, name="ef21"):
         density: fraction of elements to send, or a schedule.
         selection: "sampled" or "exact"; the same elements, found in two ways.
         values: "float32", "float16", or a codec such as ``natural()``.
-        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.
+        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
         start: so many steps send everything.  With 1, h is the gradient from the first step on;
             with ``True`` h starts from zero, and a big model is spared the dense message.
         average: weight of the past in a moving average that takes the place of g, in [0, 1).
@@ -54,7 +54,7 @@ class EF21(OneChain, name="ef21"):
     values: str | Codec = "float32"
     start: Start = dataclasses.field(default=True, metadata=converted(as_start))
     average: float = 0.0
-    indices: str = "int32"
+    indices: str = "packed"
 
     def __post_init__(self) -> None:
         average = self.average

@@ -23,7 +23,7 @@ class GTopK(OneChain, name="gtopk"):
     Options:
         density: fraction of elements to send, or a schedule.
         selection: "sampled" or "exact"; the same elements, found in two ways.
-        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.  Ranks then
+        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".  Ranks then
             exchange the sizes of messages, which over MPI takes as many rounds again.
 
     Differs from the paper in: an element that was dropped in a merge is never lost; pairs
@@ -34,7 +34,7 @@ class GTopK(OneChain, name="gtopk"):
 
     density: Density = 0.005
     selection: str = "sampled"
-    indices: str = "int32"
+    indices: str = "packed"
 
     @functools.cached_property
     def _chain(self) -> Chain:

@@ -20,13 +20,13 @@ class MSTopK(OneChain, name="mstopk"):
 
     Which elements are among the k is exact but for ties and near ties at the threshold.
 
-    State: ``residual``.  Sent: k values and k int32 indices a tensor.
+    State: ``residual``.  Sent: k values and k packed indices a tensor.
 
     Options:
         density: fraction of elements to send, or a schedule.
         rounds: how often the interval is halved.
         values: "float32" or "float16" on the wire.
-        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.
+        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
 
     Differs from the paper in: elements are gathered by one allgather of all ranks, not in a
     hierarchy of nodes; see also ``operators/ms_top_k.py``.
@@ -37,7 +37,7 @@ class MSTopK(OneChain, name="mstopk"):
     density: Density = 0.001
     rounds: int = 30
     values: str = "float32"
-    indices: str = "int32"
+    indices: str = "packed"
 
     @functools.cached_property
     def _chain(self) -> Chain:

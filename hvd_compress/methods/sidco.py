@@ -19,14 +19,14 @@ class SIDCo(OneChain, name="sidco"):
     distribution; keep the rest for later.
 
     State: ``residual``; and ``stages``, two numbers, by which the number sent is kept near k: see
-    ``operators/sidco.py``.  Sent: a value and an int32 index an element.
+    ``operators/sidco.py``.  Sent: a value and a packed index an element.
 
     Options:
         density: fraction of elements to send, or a schedule.
         fit: "exponential", "pareto" or "gamma".
         stages: so many fits a step; ``None`` adapts.
         values: "float32" or "float16" on the wire.
-        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.
+        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
     """
 
     reference = "Abdelmoniem et al., MLSys 2021"
@@ -35,7 +35,7 @@ class SIDCo(OneChain, name="sidco"):
     fit: str = "exponential"
     stages: int | None = None
     values: str = "float32"
-    indices: str = "int32"
+    indices: str = "packed"
 
     @functools.cached_property
     def _chain(self) -> Chain:

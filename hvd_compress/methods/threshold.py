@@ -30,7 +30,7 @@ class Threshold(OneChain, name="threshold"):
         send: "value", what was picked as it is, or "sign", the paper's: ``tau sign(x)``.  Then an
             element of many times ``tau`` is sent at as many steps, and where gradients stay larger
             than ``tau`` residuals grow without end: it must be above nearly all gradients.
-        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.
+        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
 
     Differs from the paper in: values by default; sign and index are not put into one word.
     """
@@ -39,7 +39,7 @@ class Threshold(OneChain, name="threshold"):
 
     tau: float = 0.01
     send: str = "value"
-    indices: str = "int32"
+    indices: str = "packed"
 
     def __post_init__(self) -> None:
         check_choice("send", self.send, ("sign", "value"))

@@ -18,7 +18,7 @@ from hvd_compress.transforms import error_feedback
 class TopK(OneChain, name="topk"):
     """Send the k = ceil(density * n) elements of largest magnitude, keep the rest for later.
 
-    State: ``residual``.  Sent: k values and k int32 indices a tensor.  The optimizer's momentum
+    State: ``residual``.  Sent: k values and k packed indices a tensor.  The optimizer's momentum
     is applied to the average, so it comes late for elements in the residual; :class:`DGC` corrects
     that.
 
@@ -26,7 +26,7 @@ class TopK(OneChain, name="topk"):
         density: fraction of elements to send, or a schedule.
         selection: "sampled" or "exact"; the same elements, found in two ways.
         values: "float32" or "float16" on the wire.
-        indices: on the wire, "int32" or "packed", about log2(n / k) + 1.5 bits each.
+        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
         algorithm: how entries are added up: "allgather", or over MPI one of those of
             :class:`hvd_compress.blocks.allgather`.
         error_feedback: without it, what is not sent is lost; for studies only.
@@ -39,7 +39,7 @@ class TopK(OneChain, name="topk"):
     values: str = "float32"
     error_feedback: bool = True
     algorithm: str = "allgather"
-    indices: str = "int32"
+    indices: str = "packed"
 
     def __post_init__(self) -> None:
         check_choice("error_feedback", self.error_feedback, (True, False))

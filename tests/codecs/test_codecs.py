@@ -19,6 +19,7 @@ from hvd_compress.blocks import (
     exponential_dithering,
     float8,
     linear,
+    logarithmic,
     natural,
     natural_dithering,
     scaled_sign,
@@ -42,13 +43,14 @@ EVERY = (
     *(uniform_dithering(1, None), uniform_dithering(7, 4), uniform_dithering(127, 4, "max")),
     *(natural_dithering(), exponential_dithering(3.0, 2, None), natural_dithering(4, 5, "max")),
     *(contraction(uniform_dithering(1, None)), linear(), linear(8, 5), linear(3, 4)),
+    *(logarithmic(), logarithmic(3), logarithmic(8)),
 )
 UNBIASED = [codec for codec in EVERY if codec.unbiased]
 #: those that claim constants
 CLASSED = [
     codec
     for codec in EVERY
-    if codec.name != "sign"
+    if codec.name not in ("sign", "logarithmic")
     and codec not in (ternary(2.5), scaled_sign("l2"), float8(), float8("e5m2", 3))
 ]
 
@@ -224,6 +226,56 @@ def test_what_error_feedback_cannot_follow_is_refused():
         World(chain(via=alltoall(uniform_dithering(1))), 2).exchange([np.ones(4000)] * 2)
 
 
+def test_logarithmic_by_hand():
+    # From 1 to 64 in seven levels: r = 2.  3 and 6 are halfway, and go down; 0.4 goes to zero.
+    x = [64, -1, 3, -3.01, 6, 40, 0.4, 0]
+    np.testing.assert_allclose(
+        through(logarithmic(4), np.array([1, *x[:-2]], F4)), [1, 64, -1, 2, -4, 4, 32]
+    )
+    # 0.4 is less than 64 / 64, which is the least level there may be.
+    np.testing.assert_array_equal(
+        through(logarithmic(4), np.array(x, F4)), [64, -1, 2, -4, 4, 32, 0, 0]
+    )
+    np.testing.assert_array_equal(through(logarithmic(4), np.array([0, -5, 0], F4)), [0, -5, 0])
+    np.testing.assert_array_equal(through(logarithmic(), np.zeros(3, F4)), [0, 0, 0])
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    st.sampled_from([3, 4, 8]),
+    st.sampled_from([F4, F8]),
+    st.integers(0, 10**6),
+)
+def test_logarithmic_keeps_what_it_says(counts, bits, dtype, seed):
+    """Parts end to end are as each alone, errors are within the bounds, signs stay, and the largest
+    of all stays what it is but for rounding; a part with NaN is NaN, and no other."""
+    codec, draw = logarithmic(bits), random(seed)
+    parts = [
+        (draw.standard_normal(n) * 10.0 ** draw.integers(-15, 15)).astype(dtype) for n in counts
+    ]
+    parts[0][0] = 0
+    alone = [through(codec, x) for x in parts]
+    for x, y in zip(parts, alone, strict=True):
+        largest = np.abs(x).max()
+        some = np.abs(x)[np.abs(x) > 0]
+        first = max(some.min(initial=largest), largest * 2.0 ** (1 - codec.levels))
+        r = (largest / first) ** (1 / (codec.levels - 1)) if largest else 1
+        bound = np.maximum((r - 1) / (r + 1) * np.abs(x), np.where(np.abs(x) < first, first / 2, 0))
+        assert (np.abs(x - y) <= bound + 1e-4 * np.abs(x)).all()
+        assert (np.sign(y) * np.sign(x) >= 0).all()
+        np.testing.assert_allclose(np.abs(y).max(), largest, rtol=1e-4)
+    together = codec.of_parts(counts)
+    joint = np.concatenate(parts)
+    np.testing.assert_array_equal(through(together, joint), np.concatenate(alone))
+    joint[0] = np.nan
+    alone[0][:] = np.nan
+    frame = encode_coded(together, joint, draw)
+    decoded = decode_coded(together, frame, joint.size, dtype)[1]
+    np.testing.assert_array_equal(decoded, np.concatenate(alone))
+    with pytest.raises(PayloadError):
+        decode_coded(codec.of_parts([*counts, 1]), frame, joint.size + 1, dtype)
+
+
 # -- bits --------------------------------------------------------------------------------------
 
 
@@ -235,6 +287,8 @@ def test_what_error_feedback_cannot_follow_is_refused():
         (column_means(2048), 2112 / 2048),
         (linear(8, 2048), 8 + 32 / 2048),
         (linear(4, None), 4),
+        (logarithmic(4), 4),
+        (logarithmic(8), 8),
         (ternary(), 1.6),
         (natural(), 9),
         (float8(bucket=None), 8),
@@ -364,6 +418,8 @@ def test_other_options_are_noticed():
         (lambda: linear(column=0), "column"),
         (lambda: linear(1), "bits"),
         (lambda: linear(9), "bits"),
+        (lambda: logarithmic(2), "bits"),
+        (lambda: logarithmic(9), "bits"),
         (lambda: scaled_sign("max"), "norm"),
         (lambda: contraction(sign()), "unbiased"),
     ],

@@ -83,7 +83,7 @@ def bytes_sent(method, gradients):
 @pytest.mark.parametrize(("values", "in_all"), [("float32", 421_608), ("float16", 370_704)])
 def test_what_we_send_for_resnet50(values, in_all):
     random = np.random.default_rng(0)
-    method = DGC(density=0.001, momentum=0.9, values=values)
+    method = DGC(density=0.001, momentum=0.9, values=values, indices="int32")
     shapes = resnet50()
     total = 0
     for name, shape in shapes.items():
@@ -102,12 +102,14 @@ def test_what_we_send_for_resnet50(values, in_all):
 @pytest.mark.parametrize(
     ("options", "kilobytes"),
     [
-        ({}, 420.8),
-        ({"values": "float16"}, 369.7),
-        ({"indices": "packed"}, 355.3),
-        ({"indices": "packed", "small": "float16"}, 247.1),
-        ({"indices": "packed", "small": "sparse"}, 139.5),
-        ({"indices": "packed", "small": "sparse", "values": "float16"}, 88.3),
+        ({"indices": "int32"}, 420.8),
+        ({}, 355.4),
+        ({"values": "float16"}, 304.3),
+        ({"small": "float16"}, 247.1),
+        ({"small": "int8"}, 195.6),
+        ({"small": "sparse"}, 139.5),
+        ({"small": "sparse", "values": "float16"}, 88.3),
+        (DGC.presets["compact"], 51.1),
     ],
 )
 def test_what_buckets_send_for_resnet50(options, kilobytes):

@@ -7,6 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import tensorflow as tf
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,12 +26,14 @@ METHODS = [
     DGC(density=0.05, min_size=0, clip_norm=1.0),
     TopK(density=0.02),
     TopK(density=0.02, values="float16", indices="packed"),
+    DGC.compact(density=0.05, nesterov=True),
+    TopK(density=0.02, values="4bit"),
     DGC(min_size=10**6),
     DGC(min_size=10**6, nesterov=True, clip_norm=1.0),
     NoCompression(),
     FP16(),
 ]
-MAKERS = {"numpy": np.array, "torch": torch.tensor}
+MAKERS = {"numpy": np.array, "torch": torch.tensor, "tensorflow": tf.constant}
 
 
 class Ranks:

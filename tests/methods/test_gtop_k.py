@@ -125,7 +125,7 @@ def test_bytes_do_not_grow_with_the_number_of_ranks_but_for_its_logarithm():
     gradient, k = np.random.default_rng(0).normal(size=1000), 10
     frame, bits = sparse_size(k, 1000, "float64"), coded_size(plus_minus(1.0), k, gradient.dtype)
     for size, pairs in ((1, 0), (2, 1), (3, 1), (4, 2), (7, 2), (16, 4), (64, 6)):
-        exchange = gtop_k(0.01).aggregate(gradient, {}, Context(rank=0, size=size))
+        exchange = gtop_k(0.01, indices="int32").aggregate(gradient, {}, Context(rank=0, size=size))
         seen, reply = [], None
         try:
             while True:

@@ -1,0 +1,126 @@
+"""The first step of MobileNetV2 under a tape, and later ones, with methods and without.
+
+    python benchmarks/first_step_tensorflow.py
+
+"first" is the time from the call of a ``tf.function`` with a tape to the end of its first step:
+tracing, Horovod's start and one step; "nodes" is the size of that graph. "exchange" is the median
+of a step in which a gradient is one multiplication a tensor, so that little but the exchange is
+left, and "torch" the same under PyTorch, for tensors of the same shapes. The methods take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from model_shapes import mobilenet_v2
+
+from hvd_compress.integrations.launch import under_horovodrun
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--ranks", type=int, default=2)
+parser.add_argument("--rounds", type=int, default=15, help="samples of an exchange")
+parser.add_argument("--batch", type=int, default=2, help="images of 224 x 224 in the first step")
+parser.add_argument("--methods", nargs="+", default=["none", "fp16", "topk", "dgc", "powersgd"])
+parser.add_argument("--framework", choices=["torch", "tensorflow"], help=argparse.SUPPRESS)
+parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
+options = parser.parse_args()
+
+HOROVOD = "Horovod"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = {}
+        for framework in ("tensorflow", "torch"):
+            results = Path(folder, framework)
+            own = ["--framework", framework, "--results", str(results)]
+            subprocess.run([sys.executable, *sys.argv, *own], check=True)
+            found[framework] = json.loads(results.read_text())
+    base = found["tensorflow"][HOROVOD]
+    print(f"\n{'':10} {'first':>8} {'ratio':>6} {'nodes':>7} {'exchange':>9}", end="")
+    print(f" {'torch':>9} {'ratio':>6}")
+    for name, row in found["tensorflow"].items():
+        exchange, torch = row["exchange"], found["torch"][name]["exchange"]
+        print(
+            f"{name:10} {row['first']:6.1f} s {row['first'] / base['first']:6.2f}"
+            f" {row['nodes']:7,} {1000 * exchange:6.1f} ms {1000 * torch:6.1f} ms"
+            f" {exchange / torch:6.2f}"
+        )
+
+
+def rank() -> None:
+    under_horovodrun(options.ranks, "mpi")
+    backend = importlib.import_module(f"contender_{options.framework}")
+    hvd = backend.hvd
+    hvd.init()
+    methods = {HOROVOD: hvd.Compression.none}
+    methods |= {name: hvd.as_compressor(name) for name in options.methods}
+    found: dict[str, dict[str, float]] = {name: {} for name in methods}
+    if options.framework == "tensorflow":
+        first_step(hvd, None)  # what is done once in a process
+        for name, method in methods.items():
+            found[name] |= first_step(hvd, method)
+    contenders = [backend.Contender(name, m, mobilenet_v2()) for name, m in methods.items()]
+    for number in range(options.rounds + 3):
+        gradients = backend.random_gradients(mobilenet_v2())
+        turn = number % len(contenders)
+        for contender in contenders[turn:] + contenders[:turn]:
+            seconds = contender.sample(gradients)
+            if number >= 3:
+                contender.seconds.append(seconds)
+    for contender in contenders:
+        found[contender.name]["exchange"] = statistics.median(contender.seconds)
+    if hvd.rank() == 0:
+        options.results.write_text(json.dumps(found))
+
+
+def first_step(hvd: Any, method: Any) -> dict[str, float]:
+    import keras
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(0)
+    if method is None:
+        model = keras.Sequential([keras.Input((224, 224, 3)), keras.layers.Conv2D(8, 3)])
+        method = hvd.Compression.none
+    else:
+        model = keras.applications.MobileNetV2(weights=None)
+    optimizer = keras.optimizers.SGD(0.01)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(images: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(images, training=True)))
+        momentum = getattr(method, "takes_momentum", False)
+        compression = (
+            hvd.bind(method, model.trainable_variables, momentum=0.9) if momentum else method
+        )
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    images = tf.random.normal([options.batch, 224, 224, 3])
+    hvd.allreduce(tf.constant(0.0), name="barrier")
+    start = time.perf_counter()
+    step(images).numpy()
+    seconds = time.perf_counter() - start
+    graph = step.get_concrete_function(images).graph.as_graph_def()
+    nodes = len(graph.node) + sum(len(f.node_def) for f in graph.library.function)
+    return {"first": float(hvd.allreduce(tf.constant(seconds), op=hvd.Max)), "nodes": nodes}
+
+
+if __name__ == "__main__":
+    if options.framework is None:
+        main()
+    else:
+        rank()

@@ -1,0 +1,121 @@
+"""Fused exchanges of symbols: when the graph runs, it calls the loops on the host, twice a bucket.
+
+While a graph is traced, arrays have no values that loops could take.  So an exchange becomes two
+functions of the graph.  The first takes the gradients and states of all tensors, and returns the
+bucket's message; the second takes the messages of all ranks, and returns averages and new states.
+Between the two the exchange, which is that of NumPy arrays, waits for the messages.
+
+Arrays are neither copied on their way in nor out, and a variable that is assigned such a result
+adopts its memory.  Who else refers to it, nobody knows: hence :class:`Memory`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Gather, Outcome, Request, Sparse
+
+_ALIGNMENT = 64  # bytes; libraries copy what does not begin at such an address
+_UNUSED = 3  # references to an array that only the memory, a loop and the count itself refer to
+
+
+class Memory:
+    """Float32 arrays that are used again as soon as nothing refers to them any more."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, list[np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, n: int) -> np.ndarray:
+        """Return an array of ``n`` elements, in which there is anything."""
+        with self._lock:
+            known = self._arrays.setdefault(n, [])
+            for array in known:
+                # Views of it count as well, those of libraries included.
+                if sys.getrefcount(array) == _UNUSED:
+                    return _aligned(array, n)
+            known.append(array := np.empty(n + _ALIGNMENT // 4, np.float32))
+            return _aligned(array, n)
+
+
+def _aligned(array: np.ndarray, n: int) -> np.ndarray:
+    start = -array.ctypes.data % _ALIGNMENT // array.itemsize
+    return array[start : start + n]
+
+
+def exchange_on_host(
+    form: Callable[[list[Any]], Generator[Request, Any, list[Outcome]]],
+    tensors: Sequence[Any],
+    size: int | None,
+    decode: Callable[[np.ndarray], Sequence[np.ndarray]],
+    counts: Sequence[int],
+) -> Generator[Request, Any, list[Outcome]]:
+    """Run the exchange of a bucket of symbols.
+
+    Args:
+        form: the exchange of a bucket of NumPy arrays, which gathers one message; its outcomes have
+            no ``update``.
+        tensors: its arguments, but with symbols; they have a ``gradient``, which is float32, ``x``,
+            a ``state`` and ``scratch``.
+        size: bytes of the message; ``None`` if ranks' messages may differ in size.
+        decode: returns the indices (int64) into all tensors end to end and the values (float32) of
+            a message, which are what this rank has sent.
+        counts: how many of them belong to each tensor.
+    """
+    xp = backend_of(tensors[0].x)
+    keys = [sorted(t.state) for t in tensors]
+    shapes = [xp.shape(t.gradient) for t in tensors]
+    scratch = {"memory": tensors[0].scratch.setdefault("memory", Memory())}
+    waiting: list[Generator[Request, Any, list[Outcome]]] = []
+
+    def begin(*arrays: np.ndarray) -> list[np.ndarray]:
+        each, own = iter(arrays), []
+        for tensor, names, shape in zip(tensors, keys, shapes, strict=True):
+            x = next(each)
+            state = {key: next(each) for key in names}
+            host = {"gradient": x.reshape(shape), "x": x, "state": state, "scratch": scratch}
+            own.append(tensor._replace(**host))
+        waiting[:] = [form(own)]  # what waited, if a step has failed, is forgotten
+        request = next(waiting[0])
+        assert isinstance(request, Gather)
+        return [request.payload]
+
+    def finish(*messages: np.ndarray) -> list[np.ndarray]:
+        try:
+            waiting.pop().send(list(messages))
+        except StopIteration as stop:
+            outcomes = stop.value
+        return [
+            x
+            for outcome, names in zip(outcomes, keys, strict=True)
+            for x in (outcome.mean, *(outcome.state[key] for key in names))
+        ]
+
+    arrays = [a for t, names in zip(tensors, keys, strict=True) for a in _inputs(t, names)]
+    (message,) = xp.on_host(begin, arrays, [("uint8", size)], tensors[0].x)
+    messages = yield Gather(message, size is not None)
+    outputs = [
+        ("float32", shape)
+        for tensor, names, gradient in zip(tensors, keys, shapes, strict=True)
+        for shape in (gradient, *(xp.shape(tensor.state[key]) for key in names))
+    ]
+    results = iter(xp.on_host(finish, messages, outputs, tensors[0].x))
+    of_all = sum(counts)
+    indices, values = xp.on_host(
+        decode, [message], [("int64", of_all), ("float32", of_all)], tensors[0].x
+    )
+    sent = zip(xp.split(indices, counts), xp.split(values, counts), strict=True)
+    return [
+        Outcome(next(results), Sparse(*own), {key: next(results) for key in names})
+        for own, names in zip(sent, keys, strict=True)
+    ]
+
+
+def _inputs(tensor: Any, keys: Sequence[str]) -> list[Any]:
+    return [tensor.x, *(tensor.state[key] for key in keys)]

@@ -1,0 +1,79 @@
+"""Where time goes: phases that never count a moment twice."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from hvd_compress import DGC, PowerSGD
+from hvd_compress.engines.local import LocalEngine
+from hvd_compress.errors import ConfigError
+from hvd_compress.reducer import Reducer
+from hvd_compress.stats import Stats
+from hvd_compress.times import PHASES, Clock, Times, phase
+
+GRADIENTS = {"a": np.ones((60, 50), np.float32), "b": np.ones(7, np.float32)}
+
+
+def test_a_moment_belongs_to_the_innermost_phase(monkeypatch):
+    now = iter([0, 1, 3, 7, 15, 31])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    clock = Clock()
+    with phase("wait"):
+        pass  # no clock runs
+    with clock.running(), phase("wait"), phase("search"):
+        pass
+    assert clock.times == Times(other=1 + 16, wait=2 + 8, search=4)
+    assert clock.times.total == 31
+
+
+def test_an_error_ends_its_phase():
+    clock = Clock()
+    with pytest.raises(KeyError), clock.running(), phase("wait"):
+        raise KeyError
+    assert clock.switch(None) is None
+
+
+@pytest.mark.parametrize("method", [DGC(density=0.01), PowerSGD(rank=1)])
+def test_a_reducer_counts_the_time_of_its_calls(method):
+    reducer = Reducer(method, LocalEngine())
+    started = time.perf_counter()
+    for _ in range(3):
+        reducer.reduce(GRADIENTS)
+    times = reducer.stats().times
+    assert times.steps == 3
+    assert 0 < times.other < times.total <= time.perf_counter() - started
+    assert times.wait > 0
+    assert (times.search > 0) == (times.add_up > 0) == (times.encode > 0) == (method.name == "dgc")
+    assert json.loads(json.dumps(reducer.stats().as_dict()))["times"]["steps"] == 3
+    assert "ms a step: search" in reducer.stats().line()
+
+
+def test_a_reset_begins_again_with_bytes_and_times():
+    reducer = Reducer(DGC(density=0.01, indices="int32"), LocalEngine())
+    reducer.reduce(GRADIENTS)
+    once = reducer.stats().total
+    reducer.reset_stats()
+    assert reducer.stats().total.bytes_sent == 0
+    assert reducer.stats().times == Times()
+    reducer.reduce(GRADIENTS)
+    assert reducer.stats().total.bytes_sent == once.bytes_sent
+    assert reducer.stats().total.steps == reducer.stats().times.steps == 1
+    reducer.start("a", GRADIENTS["a"])
+    with pytest.raises(ConfigError, match="finish"):
+        reducer.reset_stats()
+
+
+def test_times_are_shown_a_step():
+    times = Times(search=0.002, wait=0.008, steps=2)
+    assert times.line() == "5.0 ms a step: search 1.0, encode 0.0, wait 4.0, add up 0.0, other 0.0"
+    seen = {}
+
+    class Writer:
+        def add_scalar(self, name, value, step):
+            seen[name] = value
+
+    Stats({}, times).to_tensorboard(Writer(), 7)
+    assert seen["compression/seconds a step/wait"] == 0.004
+    assert {name.rpartition("/")[2] for name in seen if "seconds" in name} == set(PHASES)
