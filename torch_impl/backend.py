@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -229,6 +230,9 @@ def _has_triton(device: torch.device) -> bool:
     """Whether Triton makes kernels for a GPU; says once what is missing."""
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (7, 0):
         problem = "Triton's kernels need an NVIDIA GPU of compute capability 7.0 or more"
+    elif "tensorflow" in sys.modules and "triton" not in sys.modules:
+        # Both bring LLVM, which ends the process if it comes a second time in this order.
+        problem = "TensorFlow was imported before Triton: import triton first"
     elif not hasattr(_triton_language(), "div_rn"):
         problem = "Triton 3.0 or newer is missing: pip install triton"
     else:

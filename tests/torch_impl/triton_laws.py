@@ -1,7 +1,8 @@
 """The loops in Triton against their NumPy reference, bit for bit.
 
 ``TRITON_INTERPRET=1 pytest tests/torch_impl/triton_laws.py`` runs them in Triton's interpreter, on
-tensors in host memory; without the variable they run on a GPU.  test_triton.py does both.
+tensors in host memory; without the variable they run on a GPU.  test_triton.py does both, in
+processes of their own, since Triton has to be imported for the one or the other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hvd_compress import DGC, Outcome, Sparse, TopK
 from hvd_compress.kernels import Step, reference
 from hvd_compress.torch import backend
-from tests.kernels.test_fused import Ranks, assert_equal, one_by_one
 from tests.kernels.test_kernels import drawn, steps_of, unaligned
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -178,8 +178,11 @@ def by_triton(monkeypatch):
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_a_bucket_is_what_its_tensors_are(by_triton, method, in_place):
+def test_a_bucket_is_what_its_tensors_are(loops, by_triton, method, in_place):
     """The whole exchange, against the blocks of the chain in NumPy; also over a step with a NaN."""
+    # Imports TensorFlow, which must come after Triton.
+    from tests.kernels.test_fused import Ranks, assert_equal, one_by_one
+
     shapes, random = {"a": (40, 30), "b": (64, 8), "c": (300, 7)}, np.random.default_rng(1)
     ranks, expected = Ranks(method, shapes, 2, in_place=in_place), one_by_one(method, 2)
     for step in range(4):
@@ -248,3 +251,50 @@ def test_the_host_waits_once_for_a_bucket(loops):
     own = select()  # which makes the memory
     assert waits_of(select) == 1
     assert waits_of(lambda: loops.add_up(gradients, [own.indices] * 2, [own.values] * 2, 2)) == 0
+
+
+_TYPES = {
+    "*i64": "addresses tensors owners order above_ends equal_ends",
+    "*i32": "thresholds found largest counts kept prefixes missing histograms above equal places "
+    "most",
+    "*fp32": "values remaining",
+    "fp32": "momentum size",
+    "i32": "entries vectors",
+}
+_FORM = {"width": 4096, "room": 256}
+KERNELS = [
+    *(("accumulate", {"kind": kind, "aligned": True, **_FORM}) for kind in range(3)),
+    ("accumulate", {"kind": 1, "aligned": False, **_FORM}),
+    *(("count_digits", {"shift": s, "digits": d, **_FORM}) for s, d in ((20, 11), (10, 10))),
+    *(("decide_digit", {"shift": shift, "is_first": shift == 20}) for shift in (20, 0)),
+    ("count_selected", _FORM),
+    ("write_selected", _FORM),
+    ("settle", {"masking": True, "width": 1024}),
+    ("add_sorted", {"width": 1024}),
+    ("stream", {"width": 4096}),
+]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles nothing")
+@pytest.mark.parametrize(("name", "constants"), KERNELS, ids=str)
+def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, constants, tmp_path, monkeypatch):
+    """No product and sum are contracted, and quotients are rounded correctly; no GPU is needed."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from hvd_compress.torch import triton_kernels
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    kernel = getattr(triton_kernels, name)
+    kinds = {argument: kind for kind, names in _TYPES.items() for argument in names.split()}
+    signature = {arg: "constexpr" if arg in constants else kinds[arg] for arg in kernel.arg_names}
+    source = ASTSource(
+        kernel, signature, {(kernel.arg_names.index(arg),): x for arg, x in constants.items()}
+    )
+    for capability in (80, 90):
+        target = GPUTarget("cuda", capability, 32)
+        code = triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["ptx"]
+        assert "fma" not in code
+        assert "div.full" not in code
+        assert ("div.rn.f32" in code) is (name == "add_sorted")
