@@ -2,6 +2,7 @@
 and the choice of the largest 0.1 %, beside the same arrays being read and written only.
 
     python benchmarks/local_step.py --threads 1 2
+    python benchmarks/local_step.py --device cuda
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from model_shapes import resnet50
 from hvd_compress import kernels
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--threads", type=int, nargs="+", default=[1])
+parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+parser.add_argument("--threads", type=int, nargs="+", default=[1], help="on the CPU")
 parser.add_argument("--rounds", type=int, default=30)
 parser.add_argument("--density", type=float, default=0.001)
 options = parser.parse_args()
@@ -28,46 +30,78 @@ options = parser.parse_args()
 SIZES = [math.prod(shape) for shape in resnet50().values() if len(shape) > 1]
 
 
-def arrays() -> list[np.ndarray]:
-    """Written once, so that no page of them is new."""
-    return [np.full(n, 0, np.float32) for n in SIZES]
-
-
-def timed(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+def on_cpu(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    """The result of a call, and how many seconds it took."""
     start = time.perf_counter()
     result = function(*arguments)
     return result, time.perf_counter() - start
 
 
-def main() -> None:
+def on_gpu(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    """The same by the GPU's clock, which does not see how long the first launch takes the host."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(10**6)  # cycles, in which the host gets ahead
+    start.record()
+    result = function(*arguments)
+    end.record()
+    end.synchronize()
+    return result, start.elapsed_time(end) / 1000
+
+
+def measure(loops: Any, pool: Any, make: Callable[[int], Any], timed: Any) -> tuple[float, float]:
+    """Medians of a step and of the stream, in seconds."""
+
+    def arrays() -> list[Any]:
+        return [make(n) for n in SIZES]
+
     random = np.random.default_rng(0)
-    pool = random.standard_normal(sum(SIZES) + 10**6, np.float32)
     bounds = list(itertools.pairwise([0, *itertools.accumulate(SIZES)]))
+    selection = loops.Selection(SIZES, [math.ceil(options.density * n) for n in SIZES])
+    old, new, plain = ([*zip(arrays(), arrays(), strict=True)] for _ in range(3))
+    steps, streams = [], []
+    for _ in range(options.rounds):
+        shift = 4 * int(random.integers(250_000))  # 16 bytes: where tensors start
+        gradients = [pool[shift + a : shift + b] for a, b in bounds]
+        rows = [(g, *own) for g, own in zip(gradients, plain, strict=True)]
+        streams.append(timed(loops.stream, rows)[1])
+        step = [
+            kernels.Step(g, v, v1, u, u1)
+            for g, (u, v), (u1, v1) in zip(gradients, old, new, strict=True)
+        ]
+        found, seconds = timed(selection.accumulate, step, 0.9)
+        left = np.zeros_like(found.values)
+        _, more = timed(selection.settle, step, found.indices, left, True)
+        steps.append(seconds + more)
+        old, new = new, old
+    # In the first steps the thresholds are not known, and change.
+    return tuple(statistics.median(x[options.rounds // 3 :]) for x in (steps, streams))
+
+
+def report(where: str, step: float, stream: float) -> None:
+    print(
+        f"{sum(SIZES):,} elements, {where}: step {1000 * step:.3g} ms, "
+        f"stream {1000 * stream:.3g} ms, ratio {step / stream:.2f}"
+    )
+
+
+def main() -> None:
+    if options.device == "cuda":
+        import torch
+
+        from hvd_compress.torch import triton_loops
+
+        pool = torch.randn(sum(SIZES) + 10**6, device="cuda")
+        times = measure(triton_loops, pool, lambda n: torch.zeros(n, device="cuda"), on_gpu)
+        report(torch.cuda.get_device_name(), *times)
+        return
+    pool = np.random.default_rng(0).standard_normal(sum(SIZES) + 10**6, np.float32)
     for threads in options.threads:
         kernels.threads = lambda threads=threads: threads
-        selection = kernels.Selection(SIZES, [math.ceil(options.density * n) for n in SIZES])
-        old, new, plain = ([*zip(arrays(), arrays(), strict=True)] for _ in range(3))
-        steps, streams = [], []
-        for _ in range(options.rounds):
-            shift = int(random.integers(10**6))
-            gradients = [pool[shift + a : shift + b] for a, b in bounds]
-            rows = [(g, *own) for g, own in zip(gradients, plain, strict=True)]
-            streams.append(timed(kernels.stream, rows)[1])
-            step = [
-                kernels.Step(g, v, v1, u, u1)
-                for g, (u, v), (u1, v1) in zip(gradients, old, new, strict=True)
-            ]
-            found, seconds = timed(selection.accumulate, step, 0.9)
-            left = np.zeros_like(found.values)
-            _, more = timed(selection.settle, step, found.indices, left, True)
-            steps.append(seconds + more)
-            old, new = new, old
-        # In the first steps the thresholds are not known, and change.
-        step_, stream = (statistics.median(x[options.rounds // 3 :]) for x in (steps, streams))
-        print(
-            f"{sum(SIZES):,} elements, threads {threads}: step {1000 * step_:.1f} ms, "
-            f"stream {1000 * stream:.1f} ms, ratio {step_ / stream:.2f}"
-        )
+        # Written once, so that no page of them is new.
+        times = measure(kernels, pool, lambda n: np.full(n, 0, np.float32), on_cpu)
+        report(f"threads {threads}", *times)
 
 
 if __name__ == "__main__":

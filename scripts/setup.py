@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 MPICH = VENV / "mpich"
+TRITON = VENV / "triton"
 STAMP = VENV / "setup.stamp"
 LOG = VENV / "setup.log"
 OLDEST, NEWEST = (3, 10), (3, 13)
@@ -29,6 +30,7 @@ INPUTS = [
     "hvd_compress_open_mpi.pth",
     "constraints.txt",
     "constraints-mpich.txt",
+    "constraints-triton.txt",
     "scripts/setup.py",
     "hvd_compress/cli/environment.py",
     "hvd_compress/cli/horovod_build.py",
@@ -55,7 +57,7 @@ def main() -> None:
 
     if not usable:
         base = getattr(sys, "_base_executable", sys.executable)
-        say("1/6", f".venv for Python {version()}")
+        say("1/7", f".venv for Python {version()}")
         done = subprocess.run([base, "-m", "venv", "--clear", str(VENV)], capture_output=True)
         if done.returncode:
             fail("no virtual environment: install python3-venv, or another Python: make PYTHON=...")
@@ -65,19 +67,25 @@ def main() -> None:
     pinned = ["--require-hashes", "--no-deps", "--requirement"]
     if not is_installed("torch", "constraints.txt", VENV):
         install_pytorch(pip, install)
-    logged("3/6", "the other pinned packages", [*install, *pinned, "constraints.txt"])
+    logged("3/7", "the other pinned packages", [*install, *pinned, "constraints.txt"])
     # What it needs is there, but for the libraries of a CUDA build of PyTorch.
     extras = "torch,tensorflow,horovod,examples,dev"
     ours = ["--no-build-isolation", "--editable", f".[{extras}]"]
-    logged("4/6", "hvd_compress", [*install, *ours])
+    logged("4/7", "hvd_compress", [*install, *ours])
     if not is_installed("mpich", "constraints-mpich.txt", MPICH):
         # In a folder of its own: the programs of both MPIs have the same names.  pip would only
         # lay a new version over the old one there.
         shutil.rmtree(MPICH, ignore_errors=True)
         apart = ["--ignore-installed", "--prefix", str(MPICH)]
         command = [*install, *apart, *pinned, "constraints-mpich.txt"]
-        logged("5/6", "MPICH beside Open MPI, for the tests", command)
-    say("6/6", "Horovod")
+        logged("5/7", "MPICH beside Open MPI, for the tests", command)
+    if not is_installed("triton", "constraints-triton.txt", TRITON, ""):
+        # Its LLVM and TensorFlow's end a process that loads both in the wrong order: torch imports
+        # Triton wherever it finds it.
+        shutil.rmtree(TRITON, ignore_errors=True)
+        command = [*install, "--target", str(TRITON), *pinned, "constraints-triton.txt"]
+        logged("6/7", "Triton apart, for the tests", command)
+    say("7/7", "Horovod")
     command = [str(VENV / "bin" / "hvd-compress"), "install-horovod"]
     if subprocess.run(command, cwd=ROOT).returncode:
         sys.exit(1)
@@ -93,14 +101,14 @@ def install_pytorch(pip: list, install: list) -> None:
     with tempfile.TemporaryDirectory(dir=VENV) as folder:
         download = [*pip, "download", "--disable-pip-version-check", "--no-deps", "--dest", folder]
         name = f"torch=={pinned_version('torch', 'constraints.txt')}"
-        logged("2/6", "PyTorch, download", [*download, name])
+        logged("2/7", "PyTorch, download", [*download, name])
         [wheel] = Path(folder).iterdir()
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
         if digest not in (ROOT / "constraints.txt").read_text():
             if "+" not in wheel.name:
                 fail(f"{wheel.name} is not the published file: look at `pip config list`")
-            say("2/6", f"no hash is recorded for {wheel.name}, which is from an index of its own")
-        logged("2/6", "PyTorch", [*install, "--no-deps", str(wheel)])
+            say("2/7", f"no hash is recorded for {wheel.name}, which is from an index of its own")
+        logged("2/7", "PyTorch", [*install, "--no-deps", str(wheel)])
 
 
 def digest_of_inputs() -> str:
@@ -114,10 +122,12 @@ def pinned_version(name: str, pins: str) -> str:
     return re.search(rf"^{name}==(\S+)", (ROOT / pins).read_text(), re.MULTILINE)[1]
 
 
-def is_installed(name: str, pins: str, prefix: Path) -> bool:
+def is_installed(
+    name: str, pins: str, prefix: Path, packages: str = "lib/python*/site-packages/"
+) -> bool:
     """The pinned version is there, to its last file; jobs may be running on it."""
     folder = f"{name}-{pinned_version(name, pins)}*.dist-info"
-    return any(prefix.glob(f"lib/python*/site-packages/{folder}/RECORD"))
+    return any(prefix.glob(f"{packages}{folder}/RECORD"))
 
 
 def version() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib.util
 import os
 import shutil
 import signal
@@ -19,6 +20,9 @@ TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 # Beside Open MPI, whose programs have the same names: see scripts/setup.py.
 MPICH = Path(sys.prefix) / "mpich"
+# Apart from the other packages, since torch imports it wherever it finds it, which ends a process
+# that has imported TensorFlow.
+TRITON = Path(sys.prefix) / "triton"
 
 
 class JobError(AssertionError):
@@ -72,6 +76,13 @@ def mpich_missing() -> str | None:
         return None
     command = f"pip install --no-deps --ignore-installed --prefix {MPICH} mpich"
     return f"MPICH is not installed: make setup, or {command}"
+
+
+def triton_missing() -> str | None:
+    """Why there is no Triton, with the command that helps, or None if there is one."""
+    if TRITON.exists() or importlib.util.find_spec("triton"):
+        return None
+    return f"Triton is not installed: make setup, or pip install --no-deps --target {TRITON} triton"
 
 
 def run(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,8 @@ from hvd_compress.backends import EagerBackend, HostFunction, Output
 from hvd_compress.errors import UnsupportedError
 
 Array = torch.Tensor
+
+logger = logging.getLogger("hvd_compress")
 
 traces = False
 batches = True
@@ -211,7 +216,36 @@ def address(x: Array) -> int | None:
 
 
 def loops(x: Array) -> str | None:
-    return "hvd_compress.kernels" if x.device.type == "cpu" and x.is_contiguous() else None
+    if not x.is_contiguous():
+        return None
+    if x.device.type == "cpu":
+        return "hvd_compress.kernels"
+    # Places within a tensor are 32-bit integers there.
+    fits = x.is_cuda and x.numel() < 2**31
+    return "hvd_compress.torch.triton_loops" if fits and _has_triton(x.device) else None
+
+
+@functools.cache
+def _has_triton(device: torch.device) -> bool:
+    """Whether Triton makes kernels for a GPU; says once what is missing."""
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (7, 0):
+        problem = "Triton's kernels need an NVIDIA GPU of compute capability 7.0 or more"
+    elif "tensorflow" in sys.modules and "triton" not in sys.modules:
+        # Both bring LLVM, which ends the process if it comes a second time in this order.
+        problem = "TensorFlow was imported before Triton: import triton first"
+    elif not hasattr(_triton_language(), "div_rn"):
+        problem = "Triton 3.0 or newer is missing: pip install triton"
+    else:
+        return True
+    logger.warning("top-k on %s takes many passes over memory: %s", device, problem)
+    return False
+
+
+def _triton_language() -> Any:
+    try:
+        return importlib.import_module("triton.language")
+    except ImportError:
+        return None
 
 
 if TYPE_CHECKING:  # the module is held to the protocol

@@ -90,8 +90,7 @@ class FusedTopK:
         if loops_of(x) is None:
             return None
         tensor = Tensor(gradient, x, state, k, context.scratch, context.in_place, context.sparse)
-        key = xp.__name__, str(getattr(x, "device", None))
-        return Joint(self, tensor, weight=k, key=key)
+        return Joint(self, tensor, weight=k, key=(xp.__name__, _device(x)))
 
     def again(self, gradient: Array, state: State, weight: int, context: Context) -> Tensor | None:
         """See :class:`hvd_compress.chain.Fused`."""
@@ -194,7 +193,8 @@ class FusedTopK:
         size = backend_of(tensors[0].x).size
         sizes, counts = [size(t.x) for t in tensors], [t.k for t in tensors]
         bucket = tensors[0].scratch.get("bucket")
-        if bucket is None or (bucket.sizes, bucket.counts) != (sizes, counts):
+        form = sizes, counts, _device(tensors[0].x)
+        if bucket is None or bucket.form != form:
             bucket = _Bucket(sizes, counts, tensors, self.values, self.indices)
             tensors[0].scratch["bucket"] = bucket
         return bucket
@@ -209,7 +209,7 @@ class _Bucket:
         values: str | logarithmic,
         indices: str,
     ) -> None:
-        self.sizes, self.counts = sizes, counts
+        self.form = sizes, counts, _device(tensors[0].x)
         self.message = _message(values, indices, sum(sizes), counts)
         self.selection = loops_of(tensors[0].x).Selection(sizes, counts)
         self.bounds = np.cumsum([0, *counts]).tolist()
@@ -296,6 +296,10 @@ def _message(
     if isinstance(values, str):
         return _Numbers(values, indices, n, counts)
     return _Codes(values, indices, n, counts)
+
+
+def _device(x: Array) -> str:
+    return str(getattr(x, "device", None))
 
 
 def dense_is_less(n: int, k: int, values: str, size: int) -> bool:

@@ -1,0 +1,300 @@
+"""The loops in Triton against their NumPy reference, bit for bit.
+
+``TRITON_INTERPRET=1 pytest tests/torch_impl/triton_laws.py`` runs them in Triton's interpreter, on
+tensors in host memory; without the variable they run on a GPU.  test_triton.py does both, in
+processes of their own, since Triton has to be imported for the one or the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hvd_compress import DGC, Outcome, Sparse, TopK
+from hvd_compress.kernels import Step, reference
+from hvd_compress.torch import backend
+from tests.kernels.test_kernels import drawn, steps_of, unaligned
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+#: elements of a block, and candidates that it has room for
+FORMS = [(64, 8), (64, 64), (256, 16), (4096, 256)]
+SIZES = st.one_of(st.integers(1, 200), st.sampled_from([63, 64, 65, 256, 1000]))
+KINDS = ["normal", "ties", "zeros", "finite", "special"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+
+
+@pytest.fixture(scope="module")
+def loops():
+    from hvd_compress.torch import triton_loops
+
+    return triton_loops
+
+
+def on_device(x, offset=0):
+    """At an address that is off by so many elements."""
+    space = torch.tensor(unaligned(x, offset), device=DEVICE)
+    whole = torch.empty(offset + space.numel(), device=DEVICE)
+    whole[offset:] = space
+    return whole[offset:]
+
+
+def bits(x):
+    x = x.cpu().numpy() if isinstance(x, torch.Tensor) else x
+    return np.where(np.isnan(x), np.float32(np.nan), x).view(np.int32)
+
+
+def assert_same(own, expected):
+    """To the bit, the sign of zero included; one NaN is as good as another."""
+    np.testing.assert_array_equal(bits(own), bits(expected))
+
+
+@settings(max_examples=25)
+@given(
+    sizes=st.lists(SIZES, min_size=1, max_size=3),
+    form=st.sampled_from(FORMS),
+    kind=st.sampled_from(KINDS),
+    momentum=st.sampled_from([None, 0.0, 0.9]),
+    nesterov=st.booleans(),
+    density=st.sampled_from([0.001, 0.1, 1.0]),
+    offset=st.integers(0, 5),
+    seed=st.integers(0, 1000),
+)
+def test_selections_are_those_of_numpy(
+    loops, sizes, form, kind, momentum, nesterov, density, offset, seed
+):
+    """Over several steps, in which thresholds are predicted."""
+    random = np.random.default_rng(seed)
+    counts = [max(1, int(n * density)) for n in sizes]
+    fast, plain = loops.Selection(sizes, counts, *form), reference.Selection(sizes, counts)
+    for _ in range(3):
+        theirs = steps_of(random, sizes, kind, 0, momentum=momentum is not None)
+        steps = [Step(*(None if x is None else on_device(x, offset) for x in s)) for s in theirs]
+        own = fast.accumulate(steps, momentum, nesterov)
+        expected = plain.accumulate(theirs, momentum, nesterov)
+        np.testing.assert_array_equal(own.indices, expected.indices)
+        np.testing.assert_array_equal(own.finite, expected.finite)
+        assert_same(own.values, expected.values)
+        remaining = random.standard_normal(own.indices.size).astype(np.float32)
+        masking = momentum is not None and bool(random.integers(2))
+        fast.settle(steps, own.indices, remaining, masking)
+        plain.settle(theirs, own.indices, remaining, masking)
+        for ours, other in zip(steps, theirs, strict=True):
+            for x, y in zip(ours, other, strict=True):
+                if x is not None:
+                    assert_same(x, y)
+
+
+@settings(max_examples=8)
+@given(
+    scales=st.lists(st.sampled_from([1e-3, 0.5, 1.0, 1.01, 2.0, 1e4]), min_size=3, max_size=4),
+    form=st.sampled_from(FORMS[:3]),
+    n=st.sampled_from([300, 1000]),
+    seed=st.integers(0, 100),
+)
+def test_a_wrong_prediction_changes_nothing(loops, scales, form, n, seed):
+    """Gradients that grow and shrink from step to step."""
+    random = np.random.default_rng(seed)
+    k = n // 100
+    fast = loops.Selection([n], [k], *form)
+    for scale in scales:
+        gradient = random.standard_normal(n).astype(np.float32) * np.float32(scale)
+        x = on_device(gradient)
+        own = fast.accumulate([Step(x, torch.zeros_like(x), torch.empty_like(x))], None)
+        expected = np.sort(np.argsort(-np.abs(gradient), kind="stable")[:k])
+        np.testing.assert_array_equal(own.indices, expected)
+
+
+def test_predictions_are_met(loops):
+    """In the second of two like steps, fewer elements are candidates than half of all, and enough
+    of them."""
+    random = np.random.default_rng(0)
+    selection = loops.Selection([2000], [20], 64, 16)
+    for _ in range(2):
+        x = on_device(random.standard_normal(2000).astype(np.float32))
+        selection.accumulate([Step(x, torch.zeros_like(x), torch.empty_like(x))], None)
+    assert 20 <= selection._memory.found[0].item() < 1000
+
+
+@settings(max_examples=40)
+@given(
+    sizes=st.lists(SIZES, min_size=1, max_size=4),
+    ranks=st.integers(1, 4),
+    kind=st.sampled_from(KINDS),
+    density=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+    size=st.sampled_from([1, 2, 3]),
+    seed=st.integers(0, 1000),
+)
+def test_sums_are_those_of_numpy(loops, sizes, ranks, kind, density, size, seed):
+    random = np.random.default_rng(seed)
+    total = sum(sizes)
+    indices = [np.flatnonzero(random.random(total) < density) for _ in range(ranks)]
+    values = [drawn(random, own.size, kind) for own in indices]
+    expected = [np.full(n, 9.0, np.float32) for n in sizes]
+    out = [on_device(x) for x in expected]
+    finite = loops.add_up(out, indices, values, size)
+    np.testing.assert_array_equal(finite, reference.add_up(expected, indices, values, size))
+    for own, theirs in zip(out, expected, strict=True):
+        assert_same(own, theirs)
+
+
+@pytest.mark.parametrize("wrong", [[3, 2], [2, 2], [-1, 2], [2, 10]])
+def test_indices_are_checked_before_they_are_used(loops, wrong):
+    out = [torch.zeros(n, device=DEVICE) for n in (6, 4)]
+    with pytest.raises(ValueError, match="ascending"):
+        loops.add_up(out, [np.array(wrong)], [np.ones(2, np.float32)], 2)
+
+
+METHODS = [
+    DGC(density=0.05, min_size=0, indices="int32"),
+    DGC(density=0.05, min_size=0, nesterov=True, values="float16", indices="packed"),
+    DGC(density=0.1, min_size=0, masking=False, clip_norm=1.0),
+    TopK(density=0.02),
+]
+
+
+def moved(outcome, device):
+    def to(x):
+        return Sparse(*map(to, x)) if isinstance(x, Sparse) else x.to(device)
+
+    state = {key: to(x) for key, x in outcome.state.items()}
+    return Outcome(to(outcome.mean), to(outcome.sent), state)
+
+
+@pytest.fixture
+def by_triton(monkeypatch):
+    if INTERPRETED:  # else the device says so
+        monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton_loops")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_bucket_is_what_its_tensors_are(loops, by_triton, method, in_place):
+    """The whole exchange, against the blocks of the chain in NumPy; also over a step with a NaN."""
+    # Imports TensorFlow, which must come after Triton.
+    from tests.kernels.test_fused import Ranks, assert_equal, one_by_one
+
+    shapes, random = {"a": (40, 30), "b": (64, 8), "c": (300, 7)}, np.random.default_rng(1)
+    ranks, expected = Ranks(method, shapes, 2, in_place=in_place), one_by_one(method, 2)
+    for step in range(4):
+        gradients = [
+            {n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+            for _ in "ab"
+        ]
+        if step == 2:
+            gradients[1]["b"][3, 3] = np.nan
+        ours = [{n: torch.tensor(x, device=DEVICE) for n, x in g.items()} for g in gradients]
+        given_ = copy.deepcopy(ours)
+        found = ranks.exchange(ours)
+        for rank, (own, other) in enumerate(zip(found, expected(gradients), strict=True)):
+            for name in shapes:
+                assert own[name].mean.device.type == DEVICE.type
+                assert_equal(moved(own[name], "cpu"), other[name])
+                shared = own[name].mean.data_ptr() == ours[rank][name].data_ptr()
+                clipped = method.to_config().get("clip_norm")  # which makes another array
+                assert shared is (in_place and clipped is None)
+                if not in_place:
+                    assert torch.equal(
+                        ours[rank][name].nan_to_num(), given_[rank][name].nan_to_num()
+                    )
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations for which the host would wait, were the tensors on a GPU."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        # The interpreter copies arguments onto themselves.
+        copies = name == "copy_" and args[0].data_ptr() != args[1].data_ptr()
+        self.number += copies or name in ("_to_copy", "_local_scalar_dense", "nonzero", "equal")
+        return function(*args, **(kwargs or {}))
+
+
+def waits_of(call):
+    if INTERPRETED:
+        with Waits() as waits:
+            call()
+        return waits.number
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught)
+
+
+def test_the_host_waits_once_for_a_bucket(loops):
+    """For the selected entries."""
+    sizes, random = [500, 70], np.random.default_rng(0)
+    selection = loops.Selection(sizes, [5, 1])
+    gradients = [on_device(random.standard_normal(n).astype(np.float32)) for n in sizes]
+    steps = [Step(x, *(torch.zeros_like(x) for _ in range(4))) for x in gradients]
+
+    def select():
+        own = selection.accumulate(steps, 0.9)
+        selection.settle(steps, own.indices, np.zeros_like(own.values), True)
+        return own
+
+    own = select()  # which makes the memory
+    assert waits_of(select) == 1
+    assert waits_of(lambda: loops.add_up(gradients, [own.indices] * 2, [own.values] * 2, 2)) == 0
+
+
+_TYPES = {
+    "*i64": "addresses tensors owners order above_ends equal_ends",
+    "*i32": "thresholds found largest counts kept prefixes missing histograms above equal places "
+    "most",
+    "*fp32": "values remaining",
+    "fp32": "momentum size",
+    "i32": "entries vectors",
+}
+_FORM = {"width": 4096, "room": 256}
+KERNELS = [
+    *(("accumulate", {"kind": kind, "aligned": True, **_FORM}) for kind in range(3)),
+    ("accumulate", {"kind": 1, "aligned": False, **_FORM}),
+    *(("count_digits", {"shift": s, "digits": d, **_FORM}) for s, d in ((20, 11), (10, 10))),
+    *(("decide_digit", {"shift": shift, "is_first": shift == 20}) for shift in (20, 0)),
+    ("count_selected", _FORM),
+    ("write_selected", _FORM),
+    ("settle", {"masking": True, "width": 1024}),
+    ("add_sorted", {"width": 1024}),
+    ("stream", {"width": 4096}),
+]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles nothing")
+@pytest.mark.parametrize(("name", "constants"), KERNELS, ids=str)
+def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, constants, tmp_path, monkeypatch):
+    """No product and sum are contracted, and quotients are rounded correctly; no GPU is needed."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from hvd_compress.torch import triton_kernels
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    kernel = getattr(triton_kernels, name)
+    kinds = {argument: kind for kind, names in _TYPES.items() for argument in names.split()}
+    signature = {arg: "constexpr" if arg in constants else kinds[arg] for arg in kernel.arg_names}
+    source = ASTSource(
+        kernel, signature, {(kernel.arg_names.index(arg),): x for arg, x in constants.items()}
+    )
+    for capability in (80, 90):
+        target = GPUTarget("cuda", capability, 32)
+        code = triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["ptx"]
+        assert "fma" not in code
+        assert "div.full" not in code
+        assert ("div.rn.f32" in code) is (name == "add_sorted")

@@ -1,0 +1,290 @@
+"""The Triton kernels of :mod:`hvd_compress.torch.triton_loops`.
+
+A program takes one block: ``width`` elements of one tensor.  ``kept`` has room for the places of
+``room`` candidates of each block.  Each kernel counts with integers or writes to places that no
+other program writes to, so that results do not depend on the order in which programs run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: values of a digit, at most
+BINS = tl.constexpr(2048)
+#: above the magnitudes of all finite numbers
+INFINITY = tl.constexpr(0x7F800000)
+
+# The table of tensors has elements, selected elements, and the numbers of the first block and the
+# first entry; the table of addresses has those of five arrays.
+_N, _K, _FIRST_BLOCK, _FIRST_ENTRY, _COLUMNS = (tl.constexpr(i) for i in range(5))
+_GRADIENT, _VELOCITY, _RESIDUAL, _NEW_VELOCITY, _NEW_RESIDUAL, _ARRAYS = (
+    tl.constexpr(i) for i in range(6)
+)
+
+
+@triton.jit
+def _pointer(addresses, t, array, aligned: tl.constexpr):
+    pointer = tl.load(addresses + t * _ARRAYS + array).to(tl.pointer_type(tl.float32))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _magnitudes(x):
+    # As integers, which orders them as numbers and puts NaN above all.
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _updated(addresses, t, at, inside, momentum, kind: tl.constexpr, aligned: tl.constexpr):
+    """Write the new state of the elements ``at``; return their new residual."""
+    gradient = tl.load(_pointer(addresses, t, _GRADIENT, aligned) + at, mask=inside)
+    direction = gradient
+    if kind != 0:
+        velocity = tl.load(_pointer(addresses, t, _VELOCITY, aligned) + at, mask=inside)
+        if kind == 1:
+            velocity = momentum * velocity + gradient
+            direction = velocity
+        else:
+            velocity = momentum * (velocity + gradient)
+            direction = velocity + gradient
+        tl.store(_pointer(addresses, t, _NEW_VELOCITY, aligned) + at, velocity, mask=inside)
+    residual = tl.load(_pointer(addresses, t, _RESIDUAL, aligned) + at, mask=inside)
+    residual = direction + residual
+    tl.store(_pointer(addresses, t, _NEW_RESIDUAL, aligned) + at, residual, mask=inside)
+    return residual
+
+
+@triton.jit
+def _block(tensors, owners, width: tl.constexpr):
+    """The program's block, its tensor, and where in that it starts."""
+    block = tl.program_id(0)
+    t = tl.load(owners + block)
+    return block, t, (block - tl.load(tensors + t * _COLUMNS + _FIRST_BLOCK)) * width
+
+
+@triton.jit
+def accumulate(
+    addresses, tensors, owners, thresholds, found, largest, counts, kept, momentum,
+    kind: tl.constexpr, aligned: tl.constexpr, width: tl.constexpr, room: tl.constexpr,
+):  # fmt: skip
+    """Write the new state of a block, and keep the places of its candidates: as many as there is
+    room for.  ``kind`` is 0 without momentum, 1 with momentum, 2 with Nesterov's."""
+    block, t, start = _block(tensors, owners, width)
+    n = tl.load(tensors + t * _COLUMNS + _N)
+    lane = tl.arange(0, width)
+    at = start + lane
+    inside = at < n
+    if start + width <= n:
+        x = _updated(addresses, t, at, None, momentum, kind, aligned)
+    else:
+        x = _updated(addresses, t, at, inside, momentum, kind, aligned)
+    bits = tl.where(inside, _magnitudes(x), 0)
+    hits = bits >= tl.load(thresholds + t)  # which is at least 1
+    count = tl.sum(hits.to(tl.int32))
+    tl.store(counts + block, count)
+    tl.atomic_max(largest + t, tl.max(bits), sem="relaxed")
+    if count > 0:
+        tl.atomic_add(found + t, count, sem="relaxed")
+        rank = tl.cumsum(hits.to(tl.int32), 0) - 1
+        tl.store(kept + block * room + rank, lane, mask=hits & (rank < room))
+
+
+@triton.jit
+def _to_search(
+    tensors, found, largest, counts, block, t, start, width: tl.constexpr, room: tl.constexpr
+):
+    """Whether the kept candidates of a block are all that may be selected, and how many they are,
+    or else the number of elements."""
+    row = tensors + t * _COLUMNS
+    count = tl.load(counts + block)
+    suffice = (count <= room) & (tl.load(found + t) >= tl.load(row + _K))
+    suffice = suffice & (tl.load(largest + t) < INFINITY)
+    elements = tl.minimum(tl.load(row + _N) - start, width).to(tl.int32)
+    return suffice, tl.where(suffice, count, elements)
+
+
+@triton.jit
+def _places(kept, block, lane, size, suffice, room: tl.constexpr):
+    listed = tl.where(suffice, size, 0)
+    places = tl.load(kept + block * room + lane, mask=lane < listed, other=0)
+    return tl.where(suffice, places, lane)
+
+
+@triton.jit
+def count_digits(
+    addresses, tensors, owners, found, largest, counts, kept, prefixes, histograms,
+    shift: tl.constexpr, digits: tl.constexpr, width: tl.constexpr, room: tl.constexpr,
+):  # fmt: skip
+    """Count each value of a digit, ``digits`` bits above the ``shift`` lowest ones, over all
+    magnitudes that begin with the tensor's prefix."""
+    block, t, start = _block(tensors, owners, width)
+    suffice, size = _to_search(tensors, found, largest, counts, block, t, start, width, room)
+    prefix = 0
+    if shift + digits < 31:
+        prefix = tl.load(prefixes + t) >> (shift + digits)
+    residual = _pointer(addresses, t, _NEW_RESIDUAL, False) + start
+    for first in range(0, size, room):
+        lane = first + tl.arange(0, room)
+        inside = lane < size
+        place = _places(kept, block, lane, size, suffice, room)
+        bits = _magnitudes(tl.load(residual + place, mask=inside, other=0.0))
+        same = inside & ((bits >> (shift + digits)) == prefix)
+        digit = (bits >> shift) & ((1 << digits) - 1)
+        tl.atomic_add(histograms + t * BINS + digit, 1, mask=same, sem="relaxed")
+
+
+@triton.jit
+def decide_digit(
+    tensors, largest, thresholds, prefixes, missing, histograms,
+    shift: tl.constexpr, is_first: tl.constexpr,
+):  # fmt: skip
+    """Lengthen the prefix of a tensor's k-th largest magnitude by a digit, and say how many of
+    those that begin with it are missing in the selection.  The first digit also predicts the
+    threshold of the next step."""
+    t = tl.program_id(0)
+    values = tl.arange(0, BINS)
+    histogram = tl.load(histograms + t * BINS + values)
+    at_least = tl.cumsum(histogram, 0, reverse=True)
+    n = tl.load(tensors + t * _COLUMNS + _N)
+    k = tl.load(tensors + t * _COLUMNS + _K)
+    if is_first:
+        prefix = 0
+        wanted = k.to(tl.int32)
+    else:
+        prefix = tl.load(prefixes + t)
+        wanted = tl.load(missing + t)
+    digit = tl.max(tl.where(at_least >= wanted, values, 0))
+    tl.store(prefixes + t, prefix | (digit << shift))
+    tl.store(missing + t, wanted - tl.sum(tl.where(values > digit, histogram, 0)))
+    if is_first:
+        # Twice as many candidates as are needed; lower while those found are not that many.
+        ample = tl.max(tl.where(at_least >= tl.minimum(n, 2 * k + 16), values, -1))
+        lower = tl.load(thresholds + t) - (1 << shift)
+        threshold = tl.maximum(tl.where(ample >= 0, ample << shift, lower), 1)
+        tl.store(thresholds + t, threshold, mask=tl.load(largest + t) < INFINITY)
+
+
+@triton.jit
+def count_selected(
+    addresses, tensors, owners, found, largest, counts, kept, prefixes, above, equal,
+    width: tl.constexpr, room: tl.constexpr,
+):  # fmt: skip
+    """Count the magnitudes of a block above the k-th largest, and those equal to it."""
+    block, t, start = _block(tensors, owners, width)
+    suffice, size = _to_search(tensors, found, largest, counts, block, t, start, width, room)
+    kth = tl.load(prefixes + t)
+    residual = _pointer(addresses, t, _NEW_RESIDUAL, False) + start
+    larger = tl.zeros((room,), tl.int32)
+    ties = tl.zeros((room,), tl.int32)
+    for first in range(0, size, room):
+        lane = first + tl.arange(0, room)
+        inside = lane < size
+        place = _places(kept, block, lane, size, suffice, room)
+        bits = _magnitudes(tl.load(residual + place, mask=inside, other=0.0))
+        larger += (inside & (bits > kth)).to(tl.int32)
+        ties += (inside & (bits == kth)).to(tl.int32)
+    tl.store(above + block, tl.sum(larger))
+    tl.store(equal + block, tl.sum(ties))
+
+
+@triton.jit
+def _before(ends, counts, block, first_block):
+    """How many there are in the tensor's earlier blocks; ``ends`` are running sums."""
+    others = tl.load(ends + first_block - 1, mask=first_block > 0, other=0)
+    return (tl.load(ends + block) - tl.load(counts + block) - others).to(tl.int32)
+
+
+@triton.jit
+def write_selected(
+    addresses, tensors, owners, found, largest, counts, kept, prefixes, missing,
+    above, equal, above_ends, equal_ends, values, places, most,
+    width: tl.constexpr, room: tl.constexpr,
+):  # fmt: skip
+    """Write the selected entries of a block, in ascending order, and the tensor's largest
+    magnitude.  Of a tensor that is not finite, NaN is selected at the first places."""
+    block, t, start = _block(tensors, owners, width)
+    suffice, size = _to_search(tensors, found, largest, counts, block, t, start, width, room)
+    row = tensors + t * _COLUMNS
+    k = tl.load(row + _K)
+    first_block = tl.load(row + _FIRST_BLOCK)
+    entry = tl.load(row + _FIRST_ENTRY)
+    kth = tl.load(prefixes + t)
+    ties = tl.load(missing + t)
+    magnitude = tl.load(largest + t)
+    finite = magnitude < INFINITY
+    tl.store(most + t, magnitude, mask=block == first_block)
+    larger = _before(above_ends, above, block, first_block)
+    equals = _before(equal_ends, equal, block, first_block)
+    residual = _pointer(addresses, t, _NEW_RESIDUAL, False) + start
+    for first in range(0, size, room):
+        lane = first + tl.arange(0, room)
+        inside = lane < size
+        place = _places(kept, block, lane, size, suffice, room)
+        x = tl.load(residual + place, mask=inside, other=0.0)
+        bits = _magnitudes(x)
+        is_larger = inside & (bits > kth)
+        is_equal = inside & (bits == kth)
+        larger_here = tl.cumsum(is_larger.to(tl.int32), 0)
+        equals_here = tl.cumsum(is_equal.to(tl.int32), 0)
+        # Of equal ones the first are selected.
+        equals_before = equals + equals_here - is_equal.to(tl.int32)
+        rank = larger + larger_here - is_larger.to(tl.int32) + tl.minimum(equals_before, ties)
+        at = start + place
+        selected = tl.where(finite, is_larger | (is_equal & (equals_before < ties)), at < k)
+        rank = tl.where(finite, rank, at)
+        tl.store(values + entry + rank, tl.where(finite, x, float("nan")), mask=inside & selected)
+        tl.store(places + entry + rank, at.to(tl.int32), mask=inside & selected)
+        larger += tl.sum(is_larger.to(tl.int32))
+        equals += tl.sum(is_equal.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["entries"])
+def settle(
+    addresses, owners, places, remaining, entries, masking: tl.constexpr, width: tl.constexpr
+):
+    """Write what remains of the selected entries, and with ``masking`` clear their velocities."""
+    i = tl.program_id(0) * width + tl.arange(0, width)
+    inside = i < entries
+    row = addresses + tl.load(owners + i, mask=inside, other=0) * _ARRAYS
+    place = tl.load(places + i, mask=inside, other=0)
+    residual = tl.load(row + _NEW_RESIDUAL).to(tl.pointer_type(tl.float32))
+    tl.store(residual + place, tl.load(remaining + i, mask=inside), mask=inside)
+    if masking:
+        velocity = tl.load(row + _NEW_VELOCITY).to(tl.pointer_type(tl.float32))
+        tl.store(velocity + place, 0.0, mask=inside)
+
+
+@triton.jit(do_not_specialize=["entries", "vectors"])
+def add_sorted(addresses, order, values, entries, vectors, size, width: tl.constexpr):
+    """Add up the values whose addresses are equal, in their order, divide by ``size``, and write
+    the result to the address.  ``order`` says which value belongs to each of the sorted
+    ``addresses``, of which at most ``vectors`` are equal."""
+    i = tl.program_id(0) * width + tl.arange(0, width)
+    inside = i < entries
+    address = tl.load(addresses + i, mask=inside, other=0)
+    is_first = inside & (address != tl.load(addresses + i - 1, mask=inside & (i > 0), other=0))
+    total = tl.zeros((width,), tl.float32)
+    for j in range(0, vectors):
+        other = tl.load(addresses + i + j, mask=is_first & (i + j < entries), other=0)
+        same = is_first & (other == address)
+        value = tl.load(values + tl.load(order + i + j, mask=same, other=0), mask=same, other=0.0)
+        total = tl.where(same, total + value, total)
+    mean = tl.div_rn(total, tl.full((width,), size, tl.float32))
+    tl.store(address.to(tl.pointer_type(tl.float32)), mean, mask=is_first)
+
+
+@triton.jit
+def stream(addresses, tensors, owners, width: tl.constexpr):
+    """Read the gradient, velocity and residual of a block; write the latter two in place."""
+    _, t, start = _block(tensors, owners, width)
+    at = start + tl.arange(0, width)
+    inside = at < tl.load(tensors + t * _COLUMNS + _N)
+    gradient = tl.load(_pointer(addresses, t, _GRADIENT, True) + at, mask=inside)
+    velocity = _pointer(addresses, t, _VELOCITY, True) + at
+    residual = _pointer(addresses, t, _RESIDUAL, True) + at
+    new_velocity = 0.5 * tl.load(velocity, mask=inside) + gradient
+    tl.store(velocity, new_velocity, mask=inside)
+    tl.store(residual, tl.load(residual, mask=inside) + new_velocity, mask=inside)
