@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
+import socket
+import struct
 import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from model_shapes import Shapes, resnet50
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import hvd_compress.torch as hvd
 from hvd_compress import kernels
@@ -15,10 +21,13 @@ from hvd_compress import kernels
 
 class Contender:
     """One optimizer over parameters of its own.  A sample is the time from the start of backward,
-    which is one multiplication a tensor, to the last averaged gradient."""
+    which is one multiplication a tensor, to the last averaged gradient.  ``steps`` are the seconds
+    of the optimizer's steps that follow."""
 
-    def __init__(self, name: str, compression: object, shapes: Shapes | None = None) -> None:
-        self.name, self.seconds, self.python = name, [], []
+    def __init__(
+        self, name: str, compression: object, shapes: Shapes | None = None, **options: object
+    ) -> None:
+        self.name, self.seconds, self.steps, self.python = name, [], [], []
         self.parameters = {
             key: torch.nn.Parameter(torch.zeros(shape))
             for key, shape in (shapes or resnet50()).items()
@@ -27,6 +36,7 @@ class Contender:
             torch.optim.SGD(self.parameters.values(), lr=0.01, momentum=0.9),
             named_parameters=[(f"{name}.{key}", p) for key, p in self.parameters.items()],
             compression=compression,
+            **options,
         )
         self.compression: Any = getattr(self.optimizer, "compression", None)
 
@@ -37,10 +47,87 @@ class Contender:
         start = time.perf_counter()
         loss.backward()
         self.optimizer.synchronize()
-        seconds = torch.tensor(time.perf_counter() - start)
+        end = time.perf_counter()
         with self.optimizer.skip_synchronize():
             self.optimizer.step()
+        seconds = torch.tensor([end - start, time.perf_counter() - end])
+        synchronized, stepped = hvd.allreduce(seconds, op=hvd.Max, name="seconds").tolist()
+        self.steps.append(stepped)
+        return synchronized
+
+
+class Backward:
+    """What all rows contain: backward alone, on all ranks at once, with hooks that do nothing."""
+
+    compression = None
+
+    def __init__(self, name: str, shapes: Shapes | None = None) -> None:
+        self.name, self.seconds, self.steps, self.python = name, [], [], []
+        self.parameters = torch.nn.ParameterDict(
+            {
+                key.replace(".", "/"): torch.nn.Parameter(torch.zeros(shape))
+                for key, shape in (shapes or resnet50()).items()
+            }
+        )
+        self.module = _Products(self.parameters)
+
+    def sample(self, gradients: dict[str, torch.Tensor]) -> float:
+        self.module.zero_grad()
+        loss = self.module(gradients)
+        hvd.barrier()
+        start = time.perf_counter()
+        loss.backward()
+        seconds = torch.tensor(time.perf_counter() - start)
         return hvd.allreduce(seconds, op=hvd.Max, name="seconds").item()
+
+
+class _Products(torch.nn.Module):
+    def __init__(self, parameters: torch.nn.ParameterDict) -> None:
+        super().__init__()
+        self.own = parameters
+
+    def forward(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+        return sum((p * gradients[key.replace("/", ".")]).sum() for key, p in self.own.items())
+
+
+class DDP(Backward):
+    """PyTorch's DistributedDataParallel on Gloo, with one of its own communication hooks."""
+
+    def __init__(self, name: str, hook: str | None = None) -> None:
+        super().__init__(name)
+        _start_process_group()
+        self.module = torch.nn.parallel.DistributedDataParallel(self.module)
+        if hook == "fp16":
+            self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2)
+            self.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _start_process_group() -> None:
+    """Over the first network that is not of one machine, if the ranks are on several."""
+    if dist.is_initialized():
+        return
+    alone = hvd.local_size() == hvd.size()
+    for _, interface in socket.if_nameindex():
+        name = interface.encode()[:15]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name))
+            except OSError:  # has no address
+                continue
+        address = socket.inet_ntoa(found[20:24])
+        if address.startswith("127.") == alone:
+            break
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        place = hvd.broadcast_object((address, probe.getsockname()[1]), 0)
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    url = f"tcp://{place[0]}:{place[1]}"
+    dist.init_process_group("gloo", url, rank=hvd.rank(), world_size=hvd.size())
+
+
+_SIOCGIFADDR = 0x8915
 
 
 class Stream:
@@ -48,7 +135,8 @@ class Stream:
     residuals, and writes the latter two."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.seconds, self.python, self.compression = name, [], [], None
+        self.name, self.seconds, self.steps = name, [], []
+        self.python, self.compression = [], None
         self._state = {k: (torch.zeros(s), torch.zeros(s)) for k, s in resnet50().items()}
 
     def sample(self, gradients: dict[str, torch.Tensor]) -> float:
@@ -65,7 +153,8 @@ class PlainTopK:
     allgather each of values and of indices."""
 
     def __init__(self, name: str, density: float) -> None:
-        self.name, self.seconds, self.python, self.compression = name, [], [], None
+        self.name, self.seconds, self.steps = name, [], []
+        self.python, self.compression = [], None
         self._residuals = {k: torch.zeros(math.prod(s)) for k, s in resnet50().items()}
         self._counts = {k: math.ceil(density * x.numel()) for k, x in self._residuals.items()}
         self.bytes_sent = 8.0 * sum(self._counts.values())

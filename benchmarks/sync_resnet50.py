@@ -8,10 +8,12 @@ Every method gets the same random gradients in the real 161 shapes, from a real 
 is one multiplication a tensor here; the slowest rank counts. The methods take turns, in another
 order each round, so that the machine's load and caches hit all alike.
 
-Under PyTorch there are two more rows: "stream", what every rank has to read and write for momentum
-and residuals, all at once; and "plain top-k", written as it commonly is. The floor of a row is the
-time of "stream", for methods with a residual, and that of its bytes at the rate of the line, which
-is measured first. Under TensorFlow the time that graphs spend in Python is shown too.
+Under PyTorch there are more rows: "backward" alone, which all others contain; "stream", what every
+rank has to read and write for momentum and residuals, all at once; "plain top-k", written as it
+commonly is; and PyTorch's own DistributedDataParallel with its hooks. "beyond" is what a row takes
+beyond backward. Its floor is the time of "stream", for methods with a residual, and that of its
+bytes at the rate of the line, which is measured first; "times" is the quotient of the two. "step"
+is the optimizer's step that follows, which is SGD's with momentum 0.9.
 """
 
 from __future__ import annotations
@@ -52,19 +54,33 @@ def main() -> None:
         "none": hvd.NoCompression,
         "fp16": hvd.FP16,
         "dgc": hvd.DGC(density=options.density),
-        "dgc, fp16 values": hvd.DGC(density=options.density, values="float16"),
+        "dgc, sparse step": hvd.DGC(density=options.density),
+        "dgc compact": hvd.DGC.compact(density=options.density),
         "topk": hvd.TopK(density=options.density),
         "powersgd": hvd.PowerSGD(rank=2),
     }
-    chosen = options.methods or list(methods)
-    if unknown := [name for name in chosen if name not in methods]:
-        raise SystemExit(f"--methods {unknown[0]}: known are {', '.join(methods)}")
-    contenders = [Contender(name, methods[name]) for name in chosen]
-    rate = stream = None
-    if options.framework == "torch":
+    is_torch = options.framework == "torch"
+    hooks = {"DDP": None, "DDP fp16": "fp16", "DDP powersgd": "powersgd"} if is_torch else {}
+    known = [*methods, *hooks]
+    if not is_torch:
+        known.remove("dgc, sparse step")
+    usual = [name for name in known if name not in ("none", "fp16", "powersgd")]
+    chosen = options.methods or usual
+    if unknown := [name for name in chosen if name not in known]:
+        raise SystemExit(f"--methods {unknown[0]}: known are {', '.join(known)}")
+    contenders = []
+    for name in chosen:
+        if name in hooks:
+            contenders.append(backend.DDP(name, hooks[name]))
+        else:
+            more = {"sparse_step": True} if "sparse step" in name else {}
+            contenders.append(Contender(name, methods[name], **more))
+    rate = stream = backward = None
+    if is_torch:
         rate, stream = backend.line_rate(), backend.Stream("stream")
-        contenders += [stream, backend.PlainTopK("plain top-k", options.density)]
-    sent = {"Horovod dense": dense, "Horovod fp16": dense / 2}
+        backward = backend.Backward("backward")
+        contenders += [backward, stream, backend.PlainTopK("plain top-k", options.density)]
+    sent = {"Horovod dense": dense, "Horovod fp16": dense / 2, "DDP": dense, "DDP fp16": dense / 2}
     rounds = options.warmup + options.rounds
     with tqdm(total=rounds * len(contenders), disable=hvd.rank() != 0, ncols=90) as bar:
         for number in range(rounds):
@@ -85,39 +101,59 @@ def main() -> None:
     print(f"\nResNet-50: {elements:,} gradients in {len(resnet50())} tensors, {hvd.size()} ranks")
     if rate is not None:
         print(f"the line: {rate / 1e6:,.0f} MB/s to each rank, all at once")
-    print(f"{'':18} {'median':>9} {'min':>9} {'max':>9}", end="")
-    print(f" {'speed-up':>9} {'sent a step':>13} {'ratio':>8}", end="")
-    print(f" {'floor':>9} {'times':>6}" if rate else "", end="")
+    print(
+        f"{'':17} {'median':>8} {'min':>8} {'max':>8} {'speed-up':>8} {'sent':>12} {'ratio':>7}",
+        end="",
+    )
+    print(f" {'beyond':>8} {'floor':>8} {'times':>6} {'step':>8}" if rate else "", end="")
     print(f" {'in Python':>10}" if contenders[0].python else "")
     for contender in contenders:
         if contender.compression is not None:
             total = contender.compression.stats().total
             sent[contender.name] = total.bytes_sent / total.steps
+        count = sent.get(contender.name, getattr(contender, "bytes_sent", None))
         median = statistics.median(contender.seconds)
-        count = sent.get(contender.name, getattr(contender, "bytes_sent", 0))
-        print(
-            f"{contender.name:18} {1000 * median:6.0f} ms {1000 * min(contender.seconds):6.0f} ms"
-            f" {1000 * max(contender.seconds):6.0f} ms {base / median:8.1f}x",
-            end="",
-        )
-        if contender is stream:
+        print(f"{contender.name:17}", *map(in_ms, (median, *extremes(contender.seconds))), end="")
+        print(f" {base / median:7.1f}x", end="")
+        if contender in (stream, backward):
             print()
             continue
-        print(f" {count / 1000:10,.1f} kB {dense / count:7.1f}x", end="")
-        if rate is not None:
-            # An allreduce moves two arrays but for a share, an allgather all messages to all.
-            is_dense = count >= dense / 2
-            others = hvd.size() - 1
-            floor = count * others * (2 / hvd.size() if is_dense else 1) / rate
-            if not is_dense:
-                floor += statistics.median(stream.seconds)
-            print(f" {1000 * floor:6.0f} ms {median / floor:5.1f}x", end="")
+        known = count is not None
+        print(f" {count / 1000:9,.1f} kB {dense / count:6.1f}x" if known else 21 * " ", end="")
+        if backward is not None:
+            # "plain top-k" has no backward in it.
+            whole = isinstance(contender, backend.PlainTopK)
+            beyond = median - (0 if whole else statistics.median(backward.seconds))
+            print(f" {in_ms(beyond)}", end="")
+            if known:
+                floor = floor_of(count, dense, rate, statistics.median(stream.seconds))
+                print(f" {in_ms(floor)} {beyond / floor:5.1f}x", end="")
+            else:
+                print(16 * " ", end="")
+            steps = contender.steps[options.warmup :]
+            print(f" {in_ms(statistics.median(steps))}" if steps else "", end="")
         own = contender.python[options.warmup :]
         print(f" {1000 * statistics.median(own):7.1f} ms" if own else "")
     print("\nWhere the time goes on rank 0, on average:")
     for contender in contenders:
         if contender.compression is not None and (times := contender.compression.stats().times):
             print(f"{contender.name:18} {times.line()}")
+
+
+def in_ms(seconds: float) -> str:
+    return f"{1000 * seconds:5.0f} ms"
+
+
+def extremes(values: list[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+def floor_of(count: float, dense: float, rate: float, stream: float) -> float:
+    """Seconds that a method cannot do without: an allreduce moves two arrays but for a share, an
+    allgather all messages to all."""
+    if count >= dense / 2:
+        return count * (hvd.size() - 1) * 2 / hvd.size() / rate
+    return stream + count * (hvd.size() - 1) / rate
 
 
 if __name__ == "__main__":
