@@ -77,7 +77,7 @@ def allreduce(
         if name == _AT_ONCE:
             target = np.empty(x.shape, x.dtype) if out is None else out
             if _is_plain(x, target):
-                at_once(communicator, Call(x, op, "mpi"), x, target, op)
+                at_once(communicator, x, target, op, lambda: Call(x, op, "mpi"))
                 return target
             name = "mpi"
     if name is None and algorithm != "auto" and algorithm not in ALGORITHMS:
@@ -106,7 +106,8 @@ def _is_plain(x: np.ndarray, out: Any) -> bool:
         and out.dtype == x.dtype
         and out.shape == x.shape
         and out.flags.carray
-        and not np.may_share_memory(x, out)
+        # Two arrays that own their memory are apart.
+        and ((x.base is None and out.base is None) or not np.may_share_memory(x, out))
     )
 
 

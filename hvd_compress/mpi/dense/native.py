@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -49,16 +50,18 @@ def native(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorith
         reduction.finish(total, out)
 
 
-def at_once(comm: Communicator, call: object, x: np.ndarray, out: np.ndarray, op: str) -> None:
+def at_once(
+    comm: Communicator, x: np.ndarray, out: np.ndarray, op: str, call: Callable[[], object]
+) -> None:
     """Reduce an array as it is, with next to nothing around MPI's call.
 
     Args:
-        comm, call: see :class:`.Work`.
         x, out: contiguous, alike, and the same or apart; of a dtype that MPI knows.
         op: "sum", "mean" or "max".
+        comm, call: see :func:`.complete`.
     """
     comm.check()
-    source = x.copy() if x is out else x
-    complete(comm, call, comm.mpi.Iallreduce(source, out, _op(op)), "MPI_Iallreduce")
+    request = comm.mpi.Iallreduce(x.copy() if x is out else x, out, _op(op))
+    complete(comm, request, "MPI_Iallreduce", call)
     if op == "mean":
         np.divide(out, comm.size, out=out)

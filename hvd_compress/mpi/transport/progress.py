@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -276,20 +276,26 @@ class Job(Protocol):
     def describe(self) -> str: ...
 
 
-def complete(comm: Any, call: object, request: Any, phase: str) -> None:
+def complete(comm: Any, request: Any, what: str, call: Callable[[], object]) -> None:
     """Wait for one of MPI's own collectives: with nothing but looks, as long as it does not take
-    long."""
+    long.
+
+    Args:
+        comm: a :class:`hvd_compress.mpi.Communicator`.
+        request: MPI's.
+        what: the name of the collective.
+        call: a function that returns what the user called, for messages.
+    """
     comm.collectives += 1
-    number = comm.collectives
     try:
         for _ in range(_LOOKS_AT_ONE):
             if request.Test():
                 return
     except BaseException as error:
-        comm.give_up(f"{call}: {error!r}", [request])
+        comm.give_up(f"{call()}: {error!r}", [request])
         raise
-    wait = Wait([Message.collective(request)], phase, roll=RollCall(comm, number))
-    Work(comm, call, [_one(wait)]).wait()
+    wait = Wait([Message.collective(request)], what, roll=RollCall(comm, comm.collectives))
+    Work(comm, call(), [_one(wait)]).wait()
 
 
 def _one(wait: Wait) -> Algorithm:

@@ -38,7 +38,7 @@ def model_of(comm: Communicator) -> CostModel:
 
 def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) -> CostModel:
     """Measure the constants, and all algorithms at a few sizes.  This is a collective; it takes
-    five seconds on 1 Gbit/s and much less on faster networks.
+    some seconds on 1 Gbit/s and much less on faster networks.
 
     Each number is that of the slowest rank, and all ranks get the same numbers.
     """
