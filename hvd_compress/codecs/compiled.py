@@ -40,7 +40,7 @@ class Compiled(Codec):
 
     def encode_to(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
         if (loops := self._loops) and is_compiled():
-            loops.encode(np.require(x, requirements="CA"), random, out)
+            loops.encode(np.require(x, requirements=["C", "A"]), random, out)
         else:
             out[:] = self._to_bytes(x, random)
 

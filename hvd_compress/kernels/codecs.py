@@ -191,7 +191,7 @@ def total(x: np.ndarray, term: str, shift: float = 0.0) -> float:
     of what they differ by from ``shift``, in the order of
     :func:`hvd_compress.kernels.reference.sums`."""
     if is_compiled():
-        x = np.require(x, requirements="CA")
+        x = np.require(x, requirements=["C", "A"])
         return native.codecs.sum(x, _TERMS.index(term), shift, threads())
     terms = x.astype(np.float64)
     if term == "magnitude":
@@ -204,7 +204,7 @@ def total(x: np.ndarray, term: str, shift: float = 0.0) -> float:
 def all_finite(x: np.ndarray) -> bool:
     """Return whether no element of ``x`` (float32 or float64) is NaN or Inf."""
     if is_compiled():
-        x = np.require(x, requirements="CA")
+        x = np.require(x, requirements=["C", "A"])
         return native.codecs.all_finite(x, threads())
     return bool(np.isfinite(x).all())
 
@@ -240,7 +240,7 @@ def _draws(random: np.random.Generator, n: int) -> Any:
     buffer = np.array(native.codecs.philox(start, block, 1), np.uint64)
     counter = [counter[0] + block, *counter[1:]]
     place = words - 4 * block
-    generator.state = {
+    moved: dict[str, Any] = {
         **state,
         "state": {"key": state["state"]["key"], "counter": np.array(counter, np.uint64)},
         "buffer": buffer,
@@ -248,4 +248,5 @@ def _draws(random: np.random.Generator, n: int) -> Any:
         "has_uint32": half,
         "uinteger": int(buffer[place - 1]) >> 32,
     }
+    generator.state = moved  # type: ignore[assignment]
     return start
