@@ -6,8 +6,8 @@ import abc
 
 import numpy as np
 
-from hvd_compress import kernels
 from hvd_compress.codecs.base import Codec
+from hvd_compress.kernels import is_compiled
 from hvd_compress.kernels.codecs import Loops
 
 
@@ -39,13 +39,13 @@ class Compiled(Codec):
         return values
 
     def encode_to(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
-        if (loops := self._loops) and kernels.is_compiled():
-            loops.encode(np.require(x, requirements="CA"), random, out)
+        if (loops := self._loops) and is_compiled():
+            loops.encode(np.require(x, requirements=["C", "A"]), random, out)
         else:
             out[:] = self._to_bytes(x, random)
 
     def decode_to(self, code: np.ndarray, out: np.ndarray, add: bool = False) -> None:
-        if (loops := self._loops) and kernels.is_compiled():
+        if (loops := self._loops) and is_compiled():
             loops.decode(code, out, add)
             return
         values = self._from_bytes(code, out.size, out.dtype)

@@ -42,8 +42,8 @@ class uniform_dithering(Dithering, name="uniform_dithering"):
         base, l2 = 2 * self.levels + 1, self.norm == "l2"
         if base > 256:
             return None
-        numbers = {"zero": self.levels, "unit": self.levels}
-        return Digits("uniform", base, self.levels, self.bucket, l2, **numbers)
+        n = self.levels
+        return Digits("uniform", base, n, self.bucket, l2, zero=n, unit=n)
 
     def _digits(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         with np.errstate(over="ignore"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+
 import numpy as np
 
 from hvd_compress.codecs.base import Classes
@@ -10,7 +11,7 @@ from hvd_compress.codecs.compiled import Compiled
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.bitpacking import full_bytes
-from hvd_compress.kernels.codecs import Signs, drawn_zeros, sum
+from hvd_compress.kernels.codecs import Signs, drawn_zeros, total
 
 
 class _Signs(Compiled):
@@ -76,9 +77,9 @@ class scaled_sign(_Signs, name="scaled_sign"):
 
     def _to_bytes(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         if self.norm == "l1":
-            scale = sum(x, "magnitude") / max(x.size, 1)
+            scale = total(x, "magnitude") / max(x.size, 1)
         else:
-            scale = np.sqrt(sum(x, "square") / max(x.size, 1))
+            scale = np.sqrt(total(x, "square") / max(x.size, 1))
         with np.errstate(over="ignore"):
             head = np.array([scale], x.dtype.newbyteorder("<")).view(np.uint8)
         return np.concatenate([head, super()._to_bytes(x, random)])

@@ -12,7 +12,7 @@ from hvd_compress.codecs.compiled import Compiled
 from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
-from hvd_compress.kernels.codecs import Digits, sum
+from hvd_compress.kernels.codecs import Digits, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,8 @@ class ternary(Compiled, name="ternary"):
         if self.clip is None or not x.size:
             return math.inf
         with np.errstate(invalid="ignore"):
-            mean = sum(x, "plain") / x.size
-            limit = self.clip * math.sqrt(sum(x, "square", mean) / x.size)
+            mean = total(x, "plain") / x.size
+            limit = self.clip * math.sqrt(total(x, "square", mean) / x.size)
         return limit if limit > 0 else math.inf
 
     def _to_bytes(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvd_compress import kernels
-from hvd_compress.kernels import reference
+from hvd_compress.kernels import is_compiled, native, reference, threads
 
 _KINDS = ("linear", "uniform", "exponential", "ternary", "float8")
 _TERMS = ("plain", "magnitude", "square", "zeros")
@@ -67,7 +66,7 @@ class Digits:
 
     @functools.cached_property
     def _rule(self) -> Any:
-        return kernels.native.codecs.Rule(
+        return native.codecs.Rule(
             _KINDS.index(self.kind),
             self.base,
             self.levels,
@@ -81,13 +80,13 @@ class Digits:
 
     def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
         draws = None if self.kind in ("linear", "float8") else _draws(random, x.size)
-        kernels.native.codecs.encode(self._rule, x, draws, out, kernels.threads())
+        native.codecs.encode(self._rule, x, draws, out, threads())
 
     def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
         table = None if self.table is None else self.table.astype(out.dtype)
-        length, threads = self.length or 0, kernels.threads()
-        kernels.native.codecs.decode(
-            code, self.base, length, table, self.zero, self.unit, out, add, threads
+        length = self.length or 0
+        native.codecs.decode(
+            code, self.base, length, table, self.zero, self.unit, out, add, threads()
         )
 
 
@@ -99,10 +98,10 @@ class Natural:
 
     def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
         draws = None if self.biased else _draws(random, x.size)
-        kernels.native.codecs.natural(x, draws, out, kernels.threads())
+        native.codecs.natural(x, draws, out, threads())
 
     def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
-        kernels.native.codecs.from_natural(code, out, add, kernels.threads())
+        native.codecs.from_natural(code, out, add, threads())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +155,7 @@ class Halves:
 
     def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
         length = self.length or max(x.size, 1)
-        kernels.native.codecs.halves(x, length, out, kernels.threads())
+        native.codecs.halves(x, length, out, threads())
 
     def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
         columns = -(-out.size // self.length) if self.length else int(out.size > 0)
@@ -176,25 +175,24 @@ def _from_bits(
 ) -> None:
     """Write to ``out``, or add to it, for each bit of ``code`` one of two levels of its run: the
     second where it is set."""
-    threads = kernels.threads()
-    kernels.native.codecs.from_bits(code, length or 0, first_is_highest, levels, out, add, threads)
+    native.codecs.from_bits(code, length or 0, first_is_highest, levels, out, add, threads())
 
 
 def _put_signs(x: np.ndarray, out: np.ndarray, sign: str, term: str | None = None) -> float:
     """Write a bit for each element, 1 where it is ``sign``, "negative", "positive" or "not
     negative", the first one the lowest of a byte.  Return the sum of a ``term`` of all elements:
-    see :func:`sum`."""
-    terms, threads = -1 if term is None else _TERMS.index(term), kernels.threads()
-    return kernels.native.codecs.signs(x, _SIGNS.index(sign), False, terms, out, threads)
+    see :func:`total`."""
+    terms = -1 if term is None else _TERMS.index(term)
+    return native.codecs.signs(x, _SIGNS.index(sign), False, terms, out, threads())
 
 
-def sum(x: np.ndarray, term: str, shift: float = 0.0) -> float:
+def total(x: np.ndarray, term: str, shift: float = 0.0) -> float:
     """Return the sum (float64) of all elements, "plain", of their "magnitude", or of the "square"
     of what they differ by from ``shift``, in the order of
     :func:`hvd_compress.kernels.reference.sums`."""
-    if kernels.is_compiled():
-        x = np.require(x, requirements="CA")
-        return kernels.native.codecs.sum(x, _TERMS.index(term), shift, kernels.threads())
+    if is_compiled():
+        x = np.require(x, requirements=["C", "A"])
+        return native.codecs.sum(x, _TERMS.index(term), shift, threads())
     terms = x.astype(np.float64)
     if term == "magnitude":
         terms = np.abs(terms)
@@ -205,22 +203,22 @@ def sum(x: np.ndarray, term: str, shift: float = 0.0) -> float:
 
 def all_finite(x: np.ndarray) -> bool:
     """Return whether no element of ``x`` (float32 or float64) is NaN or Inf."""
-    if kernels.is_compiled():
-        x = np.require(x, requirements="CA")
-        return kernels.native.codecs.all_finite(x, kernels.threads())
+    if is_compiled():
+        x = np.require(x, requirements=["C", "A"])
+        return native.codecs.all_finite(x, threads())
     return bool(np.isfinite(x).all())
 
 
 def draw(random: np.random.Generator, out: np.ndarray) -> None:
     """Fill ``out`` (1-D, float32) as ``random.random(out=out, dtype=np.float32)`` does, for
     benchmarks; ``random`` is that of :mod:`hvd_compress.operators.random_k`."""
-    kernels.native.codecs.uniforms(_draws(random, out.size), out, kernels.threads())
+    native.codecs.uniforms(_draws(random, out.size), out, threads())
 
 
 def copy(x: np.ndarray, out: np.ndarray) -> None:
     """Read all bytes of one array (1-D, uint8) while all of another are written: the floor, for
     benchmarks."""
-    kernels.native.codecs.copy(x, out, kernels.threads())
+    native.codecs.copy(x, out, threads())
 
 
 def _draws(random: np.random.Generator, n: int) -> Any:
@@ -239,10 +237,10 @@ def _draws(random: np.random.Generator, n: int) -> Any:
     words, half = divmod(start[2] + n, 2)
     words += half
     block = (words - 1) // 4
-    buffer = np.array(kernels.native.codecs.philox(start, block, 1), np.uint64)
+    buffer = np.array(native.codecs.philox(start, block, 1), np.uint64)
     counter = [counter[0] + block, *counter[1:]]
     place = words - 4 * block
-    generator.state = {
+    moved: dict[str, Any] = {
         **state,
         "state": {"key": state["state"]["key"], "counter": np.array(counter, np.uint64)},
         "buffer": buffer,
@@ -250,4 +248,5 @@ def _draws(random: np.random.Generator, n: int) -> Any:
         "has_uint32": half,
         "uinteger": int(buffer[place - 1]) >> 32,
     }
+    generator.state = moved  # type: ignore[assignment]
     return start
