@@ -7,13 +7,18 @@
 
 The last command makes four hosts with links of 1 Gbit/s on this machine.  A sample is the time from
 a barrier until the slowest rank has the sum.  The contenders take turns, in another order each
-round, so that the machine's load hits all alike.
+round, so that the machine's load hits all alike, and what ran before as well.
+
+The columns are the median, the smallest and the largest sample, and the median as a multiple of
+that of MPI_Allreduce, of the best row, and of the floor: 2 n (P - 1) / P bytes at the rate of a
+link.
 """
 # ruff: noqa: E402  A process that is no rank must not import MPI, which starts with it.
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -65,8 +70,7 @@ def measure(size: int, rounds: int) -> dict[str, list[float]]:
     total = (rounds + 1) * len(calls)
     with tqdm(total=total, disable=world.rank != 0, ncols=90, desc=f"{size} bytes") as bar:
         for number in range(rounds + 1):
-            turn = number % len(calls)
-            for name, call in calls[turn:] + calls[:turn]:
+            for name, call in random.Random(number).sample(calls, len(calls)):
                 world.Barrier()
                 start = time.perf_counter()
                 call()
@@ -78,20 +82,19 @@ def measure(size: int, rounds: int) -> dict[str, list[float]]:
 
 
 def show(size: int, samples: dict[str, list[float]], floor: float | None) -> None:
-    base = statistics.median(samples["MPI_Allreduce"])
+    medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
+    base, best = medians["MPI_Allreduce"], min(medians.values())
     unit, name_of_unit = (1e3, "ms") if base > 0.01 else (1e6, "us")
     print(f"\n{size:,} bytes, {world.size} ranks", end="")
     print(f"; floor of the links {1e3 * floor:.0f} ms" if floor else "")
-    print(f"{'':18} {'median':>10} {'min':>10} {'max':>10} {'speed-up':>9}", end="")
-    print(f" {'over floor':>11}" if floor else "")
+    print(f"{'':18} {'median':>10} {'min':>10} {'max':>10} {'x MPI':>7} {'x best':>7}", end="")
+    print(f" {'x floor':>8}" if floor else "")
     for name, seconds in samples.items():
-        median = statistics.median(seconds)
         line = f"{name:18}"
-        for value in (median, min(seconds), max(seconds)):
+        for value in (medians[name], min(seconds), max(seconds)):
             line += f" {unit * value:7.0f} {name_of_unit}"
-        line += f" {base / median:8.2f}x"
-        if floor:
-            line += f" {100 * (median / floor - 1):10.1f}%"
+        line += f" {medians[name] / base:7.2f} {medians[name] / best:7.2f}"
+        line += f" {medians[name] / floor:8.3f}" if floor else ""
         print(line)
 
 

@@ -235,6 +235,8 @@ class Context(NamedTuple):
             memory to be used again; results must not depend on it, since it is neither saved nor
             sent, and may be empty in any step.  ``None`` where nothing can be kept.
         in_place: the result may be written into the memory of the gradient.
+        sparse: the ``mean`` of an outcome may be a :class:`Sparse`, of a flat array, without twice
+            the same index.
     """
 
     name: str = "tensor"
@@ -252,6 +254,7 @@ class Context(NamedTuple):
     phase: str = ""
     scratch: dict[str, Any] | None = None
     in_place: bool = False
+    sparse: bool = False
 
 
 Exchange = Generator[Request, Any, Outcome]
@@ -268,6 +271,9 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     reference: ClassVar[str] = ""
     #: options under one name, which stands for them in texts such as "dgc:compact"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    #: but for schedules, exchanges of a tensor request the same in every step, so that a reducer
+    #: may leave out what it has seen in the step before
+    is_steady: ClassVar[bool] = False
     #: the method applies momentum and weight decay in the optimizer's place
     takes_momentum: ClassVar[bool] = False
     #: the momentum and Nesterov flag that such a method applies; ``None`` means the optimizer's.

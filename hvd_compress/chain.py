@@ -91,6 +91,15 @@ class Transform(Configurable, kind="block"):
 class Fused(Protocol):
     """The form of a chain for whole buckets; see :mod:`hvd_compress.fused`."""
 
+    def __call__(self, tensors: list[Any]) -> Generator[Request, Any, list[Outcome]]:
+        """The exchange of a bucket, given the arguments of its tensors' requests."""
+
+    def again(self, gradient: Array, state: State, weight: int, context: Context) -> Any:
+        """Return what :meth:`request` would request with, where it asked with this ``weight`` in
+        the step before and nothing has changed but gradient and state; ``None`` if the arrays are
+        of another kind now.  Other entries may be in ``state``.  Of ``context`` only ``scratch``,
+        ``in_place`` and ``sparse`` count."""
+
     def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
         """Return a request whose reply is the outcome of the exchange of one tensor, or ``None`` if
         its arrays are not of a kind that this form takes."""
@@ -166,6 +175,8 @@ class Chain(Compressor, name="chain"):
 
     transforms: tuple[Transform, ...] = dataclasses.field(metadata=converted(tuple))
     via: Aggregator
+
+    is_steady = True  # as all aggregators are that have a fused form
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,10 +7,8 @@ backward goes on and messages are on their way, is not counted: it costs the cal
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
 from contextvars import ContextVar
 
 
@@ -71,15 +69,10 @@ class Clock:
         """The seconds so far."""
         return Times(**self._seconds, steps=self.steps)
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Count all that happens inside, as "other" where no :class:`phase` says what it is."""
-        token, before = _current.set(self), self.switch("other")
-        try:
-            yield
-        finally:
-            self.switch(before)
-            _current.reset(token)
+    def running(self) -> running:
+        """Return a context in which everything is counted, as "other" where no :class:`phase` says
+        what it is."""
+        return running(self)
 
     def switch(self, phase: str | None) -> str | None:
         """Begin another phase, and return the one that ends; ``None``: none, nothing is counted."""
@@ -88,6 +81,22 @@ class Clock:
             self._seconds[before] += now - self._since
         self._phase, self._since = phase, now
         return before
+
+
+class running:
+    """See :meth:`Clock.running`."""
+
+    __slots__ = ("_before", "_clock", "_token")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        self._token, self._before = _current.set(self._clock), self._clock.switch("other")
+
+    def __exit__(self, *_: object) -> None:
+        self._clock.switch(self._before)
+        _current.reset(self._token)
 
 
 class phase:

@@ -14,7 +14,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from hvd_compress import Compressor, ConfigError, as_compressor, warmup_to
 from mpi_examples.budget import everything
 from mpi_examples.data import cifar10_folder
-from mpi_examples.report import Run, behind, picture, table
+from mpi_examples.report import Run, behind, picture, save_runs, table
 
 
 def parser_of(doc: str, output: str, *, epochs: int, seeds: int) -> argparse.ArgumentParser:
@@ -27,7 +27,8 @@ def parser_of(doc: str, output: str, *, epochs: int, seeds: int) -> argparse.Arg
         default=["none", "dgc"],
         metavar="METHOD",
         help="methods to compare, such as none fp16 topk dgc:values=float16; or all, which has "
-        "other defaults: 10 epochs, one seed, and 1 %% of the elements where a method chooses some",
+        "other defaults: at most 10 epochs, one seed, and 1 %% of the elements where a method "
+        "chooses some",
     )
     parser.add_argument(
         "--density", type=float, default=0.001, help="fraction of elements that dgc and topk send"
@@ -43,15 +44,17 @@ def parser_of(doc: str, output: str, *, epochs: int, seeds: int) -> argparse.Arg
     parser.add_argument("--batch-size", type=int, default=16, help="per rank")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--ranks", type=int, default=4, help="when started without a launcher")
-    parser.add_argument("--output", type=Path, default=Path(output))
+    parser.add_argument("--output", type=Path, default=Path(output), help="the picture")
+    parser.add_argument("--results", type=Path, help="where to write each run's end as JSON")
     return parser
 
 
-def horovod_parser(doc: str, models: list[str]) -> argparse.ArgumentParser:
-    """For the examples that run on Horovod."""
-    parser = parser_of(doc, "results/digits.png", epochs=30, seeds=3)
-    parser.add_argument("--model", choices=models, default="cnn")
-    parser.add_argument("--data-dir", type=cifar10_folder, help="CIFAR-10 in its usual files")
+def horovod_parser(
+    doc: str, output: str, models: list[str], *, epochs: int, seeds: int
+) -> argparse.ArgumentParser:
+    """For the examples that run on Horovod; the first model is the default."""
+    parser = parser_of(doc, output, epochs=epochs, seeds=seeds)
+    parser.add_argument("--model", choices=models, default=models[0])
     parser.add_argument(
         "--controller",
         choices=["gloo", "mpi"],
@@ -61,11 +64,17 @@ def horovod_parser(doc: str, models: list[str]) -> argparse.ArgumentParser:
     return parser
 
 
+def digits_parser(doc: str, models: list[str]) -> argparse.ArgumentParser:
+    parser = horovod_parser(doc, "results/digits.png", models, epochs=30, seeds=3)
+    parser.add_argument("--data-dir", type=cifar10_folder, help="CIFAR-10 in its usual files")
+    return parser
+
+
 def parse(parser: argparse.ArgumentParser, partners: bool = False) -> argparse.Namespace:
     """The command line, checked, with ``methods`` by what the user called them; ``partners``: the
     example knows methods that need an optimizer of their own."""
     if parser.parse_args().compression == ["all"]:
-        parser.set_defaults(epochs=10, seeds=1)
+        parser.set_defaults(epochs=min(10, parser.get_default("epochs")), seeds=1)
     options = parser.parse_args()
     for name in ("epochs", "seeds", "batch_size", "ranks"):
         if getattr(options, name) < 1:
@@ -73,18 +82,20 @@ def parse(parser: argparse.ArgumentParser, partners: bool = False) -> argparse.N
     if options.compression == ["all"]:
         options.compression = everything(partners)
     try:
-        options.methods = {text: _compressor(text, options) for text in options.compression}
+        options.methods = {
+            text: compressor(text, options.density, options.warmup_epochs)
+            for text in options.compression
+        }
     except ConfigError as error:
         parser.error(f"--compression or --density: {error}")
     return options
 
 
-def _compressor(text: str, options: argparse.Namespace) -> Compressor:
+def compressor(text: str, density: float, warmup_epochs: int) -> Compressor:
     """A method by name; top-k methods get the density of the command line and a warm-up to it."""
     method = as_compressor(text)
     if hasattr(method, "selection") and "density=" not in text:
-        density = warmup_to(options.density, epochs=options.warmup_epochs)
-        method = dataclasses.replace(method, density=density)
+        method = dataclasses.replace(method, density=warmup_to(density, epochs=warmup_epochs))
     return method
 
 
@@ -109,4 +120,6 @@ def compare(
             print("The warm-up was not over: learning rates were rising, densities falling.")
         print(behind(runs, cut_short))
         picture(runs, options.output)
+        if options.results:
+            save_runs(runs, options.results)
         print(f"\npicture: {options.output.resolve()}")

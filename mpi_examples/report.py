@@ -1,10 +1,12 @@
-"""Tables and pictures at the end of the examples."""
+"""Tables, pictures and files at the end of the examples."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import itertools
+import json
+import math
 import statistics
 from pathlib import Path
 
@@ -25,18 +27,50 @@ from mpi_examples.budget import reason
 _DIRECTIONS = np.array([(1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1)])
 
 
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """What says how good a model is."""
+
+    name: str
+    best: float  # what a perfect model has: all scores are on one side of it
+    unit: str = ""
+    during: str = "test"  # the data that it is measured on after every epoch
+
+    def error(self, score: float) -> float:
+        return abs(self.best - score)
+
+    def score(self, error: float) -> float:
+        return abs(self.best - error)
+
+    def text(self, score: float) -> str:
+        return f"{score:.2f}{self.unit}"
+
+    def axis(self, data: str) -> str:
+        return f"{data} {self.name}" + (f" [{self.unit.strip()}]" if self.unit else "")
+
+
+ACCURACY = Measure("accuracy", 100.0, " %")
+PERPLEXITY = Measure("perplexity", 0.0, during="validation")
+
+
 @dataclasses.dataclass
 class Run:
     """One training run, as rank 0 saw it."""
 
     method: str
     seed: int
+    measure: Measure = ACCURACY
     losses: list[float] = dataclasses.field(default_factory=list)  # one a step
-    accuracies: list[float] = dataclasses.field(default_factory=list)  # one an epoch
+    scores: list[float] = dataclasses.field(default_factory=list)  # one an epoch
     bytes_sent: list[int] = dataclasses.field(default_factory=list)  # so far, one an epoch
     dense_bytes: int = 0
     steps: int = 0
     seconds: float = 0.0
+    test: float | None = None  # where the scores are of other data than the final one
+
+    @property
+    def final(self) -> float:
+        return self.scores[-1] if self.test is None else self.test
 
     @property
     def bytes_a_step(self) -> float:
@@ -52,26 +86,26 @@ class Run:
 
 
 def table(runs: list[Run]) -> str:
-    """One row a method: accuracy, bytes of the whole run and of its last epoch, and time."""
-    groups = _by_method(runs)
+    """One row a method: the final score, bytes of the whole run and of its last epoch, and time."""
+    groups, measure = by_method(runs), runs[0].measure
     width = max(len("method"), *map(len, groups))
     seeds = max(map(len, groups.values()))
     header = (
-        f"{'method':<{width}} {'test accuracy':>18} {'sent a step':>12} {'ratio':>7}"
+        f"{'method':<{width}} {'test ' + measure.name:>18} {'sent a step':>12} {'ratio':>7}"
         f" {'in last epoch':>14} {'ratio':>7} {'time a step':>12}"
     )
     rows = [header, "-" * len(header)]
     for method, group in groups.items():
-        final = [100 * run.accuracies[-1] for run in group]
-        accuracy = f"{statistics.mean(final):.2f} %"
+        final = [run.final for run in group]
+        score = measure.text(statistics.mean(final))
         if len(final) > 1:
-            accuracy = f"{statistics.mean(final):.2f} +- {statistics.stdev(final):.2f} %"
+            score = f"{statistics.mean(final):.2f} +- {measure.text(statistics.stdev(final))}"
         dense = group[0].dense_bytes / group[0].steps
         whole = statistics.mean(run.bytes_a_step for run in group)
         late = statistics.mean(run.bytes_a_late_step for run in group)
         milliseconds = statistics.median(1000 * run.seconds / run.steps for run in group)
         rows.append(
-            f"{method:<{width}} {accuracy:>18} {human_bytes(whole):>12} {dense / whole:>6.1f}x"
+            f"{method:<{width}} {score:>18} {human_bytes(whole):>12} {dense / whole:>6.1f}x"
             f" {human_bytes(late):>14} {dense / late:>6.1f}x {milliseconds:>9.1f} ms"
         )
     rows.append(
@@ -81,27 +115,47 @@ def table(runs: list[Run]) -> str:
 
 
 def behind(runs: list[Run], cut_short: bool = False, points: float = 1.0) -> str:
-    """Methods that end more than so many points below the dense run, and why that may be;
+    """Methods that end worse than the dense run by more than so many points, and why that may be;
     ``cut_short``: because the runs ended before their warm-up did."""
-    final = {
-        method: 100 * statistics.mean(run.accuracies[-1] for run in group)
-        for method, group in _by_method(runs).items()
+    measure = runs[0].measure
+    errors = {
+        method: measure.error(statistics.mean(run.final for run in group))
+        for method, group in by_method(runs).items()
     }
-    dense = final.get("none", 0.0)
+    dense = errors.get("none", math.inf)
+    side = "below" if measure.best else "above"
     early = "the warm-up was cut short: more --epochs, or fewer --warmup-epochs"
     lines = [
-        f"{method}: {dense - accuracy:.1f} points below none; "
+        f"{method}: {error - dense:.1f} points {side} none; "
         + (early if cut_short else reason(method))
-        for method, accuracy in final.items()
-        if accuracy < dense - points
+        for method, error in errors.items()
+        if error > dense + points
     ]
     return "\n".join(["", *lines, ""]) if lines else ""
 
 
+def save_runs(runs: list[Run], path: Path) -> None:
+    """As JSON, for accuracy.py: what each run ended with, and what it cost."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = [
+        {
+            "method": run.method,
+            "seed": run.seed,
+            "measure": dataclasses.asdict(run.measure),
+            "final": run.final,
+            "bytes_a_step": run.bytes_a_step,
+            "bytes_a_late_step": run.bytes_a_late_step,
+            "dense_bytes_a_step": run.dense_bytes / run.steps,
+            "seconds_a_step": run.seconds / run.steps,
+        }
+        for run in runs
+    ]
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def picture(runs: list[Run], path: Path) -> None:
-    """Test accuracy over bytes sent, and training loss over steps; of many methods, what they end
-    with."""
-    groups = _by_method(runs)
+    """Scores over bytes sent, and training loss over steps; of many methods, what they end with."""
+    groups = by_method(runs)
     save(_ends(groups) if len(groups) > 6 else _courses(groups), path)
 
 
@@ -110,12 +164,12 @@ def _courses(groups: dict[str, list[Run]]) -> plt.Figure:
     for color, (method, group) in zip(plt.colormaps["tab10"].colors, groups.items(), strict=False):
         for number, run in enumerate(group):
             label = method if number == 0 else None
-            accuracy = [100 * a for a in run.accuracies]
             megabytes = [count / 2**20 for count in run.bytes_sent]
-            left.plot(megabytes, accuracy, color=color, alpha=0.8, label=label, marker=".")
+            left.plot(megabytes, run.scores, color=color, alpha=0.8, label=label, marker=".")
             right.plot(_smooth(run.losses), color=color, alpha=0.8, label=label)
-    left.set(xscale="log", xlabel="sent by one rank [MiB]", ylabel="test accuracy [%]")
-    left.set_title("Accuracy over bytes")
+    measure = run.measure
+    left.set(xscale="log", xlabel="sent by one rank [MiB]", ylabel=measure.axis(measure.during))
+    left.set_title(f"{measure.name.capitalize()} over bytes")
     right.set(yscale="log", xlabel="step", ylabel="training loss (running mean)")
     right.set_title("Loss over steps")
     for axes in (left, right):
@@ -125,13 +179,14 @@ def _courses(groups: dict[str, list[Run]]) -> plt.Figure:
 
 
 def _ends(groups: dict[str, list[Run]]) -> plt.Figure:
-    """Accuracy against bytes.  Most methods are near the dense one: the scale is that of errors."""
+    """Scores against bytes.  Most methods are near the dense one: the scale is that of errors."""
+    measure = next(iter(groups.values()))[0].measure
     figure, axes = plt.subplots(figsize=(11, 6.5), layout="constrained")
     names: dict[tuple[float, float], str] = {}
     for method, group in groups.items():
         kib = statistics.mean(run.bytes_a_step for run in group) / 2**10
         kib = float(f"{kib:.2g}")  # so that what is almost in one place has one label
-        wrong = statistics.mean(100 * (1 - run.accuracies[-1]) for run in group)
+        wrong = measure.error(statistics.mean(run.final for run in group))
         place = kib, max(wrong, 0.1)  # none at all has no place on this scale
         name = method.partition(":")[0]
         names[place] = f"{names[place]}, {name}" if place in names else name
@@ -142,9 +197,9 @@ def _ends(groups: dict[str, list[Run]]) -> plt.Figure:
     axes.invert_yaxis()
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda error, _: f"{100 - error:.4g}")
-    axes.set(xlabel="sent by one rank [KiB a step]", ylabel="test accuracy at the end [%]")
-    axes.set_title("Accuracy against bytes")
+    axes.yaxis.set_major_formatter(lambda error, _: f"{measure.score(error):.4g}")
+    axes.set(xlabel="sent by one rank [KiB a step]", ylabel=measure.axis("final test"))
+    axes.set_title(f"{measure.name.capitalize()} against bytes")
     axes.grid(alpha=0.3)
     label(axes, names)
     return figure
@@ -193,7 +248,7 @@ def save(figure: plt.Figure, path: Path) -> None:
     plt.close(figure)
 
 
-def _by_method(runs: list[Run]) -> dict[str, list[Run]]:
+def by_method(runs: list[Run]) -> dict[str, list[Run]]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.method, []).append(run)

@@ -7,6 +7,7 @@
 
 What turns data-parallel training with Horovod into compressed training is marked with (1) to (4).
 """
+# ruff: noqa: E402  A process that is no rank need not load Horovod.
 
 from __future__ import annotations
 
@@ -19,17 +20,17 @@ from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
 from hvd_compress.integrations.launch import under_horovodrun
-from mpi_examples import budget
 from mpi_examples.data import cifar10, digits
-from mpi_examples.demo import compare, horovod_parser, parse
+from mpi_examples.demo import compare, digits_parser, parse
 from mpi_examples.models import MODELS
 from mpi_examples.report import Run
 
-options = parse(horovod_parser(__doc__, sorted(MODELS)), partners=True)
+options = parse(digits_parser(__doc__, list(MODELS)), partners=True)
 under_horovodrun(options.ranks, options.controller)
 
 # (1) Everything of horovod.torch, plus the compressors.
-import hvd_compress.torch as hvd  # noqa: E402
+import hvd_compress.torch as hvd
+from mpi_examples.optimizers import local_optimizer, warmup_and_cosine
 
 
 def train(method: str, seed: int, bar: tqdm) -> Run:
@@ -45,29 +46,12 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
     model = MODELS[options.model](tuple(x_train.shape[1:]), int(y_train.max()) + 1)
 
     # (2) The compressor takes the optimizer's momentum over and corrects it.
-    compression = options.methods[method]
-    if compression.partner is None:
-        lr = options.lr * budget.rate(method)
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4, nesterov=True
-        )
-    else:  # 1-bit Adam and the like are an optimizer and a compressor that fit together
-        make = getattr(hvd, compression.partner)
-        optimizer = make(model.parameters(), **budget.PARTNERS[compression.partner])
-        compression = optimizer.compressor()
+    optimizer, compression = local_optimizer(model, method, options, weight_decay=1e-4)
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=compression
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    warmup, total = options.warmup_epochs * len(loader), options.epochs * len(loader)
-    schedule = torch.optim.lr_scheduler.SequentialLR(
-        optimizer,
-        [
-            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=max(warmup, 1)),
-            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(total - warmup, 1)),
-        ],
-        milestones=[warmup],
-    )
+    schedule = warmup_and_cosine(optimizer, options, len(loader))
 
     run = Run(method, seed)
     start = time.perf_counter()
@@ -86,10 +70,10 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
         if hasattr(optimizer, "synchronize_parameters"):  # with 0/1 Adam they may differ
             optimizer.synchronize_parameters()
         if hvd.rank() == 0:
-            run.accuracies.append(accuracy(model, test_set))
+            run.scores.append(accuracy(model, test_set))
             # (4) Exact bytes, counted from the messages.
             run.bytes_sent.append(optimizer.compression.stats().total.bytes_sent)
-            bar.set_postfix_str(f"{method}, seed {seed}: {run.accuracies[-1]:.1%}")
+            bar.set_postfix_str(f"{method}, seed {seed}: {run.scores[-1]:.1f} %")
             bar.update()
     run.seconds = time.perf_counter() - start
     run.steps = len(run.losses)
@@ -101,7 +85,7 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
 def accuracy(model: torch.nn.Module, dataset: TensorDataset) -> float:
     model.eval()
     right = sum((model(x).argmax(1) == y).sum().item() for x, y in DataLoader(dataset, 512))
-    return right / len(dataset)
+    return 100 * right / len(dataset)
 
 
 if __name__ == "__main__":

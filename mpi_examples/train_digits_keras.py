@@ -19,10 +19,10 @@ from tqdm import tqdm
 from hvd_compress.integrations.launch import under_horovodrun
 from mpi_examples import budget
 from mpi_examples.data import cifar10, digits
-from mpi_examples.demo import compare, horovod_parser, parse
+from mpi_examples.demo import compare, digits_parser, parse
 from mpi_examples.report import Run
 
-options = parse(horovod_parser(__doc__, ["cnn", "mlp", "resnet20"]))
+options = parse(digits_parser(__doc__, ["cnn", "mlp", "resnet20"]))
 under_horovodrun(options.ranks, options.controller)
 
 import keras
@@ -100,11 +100,11 @@ class Record(keras.callbacks.Callback):
         found = np.concatenate(
             [self.model.predict_on_batch(part) for part in np.array_split(x, -(-len(x) // 512))]
         )
-        self.run.accuracies.append(float((found.argmax(1) == y).mean()))
+        self.run.scores.append(100 * float((found.argmax(1) == y).mean()))
         # (4) Exact bytes, counted from the messages.
         self.run.bytes_sent.append(self.model.optimizer.compression.stats().total.bytes_sent)
         run = self.run
-        self.bar.set_postfix_str(f"{run.method}, seed {run.seed}: {run.accuracies[-1]:.1%}")
+        self.bar.set_postfix_str(f"{run.method}, seed {run.seed}: {run.scores[-1]:.1f} %")
         self.bar.update()
 
 

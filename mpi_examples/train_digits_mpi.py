@@ -56,9 +56,9 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
             lr = learning_rate(len(run.losses) / batches)
             run.losses.append(trainer.step(x[batch], y[batch], lr * budget.rate(method)))
         if world.rank == 0:
-            run.accuracies.append(trainer.accuracy(x_test, y_test))
+            run.scores.append(100 * trainer.accuracy(x_test, y_test))
             run.bytes_sent.append(trainer.stats().total.bytes_sent)
-            bar.set_postfix_str(f"{method}, seed {seed}: {run.accuracies[-1]:.1%}")
+            bar.set_postfix_str(f"{method}, seed {seed}: {run.scores[-1]:.1f} %")
             bar.update()
     run.seconds = time.perf_counter() - start
     run.steps = len(run.losses)

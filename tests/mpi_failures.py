@@ -74,6 +74,16 @@ def a_rank_sleeps(checks: int) -> None:
     raise report("ring", lambda: mpi.ring_allreduce(np.ones(1000), comm=comm))
 
 
+def a_rank_does_not_come_to_mpis_own() -> None:
+    comm = mpi.Communicator(timeout=TIMEOUT, checks=0)
+    x = np.ones(10)
+    for _ in range(3):
+        mpi.allreduce(x, algorithm="mpi", comm=comm)
+    if comm.rank == CULPRIT:
+        time.sleep(300)
+    raise report("mpi", lambda: mpi.allreduce(x, algorithm="mpi", comm=comm))
+
+
 def a_rank_is_killed() -> None:
     comm = mpi.Communicator(timeout=TIMEOUT)
     x = np.ones(4_000_000, np.float32)
@@ -130,6 +140,7 @@ CASES: dict[str, Callable[[], None]] = {
     "sizes": sizes_differ,
     "sleeps": lambda: a_rank_sleeps(checks=20),
     "sleeps-unchecked": lambda: a_rank_sleeps(checks=0),
+    "sleeps-mpi": a_rank_does_not_come_to_mpis_own,
     "killed": a_rank_is_killed,
     "broken": broken_is_broken,
     "error": a_rank_has_an_error_of_its_own,

@@ -154,6 +154,13 @@ class Comm:
     def Send(self, message: Any, to: int, tag: int = 0) -> None:  # noqa: N802
         self.Isend(message, to, tag).Wait()
 
+    def Iprobe(self, source: int, tag: int) -> bool:  # noqa: N802
+        line = self.simulation.line(self, source, tag)
+        return bool(line) and line[0][0]
+
+    def Recv(self, message: Any, source: int, tag: int) -> None:  # noqa: N802
+        self.Irecv(message, source, tag).Wait()
+
     # -- collectives ---------------------------------------------------------------------------
 
     def allgather(self, value: Any) -> list[Any]:
@@ -363,6 +370,10 @@ class Simulation:
             line.append((is_send, half))
         return request
 
+    def line(self, comm: Comm, source: int, tag: int) -> collections.deque[tuple[bool, _Message]]:
+        """What is not matched yet of the messages from ``source`` to the rank of ``comm``."""
+        return self._unmatched.get((comm.group, source, comm.rank, tag), collections.deque())
+
     def _deliver(self, pair: tuple[_Message, _Message]) -> None:
         sent, received = pair
         if sent.array.tobytes() != sent.kept.tobytes():
@@ -512,11 +523,13 @@ class Simulation:
         alive = Ever()
         patches = [mock.patch.object(module, "MPI", library) for module in _USERS]
         patches += [
-            mock.patch.multiple(progress, time=clock, os=system, _OTHERS_EVERY=1),
+            mock.patch.multiple(
+                progress, time=clock, os=system, _OTHERS_EVERY=1, _LOOKS=1, _LOOKS_AT_ONE=1
+            ),
             mock.patch.multiple(communicator, _alive=alive, _keyvals=[]),
             mock.patch.object(native, "_op", lambda name: name),
             # Nothing is measured here; constants are needed all the same.
-            mock.patch.multiple(measuring, _CHUNK=256, _CHUNKS=2, _NATIVE_SIZES=(8, 64)),
+            mock.patch.multiple(measuring, _CHUNK=256, _CHUNKS=2, _SIZES=(8, 64)),
             mock.patch.multiple(
                 communicator.Channel,
                 __init__=opened,

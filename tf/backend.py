@@ -30,12 +30,13 @@ def check_gradient(x: Array) -> None:
 
 
 def widen(x: Array) -> Array:
-    flat = tf.reshape(x, [-1])
+    flat = x if x.shape.rank == 1 else tf.reshape(x, [-1])
     return tf.cast(flat, tf.float32) if x.dtype in _HALF else flat
 
 
 def restore(flat: Array, like: Array) -> Array:
-    return tf.cast(tf.reshape(flat, like.shape), like.dtype)
+    shaped = flat if flat.shape == like.shape else tf.reshape(flat, like.shape)
+    return tf.cast(shaped, like.dtype)
 
 
 def zeros(n: int, like: Array) -> Array:

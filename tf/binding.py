@@ -316,8 +316,12 @@ class Binding(tf.Module):
     def engine(self) -> Engine:
         """Between ranks, or in a world of one where Horovod would not reduce."""
         if not self._alone and self._set.included() and self._set.size() > 1:
-            return HorovodEngine(self._set, self._predivide, f"hvd_compress.{self.number}")
+            return self._engine_after(None)
         return LocalEngine()
+
+    def _engine_after(self, agreed: tf.Tensor | None) -> HorovodEngine:
+        prefix = f"hvd_compress.{self.number}"
+        return HorovodEngine(self._set, self._predivide, prefix, agreed)
 
     @tf.autograph.experimental.do_not_convert
     def reduce(
@@ -354,8 +358,7 @@ class Binding(tf.Module):
         self, gradients: list[Gradient], places: tuple[int, ...], scale: tf.Tensor | None
     ) -> list[Gradient]:
         present = {i: g for i, g in zip(places, gradients, strict=True) if g is not None}
-        if self.engine.size > 1:
-            present = self._if_all_agree(present)
+        engine = self._agreeing(present) if self.engine.size > 1 else self.engine
         if self._sparse_as_dense:
             present = {i: tf.convert_to_tensor(g) for i, g in present.items()}
         if scale is not None:
@@ -365,7 +368,7 @@ class Binding(tf.Module):
         common = self._context(present)
         phase = self.method.phase_index(self.step + 1) if self.method.phases else None
         results: dict[int, Gradient] = {}
-        exchanged, counts = self._in_phase(present, common, phase)
+        exchanged, counts = self._in_phase(engine, present, common, phase)
         self._counts.assign_add(counts, read_value=False)
         for i, (direction, state) in exchanged.items():
             for key, value in state.items():
@@ -376,8 +379,8 @@ class Binding(tf.Module):
         self.step.assign_add(1, read_value=False)
         return [results.get(i) for i in places]
 
-    def _if_all_agree(self, gradients: dict[int, Any]) -> dict[int, Any]:
-        """Return the same gradients, which cannot be used before the ranks are known to agree."""
+    def _agreeing(self, gradients: Mapping[int, Any]) -> Engine:
+        """Return an engine that starts nothing before the ranks are known to agree."""
         terms: Terms = {
             "method": repr(self.method),
             "op": "Sum" if self._sums else "Average",
@@ -393,7 +396,8 @@ class Binding(tf.Module):
         if self.method.needs_epoch:  # or some collectives are on their way when this fails
             checks.append(self._known_epoch())
         with tf.control_dependencies(checks):
-            return tf.nest.map_structure(tf.identity, gradients)
+            agreed = tf.identity(checks[0])
+        return self._engine_after(agreed)
 
     def _context(self, gradients: Mapping[int, Gradient]) -> Context:
         engine, norm = self.engine, None
@@ -429,10 +433,15 @@ class Binding(tf.Module):
         return [places[part] for part in shards_of(len(places), count)] if count else []
 
     def _in_phase(
-        self, gradients: Mapping[int, Any], common: Context, phase: tf.Tensor | None
+        self,
+        engine: Engine,
+        gradients: Mapping[int, Any],
+        common: Context,
+        phase: tf.Tensor | None,
     ) -> Exchanged:
         """Exchange with the densities of now: a graph has a branch for each stage of a schedule, or
         for each phase of a method that has some."""
+        exchange = functools.partial(self._exchange, engine)
         if phase is not None:
             if any(map(_is_rows, gradients.values())):
                 raise ConfigError(
@@ -442,10 +451,10 @@ class Binding(tf.Module):
             contexts = [common._replace(phase=name) for name in self.method.phases]
             return tf.switch_case(
                 phase,
-                [functools.partial(self._exchange, self.method, gradients, c) for c in contexts],
+                [functools.partial(exchange, self.method, gradients, c) for c in contexts],
             )
         if not self._schedules:
-            return self._exchange(self.method, gradients, common)
+            return exchange(self.method, gradients, common)
         stages = itertools.product(*(range(s.stages_in_all) for s in self._schedules))
         methods = [
             with_values(
@@ -455,7 +464,7 @@ class Binding(tf.Module):
             for chosen in stages
         ]
         if self._agree(methods, gradients, common):
-            return self._exchange(methods[0], gradients, common)
+            return exchange(methods[0], gradients, common)
         index = tf.constant(0)
         for schedule in self._schedules:
             count = self.step if schedule.unit == "step" else self._known_epoch()
@@ -464,7 +473,7 @@ class Binding(tf.Module):
             index = index * schedule.stages_in_all + tf.minimum(stage, last)
         return tf.switch_case(
             index,
-            [functools.partial(self._exchange, m, gradients, common) for m in methods],
+            [functools.partial(exchange, m, gradients, common) for m in methods],
         )
 
     def _agree(
@@ -492,7 +501,7 @@ class Binding(tf.Module):
             return self.epoch.value()
 
     def _exchange(
-        self, method: Compressor, gradients: Mapping[int, Any], common: Context
+        self, engine: Engine, method: Compressor, gradients: Mapping[int, Any], common: Context
     ) -> Exchanged:
         results: dict[int, Any] = {}
         counts = []
@@ -500,7 +509,7 @@ class Binding(tf.Module):
             own = {i: g for i, g in gradients.items() if _is_rows(g) == rows}
             if own:
                 with tf.device(self._devices[rows]):
-                    reducer = TracedReducer(self, method, common, list(own))
+                    reducer = TracedReducer(self, engine, method, common, list(own))
                     part, counted = reducer.exchange(own)
                 results |= part
                 counts.append(counted)

@@ -25,19 +25,23 @@ class HorovodEngine(ProcessSetEngine):
     Args:
         prefix: of their names.
         process_set, predivide: as for :class:`ProcessSetEngine`.
+        agreed: a scalar that is true as soon as collectives may start; ``None``: at once.
     """
 
     keeps_replies = True
 
-    def __init__(self, process_set: Any, predivide: float, prefix: str) -> None:
+    def __init__(
+        self, process_set: Any, predivide: float, prefix: str, agreed: tf.Tensor | None = None
+    ) -> None:
         super().__init__(process_set, predivide)
         self.prefix = prefix
+        self._agreed = agreed
 
     def check_step(self, describe: Callable[[], list[str]], planned: bool) -> None:
         """Do nothing, since a graph cannot wait while it is traced."""
 
     def _launch(self, op: Op) -> Any:
-        tensor = _opaque(op.tensor)
+        tensor = _opaque(op.tensor, self._agreed)
         # Horovod would take what stands before a slash for a scope, and drop it.
         name = re.sub(r"[^\w.-]", ".", op.name)
         common: dict[str, Any] = {"name": name, "ignore_name_scope": True, "process_set": self._set}
@@ -99,12 +103,15 @@ class HorovodEngine(ProcessSetEngine):
 
 
 def _identity(outcome: Outcome) -> Outcome:
-    update = None if outcome.update is None else tf.identity(outcome.update)
-    return outcome._replace(mean=tf.identity(outcome.mean), update=update)
+    """Return an outcome whose direction is a node of its own."""
+    if outcome.update is None:
+        return outcome._replace(mean=tf.identity(outcome.mean))
+    return outcome._replace(update=tf.identity(outcome.update))
 
 
-def _opaque(x: tf.Tensor) -> tf.Tensor:
-    """Return ``x`` such that a graph's optimizer cannot say what it is.
+def _opaque(x: tf.Tensor, agreed: tf.Tensor | None) -> tf.Tensor:
+    """Return ``x`` as soon as ``agreed`` is true, such that a graph's optimizer cannot say what it
+    is.
 
     The optimizer takes collectives for functions of their input.  If that is constant, it runs them
     while it optimizes, when other ranks do not; and of two with one input it makes one, though
@@ -117,6 +124,8 @@ def _opaque(x: tf.Tensor) -> tf.Tensor:
         zero = tf.raw_ops.RandomUniformInt(
             shape=tf.constant([1]), minval=0, maxval=1, seed=1, seed2=1
         )
+        if agreed is not None:  # branches keep inputs that are data, and lose others
+            zero -= tf.cast(tf.logical_not(agreed), tf.int32)
     same = tf.slice(x, zero, [-1])
     same.set_shape(x.shape)
     return same

@@ -15,7 +15,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.integrations.horovod import bind_call, checked_join, take_stateless, with_seed
+from hvd_compress.integrations.horovod import bind_call, checked_join, take_stateless, with_options
 
 from . import elastic
 from .binding import Binding, native
@@ -92,7 +92,7 @@ def wrap_optimizer(factory: Callable[..., Any], every_keras: bool = False) -> Ca
         every_keras: optimizers of Keras are all made here, whatever the compression, since
             Horovod's own do not exchange gradients under Keras 3: for our own modules.
     """
-    signature = with_seed(factory)
+    signature = with_options(factory, seed=0)
 
     @functools.wraps(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802

@@ -14,7 +14,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations import horovod as drop_in
-from hvd_compress.integrations.horovod import bind_call, with_seed
+from hvd_compress.integrations.horovod import bind_call, with_options
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import as_compressor
 
@@ -158,7 +158,7 @@ def _divided(gradient: Any, size: int) -> Any:
 
 def wrap_tape(factory: Callable[..., Any]) -> Callable[..., Any]:
     """Return Horovod's ``DistributedGradientTape``, extended to take this package's compressors."""
-    signature = with_seed(factory)
+    signature = with_options(factory, seed=0)
 
     @functools.wraps(factory)
     @tf.autograph.experimental.do_not_convert

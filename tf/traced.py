@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, State
+from hvd_compress.engines.base import Engine
 from hvd_compress.reducer import Reducer
 from hvd_compress.transforms import momentum_after_averaging
 
@@ -28,20 +29,26 @@ class TracedReducer(Reducer):
 
     Args:
         binding: the owner of the variables.
+        engine: carries out the exchanges.
         method: its method with the densities of now.
         common: what the contexts of all tensors have in common.
         places: indices of the variables with gradients.
     """
 
     def __init__(
-        self, binding: Any, method: Compressor, common: Context, places: Sequence[int]
+        self,
+        binding: Any,
+        engine: Engine,
+        method: Compressor,
+        common: Context,
+        places: Sequence[int],
     ) -> None:
         self._binding, self._common = binding, common
         self._slots = {binding.slots[i].name: i for i in places}
         self._read: dict[str, State] = {}
         super().__init__(
             method,
-            binding.engine,
+            engine,
             momentum=common.momentum,
             nesterov=common.nesterov,
             sums=common.sums,

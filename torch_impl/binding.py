@@ -6,13 +6,13 @@ import atexit
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from hvd_compress.agreement import Terms, listed
-from hvd_compress.base import Compressor, Context, Exchange, Outcome, State
+from hvd_compress.base import Compressor, Context, Exchange, Outcome, Sparse, State
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import Member
 from hvd_compress.engines.local import LocalEngine
@@ -23,7 +23,7 @@ from hvd_compress.transforms import momentum_after_averaging
 
 from . import backend
 from .amp import running_scale
-from .momentum import Momentum
+from .momentum import Momentum, check_sparse_step
 from .rows import exchange_rows
 
 logger = logging.getLogger("hvd_compress")
@@ -54,12 +54,20 @@ class Binding(Reducer):
         sums: the user asked for ``op=Sum``.
         engine: carries exchanges between the ranks.
         seed: for randomness that the ranks share.
+        sparse_step: gradients may become sparse tensors.
     """
 
     _set_epoch = "optimizer.compression.set_epoch(epoch)"
 
     def __init__(
-        self, optimizer: Any, method: Compressor, hvd: Any, sums: bool, engine: Engine, seed: int
+        self,
+        optimizer: Any,
+        method: Compressor,
+        hvd: Any,
+        sums: bool,
+        engine: Engine,
+        seed: int,
+        sparse_step: bool,
     ) -> None:
         self._optimizer, self.hvd = optimizer, hvd
         self.sparse: set[torch.nn.Parameter] = set()
@@ -72,7 +80,10 @@ class Binding(Reducer):
         self._true_units: list[torch.nn.Parameter] = []  # whose gradients carry no scale
         self._complete: set[str] = set()  # whose states have all keys of the method
         self._stateful: dict[str, bool] = {}
-        self._assigned: dict[torch.nn.Parameter, weakref.ref[torch.Tensor]] = {}
+        self._assigned: list[tuple[torch.nn.Parameter, weakref.ref[torch.Tensor]]] = []
+        self._is_plain_sgd = torch.optim.SGD in type(optimizer).__bases__
+        self._has_decayed: bool | None = None  # None: not known
+        self._name_by_id: dict[int, str] = {}  # to hash a parameter takes long
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._last_list: tuple[list[bool], list[str]] | None = None  # who was trained, and the text
         self._gradients: dict[str, _Gradient] = {}
@@ -86,6 +97,7 @@ class Binding(Reducer):
             # Backward begins with the last layers.
             names=list(reversed(optimizer._parameter_names.values())),
             in_place=True,  # a gradient of the user's has been given up, or is a copy
+            sparse=sparse_step,
         )
         self.momentum_side = Momentum(optimizer, method, tells=self.engine.rank == 0)
 
@@ -138,6 +150,8 @@ class Binding(Reducer):
         self.consolidated, self.is_consolidated = {}, False
         self._optimizer._synchronized = False
         if (scale := running_scale()) is not None:
+            if self.sparse_results:
+                raise ConfigError("sparse_step=True cannot scale losses: leave one of the two out")
             self._scale = scale
         gradients = {}
         for p in parameters:
@@ -146,10 +160,15 @@ class Binding(Reducer):
             gradient = p.grad.detach()
             if not gradient.is_sparse:
                 backend.check_gradient(gradient)
-            name = self._optimizer._parameter_names[p]
+            name = self._name_of(p)
             self._parameters[name] = p
             gradients[name] = gradient
-        self.start_together(gradients)
+        self._start_together(gradients)
+
+    def _name_of(self, p: torch.nn.Parameter) -> str:
+        if (name := self._name_by_id.get(id(p))) is None:
+            name = self._name_by_id[id(p)] = self._optimizer._parameter_names[p]
+        return name
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Wait for everything that was started and put the averages into ``p.grad``.
@@ -179,14 +198,14 @@ class Binding(Reducer):
     def untouched(self) -> bool:
         """Return whether the gradients are those of the last exchange, which may be clipped."""
         return bool(self._assigned) and all(
-            p.grad is not None and p.grad is gradient() for p, gradient in self._assigned.items()
+            p.grad is not None and p.grad is gradient() for p, gradient in self._assigned
         )
 
     def abandon(self) -> None:
         """Discard everything in flight: the collectives failed, or a checkpoint was loaded."""
         super().abandon()
         self._gradients.clear()
-        self._scale = None
+        self._scale = self._has_decayed = None
         self._complete.clear()
         self.consolidated, self.is_consolidated = {}, False
 
@@ -227,15 +246,40 @@ class Binding(Reducer):
     def _momentum_of(self, name: str) -> tuple[float, bool]:
         return self.momentum_side.of(self._parameters[name])
 
+    def _circumstances(self) -> Hashable:
+        found = super()._circumstances()
+        differs = self._scale is not None or self.sparse or self.momentum_side.decays_gradients
+        if found is None or differs:
+            return None
+        return found, *map(self.momentum_side.of_group, self._optimizer.param_groups)
+
+    def _argument(
+        self, form: Any, name: str, gradient: torch.Tensor, weight: int, context: Context
+    ) -> Any:
+        if gradient.is_sparse or self._scale is not None:
+            return None
+        p = self._parameters[name]
+        method = self.method.for_tensor(name, tuple(p.shape))
+        argument = form.again(gradient, self.state_of(p), weight, context)
+        if argument is not None:
+            self._gradients[name] = _Gradient(p, False, self._scale_in(name, method, p, False))
+        return argument
+
+    def _scale_in(
+        self, name: str, method: Compressor, p: torch.nn.Parameter, is_rows: bool
+    ) -> float | None:
+        """Return by which loss scale a gradient is divided before it is exchanged."""
+        # Without a state the scale may stay, and keeps half precisions from underflow.
+        may_stay = not (is_rows or self._keeps_state(name, method, p)) and method.homogeneous
+        return None if may_stay else self._known_scale()
+
     def _exchange(self, name: str, gradient: torch.Tensor, context: Context) -> Exchange:
         p = self._parameters[name]
         method = self.method.for_tensor(name, tuple(p.shape))
         is_rows = gradient.is_sparse and not self._optimizer.sparse_as_dense
         if is_rows or self.sparse:
             (self.sparse.add if is_rows else self.sparse.discard)(p)
-        # Without a state the scale may stay, and keeps half precisions from underflow.
-        may_stay = not (is_rows or self._keeps_state(name, method, p)) and method.homogeneous
-        scale = None if may_stay else self._known_scale()
+        scale = self._scale_in(name, method, p, is_rows)
         if scale not in (None, 1):
             half = gradient.dtype in (torch.float16, torch.bfloat16)
             gradient = (gradient.float() if half else gradient) / scale
@@ -310,6 +354,10 @@ class Binding(Reducer):
         )
 
     def _assign_gradient(self, p: Any, direction: torch.Tensor, is_rows: bool) -> None:
+        if isinstance(direction, Sparse):
+            p.grad = _as_coo(direction, p)
+            self._assigned.append((p, weakref.ref(p.grad)))
+            return
         direction = direction.to(p.grad.dtype)
         if is_rows:
             p.grad = direction
@@ -319,7 +367,7 @@ class Binding(Reducer):
             p.grad.set_(direction)
         else:
             p.grad.copy_(direction)
-        self._assigned[p] = weakref.ref(p.grad)
+        self._assigned.append((p, weakref.ref(p.grad)))
 
     # -- momentum ----------------------------------------------------------------------------
 
@@ -335,6 +383,7 @@ class Binding(Reducer):
 
     def forget_groups(self) -> None:
         """Update after parameter groups have changed."""
+        self._name_by_id.clear()
         self.momentum_side.forget_groups()
 
     @contextlib.contextmanager
@@ -343,6 +392,12 @@ class Binding(Reducer):
         off, and this package's state is removed, since Adam and others take a state that is not
         empty for their own."""
         groups = self._optimizer.param_groups
+        if self.sparse_results:
+            check_sparse_step(self._optimizer, self.method)
+        if self._is_plain_sgd and not self._decays():  # SGD looks at its own entries alone
+            with self.momentum_side.switched_off():
+                yield
+            return
         hidden = {p: self._pop_state(p) for group in groups for p in group["params"]}
         try:
             if self.momentum_side.is_taken:
@@ -353,6 +408,17 @@ class Binding(Reducer):
             for p, state in hidden.items():
                 if state:
                     self._set_state(p, state)
+
+    def _decays(self) -> bool:
+        """Whether weight decay is this package's affair, or has been in an earlier step."""
+        groups = self._optimizer.param_groups
+        if not self.momentum_side.is_taken:
+            return False
+        if self._has_decayed is None:
+            everyone = (p for group in groups for p in group["params"])
+            self._has_decayed = any("decay" in self.state_of(p) for p in everyone)
+        self._has_decayed |= any(group["weight_decay"] for group in groups)
+        return self._has_decayed
 
     # -- loss scaling, see amp.py ------------------------------------------------------------
 
@@ -443,3 +509,12 @@ class Binding(Reducer):
 
     def per_rank_keys(self, p: torch.nn.Parameter) -> frozenset[str]:
         return frozenset() if p in self.sparse else self.method_for(p).per_rank(p.detach())
+
+
+def _as_coo(direction: Sparse, p: torch.Tensor) -> torch.Tensor:
+    """Return the sparse gradient of ``p``, of any number of dimensions."""
+    places = torch.stack(torch.unravel_index(direction.indices, p.shape))
+    values = direction.values.to(p.dtype)
+    return torch.sparse_coo_tensor(
+        places, values, p.shape, is_coalesced=True, check_invariants=False
+    )

@@ -74,7 +74,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.process_set = process_set
         self._parameter_names = names
         self._synchronized, self._should_synchronize = False, True
-        self._watched: dict[Parameter, _Watched] = {}  # those with a hook
+        # Those with a hook, by id: to hash a parameter takes long.
+        self._watched: dict[int, _Watched] = {}
         self._saw_passes = False  # backward passes since the last exchange
         self._groups = split_into_groups(groups, self._trained())
         self._group_of = {p: group for group in self._groups or () for p in group}
@@ -92,7 +93,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     def _watch(self, p: Parameter) -> None:
-        watched = self._watched[p] = _Watched(p)
+        watched = self._watched[id(p)] = _Watched(p)
         if self._groups is not None and p not in self._group_of:  # it has come later
             self._group_of[p] = (p,)
             self._groups.append((p,))
@@ -128,7 +129,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 self.compression.exchange_gradients((watched.parameter,), in_backward=True)
             return
         together = self._together(watched.parameter)
-        everyone = [self._watched[q] for q in together if q in self._watched]
+        everyone = [self._watched[id(q)] for q in together if id(q) in self._watched]
         if len(everyone) == len(together) and all(w.passes == needed for w in everyone):
             for each in everyone:
                 each.is_started = True
@@ -168,17 +169,17 @@ class CompressedOptimizer(torch.optim.Optimizer):
             return  # they must not be averaged again
         alone = self.compression.engine.size == 1
         for p in self._trained():
-            if p not in self._watched:
+            if id(p) not in self._watched:
                 self._watch(p)  # unfrozen after the optimizer was made
-            if self._watched[p].is_started or (alone and p.grad is None):
+            if self._watched[id(p)].is_started or (alone and p.grad is None):
                 continue
             together = self._together(p)
             if alone:
                 together = tuple(q for q in together if q.grad is not None)
             for q in together:
-                if q not in self._watched:
+                if id(q) not in self._watched:
                     self._watch(q)
-                self._watched[q].is_started = True
+                self._watched[id(q)].is_started = True
             self.compression.exchange_gradients(together)
         self.compression.finish()
         self.reset_hooks()

@@ -14,12 +14,12 @@ from hvd_compress.base import Compressor
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.integrations.horovod import bind_call, is_ours, with_seed
+from hvd_compress.integrations.horovod import bind_call, is_ours, with_options
 from hvd_compress.methods import as_compressor
 
 from .binding import Binding
 from .compressed_optimizer import CompressedOptimizer, check_passes
-from .momentum import check_group
+from .momentum import check_group, check_sparse_step
 from .parameters import Groups, Parameter, check_groups, names_of_parameters
 
 #: those that are alive
@@ -36,7 +36,7 @@ def wrap_factory(
         factory: its ``DistributedOptimizer``, to which all other compressions go.
         make_engine: of a process set and a predivide factor.
     """
-    signature = with_seed(factory)
+    signature = with_options(factory, seed=0, sparse_step=False)
 
     @functools.wraps(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
@@ -66,6 +66,7 @@ def distribute(
     sparse_as_dense: bool,
     process_set: Any,
     seed: int,
+    sparse_step: bool,
 ) -> CompressedOptimizer:
     """Return a distributed optimizer of a class made from that of ``optimizer``.
 
@@ -83,6 +84,8 @@ def distribute(
     _check_op(hvd, op, gradient_predivide_factor, method)
     _check_optimizer(optimizer, method)
     check_passes(backward_passes_per_step)
+    if sparse_step:
+        check_sparse_step(optimizer, method)
     if num_groups != 0:
         warnings.warn(
             "num_groups is deprecated: pass groups instead", DeprecationWarning, stacklevel=3
@@ -102,7 +105,8 @@ def distribute(
         process_set=process_set,
     )
     engine = make_engine(process_set, gradient_predivide_factor)
-    distributed.begin(Binding(distributed, method, hvd, op == hvd.Sum, engine, seed))
+    binding = Binding(distributed, method, hvd, op == hvd.Sum, engine, seed, sparse_step)
+    distributed.begin(binding)
     bound_optimizers.add(distributed)
     return distributed
 

@@ -72,9 +72,12 @@ class Momentum:
     def of(self, p: torch.nn.Parameter) -> tuple[float, bool]:
         """Return the (momentum, nesterov) that act inside the exchange, or beside it on rows and
         decay."""
+        return self.of_group(self.group_of(p)) if self.is_taken else (0.0, False)
+
+    def of_group(self, group: Mapping[str, Any]) -> tuple[float, bool]:
+        """Return the same of the parameters of a group."""
         if not self.is_taken:
             return 0.0, False
-        group = self.group_of(p)
         own, nesterov = self._method.momentum, self._method.nesterov
         return (
             group["momentum"] if own is None else own,
@@ -132,6 +135,28 @@ class Momentum:
                 p.grad.add_(w, alpha=wd).add_(q, alpha=m)
             else:
                 p.grad.add_(q)
+
+
+def check_sparse_step(optimizer: Any, method: Compressor) -> None:
+    """Raise ``ConfigError`` unless steps along sparse gradients are those along dense ones."""
+    if type(optimizer) is not torch.optim.SGD and torch.optim.SGD not in type(optimizer).__bases__:
+        raise ConfigError(
+            f"sparse_step=True needs torch.optim.SGD, and {type(optimizer).__name__} may change "
+            "elements whose gradient is zero: leave it out"
+        )
+    for group in optimizer.param_groups:
+        if group["weight_decay"]:
+            raise ConfigError(
+                f"sparse_step=True cannot decay weights (weight_decay={group['weight_decay']}), "
+                "which changes all elements: leave one of the two out"
+            )
+        if group["momentum"] and not method.takes_momentum:
+            raise ConfigError(
+                f"sparse_step=True goes with momentum={group['momentum']} only if the method takes "
+                f"it over, as DGC does; {method.name} does not: momentum=0"
+            )
+        if group["fused"]:
+            raise ConfigError("sparse_step=True: SGD(fused=True) takes no sparse gradients")
 
 
 def check_group(method: Compressor, optimizer: Any, group: dict[str, Any]) -> None:

@@ -300,7 +300,7 @@ def _everything(codec: Codec, x: Array, context: Context) -> Generator[Request, 
     def add_up(*frames: np.ndarray) -> list[np.ndarray]:
         total = np.zeros(n, dtype)
         for rank, frame in enumerate(frames):
-            total += decode_coded(codec, frame, n, dtype, sender=f"rank {rank}")[1]
+            decode_coded(codec, frame, n, dtype, sender=f"rank {rank}", out=total, add=True)
         return [total]
 
     size = coded_size(codec, n, dtype)

@@ -101,9 +101,10 @@ class _Work:
     def _own(self) -> slice:
         return self.shards[self.context.rank]
 
-    def _decode(self, frame: np.ndarray, shard: slice, sender: int) -> np.ndarray:
-        count = shard.stop - shard.start
-        return decode_coded(self.codec, frame, count, self.dtype, sender=f"rank {sender}")[1]
+    def _decode(self, frame: np.ndarray, sender: int, out: np.ndarray, add: bool = False) -> None:
+        """Write what a frame holds to ``out``, or add it."""
+        name = f"rank {sender}"
+        decode_coded(self.codec, frame, out.size, self.dtype, sender=name, out=out, add=add)
 
     def encode(self, step: int, x: np.ndarray, owner_residual: np.ndarray) -> list[np.ndarray]:
         """Return a frame for each rank; and what the frames decode to, less what came from
@@ -116,7 +117,7 @@ class _Work:
         frames = [encode_coded(self.codec, x[shard], random) for shard in self.shards]
         sent = np.empty_like(x)
         for shard, frame in zip(self.shards, frames, strict=True):
-            sent[shard] = self._decode(frame, shard, self.context.rank)
+            self._decode(frame, self.context.rank, sent[shard])
         return [*frames, sent - foreign if moved else sent]
 
     def add_up(
@@ -127,13 +128,15 @@ class _Work:
         left = np.zeros(self.n, self.dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # of a non-finite step
             for rank, frame in enumerate(frames):
-                total += self._decode(frame, self._own, rank)
+                self._decode(frame, rank, total, add=True)
             frame = encode_coded(self.codec, total, self._random(step, 1))
-            left[self._own] = total - self._decode(frame, self._own, self.context.rank)
+            own = left[self._own]
+            self._decode(frame, self.context.rank, own)
+            np.subtract(total, own, out=own)
         return [frame, left]
 
     def decode(self, *frames: np.ndarray) -> list[np.ndarray]:
         total = np.empty(self.n, self.dtype)
         for rank, (shard, frame) in enumerate(zip(self.shards, frames, strict=True)):
-            total[shard] = self._decode(frame, shard, rank)
+            self._decode(frame, rank, total[shard])
         return [total]

@@ -55,6 +55,16 @@ class Codec(Configurable, abc.ABC, kind="block"):
         which come from another rank: whatever they are, the result is an array or a ``ValueError``.
         """
 
+    def encode_to(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
+        """Write what ``encode`` returns to ``out``, ``size(n, dtype)`` bytes."""
+        out[:] = self.encode(x, random)
+
+    def decode_to(self, code: np.ndarray, out: np.ndarray, add: bool = False) -> None:
+        """Write what ``decode`` returns to ``out`` (1-D, contiguous), or with ``add`` add it."""
+        values = self.decode(code, out.size, out.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.add(out, values, out=out) if add else np.copyto(out, values)
+
     def check_feedback(self, d: int) -> None:
         """Raise ``ConfigError`` unless error feedback converges with this codec for ``d`` elements.
 

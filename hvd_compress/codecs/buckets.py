@@ -6,6 +6,7 @@ import numpy as np
 
 from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
+from hvd_compress.kernels.reference import sums
 
 #: how large a run is, as a number
 NORMS = ("l2", "max")
@@ -41,7 +42,7 @@ def norms(x: np.ndarray, bucket: int | None, norm: str) -> np.ndarray:
         if norm == "max":
             found.append(np.abs(part).max(axis=1, initial=0))
         else:
-            found.append(np.sqrt(np.square(part, dtype=np.float64).sum(axis=1)))
+            found.append(np.sqrt(sums(np.square(part, dtype=np.float64))))
     with np.errstate(over="ignore"):
         return np.concatenate(found).astype(x.dtype)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
 from hvd_compress.codecs import buckets
 from hvd_compress.codecs.columns import Columns
 from hvd_compress.kernels.bitpacking import full_bytes
+from hvd_compress.kernels.codecs import Halves
+from hvd_compress.kernels.reference import sums
 from hvd_compress.operator_classes import Classes
 
 
@@ -41,17 +44,21 @@ class column_means(Columns, name="column_means"):
     def __post_init__(self) -> None:
         self._check_column()
 
+    @functools.cached_property
+    def _loops(self) -> Halves:
+        return Halves(self.column)
+
     def _code_size(self, n: int) -> int:
         return full_bytes(n)
 
     def _encode(self, x: np.ndarray, length: int) -> tuple[list[np.ndarray], np.ndarray]:
         bits, levels = x >= 0, []
         columns = zip(buckets.rows(x, length), buckets.rows(bits, length), strict=True)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             for part, is_high in columns:
                 count = np.count_nonzero(is_high, axis=1)
-                low = np.minimum(part, 0).sum(axis=1) / np.maximum(part.shape[1] - count, 1)
-                high = np.maximum(part, 0).sum(axis=1) / np.maximum(count, 1)
+                low = sums(np.where(is_high, 0, part)) / np.maximum(part.shape[1] - count, 1)
+                high = sums(np.where(is_high, part, 0)) / np.maximum(count, 1)
                 levels.append(np.stack([low, high], axis=1).astype(part.dtype))
         return levels, np.packbits(bits)
 

@@ -36,6 +36,9 @@ class contraction(Codec, name="contraction"):
     def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         return self.codec.encode(x, random)
 
+    def encode_to(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
+        self.codec.encode_to(x, random, out)
+
     def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
         values = self.codec.decode(code, n, dtype)
         values /= self.codec.classes(n).zeta if n else 1

@@ -4,20 +4,22 @@ Beznosikov et al., JMLR 2023)."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
 
-from hvd_compress.codecs.base import Codec
+from hvd_compress.codecs.compiled import Compiled
 from hvd_compress.codecs.dithering import Dithering
 from hvd_compress.config import check_choice, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.bitpacking import full_bytes
+from hvd_compress.kernels.codecs import Digits, Natural
 from hvd_compress.operator_classes import Classes
 
 
 @dataclasses.dataclass(frozen=True)
-class natural(Codec, name="natural"):
+class natural(Compiled, name="natural"):
     """Sign and exponent: |x| between 2^e and 2^(e+1) becomes one of the two, and zero zero.
 
     Sent: 9 bits an element, the sign and eight bits of exponent as in float32; of float64 too, so
@@ -41,7 +43,11 @@ class natural(Codec, name="natural"):
     def size(self, n: int, dtype: np.dtype) -> int:
         return n + full_bytes(n)
 
-    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    @property
+    def _loops(self) -> Natural:
+        return Natural(self.biased)
+
+    def _to_bytes(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         size = np.abs(x)
         mantissa, exponent = np.frexp(size)  # size = mantissa * 2^exponent, 1/2 <= mantissa < 1
         code = exponent + 126  # of the power below, as float32 has it
@@ -49,10 +55,11 @@ class natural(Codec, name="natural"):
             part = np.where(code < 1, np.ldexp(size, 126), 2 * mantissa - 1)
         limit = 0.5 if self.biased else random.random(x.size, np.float32)
         code = np.minimum(np.maximum(code, 0) + (limit < part), 255) * (size > 0)
+        code = np.where(np.isfinite(size), code, 255)
         signs = np.packbits(x < 0, bitorder="little")
         return np.concatenate([code.astype(np.uint8), signs])
 
-    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+    def _from_bytes(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
         exponents, signs = code[:n], np.unpackbits(code[n:], count=n, bitorder="little")
         # As the bits of a float32: 255 is Inf, what overflowed.
         bits = exponents.astype(np.uint32) << np.uint32(23) | signs.astype(np.uint32) << np.uint32(
@@ -97,8 +104,21 @@ class exponential_dithering(Dithering, name="exponential_dithering"):
     def _grid(self) -> np.ndarray:
         return np.concatenate([[0.0], float(self.base) ** np.arange(1 - self.levels, 1)])
 
+    @functools.cached_property
+    def _loops(self) -> Digits:
+        grid = self._grid
+        return Digits(
+            "exponential",
+            2 * self.levels + 1,
+            self.levels,
+            self.bucket,
+            self.norm == "l2",
+            grid=tuple(grid),
+            table=np.concatenate([-grid[:0:-1], grid]),
+        )
+
     def _digits(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        size, grid = np.abs(x), self._grid.astype(x.dtype)
+        size, grid = np.fmax(np.abs(x), 0), self._grid.astype(x.dtype)
         low = np.clip(np.searchsorted(grid, size, side="right") - 1, 0, self.levels - 1)
         width = (grid[1:] - grid[:-1])[low]
         low += random.random(x.size, np.float32) * width < size - grid[low]

@@ -8,12 +8,13 @@ import functools
 import numpy as np
 
 from hvd_compress.codecs import buckets
-from hvd_compress.codecs.base import Codec
+from hvd_compress.codecs.compiled import Compiled
 from hvd_compress.config import check_choice
+from hvd_compress.kernels.codecs import Digits
 
 
 @dataclasses.dataclass(frozen=True)
-class float8(Codec, name="float8"):
+class float8(Compiled, name="float8"):
     """Eight bits an element and a scale a bucket, to the nearest, ties to even.
 
     The scale puts the largest element of a bucket at the format's largest number, so nothing
@@ -37,29 +38,48 @@ class float8(Codec, name="float8"):
     def size(self, n: int, dtype: np.dtype) -> int:
         return buckets.count(n, self.bucket) * dtype.itemsize + n
 
-    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    @functools.cached_property
+    def _loops(self) -> Digits:
+        exponent, mantissa = int(self.format[1]), int(self.format[3])
+        return Digits(
+            "float8",
+            256,
+            length=self.bucket,
+            limit=float(_positive(self.format)[-1]),
+            mantissa=mantissa,
+            bias=2 ** (exponent - 1) - 1,
+            table=_numbers(self.format),
+        )
+
+    def _to_bytes(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         grid = _positive(self.format).astype(x.dtype)
         largest = buckets.norms(x, self.bucket, "max")
         scales = largest / grid[-1]
         # Of subnormal numbers the quotient may be 0, or too small for its inverse.
         scales = np.where(scales > 0, scales, np.where(largest > 0, largest, 0)).astype(x.dtype)
         safe = np.where(scales > 0, scales, 1)
-        size = np.minimum(np.abs(x) / buckets.per_element(safe, x.size, self.bucket), grid[-1])
+        size = np.fmin(np.abs(x) / buckets.per_element(safe, x.size, self.bucket), grid[-1])
         high = np.clip(np.searchsorted(grid, size), 1, grid.size - 1)
         below, above = size - grid[high - 1], grid[high] - size
         code = high - ((below < above) | ((below == above) & (high % 2 == 1)))
         code = code.astype(np.uint8) | (np.signbit(x) * np.uint8(128)).astype(np.uint8)
         return np.concatenate([scales.astype(x.dtype.newbyteorder("<")).view(np.uint8), code])
 
-    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+    def _from_bytes(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
         split = buckets.count(n, self.bucket) * dtype.itemsize
         scales = code[:split].view(dtype.newbyteorder("<")).astype(dtype)
-        grid = np.full(128, np.nan)
-        known = _positive(self.format)
-        grid[: known.size] = known
-        table = np.concatenate([grid, -grid]).astype(dtype)
+        table = _numbers(self.format).astype(dtype)
         with np.errstate(invalid="ignore", over="ignore"):
             return table[code[split:]] * buckets.per_element(scales, n, self.bucket)
+
+
+@functools.cache
+def _numbers(format: str) -> np.ndarray:
+    """What each of the 256 codes stands for."""
+    grid = np.full(128, np.nan)
+    known = _positive(format)
+    grid[: known.size] = known
+    return np.concatenate([grid, -grid])
 
 
 @functools.cache

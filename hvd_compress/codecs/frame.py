@@ -26,6 +26,7 @@ import numpy as np
 
 from hvd_compress.codecs.base import Codec
 from hvd_compress.errors import PayloadError
+from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.wire.frame import (
     HEADER,
     MAGIC,
@@ -74,11 +75,10 @@ def encode_coded(
     frame = np.zeros(size, np.uint8)
     start = START + own.size
     frame[START:start] = own
-    if not codec.takes_non_finite and not np.isfinite(x).all():
+    if not codec.takes_non_finite and not all_finite(x):
         status |= _NOT_FINITE
     else:
-        code = codec.encode(x, random)
-        frame[start : start + code.size] = code
+        codec.encode_to(x, random, frame[start : start + codec.size(x.size, x.dtype)])
     return seal(frame, _header(codec, x.size, x.dtype, status))
 
 
@@ -97,9 +97,12 @@ def decode_coded(
     n: int | None = None,
     *,
     sender: str = "a rank",
+    out: np.ndarray | None = None,
+    add: bool = False,
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """``(indices, values)``; indices are ``None`` unless ``n`` is given, and all values are NaN if
-    one of the sender's was not finite.  ``count`` is ``None`` if only the sender knows it.
+    one of the sender's was not finite.  ``count`` is ``None`` if only the sender knows it.  Values
+    are written to ``out`` (1-D, contiguous, of ``dtype``) if that is given, or with ``add`` added.
 
     Raises:
         PayloadError: the frame is damaged, or made with other options than this rank's; or its
@@ -142,9 +145,12 @@ def decode_coded(
             code = frame[START:start]
             indices = unpack(code, count, n) if packed else plain_indices(code, n)
             indices = indices.astype(index_dtype(n), copy=False)
+        values = np.empty(count, dtype) if out is None else out
         if status & _NOT_FINITE:
-            return indices, np.full(count, np.nan, dtype)
-        return indices, codec.decode(frame[start : start + codes], count, dtype)
+            values[:] = np.nan
+        else:
+            codec.decode_to(frame[start : start + codes], values, add)
+        return indices, values
     except ValueError as error:
         raise fail(str(error)) from None
 

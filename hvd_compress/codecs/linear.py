@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from hvd_compress.codecs import buckets
 from hvd_compress.codecs.columns import Columns
 from hvd_compress.config import check_choice
 from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
+from hvd_compress.kernels.codecs import Digits
 from hvd_compress.operator_classes import Classes
 
 
@@ -47,6 +49,10 @@ class linear(Columns, name="linear"):
     def _base(self) -> int:
         return 2 * self._largest + 1
 
+    @functools.cached_property
+    def _loops(self) -> Digits:
+        return Digits("linear", self._base, self._largest, self.column, zero=self._largest)
+
     def _code_size(self, n: int) -> int:
         return digits_size(n, self._base)
 
@@ -60,7 +66,7 @@ class linear(Columns, name="linear"):
                 scale[~np.isfinite(scale * largest)] = np.inf
                 steps = np.rint(part / np.where(scale > 0, scale, 1))
                 # Scales below the normal numbers are coarse: x / scale may be more than L.
-                np.clip(steps, -largest, largest, out=steps)
+                np.fmin(np.fmax(steps, -largest, out=steps), largest, out=steps)
                 steps += largest
                 own[:] = steps
             levels.append(scale)

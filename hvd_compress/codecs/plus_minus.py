@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from hvd_compress.codecs.sign import _Signs
+from hvd_compress.kernels.codecs import Signs
 from hvd_compress.operators.threshold import check_tau
 
 
@@ -26,5 +27,9 @@ class plus_minus(_Signs, name="plus_minus"):
     def __post_init__(self) -> None:
         check_tau(self.tau)
 
-    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
-        return super().decode(code, n, dtype) * dtype.type(self.tau)
+    @property
+    def _loops(self) -> Signs:
+        return Signs(float(self.tau))
+
+    def _from_bytes(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+        return super()._from_bytes(code, n, dtype) * dtype.type(self.tau)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
 from hvd_compress.codecs.dithering import Dithering
+from hvd_compress.kernels.codecs import Digits
 from hvd_compress.operator_classes import Classes
 
 
@@ -35,8 +37,17 @@ class uniform_dithering(Dithering, name="uniform_dithering"):
     def _unit(self) -> int:  # type: ignore[override]
         return self.levels
 
+    @functools.cached_property
+    def _loops(self) -> Digits | None:
+        base, l2 = 2 * self.levels + 1, self.norm == "l2"
+        if base > 256:
+            return None
+        numbers = {"zero": self.levels, "unit": self.levels}
+        return Digits("uniform", base, self.levels, self.bucket, l2, **numbers)
+
     def _digits(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        steps = x * self.levels
+        with np.errstate(over="ignore"):
+            steps = np.fmin(np.fmax(x * self.levels, -self.levels - 1), self.levels + 1)
         low = np.floor(steps)
         low += random.random(x.size, np.float32) < steps - low
         return (np.clip(low, -self.levels, self.levels) + self.levels).astype(np.uint16)

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
-
 import numpy as np
 
-from hvd_compress.codecs.base import Classes, Codec
+from hvd_compress.codecs.base import Classes
+from hvd_compress.codecs.compiled import Compiled
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.bitpacking import full_bytes
+from hvd_compress.kernels.codecs import Signs, drawn_zeros, sum
 
 
-@dataclasses.dataclass(frozen=True)
-class _Signs(Codec):
-    #: bytes of the scale, in units of an element
-    _scales: ClassVar[int] = 0
+class _Signs(Compiled):
+    """The first bits of a byte are its lowest."""
 
     def size(self, n: int, dtype: np.dtype) -> int:
-        return self._scales * dtype.itemsize + full_bytes(n)
+        return full_bytes(n)
 
-    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    def _to_bytes(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         return np.packbits(x >= 0, bitorder="little")
 
-    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+    def _from_bytes(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
         bits = np.unpackbits(code, count=n, bitorder="little")
         values = bits.astype(dtype)
         values *= 2
@@ -42,17 +40,16 @@ class sign(_Signs, name="sign"):
 
     homogeneous = False
 
+    _loops = Signs(1.0, draws_zeros=True)
+
     def check_feedback(self, d: int) -> None:
         raise ConfigError(
             "sign() says nothing about magnitudes, so error feedback would wait for ever larger "
             "ones: scaled_sign() has them"
         )
 
-    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        bits = x > 0
-        zeros = np.flatnonzero(x == 0)
-        bits[zeros] = random.random(zeros.size) < 0.5
-        return np.packbits(bits, bitorder="little")
+    def _to_bytes(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        return np.packbits(x > 0, bitorder="little") | drawn_zeros(x, random)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,23 +64,28 @@ class scaled_sign(_Signs, name="scaled_sign"):
 
     norm: str = "l1"
 
-    _scales = 1
-
     def __post_init__(self) -> None:
         check_choice("norm", self.norm, ("l1", "l2"))
 
-    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    @property
+    def _loops(self) -> Signs:
+        return Signs(self.norm)
+
+    def size(self, n: int, dtype: np.dtype) -> int:
+        return dtype.itemsize + full_bytes(n)
+
+    def _to_bytes(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         if self.norm == "l1":
-            scale = np.abs(x).sum(dtype=np.float64) / max(x.size, 1)
+            scale = sum(x, "magnitude") / max(x.size, 1)
         else:
-            scale = np.sqrt(np.square(x, dtype=np.float64).sum() / max(x.size, 1))
+            scale = np.sqrt(sum(x, "square") / max(x.size, 1))
         with np.errstate(over="ignore"):
             head = np.array([scale], x.dtype.newbyteorder("<")).view(np.uint8)
-        return np.concatenate([head, super().encode(x, random)])
+        return np.concatenate([head, super()._to_bytes(x, random)])
 
-    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+    def _from_bytes(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
         scale = code[: dtype.itemsize].view(dtype.newbyteorder("<"))[0].astype(dtype)
-        return super().decode(code[dtype.itemsize :], n, dtype) * scale
+        return super()._from_bytes(code[dtype.itemsize :], n, dtype) * scale
 
     def classes(self, d: int) -> Classes:
         """Return the constants for ``norm="l1"``: |C(x)|^2 = <C(x), x> = |x|_1^2 / d, at least

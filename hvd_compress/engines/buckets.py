@@ -10,7 +10,15 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Exchange, Gather, Outcome
 from hvd_compress.engines.base import Engine
-from hvd_compress.engines.joining import Member, joined
+from hvd_compress.engines.joining import (
+    BucketExchange,
+    Form,
+    Look,
+    Member,
+    describe_joint,
+    form_of,
+    joined,
+)
 from hvd_compress.errors import ConfigError
 from hvd_compress.times import phase
 
@@ -47,6 +55,8 @@ class Buckets:
             sent one by one.
         same_order: all ranks start tensors in the same order, so rank 0 need not send its order.
         names: tensors in an order that is known beforehand, the first ones ready first.
+        again: a function that returns the exchange of a bucket which is like that of the step
+            before, given its names and the form it had, or ``None``; then ``make`` is asked.
 
     Attributes:
         plan: the names of each bucket, in the order in which buckets are sent; empty before the end
@@ -62,21 +72,24 @@ class Buckets:
         groups: Sequence[Sequence[str]] | None = None,
         same_order: bool = False,
         names: Sequence[str] = (),
+        again: Callable[[Sequence[str], Form], BucketExchange | None] = lambda names, form: None,
     ) -> None:
         if nbytes < 1:
             raise ConfigError(f"bucket_bytes={nbytes}: at least 1")
         self._engine, self._make, self.nbytes = engine, make, nbytes
+        self._again, self._forms = again, dict[tuple[str, ...], Form | None]()
         self._groups = groups
         self._same_order = same_order
         self.plan: list[tuple[str, ...]] = []
         self._bucket_of: dict[str, int] = {}
-        self._planned: dict[str, Hashable] = {}  # kinds by name
+        self._planned: dict[str, Look] = {}
         self._places = {name: i for i, name in enumerate(names)}
         self._reset()
 
     def _reset(self) -> None:
         self._started: dict[str, None] = {}  # names in this step, in the order in which they came
         self._members: dict[str, Member] = {}  # those whose exchange has begun
+        self._repeated: dict[str, int] = {}  # names of those without a member, and their weights
         self._sent: set[str] = set()
         self._missing = [len(bucket) for bucket in self.plan]
         self._next = 0  # bucket of the plan
@@ -97,8 +110,13 @@ class Buckets:
                 self._missing[index] -= 1
         while self._next < len(self.plan) and not self._missing[self._next]:
             bucket = self.plan[self._next]
-            self._begin(bucket)
-            self._send([name for name in bucket if self._is_as_planned(name)])
+            if not self._send_again(bucket):
+                self._begin(bucket)
+                as_planned = [name for name in bucket if self._is_as_planned(name)]
+                self._send(as_planned)
+                members = [self._members[name] for name in as_planned]
+                whole = len(members) == len(bucket)
+                self._forms[bucket] = form_of(members) if whole else None
             self._next += 1
         if self._members:
             self._engine().poll()
@@ -111,14 +129,14 @@ class Buckets:
         """
         engine = self._engine()
         names = list(self._started) if self._same_order else self._sorted()
-        self._begin(name for name in names if name not in self._members)
+        self._begin(n for n in names if n not in self._members and n not in self._repeated)
         engine.check_step(
-            lambda: [f"{name} by {self._members[name].first}" for name in names],
+            lambda: [f"{name} by {self._first(name)}" for name in names],
             planned=all(name in self._bucket_of for name in names),
         )
         for bucket in self.plan[self._next :]:  # some of it did not come in this step
             left = [name for name in bucket if name in self._members]
-            self._send([name for name in left if not self._members[name].together])
+            self._send([name for name in left if not self._members[name].look.together])
         for bucket in self._split([name for name in names if name not in self._sent]):
             self._send(bucket)
         outcomes: dict[str, Outcome] = {}
@@ -126,10 +144,12 @@ class Buckets:
             parts = engine.finish()
         for part in parts.values():
             outcomes |= part
-        kinds = {name: member.kind for name, member in self._members.items()}
-        if self._planned != kinds:
-            self._make_plan(engine, names, like)
-            self._planned = kinds
+        if len(self._repeated) < len(self._planned) or self._members:
+            looks = {name: self._look(name) for name in names}
+            kinds = {name: look.kind for name, look in looks.items()}
+            if kinds != {name: look.kind for name, look in self._planned.items()}:
+                self._planned = looks
+                self._make_plan(engine, names, like)
         self._reset()
         return outcomes
 
@@ -147,25 +167,46 @@ class Buckets:
         if names := list(names):
             self._members.update(zip(names, self._make(names), strict=True))
 
+    def _send_again(self, bucket: tuple[str, ...]) -> bool:
+        """Send a bucket as in the step before; return whether that is possible."""
+        if (form := self._forms.get(bucket)) is None:
+            return False
+        if (exchange := self._again(bucket, form)) is None:
+            return False
+        self._repeated.update(zip(bucket, form.weights, strict=True))
+        self._launch(bucket, exchange)
+        return True
+
     def _send(self, names: Sequence[str]) -> None:
-        if not names:
-            return
-        engine = self._engine()
+        if names:
+            engine, members = self._engine(), [self._members[name] for name in names]
+            self._launch(names, joined(members, engine.rank, engine.size))
+
+    def _launch(self, names: Sequence[str], exchange: BucketExchange) -> None:
         self._sent.update(names)
-        members = [self._members[name] for name in names]
         label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        engine.start(label, joined(members, engine.rank, engine.size))
+        self._engine().start(label, exchange)
+
+    def _first(self, name: str) -> str:
+        """How a tensor's first request is described."""
+        if name in self._members:
+            return self._members[name].first
+        return describe_joint(self._repeated[name])
+
+    def _look(self, name: str) -> Look:
+        return self._members[name].look if name in self._members else self._planned[name]
 
     def _is_as_planned(self, name: str) -> bool:
         """Whether a tensor may leave with its bucket: where all that request the same belong
         together, only if the plan was made for such requests."""
         member = self._members[name]
-        return not member.together or self._planned[name] == member.kind
+        return not member.look.together or self._planned[name].kind == member.look.kind
 
     def _make_plan(self, engine: Engine, names: list[str], like: Array) -> None:
         if not self._same_order and engine.sums_in_rank_order and engine.size > 1:
             engine.start(_PLAN, _order_of_rank_0([names.index(n) for n in self._started], like))
             names = [names[i] for i in engine.finish()[_PLAN]]
+        self._forms.clear()
         self.plan = self._split(names)
         self._bucket_of = {name: i for i, bucket in enumerate(self.plan) for name in bucket}
 
@@ -174,8 +215,8 @@ class Buckets:
         if self._groups is not None:
             by_request: dict[Hashable, list[str]] = {}
             for name in names:
-                if (member := self._members[name]).together:
-                    by_request.setdefault(member.kind, []).append(name)
+                if (look := self._look(name)).together:
+                    by_request.setdefault(look.kind, []).append(name)
             free = set(names).difference(*by_request.values())
             together = [tuple(n for n in group if n in free) for group in self._groups]
             grouped = set(itertools.chain(*together))
@@ -185,13 +226,13 @@ class Buckets:
         open_buckets: dict[Hashable, list[str]] = {}
         sizes: dict[Hashable, int] = {}
         for name in names:
-            member = self._members[name]
-            bucket = open_buckets.setdefault(member.kind, [])
+            look = self._look(name)
+            bucket = open_buckets.setdefault(look.kind, [])
             bucket.append(name)
-            sizes[member.kind] = sizes.get(member.kind, 0) + member.nbytes
-            if sizes[member.kind] >= self.nbytes and not member.together:
+            sizes[look.kind] = sizes.get(look.kind, 0) + look.nbytes
+            if sizes[look.kind] >= self.nbytes and not look.together:
                 buckets.append(tuple(bucket))
-                del open_buckets[member.kind], sizes[member.kind]
+                del open_buckets[look.kind], sizes[look.kind]
         return [*buckets, *map(tuple, open_buckets.values())]
 
 

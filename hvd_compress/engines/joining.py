@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,38 @@ BucketExchange = Generator[Collective, Any, dict[str, Outcome]]
 Round = Generator[Collective, Any, None]
 
 
+class Look(NamedTuple):
+    """What decides which bucket a tensor belongs to: the kind of its first request (requests of one
+    kind can be joined), whether all tensors of this kind belong into one bucket, and the bytes of
+    the uncompressed gradient."""
+
+    kind: Hashable
+    together: bool
+    nbytes: int
+
+
+class Form(NamedTuple):
+    """The common exchange of all tensors of a bucket, with their weights; see
+    :class:`hvd_compress.base.Joint`."""
+
+    function: Any
+    weights: tuple[int, ...]
+
+
+def form_of(members: Sequence[Member]) -> Form | None:
+    """Return the form of a bucket whose exchanges were one; ``None`` if they were not."""
+    one = members[0].first_request
+    weights: list[int] = []
+    if not isinstance(one, Joint) or one.together:
+        return None
+    for member in members:
+        request = member.first_request
+        if not isinstance(request, Joint) or request.function is not one.function:
+            return None
+        weights.append(request.weight)
+    return Form(one.function, tuple(weights))
+
+
 class Member:
     """The exchange of one tensor, with its current ``request`` or, when it is finished, its
     ``outcome``.  The constructor runs the exchange up to its first request; this is where gradients
@@ -58,26 +90,25 @@ class Member:
         nbytes: the bytes of the uncompressed gradient.
 
     Attributes:
-        kind: the kind of the first request; requests of one kind can be joined.
-        together: all tensors of this kind belong into one bucket.
+        look: what decides about its bucket.
     """
 
     def __init__(
         self, name: str, exchange: Generator[Any, Any, Any], record: Record, nbytes: int = 0
     ) -> None:
-        self.name, self.nbytes = name, nbytes
-        self.record, self._exchange = record, exchange
+        self.name, self.record, self._exchange = name, record, exchange
         self.request: Any = None
         self.outcome: Outcome | None = None
         self.advance(None)
-        self.kind: Hashable = None if self.request is None else kind_of(self.request)
-        self.together = isinstance(self.request, Joint) and self.request.together
-        self._first = self.request
+        kind = None if self.request is None else kind_of(self.request)
+        together = isinstance(self.request, Joint) and self.request.together
+        self.look = Look(kind, together, nbytes)
+        self.first_request = self.request
 
     @property
     def first(self) -> str:
         """The properties of the first request that must be the same on all ranks, as text."""
-        return "" if self._first is None else describe(self._first)
+        return "" if self.first_request is None else describe(self.first_request)
 
     def advance(self, reply: Any) -> None:
         """Send the reply into the exchange; ``None`` before the first request."""
@@ -134,7 +165,7 @@ def describe(request: Request) -> str:
     if isinstance(request, Batch):
         return "local work"
     if isinstance(request, Joint):
-        return f"joint work of weight {request.weight}"
+        return describe_joint(request.weight)
     if isinstance(request, Alltoall):
         sizes = [backend_of(p).size(p) for p in request.payloads] if request.equal_sizes else "some"
         return f"alltoall of {sizes}"
@@ -146,6 +177,11 @@ def describe(request: Request) -> str:
     xp, array = backend_of(request.array), request.array
     wire = (isinstance(request, Sum) and request.wire) or xp.dtype(array)
     return f"{type(request).__name__.lower()} of {xp.size(array)} {wire}"
+
+
+def describe_joint(weight: int) -> str:
+    """Return what :func:`describe` returns for a ``Joint`` request of this weight."""
+    return f"joint work of weight {weight}"
 
 
 # -- one round of requests of one kind ----------------------------------------------------------
@@ -251,18 +287,29 @@ def _sparse_sum(group: Sequence[Member], rank: int, size: int) -> Round:
 
 
 def _joint(group: Sequence[Member], rank: int, size: int) -> Round:
-    """Run the common exchange, and count its bytes to all."""
     requests: list[Joint] = [member.request for member in group]
-    record = Record()
-    common = Member("", requests[0].function([r.argument for r in requests]), record)
-    yield from joined([common], rank, size)
-    bounds = [0, *itertools.accumulate(request.weight for request in requests)]
-    replies: Any = common.outcome
-    sent, received = (_shares(n, bounds) for n in (record.bytes_sent, record.bytes_received))
-    for i, (member, reply) in enumerate(zip(group, replies, strict=True)):
-        member.record.bytes_sent += sent[i]
-        member.record.bytes_received += received[i]
+    form = Form(requests[0].function, tuple(request.weight for request in requests))
+    arguments = [request.argument for request in requests]
+    records = [member.record for member in group]
+    replies = yield from run_form(form, arguments, records, rank, size)
+    for member, reply in zip(group, replies, strict=True):
         member.advance(reply)
+
+
+def run_form(
+    form: Form, arguments: list[Any], records: Sequence[Record], rank: int, size: int
+) -> Generator[Collective, Any, Any]:
+    """Run the common exchange of a bucket, and return what it returns; its bytes are counted to all
+    tensors by their weights."""
+    record = Record()
+    common = Member("", form.function(arguments), record)
+    yield from joined([common], rank, size)
+    bounds = [0, *itertools.accumulate(form.weights)]
+    sent, received = (_shares(n, bounds) for n in (record.bytes_sent, record.bytes_received))
+    for own, its_sent, its_received in zip(records, sent, received, strict=True):
+        own.bytes_sent += its_sent
+        own.bytes_received += its_received
+    return common.outcome
 
 
 def _shares(n: Any, bounds: Sequence[int]) -> Sequence[Any]:

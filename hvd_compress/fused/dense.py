@@ -55,6 +55,15 @@ class FusedSum:
         key = xp.__name__, dtype, getattr(x, "device", None)
         return Joint(self, tensor, weight=xp.size(x), key=key)
 
+    def again(self, gradient: Array, state: State, weight: int, context: Context) -> Tensor | None:
+        """See :class:`hvd_compress.chain.Fused`."""
+        xp = backend_of(gradient)
+        scratch = context.scratch
+        if self.before or scratch is None or xp.dtype(gradient) not in ("float32", "float64"):
+            return None
+        own = {} if self.momentum is None else {"velocity": state["velocity"]}
+        return Tensor(gradient, xp.widen(gradient), own, scratch)
+
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         xp = backend_of(tensors[0].x)
         sizes = [xp.size(t.x) for t in tensors]

@@ -22,7 +22,13 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Gather, Outcome, Request, Sparse
 
 _ALIGNMENT = 64  # bytes; libraries copy what does not begin at such an address
-_UNUSED = 3  # references to an array that only the memory, a loop and the count itself refer to
+
+
+def _references(arrays: list[np.ndarray], i: int) -> int:
+    return sys.getrefcount(arrays[i])
+
+
+_UNUSED = _references([np.empty(0)], 0)  # when only a list refers to it
 
 
 class Memory:
@@ -32,14 +38,18 @@ class Memory:
         self._arrays: dict[int, list[np.ndarray]] = {}
         self._lock = threading.Lock()
 
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for known in self._arrays.values() for array in known)
+
     def take(self, n: int) -> np.ndarray:
         """Return an array of ``n`` elements, in which there is anything."""
         with self._lock:
             known = self._arrays.setdefault(n, [])
-            for array in known:
+            for i in range(len(known)):
                 # Views of it count as well, those of libraries included.
-                if sys.getrefcount(array) == _UNUSED:
-                    return _aligned(array, n)
+                if _references(known, i) == _UNUSED:
+                    return _aligned(known[i], n)
             known.append(array := np.empty(n + _ALIGNMENT // 4, np.float32))
             return _aligned(array, n)
 
@@ -64,8 +74,8 @@ def exchange_on_host(
         tensors: its arguments, but with symbols; they have a ``gradient``, which is float32, ``x``,
             a ``state`` and ``scratch``.
         size: bytes of the message; ``None`` if ranks' messages may differ in size.
-        decode: returns the indices (int64) into all tensors end to end and the values (float32) of
-            a message, which are what this rank has sent.
+        decode: returns the indices (int64), each into its tensor, and the values (float32) of a
+            message, which are what this rank has sent.
         counts: how many of them belong to each tensor.
     """
     xp = backend_of(tensors[0].x)

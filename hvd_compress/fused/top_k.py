@@ -24,7 +24,7 @@ from hvd_compress.chain import Transform, in_range
 from hvd_compress.codecs import logarithmic
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.fused.on_host import Memory, exchange_on_host
-from hvd_compress.kernels import Step, loops_of
+from hvd_compress.kernels import Step, loops_of, merge
 from hvd_compress.operators import top_k
 from hvd_compress.times import phase
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
@@ -36,7 +36,8 @@ _V, _R = "velocity", "residual"
 
 class Tensor(NamedTuple):
     """One tensor of a bucket in one step: the gradient as it was given, flat as ``x``, and how many
-    elements are selected; the rest is as in :class:`hvd_compress.base.Context`."""
+    elements are selected; the rest is as in :class:`hvd_compress.base.Context`, and the same for
+    all tensors."""
 
     gradient: Array
     x: Array
@@ -44,6 +45,7 @@ class Tensor(NamedTuple):
     k: int
     scratch: dict[str, Any]
     in_place: bool
+    sparse: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,8 +89,21 @@ class FusedTopK:
             x, _ = transform.update(x, {}, context)
         if loops_of(x) is None:
             return None
-        tensor = Tensor(gradient, x, state, k, context.scratch, context.in_place)
+        tensor = Tensor(gradient, x, state, k, context.scratch, context.in_place, context.sparse)
         return Joint(self, tensor, weight=k, key=(xp.__name__, _device(x)))
+
+    def again(self, gradient: Array, state: State, weight: int, context: Context) -> Tensor | None:
+        """See :class:`hvd_compress.chain.Fused`."""
+        xp = backend_of(gradient)
+        scratch = context.scratch
+        if self.before or scratch is None or xp.dtype(gradient) != "float32":
+            return None
+        x = xp.widen(gradient)
+        if loops_of(x) is None:
+            return None
+        keys = (_R,) if self.momentum is None else (_R, _V)
+        own = {key: state[key] for key in keys}
+        return Tensor(gradient, x, own, weight, scratch, context.in_place, context.sparse)
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         xp = backend_of(tensors[0].x)
@@ -105,14 +120,14 @@ class FusedTopK:
         # In host memory, where it was made, and where the replies are read.
         frames = yield Gather(xp.from_numpy(frame, None), bucket.message.size is not None)
 
-        means = [t.x if t.in_place else bucket.empty(t.x) for t in tensors]
         with phase("add_up"):
             theirs = [
                 bucket.message.decode(xp.to_numpy(frame), f"rank {rank}")
                 for rank, frame in enumerate(frames)
             ]
-            finite = loops_of(tensors[0].x).add_up(
-                means, [own for own, _ in theirs], [own for _, own in theirs], self.size
+            parts = [own for own, _ in theirs], [own for _, own in theirs]
+            means, finite = (self._sparse if tensors[0].sparse else self._dense)(
+                bucket, tensors, *parts
             )
         mine = Sparse(
             xp.from_numpy(indices - bucket.shifts, tensors[0].x), xp.from_numpy(sent, tensors[0].x)
@@ -122,10 +137,41 @@ class FusedTopK:
             start, stop = bucket.bounds[i : i + 2]
             own = Sparse(mine.indices[start:stop], mine.values[start:stop])
             state = bucket.swap(i, tensor.state) if fine else in_range(tensor.state)
-            in_gradient = xp.address(mean) == xp.address(tensor.gradient)
-            shaped = tensor.gradient if in_gradient else xp.restore(mean, tensor.gradient)
-            outcomes.append(Outcome(shaped, own, state))
+            outcomes.append(Outcome(mean, own, state))
         return outcomes
+
+    def _dense(
+        self,
+        bucket: _Bucket,
+        tensors: list[Tensor],
+        indices: list[np.ndarray],
+        values: list[np.ndarray],
+    ) -> tuple[list[Array], np.ndarray]:
+        """Return the mean of each tensor, and whether all ranks' values of it are finite."""
+        xp = backend_of(tensors[0].x)
+        means = [t.x if t.in_place else bucket.empty(t.x) for t in tensors]
+        finite = loops_of(tensors[0].x).add_up(means, indices, values, self.size)
+        for i, (tensor, mean) in enumerate(zip(tensors, means, strict=True)):
+            in_gradient = xp.address(mean) == xp.address(tensor.gradient)
+            means[i] = tensor.gradient if in_gradient else xp.restore(mean, tensor.gradient)
+        return means, finite
+
+    def _sparse(
+        self,
+        bucket: _Bucket,
+        tensors: list[Tensor],
+        indices: list[np.ndarray],
+        values: list[np.ndarray],
+    ) -> tuple[list[Sparse], np.ndarray]:
+        """The same, with each mean as the elements that any rank has sent."""
+        xp = backend_of(tensors[0].x)
+        places, mean = merge(indices, values, self.size)
+        cuts = np.searchsorted(places, [*bucket.starts, sum(bucket.sizes)])
+        means, finite = [], np.isfinite(mean)
+        for start, a, b in zip(bucket.starts, cuts, cuts[1:], strict=False):
+            own = places[a:b] - start, mean[a:b]
+            means.append(Sparse(*(xp.from_numpy(part, tensors[0].x) for part in own)))
+        return means, np.logical_and.reduceat(finite, cuts[:-1])
 
     def _on_host(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         """The same of symbols."""
@@ -167,8 +213,9 @@ class _Bucket:
         self.message = _message(values, indices, sum(sizes), counts)
         self.selection = loops_of(tensors[0].x).Selection(sizes, counts)
         self.bounds = np.cumsum([0, *counts]).tolist()
+        self.starts = np.cumsum([0, *sizes[:-1]])
         #: what is taken off an index into all tensors, by entry
-        self.shifts = np.repeat(np.cumsum([0, *sizes[:-1]]), counts)
+        self.shifts = np.repeat(self.starts, counts)
         self._memory: Memory | None = tensors[0].scratch.get("memory")
         if self._memory is None:
             self._spare = self._fresh(tensors)

@@ -51,14 +51,17 @@ def load_horovod(
     return horovod
 
 
-def with_seed(factory: Callable[..., Any]) -> inspect.Signature:
-    """Return Horovod's signature with one more option for this package's methods: ``seed``, for
-    random numbers that the ranks share."""
+def with_options(factory: Callable[..., Any], **defaults: Any) -> inspect.Signature:
+    """Return Horovod's signature with more options for this package's methods, such as ``seed``."""
     signature = inspect.signature(factory)
-    if "seed" in signature.parameters:  # wrapped before
-        return signature
-    seed = inspect.Parameter("seed", inspect.Parameter.KEYWORD_ONLY, default=0, annotation=int)
-    return signature.replace(parameters=[*signature.parameters.values(), seed])
+    more = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=type(value)
+        )
+        for name, value in defaults.items()
+        if name not in signature.parameters  # wrapped before
+    ]
+    return signature.replace(parameters=[*signature.parameters.values(), *more])
 
 
 def bind_call(

@@ -35,6 +35,7 @@ __all__ = [
     "add_up",
     "is_compiled",
     "loops_of",
+    "merge",
     "quotients",
     "rice_pack",
     "rice_unpack",
@@ -117,6 +118,13 @@ def add_up(
     addresses = np.array([backend_of(x).address(x) for x in out])
     sizes = [backend_of(x).size(x) for x in out]
     return native.add_up(addresses, sizes, indices, values, size, threads())
+
+
+def merge(
+    indices: Sequence[np.ndarray], values: Sequence[np.ndarray], size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """See :func:`hvd_compress.kernels.reference.merge`."""
+    return (native or reference).merge(indices, values, size)
 
 
 def stream(arrays: Sequence[tuple[Array, Array, Array]]) -> None:

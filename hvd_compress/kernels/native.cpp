@@ -4,37 +4,17 @@
 // which the machine's best is taken when the module is loaded.  Products and sums are never
 // contracted (-ffp-contract=off), since results must be those of NumPy, bit for bit.
 
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <atomic>
-#include <cstdint>
-#include <cstring>
 #include <functional>
 #include <stdexcept>
-#include <thread>
-#include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#define INLINE inline __attribute__((always_inline))
-
-namespace py = pybind11;
+#include "common.h"
 
 namespace {
 
-using Index = std::int64_t;
-using Bits = std::uint32_t;
-template <class T>
-using Array = py::array_t<T, py::array::c_style>;
-
 constexpr Index kBlock = 128;           // elements that stay in the first-level cache
 constexpr Index kChunk = 256 * kBlock;  // elements that a thread takes at a time
-constexpr Index kStreamed = 1 << 21;    // results of more bytes go around the caches
 constexpr Bits kMagnitude = 0x7fffffff, kInfinity = 0x7f800000, kNaN = 0x7fc00000;
 
 INLINE Bits bits_of(float x) {
@@ -50,25 +30,6 @@ INLINE float number(Bits bits) {
   float x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
-}
-
-// Run work(i) for all i in 0..count-1 on several threads.  What is computed must not depend on
-// which thread takes which i.
-template <class Work>
-void parallel(Index count, int threads, const Work& work) {
-  threads = static_cast<int>(std::min<Index>(threads, count));
-  if (threads <= 1) {
-    for (Index i = 0; i < count; ++i) work(i);
-    return;
-  }
-  std::atomic<Index> next{0};
-  const auto loop = [&] {
-    for (Index i; (i = next.fetch_add(1)) < count;) work(i);
-  };
-  std::vector<std::thread> others;
-  for (int t = 1; t < threads; ++t) others.emplace_back(loop);
-  loop();
-  for (auto& other : others) other.join();
 }
 
 // -- accumulation and search ----------------------------------------------------------------------
@@ -99,8 +60,7 @@ namespace baseline {
 #include "loops.h"
 }
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define HVD_DISPATCHES
+#if defined(HVD_DISPATCHES)
 #pragma GCC push_options
 #pragma GCC target("avx2")
 #define HVD_AVX2
@@ -396,6 +356,44 @@ py::array_t<bool> add_up(const Array<Index>& addresses, const std::vector<Index>
   return finite;
 }
 
+// See merge of reference.py.
+py::tuple merge(const std::vector<Array<Index>>& indices, const std::vector<Array<float>>& values,
+                float size) {
+  if (indices.size() != values.size()) throw std::invalid_argument("values for each rank's indices");
+  std::vector<Index> places, more_places;
+  std::vector<float> total, more;
+  {
+    py::gil_scoped_release release;
+    for (std::size_t r = 0; r < indices.size(); ++r) {
+      const Index count = indices[r].size();
+      if (values[r].size() != count) throw std::invalid_argument("a value an index");
+      const Index* at = indices[r].data();
+      const float* value = values[r].data();
+      more_places.clear();
+      more.clear();
+      std::size_t have = 0;
+      for (Index i = 0; i < count; ++i) {
+        if (i && at[i] <= at[i - 1]) throw std::invalid_argument("indices must be ascending");
+        while (have < places.size() && places[have] < at[i]) {
+          more_places.push_back(places[have]);
+          more.push_back(total[have++]);
+        }
+        const bool known = have < places.size() && places[have] == at[i];
+        more_places.push_back(at[i]);
+        more.push_back(known ? total[have++] + value[i] : 0.0f + value[i]);
+      }
+      more_places.insert(more_places.end(), places.begin() + have, places.end());
+      more.insert(more.end(), total.begin() + have, total.end());
+      places.swap(more_places);
+      total.swap(more);
+    }
+    if (size != 1)
+      for (float& x : total) x /= size;
+  }
+  return py::make_tuple(Array<Index>(places.size(), places.data()),
+                        Array<float>(total.size(), total.data()));
+}
+
 // -- Rice codes -----------------------------------------------------------------------------------
 
 Index quotients(const Array<Index>& gaps, int b) {
@@ -487,14 +485,19 @@ void stream(const Array<Index>& addresses, const std::vector<Index>& sizes, int 
 
 }  // namespace
 
+void add_codecs(py::module_& m);  // of codecs.cpp
+
 PYBIND11_MODULE(native, m) {
   py::class_<Selection>(m, "Selection")
       .def(py::init<const std::vector<Index>&, const std::vector<Index>&>())
       .def("accumulate", &Selection::accumulate)
       .def("settle", &Selection::settle);
   m.def("add_up", add_up);
+  m.def("merge", merge);
   m.def("quotients", quotients);
   m.def("rice_pack", rice_pack);
   m.def("rice_unpack", rice_unpack);
   m.def("stream", stream);
+  auto codecs = m.def_submodule("codecs");
+  add_codecs(codecs);
 }

@@ -9,6 +9,9 @@ import numpy as np
 from hvd_compress.kernels.arrays import Selected, Step
 from hvd_compress.kernels.bitpacking import full_bytes, pack_fields, unpack_fields
 
+#: elements that are added up in one go
+_SUMMED = 4096
+
 
 class Selection:
     """Finds the elements of largest magnitude in each tensor of a bucket.
@@ -92,6 +95,45 @@ def add_up(
     for x, part in zip(out, np.split(total, bounds[:-1]), strict=True):
         x[:] = part
     return finite
+
+
+def merge(
+    indices: Sequence[np.ndarray], values: Sequence[np.ndarray], size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sum of sparse vectors, divided by ``size``, as ascending indices (int64) and their
+    values (float32).
+
+    Args:
+        indices, values: of each vector, ascending indices (int64) and float32.  They are added in
+            this order.
+    """
+    places, at = np.unique(np.concatenate(indices), return_inverse=True)
+    total = np.zeros(places.size, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        ends = np.cumsum([x.size for x in indices])
+        for own, theirs in zip(np.split(at, ends[:-1]), values, strict=True):
+            total[own] += theirs
+        total /= np.float32(size)
+    return places, total
+
+
+def sums(rows: np.ndarray) -> np.ndarray:
+    """Return the sum of each row of a matrix (float64), added in an order that does not depend on
+    the machine or on its threads.
+
+    4096 elements make one sum: the 16 sums of every sixteenth element each, of which the second
+    half is added to the first until one is left.  The sums of more elements are added up in the
+    same way.
+    """
+    count = max(rows.shape[1], 1)
+    block = min(_SUMMED, -(-count // 16) * 16)
+    filled = np.zeros((rows.shape[0], -(-count // block) * block))
+    filled[:, : rows.shape[1]] = rows
+    lanes = filled.reshape(-1, block // 16, 16).sum(axis=1)
+    while (half := lanes.shape[1] // 2) > 0:
+        lanes = lanes[:, :half] + lanes[:, half:]
+    found = lanes.reshape(rows.shape[0], filled.shape[1] // block) + 0.0  # no sum is -0
+    return found[:, 0] if found.shape[1] == 1 else sums(found)
 
 
 def quotients(gaps: np.ndarray, b: int) -> int:

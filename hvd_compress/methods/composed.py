@@ -173,6 +173,10 @@ class Partition(_Composed, name="partition"):
         self._check_parts()
 
     @property
+    def is_steady(self) -> bool:  # type: ignore[override]
+        return all(part.is_steady for part in self._parts)
+
+    @property
     def _parts(self) -> tuple[Compressor, ...]:
         return (*(entry.compressor for entry in self.rules), self.otherwise)
 

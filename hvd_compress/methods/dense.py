@@ -16,6 +16,8 @@ from hvd_compress.methods._chained import Chained
 class _Dense(Chained):
     wire: ClassVar[str]
 
+    is_steady = True
+
     algorithm: str | None = None
 
     def __post_init__(self) -> None:

@@ -65,6 +65,7 @@ class DGC(OfVelocities, name="dgc"):
     """
 
     reference = "Lin et al., ICLR 2018"
+    is_steady = True
     presets = {"compact": {"values": "4bit", "indices": "packed", "small": "sparse"}}
 
     density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))

@@ -33,6 +33,7 @@ class TopK(OneChain, name="topk"):
     """
 
     reference = "Aji and Heafield, EMNLP 2017"
+    is_steady = True
 
     density: Density = 0.001
     selection: str = "sampled"

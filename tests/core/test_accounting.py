@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.accounting import dense_bytes, dgc_paper_bytes, ratio
-from benchmarks.model_shapes import alexnet, ptb_lstm, resnet50
+from benchmarks.model_shapes import alexnet, mobilenet_v2, ptb_lstm, resnet50
 from hvd_compress import DGC, Context, Gather
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import reply_to
@@ -24,10 +24,11 @@ def elements(shapes, matrices):
     ("shapes", "tensors", "in_matrices", "in_vectors"),
     [
         (resnet50(), 161, 25_502_912, 54_120),
+        (mobilenet_v2(), 158, 3_469_760, 35_112),
         (alexnet(), 16, 60_954_656, 10_568),
         (ptb_lstm(), 10, 51_000_000, 34_000),
     ],
-    ids=["resnet50", "alexnet", "ptb-lstm"],
+    ids=["resnet50", "mobilenet-v2", "alexnet", "ptb-lstm"],
 )
 def test_shapes(shapes, tensors, in_matrices, in_vectors):
     assert len(shapes) == tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import sys
@@ -57,6 +58,38 @@ def test_digits(tmp_path, example):
     assert "The warm-up was not over" not in output
 
 
+def fake_penn_treebank(folder: Path) -> Path:
+    """Penn Treebank's files, with a few sentences in them."""
+    for name, sentences in (("train", 400), ("valid", 40), ("test", 40)):
+        text = " the cat sat on the mat \n a dog saw the <unk> \n" * sentences
+        (folder / f"ptb.{name}.txt").write_text(text)
+    return folder
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("model", "launcher"),
+    [("lstm", "alone"), ("transformer", "mpirun"), pytest.param("lstm", "gloo", marks=full)],
+)
+def test_text(tmp_path, model, launcher):
+    picture, results = tmp_path / "text.png", tmp_path / "text.json"
+    data = fake_penn_treebank(tmp_path)
+    options = ["--ranks", "2", "--epochs", "2", "--model", model, "--data", str(data)]
+    options += ["--width", "16", "--batch-size", "2", "--lr", "4", "--density", "0.1"]
+    options += ["--output", str(picture), "--results", str(results)]
+    options += ["--compression", "none", "topk", "dgc:small=sparse", "onebit_adam"]
+    output = start("train_text", *options, launcher=launcher, ranks=2, timeout=280)
+    assert f"{model} on Penn Treebank, 2 ranks, 2 epochs" in output
+    assert picture.read_bytes().startswith(PNG)
+    runs = {run["method"]: run for run in json.loads(results.read_text())}
+    assert runs.keys() == {"none", "topk", "dgc:small=sparse", "onebit_adam"}
+    assert runs["none"]["bytes_a_step"] == runs["none"]["dense_bytes_a_step"]
+    assert runs["dgc:small=sparse"]["bytes_a_late_step"] < runs["none"]["bytes_a_step"] / 3
+    # There are 10 words, and which follows is all but known.
+    for method in ("none", "dgc:small=sparse"):
+        assert 1 < runs[method]["final"] < 5, output
+
+
 @full
 @pytest.mark.timeout(300)
 def test_every_method_trains(tmp_path):
@@ -103,6 +136,8 @@ def test_help_starts_neither_ranks_nor_mpi(script):
             "train_digits_mpi", "--compression", "dcg", "method must be one of", marks=full
         ),
         ("train_digits_mpi", "--density", "7", "density must be"),
+        ("train_text", "--data", "/no/such/folder", "/no/such/folder has no ptb.train.txt"),
+        ("accuracy", "--seeds", "1", "--seeds must be 2 or more"),
         pytest.param("train_digits_mpi", "--framework", "tensorflow", "invalid choice", marks=full),
         pytest.param("allreduce_steps", "--algorithms", "rong", "invalid choice", marks=full),
         ("allreduce_steps", "--ranks", "0", "--ranks must be 1 to 32"),
@@ -145,6 +180,101 @@ def test_cifar10_in_part(tmp_path):
     (folder / "data_batch_3").unlink()
     with pytest.raises(ArgumentTypeError, match="has no data_batch_3: --data-dir wants the folder"):
         data.cifar10_folder(str(tmp_path))
+
+
+def test_penn_treebank_by_hand(tmp_path):
+    from mpi_examples.data_text import penn_treebank, ptb_folder
+
+    for name, text in (
+        ("train", " a b <unk>\n b c b\n"),
+        ("valid", " c d\n"),
+        ("test", " a <unk>\n"),
+    ):
+        (tmp_path / f"ptb.{name}.txt").write_text(text)
+    found = penn_treebank(ptb_folder(str(tmp_path)))
+    # b three times, <eos> twice, then in the order of the text; <unk> and new words are 0
+    assert found.words == 5
+    assert found.train.tolist() == [3, 1, 0, 2, 1, 4, 1, 2]
+    assert found.valid.tolist() == [4, 0, 2]
+    assert found.test.tolist() == [3, 0, 2]
+    (tmp_path / "ptb.valid.txt").unlink()
+    with pytest.raises(ArgumentTypeError, match=r"has no ptb.valid.txt: --data wants"):
+        ptb_folder(str(tmp_path))
+
+
+def test_the_standard_library_is_one_text_on_every_rank():
+    from mpi_examples.data_text import WORDS, standard_library
+
+    one, other = standard_library(), standard_library()
+    assert one.words == WORDS + 1
+    assert len(one.train) > 3 * len(one.test) > 0
+    assert len(one.valid) > 0
+    for text, again in zip(one[:3], other[:3], strict=True):
+        assert np.array_equal(text, again)
+        assert set(text) <= set(range(one.words))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_share_a_text(size):
+    from mpi_examples.data_text import segments, share
+
+    text = np.arange(100)
+    parts = [share(text, 2, rank, size) for rank in range(size)]
+    length = 100 // (2 * size)
+    assert {part.shape for part in parts} == {(length, 2)}
+    everything = np.concatenate([part.T.flatten().numpy() for part in parts])
+    assert sorted(everything) == list(range(2 * size * length))
+    read = list(segments(parts[0], 7))
+    assert np.concatenate([x for x, _ in read]).tolist() == parts[0][:-1].tolist()
+    assert all((following == x + 1).all() for x, following in read)
+
+
+def test_a_text_that_is_too_short():
+    from mpi_examples.data_text import share
+
+    with pytest.raises(SystemExit, match="100 words are too few for 64 columns: --batch-size"):
+        share(np.arange(100), 16, 0, 4)
+
+
+def test_no_model_sees_the_next_word():
+    import torch
+
+    from mpi_examples.models_text import MODELS
+
+    torch.manual_seed(0)
+    words = torch.randint(11, (6, 3))
+    changed = words.clone()
+    changed[4] = (words[4] + 1) % 11
+    for make in MODELS.values():
+        model = make(11, 8, 6, 0.0).eval()
+        before, after = model(words, None)[0], model(changed, None)[0]
+        assert torch.allclose(before[:4], after[:4])
+        assert not torch.allclose(before[4], after[4])
+
+
+def test_table_of_accuracies_by_hand():
+    from mpi_examples.accuracy import table
+
+    def runs(*finals):
+        return [{"final": final, "sent_last": 100, "dense": 400} for final in finals]
+
+    lines = table("lstm", {"none": runs(10, 11, 12), "dgc": runs(12, 12, 15)}).splitlines()
+    assert lines[0] == "lstm: test perplexity; dense runs are from 10.00 to 12.00"
+    assert lines[3].split() == ["dgc", "13.00", "1.73", "+2.00", "+2.0", "100", "B", "4x"]
+
+
+@full
+@pytest.mark.timeout(300)
+def test_accuracy(tmp_path):
+    results = tmp_path / "found.json"
+    command = [*program("accuracy"), "--tasks", "digits", "lstm", "--epochs", "1", "--seeds", "2"]
+    command += ["--warmup-epochs", "0", "--compression", "dgc:compact", "--results", str(results)]
+    _, output = jobs.run(command, timeout=280)
+    assert len(json.loads(results.read_text())) == 8
+    assert "digits: test accuracy; dense runs are from" in output
+    assert "lstm: test perplexity; dense runs are from" in output
+    _, again = jobs.run(command, timeout=60)
+    assert output.partition("\n\n")[2] == again.partition("\n\n")[2], "kept, not trained again"
 
 
 def test_resnet20_is_of_the_papers_size():

@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import pytest
 from matplotlib.text import Text
 
-from mpi_examples.report import Run, behind, label
+from mpi_examples.report import PERPLEXITY, Run, behind, label, table
 
 CROWD = {
     "two almost in one place": {(170.0, 1.67): "efsignsgd", (180.0, 1.67): "onebit"},
@@ -40,8 +40,27 @@ def test_names_cover_neither_points_nor_each_other(names):
 
 @pytest.mark.parametrize("cut_short", [False, True])
 def test_no_reason_is_known_only_where_the_warm_up_was_over(cut_short):
-    runs = [Run(m, 0, accuracies=[a]) for m, a in (("none", 0.98), ("dgc", 0.5), ("topk", 0.975))]
+    runs = [Run(m, 0, scores=[s]) for m, s in (("none", 98.0), ("dgc", 50.0), ("topk", 97.5))]
     line = behind(runs, cut_short).strip()
     assert line.startswith("dgc: 48.0 points below none; ")
     assert ("no reason is known" in line) is not cut_short
     assert ("the warm-up was cut short" in line) is cut_short
+
+
+def test_of_perplexities_less_is_better():
+    runs = [
+        Run(
+            m,
+            0,
+            PERPLEXITY,
+            scores=[99.0, 80.0],
+            test=p,
+            bytes_sent=[8, 12],
+            dense_bytes=40,
+            steps=2,
+        )
+        for m, p in (("none", 20.0), ("dgc", 25.25), ("topk", 18.0))
+    ]
+    assert behind(runs).strip() == "dgc: 5.2 points above none; no reason is known"
+    row = table(runs).splitlines()[3]
+    assert row.split() == ["dgc", "25.25", "6", "B", "3.3x", "4", "B", "5.0x", "0.0", "ms"]

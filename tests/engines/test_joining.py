@@ -140,7 +140,7 @@ def exchanged(methods, gradients, buckets, step, states):
 
 def with_what_belongs_together(buckets, members):
     """The buckets, but tensors whose requests promise to be together are in one for each kind."""
-    kinds = {name: member.kind for name, member in members.items() if member.together}
+    kinds = {name: member.look.kind for name, member in members.items() if member.look.together}
     together = {}
     for name, kind in kinds.items():
         together.setdefault(kind, []).append(name)
@@ -298,7 +298,7 @@ def test_joint_work_is_one_exchange():
     members = [
         Member(str(i), e, r) for i, (e, r) in enumerate(zip(exchanges, records, strict=True))
     ]
-    assert members[0].kind == members[1].kind != members[2].kind
+    assert members[0].look.kind == members[1].look.kind != members[2].look.kind
     bucket = joined(members, 0, 2)
     assert bucket.send(None).array.tolist() == [1, 1, 1, 1]
     assert bucket.send(np.array([2.0, 3, 4, 5])).array.tolist() == [5, 5]

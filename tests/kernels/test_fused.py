@@ -66,7 +66,7 @@ class Ranks:
                 )
                 exchange = self.method.exchange(gradient, self.states[rank][name], context)
                 members.append(Member(name, exchange, Record()))
-            assert {member.kind[0] for member in members} == {"joint"}
+            assert {member.look.kind[0] for member in members} == {"joint"}
             buckets.append(joined(members, rank, self.size))
         outcomes = run(buckets)
         for rank, own in enumerate(outcomes):

@@ -151,6 +151,28 @@ def test_sums_are_those_of_numpy(sizes, ranks, kind, density, size, seed):
         np.testing.assert_array_equal(own, theirs)
 
 
+@given(
+    st.integers(0, 3000),
+    st.integers(1, 6),
+    st.sampled_from(["normal", "ties", "zeros", "finite", "special"]),
+    st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    st.integers(1, 6),
+    st.integers(0, 10**6),
+)
+def test_merged_vectors_are_those_of_numpy_and_of_dense_sums(n, ranks, kind, density, size, seed):
+    random = np.random.default_rng(seed)
+    indices = [np.flatnonzero(random.random(n) < density) for _ in range(ranks)]
+    values = [drawn(random, own.size, kind) for own in indices]
+    places, mean = kernels.merge(indices, values, size)
+    expected = reference.merge(indices, values, size)
+    np.testing.assert_array_equal(places, expected[0])
+    np.testing.assert_array_equal(mean, expected[1])
+    dense = [np.empty(n, np.float32)]
+    reference.add_up(dense, indices, values, size)
+    np.testing.assert_array_equal(mean, dense[0][places])
+    assert not np.delete(dense[0], places).any()
+
+
 @pytest.mark.parametrize("wrong", [[3, 2], [2, 2], [-1, 2], [2, 10]])
 def test_indices_are_checked_before_they_are_used(wrong):
     out = [np.zeros(6, np.float32), np.zeros(4, np.float32)]

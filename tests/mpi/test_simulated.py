@@ -440,6 +440,27 @@ def test_a_rank_that_waits_for_ever_is_named():
         run(everyone_receives)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("absent", [0, 2])
+def test_mpis_own_collective_says_who_makes_no_call(order, absent):
+    def rank():
+        comm = mpi.Communicator(timeout=5, checks=0)
+        x = np.ones(3, np.float32)
+        for _ in range(2):  # the second call is made at once
+            mpi.allreduce(x, algorithm="mpi", comm=comm)
+        if comm.rank == absent:
+            return ""
+        with pytest.raises(CollectiveTimeout) as caught:
+            mpi.allreduce(x, algorithm="mpi", comm=comm)
+        with pytest.raises(CollectiveTimeout, match="broken"):
+            mpi.allreduce(x, algorithm="mpi", comm=comm)
+        return str(caught.value)
+
+    messages = Simulation(3, order).run(rank)
+    want = f"waits for rank {absent} to make the same call (MPI_Iallreduce)"
+    assert [want in message for message in messages] == [rank != absent for rank in range(3)]
+
+
 def test_a_message_that_nobody_receives_is_an_error():
     def one_sends(comm):
         if comm.rank == 0:

@@ -43,7 +43,8 @@ def quantized_states() -> None:
 
 
 def cost_models() -> None:
-    model = CostModel(world.size, 1e-5, 1e-9, 1e-10, 1e-6, ((8, 1e-5), (1024, 2e-5)), None, 2e-9)
+    points = {"mpi": ((8, 1e-5), (1024, 2e-5)), "ring": ((8, 1e-4), (1024, 1e-4))}
+    model = CostModel(world.size, 1e-5, 1e-9, 1e-10, 1e-6, points, None, 2e-9)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.json"
         model.save(path)

@@ -121,7 +121,7 @@ def test_bytes_of_threshold():
     x[[3, 500, 700, 701, 999]] = [2, -3, 4, -5, 6]
     for method, body in (
         (Threshold(tau=1, send="sign"), 8 + 1),  # a packed index and a bit a value
-        (Threshold(tau=1), 5 * (4 + 4)),
+        (Threshold(tau=1), 8 + 5 * 4),
         (Threshold(tau=7), 0),
     ):
         request = payload_of(method, x)
@@ -228,10 +228,10 @@ def test_few_rounds_find_nearly_the_largest():
 
 
 def test_bytes_of_ms_top_k():
-    request = payload_of(MSTopK(density=0.01), NORMAL)
+    request = payload_of(MSTopK(density=0.01, indices="int32"), NORMAL)
     assert request.equal_sizes
     assert request.payload.size == sparse_size(200, NORMAL.size, "float32") == 16 + 200 * 8
-    half = payload_of(MSTopK(density=0.01, values="float16"), NORMAL)
+    half = payload_of(MSTopK(density=0.01, values="float16", indices="int32"), NORMAL)
     assert half.payload.size == 16 + 200 * 6
 
 
@@ -359,7 +359,7 @@ def test_something_is_sent_unless_all_is_zero(x, fit, stages):
 
 def test_bytes_of_sidco():
     k = sidco(0.01).select(NORMAL, None, Context()).size
-    request = payload_of(SIDCo(density=0.01), NORMAL)
+    request = payload_of(SIDCo(density=0.01, indices="int32"), NORMAL)
     assert not request.equal_sizes
     assert request.payload.size == 16 + 8 * k
     assert SIDCo().init(NORMAL)["stages"].shape == (2,)

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_compress.tensorflow as hvd
-from hvd_compress import GTopK, StagedWarmup, TopK, switch
+from hvd_compress import DGC, FP16, GTopK, NoCompression, StagedWarmup, TopK, switch
 from hvd_compress.base import Alltoall, Compressor, Gather, Max, Outcome, Sum, Swap
 from hvd_compress.engines.lockstep import World
 from tests.scenarios.driver import assert_close
@@ -102,3 +102,78 @@ def constant_gradients_on_some_ranks() -> None:
                 assert mean.shape == (n,)
                 if method != TopK(SCHEDULE):
                     assert_close({"mean": mean.numpy()}, {"mean": np.ones(n, np.float32)})
+
+
+SHAPES = {"a": (40, 30), "b": (7,), "c": (300, 7), "d": (1,), "e": (9, 8, 5)}
+SPARSE = DGC(density=0.05, min_size=0)
+#: with the loops in graphs, and with dense sums
+FUSED = (
+    *(SPARSE, DGC(density=0.05, min_size=1500, nesterov=True, indices="packed")),
+    *(TopK(density=0.02), TopK(SCHEDULE, values="float16"), NoCompression(), FP16()),
+)
+
+
+def _gradients(step: int, rank: int, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """Integers, whose sums are the same in any order, and divisible by the number of ranks: a
+    graph may multiply by the inverse instead.  In one step there are a NaN and an Inf."""
+    random = np.random.default_rng([step, rank])
+    own = {
+        key: (hvd.size() * random.integers(-99, 100, shape)).astype(dtype)
+        for key, shape in SHAPES.items()
+    }
+    if step == 2 and rank == 0:
+        own["c"][0, 0], own["b"][0] = np.nan, np.inf
+    return own
+
+
+def buckets_are_what_their_tensors_are() -> None:
+    """Bit for bit, against blocks in NumPy, tensor after tensor."""
+    for method, dtype in (*((method, "float32") for method in FUSED), (SPARSE, "float64")):
+        momentum = 0.5 if method.takes_momentum else 0.0
+        variables = [tf.Variable(tf.zeros(shape, dtype)) for shape in SHAPES.values()]
+        compression = hvd.bind(method, variables, momentum=momentum)
+        average = tf.function(compression.reduce)
+        world = World(method, hvd.size())
+        for step in range(6):
+            gradients = [_gradients(step, rank, dtype) for rank in range(hvd.size())]
+            expected = world.exchange_all(gradients, momentum=momentum)[hvd.rank()]
+            found = average([tf.constant(x) for x in gradients[hvd.rank()].values()])
+            for own, other in zip(found, expected.values(), strict=True):
+                np.testing.assert_array_equal(own.numpy(), other.direction)
+            for state, other in zip(compression.states.values(), expected.values(), strict=True):
+                assert state.keys() == other.state.keys()
+                for key, x in other.state.items():
+                    np.testing.assert_array_equal(state[key].numpy(), x)
+
+
+def graphs_have_a_subgraph_for_each_bucket() -> None:
+    kinds = ("HorovodAllgather", "HorovodAllreduce", "PyFuncStateless", "If", "StatelessIf")
+
+    def counts(method: object, tensors: int) -> list[int]:
+        variables = [tf.Variable(tf.zeros([50, 40])) for _ in range(tensors)]
+        compression = hvd.bind(method, variables, **momentum)
+        average = tf.function(compression.reduce)
+        graph = average.get_concrete_function([v.value() for v in variables]).graph
+        found = [node.type for node in graph.get_operations()]
+        return [found.count(kind) for kind in kinds]
+
+    for method in FUSED:
+        momentum = {"momentum": 0.5} if method.takes_momentum else {}
+        assert counts(method, 2) == counts(method, 9), method
+
+
+def memory_is_used_again_unless_somebody_looks_at_it() -> None:
+    variable = tf.Variable(tf.zeros([300, 7]))
+    compression = hvd.bind(SPARSE, [variable], momentum=0.5)
+    average = tf.function(compression.reduce)
+    memory, kept, sizes = compression._scratch, [], []
+    for step in range(30):
+        (mean,) = average([tf.constant(_gradients(step % 2, hvd.rank())["c"])])
+        if step < 4:
+            tensors = [mean, *(x.value() for x in compression.states["0"].values())]
+            kept += [(tensor, tensor.numpy().copy()) for tensor in tensors]
+        sizes.append(memory["memory"].nbytes)
+    for tensor, before in kept:
+        np.testing.assert_array_equal(tensor.numpy(), before)
+    assert sizes[-1] == sizes[15]
+    assert sizes[-1] <= (len(kept) + 9) * 4 * (300 * 7 + 16)

@@ -248,7 +248,7 @@ def a_damaged_message_raises() -> None:
     honest = engine.HorovodEngine._launch
 
     def damage(self, op):
-        if op.kind == "gather_equal":
+        if op.kind == "gather":
             op.tensor[-1] ^= 16
         return honest(self, op)
 

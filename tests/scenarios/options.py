@@ -228,6 +228,54 @@ def dense_reference_step(reference, inner, step, clip=0.05):
     inner.step()
 
 
+def sparse_steps_are_those_along_dense_gradients() -> None:
+    for method in (DGC(density=0.05), DGC.compact(density=0.05, nesterov=True)):
+        dense, sparse = make_model(), make_model()
+        optimizers = [
+            distribute(sgd(dense), dense, method),
+            distribute(sgd(sparse), sparse, method, sparse_step=True),
+        ]
+        for step in range(6):
+            for model, optimizer in zip((dense, sparse), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss_of(model, hvd.rank(), step).backward()
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            gradient = sparse[0].weight.grad
+            assert gradient.is_sparse
+            assert gradient._nnz() <= hvd.size() * 128
+            torch.testing.assert_close(gradient.to_dense(), dense[0].weight.grad)
+            assert_close(sparse, dense)
+        assert_same_everywhere(sparse)
+        small = sparse[0].bias.grad  # is sent whole by the first method
+        assert small.is_sparse == (method.small == "sparse")
+
+
+def sparse_steps_are_refused_where_they_would_differ() -> None:
+    model = make_model()
+    for options, words in (
+        ({"weight_decay": 1e-4}, "weight_decay=0.0001"),
+        ({"fused": True}, "fused"),
+    ):
+        with raises(ConfigError, "sparse_step", words):
+            distribute(sgd(model, **options), model, SPARSE, sparse_step=True)
+    with raises(ConfigError, "momentum=0.9", "topk"):
+        distribute(sgd(model), model, TopK(density=0.05), sparse_step=True)
+    with raises(ConfigError, "torch.optim.SGD", "Adam"):
+        distribute(torch.optim.Adam(model.parameters()), model, SPARSE, sparse_step=True)
+    optimizer = distribute(sgd(model), model, SPARSE, sparse_step=True)
+    loss_of(model, hvd.rank(), 0).backward()
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    with raises(ConfigError, "weight_decay=0.1"):
+        optimizer.step()
+    optimizer.param_groups[0]["weight_decay"] = 0
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu")
+    with raises(ConfigError, "cannot scale"):
+        scaler.scale(loss_of(model, hvd.rank(), 0)).backward()
+
+
 def a_second_synchronize_changes_nothing() -> None:
     model = make_model()
     optimizer = distribute(sgd(model), model, SPARSE)

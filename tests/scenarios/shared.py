@@ -217,7 +217,7 @@ def bytes_are_counted() -> None:
     assert total.steps == 2
     assert total.dense_bytes == total.bytes_sent == 2 * dense
     assert total.bytes_received == (2 * dense if size > 1 else 0)
-    run = train(make(TopK(density=0.05)), range(2))
+    run = train(make(TopK(density=0.05, indices="int32")), range(2))
     total = run.compression.stats().total
     k = sum(-(-w.size // 20) for w in run.weights().values())
     assert total.elements_sent == 2 * k

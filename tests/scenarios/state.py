@@ -430,7 +430,7 @@ def broadcast_optimizer_state() -> None:
 def statistics_count_every_byte() -> None:
     density, steps = 0.05, 4
     model = make_model()
-    optimizer = distribute(sgd(model), model, DGC(density=density))
+    optimizer = distribute(sgd(model), model, DGC(density=density, indices="int32"))
     train(model, optimizer, range(steps))
     stats = optimizer.compression.stats()
     others = hvd.size() - 1
@@ -538,7 +538,7 @@ def several_rounds_advance_together() -> None:
                 pairs = list(zip(model.parameters(), gradients, strict=True))
                 for p, g in pairs if hvd.rank() % 2 else pairs[::-1]:
                     p.grad = g
-                    optimizer._is_ready(optimizer._watched[p])
+                    optimizer._is_ready(optimizer._watched[id(p)])
             else:
                 loss_of(model, hvd.rank(), step).backward()
             optimizer.step()

@@ -34,6 +34,7 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
     process_set: ProcessSet = global_process_set,
     *,
     seed: int = 0,
+    sparse_step: bool = False,
 ) -> CompressedOptimizer:
     """Return an optimizer whose ``step()`` works on the gradients of all ranks.
 
@@ -51,6 +52,8 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
         sparse_as_dense: make sparse gradients dense before they are exchanged.
         process_set: the ranks that take part.
         seed: for randomness that the ranks share.
+        sparse_step: averages of top-k's elements are sparse gradients, so that ``torch.optim.SGD``
+            writes no other elements of a parameter.
 
     Raises:
         ConfigError: an option has a value that cannot be honoured.
@@ -73,6 +76,7 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
         seed=seed,
+        sparse_step=sparse_step,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -12,9 +12,9 @@ from mpi4py import MPI
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense.direct_allreduce import direct
 from hvd_compress.mpi.dense.halving_doubling import REMAINDERS, halving_doubling
-from hvd_compress.mpi.dense.native import native
+from hvd_compress.mpi.dense.native import at_once, native
 from hvd_compress.mpi.dense.ring import ring
-from hvd_compress.mpi.transport.arrays import Flat, describe, flatten
+from hvd_compress.mpi.transport.arrays import HALVES, Flat, describe, flatten
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes
 from hvd_compress.mpi.transport.progress import Work
 from hvd_compress.mpi.transport.reduction import reduction
@@ -32,6 +32,8 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 #: bytes of one message, and the number of blocks of an array that are in flight at once
 CHUNK, DEPTH = 512 * 1024, 4
+#: kinds of arrays whose algorithm is remembered, and the mark of those that MPI takes as they are
+_KINDS, _AT_ONCE = 4096, "mpi, at once"
 
 
 def allreduce(
@@ -66,14 +68,53 @@ def allreduce(
         MismatchError: ranks differ in shape, dtype or options (found by the first calls' check).
         CollectiveTimeout: a rank does not answer.
     """
-    if algorithm != "auto" and algorithm not in ALGORITHMS:
-        raise ConfigError(f"algorithm={algorithm!r} is not one of auto, {', '.join(ALGORITHMS)}")
     communicator = Communicator.of(comm)
-    if algorithm == "auto":
-        flat = flatten(x)
-        communicator.agree(f"allreduce({describe(flat)}, {op}, auto)")
-        algorithm = model_of(communicator).fastest(nbytes(flat.array), flat.dtype)
-    return _run(ALGORITHMS[algorithm], algorithm, x, op, out, communicator, chunk)
+    kind = name = None
+    if type(x) is np.ndarray and not communicator.checks:
+        # What a small array takes is mostly Python, and a kind seen before takes little of it.
+        kind = x.dtype, x.shape, op, algorithm, chunk
+        name = communicator.choices.get(kind)
+        if name == _AT_ONCE:
+            target = np.empty(x.shape, x.dtype) if out is None else out
+            if _is_plain(x, target):
+                at_once(communicator, Call(x, op, "mpi"), x, target, op)
+                return target
+            name = "mpi"
+    if name is None and algorithm != "auto" and algorithm not in ALGORITHMS:
+        raise ConfigError(f"algorithm={algorithm!r} is not one of auto, {', '.join(ALGORITHMS)}")
+    _check_chunk(chunk)
+    flat = flatten(x)
+    communicator.agree(Call(flat, op, algorithm))
+    if name is None:
+        name = algorithm
+        if name == "auto":
+            name = model_of(communicator).fastest(nbytes(flat.array), flat.dtype)
+    done = _reduce(ALGORITHMS[name], name, x, flat, op, out, communicator, chunk)
+    if kind is not None:
+        _remember(communicator.choices, kind, name, flat)
+    return done
+
+
+def _is_plain(x: np.ndarray, out: Any) -> bool:
+    """Return whether MPI can read ``x`` where it is, and write the result into ``out``."""
+    if not x.flags.c_contiguous:
+        return False
+    if out is x:
+        return x.flags.writeable
+    return (
+        type(out) is np.ndarray
+        and out.dtype == x.dtype
+        and out.shape == x.shape
+        and out.flags.carray
+        and not np.may_share_memory(x, out)
+    )
+
+
+def _remember(choices: dict[Any, str], kind: tuple[Any, ...], name: str, flat: Flat) -> None:
+    if len(choices) >= _KINDS:
+        choices.clear()
+    is_one_call = 0 < flat.array.nbytes <= 16 * CHUNK and flat.dtype not in HALVES
+    choices[kind] = _AT_ONCE if name == "mpi" and is_one_call else name
 
 
 def ring_allreduce(
@@ -115,20 +156,44 @@ def direct_allreduce(
     return _run(direct, "direct", x, op, out, Communicator.of(comm), chunk)
 
 
+class Call(NamedTuple):
+    """What the user called; the text is made when somebody wants to read it."""
+
+    x: Any
+    op: str
+    algorithm: str
+
+    def __str__(self) -> str:
+        x = self.x if isinstance(self.x, Flat) else flatten(self.x)
+        return f"allreduce({describe(x)}, {self.op}, {self.algorithm})"
+
+
+def _check_chunk(chunk: int) -> None:
+    if chunk < 64:
+        raise ConfigError(f"chunk={chunk} bytes: at least 64")
+
+
 def _run(
+    algorithm: Algorithm, name: str, x: Any, op: str, out: Any, comm: Communicator, chunk: int
+) -> Any:
+    """Check, agree and reduce."""
+    _check_chunk(chunk)
+    flat = flatten(x)
+    comm.agree(Call(flat, op, name))
+    return _reduce(algorithm, name, x, flat, op, out, comm, chunk)
+
+
+def _reduce(
     algorithm: Algorithm,
     name: str,
     x: Any,
+    flat: Flat,
     op: str,
     out: Any,
     comm: Communicator,
     chunk: int,
 ) -> Any:
-    if chunk < 64:
-        raise ConfigError(f"chunk={chunk} bytes: at least 64")
-    flat = flatten(x)
-    call = f"allreduce({describe(flat)}, {op}, {name})"
-    comm.agree(call)
+    call = Call(flat, op, name)
     return into(out, x, flat, lambda result: start(comm, call, algorithm, flat, result, op, chunk))
 
 
@@ -136,10 +201,10 @@ def into(out: Any, x: Any, flat: Flat, begin: Callable[[Any], Work]) -> Any:
     """Put the result of ``begin(result).wait()`` into ``out``, or into a new array if that is
     ``None``; ``flat`` is ``x`` flat, and ``result`` an array to make the result in."""
     target = flat if out is x else _target(out, flat)
-    if is_same(target.array, flat.array):  # a view of x, say
-        target = flat
-    elif _overlap(target.array, flat.array):
-        target = _target(None, flat)
+    if target is not flat and _overlap(target.array, flat.array):
+        # A view of the whole of x is x.
+        is_x = is_same(target.array, flat.array)
+        target = flat if is_x else _target(None, flat)
     begin(target.array).wait()
     done = target.give_back(target.array)
     return done if out is None else _assign(out, done)
@@ -147,7 +212,7 @@ def into(out: Any, x: Any, flat: Flat, begin: Callable[[Any], Work]) -> Any:
 
 def start(
     comm: Communicator,
-    call: str,
+    call: object,
     algorithm: Algorithm,
     flat: Flat,
     out: Any,
@@ -209,13 +274,15 @@ def is_same(x: Any, y: Any) -> bool:
 
 
 def _overlap(x: Any, y: Any) -> bool:
-    return isinstance(x, np.ndarray) and isinstance(y, np.ndarray) and np.may_share_memory(x, y)
+    if isinstance(x, np.ndarray):
+        return isinstance(y, np.ndarray) and np.may_share_memory(x, y)
+    return is_same(x, y)
 
 
 def _assign(out: Any, done: Any) -> Any:
     """Put the result into ``out``, unless it was made there."""
     if isinstance(out, np.ndarray):
-        if not is_same(out, done):
+        if not np.may_share_memory(out, done):
             out[...] = done
     elif not is_same(out, done):
         out.detach().copy_(done)

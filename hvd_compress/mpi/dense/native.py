@@ -9,8 +9,8 @@ import numpy as np
 from mpi4py import MPI
 from mpi4py.util.dtlib import to_numpy_dtype
 
-from hvd_compress.mpi.transport.communicator import Channel
-from hvd_compress.mpi.transport.progress import Algorithm, Message, Wait
+from hvd_compress.mpi.transport.communicator import Channel, Communicator
+from hvd_compress.mpi.transport.progress import Algorithm, Message, RollCall, Wait, complete
 from hvd_compress.mpi.transport.reduction import Reduction
 
 
@@ -23,8 +23,8 @@ def _maximum(incoming: Any, result: Any, datatype: MPI.Datatype) -> None:
 
 @functools.cache
 def _op(name: str) -> MPI.Op:
-    """Return MPI's operation of this name, which is made when it is needed: MPI may be initialised
-    after the import."""
+    """Return MPI's operation, which is made when it is needed: MPI may be initialised after the
+    import."""
     return MPI.Op.Create(_maximum, commute=True) if name == "max" else MPI.SUM
 
 
@@ -42,6 +42,23 @@ def native(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorith
     if reduction.widens:
         total = reduction.scratch(len(x))
     request = channel.comm.mpi.Iallreduce(source, total, _op(reduction.op))
-    yield Wait([Message.collective(request)], "MPI_Iallreduce")
+    channel.comm.collectives += 1
+    roll = RollCall(channel.comm, channel.comm.collectives)
+    yield Wait([Message.collective(request)], "MPI_Iallreduce", roll=roll)
     if reduction.widens or reduction.op == "mean":
         reduction.finish(total, out)
+
+
+def at_once(comm: Communicator, call: object, x: np.ndarray, out: np.ndarray, op: str) -> None:
+    """Reduce an array as it is, with next to nothing around MPI's call.
+
+    Args:
+        comm, call: see :class:`.Work`.
+        x, out: contiguous, alike, and the same or apart; of a dtype that MPI knows.
+        op: "sum", "mean" or "max".
+    """
+    comm.check()
+    source = x.copy() if x is out else x
+    complete(comm, call, comm.mpi.Iallreduce(source, out, _op(op)), "MPI_Iallreduce")
+    if op == "mean":
+        np.divide(out, comm.size, out=out)

@@ -29,6 +29,9 @@ DTYPES = (
 )
 
 
+HALVES = ("float16", "bfloat16")
+
+
 class Flat(NamedTuple):
     """A user's array in the form that algorithms work on.
 
@@ -67,10 +70,16 @@ def _known(name: str) -> str:
     return name
 
 
-def _from_numpy(x: np.ndarray) -> Flat:
-    dtype = _known(x.dtype.name)
-    if not x.dtype.isnative:
+@functools.cache
+def _name(dtype: np.dtype) -> str:
+    name = _known(dtype.name)
+    if not dtype.isnative:
         raise UnsupportedError("cannot reduce an array of foreign byte order: x.astype('=f4')")
+    return name
+
+
+def _from_numpy(x: np.ndarray) -> Flat:
+    dtype = _name(x.dtype)
     flat = np.ascontiguousarray(x).reshape(-1)
     bits = flat.view(np.uint16) if dtype == "bfloat16" else flat
     return Flat(bits, dtype, x.shape, lambda done: done.view(x.dtype).reshape(x.shape))

@@ -57,6 +57,9 @@ class Communicator:
         rank, size: the rank of this process, and the number of processes.
         mpi: the duplicate, an ``MPI.Comm``.
         tags: the number of tags that are used in turn, one for each algorithm in flight.
+        cost_model: the :class:`.CostModel` by which "auto" chooses; ``None`` until it is measured.
+            Duplicates have the same.
+        choices: what "auto" chose, by kind of array, see :func:`.allreduce`.
         bytes_sent: payload of all messages that this rank sent through this package so far.
     """
 
@@ -103,7 +106,9 @@ class Communicator:
         self.segment = int(_number("segment", segment, "HVD_COMPRESS_SEGMENT", -1))
         self._settle()
         self.calls = 0
-        self.cost_model: Any = None  # see cost_model.py
+        self.collectives = 0  # of MPI's own, whose ranks say that they wait with notes
+        self.notes: list[Any] = []
+        self._tuning = _Tuning()
         self._nodes: Any = None  # see nodes.py
         self._problem: str | None = None
         self._lost: list[Any] = []
@@ -141,9 +146,24 @@ class Communicator:
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
 
+    @property
+    def cost_model(self) -> Any:
+        return self._tuning.model
+
+    @cost_model.setter
+    def cost_model(self, model: Any) -> None:
+        self._tuning.model = model
+        self._tuning.choices.clear()
+
+    @property
+    def choices(self) -> dict[Any, str]:
+        return self._tuning.choices
+
     def duplicate(self) -> Communicator:
-        """Return another communicator of the same ranks with the same options."""
-        return Communicator(self.mpi, **self._options)
+        """Return another communicator of the same ranks with the same options and cost model."""
+        other = Communicator(self.mpi, **self._options)
+        other._tuning = self._tuning
+        return other
 
     def free(self) -> None:
         """Free the duplicate; this is a collective."""
@@ -164,15 +184,15 @@ class Communicator:
             self.calls += 1
         return Channel(self, tag % self.tags)
 
-    def run(self, call: str, *algorithms: Algorithm, depth: int = 1) -> list[Any]:
+    def run(self, call: object, *algorithms: Algorithm, depth: int = 1) -> list[Any]:
         """Run algorithms to their end, and return their results."""
         self.check()
         return Work(self, call, algorithms, depth).wait()
 
     # -- agreement ---------------------------------------------------------------------------
 
-    def agree(self, call: str) -> None:
-        """Check that all ranks are about to make the same ``call``.
+    def agree(self, call: object) -> None:
+        """Check that all ranks are about to make the same ``call``, by its text.
 
         Raises:
             MismatchError: on every rank, if they are not.
@@ -182,7 +202,7 @@ class Communicator:
         if self.size == 1 or self.checks == 0:
             return
         self.checks -= 1 if self.checks > 0 else 0
-        calls = self.run(call, self._compare(call))[0]
+        calls = self.run(call, self._compare(str(call)))[0]
         if len(set(calls)) > 1:
             who: dict[str, list[int]] = {}
             for rank, theirs in enumerate(calls):
@@ -221,6 +241,14 @@ class Communicator:
         self._lost += lost
 
 
+class _Tuning:
+    """What a communicator and its duplicates know of the speed of collectives."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.choices: dict[Any, str] = {}
+
+
 class Channel:
     """Messages of one algorithm between its ranks: 1-D contiguous arrays, told apart from other
     algorithms' by a tag and among themselves by their order."""
@@ -231,30 +259,29 @@ class Channel:
         self.bytes_sent = self.bytes_received = 0
 
     def send(self, array: Any, to: int) -> Message:
-        self.comm.bytes_sent += nbytes(array)
-        self.bytes_sent += nbytes(array)
-        return self._start(self.comm.mpi.Isend, array, to, incoming=False)
+        size = nbytes(array)
+        self.comm.bytes_sent += size
+        self.bytes_sent += size
+        return self._start(self.comm.mpi.Isend, array, size, to, incoming=False)
 
     def receive(self, array: Any, source: int) -> Message:
-        self.bytes_received += nbytes(array)
-        return self._start(self.comm.mpi.Irecv, array, source, incoming=True)
+        size = nbytes(array)
+        self.bytes_received += size
+        return self._start(self.comm.mpi.Irecv, array, size, source, incoming=True)
 
-    def _start(self, begin: Any, array: Any, peer: int, incoming: bool) -> Message:
-        pieces, sizes = self._pieces(array)
+    def _start(self, begin: Any, array: Any, size: int, peer: int, incoming: bool) -> Message:
+        segment = self.comm.segment
+        if not segment or size <= segment:
+            request = begin([array, size, MPI.BYTE], peer, self._tag(size))
+            return Message((request,), peer, (size,), incoming)
+        raw = array.view(np.uint8 if isinstance(array, np.ndarray) else sys.modules["torch"].uint8)
+        pieces = [raw[start : start + segment] for start in range(0, size, segment)]
+        sizes = tuple(map(nbytes, pieces))
         requests = [
             begin([piece, size, MPI.BYTE], peer, self._tag(size))
             for piece, size in zip(pieces, sizes, strict=True)
         ]
         return Message(tuple(requests), peer, sizes, incoming)
-
-    def _pieces(self, array: Any) -> tuple[list[Any], tuple[int, ...]]:
-        size, segment = nbytes(array), self.comm.segment
-        if not segment or size <= segment:
-            return [array], (size,)
-        raw = array.view(np.uint8 if isinstance(array, np.ndarray) else sys.modules["torch"].uint8)
-        pieces = [raw[start : start + segment] for start in range(0, size, segment)]
-        sizes = (segment,) * (len(pieces) - 1) + (size - segment * (len(pieces) - 1),)
-        return pieces, sizes
 
     def _tag(self, size: int) -> int:
         """Return the tag of a message of ``size`` bytes.  A message of another size shall not

@@ -14,14 +14,18 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.errors import CollectiveTimeout, CompressionError, MismatchError
 
 logger = logging.getLogger("hvd_compress")
 
-#: seconds for which waiting ranks look again and again, before they sleep between looks: small
-#: messages come soon, and large ones need the processor themselves
+#: looks before the first one at the clock, at all of a job and at one request: most small messages
+#: come sooner
+_LOOKS, _LOOKS_AT_ONE = 200, 1000
+#: seconds after which waiting ranks sleep between looks: small messages come soon, and large ones
+#: need the processor themselves
 _SPIN, _SPIN_BULK = 5e-4, 5e-5
 _BULK = 32 * 1024
 #: seconds of a sleep, and the part of the time already waited that it may take when that is more
@@ -60,13 +64,19 @@ class Wait:
         messages: messages of point-to-point exchanges, or requests of MPI's own collectives.
         phase: the name of the phase, such as "reduce-scatter".
         step: the number of the round, counted from 1, and the number of rounds of the phase.
+        roll: who takes part in one of MPI's own collectives.
     """
 
-    __slots__ = ("is_bulk", "messages", "phase", "requests", "statuses", "step")
+    __slots__ = ("is_bulk", "messages", "phase", "requests", "roll", "statuses", "step")
 
     def __init__(
-        self, messages: Sequence[Message], phase: str, step: tuple[int, int] = (1, 1)
+        self,
+        messages: Sequence[Message],
+        phase: str,
+        step: tuple[int, int] = (1, 1),
+        roll: RollCall | None = None,
     ) -> None:
+        self.roll = roll
         self.messages = messages
         self.phase = phase
         self.step = step
@@ -116,9 +126,46 @@ class Wait:
             parts.append(f"for a message from {_ranks(sources)}")
         if targets:
             parts.append(f"for {_ranks(targets)} to take a message")
+        if self.roll is not None and (absent := self.roll.absent()):
+            parts.append(f"for {_ranks(absent)} to make the same call")
         step, steps = self.step
         where = self.phase if steps == 1 else f"{self.phase}, round {step} of {steps}"
         return f"waits {' and '.join(parts) or 'for the other ranks'} ({where})"
+
+
+class RollCall:
+    """Which ranks wait in one of MPI's own collectives, which does not say for whom it waits.
+
+    A rank whose patience ends tells all others that it waits.  Who has said nothing by the time-out
+    is not there.
+
+    Args:
+        comm: a :class:`hvd_compress.mpi.Communicator`.
+        number: which of the collectives on ``comm`` it is.
+    """
+
+    def __init__(self, comm: Any, number: int) -> None:
+        self._comm, self._number = comm, number
+        self._note: np.ndarray | None = None
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have not told that they wait; none at the first call, which tells
+        the others."""
+        comm, tag = self._comm, self._comm.tags - 1
+        peers = [peer for peer in range(comm.size) if peer != comm.rank]
+        if self._note is None:
+            self._note = np.array([self._number], "<i8")
+            for peer in peers:
+                comm.notes.append(comm.mpi.Isend([self._note, 8, MPI.BYTE], peer, tag))
+            return []
+        absent = []
+        for peer in peers:
+            number = np.zeros(1, "<i8")
+            while number[0] < self._number and comm.mpi.Iprobe(peer, tag):
+                comm.mpi.Recv([number, 8, MPI.BYTE], peer, tag)
+            if number[0] < self._number:
+                absent.append(peer)
+        return [getattr(comm, "members", range(comm.size))[peer] for peer in absent]
 
 
 _DIFFER = (
@@ -138,13 +185,13 @@ class Work:
 
     Args:
         comm: a :class:`hvd_compress.mpi.Communicator`.
-        call: what the user called, for messages.
+        call: what the user called; its text is made for messages only.
         algorithms: started in this order, which must be the same on all ranks.
         depth: so many at once: while one adds, messages of the others are on the wire.
     """
 
     def __init__(
-        self, comm: Any, call: str, algorithms: Iterable[Algorithm], depth: int = 1
+        self, comm: Any, call: object, algorithms: Iterable[Algorithm], depth: int = 1
     ) -> None:
         self.comm, self.call, self._depth = comm, call, depth
         self.results: list[Any] = []
@@ -215,7 +262,8 @@ class Work:
 class Job(Protocol):
     """What can be driven: a :class:`Work`, or several in a row."""
 
-    call: str
+    @property
+    def call(self) -> object: ...
 
     def poll(self) -> bool: ...
 
@@ -226,6 +274,26 @@ class Job(Protocol):
     def is_bulk(self) -> bool: ...
 
     def describe(self) -> str: ...
+
+
+def complete(comm: Any, call: object, request: Any, phase: str) -> None:
+    """Wait for one of MPI's own collectives: with nothing but looks, as long as it does not take
+    long."""
+    comm.collectives += 1
+    number = comm.collectives
+    try:
+        for _ in range(_LOOKS_AT_ONE):
+            if request.Test():
+                return
+    except BaseException as error:
+        comm.give_up(f"{call}: {error!r}", [request])
+        raise
+    wait = Wait([Message.collective(request)], phase, roll=RollCall(comm, number))
+    Work(comm, call, [_one(wait)]).wait()
+
+
+def _one(wait: Wait) -> Algorithm:
+    yield wait
 
 
 def wait_for(comm: Any, works: Sequence[Job]) -> None:
@@ -240,30 +308,42 @@ def wait_for(comm: Any, works: Sequence[Job]) -> None:
 
 
 def _drive(comm: Any, works: Sequence[Job]) -> None:
-    last = time.monotonic()
-    warned = False
-    looks = 0
-    open_works = [work for work in works if not work.is_over]
-    while open_works:
-        moved = [work.poll() for work in open_works]  # all of them, not until the first
+    while open_works := [work for work in works if not work.is_over]:
+        if not _poll(open_works):
+            _linger(comm, open_works)
+
+
+def _poll(works: Sequence[Job]) -> bool:
+    """Make progress with all of them, not until the first, and return whether there was any."""
+    moved = False
+    for work in works:
+        moved |= work.poll()
+    return moved
+
+
+def _linger(comm: Any, works: Sequence[Job]) -> None:
+    """Wait until one of the jobs has moved."""
+    is_bulk = all(work.is_bulk for work in works)
+    if not is_bulk and len(comm.under_way) <= len(works):
+        for _ in range(_LOOKS):
+            if _poll(works):
+                return
+    start, looks, warned = time.monotonic(), 0, False
+    while not _poll(works) and not any(work.is_over for work in works):
         looks += 1
         if looks % _OTHERS_EVERY == 0:
-            for other in comm.under_way.difference(open_works):
+            for other in comm.under_way.difference(works):
                 other.poll()
-        if any(moved) or any(work.is_over for work in open_works):
-            last = time.monotonic()
-            open_works = [work for work in open_works if not work.is_over]
-            continue
-        idle = time.monotonic() - last
-        if idle < (_SPIN_BULK if all(work.is_bulk for work in open_works) else _SPIN):
+        idle = time.monotonic() - start
+        if idle < (_SPIN_BULK if is_bulk else _SPIN):
             os.sched_yield()
             continue
         time.sleep(max(_NAP, min(_NAP_SHARE * idle, 20 * _NAP)))
         if idle > comm.timeout:
-            _give_up(comm, open_works)
+            _give_up(comm, works)
         if idle > comm.patience and not warned:
             warned = True
-            logger.warning("%s", _report(comm, open_works[0], comm.patience))
+            logger.warning("%s", _report(comm, works[0], comm.patience))
 
 
 def _report(comm: Any, work: Job, seconds: float) -> str:
@@ -273,7 +353,7 @@ def _report(comm: Any, work: Job, seconds: float) -> str:
     )
 
 
-def _give_up(comm: Any, works: list[Job]) -> None:
+def _give_up(comm: Any, works: Sequence[Job]) -> None:
     message = (
         f"{_report(comm, works[0], comm.timeout)}. That rank or the network to it is down or very "
         "slow, or it waits elsewhere: look for its own message; or its arrays have other sizes. A "

@@ -1,16 +1,17 @@
 """A model of the time of a collective, from measured costs of rounds, bytes and additions.
 
-The model is the usual one (Thakur, Rabenseifner, Gropp, 2005): a round costs ``alpha`` seconds, a
-byte ``beta`` and adding a byte ``gamma``; every message beyond the first of a round costs the
-processor ``overhead``.  A byte does not cost the same in every pattern of messages: in a ring a
-rank sends to one and receives from another, in a pair it does both with one, in a fan with all at
-once.  P ranks, n bytes:
+For the number of ranks that it was measured on, it is the time of every algorithm at a few sizes,
+with straight lines in between.  For others it is the usual one (Thakur, Rabenseifner, Gropp, 2005):
+a round costs ``alpha`` seconds, a byte ``beta`` and adding a byte ``gamma``; every message beyond
+the first of a round costs the processor ``overhead``.  A byte does not cost the same in every
+pattern of messages: in a ring a rank sends to one and receives from another, in a pair it does both
+with one, in a fan with all at once.  P ranks, n bytes:
 
 ====================  ==================================================================
 ring                  2 (P-1) alpha + 2 n (P-1)/P beta + n (P-1)/P gamma
 halving_doubling      2 log2(P) alpha + 2 n (P-1)/P beta_pair + n (P-1)/P gamma
 direct                2 alpha + 2 (P-2) overhead + 2 n (P-1)/P beta_fan + n (P-1)/P gamma
-mpi                   not modelled but measured, and interpolated between the points
+mpi                   not modelled but measured
 ====================  ==================================================================
 
 Sparse vectors also cost ``merge`` seconds for each entry that is packed, unpacked and added.
@@ -21,13 +22,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from hvd_compress.config import is_number, is_whole
 from hvd_compress.errors import ConfigError
+
+DENSE = ("direct", "halving_doubling", "mpi", "ring")
+
+#: (bytes, seconds)
+Points = tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +46,8 @@ class CostModel:
         beta: seconds a byte, sending to one rank and receiving from another at once.
         gamma: seconds to add one byte of float32.
         overhead: seconds of one more message in the same round.
-        native: (bytes, seconds) of MPI's own allreduce, ascending; valid for ``size`` ranks only.
+        points: by algorithm, (bytes, seconds) of a dense allreduce of float32, ascending; valid for
+            ``size`` ranks only.
         beta_pair, beta_fan: ``beta`` with one partner, and with all at once; ``None``: the same.
         merge: seconds for an entry of a sparse vector.
     """
@@ -50,7 +57,7 @@ class CostModel:
     beta: float
     gamma: float
     overhead: float
-    native: tuple[tuple[int, float], ...] = ()
+    points: Mapping[str, Points] = dataclasses.field(default_factory=dict)
     beta_pair: float | None = None
     beta_fan: float | None = None
     merge: float = 0.0
@@ -64,11 +71,14 @@ class CostModel:
                 continue
             if not is_number(value) or not 0 <= value < math.inf:
                 raise ConfigError(f"{name} must be seconds, 0 or more; got {value!r}")
-        points = [n for n, _ in self.native]
-        if len(points) == 1 or points != sorted(set(points)):
-            raise ConfigError(f"native must have two or more ascending sizes; got {points}")
-        if not all(0 <= value < math.inf for point in self.native for value in point):
-            raise ConfigError(f"native must be pairs of bytes and seconds; got {self.native!r}")
+        for name, points in self.points.items():
+            sizes = [n for n, _ in points]
+            if name not in DENSE:
+                raise ConfigError(f"points: {name!r} is not one of {', '.join(DENSE)}")
+            if len(sizes) < 2 or sizes != sorted(set(sizes)):
+                raise ConfigError(f"{name} must have two or more ascending sizes; got {sizes}")
+            if not all(0 <= value < math.inf for point in points for value in point):
+                raise ConfigError(f"{name} must be pairs of bytes and seconds; got {points!r}")
 
     def _beta(self, pattern: str) -> float:
         special = {"pair": self.beta_pair, "fan": self.beta_fan}.get(pattern)
@@ -80,10 +90,18 @@ class CostModel:
         p = self.size if size is None else size
         if p == 1:
             return 0.0
+        if p == self.size and algorithm in self.points:
+            return _interpolate(self.points[algorithm], n)
+        return self.formula(algorithm, n, p)
+
+    def formula(self, algorithm: str, n: int, p: int) -> float:
+        """Return the seconds on ``p`` ranks, 2 or more, by the formulas above alone.
+
+        Raises:
+            ConfigError: there is no formula for MPI's own allreduce.
+        """
         if algorithm == "mpi":
-            if p != self.size or not self.native:
-                raise ConfigError("MPI's own allreduce is known for the measured ranks only")
-            return _interpolate(self.native, n)
+            raise ConfigError("MPI's own allreduce is known for the measured ranks only")
         share = (p - 1) / p
         adding = n * share * self.gamma
         if algorithm == "ring":
@@ -107,12 +125,12 @@ class CostModel:
         self,
         n: int,
         dtype: str = "float32",
-        among: Sequence[str] = ("direct", "halving_doubling", "mpi", "ring"),
+        among: Sequence[str] = DENSE,
     ) -> str:
         """Return the dense algorithm that is expected to be fastest for ``n`` bytes."""
         costs = {}
         for name in among:
-            if name == "mpi" and not self.native:
+            if name == "mpi" and name not in self.points:
                 continue
             # Partial sums of half precisions are sent as float32, in some rounds or in all of them.
             wide = dtype in ("float16", "bfloat16")
@@ -180,15 +198,18 @@ class CostModel:
         """
         try:
             values = json.loads(Path(path).read_text())
-            values["native"] = tuple((int(n), float(s)) for n, s in values["native"])
+            values["points"] = {
+                name: tuple((int(n), float(s)) for n, s in points)
+                for name, points in values["points"].items()
+            }
             return cls(**values)
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise ConfigError(
                 f"{path} holds no cost model ({error}): delete it, and it is measured again"
             ) from None
 
 
-def _interpolate(points: Sequence[tuple[int, float]], n: int) -> float:
+def _interpolate(points: Points, n: int) -> float:
     """Return the time of ``n`` bytes, linear between the points; beyond the last, the last piece is
     continued."""
     sizes, seconds = zip(*points, strict=True)

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.aggregators.sparse_vectors import add_up
 from hvd_compress.base import Sparse
-from hvd_compress.mpi.dense.native import native
 from hvd_compress.mpi.transport.communicator import Communicator, others
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
-from hvd_compress.mpi.transport.reduction import Reduction
-from hvd_compress.mpi.tuning.cost_model import CostModel
+from hvd_compress.mpi.tuning.cost_model import DENSE, CostModel, Points
 from hvd_compress.wire import decode_sparse, encode_sparse
 
 _SMALL = 8
 #: throughput is that of so many messages, some of them in flight at once as in a large array
 _CHUNK, _CHUNKS, _DEPTH = 512 * 1024, 8, 4
-_NATIVE_SIZES = (8, 4096, 65536, 1 << 20, 1 << 22)
+#: bytes of the arrays for which the algorithms are timed, and the seconds of the fastest one after
+#: which larger ones are not
+_SIZES = (8, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+_LONG = 0.1
 _ENTRIES = 10_000
 
 #: (ranks to send to, ranks to receive from)
@@ -37,10 +37,10 @@ def model_of(comm: Communicator) -> CostModel:
 
 
 def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) -> CostModel:
-    """Measure the constants.  This is a collective; it takes two seconds on 1 Gbit/s and much less
-    on faster networks.
+    """Measure the constants, and all algorithms at a few sizes.  This is a collective; it takes
+    five seconds on 1 Gbit/s and much less on faster networks.
 
-    Each constant is that of the slowest rank, and all ranks get the same numbers.
+    Each number is that of the slowest rank, and all ranks get the same numbers.
     """
     comm = Communicator.of(comm)
     if comm.size == 1:
@@ -54,7 +54,7 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
     def seconds(make: Callable[[], list[Algorithm]], times: int) -> float:
         samples = []
         for _ in range(times + 1):  # the first one opens connections and touches memory
-            comm.run("measuring, barrier", _exchange(comm, fan, 0))
+            comm.run("measuring, barrier", _barrier(comm))
             start = time.perf_counter()
             comm.run("measuring the cost model", *make(), depth=_DEPTH)
             samples.append(time.perf_counter() - start)
@@ -72,12 +72,8 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
         *(throughput(pattern) for pattern in (ring, pair, fan)),
         _seconds_to_add(),
         _seconds_to_merge(),
-        *(seconds(functools.partial(_native, comm, n), repeats) for n in _NATIVE_SIZES),
     ]
-    everyones = np.empty((size, len(local)))
-    everyones[rank] = local
-    comm.run("comparing measurements", _share(comm, everyones))
-    alpha, one_fan, *times = everyones.max(axis=0).tolist()
+    alpha, one_fan, *times = _slowest(comm, local)
     betas = [max(t - alpha, 0.0) / (_CHUNK * _CHUNKS) for t in times[:3]]
     return CostModel(
         size=size,
@@ -88,7 +84,7 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
         gamma=times[3],
         merge=times[4],
         overhead=max(one_fan - alpha, 0.0) / (size - 2) if size > 2 else 0.0,
-        native=tuple(zip(_NATIVE_SIZES, times[5:], strict=True)),
+        points=_points(comm, repeats),
     )
 
 
@@ -106,9 +102,49 @@ def _exchange(
     yield Wait(messages, "measuring")
 
 
-def _native(comm: Communicator, size: int) -> list[Algorithm]:
-    x = np.zeros(max(1, size // 4), np.float32)
-    return [native(comm.channel(), x, np.empty_like(x), Reduction("sum", "float32", comm.size))]
+def _points(comm: Communicator, repeats: int) -> dict[str, Points]:
+    """Time every algorithm, as it is called, at every size."""
+    # Only now, since that module chooses by what is measured here.
+    from hvd_compress.mpi.dense.allreduce import allreduce
+
+    points: dict[str, list[tuple[int, float]]] = {name: [] for name in DENSE}
+    checks, comm.checks = comm.checks, 0  # what is not compared later must not be now
+    for size in _SIZES:
+        x = np.zeros(max(1, size // 4), np.float32)
+        out = np.zeros_like(x)
+        times = 4 * repeats if size <= 1 << 16 else repeats if size <= 1 << 20 else 3
+        samples: list[list[float]] = []
+        for turn in range(times + 1):  # the first one opens connections and touches memory
+            row = []
+            for i in range(len(DENSE)):
+                name = DENSE[(turn + i) % len(DENSE)]
+                comm.run("measuring, barrier", _barrier(comm))
+                start = time.perf_counter()
+                allreduce(x, algorithm=name, out=out, comm=comm)
+                row.append((name, time.perf_counter() - start))
+            samples.append([seconds for _, seconds in sorted(row)])
+        # A call takes as long as its slowest rank, in every round.
+        slowest = _slowest(comm, np.ravel(samples[1:]))
+        medians = np.median(np.reshape(slowest, (times, len(DENSE))), axis=0).tolist()
+        for name, seconds in zip(DENSE, medians, strict=True):
+            points[name].append((size, seconds))
+        if min(medians) > _LONG:
+            break
+    comm.checks = checks
+    return {name: tuple(found) for name, found in points.items()}
+
+
+def _barrier(comm: Communicator) -> Algorithm:
+    peers = others(comm.rank, comm.size)
+    return _exchange(comm, (peers, peers), 0)
+
+
+def _slowest(comm: Communicator, mine: Sequence[float] | np.ndarray) -> list[float]:
+    """Return, of every number, the largest of all ranks."""
+    everyones = np.empty((comm.size, len(mine)))
+    everyones[comm.rank] = mine
+    comm.run("comparing measurements", _share(comm, everyones))
+    return everyones.max(axis=0).tolist()
 
 
 def _share(comm: Communicator, rows: np.ndarray) -> Algorithm:

@@ -1,0 +1,253 @@
+"""The loops of codecs, compiled: numbers to bytes and back, in one pass.
+
+Their definitions are the codecs' own, in NumPy, which also serve where nothing is compiled:
+:class:`hvd_compress.codecs.compiled.Compiled` chooses.  Arrays are flat, contiguous, float32 or
+float64; results are the same for any number of threads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvd_compress import kernels
+from hvd_compress.kernels import reference
+
+_KINDS = ("linear", "uniform", "exponential", "ternary", "float8")
+_TERMS = ("plain", "magnitude", "square", "zeros")
+_SIGNS = ("negative", "positive", "not negative", "zero")
+#: fewer random numbers are drawn sooner by NumPy
+_FEW = 1024
+
+
+class Loops(Protocol):
+    """What a codec hands its arrays to."""
+
+    def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
+        """Write the code of ``x`` to ``out`` (uint8)."""
+
+    def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
+        """Write the values of a code to ``out``, or add them."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Digits:
+    """A scale for each run of elements, then a digit for each element.
+
+    Args:
+        kind: how elements are rounded: as in the codecs ``linear``, ``uniform_dithering``,
+            ``exponential_dithering``, ``ternary`` or ``float8``, by the first word of their names.
+        base: digits are 0 .. ``base`` - 1; up to 256.
+        levels: of each sign.
+        length: of a run; ``None``: all elements.
+        l2: scales are l2 norms rather than the largest magnitudes.
+        limit: of magnitudes.
+        mantissa, bias: of eight-bit floats.
+        grid: zero and the levels, where they are not evenly spaced.
+        table: what digits stand for, in units of the scale / ``unit``; ``None``: the digit less
+            ``zero``.
+    """
+
+    kind: str
+    base: int
+    levels: int = 0
+    length: int | None = None
+    l2: bool = False
+    limit: float = math.inf
+    mantissa: int = 0
+    bias: int = 0
+    grid: tuple[float, ...] = ()
+    table: np.ndarray | None = None
+    zero: int = 0
+    unit: int = 1
+
+    @functools.cached_property
+    def _rule(self) -> Any:
+        return kernels.native.codecs.Rule(
+            _KINDS.index(self.kind),
+            self.base,
+            self.levels,
+            self.length or 0,
+            self.l2,
+            self.limit,
+            self.mantissa,
+            self.bias,
+            list(self.grid),
+        )
+
+    def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
+        draws = None if self.kind in ("linear", "float8") else _draws(random, x.size)
+        kernels.native.codecs.encode(self._rule, x, draws, out, kernels.threads())
+
+    def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
+        table = None if self.table is None else self.table.astype(out.dtype)
+        length, threads = self.length or 0, kernels.threads()
+        kernels.native.codecs.decode(
+            code, self.base, length, table, self.zero, self.unit, out, add, threads
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Natural:
+    """The codec ``natural``."""
+
+    biased: bool
+
+    def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
+        draws = None if self.biased else _draws(random, x.size)
+        kernels.native.codecs.natural(x, draws, out, kernels.threads())
+
+    def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
+        kernels.native.codecs.from_natural(code, out, add, kernels.threads())
+
+
+@dataclasses.dataclass(frozen=True)
+class Signs:
+    """A bit an element, which stands for ``scale`` or its negative.
+
+    Args:
+        scale: a number; or it is sent in front: "l1", the mean magnitude, or "l2", the root of the
+            mean square.
+        draws_zeros: of zeros the bit is drawn; else they count as positive.
+    """
+
+    scale: str | float
+    draws_zeros: bool = False
+
+    def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
+        if self.draws_zeros:
+            if _put_signs(x, out, "positive", "zeros"):
+                out |= drawn_zeros(x, random)
+        elif isinstance(self.scale, str):
+            term = "magnitude" if self.scale == "l1" else "square"
+            mean = _put_signs(x, out[x.itemsize :], "not negative", term) / max(x.size, 1)
+            scale = mean if self.scale == "l1" else math.sqrt(mean)
+            with np.errstate(over="ignore"):
+                out[: x.itemsize] = np.array([scale], x.dtype.newbyteorder("<")).view(np.uint8)
+        else:
+            _put_signs(x, out, "not negative")
+
+    def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
+        scale, bits = self.scale, code
+        if isinstance(scale, str):
+            scale = code[: out.itemsize].view(out.dtype.newbyteorder("<"))[0]
+            bits = code[out.itemsize :]
+        levels = np.array([scale, scale], out.dtype)
+        levels[0] *= -1
+        _from_bits(bits, levels, out, add)
+
+
+def drawn_zeros(x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Return a bit for each element, as bytes: of zeros it is drawn, and others have none."""
+    bits = x == 0
+    bits[bits] = random.random(np.count_nonzero(bits)) < 0.5
+    return np.packbits(bits, bitorder="little")
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """The codec ``column_means`` of columns of ``length``; ``None``: all elements."""
+
+    length: int | None
+
+    def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
+        length = self.length or max(x.size, 1)
+        kernels.native.codecs.halves(x, length, out, kernels.threads())
+
+    def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
+        columns = -(-out.size // self.length) if self.length else int(out.size > 0)
+        split = 2 * columns * out.itemsize
+        levels = code[:split].view(out.dtype.newbyteorder("<")).astype(out.dtype)
+        _from_bits(code[split:], levels, out, add, length=self.length, first_is_highest=True)
+
+
+def _from_bits(
+    code: np.ndarray,
+    levels: np.ndarray,
+    out: np.ndarray,
+    add: bool,
+    *,
+    length: int | None = None,
+    first_is_highest: bool = False,
+) -> None:
+    """Write to ``out``, or add to it, for each bit of ``code`` one of two levels of its run: the
+    second where it is set."""
+    threads = kernels.threads()
+    kernels.native.codecs.from_bits(code, length or 0, first_is_highest, levels, out, add, threads)
+
+
+def _put_signs(x: np.ndarray, out: np.ndarray, sign: str, term: str | None = None) -> float:
+    """Write a bit for each element, 1 where it is ``sign``, "negative", "positive" or "not
+    negative", the first one the lowest of a byte.  Return the sum of a ``term`` of all elements:
+    see :func:`sum`."""
+    terms, threads = -1 if term is None else _TERMS.index(term), kernels.threads()
+    return kernels.native.codecs.signs(x, _SIGNS.index(sign), False, terms, out, threads)
+
+
+def sum(x: np.ndarray, term: str, shift: float = 0.0) -> float:
+    """Return the sum (float64) of all elements, "plain", of their "magnitude", or of the "square"
+    of what they differ by from ``shift``, in the order of
+    :func:`hvd_compress.kernels.reference.sums`."""
+    if kernels.is_compiled():
+        x = np.require(x, requirements="CA")
+        return kernels.native.codecs.sum(x, _TERMS.index(term), shift, kernels.threads())
+    terms = x.astype(np.float64)
+    if term == "magnitude":
+        terms = np.abs(terms)
+    elif term == "square":
+        terms = np.square(terms - shift)
+    return float(reference.sums(terms.reshape(1, -1))[0])
+
+
+def all_finite(x: np.ndarray) -> bool:
+    """Return whether no element of ``x`` (float32 or float64) is NaN or Inf."""
+    if kernels.is_compiled():
+        x = np.require(x, requirements="CA")
+        return kernels.native.codecs.all_finite(x, kernels.threads())
+    return bool(np.isfinite(x).all())
+
+
+def draw(random: np.random.Generator, out: np.ndarray) -> None:
+    """Fill ``out`` (1-D, float32) as ``random.random(out=out, dtype=np.float32)`` does, for
+    benchmarks; ``random`` is that of :mod:`hvd_compress.operators.random_k`."""
+    kernels.native.codecs.uniforms(_draws(random, out.size), out, kernels.threads())
+
+
+def copy(x: np.ndarray, out: np.ndarray) -> None:
+    """Read all bytes of one array (1-D, uint8) while all of another are written: the floor, for
+    benchmarks."""
+    kernels.native.codecs.copy(x, out, kernels.threads())
+
+
+def _draws(random: np.random.Generator, n: int) -> Any:
+    """What ``random.random(n, np.float32)`` would draw: the numbers, or of the generator of
+    :mod:`hvd_compress.operators.random_k` the place in its stream, which is moved on."""
+    generator = random.bit_generator
+    if n < _FEW or not isinstance(generator, np.random.Philox):
+        return random.random(n, np.float32)
+    state: dict[str, Any] = dict(generator.state)
+    key, counter = (state["state"][name].tolist() for name in ("key", "counter"))
+    place, half = state["buffer_pos"], state["has_uint32"]
+    if counter[0] >= 2**63 or (half and int(state["buffer"][place - 1]) >> 32 != state["uinteger"]):
+        return random.random(n, np.float32)
+    # A number takes half a word, of which a block has four.
+    start = key, counter, 2 * place - half
+    words, half = divmod(start[2] + n, 2)
+    words += half
+    block = (words - 1) // 4
+    buffer = np.array(kernels.native.codecs.philox(start, block, 1), np.uint64)
+    counter = [counter[0] + block, *counter[1:]]
+    place = words - 4 * block
+    generator.state = {
+        **state,
+        "state": {"key": state["state"]["key"], "counter": np.array(counter, np.uint64)},
+        "buffer": buffer,
+        "buffer_pos": place,
+        "has_uint32": half,
+        "uinteger": int(buffer[place - 1]) >> 32,
+    }
+    return start

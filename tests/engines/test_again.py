@@ -1,0 +1,122 @@
+"""Steps like the one before, in which the method is not asked again: the same bits and bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_compress import DGC, FP16, NoCompression, TopK, partition, rule, switch, warmup_to
+from hvd_compress.backends import backend_of
+from hvd_compress.engines.local import LocalEngine
+from hvd_compress.reducer import Reducer
+
+SHAPES = {"a": (40, 30), "b": (30,), "c": (25, 50), "d": (7,), "e": (64, 20)}
+METHODS = [
+    DGC(density=0.02),
+    DGC(density=warmup_to(0.01, steps=4)),
+    DGC.compact(density=0.02),
+    DGC(density=0.02, clip_norm=1.0),
+    TopK(density=0.02, values="float16"),
+    NoCompression(),
+    FP16(),
+    partition(rule(DGC(density=0.05), names="a"), otherwise=DGC(density=0.02)),
+    switch(NoCompression(), TopK(density=0.02), start=3),
+]
+
+
+class Asking(Reducer):
+    """Asks the method in every step."""
+
+    def _circumstances(self):
+        return None
+
+
+def make(kind, method):
+    return kind(method, LocalEngine(), momentum=0.9 * method.takes_momentum, in_place=True)
+
+
+def count_asked(reducer):
+    asked = []
+    original = reducer._exchange
+
+    def exchange(name, *rest):
+        asked.append(name)
+        return original(name, *rest)
+
+    reducer._exchange = exchange
+    return asked
+
+
+EVENTS = ("nothing", "nothing", "missing", "strided", "nan", "state", "order", "reset")
+
+
+@pytest.mark.parametrize("of", [np.array, torch.tensor], ids=["numpy", "torch"])
+@settings(max_examples=25)
+@given(
+    st.sampled_from(METHODS),
+    st.lists(st.sampled_from(EVENTS), min_size=3, max_size=9),
+    st.integers(0, 10**6),
+)
+def test_steps_are_as_if_the_method_was_asked(of, method, events, seed):
+    random = np.random.default_rng(seed)
+    reducers = [make(Asking, method), make(Reducer, method)]
+    for event in events:
+        names = list(SHAPES)
+        if event == "missing":
+            names.remove(random.choice(names))
+        if event == "order":
+            names = names[::-1]
+        gradients = {n: random.standard_normal(SHAPES[n], np.float32) for n in names}
+        odd = names[random.integers(len(names))]
+        if event == "nan":
+            gradients[odd].flat[3] = np.nan
+        results = []
+        for reducer in reducers:
+            own = {n: of(g) for n, g in gradients.items()}
+            if event == "strided":
+                own[odd] = of(np.repeat(gradients[odd][..., None], 2, -1))[..., 0]
+            if event == "state" and reducer.states.get(odd):  # as when one is loaded by hand
+                key = min(reducer.states[odd])
+                reducer.states[odd] = {**reducer.states[odd], key: reducer.states[odd][key] * 2}
+            if event == "reset":
+                reducer.reset_stats()
+            for name, gradient in own.items():
+                reducer.start(name, gradient)
+            results.append(reducer.finish())
+        assert results[0].keys() == results[1].keys() == set(names)
+        for name in names:
+            x, y = (backend_of(r[name]).to_numpy(r[name]) for r in results)
+            np.testing.assert_array_equal(x, y)
+        assert reducers[0].records == reducers[1].records
+        for name, state in reducers[0].states.items():
+            for key, x in state.items():
+                y = reducers[1].states[name][key]
+                np.testing.assert_array_equal(
+                    backend_of(x).to_numpy(x), backend_of(y).to_numpy(y), err_msg=f"{name} {key}"
+                )
+
+
+@pytest.mark.parametrize(
+    ("method", "asked_for"),
+    [
+        (DGC(density=0.02), 2),
+        (DGC(density=warmup_to(0.01, steps=4)), 5),
+        (DGC(density=0.02, clip_norm=1.0), 6),
+        (FP16(), 2),
+        (partition(rule(TopK(density=0.05), names="a"), otherwise=TopK(density=0.02)), 2),
+        (switch(NoCompression(), TopK(density=0.02), start=3), 6),
+    ],
+    ids=["dgc", "warm-up", "clipped", "fp16", "partition", "switch"],
+)
+def test_the_method_is_asked_only_where_steps_may_differ(method, asked_for):
+    reducer, steps = make(Reducer, method), []
+    asked = count_asked(reducer)
+    for _ in range(6):
+        asked.clear()
+        reducer.reduce({n: np.ones(s, np.float32) for n, s in SHAPES.items()})
+        steps.append(len(asked))
+    assert steps[asked_for:] == [0] * (6 - asked_for)
+    assert all(n == len(SHAPES) for n in steps[:asked_for])

@@ -1,0 +1,273 @@
+"""The compiled loops of codecs against the codecs' definitions in NumPy, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_compress import Context, codecs, kernels
+from hvd_compress.codecs.compiled import Compiled
+from hvd_compress.codecs.plus_minus import plus_minus
+from hvd_compress.kernels import codecs as loops
+from hvd_compress.kernels import reference
+from hvd_compress.kernels.bitpacking import pack_digits
+from hvd_compress.operators.random_k import own_generator
+from tests.kernels.test_kernels import unaligned
+
+CODECS = [
+    codecs.sign(),
+    codecs.scaled_sign(),
+    codecs.scaled_sign("l2"),
+    plus_minus(0.3),
+    codecs.column_means(7),
+    codecs.column_means(2048),
+    codecs.column_means(),
+    codecs.linear(),
+    codecs.linear(8, 4096),
+    *(codecs.linear(bits, 100) for bits in range(2, 8)),
+    *(codecs.uniform_dithering(levels, 512, "max") for levels in (1, 2, 4, 7, 15, 60, 127)),
+    codecs.uniform_dithering(7, None, "l2"),
+    codecs.uniform_dithering(9, 5, "l2"),
+    codecs.uniform_dithering(127, 2000, "l2"),
+    codecs.natural_dithering(),
+    codecs.natural_dithering(4, 3, "max"),
+    codecs.exponential_dithering(1.2, 127, None),
+    codecs.ternary(),
+    codecs.ternary(2.5),
+    codecs.natural(),
+    codecs.natural(biased=True),
+    codecs.float8(),
+    codecs.float8("e4m3", 512),
+    codecs.float8("e5m2", 3),
+]
+DTYPES = [np.dtype("float32"), np.dtype("float64")]
+SIZES = st.one_of(st.integers(0, 300), st.sampled_from([2047, 4096, 4097, 16_385, 50_001, 100_000]))
+KINDS = ["normal", "wide", "ties", "zeros", "halves", "subnormal", "finite", "special"]
+
+
+def drawn(random, n, kind, dtype):
+    limits = np.finfo(dtype)
+    special = [0.0, -0.0, 1, -1, 1.5, limits.max, -limits.max, limits.tiny, -limits.tiny / 8]
+    special += [limits.smallest_subnormal, limits.max / 2, 2.0**-126, 2.0**-130]
+    x = random.standard_normal(n)
+    if kind == "wide":
+        x *= np.exp(10 * random.standard_normal(n))
+    elif kind == "ties":
+        x = np.round(2 * x)
+    elif kind == "zeros":
+        x *= 0
+    elif kind == "halves":  # in the middle of two levels of eight bits, or beside it
+        x = (random.integers(-126, 126, n) + 0.5) * (1 + limits.eps * random.integers(-2, 3, n))
+        x[::50] = 127
+    elif kind == "subnormal":
+        x *= float(limits.tiny) / 2
+    elif kind == "finite":
+        x = random.choice(np.array(special, dtype), n)
+    elif kind == "special":
+        x = random.choice(np.array([*special, np.nan, np.inf, -np.inf], dtype), n)
+    return x.astype(dtype)
+
+
+@pytest.fixture(autouse=True)
+def compiled():
+    assert kernels.is_compiled(), "make setup builds the loops"
+
+
+@pytest.fixture(params=["baseline", "avx2", "avx512"])
+def instructions(request):
+    use = kernels.native.codecs.use_instructions
+    if not use(["baseline", "avx2", "avx512"].index(request.param)):
+        pytest.skip("not on this machine")
+    yield
+    use(-1)
+
+
+def generators(seed):
+    """Two of the same state, somewhere within a block of the stream."""
+    pair = [own_generator(Context(seed=seed)) for _ in "01"]
+    for random in pair:
+        random.random(seed % 17, np.float32)
+    return pair
+
+
+def same_state(one, other):
+    """Whether what they draw from now on is the same."""
+    return [one.random(3, np.float32).tolist(), one.random(5).tolist()] == [
+        other.random(3, np.float32).tolist(),
+        other.random(5).tolist(),
+    ]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@settings(max_examples=40, deadline=None)
+@given(
+    n=SIZES,
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from(DTYPES),
+    offset=st.integers(0, 9),
+    seed=st.integers(0, 1000),
+)
+def test_codes_are_those_of_numpy(codec, n, kind, dtype, offset, seed):
+    assert isinstance(codec, Compiled)
+    assert codec._loops is not None
+    data = np.random.default_rng(seed)
+    x = unaligned(drawn(data, n, kind, dtype), offset)
+    before = x.copy()
+    own, theirs = generators(seed)
+    code = unaligned(np.full(codec.size(n, dtype), 7, np.uint8), offset)
+    codec.encode_to(x, own, code)
+    with np.errstate(all="ignore"):
+        expected = codec._to_bytes(x, theirs)
+    np.testing.assert_array_equal(code, expected)
+    np.testing.assert_array_equal(x, before)
+    assert same_state(own, theirs)
+    with np.errstate(all="ignore"):
+        values = codec._from_bytes(code, n, dtype)
+        total = drawn(data, n, "normal", dtype)
+        out = unaligned(total, offset)
+        codec.decode_to(code, out, add=True)
+        np.testing.assert_array_equal(out, total + values)
+    codec.decode_to(code, out)
+    np.testing.assert_array_equal(out, values)
+    np.testing.assert_array_equal(np.signbit(out[out == 0]), np.signbit(values[values == 0]))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@settings(max_examples=20, deadline=None)
+@given(n=SIZES, dtype=st.sampled_from(DTYPES), seed=st.integers(0, 1000))
+def test_any_bytes_are_decoded_as_by_numpy(codec, n, dtype, seed):
+    """Whatever a damaged message holds."""
+    code = np.random.default_rng(seed).integers(0, 256, codec.size(n, dtype), np.uint8)
+    with np.errstate(all="ignore"):
+        expected = codec._from_bytes(code, n, dtype)
+    np.testing.assert_array_equal(codec.decode(code, n, dtype), expected)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_instruction_set_has_the_same_bits(codec, dtype, instructions):
+    random = np.random.default_rng(0)
+    for n in (1, 77, 40_003):
+        for kind in ("normal", "halves", "finite"):
+            x = drawn(random, n, kind, dtype)
+            with np.errstate(all="ignore"):
+                expected = codec._to_bytes(x, own_generator(Context()))
+                values = codec._from_bytes(expected, n, dtype)
+            code = codec.encode(x, own_generator(Context()))
+            np.testing.assert_array_equal(code, expected)
+            np.testing.assert_array_equal(codec.decode(code, n, dtype), values)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_change_nothing(codec, threads, monkeypatch):
+    x = np.random.default_rng(0).standard_normal(700_001, np.float32)
+    found = []
+    for number in (1, threads):
+        monkeypatch.setattr(kernels, "threads", lambda number=number: number)
+        code = codec.encode(x, own_generator(Context()))
+        found.append((code.tobytes(), codec.decode(code, x.size, x.dtype).tobytes()))
+    assert found[0] == found[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=SIZES,
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from(DTYPES),
+    term=st.sampled_from(["plain", "magnitude", "square"]),
+    shift=st.sampled_from([0.0, 0.1, -3.0]),
+    seed=st.integers(0, 1000),
+)
+def test_sums_are_those_of_numpy(n, kind, dtype, term, shift, seed):
+    x = drawn(np.random.default_rng(seed), n, kind, dtype)
+    with np.errstate(all="ignore"):
+        own = loops.sum(x, term, shift)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "is_compiled", lambda: False)
+            expected = loops.sum(x, term, shift)
+    np.testing.assert_array_equal(own, expected)
+    if n and kind == "normal":
+        terms = {"plain": x, "magnitude": abs(x), "square": (x.astype(float) - shift) ** 2}
+        assert own == pytest.approx(float(np.sum(terms[term], dtype=float)), rel=1e-9, abs=1e-9)
+
+
+def test_sums_by_hand():
+    """Of 2 + 16 lanes' sums the halves are added: an order in which 2^53 + 1 survives."""
+    rows = np.zeros((2, 20))
+    rows[0, [0, 1, 17]] = 2.0**53, 1, 1
+    rows[1, :] = np.arange(20)
+    assert reference.sums(rows).tolist() == [2.0**53 + 2, 190]
+    assert reference.sums(np.zeros((3, 0))).tolist() == [0, 0, 0]
+    assert reference.sums(np.ones((2, 5000))).tolist() == [5000, 5000]
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 7, 8, 9])
+@pytest.mark.parametrize("n", [1, 1024, 1025, 5000, 5001])
+def test_draws_are_those_of_the_generator(before, n):
+    """Also when arrays are encoded one after the other, or something else is drawn in between."""
+    own, theirs = (own_generator(Context()) for _ in "01")
+    x = np.random.default_rng(0).standard_normal(n, np.float32)
+    for random in (own, theirs):
+        random.random(before, np.float32)
+        random.random(before % 3)
+    codec = codecs.natural()
+    for _ in range(3):
+        code = codec.encode(x, own)
+        np.testing.assert_array_equal(code, codec._to_bytes(x, theirs))
+    assert same_state(own, theirs)
+
+
+def test_other_generators_serve_as_well():
+    x = np.random.default_rng(0).standard_normal(5000, np.float32)
+    codec = codecs.uniform_dithering()
+    code = codec.encode(x, np.random.default_rng(1))
+    np.testing.assert_array_equal(code, codec._to_bytes(x, np.random.default_rng(1)))
+
+
+def test_more_than_eight_bits_are_left_to_numpy():
+    codec = codecs.uniform_dithering(1000)
+    assert codec._loops is None
+    x = np.random.default_rng(0).standard_normal(5000, np.float32)
+    out = np.ones_like(x)
+    code = codec.encode(x, own_generator(Context()))
+    codec.decode_to(code, out, add=True)
+    np.testing.assert_array_equal(out, 1 + codec.decode(code, x.size, x.dtype))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_without_a_compiler_the_bits_are_the_same(codec, monkeypatch):
+    x = np.random.default_rng(0).standard_normal(3000, np.float32)
+    code = codec.encode(x, own_generator(Context()))
+    values = codec.decode(code, x.size, x.dtype)
+    monkeypatch.setattr(kernels, "is_compiled", lambda: False)
+    np.testing.assert_array_equal(code, codec.encode(x, own_generator(Context())))
+    np.testing.assert_array_equal(values, codec.decode(code, x.size, x.dtype))
+
+
+def test_wrong_sizes_are_refused_before_anything_is_written():
+    x, codec = np.ones(100, np.float32), codecs.linear(8, 10)
+    with pytest.raises(ValueError, match="sizes"):
+        codec.encode_to(x, np.random.default_rng(0), np.zeros(3, np.uint8))
+    with pytest.raises(ValueError, match="sizes"):
+        codec.decode_to(np.zeros(3, np.uint8), x)
+    with pytest.raises(ValueError, match="sizes"):
+        codecs.sign().decode_to(np.zeros(3, np.uint8), x)
+    with pytest.raises(ValueError, match="contiguous"):
+        codec.decode_to(np.zeros(110, np.uint8), np.ones(100, np.float32)[::-1])
+    assert (x == 1).all()
+
+
+@pytest.mark.parametrize("base", [2, 3, 5, 9, 15, 16, 31, 130, 255, 256])
+def test_digits_are_packed_as_by_numpy(base):
+    """By a rule whose digits are the elements themselves."""
+    digits = np.random.default_rng(base).integers(0, base, 5000).astype(np.uint8)
+    table = np.arange(256, dtype=float)
+    for n in (1, 7, 8, 39, 40, 41, 5000):
+        own = loops.Digits("linear", base, 1, table=table)
+        code = np.concatenate([np.ones(1, "<f4").view(np.uint8), pack_digits(digits[:n], base)])
+        out = np.zeros(n, np.float32)
+        own.decode(code, out, False)
+        np.testing.assert_array_equal(out, digits[:n])

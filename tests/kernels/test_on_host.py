@@ -1,0 +1,52 @@
+"""Fused exchanges that graphs call on the host, and their memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_compress.backends import backend_of
+from hvd_compress.fused.on_host import Memory
+
+
+def address(array):
+    return array.ctypes.data
+
+
+def test_arrays_are_aligned_and_of_their_size():
+    memory = Memory()
+    for n in (1, 5, 16, 1000):
+        array = memory.take(n)
+        assert (array.shape, array.dtype) == ((n,), np.float32)
+        assert address(array) % 64 == 0
+
+
+def test_an_array_is_used_again_once_nobody_has_it():
+    memory = Memory()
+    first = memory.take(10)
+    place = address(first)
+    assert address(memory.take(10)) != place  # forgotten at once
+    view = first.reshape(2, 5)[1:]
+    del first
+    assert address(memory.take(10)) != place
+    del view
+    own = [memory.take(10) for _ in range(2)]
+    assert place in map(address, own)
+    assert memory.nbytes == 2 * 4 * (10 + 16)
+
+
+def test_other_sizes_have_memory_of_their_own():
+    memory = Memory()
+    place = address(memory.take(10))
+    assert address(memory.take(11)) != place
+
+
+def test_the_loops_take_what_will_be_in_host_memory():
+    with tf.Graph().as_default():
+        taken = []
+        for device in ("CPU:0", "GPU:0"):
+            with tf.device(device):
+                x = tf.zeros([3])
+            taken.append(backend_of(x).in_host_memory(x))
+    assert taken == [True, False]
+    assert backend_of(tf.zeros([3])).in_host_memory(tf.zeros([3]))

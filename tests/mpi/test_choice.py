@@ -1,0 +1,158 @@
+"""What "auto" chooses: by the times of the algorithms, once for each kind of array."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_compress import mpi
+from hvd_compress.errors import ConfigError
+from hvd_compress.mpi.tuning.cost_model import DENSE
+from tests.simulated_mpi import ORDERS, Simulation
+
+times = st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3)
+SIZES = (8, 1000, 100_000)
+
+
+def model_of(points, size=4):
+    """A model of given times; for other numbers of ranks, a ring costs nothing."""
+    pairs = {name: tuple(zip(SIZES, seconds, strict=True)) for name, seconds in points.items()}
+    return mpi.CostModel(size, 0.0, 0.0, 0.0, 0.0, pairs, 1.0, 1.0)
+
+
+def model_that_prefers(name, size):
+    return model_of({each: 3 * [1.0 if each == name else 2.0] for each in DENSE}, size)
+
+
+@given(points=st.fixed_dictionaries(dict.fromkeys(DENSE, times)), place=st.integers(0, 2))
+def test_the_fastest_of_those_measured(points, place):
+    model, n = model_of(points), SIZES[place]
+    seconds = {name: row[place] for name, row in points.items()}
+    for name, expected in seconds.items():
+        assert model.seconds(name, n) == expected
+    assert seconds[model.fastest(n)] == min(seconds.values())
+    without = {name: seconds[name] for name in ("direct", "ring")}
+    assert seconds[model.fastest(n, among=tuple(without))] == min(without.values())
+
+
+@given(points=st.fixed_dictionaries(dict.fromkeys(DENSE, times)), n=st.integers(0, 10**9))
+def test_between_and_beyond_the_sizes_measured(points, n):
+    model = model_of(points)
+    for name, (first, second, last) in points.items():
+        got = model.seconds(name, n)
+        if n <= SIZES[0]:
+            assert got == first
+        elif SIZES[1] <= n <= SIZES[2]:
+            share = (n - SIZES[1]) / (SIZES[2] - SIZES[1])
+            assert got == pytest.approx(second + share * (last - second))
+        elif n > SIZES[2]:  # never less than the largest took
+            assert got >= last
+
+
+def test_other_numbers_of_ranks_follow_the_formulas():
+    model = model_that_prefers("ring", 4)
+    assert model.seconds("ring", 1000) == 1.0
+    assert model.seconds("ring", 1000, size=8) == 0.0 == model.formula("ring", 1000, 4)
+    assert model.seconds("direct", 1000, size=8) == 2 * 1000 * 7 / 8
+    with pytest.raises(ConfigError, match="measured ranks only"):
+        model.seconds("mpi", 1000, size=8)
+
+
+@pytest.mark.parametrize(
+    ("points", "problem"),
+    [
+        ({"tree": ((8, 1.0), (9, 1.0))}, "'tree' is not one of"),
+        ({"ring": ((8, 1.0),)}, "two or more ascending sizes"),
+        ({"ring": ((9, 1.0), (8, 1.0))}, "two or more ascending sizes"),
+        ({"mpi": ((8, 1.0), (9, float("nan")))}, "pairs of bytes and seconds"),
+    ],
+)
+def test_points_that_are_none(points, problem):
+    with pytest.raises(ConfigError, match=problem):
+        mpi.CostModel(4, 0.0, 0.0, 0.0, 0.0, points)
+
+
+def forms(rank):
+    """Pairs of an array and of what ``out`` is, all of one shape and dtype."""
+    x = np.arange(12, dtype=np.float32).reshape(3, 4) + rank
+    both = np.concatenate([x.reshape(-1), np.zeros(4, np.float32)])
+    front, back = both[:12].reshape(3, 4), both[4:].reshape(3, 4)
+    front[:] = x
+    yield x, None
+    yield x, np.empty_like(x)
+    yield x.copy(), "x"
+    yield np.asfortranarray(x), None
+    yield x, np.empty_like(x, order="F")
+    yield np.repeat(x, 2, axis=1)[:, ::2], np.empty((3, 8), np.float32)[:, ::2]
+    yield front, back  # they overlap
+    yield (view := x.copy()), view[:]  # another object, the same memory
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+def test_a_kind_that_was_seen_before(order, name, op):
+    size = 3
+    arrays = [np.arange(12, dtype=np.float32).reshape(3, 4) + rank for rank in range(size)]
+    want = {"sum": np.sum, "mean": np.mean, "max": np.max}[op](arrays, axis=0)
+
+    def rank():
+        comm = mpi.Communicator(checks=0)
+        comm.cost_model = model_that_prefers(name, size)
+        for _ in range(2):
+            for x, out in forms(comm.rank):
+                target = x if isinstance(out, str) else out
+                got = mpi.allreduce(x, op=op, out=target, comm=comm)
+                assert target is None or got is target
+                assert got.dtype == np.float32
+                np.testing.assert_array_equal(got, want)
+        assert len(comm.choices) == 1
+        assert next(iter(comm.choices.values())).startswith(name)
+
+    Simulation(size, order).run(rank)
+
+
+def test_another_model_is_another_choice():
+    def rank():
+        comm = mpi.Communicator(checks=0)
+        sent = []
+        for name in ("mpi", "ring", "mpi"):
+            comm.cost_model = model_that_prefers(name, comm.size)
+            for _ in range(2):
+                before = comm.bytes_sent
+                mpi.allreduce(np.ones(6), comm=comm)
+                sent.append(comm.bytes_sent - before)  # MPI's own bytes are not counted
+        return sent
+
+    assert Simulation(3).run(rank) == 3 * [[0, 0, 64, 64, 0, 0]]
+
+
+def test_duplicates_measure_once():
+    def rank():
+        comm = mpi.Communicator(checks=0)
+        other = comm.duplicate()
+        mpi.allreduce(np.ones(6), comm=other)
+        assert comm.cost_model is other.cost_model is not None
+        other.cost_model = model_that_prefers("ring", comm.size)
+        assert not comm.choices
+        mpi.allreduce(np.ones(6), comm=comm)
+        assert list(other.choices.values()) == ["ring"]
+
+    Simulation(3).run(rank)
+
+
+def test_a_read_only_array_is_not_written_to():
+    def rank():
+        comm = mpi.Communicator(checks=0)
+        x = np.ones(6)
+        x.flags.writeable = False
+        for _ in range(2):
+            np.testing.assert_array_equal(
+                mpi.allreduce(x, algorithm="mpi", comm=comm), np.full(6, 2)
+            )
+            with pytest.raises(ConfigError, match="read-only"):
+                mpi.allreduce(np.ones(6), algorithm="mpi", out=x, comm=comm)
+
+    Simulation(2).run(rank)
