@@ -201,10 +201,11 @@ def from_numpy(x: np.ndarray, like: Array | None) -> Array:
     tensor = torch.from_numpy(x)
     if x.dtype == np.int32:
         tensor = tensor.long()
-    if like is None or like.device == tensor.device:
+    if like is None:
         return tensor
-    # From pinned memory, or this would wait for all that the GPU still has to do.
-    return tensor.pin_memory().to(like.device, non_blocking=True)
+    if like.is_cuda:  # from pinned memory, or this would wait for all that the GPU still has to do
+        tensor = tensor.pin_memory()
+    return tensor.to(like.device, non_blocking=like.is_cuda)
 
 
 def to_numpy(x: Array) -> np.ndarray:

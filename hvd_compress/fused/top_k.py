@@ -209,7 +209,7 @@ class _Bucket:
         values: str | logarithmic,
         indices: str,
     ) -> None:
-        self.form = sizes, counts, _device(tensors[0].x)
+        self.sizes, self.form = sizes, (sizes, counts, _device(tensors[0].x))
         self.message = _message(values, indices, sum(sizes), counts)
         self.selection = loops_of(tensors[0].x).Selection(sizes, counts)
         self.bounds = np.cumsum([0, *counts]).tolist()

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from hvd_compress.torch import backend
 from tests import jobs
 
 LAWS = jobs.TESTS / "torch_impl" / "triton_laws.py"
@@ -38,3 +39,13 @@ def test_on_a_gpu(part):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU here: Triton's kernels were tested in its interpreter only")
     run(part, "0")
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch was built for GPUs")
+def test_what_is_missing_is_said_once(caplog):
+    backend._has_triton.cache_clear()
+    with caplog.at_level("WARNING", "hvd_compress"):
+        for _ in range(2):
+            assert not backend._has_triton(torch.device("cuda"))
+    (record,) = caplog.records
+    assert "need an NVIDIA GPU" in record.getMessage()
