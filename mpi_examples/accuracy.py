@@ -106,7 +106,7 @@ class Text:
 
 
 class TransformerText(Text):
-    settings: ClassVar[Settings] = Text.settings._replace(lr=0.5)
+    settings: ClassVar[Settings] = Text.settings._replace(lr=1.0)
     make = Transformer
 
 

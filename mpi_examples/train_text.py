@@ -37,13 +37,15 @@ from mpi_examples.models_text import MODELS
 from mpi_examples.report import PERPLEXITY, Run
 
 parser = horovod_parser(__doc__, "results/text.png", list(MODELS), epochs=5, seeds=1)
-parser.set_defaults(batch_size=8, density=0.01, lr=8.0, warmup_epochs=1)
+parser.set_defaults(batch_size=8, density=0.01, lr=None, warmup_epochs=1)
 parser.add_argument("--data", type=ptb_folder, help="Penn Treebank in its usual files")
 parser.add_argument("--length", type=int, default=16, help="words between two steps")
 parser.add_argument("--width", type=int, default=128, help="of every layer")
 parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--clip", type=float, default=0.25, help="the largest norm of a gradient")
 options = parse(parser, partners=True)
+if options.lr is None:
+    options.lr = {"lstm": 8.0, "transformer": 1.0}[options.model]
 under_horovodrun(options.ranks, options.controller)
 
 import hvd_compress.torch as hvd
