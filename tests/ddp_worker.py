@@ -108,7 +108,7 @@ def trains_as_the_lockstep_world() -> None:
         DGC(density=0.05, momentum=0.9, min_size=0),
         OneBit(column=16),
         GTopK(density=0.05),
-        GTopK(density=0.05, indices="packed"),
+        GTopK(density=0.05, indices="int32"),
     ):
         model, _ = _distributed(method)
         _train(model, range(STEPS))
@@ -118,7 +118,7 @@ def trains_as_the_lockstep_world() -> None:
 
 
 def momentum_and_names() -> None:
-    model, state = _distributed("dgc:density=0.05", momentum=0.9)
+    model, state = _distributed("dgc:density=0.05,indices=int32", momentum=0.9)
     _train(model, range(STEPS))
     _assert_close(model, _lockstep(DGC(density=0.05), STEPS, momentum=0.9))
     record = state.stats().layers["0.weight"]
