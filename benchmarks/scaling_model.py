@@ -4,7 +4,8 @@ Messages cost what :class:`hvd_compress.mpi.CostModel` says of the collective; a
 
     float32   20 n bytes + python + the fastest allreduce of 4 n bytes
     fp16      20 n bytes + 3 n casts + python + the fastest allreduce of 2 n bytes
-    DGC       24 n bytes + python + an allgather of k entries a rank, of which P k are added up
+    DGC       24 n bytes + python + an allgather of k entries a rank, decoding P messages and
+              adding P k entries
 
 The bytes are those that a step reads and writes: float32 looks for NaN, copies and divides; DGC has
 the gradient, velocity and residual to read, and the two new ones and the average to write.  NumPy
@@ -18,6 +19,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from hvd_compress.fused import dense_is_less
 from hvd_compress.mpi.tuning.cost_model import CostModel
 
 #: bytes that a step reads and writes for an element, and how often it casts one there and back
@@ -74,8 +76,10 @@ class StepModel:
 
     def message_seconds(self, method: str, n: int, p: int) -> float:
         """Return what messages and adding up take."""
+        k = math.ceil(self.density * n)
+        if method == "DGC" and dense_is_less(n, k, "float32", p):
+            method = "float32"  # which is what it sends then
         if method in SPARSE:
-            k = math.ceil(self.density * n)
             pair = entry_bytes(n, k)
             if method != "DGC":
                 return self.cost.sparse_seconds(SPARSE[method], k, n, pair=pair, size=p)

@@ -59,6 +59,14 @@ def test_an_allgather_grows_with_the_ranks():
         assert MODEL.message_seconds("DGC", N, p) == pytest.approx(expected)
 
 
+def test_dgc_sends_everything_where_entries_of_all_ranks_are_more():
+    # 1024 entries of 8 bytes from each rank are more than 2 * 4 N bytes from 1025 ranks on.
+    dense = [MODEL.message_seconds("float32", N, p) for p in (1024, 1025)]
+    own = [MODEL.message_seconds("DGC", N, p) for p in (1024, 1025)]
+    assert own[0] != dense[0]
+    assert own[1] == dense[1]
+
+
 def test_a_sum_in_four_rounds_merges_sparse_vectors():
     union = N * (1 - (1 - 1024 / N) ** 4)
     moved = 0.75 * (1024 + union) * entry_bytes(N, 1024)
