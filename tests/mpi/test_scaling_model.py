@@ -60,9 +60,10 @@ def test_an_allgather_grows_with_the_ranks():
 
 
 def test_dgc_sends_everything_where_entries_of_all_ranks_are_more():
-    # 1024 entries of 8 bytes from each rank are more than 2 * 4 N bytes from 1025 ranks on.
-    dense = [MODEL.message_seconds("float32", N, p) for p in (1024, 1025)]
-    own = [MODEL.message_seconds("DGC", N, p) for p in (1024, 1025)]
+    # 1024 entries of 8 bytes, less one that does not decide, are more than 8 N bytes in all from
+    # 1026 ranks on: 1023 * 1026 = 1049598, and N = 1048576.
+    dense = [MODEL.message_seconds("float32", N, p) for p in (1025, 1026)]
+    own = [MODEL.message_seconds("DGC", N, p) for p in (1025, 1026)]
     assert own[0] != dense[0]
     assert own[1] == dense[1]
 
