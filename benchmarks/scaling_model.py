@@ -47,8 +47,8 @@ class StepModel:
         cost: of messages.
         stream: seconds a byte of a pass over memory, on all ranks at once.
         cast: seconds for an element that is rounded to half precision and back.
-        frame, entry: seconds for each of DGC's messages, and for each entry, to decode it and add it
-            to an array of n.
+        frame, entry: seconds for each of DGC's messages, and for each entry, to decode it and add
+            it to an array of n.
         python: seconds of a step of almost no elements on one rank, by method.
         density: of DGC.
     """
