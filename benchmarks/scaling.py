@@ -1,20 +1,29 @@
-"""The cost model: its error where it can be checked, and what it says of 64 and 256 ranks.
+"""What averaging a gradient costs over ranks and elements: measured here, and by a model beyond.
 
-    python benchmarks/scaling.py                      # four ranks on this machine
+    python benchmarks/scaling.py                      # 2, 4, 8 and 16 ranks on this machine
     mpirun -np 8 -H node1:4,node2:4 python benchmarks/scaling.py
-    sudo .venv/bin/python tests/cluster --hosts 8 --timeout 600 -- python benchmarks/scaling.py
+    sudo .venv/bin/python tests/cluster --hosts 16 --timeout 600 -- python benchmarks/scaling.py
+    python benchmarks/scaling.py --load results/scaling.json --gbits 10 --latency-us 50
 
-Measures the model's constants on the ranks that it runs with, then dense and sparse allreduces of
-several sizes, and compares; then predicts for ranks that are not here, with the same network.
+Measured are whole steps of ``mpi.Reducer`` in float32, in fp16 and with DGC, on the first 2, 4, 8
+... of the ranks, while the others sleep; the constants of the model on each of these; and
+collectives of four ranks, beside what the cost model says of them.  What was measured on four ranks
+also predicts the others, and up to 1024 ranks and 10**9 elements.  ``--load`` predicts again
+without measuring, for another network if you like.
 """
 # ruff: noqa: E402  A process that is no rank must not import MPI, which starts with it.
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -24,42 +33,138 @@ from hvd_compress.integrations.launch import under_mpirun
 parser = argparse.ArgumentParser(
     description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
 )
-parser.add_argument("--rounds", type=int, default=7, help="samples of each point")
-parser.add_argument("--predict", type=int, nargs="*", default=[64, 256], help="numbers of ranks")
-parser.add_argument("--elements", type=int, default=25_557_032, help="of the model to predict for")
-parser.add_argument("--density", type=float, default=0.001)
-parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
+add = parser.add_argument
+add("--rounds", type=int, default=7, help="samples of each point; three if they take seconds")
+add("--predict", type=int, nargs="*", default=[64, 256, 1024], help="numbers of ranks")
+add("--elements", type=int, default=25_557_032, help="of the model to predict for: ResNet-50")
+add(
+    "--sizes",
+    type=float,
+    nargs="*",
+    default=[1e5, 1e6, 1e7, 5e7, 1e8],
+    help="elements of the gradients that are measured, besides --elements",
+)
+add("--density", type=float, default=0.001)
+add("--ranks", type=int, default=16, help="when started without mpirun")
+add("--memory", type=float, default=12, help="GB of all ranks; larger points are left out")
+add("--gbits", type=float, help="predict for links of so many Gbit/s")
+add("--latency-us", type=float, help="predict for rounds of so many microseconds")
+add("--load", type=Path, help="what --output wrote: measure nothing")
+add("--output", type=Path, default=Path("results/scaling.json"))
+add("--picture", type=Path, default=Path("results/scaling.png"))
 options = parser.parse_args()
-under_mpirun(options.ranks)
+if options.load is None:
+    under_mpirun(options.ranks)
 
 from mpi4py import MPI
+from scaling_report import report
 
-from hvd_compress import Sparse, mpi
+from hvd_compress import Sparse, kernels, mpi
+from hvd_compress.wire import decode_sparse, encode_sparse
 
 world = MPI.COMM_WORLD
-comm = mpi.Communicator(world, checks=0)
 DENSE = ("ring", "halving_doubling", "direct", "mpi")
 SPARSE = ("allgather", "recursive_doubling", "split_allgather")
+METHODS = {
+    "float32": "none:algorithm=auto",
+    "fp16": "fp16:algorithm=auto",
+    "DGC": f"dgc:density={options.density}",
+}
+#: bytes an element of a rank that measures all methods in turn, and seconds for a point after which
+#: three samples do
+_BYTES, _LONG = 40, 5.0
 
 
-def median_seconds(call: Callable[[], object]) -> float:
-    samples = []
-    for _ in range(options.rounds + 1):
-        world.Barrier()
-        start = time.perf_counter()
-        call()
-        samples.append(world.allreduce(time.perf_counter() - start, MPI.MAX))
-    return statistics.median(samples[1:])
+def samples(
+    comm: MPI.Comm, calls: Sequence[tuple[Callable[[], object], Callable[[], object]]]
+) -> list[list[float]]:
+    """Return the seconds of each call on the slowest rank; of each pair, the first call prepares
+    the second.  Calls take turns, and the first three rounds are not counted."""
+    found: list[list[float]] = [[] for _ in calls]
+    spent = 0.0
+    for number in range(options.rounds + 3):
+        for i in range(len(calls)):
+            turn = (number + i) % len(calls)
+            prepare, call = calls[turn]
+            prepare()
+            comm.Barrier()
+            start = time.perf_counter()
+            call()
+            seconds = comm.allreduce(time.perf_counter() - start, MPI.MAX)
+            spent += seconds
+            if number > 2:
+                found[turn].append(seconds)
+        if number > 4 and spent > _LONG:
+            break
+    return found
 
 
-def random_places(k: int, n: int) -> Sparse:
-    generator = np.random.default_rng(world.rank)
-    indices = np.unique(generator.integers(0, n, k))
-    return Sparse(indices, generator.standard_normal(len(indices)).astype(np.float32))
+def median_seconds(comm: MPI.Comm, call: Callable[[], object]) -> float:
+    return statistics.median(samples(comm, [(lambda: None, call)])[0])
 
 
-def measured(model: mpi.CostModel) -> list[tuple[str, str, float, float]]:
+def steps(comm: MPI.Comm, model: mpi.CostModel | None, n: int) -> dict[str, list[float]]:
+    """Seconds of a whole step, by method.  Gradients are other ones each time."""
+    pool = np.random.default_rng(comm.rank).standard_normal(2**20 + 1000, np.float32)
+    shifts = np.random.default_rng(0)
+    gradient = np.zeros((1, n), np.float32)  # of a matrix, since DGC sends vectors whole
+
+    def fill() -> None:
+        shift = int(shifts.integers(1000))
+        for start in range(0, n, 2**20):
+            part = gradient[0, start : start + 2**20]
+            part[:] = pool[shift : shift + part.size]
+
+    calls = []
+    own = mpi.Communicator(comm, checks=0)
+    own.cost_model = model
+    for method in METHODS.values():
+        momentum = {"momentum": 0.9} if method.startswith("dgc") else {}
+        reducer = mpi.Reducer(method, comm=own, in_place=True, **momentum)
+        calls.append((fill, lambda reducer=reducer: reducer.reduce({"g": gradient})))
+    return dict(zip(METHODS, samples(comm, calls), strict=True))
+
+
+def constants(comm: MPI.Comm, cost: mpi.CostModel) -> dict[str, Any]:
+    """What :class:`scaling_model.StepModel` needs."""
+    n = min(options.elements, 10**7)
+    gradient, velocity, residual = (np.full(n, 0, np.float32) for _ in range(3))
+    streaming = median_seconds(comm, lambda: kernels.stream([(gradient, velocity, residual)]))
+    part = np.ones(min(n, 10**6), np.float32)
+    casting = median_seconds(comm, lambda: part.astype(np.float16).astype(np.float32))
+    k = math.ceil(options.density * n)
+    frame = seconds_to_add(comm, n, 1)
+    entry = max(seconds_to_add(comm, n, k) - frame, 0.0) / k
+    alone = steps(MPI.COMM_SELF, None, 2000)
+    python = {name: statistics.median(seconds) for name, seconds in alone.items()}
+    return {
+        "cost": dataclasses.asdict(cost),
+        "stream": streaming / (20 * n),
+        "cast": casting / part.size,
+        "frame": frame,
+        "entry": entry,
+        "python": {name: comm.allreduce(s, MPI.MAX) for name, s in python.items()},
+        "density": options.density,
+    }
+
+
+def seconds_to_add(comm: MPI.Comm, n: int, k: int) -> float:
+    """Seconds to decode one more message of ``k`` entries and add it to an array of ``n``."""
+    frames = [encode_sparse(*random_places(seed, k, n), n, "packed") for seed in range(8)]
+    out = [np.zeros(n, np.float32)]
+
+    def add_up(count: int) -> None:
+        parts = [decode_sparse(frame, n, "float32") for frame in frames[:count]]
+        kernels.add_up(out, [at for at, _ in parts], [what for _, what in parts], count)
+
+    # Of two frames and of eight, since both write the whole array.
+    two, eight = samples(comm, [(lambda: None, lambda c=c: add_up(c)) for c in (2, 8)])
+    return max(statistics.median(eight) - statistics.median(two), 0.0) / 6
+
+
+def collectives(comm: MPI.Comm, model: mpi.CostModel) -> list[tuple[str, str, float, float]]:
     """(algorithm, what, measured, predicted)."""
+    own = mpi.Communicator(comm, checks=0)
     points: list[tuple[str, str, Callable[[], object], float]] = []
     for size in (4096, 65536, 2**20, 2**23):
         x = np.ones(size // 4, np.float32)
@@ -68,57 +173,79 @@ def measured(model: mpi.CostModel) -> list[tuple[str, str, float, float]]:
                 (
                     name,
                     f"{size:,} bytes",
-                    lambda x=x, name=name: mpi.allreduce(x, algorithm=name, comm=comm),
+                    lambda x=x, name=name: mpi.allreduce(x, algorithm=name, comm=own),
                     model.seconds(name, size),
                 )
             )
     n = options.elements
     for k in (n // 10_000, n // 1000, n // 100):
-        sparse = random_places(k, n)
+        sparse = random_places(comm.rank, k, n)
         for name in SPARSE:
             points.append(
                 (
                     name,
                     f"{k:,} of {n:,}",
                     lambda s=sparse, name=name: mpi.sparse_allreduce(
-                        s, n, algorithm=name, comm=comm
+                        s, n, algorithm=name, comm=own
                     ),
                     model.sparse_seconds(name, k, n),
                 )
             )
-    found = []
-    for name, what, call, predicted in tqdm(points, disable=world.rank != 0, ncols=90):
-        found.append((name, what, median_seconds(call), predicted))
+    return [
+        (name, what, median_seconds(comm, call), predicted)
+        for name, what, call, predicted in tqdm(
+            points, desc="collectives", disable=comm.rank != 0, ncols=90, leave=False
+        )
+    ]
+
+
+def random_places(seed: int, k: int, n: int) -> Sparse:
+    generator = np.random.default_rng(seed)
+    indices = np.unique(generator.integers(0, n, k))
+    return Sparse(indices, generator.standard_normal(len(indices)).astype(np.float32))
+
+
+def measured() -> dict[str, Any]:
+    """Everything that the report needs, as JSON holds it; complete on rank 0."""
+    groups = sorted({2**i for i in range(1, world.size.bit_length())} | {world.size})
+    base = max(p for p in groups if p <= max(4, groups[0]))
+    sizes = sorted({int(n) for n in options.sizes} | {options.elements})
+    points = [(p, n) for p in groups for n in sizes]
+    fitting = [(p, n) for p, n in points if p * n * _BYTES <= 1e9 * options.memory]
+    found: dict[str, Any] = {"elements": options.elements, "base": base, "constants": {}}
+    found |= {"collectives": [], "points": [], "left_out": [*set(points) - set(fitting)]}
+    with tqdm(total=len(fitting), disable=world.rank != 0, ncols=90, desc="steps") as bar:
+        for p in groups:
+            comm = world.Split(0 if world.rank < p else MPI.UNDEFINED)
+            if world.rank < p:
+                model = mpi.measure(comm, repeats=options.rounds)
+                found["constants"][str(p)] = constants(comm, model)
+                if p == base:
+                    found["collectives"] = collectives(comm, model)
+                for n in (n for q, n in fitting if q == p):
+                    for method, seconds in steps(comm, model, n).items():
+                        row = {"method": method, "ranks": p, "elements": n, "seconds": seconds}
+                        found["points"].append(row)
+                    bar.update()
+            asleep = world.Ibarrier()  # the others' cores are for those that measure
+            while not asleep.Test():
+                time.sleep(0.02)
     return found
 
 
 def main() -> None:
-    model = mpi.measure(comm, repeats=options.rounds)
-    points = measured(model)
-    if world.rank:
-        return
-    print(f"\nmeasured on {model.size} ranks: alpha {1e6 * model.alpha:.0f} us,", end=" ")
-    print(f"{8e-9 / model.beta:.2f} Gbit/s, adding {1e-9 / model.gamma:.1f} GB/s,", end=" ")
-    print(f"{1e6 * model.overhead:.0f} us for one more message")
-    print(f"\n{'algorithm':20} {'of':26} {'measured':>11} {'predicted':>11} {'error':>8}")
-    for name, what, seconds, predicted in points:
-        error = 100 * (predicted / seconds - 1)
-        print(
-            f"{name:20} {what:26} {1e3 * seconds:8.2f} ms {1e3 * predicted:8.2f} ms {error:7.0f}%"
-        )
-    errors = [abs(predicted / seconds - 1) for _, _, seconds, predicted in points]
-    print(f"median error {100 * statistics.median(errors):.0f}%, largest {100 * max(errors):.0f}%")
-
-    n, k = options.elements, int(options.elements * options.density)
-    print(f"\npredicted on the same network, {n:,} float32, dense, and {k:,} of them on each rank")
-    ranks = [model.size, *options.predict]
-    print(f"{'':20} " + " ".join(f"{f'{p} ranks':>12}" for p in ranks))
-    for name in DENSE[:3]:
-        row = [1e3 * model.seconds(name, 4 * n, size=p) for p in ranks]
-        print(f"{name:20} " + " ".join(f"{value:9.0f} ms" for value in row))
-    for name in (*SPARSE, "ok_topk"):
-        row = [1e3 * model.sparse_seconds(name, k, n, size=p) for p in ranks]
-        print(f"{name:20} " + " ".join(f"{value:9.1f} ms" for value in row))
+    if options.load is not None:
+        found = json.loads(options.load.read_text())
+    else:
+        if world.size == 1:
+            raise SystemExit("one rank sends nothing: start two or more")
+        found = measured()
+        if world.rank:
+            return
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
+    latency = None if options.latency_us is None else 1e-6 * options.latency_us
+    report(found, options.predict, options.picture, gbits=options.gbits, latency=latency)
 
 
 if __name__ == "__main__":
