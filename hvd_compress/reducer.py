@@ -179,6 +179,7 @@ class Reducer:
             return self._finish()
 
     def _finish(self) -> dict[str, Array]:
+        self.clock.awaited()
         try:
             self._begin_agreement(_NOTHING)  # other ranks may have started something
             if self._deferred:
@@ -205,6 +206,7 @@ class Reducer:
         loaded."""
         self._in_flight, self._deferred, self._agrees = {}, {}, False
         self._scratch, self._before = {}, None
+        self.clock.awaited()
         self._homes.forget()
         self._local.abandon()
         self.buckets.abandon()

@@ -8,6 +8,7 @@ backward goes on and messages are on their way, is not counted: it costs the cal
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from contextvars import ContextVar
 
@@ -23,6 +24,8 @@ class Times:
         add_up: decoding messages and adding them up.
         other: Python for each tensor and bucket; and, where a method has no loops for whole
             buckets, its compression and decompression.
+        hidden: from the first bucket of a step that was sent to the call that waits for all: what
+            goes on meanwhile, such as backward, hides the exchange.  Not a part of ``total``.
         steps: the number of steps.
     """
 
@@ -31,6 +34,7 @@ class Times:
     wait: float = 0.0
     add_up: float = 0.0
     other: float = 0.0
+    hidden: float = 0.0
     steps: int = 0
 
     @property
@@ -41,13 +45,14 @@ class Times:
     def line(self) -> str:
         """Return the milliseconds of a step in one line."""
         each = [f"{name.replace('_', ' ')} {self._of_a_step(name):.1f}" for name in PHASES]
-        return f"{1000 * self.total / max(self.steps, 1):.1f} ms a step: {', '.join(each)}"
+        total = 1000 * self.total / max(self.steps, 1)
+        return f"{total:.1f} ms a step: {', '.join(each)}; hidden {self._of_a_step('hidden'):.1f}"
 
     def _of_a_step(self, name: str) -> float:
         return 1000 * getattr(self, name) / max(self.steps, 1)
 
 
-PHASES = tuple(field.name for field in dataclasses.fields(Times) if field.name != "steps")
+PHASES = ("search", "encode", "wait", "add_up", "other")
 _current: ContextVar[Clock | None] = ContextVar("clock", default=None)
 
 
@@ -62,17 +67,28 @@ class Clock:
     def reset(self) -> None:
         """Begin again at zero."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._hidden, self._left_at = 0.0, math.inf
         self.steps = 0
 
     @property
     def times(self) -> Times:
         """The seconds so far."""
-        return Times(**self._seconds, steps=self.steps)
+        return Times(**self._seconds, hidden=self._hidden, steps=self.steps)
 
     def running(self) -> running:
         """Return a context in which everything is counted, as "other" where no :class:`phase` says
         what it is."""
         return running(self)
+
+    def leaves(self) -> None:
+        """Note that a bucket is sent."""
+        self._left_at = min(self._left_at, time.perf_counter())
+
+    def awaited(self) -> None:
+        """Note that all buckets are waited for from now on."""
+        if self._left_at < math.inf:
+            self._hidden += time.perf_counter() - self._left_at
+        self._left_at = math.inf
 
     def switch(self, phase: str | None) -> str | None:
         """Begin another phase, and return the one that ends; ``None``: none, nothing is counted."""
@@ -81,6 +97,12 @@ class Clock:
             self._seconds[before] += now - self._since
         self._phase, self._since = phase, now
         return before
+
+
+def leaves() -> None:
+    """Note for the clock that runs that a bucket is sent."""
+    if (clock := _current.get()) is not None:
+        clock.leaves()
 
 
 class running:

@@ -20,7 +20,7 @@ from hvd_compress.engines.joining import (
     joined,
 )
 from hvd_compress.errors import ConfigError
-from hvd_compress.times import phase
+from hvd_compress.times import leaves, phase
 
 #: a bucket is full when the gradients in it have that many bytes, uncompressed
 BUCKET_BYTES = 25 * 2**20
@@ -186,6 +186,7 @@ class Buckets:
         self._sent.update(names)
         label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         self._engine().start(label, exchange)
+        leaves()
 
     def _first(self, name: str) -> str:
         """How a tensor's first request is described."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hvd_compress import DGC, PowerSGD
+from hvd_compress import times as times_module
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.reducer import Reducer
@@ -65,9 +66,35 @@ def test_a_reset_begins_again_with_bytes_and_times():
         reducer.reset_stats()
 
 
+def test_what_goes_on_while_buckets_are_under_way_is_hidden(monkeypatch):
+    class Fake:
+        now = 0.0
+
+        @classmethod
+        def perf_counter(cls):
+            return cls.now
+
+    monkeypatch.setattr(times_module, "time", Fake)
+    reducer = Reducer(DGC(density=0.01), LocalEngine(), same_order=True)
+    for _ in range(2):  # the first step sends its buckets at its end
+        reducer.start_together(GRADIENTS)
+        Fake.now += 1.0
+        reducer.finish()
+    assert reducer.stats().times.hidden == 1.0
+    reducer.start_together(GRADIENTS)
+    Fake.now += 2.0
+    reducer.abandon()
+    Fake.now += 4.0
+    reducer.reduce(GRADIENTS)
+    assert reducer.stats().times.hidden == 3.0
+    assert reducer.stats().times.total == 0.0
+
+
 def test_times_are_shown_a_step():
     times = Times(search=0.002, wait=0.008, steps=2)
-    assert times.line() == "5.0 ms a step: search 1.0, encode 0.0, wait 4.0, add up 0.0, other 0.0"
+    assert times.line() == (
+        "5.0 ms a step: search 1.0, encode 0.0, wait 4.0, add up 0.0, other 0.0; hidden 0.0"
+    )
     seen = {}
 
     class Writer:

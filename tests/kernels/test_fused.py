@@ -239,3 +239,26 @@ def test_a_steady_step_needs_no_fresh_memory():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < n * 4 / 10
+
+
+@pytest.mark.parametrize("method", [DGC(density=0.001), DGC.compact(density=0.001), FP16()])
+def test_a_steady_step_of_torch_needs_no_large_blocks(method):
+    """By PyTorch's profiler and tracemalloc; a sum needs its message, as large as the gradients in
+    it, and float16 as much again for the result."""
+    n = 2_000_000
+    reducer = Reducer(method, LocalEngine(), in_place=True, momentum=0.9 * method.takes_momentum)
+    steps = [{"x": torch.randn(1000, n // 1000), "b": torch.randn(100)} for _ in range(6)]
+    for gradients in steps[:4]:
+        reducer.reduce(gradients)
+    tracemalloc.start()
+    reducer.reduce(steps[4])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        reducer.reduce(steps[5])
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    if method.name == "fp16":
+        assert 2 * n <= largest <= 4 * n + 1000
+    else:
+        assert largest < n * 4 / 10
+    assert peak < n * 4 / 10
