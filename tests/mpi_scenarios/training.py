@@ -153,7 +153,7 @@ def sums_of_averages_and_votes() -> None:
 
 
 def statistics_are_counted_from_the_messages() -> None:
-    reducer = mpi.Reducer("topk:density=0.02")
+    reducer = mpi.Reducer("topk:density=0.02,indices=int32")
     for step in range(3):
         reducer.reduce(_gradients(world.rank, step))
     record = reducer.stats().layers["w1"]

@@ -61,7 +61,9 @@ def at_once(
         comm, call: see :func:`.complete`.
     """
     comm.check()
-    request = comm.mpi.Iallreduce(x.copy() if x is out else x, out, _op(op))
+    source = x.copy() if x is out else x  # which must outlive the call
+    request = comm.mpi.Iallreduce(source, out, _op(op))
     complete(comm, request, "MPI_Iallreduce", call)
+    del source
     if op == "mean":
         np.divide(out, comm.size, out=out)
