@@ -27,6 +27,11 @@ def running_scale() -> float | None:
     return _running
 
 
+def forget_scale() -> None:
+    """Note that no backward pass runs: one that ended with an error did not say so."""
+    _leave()
+
+
 def scaler_steps() -> bool:
     """Return whether a ``GradScaler`` calls the ``optimizer.step()`` that runs now."""
     return _steps

@@ -19,7 +19,7 @@ import torch
 from hvd_compress.errors import ConfigError
 
 from . import checkpoint
-from .amp import scaler_steps
+from .amp import forget_scale, scaler_steps
 from .binding import Binding
 from .momentum import check_group
 from .parameters import Groups, Parameter, split_into_groups
@@ -153,6 +153,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def reset_hooks(self) -> None:
         """Count backward passes from zero, as at the beginning of a step."""
+        forget_scale()
         self._saw_passes = False
         for watched in self._watched.values():
             watched.passes, watched.is_started = 0, False
@@ -237,6 +238,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 "exchanged"
             )
         self._synchronized = False
+        forget_scale()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -83,6 +83,26 @@ def not_a_number_reaches_every_rank_and_no_residual() -> None:
                 assert torch.equal(a, b)
 
 
+def a_scaled_backward_pass_that_fails_leaves_no_scale() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(_, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(_, gradient):
+            raise RuntimeError("on purpose")
+
+    model, reference = make_model(), make_model()
+    optimizer = distribute(sgd(model), model, SPARSE)
+    loss = loss_of(model, hvd.rank(), 0)
+    with raises(RuntimeError, "on purpose"):
+        torch.amp.GradScaler("cpu").scale(Fails.apply(loss)).backward()
+    train(model, optimizer, range(2))
+    train(reference, distribute(sgd(reference), reference, SPARSE), range(2))
+    assert_close(model, reference, rtol=0, atol=0)
+
+
 def what_has_a_scale_of_its_own_does_not_depend_on_the_loss_scale() -> None:
     levels = rounding(levels=(0.001, 0.01, 0.1, 1.0, 10.0))
     for method in (
