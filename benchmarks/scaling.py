@@ -72,17 +72,19 @@ METHODS = {
 }
 #: bytes an element of a rank that measures all methods in turn, and seconds for a point after which
 #: three samples do
-_BYTES, _LONG = 40, 5.0
+_BYTES, _LONG = 40, 3.0
 
 
 def samples(
     comm: MPI.Comm, calls: Sequence[tuple[Callable[[], object], Callable[[], object]]]
 ) -> list[list[float]]:
     """Return the seconds of each call on the slowest rank; of each pair, the first call prepares
-    the second.  Calls take turns, and the first three rounds are not counted."""
+    the second.  Calls take turns, and the first three rounds are not counted, or the first ones
+    that last long."""
     found: list[list[float]] = [[] for _ in calls]
-    spent = 0.0
-    for number in range(options.rounds + 3):
+    spent, number = 0.0, 0
+    while len(found[0]) < (options.rounds if spent < _LONG else min(3, options.rounds)):
+        counts = number > 2 or spent > _LONG
         for i in range(len(calls)):
             turn = (number + i) % len(calls)
             prepare, call = calls[turn]
@@ -92,10 +94,9 @@ def samples(
             call()
             seconds = comm.allreduce(time.perf_counter() - start, MPI.MAX)
             spent += seconds
-            if number > 2:
+            if counts:
                 found[turn].append(seconds)
-        if number > 4 and spent > _LONG:
-            break
+        number += 1
     return found
 
 
@@ -227,6 +228,9 @@ def measured() -> dict[str, Any]:
                         row = {"method": method, "ranks": p, "elements": n, "seconds": seconds}
                         found["points"].append(row)
                     bar.update()
+            if world.rank == 0:  # what there is, if the job should be ended
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(json.dumps(found, indent=1) + "\n")
             asleep = world.Ibarrier()  # the others' cores are for those that measure
             while not asleep.Test():
                 time.sleep(0.02)
@@ -242,8 +246,6 @@ def main() -> None:
         found = measured()
         if world.rank:
             return
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
     latency = None if options.latency_us is None else 1e-6 * options.latency_us
     report(found, options.predict, options.picture, gbits=options.gbits, latency=latency)
 
