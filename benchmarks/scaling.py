@@ -213,6 +213,7 @@ def measured() -> dict[str, Any]:
     sizes = sorted({int(n) for n in options.sizes} | {options.elements})
     points = [(p, n) for p in groups for n in sizes]
     fitting = [(p, n) for p, n in points if p * n * _BYTES <= 1e9 * options.memory]
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"elements": options.elements, "base": base, "constants": {}}
     found |= {"collectives": [], "points": [], "left_out": [*set(points) - set(fitting)]}
     with tqdm(total=len(fitting), disable=world.rank != 0, ncols=90, desc="steps") as bar:
@@ -228,9 +229,8 @@ def measured() -> dict[str, Any]:
                         row = {"method": method, "ranks": p, "elements": n, "seconds": seconds}
                         found["points"].append(row)
                     bar.update()
-            if world.rank == 0:  # what there is, if the job should be ended
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps(found, indent=1) + "\n")
+                    if world.rank == 0:  # what there is, should the job be ended
+                        options.output.write_text(json.dumps(found, indent=1) + "\n")
             asleep = world.Ibarrier()  # the others' cores are for those that measure
             while not asleep.Test():
                 time.sleep(0.02)
