@@ -72,17 +72,19 @@ METHODS = {
 }
 #: bytes an element of a rank that measures all methods in turn, and seconds for a point after which
 #: three samples do
-_BYTES, _LONG = 40, 5.0
+_BYTES, _LONG = 40, 3.0
 
 
 def samples(
     comm: MPI.Comm, calls: Sequence[tuple[Callable[[], object], Callable[[], object]]]
 ) -> list[list[float]]:
     """Return the seconds of each call on the slowest rank; of each pair, the first call prepares
-    the second.  Calls take turns, and the first three rounds are not counted."""
+    the second.  Calls take turns, and the first three rounds are not counted, or the first ones
+    that last long."""
     found: list[list[float]] = [[] for _ in calls]
-    spent = 0.0
-    for number in range(options.rounds + 3):
+    spent, number = 0.0, 0
+    while len(found[0]) < (options.rounds if spent < _LONG else min(3, options.rounds)):
+        counts = number > 2 or spent > _LONG
         for i in range(len(calls)):
             turn = (number + i) % len(calls)
             prepare, call = calls[turn]
@@ -92,10 +94,9 @@ def samples(
             call()
             seconds = comm.allreduce(time.perf_counter() - start, MPI.MAX)
             spent += seconds
-            if number > 2:
+            if counts:
                 found[turn].append(seconds)
-        if number > 4 and spent > _LONG:
-            break
+        number += 1
     return found
 
 
@@ -157,9 +158,10 @@ def seconds_to_add(comm: MPI.Comm, n: int, k: int) -> float:
         parts = [decode_sparse(frame, n, "float32") for frame in frames[:count]]
         kernels.add_up(out, [at for at, _ in parts], [what for _, what in parts], count)
 
-    # Of two frames and of eight, since both write the whole array.
+    # Of two frames and of eight, since both write the whole array; a difference of medians would be
+    # one of disturbances.
     two, eight = samples(comm, [(lambda: None, lambda c=c: add_up(c)) for c in (2, 8)])
-    return max(statistics.median(eight) - statistics.median(two), 0.0) / 6
+    return max(min(eight) - min(two), 0.0) / 6
 
 
 def collectives(comm: MPI.Comm, model: mpi.CostModel) -> list[tuple[str, str, float, float]]:
@@ -212,6 +214,7 @@ def measured() -> dict[str, Any]:
     sizes = sorted({int(n) for n in options.sizes} | {options.elements})
     points = [(p, n) for p in groups for n in sizes]
     fitting = [(p, n) for p, n in points if p * n * _BYTES <= 1e9 * options.memory]
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"elements": options.elements, "base": base, "constants": {}}
     found |= {"collectives": [], "points": [], "left_out": [*set(points) - set(fitting)]}
     with tqdm(total=len(fitting), disable=world.rank != 0, ncols=90, desc="steps") as bar:
@@ -227,6 +230,8 @@ def measured() -> dict[str, Any]:
                         row = {"method": method, "ranks": p, "elements": n, "seconds": seconds}
                         found["points"].append(row)
                     bar.update()
+                    if world.rank == 0:  # what there is, should the job be ended
+                        options.output.write_text(json.dumps(found, indent=1) + "\n")
             asleep = world.Ibarrier()  # the others' cores are for those that measure
             while not asleep.Test():
                 time.sleep(0.02)
@@ -242,8 +247,6 @@ def main() -> None:
         found = measured()
         if world.rank:
             return
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
     latency = None if options.latency_us is None else 1e-6 * options.latency_us
     report(found, options.predict, options.picture, gbits=options.gbits, latency=latency)
 
