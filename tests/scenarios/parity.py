@@ -143,6 +143,7 @@ class Turned:
     def __init__(self, method) -> None:
         self.method = method
         self.takes_momentum = method.takes_momentum
+        self.needs_gradient_norm = method.needs_gradient_norm
 
     def for_tensor(self, name, shape):
         return Turned(self.method.for_tensor(name, shape[::-1]))
