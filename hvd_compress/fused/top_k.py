@@ -13,7 +13,7 @@ that a step needs no fresh memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,15 +22,14 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Gather, Joint, Outcome, Request, Sparse, State
 from hvd_compress.chain import Transform, in_range
 from hvd_compress.codecs import logarithmic
-from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
+from hvd_compress.fused.messages import message_of
 from hvd_compress.fused.on_host import Memory, exchange_on_host
 from hvd_compress.kernels import Step, loops_of, merge
 from hvd_compress.operators import top_k
 from hvd_compress.times import phase
-from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
+from hvd_compress.wire import sparse_size
 
 _MOST_ELEMENTS = 2**32
-_FLOAT32 = np.dtype(np.float32)
 _V, _R = "velocity", "residual"
 
 
@@ -180,7 +179,7 @@ class FusedTopK:
         counts, n = [t.k for t in tensors], int(starts[-1])
         shifts = np.repeat(starts[:-1], counts)
 
-        message = _message(self.values, self.indices, n, counts)
+        message = message_of(self.values, self.indices, n, counts)
 
         def decode(frame: np.ndarray) -> list[np.ndarray]:
             indices, values = message.decode(frame, "this rank")
@@ -210,7 +209,7 @@ class _Bucket:
         indices: str,
     ) -> None:
         self.sizes, self.form = sizes, (sizes, counts, _device(tensors[0].x))
-        self.message = _message(values, indices, sum(sizes), counts)
+        self.message = message_of(values, indices, sum(sizes), counts)
         self.selection = loops_of(tensors[0].x).Selection(sizes, counts)
         self.bounds = np.cumsum([0, *counts]).tolist()
         self.starts = np.cumsum([0, *sizes[:-1]])
@@ -240,62 +239,6 @@ class _Bucket:
         """Return the new state of tensor ``i``; the old one's memory is that of the next."""
         new, self._spare[i] = self._spare[i], {} if self._memory else old
         return new
-
-
-class _Numbers:
-    """Messages of a bucket whose values are numbers of a dtype.
-
-    Attributes:
-        size: the bytes of a message, ``None`` if they depend on what is in it.
-    """
-
-    def __init__(self, dtype: str, indices: str, n: int, counts: Sequence[int]) -> None:
-        self._dtype, self._indices, self._n, self._count = dtype, indices, n, sum(counts)
-        self.size = None if indices == "packed" else sparse_size(self._count, n, dtype)
-
-    def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the message, and the values as receivers see them (float32)."""
-        if self._dtype == "float16":
-            limit = np.finfo(np.float16).max
-            values = np.clip(values, -limit, limit)
-        values = values.astype(self._dtype, copy=False)
-        frame = encode_sparse(indices, values, self._n, self._indices)
-        return frame, values.astype(np.float32, copy=False)
-
-    def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the indices and values (float32) in a message."""
-        indices, values = decode_sparse(frame, self._n, self._dtype, self._count, sender=sender)
-        return indices, values.astype(np.float32, copy=False)
-
-
-class _Codes:
-    """Messages whose values are coded; see :class:`_Numbers`."""
-
-    def __init__(self, codec: logarithmic, indices: str, n: int, counts: Sequence[int]) -> None:
-        self._codec, self._packed, self._n = codec.of_parts(counts), indices == "packed", n
-        self._count = sum(counts)
-        self._random = np.random.default_rng(0)  # which this codec does not ask
-        self.size = None if self._packed else coded_size(self._codec, self._count, _FLOAT32, n)
-
-    def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        frame = encode_coded(
-            self._codec, values, self._random, indices, self._n, packed=self._packed
-        )
-        return frame, self.decode(frame, "this rank")[1]
-
-    def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
-        count, n = self._count, self._n
-        indices, values = decode_coded(self._codec, frame, count, _FLOAT32, n, sender=sender)
-        assert indices is not None
-        return indices, values
-
-
-def _message(
-    values: str | logarithmic, indices: str, n: int, counts: Sequence[int]
-) -> _Numbers | _Codes:
-    if isinstance(values, str):
-        return _Numbers(values, indices, n, counts)
-    return _Codes(values, indices, n, counts)
 
 
 def _device(x: Array) -> str:

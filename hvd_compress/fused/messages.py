@@ -1,0 +1,69 @@
+"""Messages of a bucket: the selected entries of all its tensors end to end, with one header."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvd_compress.codecs import logarithmic
+from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
+from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+class Numbers:
+    """Messages of a bucket whose values are numbers of a dtype.
+
+    Attributes:
+        size: the bytes of a message, ``None`` if they depend on what is in it.
+    """
+
+    def __init__(self, dtype: str, indices: str, n: int, counts: Sequence[int]) -> None:
+        self._dtype, self._indices, self._n, self._count = dtype, indices, n, sum(counts)
+        self.size = None if indices == "packed" else sparse_size(self._count, n, dtype)
+
+    def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the message, and the values as receivers see them (float32)."""
+        if self._dtype == "float16":
+            limit = np.finfo(np.float16).max
+            values = np.clip(values, -limit, limit)
+        values = values.astype(self._dtype, copy=False)
+        frame = encode_sparse(indices, values, self._n, self._indices)
+        return frame, values.astype(np.float32, copy=False)
+
+    def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the indices and values (float32) in a message."""
+        indices, values = decode_sparse(frame, self._n, self._dtype, self._count, sender=sender)
+        return indices, values.astype(np.float32, copy=False)
+
+
+class Codes:
+    """Messages whose values are coded; see :class:`Numbers`."""
+
+    def __init__(self, codec: logarithmic, indices: str, n: int, counts: Sequence[int]) -> None:
+        self._codec, self._packed, self._n = codec.of_parts(counts), indices == "packed", n
+        self._count = sum(counts)
+        self._random = np.random.default_rng(0)  # which this codec does not ask
+        self.size = None if self._packed else coded_size(self._codec, self._count, _FLOAT32, n)
+
+    def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        frame = encode_coded(
+            self._codec, values, self._random, indices, self._n, packed=self._packed
+        )
+        return frame, self.decode(frame, "this rank")[1]
+
+    def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
+        count, n = self._count, self._n
+        indices, values = decode_coded(self._codec, frame, count, _FLOAT32, n, sender=sender)
+        assert indices is not None
+        return indices, values
+
+
+def message_of(
+    values: str | logarithmic, indices: str, n: int, counts: Sequence[int]
+) -> Numbers | Codes:
+    if isinstance(values, str):
+        return Numbers(values, indices, n, counts)
+    return Codes(values, indices, n, counts)
