@@ -96,11 +96,17 @@ class DDP(Backward):
     def __init__(self, name: str, hook: str | None = None) -> None:
         super().__init__(name)
         _start_process_group()
-        self.module = torch.nn.parallel.DistributedDataParallel(self.module)
+        # The callbacks of PowerSGD's hook may run in another order on each rank, unless there is
+        # but one bucket.
+        more = {"bucket_cap_mb": 1024} if hook == "powersgd" else {}
+        group = dist.new_group()
+        self.module = torch.nn.parallel.DistributedDataParallel(
+            self.module, process_group=group, **more
+        )
         if hook == "fp16":
-            self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            self.module.register_comm_hook(group, default_hooks.fp16_compress_hook)
         elif hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2)
+            state = powerSGD_hook.PowerSGDState(group, 2, start_powerSGD_iter=2)
             self.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 

@@ -64,7 +64,7 @@ def main() -> None:
     known = [*methods, *hooks]
     if not is_torch:
         known.remove("dgc, sparse step")
-    usual = [name for name in known if name not in ("none", "fp16", "powersgd")]
+    usual = [name for name in known if name not in ("none", "fp16", "powersgd", "topk")]
     chosen = options.methods or usual
     if unknown := [name for name in chosen if name not in known]:
         raise SystemExit(f"--methods {unknown[0]}: known are {', '.join(known)}")

@@ -5,7 +5,7 @@ are kept in ``costs.json``; ``python -m hvd_compress.cli.costs`` writes it again
 
 >>> from hvd_compress import TopK
 >>> costs(TopK(density=0.01))
-Costs(sent=0.64, received=2.56, collectives=('gather',), memory={'residual': 1.0})
+Costs(sent=0.4, received=1.6, collectives=('gather',), memory={'residual': 1.0})
 """
 
 from __future__ import annotations

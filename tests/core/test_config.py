@@ -73,7 +73,7 @@ def test_a_config_is_readable():
         "values": "float32",
         "error_feedback": True,
         "algorithm": "allgather",
-        "indices": "int32",
+        "indices": "packed",
     }
     block = chain(error_feedback(), via=allgather(top_k(0.1))).to_config()
     assert block["method"] == "chain"

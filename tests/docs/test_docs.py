@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvd_compress import as_compressor, config, method_names
+from hvd_compress import DGC, RandomK, TopK, as_compressor, config, method_names
 from hvd_compress.cli.costs import costs, costs_of_defaults
+from hvd_compress.engines.local import LocalEngine
+from hvd_compress.reducer import Reducer
 from hvd_compress.testing import check_laws
 from tests import jobs
 
@@ -109,29 +111,38 @@ def test_links_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_figures_are_those_of_real_frames():
+def sent_for_resnet50(method):
+    """The bytes of a rank in a step, counted from its messages."""
     from benchmarks.model_shapes import resnet50
-    from hvd_compress.wire import sparse_size
 
-    def kilobytes(values, everything_sparse=False):
-        """All frames as one: buckets have 16 bytes each besides."""
-        entries = elements = whole = 0
-        for shape in resnet50().values():
-            n = int(np.prod(shape))
-            if everything_sparse or (len(shape) > 1 and n >= 1024):
-                entries, elements = entries - (-n // 1000), elements + n
-            else:
-                whole += 4 * n
-        return (sparse_size(entries, elements, values) + whole) / 1000
+    random = np.random.default_rng(0)
+    reducer = Reducer(method, LocalEngine(), momentum=0.9 * method.takes_momentum, in_place=True)
+    reducer.reduce({k: random.standard_normal(s, np.float32) for k, s in resnet50().items()})
+    total = reducer.stats().total
+    return total.bytes_sent, total.ratio
 
+
+def test_figures_of_the_readme_are_those_of_real_frames():
     text = (ROOT / "README.md").read_text()
+    rows = (TopK(density=0.001), DGC(density=0.001), DGC.compact(density=0.001))
+    for method in (*rows, RandomK(density=0.01)):
+        count, ratio = sent_for_resnet50(method)
+        assert f"| {count / 1000:,.0f} kB | {ratio:.0f}x |" in text, method
+
+
+def test_figures_of_dgc_are_those_of_real_frames():
     page = (ROOT / "docs/methods/dgc.md").read_text()
-    for values in ("float32", "float16"):
-        assert f"{kilobytes(values):,.0f} kB" in text
-        assert f"{kilobytes(values):,.1f} kB" in page
-    assert f"{kilobytes('float32', True):,.0f} kB" in text
-    random_k = sum(4 * -(-int(np.prod(shape)) // 100) for shape in resnet50().values())
-    assert f"{random_k / 1000:,.0f} kB" in text
+    rows = re.findall(r"^\| (.*?) ?\| ([\d.]+) kB \| (\d+)x \|$", page, re.MULTILINE)
+    assert len(rows) == 8
+    for options, kilobytes, times in rows:
+        if "compact" in options:
+            method = DGC.compact(density=0.001)
+        else:
+            method = DGC(density=0.001, **eval(f"dict({options.strip('`')})"))
+        count, ratio = sent_for_resnet50(method)
+        # The last bytes of packed indices depend on where the elements are.
+        assert count / 1000 == pytest.approx(float(kilobytes), abs=0.2)
+        assert ratio == pytest.approx(float(times), rel=3e-3)
 
 
 def said(folder: str) -> str:
