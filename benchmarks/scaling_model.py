@@ -84,9 +84,9 @@ class StepModel:
             if method != "DGC":
                 return self.cost.sparse_seconds(SPARSE[method], k, n, pair=pair, size=p)
             # What an allgather brings is added to a dense array, not to sparse vectors.
-            cost = dataclasses.replace(self.cost, merge=self.entry)
-            frames = p * self.frame if p > 1 else 0.0
-            return cost.sparse_seconds("allgather", k, n, pair=pair, size=p) + frames
+            cost = dataclasses.replace(self.cost, merge=0.0)
+            adding = p * (self.frame + k * self.entry) if p > 1 else 0.0
+            return cost.sparse_seconds("allgather", k, n, pair=pair, size=p) + adding
         if method == "float32":
             return min(self.cost.seconds(name, 4 * n, size=p) for name in _ENGINE)
         # Partial sums of half precision travel as float32, where there are any.

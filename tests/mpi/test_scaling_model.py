@@ -69,9 +69,11 @@ def test_dgc_sends_everything_where_entries_of_all_ranks_are_more():
 
 
 def test_a_sum_in_four_rounds_merges_sparse_vectors():
-    union = N * (1 - (1 - 1024 / N) ** 4)
-    moved = 0.75 * (1024 + union) * entry_bytes(N, 1024)
-    expected = 4 * 1.2e-4 + moved * 1e-8 + (1024 + union) * 1e-7
+    # A region's vectors are merged into the sum of those before: 1 + 1, 2 + 1 and 3 + 1 quarters.
+    sums = [N * (1 - (1 - 1024 / N) ** ranks) for ranks in (1, 2, 3, 4)]
+    moved = 0.75 * (1024 + sums[3]) * entry_bytes(N, 1024)
+    merged = sum(sums[:3]) / 4 + 3 * 1024 / 4
+    expected = 4 * 1.2e-4 + moved * 1e-8 + (merged + sums[3]) * 1e-7
     assert MODEL.message_seconds("split_allgather", N, 4) == pytest.approx(expected)
 
 

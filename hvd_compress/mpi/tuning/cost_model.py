@@ -162,8 +162,10 @@ class CostModel:
             return min(pair * union(ranks), item * n)
 
         fan, beta = 2 * self._fan(p), self._beta("fan")  # sizes go ahead of all messages
+        # One vector after the other is merged into the sum so far.
+        merged = sum(union(ranks) + k for ranks in range(1, p))
         if algorithm == "allgather":
-            return fan + pair * k * (p - 1) * beta + k * p * self.merge
+            return fan + pair * k * (p - 1) * beta + merged * self.merge
         if algorithm == "recursive_doubling":
             steps = [1 << step for step in range(p.bit_length() - 1)]
             rounds, moved = len(steps), sum(map(message, steps))
@@ -175,7 +177,7 @@ class CostModel:
             sums = message(p) if algorithm == "split_allgather" else pair * k
             moved = (pair * k + sums) * (p - 1) / p
             fans = 2 if algorithm == "split_allgather" else 3  # the first balances regions
-            return fans * fan + moved * beta + (k + sums / pair) * self.merge
+            return fans * fan + moved * beta + (merged / p + sums / pair) * self.merge
         raise ConfigError(f"algorithm={algorithm!r} has no cost model")
 
     def fastest_sparse(self, k: int, n: int, *, pair: float = 8, item: int = 4) -> str:
