@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import importlib.util
 import inspect
 import logging
 import os
@@ -157,7 +158,8 @@ def take_stateless(function: Callable[..., Any], horovods: Any) -> Callable[...,
 
 def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framework: str) -> Any:
     """Return ``package.name`` from Horovod's module, which alone has it."""
-    if name.startswith("__"):
+    # `from . import module` asks here first, and goes on only after an AttributeError.
+    if name.startswith("__") or importlib.util.find_spec(f"{package}.{name}"):
         raise AttributeError(name)
     if isinstance(horovod, ImportError):
         raise SetupError(

@@ -120,3 +120,33 @@ def test_numpy_work_loads_no_framework():
         "World(DGC(min_size=0), 2).exchange([np.ones((4, 5)), np.ones((4, 5))])"
     )
     assert not HEAVY & set(loaded)
+
+
+WITHOUT_HOROVOD = """
+import sys
+sys.modules["horovod"] = None  # as if it was not installed
+import torch
+import hvd_compress.torch
+import hvd_compress.torch.mpi as hvd
+hvd.init()
+model = torch.nn.Linear(30, 5)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+    named_parameters=model.named_parameters(),
+    compression=hvd.DGC(density=0.1),
+)
+for _ in range(2):
+    model(torch.ones(2, 30)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+try:
+    hvd_compress.torch.allreduce
+except hvd_compress.SetupError as error:
+    assert "install-horovod" in str(error)
+else:
+    raise AssertionError
+"""
+
+
+def test_training_over_mpi_needs_no_horovod():
+    assert "horovod.torch" not in loaded_by(WITHOUT_HOROVOD)
