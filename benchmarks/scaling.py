@@ -63,7 +63,7 @@ from hvd_compress import Sparse, kernels, mpi
 from hvd_compress.wire import decode_sparse, encode_sparse
 
 world = MPI.COMM_WORLD
-DENSE = ("ring", "halving_doubling", "direct", "mpi")
+DENSE = ("ring", "halving_doubling", "direct")
 SPARSE = ("allgather", "recursive_doubling", "split_allgather")
 METHODS = {
     "float32": "none:algorithm=auto",
@@ -176,7 +176,7 @@ def collectives(comm: MPI.Comm, model: mpi.CostModel) -> list[tuple[str, str, fl
                     name,
                     f"{size:,} bytes",
                     lambda x=x, name=name: mpi.allreduce(x, algorithm=name, comm=own),
-                    model.seconds(name, size),
+                    model.formula(name, size, model.size),
                 )
             )
     n = options.elements
@@ -190,7 +190,7 @@ def collectives(comm: MPI.Comm, model: mpi.CostModel) -> list[tuple[str, str, fl
                     lambda s=sparse, name=name: mpi.sparse_allreduce(
                         s, n, algorithm=name, comm=own
                     ),
-                    model.sparse_seconds(name, k, n),
+                    model.sparse_formula(name, k, n, model.size),
                 )
             )
     return [

@@ -94,11 +94,11 @@ class Fused(Protocol):
     def __call__(self, tensors: list[Any]) -> Generator[Request, Any, list[Outcome]]:
         """The exchange of a bucket, given the arguments of its tensors' requests."""
 
-    def again(self, gradient: Array, state: State, weight: int, context: Context) -> Any:
-        """Return what :meth:`request` would request with, where it asked with this ``weight`` in
-        the step before and nothing has changed but gradient and state; ``None`` if the arrays are
-        of another kind now.  Other entries may be in ``state``.  Of ``context`` only ``scratch``,
-        ``in_place`` and ``sparse`` count."""
+    def again(self, gradient: Array, state: State, weight: int, context: Context) -> Joint | None:
+        """Return what :meth:`request` would, where it asked with this ``weight`` in the step before
+        and nothing has changed but gradient and state; or ``None``, where that cannot be known.
+        Other entries may be in ``state``.  Of ``context`` only ``scratch``, ``in_place`` and
+        ``sparse`` count."""
 
     def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
         """Return a request whose reply is the outcome of the exchange of one tensor, or ``None`` if

@@ -15,7 +15,17 @@ import numpy as np
 
 from hvd_compress.agreement import Terms, listed
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Compressor, Context, Exchange, Outcome, Sparse, State, Sum
+from hvd_compress.base import (
+    Array,
+    Compressor,
+    Context,
+    Exchange,
+    Joint,
+    Outcome,
+    Sparse,
+    State,
+    Sum,
+)
 from hvd_compress.chain import Fused
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
@@ -269,10 +279,10 @@ class Reducer:
         for name, weight in zip(names, form.weights, strict=True):
             scratch = self._scratch.setdefault(name, {})
             context = Context(scratch=scratch, in_place=self.in_place, sparse=self.sparse_results)
-            argument = self._argument(form.function, name, self._in_flight[name], weight, context)
-            if argument is None:
+            joint = self._request_again(form.function, name, weight, context)
+            if joint is None or joint.key != form.key:
                 return None
-            arguments.append(argument)
+            arguments.append(joint.argument)
         for name in names:
             records.append(self._counted(name))
 
@@ -283,11 +293,9 @@ class Reducer:
 
         return exchange()
 
-    def _argument(
-        self, form: Fused, name: str, gradient: Array, weight: int, context: Context
-    ) -> Any:
-        """Return what a tensor adds to the exchange of its bucket in a step like the one before;
-        ``None`` if it differs."""
+    def _request_again(self, form: Fused, name: str, weight: int, context: Context) -> Joint | None:
+        """Return what a tensor requests in a step like the one before; ``None`` if it differs."""
+        gradient = self._in_flight[name]
         if self._shapes.get(name) != backend_of(gradient).shape(gradient):
             return None
         return form.again(gradient, self.states[name], weight, context)

@@ -3,9 +3,9 @@
     python -m mpi_examples.cost_model
     mpirun -np 16 -H node1:8,node2:8 python -m mpi_examples.cost_model --bytes 8 65536 100000000
 
-The model has a few constants, measured on the ranks that the script runs with.  Its predictions
-decide what ``mpi.allreduce(x)`` does with an array; here they are put beside the time that each
-algorithm takes, and carried on to numbers of ranks that are not there.
+``mpi.allreduce(x)`` chooses by the times of the algorithms at a few sizes, on the ranks that it
+runs with.  For other numbers of ranks there are formulas with a few measured constants; here these
+are put beside the time that each algorithm takes, and carried on to ranks that are not there.
 """
 # ruff: noqa: E402  A process that is no rank must not import MPI, which starts with it.
 
@@ -103,16 +103,20 @@ def show(model: mpi.CostModel, measured: dict[int, dict[str, float]]) -> None:
     header = f"{'bytes':>11}  {'algorithm':17} {'measured':>9} {'predicted':>10} {'error':>8}"
     print(header)
     print("-" * len(header))
-    errors: dict[str, list[float]] = {name: [] for name in ALGORITHMS}
+    errors: dict[str, list[float]] = {name: [] for name in ALGORITHMS if name != "mpi"}
     for size, seconds in measured.items():
         for name in ALGORITHMS:
-            predicted = model.seconds(name, size)
-            error = predicted / seconds[name] - 1
-            errors[name].append(abs(error))
             marks = ["fastest"] if seconds[name] == min(seconds.values()) else []
             marks += ["chosen"] if name == model.fastest(size) else []
             line = f"{f'{size:,}' if name == ALGORITHMS[0] else '':>11}  {name:17} "
-            line += f"{_time(seconds[name]):>9} {_time(predicted):>10} {error:>+8.0%}"
+            line += f"{_time(seconds[name]):>9} "
+            if name in errors:  # MPI's own has no formula
+                predicted = model.formula(name, size, model.size)
+                error = predicted / seconds[name] - 1
+                errors[name].append(abs(error))
+                line += f"{_time(predicted):>10} {error:>+8.0%}"
+            else:
+                line += f"{'':19}"
             print(f"{line}  {', '.join(marks)}".rstrip())
     print("\nmedian error, up or down:", end=" ")
     print(", ".join(f"{name} {statistics.median(e):.0%}" for name, e in errors.items()))
@@ -133,7 +137,9 @@ def picture(model: mpi.CostModel, measured: dict[int, dict[str, float]]) -> None
         color = COLORS[name]
         milliseconds = [1e3 * seconds[name] for seconds in measured.values()]
         left.plot(list(measured), milliseconds, "o", color=color, label=name)
-        left.plot(sizes, [1e3 * model.seconds(name, int(n)) for n in sizes], color=color)
+        if name != "mpi":
+            predicted = [1e3 * model.formula(name, int(n), model.size) for n in sizes]
+            left.plot(sizes, predicted, color=color)
     left.set(xscale="log", yscale="log", xlabel="bytes", ylabel="time [ms]")
     left.set_title(f"{model.size} ranks: measured (points) and predicted")
     left.legend()
@@ -142,7 +148,7 @@ def picture(model: mpi.CostModel, measured: dict[int, dict[str, float]]) -> None
     styles = itertools.cycle(["--", "-", ":", "-."])
     for size, style in zip(options.predict, styles, strict=False):
         for name in ALGORITHMS[:-1]:  # MPI's own is known where it was measured
-            seconds = [1e3 * model.seconds(name, size, size=p) for p in ranks]
+            seconds = [1e3 * model.formula(name, size, p) for p in ranks]
             right.plot(
                 ranks, seconds, style, color=COLORS[name], label=f"{name}, {human_bytes(size)}"
             )

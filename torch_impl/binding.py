@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hvd_compress.agreement import Terms, listed
-from hvd_compress.base import Compressor, Context, Exchange, Outcome, Sparse, State
+from hvd_compress.base import Compressor, Context, Exchange, Joint, Outcome, Sparse, State
+from hvd_compress.chain import Fused
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import Member
 from hvd_compress.engines.local import LocalEngine
@@ -253,17 +254,16 @@ class Binding(Reducer):
             return None
         return found, *map(self.momentum_side.of_group, self._optimizer.param_groups)
 
-    def _argument(
-        self, form: Any, name: str, gradient: torch.Tensor, weight: int, context: Context
-    ) -> Any:
+    def _request_again(self, form: Fused, name: str, weight: int, context: Context) -> Joint | None:
+        gradient = self._in_flight[name]
         if gradient.is_sparse or self._scale is not None:
             return None
         p = self._parameters[name]
-        method = self.method.for_tensor(name, tuple(p.shape))
-        argument = form.again(gradient, self.state_of(p), weight, context)
-        if argument is not None:
+        request = form.again(gradient, self.state_of(p), weight, context)
+        if request is not None:
+            method = self.method.for_tensor(name, tuple(p.shape))
             self._gradients[name] = _Gradient(p, False, self._scale_in(name, method, p, False))
-        return argument
+        return request
 
     def _scale_in(
         self, name: str, method: Compressor, p: torch.nn.Parameter, is_rows: bool

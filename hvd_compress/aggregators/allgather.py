@@ -24,7 +24,7 @@ from hvd_compress.base import (
 )
 from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.codecs import Codec, logarithmic
-from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
+from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
 from hvd_compress.config import check_choice, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.fused import FusedTopK, dense_is_less
@@ -260,8 +260,7 @@ def _coded(
 
     def encode(step: int, indices: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
         random = own_generator(context._replace(step=step))
-        frame = encode_coded(codec, values, random, indices, n, packed=packed)
-        return [frame, decode_coded(codec, frame, values.size, dtype, n)[1]]
+        return list(encode_sent(codec, values, random, indices, n, packed=packed))
 
     def decode(*frames: np.ndarray) -> list[np.ndarray]:
         parts: list[Any] = []
@@ -294,8 +293,7 @@ def _everything(codec: Codec, x: Array, context: Context) -> Generator[Request, 
     n, dtype = xp.size(x), np.dtype(xp.dtype(x))
 
     def encode(step: int, x: np.ndarray) -> list[np.ndarray]:
-        frame = encode_coded(codec, x, own_generator(context._replace(step=step)))
-        return [frame, decode_coded(codec, frame, n, dtype)[1]]
+        return list(encode_sent(codec, x, own_generator(context._replace(step=step))))
 
     def add_up(*frames: np.ndarray) -> list[np.ndarray]:
         total = np.zeros(n, dtype)

@@ -64,6 +64,37 @@ def encode_coded(
     """Return a frame (1-D, uint8) of the flat ``x`` (float32 or float64), which are the values at
     ``indices`` of ``n`` elements if these are given.  ``packed`` packs indices where that is
     shorter."""
+    return _encoded(codec, x, random, indices, n, packed)[0]
+
+
+def encode_sent(
+    codec: Codec,
+    x: np.ndarray,
+    random: np.random.Generator,
+    indices: np.ndarray | None = None,
+    n: int | None = None,
+    *,
+    packed: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the frame of :func:`encode_coded`, and the values that are read from it."""
+    frame, codes = _encoded(codec, x, random, indices, n, packed)
+    sent = np.empty(x.size, x.dtype)
+    if codes is None:
+        sent[:] = np.nan
+    else:
+        codec.decode_to(codes, sent, False)
+    return frame, sent
+
+
+def _encoded(
+    codec: Codec,
+    x: np.ndarray,
+    random: np.random.Generator,
+    indices: np.ndarray | None,
+    n: int | None,
+    packed: bool,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return a frame, and the codes in it; ``None`` where values are not finite."""
     size, status = coded_size(codec, x.size, x.dtype, n), 0
     own = np.zeros(0, np.uint8)
     if indices is not None and n is not None:
@@ -75,11 +106,13 @@ def encode_coded(
     frame = np.zeros(size, np.uint8)
     start = START + own.size
     frame[START:start] = own
+    codes = None
     if not codec.takes_non_finite and not all_finite(x):
         status |= _NOT_FINITE
     else:
-        codec.encode_to(x, random, frame[start : start + codec.size(x.size, x.dtype)])
-    return seal(frame, _header(codec, x.size, x.dtype, status))
+        codes = frame[start : start + codec.size(x.size, x.dtype)]
+        codec.encode_to(x, random, codes)
+    return seal(frame, _header(codec, x.size, x.dtype, status)), codes
 
 
 def frame_of_damaged(codec: Codec, count: int, dtype: np.dtype) -> np.ndarray:

@@ -57,10 +57,11 @@ class Look(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The common exchange of all tensors of a bucket, with their weights; see
+    """The common exchange of all tensors of a bucket, with their key and weights; see
     :class:`hvd_compress.base.Joint`."""
 
     function: Any
+    key: Hashable
     weights: tuple[int, ...]
 
 
@@ -72,10 +73,10 @@ def form_of(members: Sequence[Member]) -> Form | None:
         return None
     for member in members:
         request = member.first_request
-        if not isinstance(request, Joint) or request.function is not one.function:
+        if not isinstance(request, Joint) or kind_of(request) != kind_of(one):
             return None
         weights.append(request.weight)
-    return Form(one.function, tuple(weights))
+    return Form(one.function, one.key, tuple(weights))
 
 
 class Member:
@@ -288,7 +289,7 @@ def _sparse_sum(group: Sequence[Member], rank: int, size: int) -> Round:
 
 def _joint(group: Sequence[Member], rank: int, size: int) -> Round:
     requests: list[Joint] = [member.request for member in group]
-    form = Form(requests[0].function, tuple(request.weight for request in requests))
+    form = Form(requests[0].function, requests[0].key, tuple(r.weight for r in requests))
     arguments = [request.argument for request in requests]
     records = [member.record for member in group]
     replies = yield from run_form(form, arguments, records, rank, size)

@@ -55,14 +55,12 @@ class FusedSum:
         key = xp.__name__, dtype, getattr(x, "device", None)
         return Joint(self, tensor, weight=xp.size(x), key=key)
 
-    def again(self, gradient: Array, state: State, weight: int, context: Context) -> Tensor | None:
+    def again(self, gradient: Array, state: State, weight: int, context: Context) -> Joint | None:
         """See :class:`hvd_compress.chain.Fused`."""
-        xp = backend_of(gradient)
-        scratch = context.scratch
-        if self.before or scratch is None or xp.dtype(gradient) not in ("float32", "float64"):
+        if self.before:
             return None
         own = {} if self.momentum is None else {"velocity": state["velocity"]}
-        return Tensor(gradient, xp.widen(gradient), own, scratch)
+        return self.request(gradient, own, context)
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         xp = backend_of(tensors[0].x)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvd_compress.codecs import logarithmic
-from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
+from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
 
 _FLOAT32 = np.dtype(np.float32)
@@ -49,10 +49,7 @@ class Codes:
         self.size = None if self._packed else coded_size(self._codec, self._count, _FLOAT32, n)
 
     def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        frame = encode_coded(
-            self._codec, values, self._random, indices, self._n, packed=self._packed
-        )
-        return frame, self.decode(frame, "this rank")[1]
+        return encode_sent(self._codec, values, self._random, indices, self._n, packed=self._packed)
 
     def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
         count, n = self._count, self._n

@@ -32,6 +32,9 @@ from hvd_compress.wire import sparse_size
 _MOST_ELEMENTS = 2**32
 _V, _R = "velocity", "residual"
 
+#: the indices and values of a rank
+Entries = tuple[np.ndarray, np.ndarray]
+
 
 class Tensor(NamedTuple):
     """One tensor of a bucket in one step: the gradient as it was given, flat as ``x``, and how many
@@ -81,28 +84,27 @@ class FusedTopK:
             return None
         if isinstance(self.values, str) and dense_is_less(n, k, self.values, self.size):
             return None
-        if xp.dtype(gradient) != "float32":
+        return self._joint(gradient, state, k, context)
+
+    def again(self, gradient: Array, state: State, weight: int, context: Context) -> Joint | None:
+        """See :class:`hvd_compress.chain.Fused`."""
+        if self.before or context.scratch is None:
+            return None
+        keys = (_R,) if self.momentum is None else (_R, _V)
+        return self._joint(gradient, {key: state[key] for key in keys}, weight, context)
+
+    def _joint(self, gradient: Array, state: State, k: int, context: Context) -> Joint | None:
+        """Return a request for ``k`` elements of a tensor, if there are loops for its arrays."""
+        xp, scratch = backend_of(gradient), context.scratch
+        if scratch is None or xp.dtype(gradient) != "float32":
             return None
         x = xp.widen(gradient)
         for transform in self.before:
             x, _ = transform.update(x, {}, context)
         if loops_of(x) is None:
             return None
-        tensor = Tensor(gradient, x, state, k, context.scratch, context.in_place, context.sparse)
+        tensor = Tensor(gradient, x, state, k, scratch, context.in_place, context.sparse)
         return Joint(self, tensor, weight=k, key=(xp.__name__, _device(x)))
-
-    def again(self, gradient: Array, state: State, weight: int, context: Context) -> Tensor | None:
-        """See :class:`hvd_compress.chain.Fused`."""
-        xp = backend_of(gradient)
-        scratch = context.scratch
-        if self.before or scratch is None or xp.dtype(gradient) != "float32":
-            return None
-        x = xp.widen(gradient)
-        if loops_of(x) is None:
-            return None
-        keys = (_R,) if self.momentum is None else (_R, _V)
-        own = {key: state[key] for key in keys}
-        return Tensor(gradient, x, own, weight, scratch, context.in_place, context.sparse)
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         xp = backend_of(tensors[0].x)
@@ -124,10 +126,8 @@ class FusedTopK:
                 bucket.message.decode(xp.to_numpy(frame), f"rank {rank}")
                 for rank, frame in enumerate(frames)
             ]
-            parts = [own for own, _ in theirs], [own for _, own in theirs]
-            means, finite = (self._sparse if tensors[0].sparse else self._dense)(
-                bucket, tensors, *parts
-            )
+            add_up = self._sparse if tensors[0].sparse else self._dense
+            means, finite = add_up(bucket, tensors, theirs)
         mine = Sparse(
             xp.from_numpy(indices - bucket.shifts, tensors[0].x), xp.from_numpy(sent, tensors[0].x)
         )
@@ -140,15 +140,12 @@ class FusedTopK:
         return outcomes
 
     def _dense(
-        self,
-        bucket: _Bucket,
-        tensors: list[Tensor],
-        indices: list[np.ndarray],
-        values: list[np.ndarray],
+        self, bucket: _Bucket, tensors: list[Tensor], theirs: list[Entries]
     ) -> tuple[list[Array], np.ndarray]:
         """Return the mean of each tensor, and whether all ranks' values of it are finite."""
         xp = backend_of(tensors[0].x)
         means = [t.x if t.in_place else bucket.empty(t.x) for t in tensors]
+        indices, values = zip(*theirs, strict=True)
         finite = loops_of(tensors[0].x).add_up(means, indices, values, self.size)
         for i, (tensor, mean) in enumerate(zip(tensors, means, strict=True)):
             in_gradient = xp.address(mean) == xp.address(tensor.gradient)
@@ -156,14 +153,11 @@ class FusedTopK:
         return means, finite
 
     def _sparse(
-        self,
-        bucket: _Bucket,
-        tensors: list[Tensor],
-        indices: list[np.ndarray],
-        values: list[np.ndarray],
+        self, bucket: _Bucket, tensors: list[Tensor], theirs: list[Entries]
     ) -> tuple[list[Sparse], np.ndarray]:
         """The same, with each mean as the elements that any rank has sent."""
         xp = backend_of(tensors[0].x)
+        indices, values = zip(*theirs, strict=True)
         places, mean = merge(indices, values, self.size)
         cuts = np.searchsorted(places, [*bucket.starts, sum(bucket.sizes)])
         means, finite = [], np.isfinite(mean)

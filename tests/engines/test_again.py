@@ -12,6 +12,7 @@ from hvd_compress import DGC, FP16, NoCompression, TopK, partition, rule, switch
 from hvd_compress.backends import backend_of
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.reducer import Reducer
+from hvd_compress.schedules import StagedWarmup
 
 SHAPES = {"a": (40, 30), "b": (30,), "c": (25, 50), "d": (7,), "e": (64, 20)}
 METHODS = [
@@ -120,3 +121,30 @@ def test_the_method_is_asked_only_where_steps_may_differ(method, asked_for):
         steps.append(len(asked))
     assert steps[asked_for:] == [0] * (6 - asked_for)
     assert all(n == len(SHAPES) for n in steps[:asked_for])
+
+
+def run_both(method, steps):
+    """The reducers that ask in every step and that do not, after the same steps."""
+    reducers = [make(Asking, method), make(Reducer, method)]
+    for number, gradients in enumerate(steps):
+        results = [r.reduce({n: g.copy() for n, g in gradients.items()}) for r in reducers]
+        for name in gradients:
+            np.testing.assert_array_equal(results[0][name], results[1][name], err_msg=f"{number}")
+            assert results[0][name].dtype == results[1][name].dtype == gradients[name].dtype
+    assert reducers[0].records == reducers[1].records
+
+
+def test_a_density_that_changes_while_a_tensor_is_missing():
+    random = np.random.default_rng(0)
+    steps = [
+        {n: random.standard_normal(s, np.float32) for n, s in SHAPES.items()} for _ in range(7)
+    ]
+    del steps[4]["c"]  # the first step of the new density
+    run_both(TopK(density=StagedWarmup("step", 4, (0.5, 0.02))), steps)
+
+
+def test_a_tensor_that_changes_its_dtype():
+    steps = [{n: np.full(s, 1 / 3, np.float32) for n, s in SHAPES.items()} for _ in "12345"]
+    for gradients in steps[3:]:
+        gradients["a"] = np.full(SHAPES["a"], 1 / 3)
+    run_both(NoCompression(), steps)

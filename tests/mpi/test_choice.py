@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi.tuning.cost_model import DENSE
+from hvd_compress.mpi.tuning.cost_model import DENSE, SPARSE
 from tests.simulated_mpi import ORDERS, Simulation
 
 times = st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3)
@@ -60,12 +60,45 @@ def test_other_numbers_of_ranks_follow_the_formulas():
         model.seconds("mpi", 1000, size=8)
 
 
+COUNTS = (16, 4096)
+
+
+@given(
+    points=st.fixed_dictionaries(
+        dict.fromkeys(SPARSE, st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=2))
+    ),
+    size=st.integers(2, 9),
+    pair=st.floats(1.0, 12.0),
+)
+def test_sparse_formulas_are_corrected_by_what_was_measured(points, size, pair):
+    pairs = {name: tuple(zip(COUNTS, row, strict=True)) for name, row in points.items()}
+    model = mpi.CostModel(size, 1e-4, 1e-8, 1e-9, 1e-5, merge=1e-8, sparse_points=pairs)
+    for place, k in enumerate(COUNTS):
+        seconds = {name: row[place] for name, row in points.items()}
+        for name, expected in seconds.items():
+            assert model.sparse_seconds(name, k, 1000 * k) == pytest.approx(expected)
+        fastest = model.fastest_sparse(k, 1000 * k)
+        assert seconds[fastest] == pytest.approx(min(seconds.values()))
+    for name, row in points.items():  # between the two, and for messages of other sizes
+        modelled = model.sparse_formula(name, 256, 10**6, size, pair=pair)
+        ratio = model.sparse_seconds(name, 256, 10**6, pair=pair) / modelled
+        ratios = [
+            measured / model.sparse_formula(name, k, 1000 * k, size)
+            for k, measured in zip(COUNTS, row, strict=True)
+        ]
+        assert ratio == pytest.approx(sum(ratios) / 2)  # 256 is half-way in logarithms
+        assert model.sparse_seconds(name, 256, 10**6, size=size + 1) == model.sparse_formula(
+            name, 256, 10**6, size + 1
+        )
+
+
 @pytest.mark.parametrize(
     ("points", "problem"),
     [
         ({"tree": ((8, 1.0), (9, 1.0))}, "'tree' is not one of"),
         ({"ring": ((8, 1.0),)}, "two or more ascending sizes"),
         ({"ring": ((9, 1.0), (8, 1.0))}, "two or more ascending sizes"),
+        ({"mpi": ((0, 1.0), (9, 1.0))}, "two or more ascending sizes"),
         ({"mpi": ((8, 1.0), (9, float("nan")))}, "pairs of bytes and seconds"),
     ],
 )

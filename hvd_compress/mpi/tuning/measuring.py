@@ -13,7 +13,7 @@ from hvd_compress.aggregators.sparse_vectors import add_up
 from hvd_compress.base import Sparse
 from hvd_compress.mpi.transport.communicator import Communicator, others
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
-from hvd_compress.mpi.tuning.cost_model import DENSE, CostModel, Points
+from hvd_compress.mpi.tuning.cost_model import DENSE, SPARSE, SPARSITY, CostModel, Points
 from hvd_compress.wire import decode_sparse, encode_sparse
 
 _SMALL = 8
@@ -23,6 +23,8 @@ _CHUNK, _CHUNKS, _DEPTH = 512 * 1024, 8, 4
 #: which larger ones are not
 _SIZES = (8, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _LONG = 0.1
+#: numbers of entries for which the sparse algorithms are timed
+_COUNTS = (16, 256, 4096, 32768)
 _ENTRIES = 10_000
 
 #: (ranks to send to, ranks to receive from)
@@ -85,6 +87,7 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
         merge=times[4],
         overhead=max(one_fan - alpha, 0.0) / (size - 2) if size > 2 else 0.0,
         points=_points(comm, repeats),
+        sparse_points=_sparse_points(comm, repeats),
     )
 
 
@@ -103,32 +106,63 @@ def _exchange(
 
 
 def _points(comm: Communicator, repeats: int) -> dict[str, Points]:
-    """Time every algorithm, as it is called, at every size."""
+    """Time every dense algorithm, as it is called, at every size."""
     # Only now, since that module chooses by what is measured here.
     from hvd_compress.mpi.dense.allreduce import allreduce
 
-    points: dict[str, list[tuple[int, float]]] = {name: [] for name in DENSE}
-    checks, comm.checks = comm.checks, 0  # what is not compared later must not be now
-    for size in _SIZES:
+    def call(size: int) -> Callable[[str], object]:
         x = np.zeros(max(1, size // 4), np.float32)
         out = np.zeros_like(x)
-        times = 4 * repeats if size <= 1 << 16 else repeats if size <= 1 << 20 else 3
+        return lambda name: allreduce(x, algorithm=name, out=out, comm=comm)
+
+    def times(size: int) -> int:
+        return 4 * repeats if size <= 1 << 16 else repeats if size <= 1 << 20 else 3
+
+    return _timed(comm, DENSE, _SIZES, call, times)
+
+
+def _sparse_points(comm: Communicator, repeats: int) -> dict[str, Points]:
+    """Time every sparse algorithm, as it is called, at every number of entries."""
+    from hvd_compress.mpi.sparse.allreduce import sparse_allreduce
+
+    def call(k: int) -> Callable[[str], object]:
+        n = SPARSITY * k
+        places = np.arange(comm.rank % SPARSITY, n, SPARSITY)
+        mine = Sparse(places, np.ones(k, np.float32))
+        return lambda name: sparse_allreduce(mine, n, algorithm=name, comm=comm)
+
+    return _timed(comm, SPARSE, _COUNTS, call, lambda k: repeats)
+
+
+def _timed(
+    comm: Communicator,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    call: Callable[[int], Callable[[str], object]],
+    times: Callable[[int], int],
+) -> dict[str, Points]:
+    """Return the median seconds of ``call(size)(name)`` on its slowest rank, by name; ``times``
+    says how often each is called."""
+    points: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
+    checks, comm.checks = comm.checks, 0  # what is not compared later must not be now
+    for size in sizes:
+        run = call(size)
         samples: list[list[float]] = []
-        for turn in range(times + 1):  # the first one opens connections and touches memory
+        for turn in range(times(size) + 1):  # the first one opens connections and touches memory
             row = []
-            for i in range(len(DENSE)):
-                name = DENSE[(turn + i) % len(DENSE)]
+            for i in range(len(names)):
+                name = names[(turn + i) % len(names)]
                 comm.run("measuring, barrier", _barrier(comm))
                 start = time.perf_counter()
-                allreduce(x, algorithm=name, out=out, comm=comm)
+                run(name)
                 row.append((name, time.perf_counter() - start))
             samples.append([seconds for _, seconds in sorted(row)])
         # A call takes as long as its slowest rank, in every round.
         slowest = _slowest(comm, np.ravel(samples[1:]))
-        medians = np.median(np.reshape(slowest, (times, len(DENSE))), axis=0).tolist()
-        for name, seconds in zip(DENSE, medians, strict=True):
+        medians = np.median(np.reshape(slowest, (times(size), len(names))), axis=0).tolist()
+        for name, seconds in zip(names, medians, strict=True):
             points[name].append((size, seconds))
-        if min(medians) > _LONG:
+        if min(medians) > _LONG and size != sizes[0]:
             break
     comm.checks = checks
     return {name: tuple(found) for name, found in points.items()}
