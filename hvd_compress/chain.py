@@ -14,7 +14,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -88,17 +88,27 @@ class Transform(Configurable, kind="block"):
         return mean, state
 
 
+class Repeated(NamedTuple):
+    """A tensor in a step like the one before: its gradient, its state, in which there may be other
+    entries as well, the weight of its request, and its scratch (see :class:`Context`)."""
+
+    gradient: Array
+    state: Mapping[str, Array]
+    weight: int
+    scratch: dict[str, Any]
+
+
 class Fused(Protocol):
     """The form of a chain for whole buckets; see :mod:`hvd_compress.fused`."""
 
     def __call__(self, tensors: list[Any]) -> Generator[Request, Any, list[Outcome]]:
         """The exchange of a bucket, given the arguments of its tensors' requests."""
 
-    def again(self, gradient: Array, state: State, weight: int, context: Context) -> Joint | None:
-        """Return what :meth:`request` would, where it asked with this ``weight`` in the step before
-        and nothing has changed but gradient and state; or ``None``, where that cannot be known.
-        Other entries may be in ``state``.  Of ``context`` only ``scratch``, ``in_place`` and
-        ``sparse`` count."""
+    def again(self, tensors: Iterable[Repeated], key: Hashable, context: Context) -> Any:
+        """Return the arguments of the requests of all tensors of a bucket, where :meth:`request`
+        has asked with ``key`` and these weights in the step before and nothing has changed but
+        gradients and states; ``None`` where these may be of another kind now.  Of ``context`` only
+        ``in_place`` and ``sparse`` count."""
 
     def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
         """Return a request whose reply is the outcome of the exchange of one tensor, or ``None`` if

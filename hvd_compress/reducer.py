@@ -20,13 +20,12 @@ from hvd_compress.base import (
     Compressor,
     Context,
     Exchange,
-    Joint,
     Outcome,
     Sparse,
     State,
     Sum,
 )
-from hvd_compress.chain import Fused
+from hvd_compress.chain import Repeated
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.buckets import BUCKET_BYTES, Buckets
@@ -275,16 +274,13 @@ class Reducer:
         method what it would be; ``None`` if it may differ."""
         if self._now is None or self._now != self._before:
             return None
-        arguments, records = [], []
-        for name, weight in zip(names, form.weights, strict=True):
-            scratch = self._scratch.setdefault(name, {})
-            context = Context(scratch=scratch, in_place=self.in_place, sparse=self.sparse_results)
-            joint = self._request_again(form.function, name, weight, context)
-            if joint is None or joint.key != form.key:
-                return None
-            arguments.append(joint.argument)
-        for name in names:
-            records.append(self._counted(name))
+        tensors = self._repeated(names, form.weights)
+        if tensors is None:
+            return None
+        context = Context(in_place=self.in_place, sparse=self.sparse_results)
+        if (arguments := form.function.again(tensors, form.key, context)) is None:
+            return None
+        records = [self._counted(name) for name in names]
 
         def exchange() -> BucketExchange:
             rank, size = self.engine.rank, self.engine.size
@@ -293,12 +289,20 @@ class Reducer:
 
         return exchange()
 
-    def _request_again(self, form: Fused, name: str, weight: int, context: Context) -> Joint | None:
-        """Return what a tensor requests in a step like the one before; ``None`` if it differs."""
-        gradient = self._in_flight[name]
-        if self._shapes.get(name) != backend_of(gradient).shape(gradient):
-            return None
-        return form.again(gradient, self.states[name], weight, context)
+    def _repeated(self, names: Sequence[str], weights: Sequence[int]) -> list[Repeated] | None:
+        """Return the tensors of a bucket that may be sent like in the step before, ``None`` if one
+        differs."""
+        found = []
+        for name, weight in zip(names, weights, strict=True):
+            gradient = self._in_flight[name]
+            if self._shapes.get(name) != backend_of(gradient).shape(gradient):
+                return None
+            found.append(Repeated(gradient, self.states[name], weight, self._kept(name)))
+        return found
+
+    def _kept(self, name: str) -> dict[str, Any]:
+        """Return what is kept for a tensor beside its state; see :class:`Context`."""
+        return self._scratch.setdefault(name, {})
 
     def _context(self, name: str, norm: Any) -> Context:
         momentum, nesterov = self._momentum_of(name)
@@ -313,7 +317,7 @@ class Reducer:
             nesterov=nesterov,
             gradient_norm=norm,
             sums=self.sums,
-            scratch=self._scratch.setdefault(name, {}),
+            scratch=self._kept(name),
             in_place=self.in_place,
             sparse=self.sparse_results,
         )

@@ -35,13 +35,19 @@ def check_gradient(x: Array) -> None:
         )
 
 
+# These two are called for every tensor of a step, and any operation, even one that changes nothing,
+# takes longer than to find out that it would.
+
+
 def widen(x: Array) -> Array:
-    flat = x.detach().reshape(-1)
+    x = x.detach() if x.requires_grad else x
+    flat = x if x.dim() == 1 else x.reshape(-1)
     return flat.float() if x.dtype in _HALF else flat
 
 
 def restore(flat: Array, like: Array) -> Array:
-    return flat.reshape(like.shape).to(like.dtype)
+    x = flat if flat.shape == like.shape else flat.reshape(like.shape)
+    return x if x.dtype is like.dtype else x.to(like.dtype)
 
 
 def zeros(n: int, like: Array) -> Array:

@@ -6,14 +6,14 @@ import atexit
 import contextlib
 import logging
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from hvd_compress.agreement import Terms, listed
-from hvd_compress.base import Compressor, Context, Exchange, Joint, Outcome, Sparse, State
-from hvd_compress.chain import Fused
+from hvd_compress.base import Compressor, Context, Exchange, Outcome, Sparse, State
+from hvd_compress.chain import Repeated
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import Member
 from hvd_compress.engines.local import LocalEngine
@@ -40,6 +40,24 @@ class _Gradient(NamedTuple):
     parameter: torch.nn.Parameter
     is_rows: bool
     scale: float | None
+
+
+class _Own(Mapping[str, Any]):
+    """This package's entries of ``optimizer.state[p]``, without copying them."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+
+    def __getitem__(self, key: str) -> Any:
+        return self._state[PREFIX + key]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key.removeprefix(PREFIX) for key in self._state if key.startswith(PREFIX))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class Binding(Reducer):
@@ -88,6 +106,8 @@ class Binding(Reducer):
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._last_list: tuple[list[bool], list[str]] | None = None  # who was trained, and the text
         self._gradients: dict[str, _Gradient] = {}
+        self._last_gradients: dict[str, _Gradient] = {}
+        self._ready: list[torch.nn.Parameter] = []  # whose exchange has not begun
         included = optimizer.process_set.included()
         super().__init__(
             method,
@@ -132,6 +152,21 @@ class Binding(Reducer):
 
     # -- the exchange ------------------------------------------------------------------------
 
+    def take(self, p: torch.nn.Parameter) -> None:
+        """Begin to exchange the gradient of a parameter in a hook of backward, as soon as a bucket
+        can be sent; never waits."""
+        self._ready.append(p)
+        # What is known of a scale ends with the hook.
+        if self.buckets.is_due(self._name_of(p)) or running_scale() is not None:
+            self._begin_ready()
+        else:
+            self.engine.poll()
+
+    def _begin_ready(self) -> None:
+        ready, self._ready = self._ready, []
+        if ready:
+            self.exchange_gradients(ready, in_backward=True)
+
     def exchange_gradients(
         self, parameters: Iterable[torch.nn.Parameter], in_backward: bool = False
     ) -> None:
@@ -158,7 +193,7 @@ class Binding(Reducer):
         for p in parameters:
             if p.grad is None:  # other ranks may have one
                 p.grad = self._no_gradient(p)
-            gradient = p.grad.detach()
+            gradient = p.grad.detach() if p.grad.requires_grad else p.grad
             if not gradient.is_sparse:
                 backend.check_gradient(gradient)
             name = self._name_of(p)
@@ -177,6 +212,7 @@ class Binding(Reducer):
         Raises:
             MismatchError: the ranks differ in method, options, step or parameters.
         """
+        self._begin_ready()
         with self.clock.running():
             return self._finish_and_assign()
 
@@ -206,6 +242,7 @@ class Binding(Reducer):
         """Discard everything in flight: the collectives failed, or a checkpoint was loaded."""
         super().abandon()
         self._gradients.clear()
+        self._ready.clear()
         self._scale = self._has_decayed = None
         self._complete.clear()
         self.consolidated, self.is_consolidated = {}, False
@@ -254,16 +291,16 @@ class Binding(Reducer):
             return None
         return found, *map(self.momentum_side.of_group, self._optimizer.param_groups)
 
-    def _request_again(self, form: Fused, name: str, weight: int, context: Context) -> Joint | None:
-        gradient = self._in_flight[name]
-        if gradient.is_sparse or self._scale is not None:
-            return None
-        p = self._parameters[name]
-        request = form.again(gradient, self.state_of(p), weight, context)
-        if request is not None:
-            method = self.method.for_tensor(name, tuple(p.shape))
-            self._gradients[name] = _Gradient(p, False, self._scale_in(name, method, p, False))
-        return request
+    def _repeated(self, names: Sequence[str], weights: Sequence[int]) -> list[Repeated] | None:
+        found, state = [], self._optimizer.state
+        for name, weight in zip(names, weights, strict=True):
+            gradient, last = self._in_flight[name], self._last_gradients[name]
+            if gradient.is_sparse:
+                return None
+            own = _Own(state[last.parameter])
+            found.append(Repeated(gradient, own, weight, self._kept(name)))
+            self._gradients[name] = last
+        return found
 
     def _scale_in(
         self, name: str, method: Compressor, p: torch.nn.Parameter, is_rows: bool
@@ -283,7 +320,7 @@ class Binding(Reducer):
         if scale not in (None, 1):
             half = gradient.dtype in (torch.float16, torch.bfloat16)
             gradient = (gradient.float() if half else gradient) / scale
-        self._gradients[name] = _Gradient(p, is_rows, scale)
+        self._gradients[name] = self._last_gradients[name] = _Gradient(p, is_rows, scale)
         if is_rows:
             return self._exchange_rows(p, gradient, context)
         if gradient.is_sparse:
@@ -358,16 +395,23 @@ class Binding(Reducer):
             p.grad = _as_coo(direction, p)
             self._assigned.append((p, weakref.ref(p.grad)))
             return
-        direction = direction.to(p.grad.dtype)
+        gradient = p.grad
+        if direction.dtype is not gradient.dtype:
+            direction = direction.to(gradient.dtype)
         if is_rows:
             p.grad = direction
-        elif p.grad.is_sparse:  # sparse_as_dense: as sparse as it came
+        elif gradient.is_sparse:  # sparse_as_dense: as sparse as it came
             p.grad = direction.to_sparse(1)
-        elif p.grad.is_contiguous():
-            p.grad.set_(direction)
-        else:
-            p.grad.copy_(direction)
+        elif not gradient.is_contiguous():
+            gradient.copy_(direction)
+        elif gradient.data_ptr() != direction.data_ptr():  # or it was made there
+            gradient.set_(direction)
         self._assigned.append((p, weakref.ref(p.grad)))
+
+    def _check_at_rest(self, call: str) -> None:
+        if self._ready:
+            self._begin_ready()
+        super()._check_at_rest(call)
 
     # -- momentum ----------------------------------------------------------------------------
 

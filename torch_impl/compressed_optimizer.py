@@ -126,7 +126,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if self._groups is None:
             if watched.passes == needed:
                 watched.is_started = True
-                self.compression.exchange_gradients((watched.parameter,), in_backward=True)
+                self.compression.take(watched.parameter)
             return
         together = self._together(watched.parameter)
         everyone = [self._watched[id(q)] for q in together if id(q) in self._watched]

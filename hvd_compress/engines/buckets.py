@@ -92,12 +92,23 @@ class Buckets:
         self._repeated: dict[str, int] = {}  # names of those without a member, and their weights
         self._sent: set[str] = set()
         self._missing = [len(bucket) for bucket in self.plan]
+        self._unready = list(self._missing)
         self._next = 0  # bucket of the plan
 
     @property
     def in_flight(self) -> bool:
         """Whether something was started since the last :meth:`finish`."""
         return bool(self._started)
+
+    def is_due(self, name: str) -> bool:
+        """Note that a gradient is ready, and return whether it should be started now with those
+        that were ready before; if not, it does not matter when, but before :meth:`finish`.  What is
+        asked once for a tensor is asked for all of a step."""
+        index = self._bucket_of.get(name)
+        if index is None:
+            return True
+        self._unready[index] -= 1
+        return index == self._next and not self._unready[index]
 
     def start(self, names: Iterable[str]) -> None:
         """Take tensors whose gradients are ready, and send every bucket that is complete; never
@@ -118,7 +129,7 @@ class Buckets:
                 whole = len(members) == len(bucket)
                 self._forms[bucket] = form_of(members) if whole else None
             self._next += 1
-        if self._members:
+        if self._sent:
             self._engine().poll()
 
     def finish(self, like: Array) -> dict[str, Outcome]:

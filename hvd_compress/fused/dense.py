@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvd_compress.backends import HostFunction, backend_of, numpy
 from hvd_compress.base import Array, Context, Joint, Outcome, Request, State, Sum
-from hvd_compress.chain import Transform, in_range
+from hvd_compress.chain import Repeated, Transform, in_range
 
 
 class Tensor(NamedTuple):
@@ -44,23 +44,26 @@ class FusedSum:
 
     def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
         """See :class:`hvd_compress.chain.Fused`: arrays that are not widened are taken."""
-        xp = backend_of(gradient)
-        dtype = xp.dtype(gradient)
-        if context.scratch is None or dtype not in ("float32", "float64") or not xp.size(gradient):
+        if (scratch := context.scratch) is None or (key := _key(gradient)) is None:
             return None
+        xp = backend_of(gradient)
         x = xp.widen(gradient)
         for transform in self.before:
             x, _ = transform.update(x, {}, context)
-        tensor = Tensor(gradient, x, state, context.scratch)
-        key = xp.__name__, dtype, getattr(x, "device", None)
-        return Joint(self, tensor, weight=xp.size(x), key=key)
+        return Joint(self, Tensor(gradient, x, state, scratch), weight=xp.size(x), key=key)
 
-    def again(self, gradient: Array, state: State, weight: int, context: Context) -> Joint | None:
+    def again(
+        self, tensors: Iterable[Repeated], key: Hashable, context: Context
+    ) -> list[Tensor] | None:
         """See :class:`hvd_compress.chain.Fused`."""
-        if self.before:
-            return None
-        own = {} if self.momentum is None else {"velocity": state["velocity"]}
-        return self.request(gradient, own, context)
+        found = []
+        for gradient, state, _, scratch in tensors:
+            if self.before or _key(gradient) != key:
+                return None
+            own = {} if self.momentum is None else {"velocity": state["velocity"]}
+            x = backend_of(gradient).widen(gradient)
+            found.append(Tensor(gradient, x, own, scratch))
+        return found
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         xp = backend_of(tensors[0].x)
@@ -121,6 +124,15 @@ class FusedSum:
         if len(parts) == len(own) and all(a is b for a, b in zip(own, parts, strict=True)):
             return kept
         return _joined(xp, own)
+
+
+def _key(gradient: Array) -> Hashable:
+    """What tensors of a bucket have in common; ``None`` if one is in none."""
+    xp = backend_of(gradient)
+    dtype = xp.dtype(gradient)
+    if dtype not in ("float32", "float64") or not xp.size(gradient):
+        return None
+    return xp.__name__, dtype, getattr(gradient, "device", None)
 
 
 def _joined(xp: Any, arrays: Sequence[Array]) -> Array:

@@ -13,14 +13,14 @@ that a step needs no fresh memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Gather, Joint, Outcome, Request, Sparse, State
-from hvd_compress.chain import Transform, in_range
+from hvd_compress.chain import Repeated, Transform, in_range
 from hvd_compress.codecs import logarithmic
 from hvd_compress.fused.messages import message_of
 from hvd_compress.fused.on_host import Memory, exchange_on_host
@@ -84,27 +84,29 @@ class FusedTopK:
             return None
         if isinstance(self.values, str) and dense_is_less(n, k, self.values, self.size):
             return None
-        return self._joint(gradient, state, k, context)
-
-    def again(self, gradient: Array, state: State, weight: int, context: Context) -> Joint | None:
-        """See :class:`hvd_compress.chain.Fused`."""
-        if self.before or context.scratch is None:
-            return None
-        keys = (_R,) if self.momentum is None else (_R, _V)
-        return self._joint(gradient, {key: state[key] for key in keys}, weight, context)
-
-    def _joint(self, gradient: Array, state: State, k: int, context: Context) -> Joint | None:
-        """Return a request for ``k`` elements of a tensor, if there are loops for its arrays."""
-        xp, scratch = backend_of(gradient), context.scratch
-        if scratch is None or xp.dtype(gradient) != "float32":
-            return None
         x = xp.widen(gradient)
         for transform in self.before:
             x, _ = transform.update(x, {}, context)
-        if loops_of(x) is None:
+        if (key := _key(gradient, x)) is None:
             return None
-        tensor = Tensor(gradient, x, state, k, scratch, context.in_place, context.sparse)
-        return Joint(self, tensor, weight=k, key=(xp.__name__, _device(x)))
+        tensor = Tensor(gradient, x, state, k, context.scratch, context.in_place, context.sparse)
+        return Joint(self, tensor, weight=k, key=key)
+
+    def again(
+        self, tensors: Iterable[Repeated], key: Hashable, context: Context
+    ) -> list[Tensor] | None:
+        """See :class:`hvd_compress.chain.Fused`."""
+        if self.before:
+            return None
+        keys, found = (_R,) if self.momentum is None else (_R, _V), []
+        in_place, sparse = context.in_place, context.sparse
+        for gradient, state, k, scratch in tensors:
+            x = backend_of(gradient).widen(gradient)
+            if _key(gradient, x) != key:
+                return None
+            own = {key: state[key] for key in keys}
+            found.append(Tensor(gradient, x, own, k, scratch, in_place, sparse))
+        return found
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         xp = backend_of(tensors[0].x)
@@ -235,8 +237,16 @@ class _Bucket:
         return new
 
 
-def _device(x: Array) -> str:
-    return str(getattr(x, "device", None))
+def _key(gradient: Array, x: Array) -> Hashable:
+    """What tensors of a bucket have in common; ``None`` if one, which is flat ``x``, is in none."""
+    xp = backend_of(x)
+    if xp.dtype(gradient) != "float32" or loops_of(x) is None:
+        return None
+    return xp.__name__, _device(x)
+
+
+def _device(x: Array) -> Hashable:
+    return getattr(x, "device", None)
 
 
 def dense_is_less(n: int, k: int, values: str, size: int) -> bool:

@@ -78,6 +78,7 @@ class Selection:
     def __init__(self, sizes: Sequence[int], counts: Sequence[int]) -> None:
         loops = native if is_compiled() else reference
         self._selection = loops.Selection(list(sizes), list(counts))
+        self._rows: tuple[Sequence[Step], np.ndarray] | None = None  # the last steps' addresses
 
     def accumulate(
         self, steps: Sequence[Step], momentum: float | None, nesterov: bool = False
@@ -85,15 +86,20 @@ class Selection:
         if not is_compiled():
             return self._selection.accumulate(_on_host(steps), momentum, nesterov)
         kind = 0 if momentum is None else 2 if nesterov else 1
+        self._rows = steps, _addresses(steps)
         return Selected(
-            *self._selection.accumulate(_addresses(steps), kind, momentum or 0.0, threads())
+            *self._selection.accumulate(self._rows[1], kind, momentum or 0.0, threads())
         )
 
     def settle(
         self, steps: Sequence[Step], indices: np.ndarray, remaining: np.ndarray, masking: bool
     ) -> None:
-        places = _addresses(steps) if is_compiled() else _on_host(steps)
-        self._selection.settle(places, indices, remaining, masking)
+        if not is_compiled():
+            self._selection.settle(_on_host(steps), indices, remaining, masking)
+            return
+        known, self._rows = self._rows, None
+        rows = known[1] if known is not None and known[0] is steps else _addresses(steps)
+        self._selection.settle(rows, indices, remaining, masking)
 
 
 def loops_of(x: Array) -> Any:

@@ -9,6 +9,7 @@ lockstep world, bit for bit.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -25,6 +26,8 @@ from hvd_compress.mpi.transport.progress import Work, wait_for
 
 #: tags of one exchange, and of one of its rounds; a round opens fewer channels than it has tags
 _TAGS, _ROUND = 1024, 256
+#: seconds between two looks at what is in flight, which bindings ask for after every layer
+_PAUSE = 1e-4
 
 
 class MpiEngine:
@@ -47,6 +50,7 @@ class MpiEngine:
         self._agreement: _InFlight | None = None
         self._in_flight: dict[str, _InFlight] = {}
         self._started = 0  # exchanges ever
+        self._polled = 0.0  # when
 
     @property
     def rank(self) -> int:
@@ -76,8 +80,10 @@ class MpiEngine:
         self._in_flight[name] = self._launch(name, exchange)
 
     def poll(self) -> None:
-        for each in self._in_flight.values():
-            each.poll()
+        if self._in_flight and (now := time.perf_counter()) > self._polled + _PAUSE:
+            self._polled = now
+            for each in self._in_flight.values():
+                each.poll()
 
     def finish(self) -> dict[str, Any]:
         self.comm.check()
