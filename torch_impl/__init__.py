@@ -24,9 +24,11 @@ from hvd_compress.integrations.launch import find_mpi
 
 from .ddp import DDPState, ddp_hook
 from .onebit_adam import OneBitAdam
+from .optimizers import *  # noqa: F403
+from .optimizers import __all__ as _optimizers
 from .zero_one_adam import ZeroOneAdam
 
-__all__ = [*_common, "DDPState", "OneBitAdam", "ZeroOneAdam", "ddp_hook"]
+__all__ = [*_common, *_optimizers, "DDPState", "OneBitAdam", "ZeroOneAdam", "ddp_hook"]
 
 
 def _register(horovod_torch: Any) -> None:

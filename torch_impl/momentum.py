@@ -164,8 +164,10 @@ def check_group(method: Compressor, optimizer: Any, group: dict[str, Any]) -> No
     check_partner(method, optimizer, group)
     if not method.takes_momentum:
         return
-    check_one_momentum(method, group.get("momentum", 0))
-    if isinstance(optimizer, torch.optim.SGD) and group["dampening"]:
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    if is_sgd or method.momentum:  # another kind of momentum may act beside none
+        check_one_momentum(method, group.get("momentum", 0))
+    if is_sgd and group["dampening"]:
         raise ConfigError(
             f"{method.name} takes the optimizer's momentum over and knows no "
             f"dampening={group['dampening']}; use dampening=0"

@@ -27,8 +27,8 @@ ONCE = ("training", "options", "numerics", "state", "shared")
 TORCH = (*ONCE, *PARITY)
 KERAS = ("parity", "shared", "keras_fit", "keras_users")
 ADAM = ("adam_onebit", "adam_zero_one")
-ADAM_TORCH = (*ADAM, "adam_torch", "adam_zero_one_torch")
-ADAM_KERAS = (*ADAM, "adam_keras", "adam_zero_one_keras")
+ADAM_TORCH = (*ADAM, "adam_torch", "adam_zero_one_torch", "large_batch_torch")
+ADAM_KERAS = (*ADAM, "adam_keras", "adam_zero_one_keras", "large_batch_keras")
 
 
 class Job(NamedTuple):
@@ -53,7 +53,7 @@ JOBS = [
     Job("mpi", (*PARITY, "over_mpi"), "mpich", 3),
     Job("mpi", FOLLOWS, "mpirun", 5),
     Job("tensorflow", ("keras_users", "keras_fit", "shared", *FOLLOWS), "mpirun", 2),
-    Job("tensorflow", ("adam_keras", "adam_zero_one_keras"), "mpirun", 2),
+    Job("tensorflow", ("adam_keras", "adam_zero_one_keras", "large_batch_keras"), "mpirun", 2),
     Job("tensorflow", ("graphs",), "mpirun", 3),
     Job("tape", FOLLOWS, "mpirun", 2),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),

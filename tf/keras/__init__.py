@@ -24,7 +24,15 @@ from . import callbacks, elastic
 from .models import KERAS_3, load_model
 
 #: those that import Keras 3, and their modules
-_OPTIMIZERS = {"OneBitAdam": "onebit_adam", "ZeroOneAdam": "zero_one_adam"}
+_OPTIMIZERS = {
+    "ASAM": "sharpness",
+    "LAMB": "layerwise",
+    "LARS": "layerwise",
+    "OneBitAdam": "onebit_adam",
+    "SAM": "sharpness",
+    "ScaledWarmup": "warmup",
+    "ZeroOneAdam": "zero_one_adam",
+}
 
 _elastic = {
     "KerasState": elastic.KerasState,

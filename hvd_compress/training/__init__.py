@@ -1,0 +1,1 @@
+"""Ways to train with fewer or cheaper exchanges, and with large batches."""

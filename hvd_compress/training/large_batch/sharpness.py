@@ -1,0 +1,51 @@
+"""Where sharpness-aware minimisation looks for the gradient: SAM and ASAM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+#: added to norms, which may be zero
+TINY = 1e-16
+
+
+def _norm(arrays: Sequence[np.ndarray]) -> float:
+    return float(np.sqrt(sum(float(np.sum(np.square(x, dtype=np.float64))) for x in arrays)))
+
+
+def ascent(gradients: Sequence[np.ndarray], rho: float = 0.05) -> list[np.ndarray]:
+    """Return SAM's eps = rho g / ||g||, with the norm over all tensors.
+
+    The step is taken from w, along the gradient at w + eps: where the loss is largest, to first
+    order, in a ball of radius rho.
+
+    Reference: Foret, Kleiner, Mobahi and Neyshabur, ICLR 2021, arXiv 2010.01412.
+    """
+    scale = rho / (_norm(gradients) + TINY)
+    return [scale * g for g in gradients]
+
+
+def adaptive_ascent(
+    weights: Sequence[np.ndarray],
+    gradients: Sequence[np.ndarray],
+    adapts: Sequence[bool],
+    rho: float = 0.5,
+    eta: float = 0.01,
+) -> list[np.ndarray]:
+    """Return ASAM's eps = rho T^2 g / ||T g||, with T = |w| + eta for weights and 1 for biases.
+
+    The ball follows the scale of each weight, so that scaling a layer up and the next one down,
+    which leaves the function as it is, leaves its sharpness as it is too (for eta = 0).
+
+    Args:
+        adapts: whether a tensor is one of weights.
+
+    Reference: Kwon, Kim, Park and Choi, ICML 2021, arXiv 2102.11600.
+    """
+    sizes = [
+        np.abs(w) + eta if a else np.ones_like(w) for w, a in zip(weights, adapts, strict=True)
+    ]
+    scaled = [t * g for t, g in zip(sizes, gradients, strict=True)]
+    scale = rho / (_norm(scaled) + TINY)
+    return [scale * t * x for t, x in zip(sizes, scaled, strict=True)]

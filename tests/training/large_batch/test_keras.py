@@ -1,0 +1,197 @@
+"""Keras's optimizers take the steps of the formulas in NumPy."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_compress.tensorflow.keras as hvd
+from hvd_compress.errors import ConfigError
+from hvd_compress.training.large_batch import adaptive_ascent, ascent, lamb_step, lars_step
+
+SHAPES = [(5, 4), (4,), (3, 2, 2)]
+
+
+def run(optimizer, steps=4):
+    """The weights after some steps."""
+    random = np.random.default_rng(0)
+    variables = [keras.Variable(random.standard_normal(shape)) for shape in SHAPES]
+    start = [v.numpy().copy() for v in variables]
+    found = [[random.standard_normal(shape) for shape in SHAPES] for _ in range(steps)]
+    for gradients in found:
+        optimizer.apply([tf.constant(g, tf.float32) for g in gradients], variables)
+    return start, found, [v.numpy() for v in variables]
+
+
+def test_lars_is_the_formula():
+    optimizer = hvd.LARS(2.0, weight_decay=0.01, trust_coefficient=0.02)
+    weights, found, ends = run(optimizer)
+    velocities = [np.zeros(shape) for shape in SHAPES]
+    for gradients in found:
+        for i, g in enumerate(gradients):
+            if g.ndim > 1:
+                weights[i], velocities[i] = lars_step(
+                    weights[i], g, velocities[i], lr=2.0, weight_decay=0.01, trust=0.02
+                )
+            else:
+                velocities[i] = 0.9 * velocities[i] + 2.0 * g
+                weights[i] = weights[i] - velocities[i]
+    for end, w in zip(ends, weights, strict=True):
+        np.testing.assert_allclose(end, w, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_lamb_is_the_formula_and_without_decay_that_of_keras(decay):
+    weights, found, ends = run(hvd.LAMB(0.01, weight_decay=decay))
+    moments = [(np.zeros(shape), np.zeros(shape)) for shape in SHAPES]
+    for step, gradients in enumerate(found):
+        for i, g in enumerate(gradients):
+            weights[i], *moments[i] = lamb_step(
+                weights[i], g, *moments[i], step + 1, lr=0.01, weight_decay=decay
+            )
+    for end, w in zip(ends, weights, strict=True):
+        np.testing.assert_allclose(end, w, rtol=1e-4, atol=1e-5)
+    theirs = run(keras.optimizers.Lamb(0.01, epsilon=1e-6, weight_decay=decay))[2]
+    same = [np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(theirs, ends, strict=True)]
+    assert all(same) if decay == 0 else not any(same)
+
+
+def test_lamb_by_hand_beside_that_of_keras():
+    ends = []
+    for optimizer in (
+        hvd.LAMB(0.1, weight_decay=0.01),
+        keras.optimizers.Lamb(0.1, weight_decay=0.01, epsilon=1e-6),
+    ):
+        w = keras.Variable([3.0, 4.0])
+        optimizer.apply([tf.constant([0.6, 0.8])], [w])
+        ends.append(np.array([3.0, 4.0]) - w.numpy())
+    np.testing.assert_allclose(ends[0], [0.351841, 0.355257], atol=1e-5)
+    # Decayed first, then a step of the norm of what is left.
+    np.testing.assert_allclose(ends[1], [0.356200, 0.357200], atol=1e-5)
+
+
+def test_options_survive_saving():
+    for optimizer in (
+        hvd.LARS(0.3, momentum=0.8, weight_decay=0.1, trust_coefficient=0.01),
+        hvd.LAMB(0.3, beta_1=0.8, epsilon=1e-5, weight_decay=0.1),
+    ):
+        again = type(optimizer).from_config(optimizer.get_config())
+        assert again.get_config() == optimizer.get_config()
+    rate = hvd.ScaledWarmup(
+        keras.optimizers.schedules.CosineDecay(0.1, 100),
+        batch_size=64,
+        reference_batch_size=16,
+        steps=10,
+    )
+    config = keras.saving.serialize_keras_object(rate)
+    again = keras.saving.deserialize_keras_object(config)
+    for step in (0, 5, 10, 80):
+        assert float(again(step)) == float(rate(step))
+
+
+def test_excluded_variables_do_not_decay():
+    for make in (hvd.LARS, hvd.LAMB):
+        runs = []
+        for decay, excluded in ((0.5, True), (None, False), (0.5, False)):
+            v = keras.Variable(np.full((2, 2), 3.0), name="scale")
+            optimizer = make(0.1, weight_decay=decay)
+            if excluded:
+                optimizer.exclude_from_weight_decay(var_names=["scale"])
+            optimizer.apply([tf.constant([[1.0, 2.0], [3.0, -1.0]])], [v])
+            runs.append(v.numpy())
+        assert np.array_equal(runs[0], runs[1])
+        assert not np.array_equal(runs[0], runs[2])
+
+
+def test_scaled_warmup_is_goyals():
+    steps = keras.optimizers.schedules.PiecewiseConstantDecay([30 * 156], [0.1, 0.01])
+    rate = hvd.ScaledWarmup(steps, batch_size=8192, reference_batch_size=256, steps=780)
+    for t in (0, 1, 390, 780):
+        assert float(rate(t)) == pytest.approx(0.1 + 3.1 * t / 780, rel=1e-5)
+    assert float(rate(4000)) == pytest.approx(3.2, rel=1e-5)
+    assert float(rate(5000)) == pytest.approx(0.32, rel=1e-5)
+    sizes = {"reference_batch_size": 4, "scaling": "sqrt"}
+    assert float(hvd.ScaledWarmup(0.1, batch_size=16, steps=0, **sizes)(0)) == pytest.approx(0.2)
+    assert float(hvd.ScaledWarmup(0.1, batch_size=1, steps=9, **sizes)(0)) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize(
+    ("make", "eps"), [(hvd.SAM, (0.0485071, 0.0121268)), (hvd.ASAM, (0.489922, 0.122480))]
+)
+def test_sharpness_by_hand(make, eps, in_graph):
+    w = keras.Variable([1.0, 1.0], name="kernel")
+    unused = keras.Variable([1.0])
+    sam = make()
+
+    def step():
+        loss = lambda: tf.reduce_sum(tf.constant([4.0, 1.0]) * tf.square(w.value)) / 2  # noqa: E731
+        found, gradients = sam.gradient(loss, [w, unused])
+        assert gradients[1] is None
+        return found, gradients[0]
+
+    found, gradient = (tf.function(step) if in_graph else step)()
+    assert float(found) == 2.5
+    np.testing.assert_allclose(gradient, [4 * (1 + eps[0]), 1 + eps[1]], atol=1e-5)
+    assert w.numpy().tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["sam", "asam"])
+def test_a_networks_gradient_is_that_at_the_formulas_point(kind):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(8),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(3),
+        ]
+    )
+    x, y = np.random.default_rng(0).standard_normal((16, 6), np.float32), np.arange(16) % 3
+    loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    variables, statistics = model.trainable_variables, model.non_trainable_variables
+    before = [v.numpy().copy() for v in variables]
+
+    def loss():
+        return loss_fn(y, model(x, training=True))
+
+    sam = hvd.SAM(0.1) if kind == "sam" else hvd.ASAM(0.3)
+    _, second = tf.function(lambda: sam.gradient(loss, variables, statistics))()
+    seen = [v.numpy().copy() for v in statistics]
+    for v, start in zip(variables, before, strict=True):
+        assert np.array_equal(v.numpy(), start), "weights are what they were, bit for bit"
+
+    start_of = [np.zeros(8), np.ones(8)]
+    for v, value in zip(statistics, start_of, strict=True):
+        v.assign(value)
+    with tf.GradientTape() as tape:
+        value = loss()
+    first = [g.numpy() for g in tape.gradient(value, [v.value for v in variables])]
+    for v, once in zip(statistics, seen, strict=True):
+        np.testing.assert_allclose(v.numpy(), once, rtol=1e-6)
+    if kind == "sam":
+        steps = ascent(first, 0.1)
+    else:
+        steps = adaptive_ascent(before, first, [v.name != "bias" for v in variables], 0.3)
+    for v, start, eps in zip(variables, before, steps, strict=True):
+        v.assign(start + eps)
+    with tf.GradientTape() as tape:
+        value = loss()
+    expected = tape.gradient(value, [v.value for v in variables])
+    for g, other in zip(second, expected, strict=True):
+        np.testing.assert_allclose(g, other, rtol=1e-3, atol=1e-5)
+
+
+def test_bad_options_are_errors():
+    for make, options in (
+        (hvd.LARS, {"momentum": -1.0}),
+        (hvd.LAMB, {"beta_2": 1.0}),
+        (hvd.LAMB, {"weight_decay": -1.0}),
+        (hvd.SAM, {"rho": 0}),
+        (hvd.ASAM, {"eta": -1.0}),
+        (hvd.SAM, {"average": True}),
+    ):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            make(**options)

@@ -1,0 +1,272 @@
+"""PyTorch's optimizers take the steps of the formulas in NumPy."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.lr_scheduler import ChainedScheduler, MultiStepLR
+
+import hvd_compress.torch as hvd
+from hvd_compress.errors import ConfigError
+from hvd_compress.training.large_batch import adaptive_ascent, ascent, lamb_step, lars_step
+
+
+def parameters(seed: int = 0) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(5, 4), (4,), (3, 2, 2)]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+        for shape in shapes
+    ]
+
+
+def gradients(step: int) -> list[np.ndarray]:
+    random = np.random.default_rng(step)
+    return [random.standard_normal(shape) for shape in [(5, 4), (4,), (3, 2, 2)]]
+
+
+def test_lars_is_the_formula():
+    ps = parameters()
+    weights = [p.detach().numpy().copy() for p in ps]
+    velocities = [np.zeros_like(w) for w in weights]
+    optimizer = hvd.LARS(ps, lr=2.0, weight_decay=0.01, trust_coefficient=0.02)
+    for step in range(4):
+        found = gradients(step)
+        for i, (p, g) in enumerate(zip(ps, found, strict=True)):
+            p.grad = torch.from_numpy(g)
+            if g.ndim > 1:
+                weights[i], velocities[i] = lars_step(
+                    weights[i], g, velocities[i], lr=2.0, weight_decay=0.01, trust=0.02
+                )
+            else:
+                velocities[i] = 0.9 * velocities[i] + 2.0 * g
+                weights[i] = weights[i] - velocities[i]
+        optimizer.step()
+        for p, w in zip(ps, weights, strict=True):
+            np.testing.assert_allclose(p.detach().numpy(), w, rtol=1e-12)
+
+
+def test_lamb_is_the_formula():
+    ps = parameters()
+    weights = [p.detach().numpy().copy() for p in ps]
+    moments = [(np.zeros_like(w), np.zeros_like(w)) for w in weights]
+    optimizer = hvd.LAMB(ps, lr=0.01, weight_decay=0.1)
+    for step in range(4):
+        for i, (p, g) in enumerate(zip(ps, gradients(step), strict=True)):
+            p.grad = torch.from_numpy(g)
+            weights[i], *moments[i] = lamb_step(
+                weights[i], g, *moments[i], step + 1, lr=0.01, weight_decay=0.1
+            )
+        optimizer.step()
+        for p, w in zip(ps, weights, strict=True):
+            np.testing.assert_allclose(p.detach().numpy(), w, rtol=1e-12)
+
+
+def test_layers_of_zeros_take_plain_steps():
+    for optimizer_of in (hvd.LARS, hvd.LAMB):
+        p = torch.nn.Parameter(torch.zeros(2, 3))
+        p.grad = torch.ones(2, 3)
+        optimizer = optimizer_of([p], lr=0.1)
+        optimizer.step()
+        torch.testing.assert_close(p.detach(), torch.full((2, 3), -0.1))
+        p.grad = torch.zeros(2, 3)
+        optimizer.step()
+        assert p.isfinite().all()
+
+
+@pytest.mark.parametrize("optimizer_of", [hvd.LARS, hvd.LAMB])
+def test_state_is_saved_and_closures_give_the_loss(optimizer_of):
+    def run(p, optimizer, steps):
+        for _ in range(steps):
+
+            def closure():
+                optimizer.zero_grad()
+                loss = (p - 1).square().sum()
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure)
+        return loss.item()
+
+    p = torch.nn.Parameter(torch.full((2, 2), 3.0))
+    optimizer = optimizer_of([p], lr=0.01)
+    first = run(p, optimizer, 1)
+    q = torch.nn.Parameter(p.detach().clone())
+    other = optimizer_of([q], lr=0.5)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert run(p, optimizer, 5) == run(q, other, 5) < first
+
+
+def test_bad_options_are_errors():
+    p = [torch.nn.Parameter(torch.ones(2, 2))]
+    for make, options in (
+        (hvd.LARS, {"lr": -1.0}),
+        (hvd.LARS, {"trust_coefficient": -1.0}),
+        (hvd.LAMB, {"betas": (0.9, 1.0)}),
+    ):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            make(p, **options)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="rho must be greater than 0"):
+        hvd.SAM(model, rho=0)
+    with pytest.raises(ConfigError, match="eta must be 0 or more"):
+        hvd.ASAM(model, eta=-1.0)
+    with pytest.raises(ConfigError, match=r"model must be a torch.nn.Module"):
+        hvd.SAM(torch.optim.SGD(p, 0.1))
+    with pytest.raises(ConfigError, match=r"average=hvd.allreduce"):
+        hvd.SAM(model, average=True)
+    with pytest.raises(ConfigError, match="steps must be"):
+        hvd.scaled_warmup(torch.optim.SGD(p, 0.1), batch_size=8, reference_batch_size=4, steps=-1)
+
+
+class Quadratic(torch.nn.Module):
+    """The sum of h w^2 / 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self) -> torch.Tensor:
+        return (torch.tensor([4.0, 1.0]) * self.weight.square()).sum() / 2
+
+
+@pytest.mark.parametrize(
+    ("make", "eps"),
+    [(hvd.SAM, (0.0485071, 0.0121268)), (hvd.ASAM, (0.489922, 0.122480))],
+)
+def test_sharpness_by_hand(make, eps):
+    model = Quadratic()
+    loss = make(model).backward(model)
+    assert loss.item() == 2.5
+    assert not loss.requires_grad
+    expected = [4 * (1 + eps[0]), 1 + eps[1]]
+    np.testing.assert_allclose(model.weight.grad.numpy(), expected, atol=1e-5)
+    assert model.weight.tolist() == [1.0, 1.0]
+    assert model.unused.grad is None
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+    )
+
+
+@pytest.mark.parametrize("kind", ["sam", "asam"])
+def test_a_networks_gradient_is_that_at_the_formulas_point(kind):
+    x, y = torch.randn(16, 6), torch.randint(3, (16,))
+    model, reference = network(), network()
+
+    def loss_of(m):
+        return torch.nn.functional.cross_entropy(m(x), y)
+
+    sam = hvd.SAM(model, rho=0.1) if kind == "sam" else hvd.ASAM(model, rho=0.3)
+    sam.backward(lambda: loss_of(model))
+    loss_of(reference).backward()
+    found = [p.grad.numpy() for p in reference.parameters()]
+    if kind == "sam":
+        steps = ascent(found, rho=0.1)
+    else:
+        adapts = [not name.endswith("bias") for name, _ in reference.named_parameters()]
+        weights = [p.detach().numpy() for p in reference.parameters()]
+        steps = adaptive_ascent(weights, found, adapts, rho=0.3)
+    statistics = [b.clone() for b in reference.buffers()]
+    with torch.no_grad():
+        for p, eps in zip(reference.parameters(), steps, strict=True):
+            p.add_(torch.from_numpy(eps))
+    reference.zero_grad()
+    loss_of(reference).backward()
+    for p, q, start in zip(
+        model.parameters(), reference.parameters(), network().parameters(), strict=True
+    ):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7)
+        assert torch.equal(p, start), "weights are what they were, bit for bit"
+    for b, once in zip(model.buffers(), statistics, strict=True):
+        assert torch.equal(b, once), "statistics of one pass"
+
+
+def test_errors_and_nan_leave_weights_as_they_are():
+    model = network()
+    before = [p.detach().clone() for p in model.parameters()]
+    calls = []
+
+    def fails_the_second_time():
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("second")
+        return model(torch.ones(4, 6)).sum()
+
+    with pytest.raises(RuntimeError, match="second"):
+        hvd.SAM(model).backward(fails_the_second_time)
+    hvd.SAM(model).backward(lambda: model(torch.full((4, 6), torch.nan)).sum())
+    for p, kept in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, kept)
+    assert model[0].weight.grad.isnan().all(), "the others, and loss scaling, must learn of it"
+
+
+def test_half_precision_sees_the_perturbed_weights():
+    """Autocast keeps copies of weights for as long as it lasts."""
+    model, outside = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3)
+    outside.load_state_dict(model.state_dict())
+    x = torch.randn(8, 6)
+
+    def loss_of(m):
+        return m(x).float().square().sum()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        hvd.SAM(model, rho=1.0).backward(lambda: loss_of(model))
+
+    def in_a_context_of_its_own():
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(outside)
+
+    hvd.SAM(outside, rho=1.0).backward(in_a_context_of_its_own)
+    assert torch.equal(model.weight.grad, outside.weight.grad)
+
+
+def test_scaled_warmup_is_goyals():
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([{"params": [p]}], lr=0.1)
+    warmup = hvd.scaled_warmup(optimizer, batch_size=8192, reference_batch_size=256, steps=5 * 156)
+    schedule = ChainedScheduler([warmup, MultiStepLR(optimizer, [30 * 156, 60 * 156])])
+    for t in range(60 * 156 + 1):
+        lr = optimizer.param_groups[0]["lr"]
+        if t <= 5 * 156:
+            assert lr == pytest.approx(0.1 + 3.1 * t / (5 * 156))
+        else:
+            assert lr == pytest.approx(3.2 / 10 ** ((t >= 30 * 156) + (t >= 60 * 156)))
+        optimizer.step()
+        schedule.step()
+
+
+@pytest.mark.parametrize(("batch", "steps", "rates"), [(16, 0, [0.4] * 3), (2, 2, [0.05] * 3)])
+def test_warmups_without_steps_or_to_less(batch, steps, rates):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    warmup = hvd.scaled_warmup(optimizer, batch_size=batch, reference_batch_size=4, steps=steps)
+    found = []
+    for _ in rates:
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        warmup.step()
+    assert found == pytest.approx(rates)
+
+
+def test_noise_scale_of_two_passes_on_one_rank():
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    noise = hvd.GradientNoiseScale(optimizer, batch_size=4, average=lambda x: x, ranks=1)
+    for g in ([1.0, 0.0], [3.0, 2.0]):
+        (p * torch.tensor(g)).sum().backward()
+    noise.measure()
+    small, large = (1 + 13) / 2, 2.0**2 + 1.0**2  # the mean is (2, 1)
+    assert noise.squared == pytest.approx((8 * large - 4 * small) / 4)
+    assert noise.variance == pytest.approx((small - large) / (1 / 4 - 1 / 8))
+    noise.close()
+    optimizer.zero_grad()
+    p.sum().backward()
+    with pytest.raises(ConfigError, match="backward_passes_per_step"):
+        hvd.GradientNoiseScale(optimizer, 4, lambda x: x, ranks=1).measure()

@@ -1,0 +1,141 @@
+"""SAM and ASAM for Keras 3; their formulas are those of ``training/large_batch/sharpness.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_compress.errors import ConfigError
+from hvd_compress.training.large_batch.scaling import check_not_negative, check_positive
+from hvd_compress.training.large_batch.sharpness import TINY
+
+from ..binding import native
+
+Average = Callable[[tf.Tensor], tf.Tensor]
+
+
+class SAM:
+    """Sharpness-aware minimisation: the gradient at w + eps, in place of a tape's::
+
+        sam = hvd.SAM(rho=0.05)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvd.DGC)
+
+        @tf.function
+        def step(x, y):
+            variables = model.trainable_variables
+            loss, gradients = sam.gradient(lambda: loss_fn(y, model(x, training=True)), variables)
+            optimizer.apply(gradients, variables)
+            return loss
+
+    The same lines in the ``train_step`` of a model serve ``fit``.  The first gradient stays on this
+    rank and only says where to go; ``apply`` exchanges the second one, and no other.  Weights are
+    what they were before, bit for bit, when ``gradient`` returns.  See
+    :class:`hvd_compress.torch.SAM`; here both passes update statistics of batch normalisation,
+    unless they are listed in ``statistics``.
+
+    Args:
+        rho: radius of the ball in which the worst weights are looked for.
+        average: averages a tensor over the ranks, so that eps is the same on all:
+            ``hvd_compress.tensorflow.allreduce``, since that of Horovod's Keras module takes no
+            symbols.  As many bytes again as a dense gradient.
+
+    Raises:
+        ConfigError: an option makes no sense.
+    """
+
+    def __init__(self, rho: float = 0.05, average: Average | None = None) -> None:
+        check_positive(rho=rho)
+        if average is not None and not callable(average):
+            raise ConfigError(
+                "average must be a function of a tensor: average=hvd_compress.tensorflow.allreduce"
+            )
+        self.rho, self.average = rho, average
+
+    def sizes(self, variables: Sequence[Any]) -> list[Any]:
+        """Return T, by which the ball is stretched along each variable."""
+        return [1.0] * len(variables)
+
+    def gradient(
+        self,
+        loss_of: Callable[[], tf.Tensor],
+        variables: Sequence[Any],
+        statistics: Sequence[Any] = (),
+    ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+        """Return the loss at w and the gradients at w + eps.
+
+        Args:
+            loss_of: computes the loss from scratch, from the same examples each time.  It may
+                multiply it by a loss scale, on which eps does not depend.
+            variables: the trainable ones.
+            statistics: variables that only the first pass may change:
+                ``model.non_trainable_variables``, without those of random generators.
+        """
+        raw = [native(variable) for variable in variables]
+        loss, first = _evaluate(loss_of, raw)
+        seen = [native(variable) for variable in statistics]
+        # In a graph, what reads and writes a variable runs in the order in which it is written.
+        kept = [(v, tf.identity(v.value())) for v in (*raw, *seen)]
+        self._climb(raw, self.sizes(variables), first)
+        _, second = _evaluate(loss_of, raw)
+        with tf.control_dependencies([g for g in second if g is not None]):
+            for variable, before in kept:
+                variable.assign(before)
+        return loss, second
+
+    def _climb(
+        self, variables: Sequence[Any], sizes: Sequence[Any], gradients: Sequence[Any]
+    ) -> None:
+        """Add eps to the variables."""
+        if self.average is not None:
+            gradients = _averaged(variables, gradients, self.average)
+        found = [
+            (v, size, size * tf.cast(g, v.dtype))
+            for v, size, g in zip(variables, sizes, gradients, strict=True)
+            if g is not None
+        ]
+        squares = [tf.reduce_sum(tf.square(tf.cast(x, tf.float32))) for _, _, x in found]
+        scale = self.rho / (tf.sqrt(tf.add_n(squares)) + TINY)
+        for variable, size, scaled in found:
+            variable.assign_add(tf.cast(scale, variable.dtype) * size * scaled)
+
+
+class ASAM(SAM):
+    """SAM in a ball that follows the scale of each weight: eps = rho T^2 g / ||T g|| with T = |w| +
+    eta, and T = 1 for variables that are named ``bias``.
+
+    Args:
+        rho: radius of the ball, in units of the weights.
+        eta: keeps T from zero.
+        average: as for :class:`SAM`, which shows how it is used.
+    """
+
+    def __init__(self, rho: float = 0.5, eta: float = 0.01, average: Average | None = None) -> None:
+        super().__init__(rho, average)
+        check_not_negative(eta=eta)
+        self.eta = eta
+
+    def sizes(self, variables: Sequence[Any]) -> list[Any]:
+        return [
+            1.0 if variable.name == "bias" else tf.abs(native(variable).value()) + self.eta
+            for variable in variables
+        ]
+
+
+def _evaluate(loss_of: Callable[[], Any], variables: Sequence[Any]) -> tuple[Any, list[Any]]:
+    with tf.GradientTape() as tape:
+        loss = loss_of()
+    found = tape.gradient(loss, variables)
+    return loss, [None if g is None else tf.convert_to_tensor(g) for g in found]
+
+
+def _averaged(variables: Sequence[Any], gradients: Sequence[Any], average: Average) -> list[Any]:
+    """Return averages over the ranks, of one message; what has no gradient here has zeros, since it
+    may have one elsewhere."""
+    flat = [
+        tf.reshape(tf.zeros_like(v) if g is None else tf.cast(g, v.dtype), [-1])
+        for v, g in zip(variables, gradients, strict=True)
+    ]
+    parts = tf.split(average(tf.concat(flat, 0)), [v.shape.num_elements() for v in variables])
+    return [tf.reshape(part, v.shape) for part, v in zip(parts, variables, strict=True)]

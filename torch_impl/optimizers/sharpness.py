@@ -1,0 +1,165 @@
+"""SAM and ASAM for PyTorch; their formulas are those of ``training/large_batch/sharpness.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hvd_compress.errors import ConfigError
+from hvd_compress.training.large_batch.scaling import check_not_negative, check_positive
+from hvd_compress.training.large_batch.sharpness import TINY
+
+Average = Callable[[torch.Tensor], torch.Tensor]
+
+
+class SAM:
+    """Sharpness-aware minimisation: steps along the gradient at w + eps, where the loss is larger.
+
+    It stands beside the optimizer, which may be any, and takes the place of ``loss.backward()``::
+
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(sgd, compression=hvd.DGC)
+        sam = hvd.SAM(model, rho=0.05)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = sam.backward(lambda: criterion(model(x), y))
+            optimizer.step()
+
+    ``backward`` evaluates the loss twice.  The first gradient only says where to go, eps = rho g /
+    ||g||, and is handed to nobody: it stays on this rank, so that every rank looks at the sharpness
+    of its own batch ("m-sharpness", which the authors found better than that of the whole batch).
+    Hooks see the second one alone, so it is the only one that is exchanged, while backward goes
+    on; and weights are what they were before, bit for bit, when ``backward`` returns.  Statistics
+    of batch normalisation are those of the first pass.
+
+    Args:
+        model: the module that is trained.
+        rho: radius of the ball in which the worst weights are looked for.
+        average: averages a tensor over the ranks, ``hvd.allreduce``, so that eps is the same on
+            all ranks; as many bytes again as a dense gradient, uncompressed.
+
+    Raises:
+        ConfigError: an option makes no sense.
+
+    Reference: Foret, Kleiner, Mobahi and Neyshabur, ICLR 2021, arXiv 2010.01412.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, rho: float = 0.05, average: Average | None = None
+    ) -> None:
+        check_positive(rho=rho)
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        if average is not None and not callable(average):
+            raise ConfigError("average must be a function of a tensor: average=hvd.allreduce")
+        self.model, self.rho, self.average = model, rho, average
+
+    def sizes(self, named: Mapping[str, torch.Tensor]) -> list[Any]:
+        """Return T, by which the ball is stretched along each tensor."""
+        return [1.0] * len(named)
+
+    def backward(self, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Add the gradient at w + eps to ``p.grad`` of all parameters.
+
+        Args:
+            loss_of: computes the loss from scratch, from the same examples each time.  It may
+                multiply it by a loss scale, on which eps does not depend.
+
+        Returns:
+            The loss at w, detached.
+        """
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        weights = list(named.values())
+        with torch.enable_grad():
+            loss = loss_of()
+            # Unlike backward() this tells no hook, so nothing is exchanged.
+            first = torch.autograd.grad(loss, weights, allow_unused=True)
+        kept = [p.detach().clone() for p in weights]
+        statistics = [(b, b.clone()) for b in _statistics(self.model)]
+        try:
+            self._climb(named, first)
+            torch.clear_autocast_cache()  # of weights in half precision
+            with torch.enable_grad():
+                loss_of().backward()
+        finally:
+            with torch.no_grad():
+                for p, w in zip(weights, kept, strict=True):
+                    p.copy_(w)
+                for buffer, before in statistics:
+                    buffer.copy_(before)
+            torch.clear_autocast_cache()
+        return loss.detach()
+
+    @torch.no_grad()
+    def _climb(
+        self, named: Mapping[str, torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Add eps to the weights."""
+        if self.average is not None:
+            gradients = _averaged(list(named.values()), gradients, self.average)
+        found = [
+            (p, size, size * gradient.float())
+            for p, size, gradient in zip(named.values(), self.sizes(named), gradients, strict=True)
+            if gradient is not None
+        ]
+        norms = [torch.linalg.vector_norm(scaled) for _, _, scaled in found]
+        norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        scale = self.rho / (norm + TINY)
+        for p, size, scaled in found:
+            p.add_((size * scaled * scale.to(p.device)).to(p.dtype))
+
+
+class ASAM(SAM):
+    """SAM in a ball that follows the scale of each weight: eps = rho T^2 g / ||T g|| with T = |w| +
+    eta, and T = 1 for parameters that are named ``bias``.
+
+    Args:
+        model, average: as for :class:`SAM`, which shows how it is used.
+        rho: radius of the ball, in units of the weights.
+        eta: keeps T from zero.
+
+    Reference: Kwon, Kim, Park and Choi, ICML 2021, arXiv 2102.11600.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        rho: float = 0.5,
+        eta: float = 0.01,
+        average: Average | None = None,
+    ) -> None:
+        super().__init__(model, rho, average)
+        check_not_negative(eta=eta)
+        self.eta = eta
+
+    def sizes(self, named: Mapping[str, torch.Tensor]) -> list[Any]:
+        return [
+            1.0 if name.rpartition(".")[2] == "bias" else p.detach().float().abs() + self.eta
+            for name, p in named.items()
+        ]
+
+
+def _statistics(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the buffers in which normalisation keeps what it saw."""
+    return [
+        buffer
+        for module in model.modules()
+        if getattr(module, "track_running_stats", False)
+        for buffer in module.buffers(recurse=False)
+    ]
+
+
+def _averaged(
+    weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], average: Average
+) -> list[torch.Tensor]:
+    """Return averages over the ranks, of one message; what has no gradient here has zeros, since it
+    may have one elsewhere."""
+    parts = [
+        (torch.zeros_like(p) if g is None else g).reshape(-1).float()
+        for p, g in zip(weights, gradients, strict=True)
+    ]
+    mean = average(torch.cat(parts))
+    split = mean.split([p.numel() for p in weights])
+    return [part.view(p.shape) for part, p in zip(split, weights, strict=True)]
