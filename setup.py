@@ -51,6 +51,7 @@ setup(
         *find_packages(include=["hvd_compress", "hvd_compress.*"]),
         "hvd_compress.torch",
         "hvd_compress.torch.mpi",
+        "hvd_compress.torch.training",
         "hvd_compress.tensorflow",
         "hvd_compress.tensorflow.keras",
     ],

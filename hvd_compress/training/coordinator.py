@@ -307,6 +307,12 @@ class Coordinator:
             "compression": compression,
         }
 
+    def restart(self) -> None:
+        """Forget the method's state: the next step begins a first round."""
+        self.reducer.abandon()
+        self.state, self._shapes = {}, {}
+        self._is_under_way, self._arrived, self._consolidated = False, None, None
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned.
 
@@ -324,10 +330,10 @@ class Coordinator:
         is_own = (rank, size) == (self.engine.rank, self.engine.size)
         state, arrived = self._checked(state_dict)
         losses = [float(loss) for loss in entry(state_dict, "losses", (list, tuple))]
-        self.reducer.load_state_dict(entry(state_dict, "compression", Mapping))
-        self.reducer.take_share(
-            {"consolidated": bool(state_dict.get("consolidated")), "rank": rank, "size": size}
-        )
+        compression = entry(state_dict, "compression", Mapping)
+        is_mean = bool(entry(state_dict, "consolidated", (bool, int)))
+        self.reducer.load_state_dict(compression)
+        self.reducer.take_share({"consolidated": is_mean, "rank": rank, "size": size})
         self.step, self._arrived = step, arrived
         self._is_under_way = arrived is not None
         self.state = {
@@ -337,7 +343,8 @@ class Coordinator:
         }
         self._losses.clear()
         self._losses.extend(losses if is_own else ())
-        self._shapes, self._consolidated, self._has_begun = {}, None, False
+        self._consolidated = (step, dict(compression)) if is_mean else None
+        self._shapes, self._has_begun = {}, False
 
     def _checked(self, state_dict: Mapping[str, Any]) -> tuple[State, Arrays | None]:
         state: State = {}
