@@ -9,14 +9,15 @@ from importlib.metadata import PackageNotFoundError, version
 from hvd_compress.base import (
     Alltoall,
     Batch,
+    Broadcast,
     Context,
     Gather,
     Joint,
     Max,
+    Neighbors,
     Outcome,
     Sparse,
     Sum,
-    Swap,
 )
 from hvd_compress.config import from_config
 from hvd_compress.integrations import exports
@@ -32,14 +33,15 @@ __all__ = [
     "PAPER_DENSITIES",
     "Alltoall",
     "Batch",
+    "Broadcast",
     "Context",
     "Gather",
     "Joint",
     "Max",
+    "Neighbors",
     "Outcome",
     "Sparse",
     "Sum",
-    "Swap",
     "from_config",
 ]
 __all__ += exports.__all__

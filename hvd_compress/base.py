@@ -22,7 +22,8 @@ request        reply                                         used by
 ``Max``        element-wise maximum                          comparing ranks before each step
 ``Gather``     list of every rank's bytes, in rank order     sparse and quantised methods
 ``Alltoall``   list of the bytes each rank has for this one  quantised sums in shards
-``Swap``       the partner's bytes                           merging in pairs of ranks
+``Neighbors``  list of the neighbours' bytes                 decentralised methods; merging in pairs
+``Broadcast``  the array of one rank                         values that one rank decides about
 ``SparseSum``  sum of sparse vectors, and what was left out  top-k by an algorithm of choice
 ``Batch``      a function of arrays, without communication   many small matrices at once
 ``Joint``      this tensor's part of one exchange for many   fused loops over a whole bucket
@@ -108,16 +109,32 @@ class Alltoall(NamedTuple):
     equal_sizes: bool = True
 
 
-class Swap(NamedTuple):
-    """Send ``payload`` (1-D, uint8) to rank ``partner`` and receive its payload.  The partner names
-    this rank in turn.  A rank without a partner in this round gives ``None``, and receives nothing.
-    ``equal_sizes`` is a promise that partners send equally many bytes.  Without it sizes are
-    exchanged first: in a round of their own over MPI and torch.distributed, and as part of every
-    all-to-all over Horovod, whatever was promised."""
+class Neighbors(NamedTuple):
+    """Send ``payload`` (1-D, uint8) to each rank in ``targets``, and receive the payload of each
+    rank in ``sources``; the reply is the list of these, in the order of ``sources``.
+
+    A rank is a target of all its sources, and a source of all its targets; the two may differ, as
+    in a directed graph, and both may be empty.  Nothing is sent to other ranks.  Tensors of one
+    bucket that request neighbours in the same round have the same ones.
+
+    ``equal_sizes`` is a promise that the payloads of this rank and of its sources have equally many
+    bytes.  Without it sizes are exchanged first: in a round of their own over MPI and
+    torch.distributed, and as part of every all-to-all over Horovod, whatever was promised.
+    """
 
     payload: Array
-    partner: int | None
+    targets: tuple[int, ...]
+    sources: tuple[int, ...]
     equal_sizes: bool = True
+
+
+class Broadcast(NamedTuple):
+    """Replace ``array`` by that of rank ``root``, bit for bit.  All ranks' arrays have the same
+    shape and dtype, and name the same root, which may be another one in each step.  The reply may
+    be the array itself on the root."""
+
+    array: Array
+    root: int
 
 
 class SparseSum(NamedTuple):
@@ -182,7 +199,7 @@ class Joint(NamedTuple):
 
 
 #: requests that need an answer from other ranks
-Collective = Sum | Max | Gather | Alltoall | Swap | SparseSum
+Collective = Sum | Max | Gather | Alltoall | Neighbors | Broadcast | SparseSum
 #: requests that this rank answers
 Local = Batch | Joint
 Request = Collective | Local

@@ -30,6 +30,7 @@ from hvd_compress.torch import (
     TopK,
     ddp_hook,
 )
+from tests.ring_method import Ring
 from tests.scenarios import run_all
 
 STEPS = 6
@@ -109,6 +110,8 @@ def trains_as_the_lockstep_world() -> None:
         OneBit(column=16),
         GTopK(density=0.05),
         GTopK(density=0.05, indices="int32"),
+        Ring(),
+        Ring(equal=False),
     ):
         model, _ = _distributed(method)
         _train(model, range(STEPS))

@@ -50,6 +50,8 @@ class HorovodEngine(ProcessSetEngine):
         if op.kind in _OPS:
             common |= {"op": _OPS[op.kind], **(self._scales if op.kind == "sum" else {})}
             return mpi_ops._allreduce(tensor, **common)
+        if op.kind == "broadcast":
+            return mpi_ops.broadcast(tensor, self._global_rank(op.root), **common)
         return mpi_ops.allgather(tensor, **common)
 
     def _wait(self, handle: Any) -> Any:

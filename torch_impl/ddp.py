@@ -60,16 +60,18 @@ class ProcessGroupEngine(TorchEngine):
         wait for."""
         if dist.get_backend(self._group) == dist.Backend.NCCL:  # which reads a GPU's memory only
             op = op._replace(tensor=op.tensor.cuda())
-        if op.kind == "alltoall_open":
+        if op.arriving is not None:
+            return self._alltoall_single(op, op.arriving.tolist())
+        if op.splits is not None:
             sizes = op.splits.to(op.tensor.device)
             theirs = torch.empty_like(sizes)
             work = dist.all_to_all_single(theirs, sizes, group=self._group, async_op=True)
             return op, theirs, work
-        if op.splits is not None:
-            mine = op.splits.tolist()
-            if op.kind == "alltoall":
-                mine = [mine[self.rank]] * self.size
-            return self._alltoall_single(op, mine)
+        if op.kind == "broadcast":
+            result = op.tensor.contiguous().clone()
+            root = op.root if self._group is None else dist.get_global_rank(self._group, op.root)
+            work = dist.broadcast(result, root, group=self._group, async_op=True)
+            return op, result, work
         tensor = op.tensor.reshape(-1)
         if op.kind in _OPS:
             total = tensor.clone()  # reductions are in place
@@ -96,14 +98,14 @@ class ProcessGroupEngine(TorchEngine):
     def _wait(self, handle: Any) -> Any:
         op, received, work = handle
         work.wait()
-        if op.kind == "alltoall_open":
+        if op.arriving is not None:
+            return received, None
+        if op.splits is not None:
             sizes = received.tolist()
             _, everything, work = self._alltoall_single(op, sizes)
             work.wait()
             return everything, sizes
-        if op.splits is not None:
-            return received, None
-        if op.kind in _OPS:
+        if op.kind in (*_OPS, "broadcast"):
             return received.view(op.tensor.shape)
         if op.kind == "gather_equal":
             return received

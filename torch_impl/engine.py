@@ -51,6 +51,8 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
             return hvd.allreduce_async(op.tensor, op=hvd.Sum, **self._scales, **common)
         if op.kind == "max":
             return hvd.allreduce_async(op.tensor, op=hvd.Max, **common)
+        if op.kind == "broadcast":
+            return hvd.broadcast_async(op.tensor, self._global_rank(op.root), **common)
         return hvd.allgather_async(op.tensor, **common)
 
     def _wait(self, handle: Any) -> Any:

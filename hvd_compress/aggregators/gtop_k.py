@@ -17,7 +17,7 @@ from hvd_compress.wire.frame import CODECS
 
 @dataclasses.dataclass(frozen=True)
 class gtop_k(OfTopK, name="gtop_k"):
-    """Each rank chooses its k = ceil(density * n) largest elements.  Two ranks swap theirs, add
+    """Each rank chooses its k = ceil(density * n) largest elements.  Two ranks exchange theirs, add
     them up, and keep the k largest sums; then two pairs, and so on, until all ranks have the same
     k.  So a message never has more than k entries, and there are log2 N of them; two more where N
     is no power of two, the last of which has a bit for each entry besides.
@@ -35,8 +35,8 @@ class gtop_k(OfTopK, name="gtop_k"):
 
     Reference: Shi et al., ICDCS 2019.  Differs from it in: nothing is lost (there, every rank
     forgets what it sent of the places in the result, though its part may have been dropped in one
-    pair while the place survived in another); pairs swap instead of a tree with a broadcast, which
-    takes half as many rounds for the same result; any number of ranks.
+    pair while the place survived in another); pairs exchange instead of a tree with a broadcast,
+    which takes half as many rounds for the same result; any number of ranks.
     """
 
     indices: str = "packed"

@@ -1,7 +1,7 @@
 """Ranks merge sparse vectors in pairs, and keep the k largest sums: what gTop-k is made of.
 
-Two ranks swap their vectors, add them up and keep the k largest sums; then two pairs, and so on:
-after log2 N rounds all ranks have the same k.  Partners compute the same, so a rank sees every
+Two ranks exchange their vectors, add them up and keep the k largest sums; then two pairs, and so
+on: after log2 N rounds all ranks have the same k.  Partners compute the same, so a rank sees every
 merge that its own entries go through, and knows which of them are in the result: those whose place
 survived all of these merges.  That a place is in the result does not say so: it may have been
 dropped here, and have come back from other ranks without this rank's value.
@@ -22,7 +22,7 @@ import numpy as np
 
 from hvd_compress.aggregators.sparse_vectors import add_up, contains, largest, pick
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Sparse, Swap
+from hvd_compress.base import Array, Neighbors, Sparse
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.plus_minus import plus_minus
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
@@ -77,7 +77,7 @@ class Merging:
 
     def in_pairs(
         self, own: Array, values: Array
-    ) -> Generator[Swap, Array, tuple[Array, Array, Array, Array]]:
+    ) -> Generator[Neighbors, Any, tuple[Array, Array, Array, Array]]:
         """Merge this rank's entries, ascending indices and values, with those of all others.
 
         Returns indices and sums of the result, the same bits on all ranks; then indices and values
@@ -96,20 +96,20 @@ class Merging:
         frame, mask = on_host(self._begin, own, values)
         twin = self.rank ^ pairs if self.rank ^ pairs < self.size else None
         if self.size > pairs:
-            theirs = yield Swap(frame, twin, equal)
+            theirs = yield _pair(frame, twin, equal)
             if twin is not None:
-                frame, mask = on_host(functools.partial(self._unite, twin), frame, theirs)
+                frame, mask = on_host(functools.partial(self._unite, twin), frame, *theirs)
         for i in range(pairs.bit_length() - 1):
             partner = self.rank ^ (1 << i) if self.rank < pairs else None
-            theirs = yield Swap(frame, partner, equal)
+            theirs = yield _pair(frame, partner, equal)
             if partner is not None:
                 step = functools.partial(self._merge, partner)
-                frame, mask = on_host(step, frame, theirs, mask)
+                frame, mask = on_host(step, frame, *theirs, mask)
         if self.size > pairs:
             (message,) = xp.on_host(self._seal, [frame, mask], [("uint8", message_size)], values)
-            theirs = yield Swap(message, twin, equal)
+            theirs = yield _pair(message, twin, equal)
             if self.rank >= pairs:
-                frame, mask = on_host(self._open, theirs)
+                frame, mask = on_host(self._open, *theirs)
         looks = [(index_dtype(self.n), k), (self.dtype, k), ("int64", None), (self.dtype, None)]
         return xp.on_host(self._settle, [frame, mask, own, values], looks, values)
 
@@ -175,3 +175,9 @@ class Merging:
     @property
     def _bytes_of_bits(self) -> int:
         return coded_size(_BITS, self.k, np.dtype(self.dtype))
+
+
+def _pair(payload: Array, partner: int | None, equal_sizes: bool) -> Neighbors:
+    """The request of a rank and its partner, or of a rank that has none in this round."""
+    ranks = () if partner is None else (partner,)
+    return Neighbors(payload, ranks, ranks, equal_sizes)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import methods
-from hvd_compress.base import Alltoall, Collective, Compressor, Context, Gather
+from hvd_compress.base import Collective, Compressor, Context
 from hvd_compress.config import lookup
 from hvd_compress.engines import lockstep
 from hvd_compress.engines.base import payload_bytes, watched
@@ -64,8 +64,8 @@ def costs(method: Compressor) -> Costs:
         def note(request: Collective, reply: Any, seen: list[Any] = seen) -> None:
             """Append the kind of a request, and the bytes handed over and received."""
             sent = payload_bytes(request)
-            lists = isinstance(request, Gather | Alltoall)
-            received = sum(part.nbytes for part in reply) if lists else sent
+            parts = reply if isinstance(reply, list) else None
+            received = sent if parts is None else sum(part.nbytes for part in parts)
             seen.append((type(request).__name__.lower(), sent, received))
 
         exchanges = [

@@ -17,14 +17,15 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import (
     Alltoall,
     Array,
+    Broadcast,
     Collective,
     Gather,
     Joint,
     Local,
+    Neighbors,
     Request,
     SparseSum,
     Sum,
-    Swap,
 )
 
 #: bytes of a message's length, where it is sent along
@@ -90,16 +91,14 @@ def payload_bytes(request: Collective) -> int:
     if isinstance(request, Gather):
         size = backend_of(request.payload).size(request.payload)
         return size + (0 if request.equal_sizes else LENGTH)
-    if isinstance(request, Swap):
-        if request.partner is None:
-            return 0
+    if isinstance(request, Neighbors):
         size = backend_of(request.payload).size(request.payload)
-        return size + (0 if request.equal_sizes else LENGTH)
+        return len(request.targets) * (size + (0 if request.equal_sizes else LENGTH))
     if isinstance(request, Alltoall):
         size = sum(backend_of(payload).size(payload) for payload in request.payloads)
         return size + (0 if request.equal_sizes else LENGTH * len(request.payloads))
-    if isinstance(request, SparseSum):  # until the engine has counted what its algorithm sent
-        return 0
+    if isinstance(request, SparseSum | Broadcast):  # the former's algorithm and the latter's root
+        return 0  # are counted with the reply
     xp = backend_of(request.array)
     wire = (isinstance(request, Sum) and request.wire) or xp.dtype(request.array)
     return xp.size(request.array) * itemsize(wire)

@@ -24,20 +24,21 @@ from hvd_compress.base import (
     Alltoall,
     Array,
     Batch,
+    Broadcast,
     Collective,
     Gather,
     Joint,
     Local,
     Max,
+    Neighbors,
     Outcome,
     Request,
     Sparse,
     SparseSum,
     SparseTotal,
     Sum,
-    Swap,
 )
-from hvd_compress.engines.base import LENGTH, payload_bytes
+from hvd_compress.engines.base import LENGTH, itemsize, payload_bytes
 from hvd_compress.errors import PayloadError
 from hvd_compress.stats import Record
 from hvd_compress.times import phase
@@ -145,8 +146,8 @@ def kind_of(request: Request) -> Hashable:
     """Return the kind of a request; requests of one kind can be joined."""
     if isinstance(request, Joint):
         return "joint", request.function, request.key
-    if isinstance(request, Swap):
-        return "swap", request.partner, request.equal_sizes
+    if isinstance(request, Neighbors):
+        return "neighbors", request.targets, request.sources, request.equal_sizes
     if isinstance(request, Alltoall):
         return "alltoall", request.equal_sizes
     if isinstance(request, Gather | Batch):
@@ -157,6 +158,8 @@ def kind_of(request: Request) -> Hashable:
     look = backend_of(array).dtype(array), str(getattr(array, "device", None))
     if isinstance(request, Max):
         return "max", *look
+    if isinstance(request, Broadcast):
+        return "broadcast", request.root, *look
     return "sum", request.wire, request.algorithm, *look
 
 
@@ -169,7 +172,7 @@ def describe(request: Request) -> str:
     if isinstance(request, Alltoall):
         sizes = [backend_of(p).size(p) for p in request.payloads] if request.equal_sizes else "some"
         return f"alltoall of {sizes}"
-    if isinstance(request, Swap | Gather):
+    if isinstance(request, Neighbors | Gather):
         size = backend_of(request.payload).size(request.payload) if request.equal_sizes else "some"
         return f"{type(request).__name__.lower()} of {size}"
     if isinstance(request, SparseSum):
@@ -245,21 +248,41 @@ def _alltoall(group: Sequence[Member], rank: int, size: int) -> Round:
         member.advance(own)
 
 
-def _swap(group: Sequence[Member], rank: int, size: int) -> Round:
+def _neighbors(group: Sequence[Member], rank: int, size: int) -> Round:
+    request: Neighbors = group[0].request
     payloads = [member.request.payload for member in group]
     xp = backend_of(payloads[0])
-    partner, equal = group[0].request.partner, group[0].request.equal_sizes
-    open_sizes = () if equal else range(len(group))
-    theirs = yield Swap(_packed(xp, payloads, open_sizes), partner, equal)
-    if partner is None:
-        parts = [theirs] * len(group)  # nothing
-    else:
-        sizes = [xp.size(payload) for payload in payloads]
-        parts = _unpacked(xp, theirs, sizes, open_sizes, partner)
-    length = 0 if equal or partner is None else LENGTH
-    for member, part in zip(group, parts, strict=True):
-        member.record.bytes_received += xp.size(part) + length
-        member.advance(part)
+    open_sizes = () if request.equal_sizes else range(len(group))
+    messages = yield request._replace(payload=_packed(xp, payloads, open_sizes))
+    sizes = [xp.size(payload) for payload in payloads]
+    parts = [
+        _unpacked(xp, message, sizes, open_sizes, sender)
+        for sender, message in zip(request.sources, messages, strict=True)
+    ]
+    lengths = 0 if request.equal_sizes else LENGTH * len(parts)
+    for i, member in enumerate(group):
+        own = [theirs[i] for theirs in parts]
+        member.record.bytes_received += sum(xp.size(part) for part in own) + lengths
+        member.advance(own)
+
+
+def _broadcast(group: Sequence[Member], rank: int, size: int) -> Round:
+    requests: list[Broadcast] = [member.request for member in group]
+    xp = backend_of(requests[0].array)
+    sizes = [xp.size(request.array) for request in requests]
+    for member, request, n in zip(group, requests, sizes, strict=True):
+        nbytes = n * itemsize(xp.dtype(request.array))
+        if rank == request.root:
+            member.record.bytes_sent += nbytes
+        else:
+            member.record.bytes_received += nbytes
+    if len(group) == 1:
+        group[0].advance((yield requests[0]))
+        return
+    flat = [xp.reshape(r.array, (n,)) for r, n in zip(requests, sizes, strict=True)]
+    parts = _cut((yield requests[0]._replace(array=xp.concat(flat))), sizes)
+    for member, request, part in zip(group, requests, parts, strict=True):
+        member.advance(xp.reshape(part, xp.shape(request.array)))
 
 
 def _sparse_sum(group: Sequence[Member], rank: int, size: int) -> Round:
@@ -333,7 +356,8 @@ _ROUNDS = {
     Max: _reduce,
     Gather: _gather,
     Alltoall: _alltoall,
-    Swap: _swap,
+    Neighbors: _neighbors,
+    Broadcast: _broadcast,
 }
 
 

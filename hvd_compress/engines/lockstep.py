@@ -17,16 +17,17 @@ from hvd_compress.base import (
     Alltoall,
     Array,
     Batch,
+    Broadcast,
     Compressor,
     Context,
     Gather,
     Max,
+    Neighbors,
     Outcome,
     Sparse,
     SparseSum,
     SparseTotal,
     State,
-    Swap,
 )
 from hvd_compress.engines.base import alone
 from hvd_compress.engines.joining import Member, answers, joined
@@ -42,8 +43,8 @@ def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
     first = requests[0]
     if isinstance(first, Batch):
         return answers([requests[rank]])[0]
-    if isinstance(first, Swap):
-        return _from_partner(requests, rank)
+    if isinstance(first, Neighbors):
+        return _from_neighbors(requests, rank)
     if isinstance(first, Alltoall):
         mine = [request.payloads[rank] for request in requests]
         sizes = {backend_of(payload).size(payload) for payload in mine}
@@ -63,6 +64,8 @@ def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
         raise CompressionError(
             f"the ranks' arrays differ in (shape, dtype, wire): {sorted(looks, key=str)}"
         )
+    if isinstance(first, Broadcast):
+        return _from_root(requests)
     if isinstance(first, Max):
         result = first.array
         for request in requests[1:]:
@@ -96,18 +99,29 @@ def _sparse_total(requests: Sequence[SparseSum]) -> SparseTotal:
     return SparseTotal(total, Sparse(like.indices[:0], like.values[:0]))
 
 
-def _from_partner(requests: Sequence[Swap], rank: int) -> Array:
+def _from_neighbors(requests: Sequence[Neighbors], rank: int) -> list[Array]:
     own = requests[rank]
-    if own.partner is None:
-        return own.payload[:0]
-    theirs = requests[own.partner]
-    sizes = [backend_of(request.payload).size(request.payload) for request in (own, theirs)]
-    if theirs.partner != rank or (own.equal_sizes and len(set(sizes)) > 1):
-        raise CompressionError(
-            f"rank {rank} has {sizes[0]} bytes for its partner {own.partner}, which has {sizes[1]} "
-            f"for rank {theirs.partner}"
-        )
-    return theirs.payload
+    for target in own.targets:
+        if target == rank or rank not in requests[target].sources:
+            raise CompressionError(f"rank {rank} sends to rank {target}, which does not receive it")
+    for source in own.sources:
+        if rank not in requests[source].targets:
+            raise CompressionError(
+                f"rank {rank} waits for rank {source}, which sends to {requests[source].targets}"
+            )
+        sizes = [backend_of(x.payload).size(x.payload) for x in (own, requests[source])]
+        if own.equal_sizes and len(set(sizes)) > 1:
+            raise CompressionError(
+                f"rank {rank} has {sizes[0]} bytes for its neighbours, and rank {source} {sizes[1]}"
+            )
+    return [requests[source].payload for source in own.sources]
+
+
+def _from_root(requests: Sequence[Broadcast]) -> Array:
+    roots = {request.root for request in requests}
+    if len(roots) > 1 or not roots <= set(range(len(requests))):
+        raise CompressionError(f"the roots of {len(requests)} ranks are {sorted(roots)}")
+    return requests[roots.pop()].array
 
 
 def run(exchanges: Sequence[Any]) -> list[Any]:
@@ -126,7 +140,9 @@ def run(exchanges: Sequence[Any]) -> list[Any]:
             return outcomes
         if outcomes:
             raise CompressionError("some ranks are done while others still want to exchange")
-        common = None if isinstance(requests[0], Alltoall | Swap | Batch) else reply_to(requests)
+        common = (
+            None if isinstance(requests[0], Alltoall | Neighbors | Batch) else reply_to(requests)
+        )
         replies = [
             reply_to(requests, rank) if common is None else common for rank in range(len(requests))
         ]

@@ -17,20 +17,34 @@ from typing import Any, ClassVar, NamedTuple
 
 from hvd_compress.agreement import Terms, agreement
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Alltoall, Array, Collective, Gather, Max, SparseSum, Sum, Swap
+from hvd_compress.base import (
+    Alltoall,
+    Array,
+    Broadcast,
+    Collective,
+    Gather,
+    Max,
+    Neighbors,
+    SparseSum,
+    Sum,
+)
 from hvd_compress.engines.base import LENGTH, SAME_TENSORS
 from hvd_compress.errors import MismatchError, PayloadError, UnsupportedError
 
 
 class Op(NamedTuple):
-    """One collective: "sum", "max", "gather", "gather_equal", "alltoall", "alltoall_open" or
-    "swap".  ``splits``, if given, are the numbers of elements of the tensor for each rank; in a
-    "swap", as many come from it, and in an "alltoall" as many as this rank has for itself."""
+    """One collective: "sum", "max", "gather", "gather_equal", "broadcast" or "alltoall".
+
+    Of an all-to-all, ``splits`` are the numbers of elements of the tensor for each rank, and
+    ``arriving`` those that come from each, if they are known.  ``root`` has what is broadcast.
+    """
 
     kind: str
     name: str
     tensor: Array
     splits: Array | None = None
+    arriving: Array | None = None
+    root: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -165,8 +179,8 @@ class NamedEngine(abc.ABC):
             return (yield from self._gather(request, name))
         if isinstance(request, Alltoall):
             return (yield from self._alltoall(request, name))
-        if isinstance(request, Swap):
-            return (yield from self._swap(request, name))
+        if isinstance(request, Neighbors):
+            return (yield from self._neighbors(request, name))
         if isinstance(request, SparseSum) or (
             isinstance(request, Sum) and request.algorithm is not None
         ):
@@ -179,6 +193,8 @@ class NamedEngine(abc.ABC):
             return array
         if isinstance(request, Max):
             return (yield Op("max", name, array))
+        if isinstance(request, Broadcast):
+            return (yield from self._broadcast(array, request.root, name))
         if request.wire is None:
             return (yield Op("sum", name, array))
         in_bfloat16 = request.wire == "bfloat16"
@@ -212,9 +228,10 @@ class NamedEngine(abc.ABC):
         payloads = request.payloads
         xp, mine = backend_of(payloads[0]), payloads[self.rank]
         splits = self._splits([xp.size(payload) for payload in payloads])
-        kind = "alltoall" if request.equal_sizes else "alltoall_open"
+        arriving = self._splits([xp.size(mine)] * self.size) if request.equal_sizes else None
         # What arrived, and how much of it came from whom.
-        everything, received = yield Op(kind, name, xp.concat(payloads), splits)
+        op = Op("alltoall", name, xp.concat(payloads), splits, arriving)
+        everything, received = yield op
         if request.equal_sizes:
             return self._split(mine, everything)
         parts, start = [], 0
@@ -223,14 +240,28 @@ class NamedEngine(abc.ABC):
             start += received[rank]
         return parts
 
-    def _swap(self, request: Swap, name: str) -> Generator[Op, Any, Array]:
-        xp, partner = backend_of(request.payload), request.partner
-        payload = request.payload[:0] if partner is None else request.payload
-        size = xp.size(payload)
-        splits = self._splits([size if rank == partner else 0 for rank in range(self.size)])
-        kind = "swap" if request.equal_sizes else "alltoall_open"
-        theirs, _ = yield Op(kind, name, payload, splits)
-        return xp.reshape(theirs, (size,)) if request.equal_sizes else theirs
+    def _neighbors(self, request: Neighbors, name: str) -> Generator[Op, Any, list[Array]]:
+        """An all-to-all with nothing for all other ranks, since libraries have no such collective
+        between some ranks alone."""
+        payload, targets, sources, equal = request
+        xp, size, ranks = backend_of(payload), backend_of(payload).size(payload), range(self.size)
+        splits = self._splits([size if rank in targets else 0 for rank in ranks])
+        arriving = self._splits([size if rank in sources else 0 for rank in ranks])
+        copies = xp.concat([payload] * len(targets)) if targets else payload[:0]
+        op = Op("alltoall", name, copies, splits, arriving if equal else None)
+        everything, received = yield op
+        ascending = sorted(sources)
+        if equal:
+            rows = xp.reshape(everything, (len(sources), size))
+            return [rows[ascending.index(source)] for source in sources]
+        parts, start = {}, 0
+        for rank in ascending:
+            parts[rank] = everything[start : start + received[rank]]
+            start += received[rank]
+        return [parts[source] for source in sources]
+
+    def _broadcast(self, array: Array, root: int, name: str) -> Generator[Op, Any, Array]:
+        return (yield Op("broadcast", name, array, root=root))
 
     @abc.abstractmethod
     def _splits(self, sizes: Sequence[int]) -> Array:
@@ -270,3 +301,7 @@ class ProcessSetEngine(NamedEngine):
     @property
     def size(self) -> int:
         return self._set.size()
+
+    def _global_rank(self, rank: int) -> int:
+        """Return a rank of the set as Horovod's broadcast wants it, which counts all ranks."""
+        return rank if self._set.process_set_id == 0 else self._set.ranks[rank]

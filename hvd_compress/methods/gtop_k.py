@@ -27,7 +27,7 @@ class GTopK(OneChain, name="gtopk"):
             exchange the sizes of messages, which over MPI takes as many rounds again.
 
     Differs from the paper in: an element that was dropped in a merge is never lost; pairs
-    swap instead of a tree with a broadcast; any number of ranks.
+    exchange instead of a tree with a broadcast; any number of ranks.
     """
 
     reference = "Shi et al., ICDCS 2019"

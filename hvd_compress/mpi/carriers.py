@@ -18,21 +18,23 @@ from hvd_compress.backends import backend_of
 from hvd_compress.backends.bfloat16 import from_bfloat16, to_bfloat16
 from hvd_compress.base import (
     Alltoall,
-    Array,
+    Broadcast,
     Collective,
     Gather,
     Max,
+    Neighbors,
     Sparse,
     SparseSum,
     SparseTotal,
     Sum,
-    Swap,
 )
 from hvd_compress.config import check_choice
 from hvd_compress.mpi.dense import hierarchical
 from hvd_compress.mpi.dense.allgather import gather
 from hvd_compress.mpi.dense.allreduce import ALGORITHMS, CHUNK, start
-from hvd_compress.mpi.dense.alltoall import alltoall, swap
+from hvd_compress.mpi.dense.alltoall import alltoall
+from hvd_compress.mpi.dense.broadcast import broadcast
+from hvd_compress.mpi.dense.neighbors import neighbors
 from hvd_compress.mpi.sparse.allreduce import ALGORITHMS as SPARSE
 from hvd_compress.mpi.sparse.allreduce import fastest
 from hvd_compress.mpi.sparse.hierarchical import by_nodes
@@ -174,15 +176,24 @@ def _alltoall(request: Alltoall, comm: Communicator, channel: Callable[..., Chan
     return work, lambda: [xp.from_numpy(part, like) for part in work.results[0]]
 
 
-def _swap(request: Swap, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
-    xp, payload, partner = backend_of(request.payload), request.payload, request.partner
-    messages = {} if partner is None else {partner: xp.to_numpy(payload)}
-    work = Work(comm, "swap of payloads", [swap(channel(), messages, request.equal_sizes)])
+def _neighbors(request: Neighbors, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
+    xp, payload = backend_of(request.payload), request.payload
+    algorithm = neighbors(
+        channel(), xp.to_numpy(payload), request.targets, request.sources, request.equal_sizes
+    )
+    work = Work(comm, "exchange with neighbours", [algorithm])
+    return work, lambda: [xp.from_numpy(part, payload) for part in work.results[0]]
 
-    def reply() -> Array:
-        if partner is None:
-            return payload[:0]
-        return xp.from_numpy(work.results[0][partner], payload)
+
+def _broadcast(request: Broadcast, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
+    xp, array = backend_of(request.array), request.array
+    buffer = _on_wire(array, xp.dtype(array), 1.0, owned=False)
+    algorithm = broadcast(channel(), buffer.view(np.uint8), request.root)
+    work = Work(comm, f"broadcast from rank {request.root}", [algorithm])
+
+    def reply() -> Any:
+        result = from_bfloat16(buffer) if xp.dtype(array) == "bfloat16" else buffer
+        return xp.reshape(xp.cast(xp.from_numpy(result, array), xp.dtype(array)), xp.shape(array))
 
     return work, reply
 
@@ -190,7 +201,8 @@ def _swap(request: Swap, comm: Communicator, channel: Callable[..., Channel]) ->
 _CARRIERS: dict[type[Collective], Callable[..., Carried]] = {
     Gather: _gather,
     Alltoall: _alltoall,
-    Swap: _swap,
+    Neighbors: _neighbors,
+    Broadcast: _broadcast,
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_compress import Context, Gather, Outcome, PowerSGD, Sparse, Sum, Swap
+from hvd_compress import Broadcast, Context, Gather, Neighbors, Outcome, PowerSGD, Sparse, Sum
 from hvd_compress.aggregators.power_sgd import orthonormal_rows
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Batch, Joint
@@ -215,49 +215,86 @@ def test_one_message_for_a_bucket():
     assert [record.bytes_received for record in records] == [1 + 8, 5, 8, 4]
 
 
-def swaps(n, *, equal, partner=1):
-    theirs = yield Swap(np.full(n, n, np.uint8), partner, equal)
-    return Outcome(theirs, theirs, {})
+def exchanges(n, *, equal, targets=(1,), sources=(1,)):
+    theirs = yield Neighbors(np.full(n, n, np.uint8), targets, sources, equal)
+    return Outcome(theirs, n, {})
 
 
-def test_swaps_of_equal_and_of_open_sizes():
+def test_neighbours_with_equal_and_with_open_sizes():
     """The former are end to end, the latter have a table; each kind has a message of its own."""
     records = [Record() for _ in range(4)]
     members = [
-        Member(str(n), swaps(n, equal=n > 3), record)
+        Member(str(n), exchanges(n, equal=n > 3, targets=(1, 2)), record)
         for n, record in zip([2, 5, 3, 4], records, strict=True)
     ]
-    bucket = joined(members, 0, 2)
+    bucket = joined(members, 0, 3)
     request = bucket.send(None)
     assert not request.equal_sizes
+    assert request.targets == (1, 2)
     table = np.array([2], "<i8").view(np.uint8)
     own = np.concatenate([table, [2] * 2, [3] * 3])
     np.testing.assert_array_equal(request.payload, own)
     table = np.array([0], "<i8").view(np.uint8)
-    request = bucket.send(np.concatenate([table, [7]]).astype(np.uint8))
+    request = bucket.send([np.concatenate([table, [7]]).astype(np.uint8)])
     assert request.equal_sizes
     np.testing.assert_array_equal(request.payload, [5] * 5 + [4] * 4)
     with pytest.raises(StopIteration) as stop:
-        bucket.send(np.arange(9, dtype=np.uint8))
-    found = {name: outcome.mean.tolist() for name, outcome in stop.value.value.items()}
-    assert found == {"2": [], "3": [7], "5": [0, 1, 2, 3, 4], "4": [5, 6, 7, 8]}
-    assert [record.bytes_sent for record in records] == [2 + 8, 5, 3 + 8, 4]
+        bucket.send([np.arange(9, dtype=np.uint8)])
+    outcomes = stop.value.value.items()
+    found = {name: [x.tolist() for x in outcome.mean] for name, outcome in outcomes}
+    assert found == {"2": [[]], "3": [[7]], "5": [[0, 1, 2, 3, 4]], "4": [[5, 6, 7, 8]]}
+    # Each payload goes to two ranks, and one comes.
+    assert [record.bytes_sent for record in records] == [2 * (2 + 8), 10, 2 * (3 + 8), 8]
     assert [record.bytes_received for record in records] == [0 + 8, 5, 1 + 8, 4]
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_swaps_without_a_partner(equal):
+def test_a_rank_without_neighbours(equal):
     records = [Record(), Record()]
     members = [
-        Member(str(n), swaps(n, equal=equal, partner=None), record)
+        Member(str(n), exchanges(n, equal=equal, targets=(), sources=()), record)
         for n, record in enumerate(records, 2)
     ]
     bucket = joined(members, 0, 3)
-    assert bucket.send(None).partner is None
+    assert bucket.send(None).sources == ()
     with pytest.raises(StopIteration) as stop:
-        bucket.send(np.zeros(0, np.uint8))
-    assert all(outcome.mean.size == 0 for outcome in stop.value.value.values())
+        bucket.send([])
+    assert all(outcome.mean == [] for outcome in stop.value.value.values())
     assert [(record.bytes_sent, record.bytes_received) for record in records] == [(0, 0)] * 2
+
+
+def broadcasts(array, root):
+    array = yield Broadcast(array, root)
+    return Outcome(array, array, {})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_broadcasts_of_one_root_are_one(rank):
+    arrays = {"a": np.ones((2, 3)), "b": np.zeros(4), "c": np.zeros(2, np.float32), "d": np.ones(1)}
+    roots = {"a": 1, "b": 1, "c": 1, "d": 0}
+    records = {name: Record() for name in arrays}
+    bucket = joined(
+        [Member(name, broadcasts(arrays[name], roots[name]), records[name]) for name in arrays],
+        rank,
+        2,
+    )
+    request, seen = bucket.send(None), []
+    for _ in range(2):
+        seen.append((request.root, request.array.size, request.array.dtype.name))
+        request = bucket.send(np.arange(request.array.size, dtype=request.array.dtype))
+    seen.append((request.root, request.array.size, request.array.dtype.name))
+    with pytest.raises(StopIteration) as stop:
+        bucket.send(np.zeros(1))
+    assert seen == [(1, 10, "float64"), (1, 2, "float32"), (0, 1, "float64")]
+    outcomes = stop.value.value
+    assert outcomes["a"].mean.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert outcomes["b"].mean.tolist() == [6, 7, 8, 9]
+    nbytes = [arrays[name].nbytes for name in arrays]
+    is_root = [roots[name] == rank for name in arrays]
+    sent = [n if root else 0 for n, root in zip(nbytes, is_root, strict=True)]
+    assert [record.bytes_sent for record in records.values()] == sent
+    received = [n - own for n, own in zip(nbytes, sent, strict=True)]
+    assert [record.bytes_received for record in records.values()] == received
 
 
 @pytest.mark.parametrize("damage", ["nothing", "cut", "table", "negative"])

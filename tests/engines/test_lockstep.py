@@ -1,6 +1,7 @@
 """The world inside one process: replies, several rounds, and ranks that do not fit together."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -8,11 +9,13 @@ import torch
 
 from hvd_compress import (
     DGC,
+    Broadcast,
     CompressionError,
     Compressor,
     Context,
     Gather,
     Max,
+    Neighbors,
     NoCompression,
     Outcome,
     Sum,
@@ -53,6 +56,48 @@ def test_what_travels_in_half_precision_is_rounded_before_and_after_adding(make)
     assert total.tolist() == [1.0, 2048.0, np.inf]
     assert backend_of(total).dtype(total) == "float32"
     assert reply_to([Sum(x, "bfloat16") for x in arrays(make, [257], [1])]).tolist() == [256.0]
+
+
+def test_neighbours_in_a_directed_graph():
+    """0 and 1 send to 2, which sends to 1; nothing comes to 0."""
+    a, b, c = (np.full(2, n, np.uint8) for n in (10, 11, 12))
+    requests = [Neighbors(a, (2,), ()), Neighbors(b, (2,), (2,)), Neighbors(c, (1,), (1, 0))]
+    replies = [[x.tolist() for x in reply_to(requests, rank)] for rank in range(3)]
+    assert replies == [[], [[12, 12]], [[11, 11], [10, 10]]]
+
+
+@pytest.mark.parametrize(
+    ("requests", "words"),
+    [
+        ([((1,), (1,)), ((), ())], "rank 0 sends to rank 1, which does not receive it"),
+        ([((), (1,)), ((), ())], "rank 0 waits for rank 1, which sends to ()"),
+        ([((0,), (0,)), ((), ())], "rank 0 sends to rank 0"),
+    ],
+)
+def test_neighbours_that_do_not_fit(requests, words):
+    byte = np.zeros(1, np.uint8)
+    with pytest.raises(CompressionError, match=re.escape(words)):
+        reply_to([Neighbors(byte, *ranks) for ranks in requests])
+
+
+def test_neighbours_of_other_sizes():
+    byte, two = np.zeros(1, np.uint8), np.zeros(2, np.uint8)
+    with pytest.raises(CompressionError, match=r"rank 0 has 1 bytes .* rank 1 2"):
+        reply_to([Neighbors(byte, (1,), (1,)), Neighbors(two, (0,), (0,))])
+    longer = [Neighbors(byte, (1,), (1,), False), Neighbors(two, (0,), (0,), False)]
+    assert reply_to(longer)[0].size == 2
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_broadcast(make):
+    rows = arrays(make, [1, np.nan], [2, -0.0], [3, 4])
+    assert reply_to([Broadcast(x, 1) for x in rows], 2).tolist() == [2, 0]
+    with pytest.raises(CompressionError, match=r"roots of 3 ranks are \[0, 1\]"):
+        reply_to([Broadcast(x, root) for x, root in zip(rows, (0, 1, 1), strict=True)])
+    with pytest.raises(CompressionError, match=r"\[3\]"):
+        reply_to([Broadcast(x, 3) for x in rows])
+    with pytest.raises(CompressionError, match="differ"):
+        reply_to([Broadcast(x, 0) for x in arrays(make, [1], [2, 3])])
 
 
 def test_gather_keeps_rank_order_and_sizes():

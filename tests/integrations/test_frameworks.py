@@ -21,6 +21,7 @@ FOLLOWS = (
     "parity.fifty_steps_follow_the_oracle",
     "parity.two_rounds_follow_the_oracle",
     "parity.quantised_sums_follow_the_oracle",
+    "parity.neighbours_and_broadcasts_follow_the_oracle",
 )
 ONCE = ("training", "options", "numerics", "state", "shared")
 TORCH = (*ONCE, *PARITY)

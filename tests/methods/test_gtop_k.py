@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
-from hvd_compress import ConfigError, Context, GTopK, Swap, TopK
+from hvd_compress import ConfigError, Context, GTopK, Neighbors, TopK
 from hvd_compress.blocks import chain, error_feedback, gtop_k
 from hvd_compress.codecs.frame import coded_size
 from hvd_compress.codecs.plus_minus import plus_minus
-from hvd_compress.engines.lockstep import World, reply_to
-from hvd_compress.errors import CompressionError, PayloadError
+from hvd_compress.engines.lockstep import World
+from hvd_compress.errors import PayloadError
 from hvd_compress.wire import sparse_size
 
 
@@ -130,9 +130,9 @@ def test_bytes_do_not_grow_with_the_number_of_ranks_but_for_its_logarithm():
         try:
             while True:
                 request = exchange.send(reply)
-                assert isinstance(request, Swap)
+                assert isinstance(request, Neighbors)
                 seen.append(request.payload.size)
-                reply = request.payload
+                reply = [request.payload] * len(request.sources)
         except StopIteration:
             two_more = size & (size - 1) > 0
             assert seen == [frame] * (pairs + two_more) + [frame + bits] * two_more
@@ -161,7 +161,7 @@ def test_damage_is_noticed():
     payload = next(exchange).payload.copy()
     payload[30] ^= 4
     with pytest.raises(PayloadError, match="rank 1"):
-        exchange.send(payload)
+        exchange.send([payload])
 
 
 @pytest.mark.parametrize("where", [30, -2])
@@ -169,22 +169,11 @@ def test_damage_of_what_comes_back_is_noticed(where):
     """In the entries, and in the bits behind them."""
     exchange = gtop_k(0.1).aggregate(np.arange(100.0), {}, Context(rank=2, size=3))
     frame = next(exchange).payload
-    assert exchange.send(frame).partner is None
-    result = exchange.send(frame[:0]).payload.copy()
+    assert exchange.send([frame]).sources == ()
+    result = exchange.send([]).payload.copy()
     result[where] ^= 4
     with pytest.raises(PayloadError, match="rank 0"):
-        exchange.send(result)
-
-
-def test_partners_that_do_not_fit():
-    byte = np.zeros(1, np.uint8)
-    with pytest.raises(CompressionError, match="its partner 1, which has 1 for rank 2"):
-        reply_to([Swap(byte, 1), Swap(byte, 2), Swap(byte, 1)], 0)
-    with pytest.raises(CompressionError, match="rank 0 has 1 bytes"):
-        reply_to([Swap(byte, 1), Swap(np.zeros(2, np.uint8), 0)], 0)
-    assert reply_to([Swap(byte, None)], 0).size == 0
-    longer = [Swap(byte, 1, equal_sizes=False), Swap(np.zeros(2, np.uint8), 0, equal_sizes=False)]
-    assert reply_to(longer, 0).size == 2
+        exchange.send([result])
 
 
 def test_bad_options():

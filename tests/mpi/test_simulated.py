@@ -21,7 +21,9 @@ from hvd_compress.backends import numpy as numpy_backend
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import CollectiveTimeout, MismatchError
 from hvd_compress.mpi.dense.allgather import allgather
-from hvd_compress.mpi.dense.alltoall import alltoall, swap
+from hvd_compress.mpi.dense.alltoall import alltoall
+from hvd_compress.mpi.dense.broadcast import broadcast
+from hvd_compress.mpi.dense.neighbors import neighbors
 from hvd_compress.mpi.transport.progress import Wait
 from tests.mpi_scenarios import MODULES
 from tests.scenarios import names
@@ -170,15 +172,6 @@ def test_bytes_of_all_ranks(size, order, n):
         gathered = allgather(np.full(n + me % 3, me, np.uint8), comm=comm)
         outgoing = [np.full((n + 7 * to) % 11, (7 * me + to) % 251, np.uint8) for to in range(size)]
         exchanged = comm.run("all-to-all", alltoall(comm.channel(), outgoing))[0]
-        partner = size - 1 - me  # the one in the middle has none
-        messages = {} if partner == me else {partner: np.full(n, me, np.uint8)}
-        swapped = comm.run("swap", swap(comm.channel(), messages))[0]
-        assert all((theirs == peer).all() for peer, theirs in swapped.items())
-        assert all(theirs.size == n for theirs in swapped.values())
-        assert len(swapped) == len(messages)
-        open_ones = {peer: message[: me % 3] for peer, message in messages.items()}
-        for peer, theirs in comm.run("swap", swap(comm.channel(), open_ones, False))[0].items():
-            np.testing.assert_array_equal(theirs, np.full(min(n, peer % 3), peer, np.uint8))
         for sender, theirs in enumerate(exchanged):
             np.testing.assert_array_equal(
                 theirs, np.full((n + 7 * me) % 11, (7 * sender + me) % 251, np.uint8)
@@ -192,6 +185,49 @@ def test_bytes_of_all_ranks(size, order, n):
 
 
 # -- sparse ----------------------------------------------------------------------------------------
+
+
+@at_every_size(2, order=orders, n=st.integers(0, 40), hops=st.sets(st.integers(1, 40)))
+def test_neighbours(size, order, n, hops):
+    """In a directed graph, where a rank sends to its neighbours and to nobody else."""
+    hops = sorted({hop % size for hop in hops} - {0})
+
+    def rank():
+        comm = mpi.Communicator(checks=0)
+        me = comm.rank
+        targets, sources = [(me + h) % size for h in hops], [(me - h) % size for h in hops]
+        before = comm.bytes_sent
+        equal = neighbors(comm.channel(), np.full(n, me, np.uint8), targets, sources)
+        received = comm.run("neighbours", equal)[0]
+        assert comm.bytes_sent - before == n * len(hops)
+        for source, theirs in zip(sources, received, strict=True):
+            np.testing.assert_array_equal(theirs, np.full(n, source, np.uint8))
+        other = np.full(me % 3, me, np.uint8)
+        received = comm.run(
+            "neighbours", neighbors(comm.channel(), other, targets, sources, equal_sizes=False)
+        )[0]
+        assert comm.bytes_sent - before == (n + me % 3 + 8) * len(hops)
+        for source, theirs in zip(sources, received, strict=True):
+            np.testing.assert_array_equal(theirs, np.full(source % 3, source, np.uint8))
+
+    Simulation(size, *order).run(rank)
+
+
+@at_every_size(2, order=orders, n=st.sampled_from([0, 1, 17, 16 * 1024, 16 * 1024 + 1, 40_000]))
+def test_broadcasts_from_each_root(size, order, n):
+    """Of long arrays no rank sends more than twice the bytes."""
+
+    def rank():
+        comm = mpi.Communicator(checks=0)
+        for root in {0, size // 2, size - 1}:
+            sent = np.random.default_rng(root).integers(0, 256, n, np.uint8)
+            array = sent.copy() if comm.rank == root else np.zeros(n, np.uint8)
+            before = comm.bytes_sent
+            comm.run("broadcast", broadcast(comm.channel(), array, root))
+            np.testing.assert_array_equal(array, sent)
+            assert n <= 16 * 1024 or comm.bytes_sent - before <= 2 * n
+
+    Simulation(size, *order).run(rank)
 
 
 def assert_nothing_is_lost(brought, results, n, scale=1):

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import hvd_compress.tensorflow as hvd
 from hvd_compress import DGC, FP16, GTopK, NoCompression, StagedWarmup, TopK, switch
-from hvd_compress.base import Alltoall, Compressor, Gather, Max, Outcome, Sum, Swap
+from hvd_compress.base import Alltoall, Broadcast, Compressor, Gather, Max, Neighbors, Outcome, Sum
 from hvd_compress.engines.lockstep import World
 from tests.scenarios.driver import assert_close
 from tests.scenarios.parity import follow_the_oracle
@@ -56,15 +56,16 @@ class _Deaf(Compressor, name="test-deaf"):
     def exchange(self, gradient, state, context):
         total = yield Sum(gradient)
         payload = tf.reshape(tf.bitcast(gradient, tf.uint8), [-1])
-        partner = {1: 2, 2: 1}.get(context.rank)
+        partners = {1: (2,), 2: (1,)}.get(context.rank, ())
         for request in (
             Max(gradient),
             Sum(gradient, "bfloat16"),
             Gather(payload),
             Gather(payload, equal_sizes=True),
             Alltoall([payload] * context.size),
-            Swap(payload, partner),
-            Swap(payload[: context.rank], partner, equal_sizes=False),
+            Neighbors(payload, partners, partners),
+            Neighbors(payload[: context.rank], partners, partners, equal_sizes=False),
+            Broadcast(gradient, 1),
         ):
             reply = yield request
             if context.rank:

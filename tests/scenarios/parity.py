@@ -27,6 +27,7 @@ from hvd_compress import (
     switch,
 )
 from hvd_compress.blocks import allgather, chain, error_feedback, natural_dithering, top_k
+from tests.ring_method import Ring
 from tests.scenarios import oracle
 from tests.scenarios.driver import (
     assert_close,
@@ -83,6 +84,11 @@ def fifty_steps_follow_the_oracle() -> None:
     for nesterov in (False, True):
         follow_the_oracle(SPARSE, 50, nesterov=nesterov)
     follow_the_oracle(TopK(density=0.05), 50, momentum=0.875)
+
+
+def neighbours_and_broadcasts_follow_the_oracle() -> None:
+    for equal in (True, False):
+        follow_the_oracle(Ring(equal), 3)
 
 
 def fifty_steps_in_single_precision() -> None:

@@ -1,8 +1,8 @@
-"""A message from each rank to each other, or to a partner."""
+"""A message from each rank to each other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,15 +28,3 @@ def alltoall(
     else:
         arrived = yield from exchange_open(channel, outgoing, peers, phase)
     return [messages[rank] if peer == rank else arrived[peer] for peer in range(channel.size)]
-
-
-def swap(
-    channel: Channel, messages: Mapping[int, np.ndarray], equal_sizes: bool = True
-) -> Algorithm:
-    """Send ``messages`` (1-D, uint8, by partner), and return the partners' messages by partner.
-    ``equal_sizes`` is a promise that each partner has equally many bytes for this rank."""
-    phase = "payloads of partners"
-    if not equal_sizes:
-        return (yield from exchange_open(channel, messages, messages.keys(), phase))
-    buffers = {peer: np.empty_like(message) for peer, message in messages.items()}
-    return (yield from exchange(channel, messages, buffers, phase))

@@ -75,22 +75,22 @@ def _merge(
 ) -> Generator[Wait, None, tuple[Sparse, Sparse]]:
     """Return the sums, and this rank's entries that are in them."""
     chosen = pick(mine, largest(mine.values, merging.k))
-    swaps = merging.in_pairs(chosen.indices, chosen.values.astype(merging.dtype))
+    merge = merging.in_pairs(chosen.indices, chosen.values.astype(merging.dtype))
     step, theirs = 0, None
     while True:
         try:
-            payload, partner, _ = swaps.send(theirs)
+            request = merge.send(theirs)
         except StopIteration as stop:
             indices, sums, *sent = stop.value
             return Sparse(indices.astype(np.int64), sums), Sparse(*sent)
         step += 1
-        frames = {} if partner is None else {partner: payload}
+        frame: np.ndarray = request.payload
         arrived = yield from exchange_open(
             channel,
-            frames,
-            frames,
+            dict.fromkeys(request.targets, frame),
+            request.sources,
             "gTop-k",
             (step, merging.rounds),
             merging.largest_message,
         )
-        theirs = payload[:0] if partner is None else arrived[partner]
+        theirs = [arrived[source] for source in request.sources]
