@@ -52,6 +52,7 @@ setup(
         "hvd_compress.torch",
         "hvd_compress.torch.mpi",
         "hvd_compress.torch.optimizers",
+        "hvd_compress.torch.training",
         "hvd_compress.tensorflow",
         "hvd_compress.tensorflow.keras",
     ],

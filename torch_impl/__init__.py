@@ -17,18 +17,19 @@ try:
 except ImportError as error:
     raise ImportError("hvd_compress.torch needs PyTorch: pip install torch") from error
 
+from hvd_compress.engines.local import LocalEngine
 from hvd_compress.integrations.exports import *  # noqa: F403
 from hvd_compress.integrations.exports import __all__ as _common
 from hvd_compress.integrations.horovod import load_horovod, names_of, rest_of, show_log
 from hvd_compress.integrations.launch import find_mpi
+from hvd_compress.training import OuterSGD
 
 from .ddp import DDPState, ddp_hook
 from .onebit_adam import OneBitAdam
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
+from .training.factories import factories
 from .zero_one_adam import ZeroOneAdam
-
-__all__ = [*_common, *_optimizers, "DDPState", "OneBitAdam", "ZeroOneAdam", "ddp_hook"]
 
 
 def _register(horovod_torch: Any) -> None:
@@ -37,9 +38,31 @@ def _register(horovod_torch: Any) -> None:
     register(horovod_torch)
 
 
+def _engine(process_set: Any) -> Any:
+    from .engine import HorovodEngine
+
+    chosen = __getattr__("global_process_set") if process_set is None else process_set
+    return HorovodEngine(_horovod, chosen) if chosen.included() else LocalEngine()
+
+
 find_mpi()
 show_log()
 _horovod = load_horovod("horovod.torch", "PyTorch", _register)
+_factories = factories(_engine, __name__)
+local_steps = _factories.local_steps
+globals().update(_factories.of_methods)
+
+__all__ = [
+    *_common,
+    *_optimizers,
+    *_factories.of_methods,
+    "DDPState",
+    "OneBitAdam",
+    "OuterSGD",
+    "ZeroOneAdam",
+    "ddp_hook",
+    "local_steps",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -59,14 +59,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         sparse_as_dense: bool,
         process_set: Any,
     ) -> None:
-        # Options, state and step hooks go on, whatever arguments the user's class has.  A
-        # scheduler that was made before has put its own step() in the way of the class's.
-        cls = type(optimizer)
-        self.__dict__.update(
-            (key, value)
-            for key, value in vars(optimizer).items()
-            if not callable(getattr(cls, key, None))
-        )
+        take_over(self, optimizer)
         self.op = op
         self.gradient_predivide_factor = gradient_predivide_factor
         self.backward_passes_per_step = backward_passes_per_step
@@ -268,6 +261,18 @@ class CompressedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self.reset_hooks()
         self._synchronized, self._should_synchronize = False, True
+
+
+def take_over(distributed: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer of a class made from the user's all that the user's has: options, state and
+    step hooks go on, whatever arguments the user's class has."""
+    # A scheduler that was made before has put its own step() in the way of the class's.
+    cls = type(optimizer)
+    distributed.__dict__.update(
+        (key, value)
+        for key, value in vars(optimizer).items()
+        if not callable(getattr(cls, key, None))
+    )
 
 
 def check_passes(passes: int) -> None:

@@ -21,6 +21,7 @@ from .binding import Binding
 from .compressed_optimizer import CompressedOptimizer, check_passes
 from .momentum import check_group, check_sparse_step
 from .parameters import Groups, Parameter, check_groups, names_of_parameters
+from .training.optimizer import LocalStepsOptimizer
 
 #: those that are alive
 bound_optimizers: weakref.WeakSet[CompressedOptimizer] = weakref.WeakSet()
@@ -135,7 +136,8 @@ def _check_optimizer(optimizer: Any, method: Compressor) -> None:
         raise UnsupportedError(
             "LBFGS evaluates gradients inside step(), where they cannot be averaged"
         )
-    if hasattr(optimizer, "skip_synchronize"):  # ours, or Horovod's own
+    is_local = isinstance(optimizer, LocalStepsOptimizer)
+    if is_local or hasattr(optimizer, "skip_synchronize"):  # ours, or Horovod's own
         raise ConfigError(
             "this optimizer is distributed already; pass the one that it was made from"
         )

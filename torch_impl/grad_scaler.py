@@ -3,7 +3,8 @@
 They are wrapped when this package is imported: ``scale`` notes the scale of the backward pass that
 will follow; ``unscale_`` finishes the exchanges in flight, so that ``scaler.step(optimizer)`` works
 without an explicit ``optimizer.synchronize()``; and after ``step``, taken or skipped, the step is
-over.
+over.  For an optimizer with local steps a step that is skipped counts as well, so that the rank
+meets the others in time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from .amp import note_scale, scaler_step
 from .compressed_optimizer import CompressedOptimizer
+from .training.optimizer import LocalStepsOptimizer
 
 
 def watch_grad_scaler() -> None:
@@ -39,8 +41,11 @@ def watch_grad_scaler() -> None:
 
     @functools.wraps(step)
     def watched_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        steps = optimizer.training.step if isinstance(optimizer, LocalStepsOptimizer) else None
         with scaler_step():
             result = step(self, optimizer, *args, **kwargs)
+        if isinstance(optimizer, LocalStepsOptimizer) and optimizer.training.step == steps:
+            optimizer.skip_step()
         if isinstance(optimizer, CompressedOptimizer):
             optimizer.end_step()
         return result

@@ -20,6 +20,7 @@ from .compressed_optimizer import CompressedOptimizer
 from .distributed_optimizer import bound_optimizers, wrap_factory
 from .engine import HorovodEngine
 from .grad_scaler import watch_grad_scaler
+from .training.optimizer import LocalStepsOptimizer, broadcast_training_state
 
 
 def register(hvd: Any) -> None:
@@ -44,6 +45,8 @@ def register(hvd: Any) -> None:
     def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
         if isinstance(optimizer, CompressedOptimizer):
             checkpoint.broadcast_optimizer_state(optimizer, root_rank, model)
+        elif isinstance(optimizer, LocalStepsOptimizer):
+            broadcast_training_state(hvd, optimizer, root_rank)
         else:
             broadcast(optimizer, root_rank, model)
 

@@ -1,1 +1,33 @@
-"""Ways to train with fewer or cheaper exchanges, and with large batches."""
+"""Ways to train with fewer exchanges, and with large batches.
+
+Here is training with local steps between exchanges: the methods, their owner on a rank, and all
+ranks in one process.  ``large_batch`` is a package of its own.
+"""
+
+from hvd_compress.training.base import (
+    Finish,
+    Mean,
+    Start,
+    StepContext,
+    TrainingMethod,
+)
+from hvd_compress.training.coordinator import Coordinator
+from hvd_compress.training.diloco import DiLoCo
+from hvd_compress.training.local_sgd import LocalSGD
+from hvd_compress.training.outer import OuterSGD
+from hvd_compress.training.slowmo import SlowMo
+from hvd_compress.training.world import World
+
+__all__ = [
+    "Coordinator",
+    "DiLoCo",
+    "Finish",
+    "LocalSGD",
+    "Mean",
+    "OuterSGD",
+    "SlowMo",
+    "Start",
+    "StepContext",
+    "TrainingMethod",
+    "World",
+]

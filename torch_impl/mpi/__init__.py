@@ -35,7 +35,12 @@ from .collectives import (
     broadcast_object,
     synchronize,
 )
-from .optimizer import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
+from .optimizer import (
+    DistributedOptimizer,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    training_factories,
+)
 from .process_sets import (
     ProcessSet,
     add_process_set,
@@ -49,6 +54,9 @@ from .process_sets import (
     shutdown,
     size,
 )
+
+local_steps = training_factories.local_steps
+globals().update(training_factories.of_methods)
 
 __all__ = [
     *_methods,

@@ -16,6 +16,8 @@ from .. import checkpoint
 from ..compressed_optimizer import CompressedOptimizer
 from ..distributed_optimizer import distribute
 from ..grad_scaler import watch_grad_scaler
+from ..training.factories import factories
+from ..training.optimizer import LocalStepsOptimizer, broadcast_training_state
 from . import collectives
 from .collectives import Average, Compression, broadcast_
 from .process_sets import ProcessSet, global_process_set, rank
@@ -88,6 +90,15 @@ def _make_engine(process_set: ProcessSet, predivide: float) -> mpi.MpiEngine:
     return mpi.MpiEngine(process_set.comm, predivide=predivide)
 
 
+def _engine_for_training(process_set: ProcessSet | None) -> mpi.MpiEngine:
+    chosen = global_process_set if process_set is None else process_set
+    chosen.rank()  # says if init() is missing
+    return _make_engine(chosen, 1.0)
+
+
+training_factories = factories(_engine_for_training, "hvd_compress.torch.mpi")
+
+
 def broadcast_parameters(parameters: Any, root_rank: int) -> None:
     """Overwrite all ranks' parameters by those of ``root_rank``.
 
@@ -107,6 +118,8 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
     """
     if isinstance(optimizer, CompressedOptimizer):
         checkpoint.broadcast_optimizer_state(optimizer, root_rank, model)
+    elif isinstance(optimizer, LocalStepsOptimizer):
+        broadcast_training_state(collectives, optimizer, root_rank)
     else:
         state = optimizer.state_dict() if rank() == root_rank else None
         optimizer.load_state_dict(checkpoint.broadcast_tree(collectives, state, root_rank))

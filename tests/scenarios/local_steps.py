@@ -1,0 +1,276 @@
+"""Training with local steps between exchanges, in PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvd_compress import training
+from hvd_compress.errors import ConfigError, MismatchError
+from tests.scenarios.common import (
+    LR,
+    assert_same_everywhere,
+    loss_of,
+    make_model,
+    sgd,
+    train,
+)
+from tests.scenarios.driver import hvd, over, raises
+
+NESTEROV = {"nesterov": True, "momentum": 0.9}
+
+
+def _wrapped(method: training.TrainingMethod, model: Any, inner: Any = None, **options: Any) -> Any:
+    inner = sgd(model, **NESTEROV) if inner is None else inner
+    return hvd.local_steps(inner, method, named_parameters=model.named_parameters(), **options)
+
+
+def _reference(method: training.TrainingMethod, steps: int, make: Callable[..., Any]) -> list[Any]:
+    """The models of all ranks, trained in this process by plain optimizers and the lockstep
+    world."""
+    world = training.World(method, hvd.size())
+    models = [make_model() for _ in range(hvd.size())]
+    optimizers = [make(model) for model in models]
+
+    @torch.no_grad()
+    def moved(function: Callable[..., Any], **known: Any) -> None:
+        before = [{n: p.detach().clone() for n, p in m.named_parameters()} for m in models]
+        for model, after in zip(models, function(before, **known), strict=True):
+            for name, p in model.named_parameters():
+                p.copy_(after[name])
+
+    for step in range(steps):
+        losses = []
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            losses.append(loss.item())
+        known = {"losses": losses, "rates": {n: LR for n, _ in models[0].named_parameters()}}
+        if method.needs_lookahead:
+            known["lookahead"] = [
+                {
+                    n: optimizer.state[p]["momentum_buffer"] * (-LR * 0.9)
+                    for n, p in model.named_parameters()
+                    if p in optimizer.state
+                }
+                for model, optimizer in zip(models, optimizers, strict=True)
+            ]
+        moved(world.before_step, **known)
+        for optimizer in optimizers:
+            optimizer.step()
+        moved(world.after_step)
+    return models
+
+
+def _train(model: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), step)
+        loss.backward()
+        optimizer.report(loss)
+        optimizer.step()
+
+
+def _assert_follows(method: training.TrainingMethod, steps: int, make: Any) -> Any:
+    model = make_model()
+    optimizer = _wrapped(method, model, make(model))
+    _train(model, optimizer, range(steps))
+    expected = _reference(method, steps, make)[hvd.rank()]
+    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+        if over == "mpi":
+            assert torch.equal(p, q), (method, name)
+        else:
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=f"{method}, {name}")
+    return optimizer
+
+
+def local_steps_follow_the_lockstep_world() -> None:
+    for method in (
+        training.LocalSGD(sync_every=3, start=2),
+        training.LocalSGD(sync_every=2, compression="topk:density=0.1"),
+        training.SlowMo(sync_every=3),
+        training.DiLoCo(sync_every=3),
+    ):
+        optimizer = _assert_follows(method, 9, lambda model: sgd(model, **NESTEROV))
+        assert optimizer.training.exchanges < 9
+
+
+def streaming_diloco_follows_the_lockstep_world() -> None:
+    for options in ({}, {"delay": 1, "mix": 0.5}, {"delay": 2, "compression": "dgc:density=0.1"}):
+        method = training.DiLoCo(sync_every=6, fragments=2, **options)
+        _assert_follows(method, 14, lambda model: torch.optim.AdamW(model.parameters(), LR))
+
+
+def ranks_are_equal_after_a_round() -> None:
+    for compression in ("none", "topk:density=0.1", "powersgd:rank=1"):
+        model = make_model()
+        optimizer = hvd.DiLoCo(
+            torch.optim.AdamW(model.parameters(), 1e-2),
+            sync_every=4,
+            compression=compression,
+            named_parameters=model.named_parameters(),
+        )
+        assert isinstance(optimizer, torch.optim.AdamW)
+        _train(model, optimizer, range(8))
+        assert_same_everywhere(model)
+        stats = optimizer.training.stats().total
+        assert stats.steps == optimizer.training.exchanges == 2
+        assert compression == "none" or stats.ratio > 3 or hvd.size() == 1
+
+
+def ranks_that_differ_say_so() -> None:
+    if hvd.size() == 1:
+        return  # one rank agrees with itself
+    odd = hvd.rank() == 1
+    with raises(MismatchError, "training", "sync_every=3"):
+        model = make_model()
+        optimizer = hvd.LocalSGD(sgd(model), sync_every=3 if odd else 2)
+        _train(model, optimizer, range(3))
+
+
+def momentum_may_be_averaged_or_reset() -> None:
+    for buffers in ("average", "reset", "keep"):
+        model = make_model()
+        optimizer = hvd.LocalSGD(sgd(model), sync_every=2, buffers=buffers)
+        _train(model, optimizer, range(4))
+        found = [optimizer.state.get(p, {}).get("momentum_buffer") for p in model.parameters()]
+        assert_same_everywhere(model)
+        if buffers == "reset":
+            assert found == [None] * len(found)
+        elif buffers == "average":
+            assert_same_everywhere(found)
+        elif hvd.size() > 1:
+            with raises(AssertionError, "diverged"):
+                assert_same_everywhere(found)
+
+
+def a_step_that_loss_scaling_skips_is_a_step() -> None:
+    model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    optimizer = hvd.LocalSGD(sgd(model), sync_every=2)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), step)
+        if step == 1 and hvd.rank() == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.training.step == step + 1
+        if step == 1 and hvd.size() == 1:
+            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert scaler.get_scale() == (2.0**3 if hvd.rank() == 0 else 2.0**4)
+    assert optimizer.training.exchanges == 2
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert_same_everywhere(model)
+
+
+def a_rank_without_gradients_meets_the_others() -> None:
+    model = make_model()
+    optimizer = hvd.DiLoCo(sgd(model), sync_every=2)
+    for step in range(4):
+        optimizer.zero_grad()
+        if hvd.rank() == 0 or step % 2:
+            loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+    assert_same_everywhere(model)
+
+
+def checkpoints_go_on_as_if_nothing_had_happened() -> None:
+    """Every rank's own state."""
+    method = training.DiLoCo(
+        sync_every=6, fragments=2, delay=1, mix=0.5, compression="topk:density=0.2"
+    )
+    model, other = make_model(), make_model(seed=1)
+    optimizer = _wrapped(method, model)
+    _train(model, optimizer, range(8))
+    saved = copy.deepcopy(optimizer.state_dict())
+    weights = {key: x.clone() for key, x in model.state_dict().items()}
+    _train(model, optimizer, range(8, 15))
+    other.load_state_dict(weights)
+    again = _wrapped(method, other)
+    again.load_state_dict(saved)
+    _train(other, again, range(8, 15))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def a_checkpoint_of_one_rank_serves_all() -> None:
+    """Saved in the middle of an exchange, on rank 0, and loaded by all."""
+    method = training.DiLoCo(sync_every=4, delay=2, compression="topk:density=0.2")
+    model, other = make_model(), make_model(seed=1)
+    optimizer = _wrapped(method, model)
+    _train(model, optimizer, range(9))
+    if hvd.size() > 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.consolidate_state_dict()
+    again = _wrapped(method, other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own = optimizer.state_dict() if hvd.rank() == 0 else None
+        again.load_state_dict(hvd.broadcast_object(own, 0))
+    hvd.broadcast_optimizer_state(again, 0)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    other.load_state_dict(model.state_dict())
+    assert again.training.step == 9
+    _train(other, again, range(9, 14))
+    assert_same_everywhere([other, *again.training.state["anchor"].values()][1:])
+
+
+def a_checkpoint_is_not_saved_in_the_middle_of_an_exchange() -> None:
+    if hvd.size() == 1:
+        return  # alone, nothing is under way
+    model = make_model()
+    optimizer = _wrapped(training.DiLoCo(sync_every=4, delay=2), model)
+    _train(model, optimizer, range(4))
+    with raises(ConfigError, "consolidate_state_dict"):
+        optimizer.state_dict()
+    optimizer.consolidate_state_dict()
+    assert optimizer.state_dict()["training"]["arrived"] is not None
+    _train(model, optimizer, range(4, 6))
+    assert_same_everywhere(model)
+
+
+def the_tested_model_is_the_average() -> None:
+    model = make_model()
+    optimizer = hvd.LocalSGD(sgd(model), sync_every=100)
+    _train(model, optimizer, range(3))
+    own = [p.detach().clone() for p in model.parameters()]
+    with optimizer.synchronized_parameters():
+        assert_same_everywhere(model)
+        for p, x in zip(model.parameters(), own, strict=True):
+            torch.testing.assert_close(p.detach(), hvd.allreduce(x), rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(p, x) for p, x in zip(model.parameters(), own, strict=True))
+    optimizer.synchronize_parameters()
+    assert_same_everywhere(model)
+
+
+def statistics_of_batch_norm_are_those_of_all_data() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    optimizer = hvd.LocalSGD(torch.optim.SGD(model.parameters(), 0.1))
+    everything = [
+        torch.randn(4, 3, generator=torch.Generator().manual_seed(r)) + r for r in range(9)
+    ]
+    mine = everything[hvd.rank()]
+    optimizer.update_batch_norm(model, [mine])
+    used = torch.stack(everything[: hvd.size()])
+    torch.testing.assert_close(model[0].running_mean, used.flatten(0, 1).mean(0))
+    spread = used.mean(1).var(0, unbiased=False)
+    torch.testing.assert_close(model[0].running_var, used.var(1).mean(0) + spread)
+    assert_same_everywhere([model[0].running_mean, model[0].running_var])
+
+
+def an_optimizer_is_distributed_once() -> None:
+    model = make_model()
+    optimizer = hvd.LocalSGD(sgd(model))
+    with raises(ConfigError, "distributed already"):
+        hvd.DistributedOptimizer(optimizer, compression=hvd.TopK)
+    with raises(ConfigError, "distributed already"):
+        hvd.DiLoCo(optimizer)
+    train(model, optimizer, range(1))

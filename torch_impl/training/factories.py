@@ -1,0 +1,105 @@
+"""What users call: ``hvd.LocalSGD(optimizer, sync_every=8)`` and so on, over Horovod or MPI."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from hvd_compress import training
+from hvd_compress.engines.base import Engine
+from hvd_compress.training import TrainingMethod
+
+from ..parameters import Parameter
+from .optimizer import LocalStepsOptimizer, train_locally
+
+#: the training methods with a factory of their name
+METHODS = (training.LocalSGD, training.SlowMo, training.DiLoCo)
+
+_MORE = """
+
+    The optimizer of this name takes ``optimizer`` first, of any class, and returns one of a class
+    made from it, with ``training`` as its attribute; a collective.  More arguments:
+
+        named_parameters: ``model.named_parameters()``; names appear in statistics.
+        process_set: the ranks that take part; ``None`` for all.
+        seed: for randomness that the ranks share.
+"""
+
+
+class Factories(NamedTuple):
+    """For one kind of engine: ``local_steps(optimizer, method)``, and one for each method."""
+
+    local_steps: Callable[..., LocalStepsOptimizer]
+    of_methods: dict[str, Callable[..., LocalStepsOptimizer]]
+
+
+def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
+    """Return the factories over the engines that ``make_engine`` makes of process sets; they belong
+    to ``module``."""
+
+    def local_steps(
+        optimizer: torch.optim.Optimizer,
+        method: TrainingMethod,
+        *,
+        named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+        process_set: Any = None,
+        seed: int = 0,
+    ) -> LocalStepsOptimizer:
+        """Return an optimizer that trains by a method of ``hvd_compress.training``, such as
+        ``LocalSGD(sync_every=8)``, or one of your own.  A collective.
+
+        Args:
+            optimizer: takes the local steps; of any class.
+            method: the training method.
+            named_parameters: ``model.named_parameters()``; names appear in statistics.
+            process_set: the ranks that take part; ``None`` for all.
+            seed: for randomness that the ranks share.
+
+        Raises:
+            ConfigError: an option has a value that cannot be honoured.
+            MismatchError: the ranks differ in method or options.
+        """
+        engine = make_engine(process_set)
+        return train_locally(
+            optimizer, method, engine, named_parameters=named_parameters, seed=seed
+        )
+
+    local_steps.__module__ = module
+    local_steps.__qualname__ = "local_steps"
+    made = {cls.__name__: _factory(cls, local_steps, module) for cls in METHODS}
+    return Factories(local_steps, made)
+
+
+_OWN = [
+    inspect.Parameter("named_parameters", inspect.Parameter.KEYWORD_ONLY, default=None),
+    inspect.Parameter("process_set", inspect.Parameter.KEYWORD_ONLY, default=None),
+    inspect.Parameter("seed", inspect.Parameter.KEYWORD_ONLY, default=0),
+]
+
+
+def _factory(
+    cls: type[TrainingMethod], local_steps: Callable[..., LocalStepsOptimizer], module: str
+) -> Callable[..., LocalStepsOptimizer]:
+    def make(
+        optimizer: torch.optim.Optimizer,
+        *options: Any,
+        named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+        process_set: Any = None,
+        seed: int = 0,
+        **more: Any,
+    ) -> LocalStepsOptimizer:
+        method = cls(*options, **more)
+        return local_steps(
+            optimizer, method, named_parameters=named_parameters, process_set=process_set, seed=seed
+        )
+
+    first = inspect.Parameter("optimizer", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    options = inspect.signature(cls).parameters.values()
+    make.__signature__ = inspect.Signature([first, *options, *_OWN])  # type: ignore[attr-defined]
+    make.__name__ = make.__qualname__ = cls.__name__
+    make.__module__ = module
+    make.__doc__ = (cls.__doc__ or "") + _MORE
+    return make
