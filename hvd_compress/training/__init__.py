@@ -13,15 +13,20 @@ from hvd_compress.training.base import (
 )
 from hvd_compress.training.coordinator import Coordinator
 from hvd_compress.training.diloco import DiLoCo
+from hvd_compress.training.easgd import EAMSGD, EASGD
+from hvd_compress.training.leader_sgd import LeaderSGD
 from hvd_compress.training.local_sgd import LocalSGD
 from hvd_compress.training.outer import OuterSGD
 from hvd_compress.training.slowmo import SlowMo
 from hvd_compress.training.world import World
 
 __all__ = [
+    "EAMSGD",
+    "EASGD",
     "Coordinator",
     "DiLoCo",
     "Finish",
+    "LeaderSGD",
     "LocalSGD",
     "Mean",
     "OuterSGD",

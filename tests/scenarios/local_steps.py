@@ -106,6 +106,46 @@ def streaming_diloco_follows_the_lockstep_world() -> None:
         _assert_follows(method, 14, lambda model: torch.optim.AdamW(model.parameters(), LR))
 
 
+def leaders_and_centres_follow_the_lockstep_world() -> None:
+    leaders = {"local_every": 2, "global_every": 4}
+    for method in (
+        training.LeaderSGD(**leaders),
+        training.LeaderSGD(**leaders, groups=2, average_over=3),
+        training.EASGD(sync_every=2),
+        training.EASGD(sync_every=2, compression="topk:density=0.2"),
+        training.EAMSGD(sync_every=2),
+    ):
+        _assert_follows(method, 9, lambda model: sgd(model, **NESTEROV))
+
+
+def a_centre_is_the_same_everywhere_and_is_what_is_tested() -> None:
+    model = make_model()
+    optimizer = hvd.EASGD(sgd(model), sync_every=2)
+    _train(model, optimizer, range(5))
+    centre = list(optimizer.training.state["centre"].values())
+    assert_same_everywhere(centre)
+    optimizer.synchronize_parameters()
+    assert all(torch.equal(p, c) for p, c in zip(model.parameters(), centre, strict=True))
+
+
+def a_leader_is_chosen_by_loss() -> None:
+    model = make_model()
+    optimizer = hvd.LeaderSGD(sgd(model), local_every=2, global_every=4)
+    loss_of(model, hvd.rank(), 0).backward()
+    with raises(ConfigError, "report"):
+        optimizer.step()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), 0)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+    with raises(ConfigError, "EAMSGD needs", "nesterov"):
+        hvd.EAMSGD(sgd(model))
+
+
 def ranks_are_equal_after_a_round() -> None:
     for compression in ("none", "topk:density=0.1", "powersgd:rank=1"):
         model = make_model()
@@ -214,7 +254,7 @@ def a_checkpoint_of_one_rank_serves_all() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         own = optimizer.state_dict() if hvd.rank() == 0 else None
-        again.load_state_dict(hvd.broadcast_object(own, 0))
+        again.load_state_dict(hvd.broadcast_object(own, 0, name="checkpoint"))
     hvd.broadcast_optimizer_state(again, 0)
     hvd.broadcast_parameters(model.state_dict(), 0)
     other.load_state_dict(model.state_dict())

@@ -16,7 +16,14 @@ from ..parameters import Parameter
 from .optimizer import LocalStepsOptimizer, train_locally
 
 #: the training methods with a factory of their name
-METHODS = (training.LocalSGD, training.SlowMo, training.DiLoCo)
+METHODS = (
+    training.LocalSGD,
+    training.SlowMo,
+    training.DiLoCo,
+    training.LeaderSGD,
+    training.EASGD,
+    training.EAMSGD,
+)
 
 _MORE = """
 
