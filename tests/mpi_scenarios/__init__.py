@@ -12,5 +12,6 @@ WITHOUT_TORCH = (
     "quantized",
     "hierarchical",
     "states",
+    "decentralized",
 )
 MODULES = (*WITHOUT_TORCH, "tensors")

@@ -1,0 +1,52 @@
+"""Exact diffusion and NIDS: diffusion without its bias, for the same bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hvd_compress.base import Array
+from hvd_compress.config import converted
+from hvd_compress.decentralized.base import DecentralizedMethod, Network, Update, Vectors, mix
+from hvd_compress.decentralized.topologies import Cycle, Topology, as_topology
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactDiffusion(DecentralizedMethod, name="exact_diffusion"):
+    """Adapt, correct, combine, with the lazy matrix Wt = (I + W) / 2::
+
+        psi+ = x - mu grad(x);  phi = psi+ + x - psi;  x+ = Wt phi        psi_0 = x_0
+
+    State: ``psi``.  Sent: a vector to each neighbour, every step, as in diffusion.
+
+    Without gradient noise it converges to the minimum of the mean of all ranks' functions, linearly
+    for strongly convex ones, if mu < 2 / L, whatever the graph.  Noise is averaged a little less
+    well than by diffusion where the graph is well connected, since Wt mixes more slowly than W.
+
+    Args:
+        topology: undirected; see :class:`Diffusion`.
+    """
+
+    reference = "Yuan, Ying, Zhao, Sayed, IEEE TSP 2019; Yuan, Alghunaim, Ying, Sayed, TSP 2020"
+    symmetric = True
+
+    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
+
+    def start(self, x: Array) -> Vectors:
+        return {"psi": x}
+
+    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+        _, mixed = yield from mix(local + x - state["psi"], network.lazy())
+        return mixed, {"psi": local}
+
+
+@dataclasses.dataclass(frozen=True)
+class NIDS(ExactDiffusion, name="nids"):
+    """NIDS, or D2: exact diffusion whose first step is ``x_1 = x_0 - mu grad(x_0)``, without
+    mixing; the same limit, on another way there."""
+
+    reference = "Li, Shi, Yan, IEEE TSP 2019; Tang et al. (D2), ICML 2018"
+
+    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+        if network.step == 1:
+            return local, {"psi": local}
+        return (yield from super().update(x, local, state, network))

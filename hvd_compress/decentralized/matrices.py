@@ -1,0 +1,97 @@
+"""Combination matrices: how much of each neighbour's vector a rank takes.
+
+Row i of W has the weights of rank i's neighbours and its own, so ``x_i = sum_j w_ij x_j``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.errors import ConfigError
+
+#: by how much sums and symmetry may be off
+_ROUNDING = 1e-12
+
+
+def metropolis_hastings(graph: Any) -> np.ndarray:
+    """Return the Metropolis-Hastings weights of an undirected graph, ``w_ij = 1 / (1 +
+    max(deg_i, deg_j))`` for neighbours, and what is left of 1 for the rank itself: symmetric and
+    doubly stochastic.
+
+    Args:
+        graph: a ``networkx.Graph`` whose nodes are 0 to n - 1.
+    """
+    n, degree = graph.number_of_nodes(), dict(graph.degree())
+    w = np.zeros((n, n))
+    for i, j in graph.edges():
+        w[i, j] = w[j, i] = 1 / (1 + max(degree[i], degree[j]))
+    return w + np.diag(1 - w.sum(axis=1))
+
+
+def equal_in_weights(graph: Any) -> np.ndarray:
+    """Return weights of a directed graph by which each node takes equally much of those that send
+    to it and of itself: doubly stochastic if all nodes have as many in as out."""
+    w = _sends(graph).T + np.eye(graph.number_of_nodes())
+    return w / w.sum(axis=1, keepdims=True)
+
+
+def equal_out_weights(graph: Any) -> np.ndarray:
+    """Return column stochastic weights, by which each node divides itself equally among those that
+    it sends to and itself; a node needs to know nothing but how many these are."""
+    c = _sends(graph).T + np.eye(graph.number_of_nodes())
+    return c / c.sum(axis=0)
+
+
+def _sends(graph: Any) -> np.ndarray:
+    """Return 1 in row i and column j where i sends to j."""
+    n = graph.number_of_nodes()
+    sends = np.zeros((n, n))
+    for i, j in graph.edges():
+        sends[i, j] = 1
+        if not graph.is_directed():
+            sends[j, i] = 1
+    return sends
+
+
+def lazy(w: np.ndarray) -> np.ndarray:
+    """Return (I + W) / 2, whose eigenvalues are not negative."""
+    return (np.eye(len(w)) + w) / 2
+
+
+def check_doubly_stochastic(w: np.ndarray) -> None:
+    """Raise ``ConfigError`` unless rows and columns add up to 1 and nothing is negative."""
+    sums = np.concatenate([w.sum(axis=0), w.sum(axis=1)])
+    if w.min() < -_ROUNDING or abs(sums - 1).max() > _ROUNDING * len(w):
+        raise ConfigError(
+            "the weights of this topology are not doubly stochastic, so ranks would not agree on "
+            "the average: give all nodes as many neighbours in as out, or use PushDIGing, which "
+            "takes any strongly connected directed graph"
+        )
+
+
+def check_symmetric(w: np.ndarray, method: str) -> None:
+    """Raise ``ConfigError`` unless W is symmetric."""
+    if abs(w - w.T).max() > _ROUNDING:
+        raise ConfigError(
+            f"{method} needs an undirected topology, such as 'cycle' or 'grid': use one, or "
+            "Diffusion, GradientTracking or PushDIGing, which take directed ones"
+        )
+
+
+def eigenvalues(w: np.ndarray) -> np.ndarray:
+    """Return the eigenvalues of W by descending magnitude; real ones if W is symmetric."""
+    found = np.linalg.eigvalsh(w) if np.allclose(w, w.T, atol=1e-14) else np.linalg.eigvals(w)
+    return found[np.argsort(-abs(found), kind="stable")]
+
+
+def second_eigenvalue(w: np.ndarray) -> float:
+    """Return the largest magnitude of an eigenvalue but the 1 of the average: a mixing brings the
+    ranks together by this factor."""
+    return float(abs(eigenvalues(w)[1])) if len(w) > 1 else 0.0
+
+
+def spectral_gap(w: np.ndarray) -> float:
+    """Return 1 - :func:`second_eigenvalue`."""
+    return 1 - second_eigenvalue(w)
