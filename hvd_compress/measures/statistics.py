@@ -86,8 +86,8 @@ def conditional_information(
     """Return I(V_mu; V_g | U_S) / H(V_g | U_S), from 0 to 1, over all ordered pairs of runs.
 
     V_mu and V_g are the signs of the differences of measure and gap, U_S the values that both runs
-    of the pair have of the hyper-parameters ``given``.  0 where the sign of the gap is known from U_S
-    alone.  That U_S has the values of both is recalled, not checked.
+    of the pair have of the hyper-parameters ``given``.  0 where U_S alone tells the sign of
+    the gap.  That U_S has the values of both is recalled, not checked.
     """
     rows = [tuple(row) for row in settings]
     _check_equal(len(rows), len(measure), len(gap))
