@@ -50,6 +50,7 @@ setup(
     packages=[
         *find_packages(include=["hvd_compress", "hvd_compress.*"]),
         "hvd_compress.torch",
+        "hvd_compress.torch.measures",
         "hvd_compress.torch.mpi",
         "hvd_compress.torch.optimizers",
         "hvd_compress.torch.training",

@@ -1,0 +1,70 @@
+"""Bounds that use the size of weights and how much noise they stand (Jiang et al., 2019).
+
+m: examples to train on; omega: number of weights; sigma and alpha: how much noise, and how large
+an attack, the weights stand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def pac_bayes_bound(squared_norm: float, sigma: float, m: int) -> float:
+    """Return (48) of ||w - w0||^2, or (49) of ||w||^2.
+
+    squared_norm / (4 sigma^2) + ln(m / sigma) + 10
+    """
+    return squared_norm / (4 * sigma**2) + math.log(m / sigma) + 10
+
+
+def sharpness_bound(squared_norm: float, alpha: float, m: int, omega: int) -> float:
+    """Return (51) of ||w - w0||^2, or (52) of ||w||^2; recalled, not checked.
+
+    squared_norm ln(2 omega) / (4 alpha^2) + ln(m / sigma) + 10, with alpha in the place of sigma
+    """
+    return squared_norm * math.log(2 * omega) / (4 * alpha**2) + math.log(m / alpha) + 10
+
+
+def magnitude_aware_bound(
+    squared_norm: float, distances: np.ndarray, sigma: float, m: int, eps: float = 1e-3
+) -> float:
+    """Return (56) of ||w - w0||^2, or (57) of ||w||^2, with noise in proportion to each weight.
+
+    (1/4) sum_i ln((eps^2 + (sigma^2 + 1) squared_norm / omega) / (eps^2 + sigma^2 d_i^2)) + ln(m /
+    sigma) + 10
+
+    Args:
+        distances: d_i = w_i - w0_i, of all omega weights.
+        sigma: sigma', relative to the weights.
+    """
+    top = eps**2 + (sigma**2 + 1) * squared_norm / distances.size
+    terms = math.log(top) * distances.size - np.log(eps**2 + (sigma * distances) ** 2).sum()
+    return float(terms) / 4 + math.log(m / sigma) + 10
+
+
+def flatness(scale: float) -> float:
+    """Return 1 / scale^2: (53) of sigma, (54) of alpha, (61) of sigma', (62) of alpha'."""
+    return 1 / scale**2
+
+
+def spectral_bound(
+    spectral: Sequence[float], frobenius_squared: Sequence[float], gamma: float
+) -> float:
+    """Return the log of (26): log prod ||W||_2^2 - 2 log gamma + log sum ||W||_F^2 / ||W||_2^2.
+
+    Args:
+        spectral: ||W||_2 of each layer.
+        frobenius_squared: ||W||_F^2 of each layer.
+        gamma: margin; only its magnitude counts.
+    """
+    squares = np.square(np.asarray(spectral, float))
+    ratios = np.asarray(frobenius_squared, float) / squares
+    return float(np.log(squares).sum() - 2 * math.log(abs(gamma)) + math.log(ratios.sum()))
+
+
+def reported(value: float, m: int) -> float:
+    """Return sqrt(value / m), with the sign of the value, as measures are reported."""
+    return math.copysign(math.sqrt(abs(value) / m), value)

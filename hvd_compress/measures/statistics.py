@@ -1,0 +1,130 @@
+"""How well the order of a measure is that of the generalisation gap.
+
+``settings`` are the hyper-parameters of the runs: one row a run, one column each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError
+
+
+def kendall_tau(x: Sequence[float], y: Sequence[float], variant: str = "a") -> float:
+    """Return the mean over pairs of runs of the agreement of signs, from -1 to 1.
+
+    Args:
+        variant: "a", of the paper, where ties agree with nothing, so that a constant measure has
+            0; "b" divides by the root of the numbers of pairs that are not tied, and is NaN for it.
+
+    >>> kendall_tau([1, 2, 3, 4], [1, 2, 4, 3])
+    0.6666666666666666
+    """
+    check_choice("variant", variant, ("a", "b"))
+    u, v = _signs(x), _signs(y)
+    _check_equal(len(u), len(v))
+    if len(u) < 2:
+        raise ConfigError("Kendall's tau needs two runs or more")
+    pairs = float(len(u) * (len(u) - 1))
+    if variant == "b":
+        pairs = math.sqrt(np.abs(u).sum() * np.abs(v).sum())
+    return float((u * v).sum() / pairs) if pairs else math.nan
+
+
+def _signs(x: Any) -> np.ndarray:
+    values = np.asarray(x, float)
+    return np.sign(values[:, None] - values[None, :])
+
+
+def _check_equal(*lengths: int) -> None:
+    if len(set(lengths)) > 1:
+        raise ConfigError(f"one value for each run: there are {', '.join(map(str, lengths))}")
+
+
+def granulated(
+    settings: Sequence[Sequence[Any]], measure: Sequence[float], gap: Sequence[float]
+) -> list[float]:
+    """Return psi_i for each hyper-parameter: Kendall's tau among runs that differ in it alone,
+    averaged over the values of the others.  NaN where no runs differ in it alone.
+
+    A seed is a hyper-parameter, too, if there are several.
+    """
+    rows = [tuple(row) for row in settings]
+    _check_equal(len(rows), len(measure), len(gap))
+    found = []
+    for axis in range(len(rows[0])):
+        groups: dict[Any, list[int]] = {}
+        for run, row in enumerate(rows):
+            groups.setdefault(row[:axis] + row[axis + 1 :], []).append(run)
+        taus = [
+            kendall_tau([measure[r] for r in runs], [gap[r] for r in runs])
+            for runs in groups.values()
+            if len(runs) > 1
+        ]
+        found.append(float(np.mean(taus)) if taus else math.nan)
+    return found
+
+
+def mean_psi(psi: Sequence[float]) -> float:
+    """Return Psi, the mean of the psi_i that exist."""
+    known = [value for value in psi if not math.isnan(value)]
+    return float(np.mean(known)) if known else math.nan
+
+
+def conditional_information(
+    settings: Sequence[Sequence[Any]],
+    measure: Sequence[float],
+    gap: Sequence[float],
+    given: Sequence[int] = (),
+) -> float:
+    """Return I(V_mu; V_g | U_S) / H(V_g | U_S), from 0 to 1, over all ordered pairs of runs.
+
+    V_mu and V_g are the signs of the differences of measure and gap, U_S the values that both runs
+    of the pair have of the hyper-parameters ``given``.  0 where U_S alone tells the sign of
+    the gap.  That U_S has the values of both is recalled, not checked.
+    """
+    rows = [tuple(row) for row in settings]
+    _check_equal(len(rows), len(measure), len(gap))
+    n = len(rows)
+    off = ~np.eye(n, dtype=bool)
+    known: dict[Any, int] = {}
+    labels = [known.setdefault(tuple(row[i] for i in given), len(known)) for row in rows]
+    label = np.array(labels)
+    condition = (label[:, None] * len(known) + label[None, :])[off]
+    u, v = (_signs(x)[off].astype(int) + 1 for x in (measure, gap))
+    counts = np.zeros((len(known) ** 2, 3, 3))
+    np.add.at(counts, (condition, u, v), 1)
+    joint = counts / counts.sum()
+    entropy = _entropy(joint.sum(1)) - _entropy(joint.sum((1, 2)))
+    if entropy <= 1e-12:
+        return 0.0
+    both = _entropy(joint) - _entropy(joint.sum((1, 2)))
+    own = _entropy(joint.sum(2)) - _entropy(joint.sum((1, 2)))
+    return float(max(own + entropy - both, 0.0) / entropy)
+
+
+def _entropy(p: np.ndarray) -> float:
+    positive = p[p > 0]
+    return float(-(positive * np.log(positive)).sum())
+
+
+def least_information(
+    settings: Sequence[Sequence[Any]],
+    measure: Sequence[float],
+    gap: Sequence[float],
+    sizes: Sequence[int] = (0, 1, 2),
+) -> float:
+    """Return the least :func:`conditional_information` over all S of these sizes: what the measure
+    says beyond what any two hyper-parameters say."""
+    axes = range(len(settings[0]))
+    return min(
+        conditional_information(settings, measure, gap, given)
+        for size in sizes
+        for given in itertools.combinations(axes, size)
+    )

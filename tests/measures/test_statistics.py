@@ -1,0 +1,109 @@
+"""Rank statistics and formulas, beside hand-computed cases and SciPy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import kendalltau
+
+from hvd_compress import measures
+from hvd_compress.errors import ConfigError
+
+GRID = list(itertools.product([0, 1, 2], [0, 1], [0, 1, 2]))
+
+
+def test_kendall_by_hand():
+    assert measures.kendall_tau([1, 2, 3], [1, 2, 3]) == 1
+    assert measures.kendall_tau([1, 2, 3], [3, 2, 1]) == -1
+    assert measures.kendall_tau([1, 2, 3], [1, 3, 2]) == pytest.approx(1 / 3)
+    assert measures.kendall_tau([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / 3)  # a tie agrees not
+    assert measures.kendall_tau([5, 5], [1, 2]) == 0
+    assert math.isnan(measures.kendall_tau([5, 5], [1, 2], "b"))
+    for bad in (([1], [1]), ([1, 2], [1, 2, 3])):
+        with pytest.raises(ConfigError):
+            measures.kendall_tau(*bad)
+
+
+def test_kendall_is_scipys():
+    random = np.random.default_rng(0)
+    for levels in (3, 1000):
+        x, y = random.integers(levels, size=(2, 40))
+        assert measures.kendall_tau(x, y, "b") == pytest.approx(kendalltau(x, y).statistic)
+    x, y = random.random((2, 40))  # without ties a is b
+    assert measures.kendall_tau(x, y) == pytest.approx(kendalltau(x, y).statistic)
+
+
+def test_granulated_by_hand():
+    """gap = 2 a - b: a measure that knows a alone, and wrongly b."""
+    settings = [(a, b) for a in range(3) for b in range(2)]
+    gap = [2 * a - b for a, b in settings]
+    measure = [10 * a + b for a, b in settings]
+    psi = measures.granulated(settings, measure, gap)
+    assert psi == [1.0, -1.0]
+    assert measures.mean_psi(psi) == 0
+    assert measures.mean_psi([0.5, math.nan]) == 0.5
+    lonely = measures.granulated([(0, 0), (1, 1)], [1, 2], [1, 2])
+    assert all(map(math.isnan, lonely))
+
+
+def test_a_measure_along_one_axis_says_nothing_given_that_axis():
+    gap = [100 * a + 10 * b + c for a, b, c in GRID]
+    depth = [a for a, _, _ in GRID]
+    assert measures.conditional_information(GRID, gap, gap) == pytest.approx(1)
+    assert measures.conditional_information(GRID, depth, gap) > 0.5
+    assert measures.conditional_information(GRID, depth, gap, [0]) == pytest.approx(0, abs=1e-12)
+    assert measures.least_information(GRID, depth, gap) == pytest.approx(0, abs=1e-12)
+
+
+def test_information_by_hand():
+    """Two runs: the sign of the gap is one bit, and both measures that differ tell it."""
+    settings = [(0,), (1,)]
+    assert measures.conditional_information(settings, [1, 2], [4, 3]) == pytest.approx(1)
+    assert measures.conditional_information(settings, [1, 1], [4, 3]) == 0
+    assert measures.conditional_information(settings, [1, 2], [4, 3], [0]) == 0  # it is known
+    # Three runs: signs (of the gap a<b<c) agree in two of three pairs.
+    found = measures.conditional_information([(0,)] * 3, [1, 3, 2], [1, 2, 3])
+    p, q = 2 / 3, 1 / 3
+    expected = math.log(2) + p * math.log(p) + q * math.log(q)
+    assert found == pytest.approx(expected / math.log(2))
+
+
+def test_oracles_and_random_ones():
+    gap = np.random.default_rng(1).random(18)
+    scores = []
+    for measure in (
+        measures.noisy_oracle(gap, 0.0),
+        measures.noisy_oracle(gap, 0.1),
+        measures.random_measure(18),
+    ):
+        scores.append(measures.kendall_tau(measure, gap))
+    assert scores[0] == 1
+    assert 1 > scores[1] > abs(scores[2])
+    assert measures.canonical_ordering([1, 2], -1).tolist() == [-1, -2]
+
+
+def test_bounds_by_hand():
+    assert measures.pac_bayes_bound(8.0, 0.5, 100) == pytest.approx(8 + math.log(200) + 10)
+    found = measures.sharpness_bound(8.0, 0.5, 100, 50)
+    assert found == pytest.approx(8 * math.log(100) + math.log(200) + 10)
+    d = np.array([1.0, -3.0])
+    by_hand = (
+        0.25 * (math.log(7.5 / 0.5) + math.log(7.5 / 4.5)) + math.log(100 / math.sqrt(0.5)) + 10
+    )
+    assert measures.magnitude_aware_bound(10.0, d, math.sqrt(0.5), 100, 0.0) == pytest.approx(
+        by_hand
+    )
+    assert measures.spectral_bound([2.0, 3.0], [8.0, 9.0], 0.5) == pytest.approx(
+        math.log(36) + 2 * math.log(2) + math.log(3)
+    )
+    assert measures.flatness(0.2) == pytest.approx(25)
+    assert measures.reported(-8.0, 2) == -2
+    assert measures.vc_dimension(100, 3) == pytest.approx(300 * math.log(100))
+
+
+def test_bisection_says_the_bounds():
+    assert measures.bisect(lambda s: 0.0) == 2.0
+    assert measures.bisect(lambda s: 1.0, steps=3) == 0.25
