@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable
 from types import ModuleType
 from typing import Any
@@ -158,8 +159,7 @@ def take_stateless(function: Callable[..., Any], horovods: Any) -> Callable[...,
 
 def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framework: str) -> Any:
     """Return ``package.name`` from Horovod's module, which alone has it."""
-    # `from . import module` asks here first, and goes on only after an AttributeError.
-    if name.startswith("__") or importlib.util.find_spec(f"{package}.{name}"):
+    if name.startswith("__") or _is_submodule(package, name):
         raise AttributeError(name)
     if isinstance(horovod, ImportError):
         raise SetupError(
@@ -170,6 +170,14 @@ def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framewor
         where = "; building blocks are in hvd_compress" if hasattr(hvd_compress, name) else ""
         raise AttributeError(f"{package} and {horovod.__name__} have no {name!r}{where}")
     return getattr(horovod, name)
+
+
+def _is_submodule(package: str, name: str) -> bool:
+    """Whether there is a module ``package.name``, which may not be imported yet: ``from package
+    import name`` asks the package first, and imports it only after an ``AttributeError``."""
+    if not hasattr(sys.modules[package], "__path__"):
+        return False
+    return importlib.util.find_spec(f"{package}.{name}") is not None
 
 
 #: submodules of Horovod that users name
