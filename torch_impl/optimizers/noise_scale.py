@@ -35,7 +35,7 @@ class GradientNoiseScale(NoiseScale):
     Args:
         optimizer: distributed already, with ``op=hvd.Average``.
         batch_size: examples of one backward pass on one rank.
-        average: averages a tensor over the ranks: ``hvd.allreduce``.
+        average: averages a tensor over the ranks, given its ``name``: ``hvd.allreduce``.
         ranks: how many they are: ``hvd.size()``.
         decay: of the moving averages over steps.
 
@@ -49,7 +49,7 @@ class GradientNoiseScale(NoiseScale):
         self,
         optimizer: torch.optim.Optimizer,
         batch_size: int,
-        average: Callable[[torch.Tensor], torch.Tensor],
+        average: Callable[..., torch.Tensor],
         ranks: int,
         decay: float = 0.99,
     ) -> None:
@@ -89,7 +89,9 @@ class GradientNoiseScale(NoiseScale):
         self._squares.clear()
         # What no pass reached adds nothing.
         own = sum(float(torch.stack(each).sum()) for each in squares) / passes
-        small = float(self._average(torch.tensor([own], dtype=torch.float64)))
+        mine = torch.tensor([own], dtype=torch.float64)
+        # A name of its own: ranks may have called nameless collectives in other numbers.
+        small = float(self._average(mine, name="hvd_compress.noise_scale"))
         norms = [_squared(p.grad) for p in self._parameters if p.grad is not None]
         large = sum(norms) / passes**2  # passes were added up
         self.update(

@@ -11,7 +11,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.training.large_batch.scaling import check_not_negative, check_positive
 from hvd_compress.training.large_batch.sharpness import TINY
 
-Average = Callable[[torch.Tensor], torch.Tensor]
+Average = Callable[..., torch.Tensor]
 
 
 class SAM:
@@ -37,8 +37,8 @@ class SAM:
     Args:
         model: the module that is trained.
         rho: radius of the ball in which the worst weights are looked for.
-        average: averages a tensor over the ranks, ``hvd.allreduce``, so that eps is the same on
-            all ranks; as many bytes again as a dense gradient, uncompressed.
+        average: averages a tensor over the ranks, given its ``name``: ``hvd.allreduce``, for an eps
+            that is the same on all; as many bytes again as a dense gradient, uncompressed.
 
     Raises:
         ConfigError: an option makes no sense.
@@ -160,6 +160,7 @@ def _averaged(
         (torch.zeros_like(p) if g is None else g).reshape(-1).float()
         for p, g in zip(weights, gradients, strict=True)
     ]
-    mean = average(torch.cat(parts))
+    # A name of its own: ranks may have called nameless collectives in other numbers.
+    mean = average(torch.cat(parts), name="hvd_compress.sharpness")
     split = mean.split([p.numel() for p in weights])
     return [part.view(p.shape) for part, p in zip(split, weights, strict=True)]

@@ -258,7 +258,7 @@ def test_warmups_without_steps_or_to_less(batch, steps, rates):
 def test_noise_scale_of_two_passes_on_one_rank():
     p = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([p], lr=0.1)
-    noise = hvd.GradientNoiseScale(optimizer, batch_size=4, average=lambda x: x, ranks=1)
+    noise = hvd.GradientNoiseScale(optimizer, batch_size=4, average=lambda x, name: x, ranks=1)
     for g in ([1.0, 0.0], [3.0, 2.0]):
         (p * torch.tensor(g)).sum().backward()
     noise.measure()
