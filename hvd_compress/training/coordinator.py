@@ -12,7 +12,8 @@ import numpy as np
 from hvd_compress.agreement import Terms, listed
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Collective
-from hvd_compress.engines.base import Engine, payload_bytes
+from hvd_compress.engines.base import Engine
+from hvd_compress.engines.joining import Member, joined
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.checkpoints import check_array, entry, refused, share, whole
 from hvd_compress.reducer import Reducer
@@ -165,7 +166,7 @@ class Coordinator:
     def stats(self) -> Stats:
         """Return the exact bytes so far, by parameter and in total; ``steps`` are exchanges."""
         found = self.reducer.stats()
-        if not self.record.steps:
+        if not self.record.bytes_sent + self.record.bytes_received:
             return found
         return Stats({**found.layers, _COMMON: self.record}, found.times)
 
@@ -203,14 +204,16 @@ class Coordinator:
     # -- exchanges ---------------------------------------------------------------------------
 
     def _driven(self, steps: Generator[Request, Any, Any]) -> Any:
-        reply, has_met = None, False
+        reply, has_met, has_met_plainly = None, False, False
         while True:
             try:
                 request = steps.send(reply)
             except StopIteration as stop:
                 self.exchanges += has_met
+                self.record.steps += has_met_plainly
                 return stop.value
             has_met |= not isinstance(request, Finish)
+            has_met_plainly |= not isinstance(request, Start | Finish)
             reply = self._answer(request)
 
     def _answer(self, request: Request) -> Any:
@@ -227,12 +230,19 @@ class Coordinator:
         if isinstance(request, Mean):
             self._agree({"average of": listed(_shapes_of(request.arrays))})
             means = self.reducer.average(request.arrays)
-            self._count(sum(int(x.nbytes) for x in request.arrays.values()))
+            sent = sum(int(x.nbytes) for x in request.arrays.values())
+            self.record.bytes_sent += sent
+            self.record.bytes_received += sent if self.engine.size > 1 else 0
+            self.record.dense_bytes += sent
             return means
         self._agree({})
-        self.engine.start("training", _one(request))
-        reply = self.engine.finish()["training"]
-        self._count(payload_bytes(request))
+        before = self.record.bytes_sent
+        alone = joined(
+            [Member("training", _one(request), self.record)], self.engine.rank, self.engine.size
+        )
+        self.engine.start("training", alone)
+        (reply,) = self.engine.finish()["training"]["training"]
+        self.record.dense_bytes += self.record.bytes_sent - before
         return reply
 
     def _bring_in(self) -> None:
@@ -245,11 +255,6 @@ class Coordinator:
 
     def _message_like(self) -> Array:
         return np.empty(0) if self._like is None else self._like
-
-    def _count(self, sent: int) -> None:
-        self.record.steps += 1
-        self.record.bytes_sent += sent
-        self.record.dense_bytes += sent
 
     def terms(self) -> Terms:
         """Return what must be the same on all ranks, as text."""
@@ -388,8 +393,8 @@ class _AverageReducer(Reducer):
                 self.states[name][key] = self.states[name][key] * factor
 
 
-def _one(request: Collective) -> Generator[Collective, Any, Any]:
-    return (yield request)
+def _one(request: Collective) -> Generator[Collective, Any, tuple[Any]]:
+    return ((yield request),)
 
 
 def _copied(arrays: Arrays) -> Arrays:

@@ -136,11 +136,12 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
             leaders = self._elected([_read(each) for each in reports], context.rank)
             if leaders is None:
                 return parameters, state
-            flat = pack(parameters)
-            found = yield from self._from_group(flat, leaders, context.rank)
-            state = {**state, "group_leader": unpack(found, parameters)}
-            pulls["group_leader"] = self.local_pull
-            if context.step % self.global_every == 0:
+            flat, state = pack(parameters), dict(state)
+            if self.local_pull or self.local_drift:
+                found = yield from self._from_group(flat, leaders, context.rank)
+                state["group_leader"] = unpack(found, parameters)
+                pulls["group_leader"] = self.local_pull
+            if context.step % self.global_every == 0 and (self.global_pull or self.global_drift):
                 found = []
                 for part in flat:
                     found.append((yield Broadcast(part, leaders.of_all)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+from hvd_compress.base import Broadcast
 from hvd_compress.engines import lockstep
 from hvd_compress.engines.base import payload_bytes
 from hvd_compress.engines.lockstep import reply_to
@@ -160,4 +161,6 @@ class World:
             }
             return [mean] * self.size
         self._record.bytes_sent += payload_bytes(first)
+        if isinstance(first, Broadcast) and first.root == 0:
+            self._record.bytes_sent += int(first.array.nbytes)
         return [reply_to(requests, rank) for rank in range(self.size)]

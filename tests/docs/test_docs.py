@@ -68,6 +68,8 @@ PAGES_THAT_RUN = (
     "docs/methods/onebit-adam.md",
     "docs/sparse-collectives.md",
     "docs/tensorflow.md",
+    "docs/training/leader-sgd.md",
+    "docs/training/local-sgd.md",
 )
 #: runs the files it is given one after the other, each as a program of its own
 RUN_ALL = """

@@ -509,3 +509,34 @@ def test_biased_compression(tmp_path):
     assert to_a_hundredth["EF top-k + dithering"] < to_a_hundredth["EF top-k"]
     assert to_a_hundredth["EF top-k"] < to_a_hundredth["natural compression"]
     assert to_a_hundredth["natural compression"] < to_a_hundredth["dense"]
+
+
+@pytest.mark.timeout(120)
+def test_training_with_local_steps():
+    options = ["--ranks", "2", "--epochs", "1", "--seeds", "1"]
+    methods = ["dense", "diloco+topk", "easgd", "leader_sgd"]
+    output = start("train_local", *options, "--methods", *methods)
+    rows = {line.split()[0]: line for line in output.splitlines() if line.endswith(" ms")}
+    assert list(rows) == methods
+    ratio = {name: float(re.search(r" ([\d.]+)x ", row)[1]) for name, row in rows.items()}
+    exchanges = {
+        name: tuple(map(int, re.search(r"(\d+) of (\d+)", row).groups()))
+        for name, row in rows.items()
+    }
+    done, steps = exchanges["dense"]
+    assert (done, ratio["dense"]) == (steps, 1.0)
+    for name in methods[1:]:
+        assert exchanges[name] == (steps // 8, steps)
+    quotient = steps / (steps // 8)
+    assert ratio["easgd"] == pytest.approx(quotient, abs=0.06)
+    assert ratio["leader_sgd"] == pytest.approx(2 * quotient, abs=0.1), "one of two ranks sends"
+    assert ratio["diloco+topk"] > 20 * quotient
+
+
+def test_leader_symmetry(tmp_path):
+    picture = tmp_path / "symmetry.png"
+    _, output = jobs.run([*program("leader_symmetry"), "--output", str(picture)], timeout=60)
+    # sqrt(1 - 1.5 / 4) on both sides of the hill, whose top is the centre
+    assert "EASGD: workers 0.7906 and -0.7906, tested 0.0000, f 1.0000" in output
+    assert "Leader SGD: workers -1.0000 and -1.0000, tested -1.0000, f 0.0000" in output
+    assert picture.read_bytes().startswith(PNG)

@@ -146,6 +146,21 @@ def a_leader_is_chosen_by_loss() -> None:
         hvd.EAMSGD(sgd(model))
 
 
+def only_the_leader_sends_parameters() -> None:
+    model = make_model()
+    optimizer = hvd.LeaderSGD(
+        sgd(model), local_every=1, global_every=1, local_pull=0, local_drift=0
+    )
+    loss_of(model, hvd.rank(), 0).backward()
+    optimizer.report(float(hvd.rank()))  # rank 0 leads
+    optimizer.step()
+    total = optimizer.training.stats().total
+    whole = 4 * sum(p.numel() for p in model.parameters())
+    from_leader = (whole, 0) if hvd.rank() == 0 else (0, whole)
+    assert total.bytes_sent == 16 + from_leader[0]
+    assert total.bytes_received == 16 * (hvd.size() - 1) + from_leader[1]
+
+
 def ranks_are_equal_after_a_round() -> None:
     for compression in ("none", "topk:density=0.1", "powersgd:rank=1"):
         model = make_model()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from hvd_compress import from_config
+from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
-from hvd_compress.training import EAMSGD, EASGD, LeaderSGD, World
+from hvd_compress.training import EAMSGD, EASGD, Coordinator, LeaderSGD, World
 from hvd_compress.training.leader_sgd import pack, unpack
 from tests.training.quadratics import Quadratics
 
@@ -167,13 +168,37 @@ def test_nobody_moves_to_a_centre_of_nan():
     assert ranks.world.states[2]["centre"]["x"] == 0
 
 
-def test_only_leaders_send_parameters():
+@pytest.mark.parametrize(
+    ("losses", "sent"),
+    [
+        ([2, 1, 4, 3], 16),  # rank 0 leads nobody
+        ([1, 2, 0, 3], 16 + 800),  # its group: 100 numbers to one rank
+        ([1, 2, 4, 3], 16 + 2 * 800),  # and all, by a broadcast
+    ],
+)
+def test_only_leaders_send_parameters(losses, sent):
     method = LeaderSGD(local_every=1, global_every=1, groups=2, average_over=1)
     world = World(method, 4)
     x = [{"w": np.ones(100) * rank} for rank in range(4)]
-    world.before_step(x, losses=[2, 1, 4, 3])
-    # A report of 16 bytes; rank 0 leads nobody, and hands an array to the broadcast of rank 1.
-    assert world.bytes_sent <= 16 + 800
+    world.before_step(x, losses=losses)
+    assert world.bytes_sent == sent
+
+
+def test_a_leader_to_whom_nobody_is_pulled_sends_nothing():
+    world = World(LeaderSGD(**PERSISTENT), 4)
+    x = [{"w": np.ones(100) * rank} for rank in range(4)]
+    world.before_step(x, losses=[1, 2, 3, 4])
+    assert world.bytes_sent == 16 + 800
+    assert "group_leader" not in world.states[0]
+
+
+def test_a_coordinator_counts_what_it_sends_and_receives():
+    coordinator = Coordinator(LeaderSGD(**PERSISTENT), LocalEngine())
+    for step in (1, 2):
+        coordinator.report(1.0)
+        coordinator.after_step(coordinator.before_step({"w": np.ones(100)}))
+        total = coordinator.stats().total
+        assert (total.steps, total.bytes_sent) == (step, step * (16 + 800))
 
 
 def test_arrays_of_several_dtypes_are_packed():
