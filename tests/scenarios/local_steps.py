@@ -300,7 +300,8 @@ def the_tested_model_is_the_average() -> None:
     with optimizer.synchronized_parameters():
         assert_same_everywhere(model)
         for p, x in zip(model.parameters(), own, strict=True):
-            torch.testing.assert_close(p.detach(), hvd.allreduce(x), rtol=1e-5, atol=1e-6)
+            mean = hvd.allreduce(x, name="own")
+            torch.testing.assert_close(p.detach(), mean, rtol=1e-5, atol=1e-6)
     assert all(torch.equal(p, x) for p, x in zip(model.parameters(), own, strict=True))
     optimizer.synchronize_parameters()
     assert_same_everywhere(model)
