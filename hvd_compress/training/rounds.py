@@ -3,6 +3,7 @@ from where the round began."""
 
 from __future__ import annotations
 
+import abc
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -53,16 +54,16 @@ class Rounds(TrainingMethod):
     #: keys of the state beside "anchor", zero in the beginning
     moments: ClassVar[tuple[str, ...]] = ()
 
+    @abc.abstractmethod
     def exchange_after(self, step: int) -> Exchange | None:
         """Return what is exchanged after a local step, counted from 1; ``None`` if nothing is."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def outer_step(
         self, anchor: Array, mean: Array, moments: dict[str, Array], rate: float | None
     ) -> tuple[Array, dict[str, Array]]:
         """Return the next anchor and moments, given the average pseudo-gradient and the learning
         rate of the local step."""
-        raise NotImplementedError
 
     def init(self, parameters: Arrays) -> State:
         state = {"anchor": {name: copied(x) for name, x in parameters.items()}}

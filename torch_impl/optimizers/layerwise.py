@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,13 +13,14 @@ from hvd_compress.training.large_batch.scaling import check_not_negative
 from ..frozen_adam import check_adam
 
 
-class _Layerwise(torch.optim.Optimizer):
+class _Layerwise(torch.optim.Optimizer, abc.ABC):
     """One tensor after the other; subclasses say how."""
 
+    @abc.abstractmethod
     def update(
         self, p: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        raise NotImplementedError
+        """Step with one parameter along its gradient; ``state`` and ``group`` are those of it."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

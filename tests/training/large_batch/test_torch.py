@@ -269,4 +269,4 @@ def test_noise_scale_of_two_passes_on_one_rank():
     optimizer.zero_grad()
     p.sum().backward()
     with pytest.raises(ConfigError, match="backward_passes_per_step"):
-        hvd.GradientNoiseScale(optimizer, 4, lambda x: x, ranks=1).measure()
+        hvd.GradientNoiseScale(optimizer, 4, lambda x, name: x, ranks=1).measure()
