@@ -297,7 +297,7 @@ class Binding(Reducer):
             gradient, last = self._in_flight[name], self._last_gradients[name]
             if gradient.is_sparse:
                 return None
-            own = _Own(state[last.parameter])
+            own = _Own(state.get(last.parameter, {}))  # indexing would make an entry
             found.append(Repeated(gradient, own, weight, self._kept(name)))
             self._gradients[name] = last
         return found
