@@ -37,8 +37,8 @@ class build_all(build):
 
 native = Pybind11Extension(
     "hvd_compress.kernels.native",
-    ["hvd_compress/kernels/native.cpp", "hvd_compress/kernels/codecs.cpp"],
-    depends=[f"hvd_compress/kernels/{name}.h" for name in ("common", "loops", "codecs")],
+    [f"hvd_compress/kernels/{name}.cpp" for name in ("native", "codecs", "halves")],
+    depends=[f"hvd_compress/kernels/{name}.h" for name in ("common", "loops", "codecs", "halves")],
     cxx_std=17,
     extra_compile_args=["-O3", "-ffp-contract=off", "-pthread"],
     extra_link_args=["-pthread"],

@@ -30,6 +30,8 @@ INPUTS = [
     "hvd_compress/kernels/common.h",
     "hvd_compress/kernels/codecs.cpp",
     "hvd_compress/kernels/codecs.h",
+    "hvd_compress/kernels/halves.cpp",
+    "hvd_compress/kernels/halves.h",
     "hvd_compress_open_mpi.pth",
     "constraints.txt",
     "constraints-mpich.txt",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hvd_compress.backends import halves
 from hvd_compress.backends.base import EagerBackend, HostFunction, Output
-from hvd_compress.backends.bfloat16 import from_bfloat16, to_bfloat16
 from hvd_compress.errors import UnsupportedError
 
 Array = np.ndarray
@@ -17,6 +17,8 @@ Array = np.ndarray
 traces = False
 # A product of stacks is made matrix by matrix, and its bits depend on where these begin.
 batches = False
+
+_HALVES = {np.dtype(np.float16), np.dtype(np.float32)}
 
 
 def check_gradient(x: Array) -> None:
@@ -29,7 +31,7 @@ def check_gradient(x: Array) -> None:
 
 def widen(x: Array) -> Array:
     flat = x.reshape(-1)
-    return flat.astype(np.float32) if x.dtype == np.float16 else flat
+    return cast(flat, np.float32) if x.dtype == np.float16 else flat
 
 
 def restore(flat: Array, like: Array) -> Array:
@@ -142,6 +144,10 @@ def add_at(x: Array, indices: Array, values: Array) -> Array:
 
 
 def cast(x: Array, dtype: np.typing.DTypeLike) -> Array:
+    if {x.dtype, np.dtype(dtype)} == _HALVES:  # where NumPy is slow
+        out = np.empty(x.shape, dtype)
+        (halves.narrow if out.dtype == np.float16 else halves.widen)(x, out)
+        return out
     # An overflow must arrive as Inf and a NaN as NaN, not as a warning.
     with np.errstate(over="ignore", invalid="ignore"):
         return x.astype(dtype, copy=False)
@@ -151,7 +157,7 @@ def round_to(x: Array, wire: str | None, saturate: bool = False) -> Array:
     if wire is None or wire == dtype(x):
         return x
     if wire == "bfloat16":
-        return cast(from_bfloat16(to_bfloat16(cast(x, "float32"))), dtype(x))
+        return cast(halves.from_bfloat16(halves.to_bfloat16(cast(x, "float32"))), dtype(x))
     if saturate:
         limit = float(np.finfo(wire).max)
         x = np.clip(x, -limit, limit)

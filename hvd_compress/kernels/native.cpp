@@ -486,6 +486,7 @@ void stream(const Array<Index>& addresses, const std::vector<Index>& sizes, int 
 }  // namespace
 
 void add_codecs(py::module_& m);  // of codecs.cpp
+void add_halves(py::module_& m);  // of halves.cpp
 
 PYBIND11_MODULE(native, m) {
   py::class_<Selection>(m, "Selection")
@@ -500,4 +501,6 @@ PYBIND11_MODULE(native, m) {
   m.def("stream", stream);
   auto codecs = m.def_submodule("codecs");
   add_codecs(codecs);
+  auto halves = m.def_submodule("halves");
+  add_halves(halves);
 }

@@ -6,7 +6,7 @@ import abc
 import functools
 import math
 
-from hvd_compress.aggregators import allreduce
+from hvd_compress.aggregators.allreduce import allreduce
 from hvd_compress.base import Array, Compressor, Context, Exchange, State
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.config import check_choice, is_whole

@@ -15,7 +15,7 @@ import numpy as np
 
 from hvd_compress.aggregators.sparse_vectors import Vector, densify, empty, give_back, take_in
 from hvd_compress.backends import backend_of
-from hvd_compress.backends.bfloat16 import from_bfloat16, to_bfloat16
+from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
 from hvd_compress.base import (
     Alltoall,
     Broadcast,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.backends.bfloat16 import from_bfloat16, to_bfloat16
+from hvd_compress.backends import halves
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.transport.arrays import Flat
 
@@ -55,11 +55,17 @@ class Reduction:
 
     def widen(self, x: Any, out: Any) -> None:
         """Write the elements ``x`` into ``out``, as partial results."""
-        out[:] = self._as_number(x)
+        if self.widens:
+            halves.widen(x, out)
+        else:
+            out[:] = x
 
     def combine(self, partial: Any, x: Any) -> None:
         """Add elements as they came to partial results, in place."""
-        self.merge(partial, self._as_number(x))
+        if self.widens and self.op != "max":
+            halves.widen(x, partial, add=True)
+        else:
+            self.merge(partial, halves.from_bfloat16(x) if self.dtype == "bfloat16" else x)
 
     def merge(self, partial: Any, other: Any) -> None:
         """Add other partial results to partial results, in place."""
@@ -69,9 +75,6 @@ class Reduction:
             # Inf - Inf is the caller's affair, and arrives as NaN on every rank.
             with np.errstate(invalid="ignore", over="ignore"):
                 np.add(partial, other, out=partial)
-
-    def _as_number(self, x: Any) -> Any:
-        return from_bfloat16(x) if self.dtype == "bfloat16" else x
 
     def complete(self, partial: Any, x: Any, out: Any) -> None:
         """Do the last :meth:`combine`, and :meth:`finish`; ``out`` may be ``x``."""
@@ -88,11 +91,10 @@ class Reduction:
         """Write partial results over all ranks into ``out``, as the result."""
         if self.op == "mean":
             np.divide(partial, self.size, out=partial)
-        if self.dtype == "bfloat16":
-            out[:] = to_bfloat16(partial)
+        if self.widens:
+            halves.narrow(partial, out)
         else:
-            with np.errstate(over="ignore", invalid="ignore"):
-                out[:] = partial
+            out[:] = partial
 
     @property
     def _narrow(self) -> np.dtype:
@@ -111,8 +113,8 @@ class DeviceReduction(Reduction):
         self._torch = sys.modules["torch"]
         self._like = like
 
-    def _as_number(self, x: Any) -> Any:
-        return x
+    def combine(self, partial: Any, x: Any) -> None:
+        self.merge(partial, x)
 
     def _ready(self) -> None:
         if self._like.is_cuda:  # MPI knows nothing of streams

@@ -1,0 +1,61 @@
+"""Half precisions in NumPy: float16, and bfloat16, which it lacks: arrays of its bits, uint16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def narrow(x: np.ndarray, out: np.ndarray) -> None:
+    """Write to ``out`` (float16, or uint16 for the bits of bfloat16) the numbers nearest to ``x``
+    (float32), of two equally near ones the even one.  NaN stays NaN, of any bits."""
+    if (native := _compiled(x, out)) is not None:
+        native.narrow(x, out.dtype == np.uint16, out.view(np.uint16), _threads())
+    elif out.dtype == np.uint16:
+        bits = x.view(np.uint32)
+        rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
+        out[:] = np.where(np.isnan(x), np.uint16(0x7FC0), rounded.astype(np.uint16))
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):
+            out[:] = x
+
+
+def widen(x: np.ndarray, out: np.ndarray, add: bool = False) -> None:
+    """Write to ``out`` (float32) the numbers that ``x`` holds, float16 or the bits of bfloat16; or
+    add them."""
+    if (native := _compiled(x, out)) is not None:
+        native.widen(x.view(np.uint16), x.dtype == np.uint16, out, add, _threads())
+        return
+    if x.dtype == np.uint16:  # the upper half of float32
+        x = np.left_shift(x, 16, dtype=np.uint32).view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add(out, x, out=out) if add else np.copyto(out, x)
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Return the bits (uint16) of bfloat16 numbers: see :func:`narrow`."""
+    out = np.empty(x.shape, np.uint16)
+    narrow(x, out)
+    return out
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    """Return the numbers (float32) that bits of bfloat16 stand for."""
+    out = np.empty(bits.shape, np.float32)
+    widen(bits, out)
+    return out
+
+
+def _compiled(x: np.ndarray, out: np.ndarray) -> Any:
+    """The compiled loops, if there are any and the arrays are as they want them."""
+    from hvd_compress import kernels  # which is written over backends
+
+    fits = all(a.flags.c_contiguous and a.flags.aligned for a in (x, out))
+    return kernels.native.halves if fits and kernels.native is not None else None
+
+
+def _threads() -> int:
+    from hvd_compress import kernels
+
+    return kernels.threads()
