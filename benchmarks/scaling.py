@@ -60,6 +60,7 @@ from mpi4py import MPI
 from scaling_report import report
 
 from hvd_compress import Sparse, kernels, mpi
+from hvd_compress.backends import backend_of
 from hvd_compress.wire import decode_sparse, encode_sparse
 
 world = MPI.COMM_WORLD
@@ -132,7 +133,7 @@ def constants(comm: MPI.Comm, cost: mpi.CostModel) -> dict[str, Any]:
     gradient, velocity, residual = (np.full(n, 0, np.float32) for _ in range(3))
     streaming = median_seconds(comm, lambda: kernels.stream([(gradient, velocity, residual)]))
     part = np.ones(min(n, 10**6), np.float32)
-    casting = median_seconds(comm, lambda: part.astype(np.float16).astype(np.float32))
+    casting = median_seconds(comm, lambda: backend_of(part).round_to(part, "float16"))
     k = math.ceil(options.density * n)
     frame = seconds_to_add(comm, n, 1)
     entry = max(seconds_to_add(comm, n, k) - frame, 0.0) / k

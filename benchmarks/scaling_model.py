@@ -8,9 +8,9 @@ Messages cost what :class:`hvd_compress.mpi.CostModel` says of the collective; a
               adding P k entries
 
 The bytes are those that a step reads and writes: float32 looks for NaN, copies and divides; DGC has
-the gradient, velocity and residual to read, and the two new ones and the average to write.  NumPy
-casts slowly; "fp16 at best" is fp16 whose casts cost nothing, as on a GPU, and the dense exchange
-that is hardest to beat.
+the gradient, velocity and residual to read, and the two new ones and the average to write.  "fp16
+at best" is fp16 whose casts cost nothing, as on a GPU, and the dense exchange that is hardest to
+beat.
 """
 
 from __future__ import annotations
