@@ -1,8 +1,8 @@
-"""The Triton kernels of :mod:`hvd_compress.torch.triton_codecs`: numbers (float32) to codes and back.
+"""The Triton kernels of :mod:`hvd_compress.torch.triton_codecs`: numbers (float32) to codes, and
+back.
 
-They compute what kernels/codecs.h does in C++, with the same bits: an operation of float32 or
-float64 is rounded once, nothing is contracted, and sums have the order of
-:func:`hvd_compress.kernels.reference.sums`.  Elements are counted by 32-bit integers.
+They compute what kernels/codecs.h does in C++, with the same bits: each operation is rounded once,
+and nothing is contracted.  Elements are counted by 32-bit integers.
 """
 
 from __future__ import annotations
@@ -11,208 +11,15 @@ import triton
 import triton.language as tl
 
 from .triton_kernels import INFINITY, magnitudes
+from .triton_philox import FIRST, NOWHERE, drawn, philox
 
-#: elements that are added up in one go, which defines the sum
-SUMMED = tl.constexpr(4096)
-#: what sums are of; "low" are the negative elements, "high" all others, which "many" counts
-PLAIN, MAGNITUDE, SQUARE, DEVIATION, LOW, HIGH, MANY = (tl.constexpr(i) for i in range(7))
 #: how numbers become digits; see :class:`hvd_compress.kernels.codecs.Digits`
-LINEAR, UNIFORM, EXPONENTIAL, TERNARY, FLOAT8, NATURAL = (tl.constexpr(i) for i in range(6))
-#: where random numbers come from
-NOWHERE, ARRAY, STREAM = (tl.constexpr(i) for i in range(3))
+LINEAR, UNIFORM, EXPONENTIAL, TERNARY, FLOAT8 = (tl.constexpr(i) for i in range(5))
 #: of which elements a bit is set
 NEGATIVE, POSITIVE, NOT_NEGATIVE = (tl.constexpr(i) for i in range(3))
-#: what is made of sums
-MEAN, ROOT, MEAN_ROOT, LIMIT = (tl.constexpr(i) for i in range(4))
 
-# The numbers of a place in a random stream: key, counter, and what has been drawn.
-_KEY, _COUNTER, _FIRST = (tl.constexpr(i) for i in (0, 2, 6))
-_EVEN, _ODD = tl.constexpr(0xD2E7470EE14C6C93), tl.constexpr(0xCA5A826395121157)
-_NEXT, _OTHER = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0xBB67AE8584CAA73B)
 #: 1.5 * 2^23: in a sum with it the last bit is worth one
 _ROUNDER = tl.constexpr(12582912.0)
-
-
-# -- random numbers -------------------------------------------------------------------------------
-
-
-@triton.jit
-def _word(stream, i):
-    return tl.load(stream + i).to(tl.uint64, bitcast=True)
-
-
-@triton.jit
-def _philox(stream, block):
-    """The four words of each block of a stream: Philox 4x64 with ten rounds (Salmon, Moraes, Dror
-    and Shaw, 2011)."""
-    zero = tl.zeros(block.shape, tl.uint64)
-    first, second = _word(stream, _KEY) + zero, _word(stream, _KEY + 1) + zero
-    a = _word(stream, _COUNTER) + block.to(tl.uint64)
-    b = _word(stream, _COUNTER + 1) + zero
-    c = _word(stream, _COUNTER + 2) + zero
-    d = _word(stream, _COUNTER + 3) + zero
-    even, odd = tl.full(block.shape, _EVEN, tl.uint64), tl.full(block.shape, _ODD, tl.uint64)
-    for _ in tl.static_range(10):
-        above, below = tl.umulhi(c, odd), tl.umulhi(a, even)
-        new_b, new_d = c * odd, a * even
-        a = above ^ b ^ first
-        c = below ^ d ^ second
-        b = new_b
-        d = new_d
-        first += _NEXT
-        second += _OTHER
-    return a, b, c, d
-
-
-@triton.jit
-def _halves(word):
-    """The lower and the upper 32 bits, of which NumPy makes a number each."""
-    return tl.join(word.to(tl.uint32), (word >> 32).to(tl.uint32))
-
-
-@triton.jit
-def _drawn(draws, n, source: tl.constexpr, width: tl.constexpr):
-    """The elements that a program takes, whether they exist, and a random number from 0 to 1 (24
-    bits) for each."""
-    first = tl.program_id(0) * width
-    if source == STREAM:
-        start = tl.load(draws + _FIRST).to(tl.int32)
-        block = tl.program_id(0) * (width // 8) + tl.arange(0, width // 8) + start // 8
-        a, b, c, d = _philox(draws, block)
-        words = tl.join(tl.join(a, c), tl.join(b, d))
-        bits = tl.reshape(_halves(words), (width,))
-        number = (bits >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
-        at = first + tl.arange(0, width) - start % 8
-        inside = (at >= 0) & (at < n)
-    else:
-        at = first + tl.arange(0, width)
-        inside = at < n
-        number = tl.zeros((width,), tl.float32)
-        if source == ARRAY:
-            number = tl.load(draws + at, mask=inside, other=0.0)
-    return at, inside, number
-
-
-# -- sums and largest magnitudes ------------------------------------------------------------------
-
-
-@triton.jit
-def _spans(n, length, blocks, count, rows: tl.constexpr):
-    """The blocks that a program takes, and the elements from which and up to which they go; a run of
-    ``length`` has so many ``blocks``, of which the last ones may be short or empty."""
-    block = tl.program_id(0) * rows + tl.arange(0, rows)
-    known = block < count
-    block = tl.where(known, block, 0)
-    run = block // blocks
-    start = run * length + (block % blocks) * SUMMED
-    end = tl.minimum(tl.minimum(start + SUMMED, (run + 1) * length), n)
-    return block, known, run, start, tl.where(known, end, 0)
-
-
-@triton.jit
-def _term(x, shift, term: tl.constexpr):
-    if term == MAGNITUDE:
-        return tl.abs(x)
-    elif term == SQUARE:
-        return x * x
-    elif term == DEVIATION:
-        own = x - tl.load(shift)
-        return own * own
-    elif term == LOW:
-        return tl.where(x >= 0, 0.0, x)
-    elif term == HIGH:
-        return tl.where(x >= 0, x, 0.0)
-    elif term == MANY:
-        return (x >= 0).to(tl.float64)
-    else:
-        return x
-
-
-@triton.jit(do_not_specialize=["n", "length", "blocks", "count"])
-def sums(x, shift, out, n, length, blocks, count, term: tl.constexpr, rows: tl.constexpr):
-    """Write the sum of each block: sixteen sums of every sixteenth element each, added in halves."""
-    block, known, run, start, end = _spans(n, length, blocks, count, rows)
-    lane = tl.arange(0, 16)
-    total = tl.zeros((rows, 16), tl.float64)
-    for i in range(0, tl.minimum(length, SUMMED), 16):
-        at = start[:, None] + (i + lane)[None, :]
-        inside = at < end[:, None]
-        own = tl.load(x + at, mask=inside, other=0.0).to(tl.float64)
-        total += tl.where(inside, _term(own, shift, term), 0.0)
-    # Of two terms the order does not matter.
-    total = tl.sum(tl.reshape(total, (rows, 2, 8)), 1)
-    total = tl.sum(tl.reshape(total, (rows, 2, 4)), 1)
-    total = tl.sum(tl.reshape(total, (rows, 2, 2)), 1)
-    tl.store(out + block, tl.sum(total, 1) + 0.0, mask=known)
-
-
-@triton.jit(do_not_specialize=["n", "length", "blocks", "count"])
-def largest(x, out, n, length, blocks, count, rows: tl.constexpr):
-    """Put the largest magnitude of each run, as an integer, into ``out``, which is zero before."""
-    block, known, run, start, end = _spans(n, length, blocks, count, rows)
-    lane = tl.arange(0, 16)
-    most = tl.zeros((rows, 16), tl.int32)
-    for i in range(0, tl.minimum(length, SUMMED), 16):
-        at = start[:, None] + (i + lane)[None, :]
-        own = tl.load(x + at, mask=at < end[:, None], other=0.0)
-        most = tl.maximum(most, magnitudes(own))
-    tl.atomic_max(out + run, tl.max(most, 1), mask=known, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["count", "n", "clip"])
-def of_sums(found, out, count, n, clip, kind: tl.constexpr, width: tl.constexpr):
-    """Write what is made of each sum over ``n`` elements, in the type of ``out``.  ``clip``: the bits
-    of a float64."""
-    i = tl.program_id(0) * width + tl.arange(0, width)
-    inside = i < count
-    total = tl.load(found + i, mask=inside, other=0.0)
-    if kind != ROOT:
-        total = total / (tl.zeros((width,), tl.float64) + n)
-    if kind != MEAN:
-        total = tl.sqrt(total)
-    if kind == LIMIT:
-        total = total * clip.to(tl.int64).to(tl.float64, bitcast=True)
-        total = tl.where(total > 0, total, float("inf"))
-    tl.store(out + i, total.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["count"])
-def of_largest(
-    found, limits, out, count, most, kind: tl.constexpr, clipped: tl.constexpr, width: tl.constexpr
-):
-    """Write the scale of each run.  ``most`` is the number of levels, or the largest number of a
-    format; ``limits`` points to that of magnitudes."""
-    i = tl.program_id(0) * width + tl.arange(0, width)
-    inside = i < count
-    own = tl.load(found + i, mask=inside, other=0).to(tl.float32, bitcast=True)
-    highest = tl.full((width,), 1.0, tl.float32) * most
-    scale = own
-    if kind == LINEAR:
-        # What would overflow when decoded has to arrive as something that is not finite.
-        scale = tl.div_rn(own, highest)
-        scale = tl.where(scale * highest < float("inf"), scale, float("inf"))
-    elif kind == FLOAT8:
-        # Of subnormal numbers the quotient may be 0.
-        scale = tl.div_rn(own, highest)
-        scale = tl.where(scale > 0, scale, own)
-    elif clipped:
-        limit = tl.load(limits)
-        scale = tl.where(own < limit, own, limit)
-    tl.store(out + i, scale, mask=inside)
-
-
-@triton.jit(do_not_specialize=["count", "length", "n"])
-def two_means(low, high, many, out, count, length, n, width: tl.constexpr):
-    """Write the means of those elements of each run that are negative, and of those that are not."""
-    i = tl.program_id(0) * width + tl.arange(0, width)
-    inside = i < count
-    others = tl.load(many + i, mask=inside, other=0.0)
-    few = (tl.minimum(length, n - i * length)).to(tl.float64) - others
-    one = tl.full((width,), 1.0, tl.float64)
-    low = tl.load(low + i, mask=inside, other=0.0) / tl.where(few > 1, few, one)
-    high = tl.load(high + i, mask=inside, other=0.0) / tl.where(others > 1, others, one)
-    tl.store(out + 2 * i, low.to(tl.float32), mask=inside)
-    tl.store(out + 2 * i + 1, high.to(tl.float32), mask=inside)
 
 
 # -- numbers to codes -----------------------------------------------------------------------------
@@ -234,7 +41,8 @@ def _between(x, most):
 
 @triton.jit
 def _float8(size, x, mantissa: tl.constexpr, bias: tl.constexpr):
-    """The bits of a float with so many of them for the significand, to the nearest, ties to even."""
+    """The bits of a float with so many of them for the significand: to the nearest, ties to
+    even."""
     cut: tl.constexpr = 23 - mantissa
     bits = size.to(tl.int32, bitcast=True)
     large = ((bits + ((1 << (cut - 1)) - 1) + ((bits >> cut) & 1)) >> cut) - (
@@ -245,12 +53,19 @@ def _float8(size, x, mantissa: tl.constexpr, bias: tl.constexpr):
     return code | ((x.to(tl.int32, bitcast=True) >> 24) & 128)
 
 
-@triton.jit
-def _natural(x, limit):
-    """The exponent of one of the two powers of two beside each element."""
-    bits = magnitudes(x)
+@triton.jit(do_not_specialize=["n"])
+def exponents(x, draws, code, infinite, n, source: tl.constexpr, width: tl.constexpr):
+    """Write the exponent (uint8) of one of the two powers of two beside each element: the nearer
+    one, if there are no random numbers."""
+    at, inside, limit = drawn(draws, n, source, width)
+    own = tl.load(x + at, mask=inside, other=0.0)
+    _note(infinite, own)
+    if source == NOWHERE:
+        limit = tl.full((width,), 0.5, tl.float32)
+    bits = magnitudes(own)
     part = (bits & 0x7FFFFF).to(tl.float32)
-    return tl.minimum((bits >> 23) + (limit * 8388608.0 < part).to(tl.int32), 255)
+    exponent = tl.minimum((bits >> 23) + (limit * 8388608.0 < part).to(tl.int32), 255)
+    tl.store(code + at, exponent.to(tl.uint8), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n", "length", "levels"])
@@ -261,55 +76,49 @@ def quantise(
 ):  # fmt: skip
     """Write a digit (uint8) for each element, by the scale of its run.  ``levels`` is the number of
     levels of each sign, or the largest number of a format."""
-    at, inside, drawn = _drawn(draws, n, source, width)
+    at, inside, number = drawn(draws, n, source, width)
     own = tl.load(x + at, mask=inside, other=0.0)
     _note(infinite, own)
-    if kind == NATURAL:
-        if source == NOWHERE:
-            drawn = tl.full((width,), 0.5, tl.float32)
-        tl.store(digits + at, _natural(own, drawn).to(tl.uint8), mask=inside)
+    scale = tl.load(heads + at // length, mask=inside, other=1.0)
+    most = tl.zeros((width,), tl.float32) + levels
+    if kind == TERNARY:
+        size = tl.abs(own)
+        if clipped:
+            limit = tl.load(limits)
+            size = tl.where(size < limit, size, limit)
+        chosen = (number * scale < size).to(tl.int32)
+        digit = 1 + tl.where(own < 0, -chosen, chosen)
     else:
-        scale = tl.load(heads + at // length, mask=inside, other=1.0)
-        most = tl.zeros((width,), tl.float32) + levels
-        if kind == TERNARY:
-            size = tl.abs(own)
-            if clipped:
-                limit = tl.load(limits)
-                size = tl.where(size < limit, size, limit)
-            chosen = (drawn * scale < size).to(tl.int32)
-            digit = 1 + tl.where(own < 0, -chosen, chosen)
+        usable = scale > 0
+        if (kind == UNIFORM) | (kind == EXPONENTIAL):
+            usable = usable & (scale < float("inf"))
+        steps = tl.div_rn(own, tl.where(usable, scale, 1.0))
+        size = tl.abs(steps)
+        if kind == LINEAR:
+            near = (_between(steps, most) + _ROUNDER) - _ROUNDER
+            digit = (near + most).to(tl.int32)
+        elif kind == UNIFORM:
+            steps = _between(steps * most, most + 1.0)
+            # Triton's floor takes small numbers for zero.
+            low = (steps + _ROUNDER) - _ROUNDER
+            low -= (low > steps).to(tl.float32)
+            low += (number < steps - low).to(tl.float32)
+            digit = (_between(low, most) + most).to(tl.int32)
+        elif kind == EXPONENTIAL:
+            level = tl.zeros((width,), tl.int32)
+            below = tl.zeros((width,), tl.float32)
+            gap = below + tl.load(grid + 1)
+            for i in range(1, levels):
+                one = tl.load(grid + i)
+                reached = size >= one
+                level += reached.to(tl.int32)
+                below = tl.where(reached, one, below)
+                gap = tl.where(reached, tl.load(grid + i + 1) - one, gap)
+            level += (number * gap < size - below).to(tl.int32)
+            digit = levels + tl.where(own < 0, -level, level)
         else:
-            usable = scale > 0
-            if (kind == UNIFORM) | (kind == EXPONENTIAL):
-                usable = usable & (scale < float("inf"))
-            steps = tl.div_rn(own, tl.where(usable, scale, 1.0))
-            if kind == LINEAR:
-                near = (_between(steps, most) + _ROUNDER) - _ROUNDER
-                digit = (near + most).to(tl.int32)
-            elif kind == UNIFORM:
-                steps = _between(steps * most, most + 1.0)
-                # Triton's floor takes small numbers for zero.
-                low = (steps + _ROUNDER) - _ROUNDER
-                low -= (low > steps).to(tl.float32)
-                low += (drawn < steps - low).to(tl.float32)
-                digit = (_between(low, most) + most).to(tl.int32)
-            elif kind == EXPONENTIAL:
-                size = tl.abs(steps)
-                level = tl.zeros((width,), tl.int32)
-                below = tl.zeros((width,), tl.float32)
-                gap = below + tl.load(grid + 1)
-                for i in range(1, levels):
-                    one = tl.load(grid + i)
-                    reached = size >= one
-                    level += reached.to(tl.int32)
-                    below = tl.where(reached, one, below)
-                    gap = tl.where(reached, tl.load(grid + i + 1) - one, gap)
-                level += (drawn * gap < size - below).to(tl.int32)
-                digit = levels + tl.where(own < 0, -level, level)
-            else:
-                size = tl.abs(steps)
-                digit = _float8(tl.where(size < most, size, most), own, mantissa, bias)
-        tl.store(digits + at, digit.to(tl.uint8), mask=inside)
+            digit = _float8(tl.where(size < most, size, most), own, mantissa, bias)
+    tl.store(digits + at, digit.to(tl.uint8), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n", "size"])
@@ -393,9 +202,10 @@ def draw_zeros(x, ends, draws, out, zeros, n, width: tl.constexpr):
     if here > 0:
         rank = tl.load(ends + tl.program_id(0)).to(tl.int32) - here + tl.cumsum(own, 0) - own
         # A number takes a word, and is below 1/2 if its first bit is 0.
-        place = tl.load(draws + _FIRST).to(tl.int32) // 2 + rank
-        a, b, c, d = _philox(draws, place // 4)
-        word = tl.where(place % 4 < 2, tl.where(place % 4 == 0, a, b), tl.where(place % 4 == 2, c, d))
+        place = tl.load(draws + FIRST).to(tl.int32) // 2 + rank
+        a, b, c, d = philox(draws, place // 4)
+        is_even = place % 2 == 0
+        word = tl.where(place % 4 < 2, tl.where(is_even, a, b), tl.where(is_even, c, d))
         byte = tl.program_id(0) * (width // 8) + tl.arange(0, width // 8)
         exists = byte < (n + 7) // 8
         packed = _bytes_of((zero & ((word >> 63) == 0)).to(tl.int32), width, False)
@@ -455,8 +265,8 @@ def from_bits(
     code, levels, out, n, length, paired: tl.constexpr, big: tl.constexpr,
     add: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Write one of the two levels of its run for each bit, or add it; if they are not ``paired``, the
-    first one is the negative of the second, which is all there is."""
+    """Write one of the two levels of its run for each bit, or add it.  If they are not ``paired``,
+    the first one is the negative of the second, which is all there is."""
     at = tl.program_id(0) * width + tl.arange(0, width)
     inside = at < n
     place = at % 8

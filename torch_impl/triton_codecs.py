@@ -5,14 +5,13 @@ was finite: the only thing that the host waits for.  What arrives from other ran
 GPU as bytes, and decoded or added there.
 
 Random numbers are those of the counter-based generator, which each program computes from its place
-in the stream; l2 norms and means are sums in the order that
-:func:`hvd_compress.kernels.reference.sums` defines.
+in the stream.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,14 +24,13 @@ from hvd_compress.kernels.bitpacking import digits_of_a_word, field_of
 from hvd_compress.kernels.codecs import Digits, Halves, Natural, Signs, draws_of, skip, words_of
 
 from . import triton_codec_kernels as kernels
+from . import triton_sum_kernels as terms
 from .backend import from_numpy
+from .triton_philox import ARRAY, NOWHERE, STREAM
+from .triton_sums import EXACT, WIDTH, grid, largest, limit_of, of_sums, sums
 
-#: elements that a program takes, and blocks of a sum
-_WIDTH, _ROWS = 1024, 8
 #: places within a tensor and its code are 32-bit integers
 _MOST = 2**30
-#: products and sums are not contracted, since the bits must be those of NumPy
-_EXACT = {"enable_fp_fusion": False}
 _KINDS = {
     "linear": kernels.LINEAR,
     "uniform": kernels.UNIFORM,
@@ -43,8 +41,8 @@ _KINDS = {
 
 
 def placed(codec: Codec, like: torch.Tensor) -> Placed | None:
-    """Return the codec for flat tensors on the GPU of ``like``, or ``None`` where only the host has
-    loops: for float64, and for the codecs that NumPy serves."""
+    """Return the codec for flat tensors on the GPU of ``like``; ``None`` where only the host has
+    loops: for float64, and for codecs that NumPy serves."""
     if like.dtype != torch.float32 or not 0 < like.numel() < _MOST:
         return None
     loops = codec._loops if isinstance(codec, Compiled) else None
@@ -83,7 +81,7 @@ class Placed:
         code, notes = room[: out.size], room[end:].view(torch.int32)
         notes.zero_()
         with torch.cuda.device_of(x):
-            self._encode(self._loops, x, random, code, notes)
+            self._encode(self._loops, _Task(x, random, notes), code)
             if sent is not None:
                 self._decode(self._loops, code, sent, False)
         on_host = torch.empty_like(room, device="cpu", pin_memory=x.is_cuda)
@@ -102,156 +100,123 @@ class Placed:
                 self._decode(self._loops, from_numpy(code, out), out, add)
 
 
-# Each kind of loops: numbers to a code, with a note of what is not finite and a number of zeros that
-# were drawn for; and back.
+class _Task(NamedTuple):
+    """What is encoded; and notes for the host (int32): 1 if an element is not finite, and how many
+    zeros were drawn for."""
+
+    x: torch.Tensor
+    random: np.random.Generator
+    notes: torch.Tensor
+
+    @property
+    def n(self) -> int:
+        return self.x.numel()
+
+
+# Each kind of loops: numbers to a code (uint8), and back.
 
 
 def _encode_digits(
-    loops: Digits,
-    x: torch.Tensor,
-    random: np.random.Generator,
-    code: torch.Tensor,
-    notes: torch.Tensor,
-    clip: float | None = None,
+    loops: Digits, task: _Task, code: torch.Tensor, clip: float | None = None
 ) -> None:
-    length = loops.length or x.numel()
-    split = 4 * triton.cdiv(x.numel(), length)
-    heads, limit = code[:split].view(torch.float32), None
-    if clip is not None:
-        limit = _limit(x, clip)
+    x, n = task.x, task.n
+    length = loops.length or n
+    split = 4 * triton.cdiv(n, length)
+    heads, packed = code[:split].view(torch.float32), code[split:]
+    limit = heads if clip is None else limit_of(x, clip)
     if loops.l2:
-        _of_sums(_sums(x, length, kernels.SQUARE), heads, kernels.ROOT)
+        of_sums(sums(x, length, terms.SQUARE), heads, terms.ROOT)
     else:
-        kernels.of_largest[_grid(heads.numel())](
-            *(_largest(x, length), heads if limit is None else limit, heads, heads.numel()),
-            float(loops.limit if loops.kind == "float8" else loops.levels),
+        terms.of_largest[grid(heads.numel())](
+            *(largest(x, length), limit, heads, heads.numel(), float(_most(loops))),
             kind=_KINDS[loops.kind],
-            clipped=limit is not None,
-            width=_WIDTH,
+            clipped=clip is not None,
+            width=WIDTH,
         )
     bits, each = field_of(loops.base), digits_of_a_word(loops.base)
-    packed = code[split:]
-    digits = packed if bits == 8 else torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
-    _quantise(loops, x, random, heads, limit, digits, notes)
-    if bits == 8:
-        return
-    form: dict[str, int] = {"bits": bits} if bits else {"base": loops.base, "each": each}
-    pack, count = kernels.pack_fields, packed.numel()
-    if not bits:
-        pack, count = kernels.pack_words, triton.cdiv(x.numel(), each)
-    pack[_grid(count)](digits, packed, x.numel(), packed.numel(), **form, width=_WIDTH)
-
-
-def _quantise(
-    loops: Digits | None,
-    x: torch.Tensor,
-    random: np.random.Generator | None,
-    heads: torch.Tensor,
-    limit: torch.Tensor | None,
-    digits: torch.Tensor,
-    notes: torch.Tensor,
-) -> None:
-    """``loops`` are ``None`` for natural compression, and ``random`` where nothing is drawn."""
-    n, source, draws, skew = x.numel(), kernels.NOWHERE, x, 0
-    if loops and loops.kind in ("linear", "float8"):
-        random = None
-    if random is not None:
-        drawn = draws_of(random, n)
-        if isinstance(drawn, np.ndarray):
-            source, draws = kernels.ARRAY, from_numpy(drawn, x)
-        else:
-            source, draws, skew = kernels.STREAM, _place(drawn, x), drawn[2] % 8
-    is_float8 = loops is not None and loops.kind == "float8"
-    levels = 0 if loops is None else int(loops.limit) if is_float8 else loops.levels
-    grid = _constant(loops.grid, x.device) if loops and loops.grid else x
-    kernels.quantise[_grid(n + skew)](
-        *(x, heads, heads if limit is None else limit, grid, draws, digits, notes, n),
-        *(loops.length or n if loops else n, levels),
-        kind=_KINDS[loops.kind] if loops else kernels.NATURAL,
+    digits = packed if bits == 8 else torch.empty(n, dtype=torch.uint8, device=x.device)
+    is_random = loops.kind not in ("linear", "float8")
+    source, draws, skew = _draws(task) if is_random else (NOWHERE, x, 0)
+    kernels.quantise[grid(n + skew)](
+        *(x, heads, limit, _constant(loops.grid, x.device) if loops.grid else x),
+        *(draws, digits, task.notes, n, length, _most(loops)),
+        kind=_KINDS[loops.kind],
         source=source,
-        clipped=limit is not None,
-        mantissa=loops.mantissa if loops else 0,
-        bias=loops.bias if loops else 0,
-        width=_WIDTH,
-        **_EXACT,
+        clipped=clip is not None,
+        mantissa=loops.mantissa,
+        bias=loops.bias,
+        width=WIDTH,
+        **EXACT,
     )
+    if bits is None:
+        kernels.pack_words[grid(triton.cdiv(n, each))](
+            digits, packed, n, packed.numel(), base=loops.base, each=each, width=WIDTH
+        )
+    elif bits < 8:
+        kernels.pack_fields[grid(packed.numel())](
+            digits, packed, n, packed.numel(), bits=bits, width=WIDTH
+        )
 
 
 def _decode_digits(loops: Digits, code: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    n = out.numel()
-    length, base = loops.length or n, loops.base
+    n, base = out.numel(), loops.base
+    length = loops.length or n
     split = 4 * triton.cdiv(n, length)
     bits, each = field_of(base), digits_of_a_word(base)
-    listed = loops.table is not None
-    table = _constant(tuple(loops.table.tolist()), out.device) if loops.table is not None else out
-    kernels.from_digits[_grid(n)](
+    table = out if loops.table is None else _constant(tuple(loops.table.tolist()), out.device)
+    kernels.from_digits[grid(n)](
         *(code[split:], code[:split].view(torch.float32), table),
-        *(code if bits else _powers(base, each, out.device), out),
+        *(_powers(base, each, out.device), out),
         *(n, code.numel() - split, length, loops.zero, float(loops.unit)),
         base=base,
         bits=bits or 0,
         each=0 if bits else each,
-        listed=listed,
+        listed=loops.table is not None,
         add=add,
-        width=_WIDTH,
-        **_EXACT,
+        width=WIDTH,
+        **EXACT,
     )
 
 
-def _encode_ternary(
-    loops: Ternary,
-    x: torch.Tensor,
-    random: np.random.Generator,
-    code: torch.Tensor,
-    notes: torch.Tensor,
-) -> None:
-    _encode_digits(loops.digits, x, random, code, notes, loops.codec.clip)
+def _encode_ternary(loops: Ternary, task: _Task, code: torch.Tensor) -> None:
+    _encode_digits(loops.digits, task, code, loops.codec.clip)
 
 
 def _decode_ternary(loops: Ternary, code: torch.Tensor, out: torch.Tensor, add: bool) -> None:
     _decode_digits(loops.digits, code, out, add)
 
 
-def _encode_natural(
-    loops: Natural,
-    x: torch.Tensor,
-    random: np.random.Generator,
-    code: torch.Tensor,
-    notes: torch.Tensor,
-) -> None:
-    n = x.numel()
-    _quantise(None, x, None if loops.biased else random, x, None, code[:n], notes)
-    _signs(x, code[n:], notes, kernels.NEGATIVE)
+def _encode_natural(loops: Natural, task: _Task, code: torch.Tensor) -> None:
+    n = task.n
+    source, draws, skew = (NOWHERE, task.x, 0) if loops.biased else _draws(task)
+    kernels.exponents[grid(n + skew)](
+        task.x, draws, code, task.notes, n, source=source, width=WIDTH, **EXACT
+    )
+    _put_signs(task, code[n:], kernels.NEGATIVE)
 
 
 def _decode_natural(loops: Natural, code: torch.Tensor, out: torch.Tensor, add: bool) -> None:
     n = out.numel()
-    kernels.from_natural[_grid(n)](code, code[n:], out, n, add=add, width=_WIDTH)
+    kernels.from_natural[grid(n)](code, code[n:], out, n, add=add, width=WIDTH)
 
 
-def _encode_signs(
-    loops: Signs,
-    x: torch.Tensor,
-    random: np.random.Generator,
-    code: torch.Tensor,
-    notes: torch.Tensor,
-) -> None:
-    n = x.numel()
+def _encode_signs(loops: Signs, task: _Task, code: torch.Tensor) -> None:
+    x, n = task.x, task.n
     if loops.draws_zeros:
-        _signs(x, code, notes, kernels.POSITIVE)
-        counts = torch.empty(triton.cdiv(n, _WIDTH), dtype=torch.int32, device=x.device)
-        kernels.count_zeros[_grid(n)](x, counts, n, width=_WIDTH)
-        ends = counts.cumsum(0)
-        draws = _place(words_of(random), x)
-        kernels.draw_zeros[_grid(n)](x, ends, draws, code, notes[1:], n, width=_WIDTH)
+        _put_signs(task, code, kernels.POSITIVE)
+        counts = torch.empty(*grid(n), dtype=torch.int32, device=x.device)
+        kernels.count_zeros[grid(n)](x, counts, n, width=WIDTH)
+        draws = _place(words_of(task.random), x)
+        kernels.draw_zeros[grid(n)](
+            x, counts.cumsum(0), draws, code, task.notes[1:], n, width=WIDTH
+        )
         return
     if isinstance(loops.scale, str):
-        term, kind = kernels.MAGNITUDE, kernels.MEAN
-        if loops.scale == "l2":
-            term, kind = kernels.SQUARE, kernels.MEAN_ROOT
-        _of_sums(_sums(x, n, term), code[:4].view(torch.float32), kind, n)
+        is_mean = loops.scale == "l1"
+        term, kind = (terms.MAGNITUDE, terms.MEAN) if is_mean else (terms.SQUARE, terms.MEAN_ROOT)
+        of_sums(sums(x, n, term), code[:4].view(torch.float32), kind, n)
         code = code[4:]
-    _signs(x, code, notes, kernels.NOT_NEGATIVE)
+    _put_signs(task, code, kernels.NOT_NEGATIVE)
 
 
 def _decode_signs(loops: Signs, code: torch.Tensor, out: torch.Tensor, add: bool) -> None:
@@ -262,22 +227,16 @@ def _decode_signs(loops: Signs, code: torch.Tensor, out: torch.Tensor, add: bool
     _from_bits(code, level, out, add)
 
 
-def _encode_halves(
-    loops: Halves,
-    x: torch.Tensor,
-    random: np.random.Generator,
-    code: torch.Tensor,
-    notes: torch.Tensor,
-) -> None:
-    n = x.numel()
+def _encode_halves(loops: Halves, task: _Task, code: torch.Tensor) -> None:
+    x, n = task.x, task.n
     length = loops.length or n
     runs = triton.cdiv(n, length)
-    kernels.two_means[_grid(runs)](
-        *(_sums(x, length, term) for term in (kernels.LOW, kernels.HIGH, kernels.MANY)),
+    terms.two_means[grid(runs)](
+        *(sums(x, length, term) for term in (terms.LOW, terms.HIGH, terms.MANY)),
         *(code[: 8 * runs].view(torch.float32), runs, length, n),
-        width=_WIDTH,
+        width=WIDTH,
     )
-    _signs(x, code[8 * runs :], notes, kernels.NOT_NEGATIVE, big=True)
+    _put_signs(task, code[8 * runs :], kernels.NOT_NEGATIVE, big=True)
 
 
 def _decode_halves(loops: Halves, code: torch.Tensor, out: torch.Tensor, add: bool) -> None:
@@ -295,11 +254,13 @@ _LOOPS: dict[type, tuple[Any, Any]] = {
 }
 
 
-def _signs(
-    x: torch.Tensor, out: torch.Tensor, notes: torch.Tensor, sign: Any, big: bool = False
-) -> None:
-    n = x.numel()
-    kernels.signs[_grid(n)](x, out, notes, n, sign=sign, big=big, width=_WIDTH)
+def _most(loops: Digits) -> int:
+    """The number of levels of each sign, or the largest number of a format."""
+    return int(loops.limit) if loops.kind == "float8" else loops.levels
+
+
+def _put_signs(task: _Task, out: torch.Tensor, sign: Any, big: bool = False) -> None:
+    kernels.signs[grid(task.n)](task.x, out, task.notes, task.n, sign=sign, big=big, width=WIDTH)
 
 
 def _from_bits(
@@ -307,71 +268,24 @@ def _from_bits(
 ) -> None:
     """Columns of ``length`` have two levels each, and the first bit of a byte is its highest; with
     0 there is one level, and its negative."""
-    kernels.from_bits[_grid(out.numel())](
+    kernels.from_bits[grid(out.numel())](
         *(code, levels, out, out.numel(), length),
         paired=length > 0,
         big=length > 0,
         add=add,
-        width=_WIDTH,
+        width=WIDTH,
     )
 
 
-def _sums(
-    x: torch.Tensor, length: int, term: Any, shift: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the sum (float64) of a term of the elements of each run."""
-    n = x.numel()
-    while True:
-        blocks = triton.cdiv(length, kernels.SUMMED.value)
-        count = triton.cdiv(n, length) * blocks
-        found = torch.empty(count, dtype=torch.float64, device=x.device)
-        kernels.sums[(triton.cdiv(count, _ROWS),)](
-            *(x, found if shift is None else shift, found, n, length, blocks, count),
-            term=term,
-            rows=_ROWS,
-            **_EXACT,
-        )
-        if blocks == 1:
-            return found
-        # The sums of a run are added up in the same way.
-        x, n, length, term, shift = found, count, blocks, kernels.PLAIN, None
-
-
-def _of_sums(
-    found: torch.Tensor, out: torch.Tensor, kind: Any, n: int = 1, clip: float = 1.0
-) -> None:
-    bits = np.float64(clip).view(np.int64).item()
-    kernels.of_sums[_grid(out.numel())](
-        found, out, out.numel(), n, bits, kind=kind, width=_WIDTH, **_EXACT
-    )
-
-
-def _limit(x: torch.Tensor, clip: float) -> torch.Tensor:
-    """So many standard deviations."""
-    n = x.numel()
-    mean = torch.empty(1, dtype=torch.float64, device=x.device)
-    limit = torch.empty(1, dtype=torch.float32, device=x.device)
-    _of_sums(_sums(x, n, kernels.PLAIN), mean, kernels.MEAN, n)
-    _of_sums(_sums(x, n, kernels.DEVIATION, mean), limit, kernels.LIMIT, n, clip)
-    return limit
-
-
-def _largest(x: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the largest magnitude of each run, as an integer."""
-    runs, blocks = triton.cdiv(x.numel(), length), triton.cdiv(length, kernels.SUMMED.value)
-    found = torch.zeros(runs, dtype=torch.int32, device=x.device)
-    kernels.largest[(triton.cdiv(runs * blocks, _ROWS),)](
-        x, found, x.numel(), length, blocks, runs * blocks, rows=_ROWS
-    )
-    return found
-
-
-def _grid(n: int) -> tuple[int]:
-    return (triton.cdiv(n, _WIDTH),)
+def _draws(task: _Task) -> tuple[Any, torch.Tensor, int]:
+    """Where a random number for each element comes from, and how many of the stream are skipped."""
+    drawn = draws_of(task.random, task.n)
+    if isinstance(drawn, np.ndarray):
+        return ARRAY, from_numpy(drawn, task.x), 0
+    return STREAM, _place(drawn, task.x), drawn[2] % 8
 
 
 def _place(place: tuple[list[int], list[int], int], like: torch.Tensor) -> torch.Tensor:
-    """Key, counter and what has been drawn, on the GPU."""
     key, counter, first = place
     return from_numpy(np.array([*key, *counter, first], np.uint64).view(np.int64), like)
 

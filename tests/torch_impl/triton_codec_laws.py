@@ -10,7 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_compress import Context, codecs, from_config
+from hvd_compress import (
+    FP8,
+    QSGD,
+    Context,
+    EFSignSGD,
+    NaturalCompression,
+    OneBit,
+    SignSGD,
+    TernGrad,
+    codecs,
+)
 from hvd_compress.codecs.compiled import Compiled
 from hvd_compress.codecs.frame import decode_coded, encode_sent
 from hvd_compress.codecs.plus_minus import plus_minus
@@ -29,7 +39,7 @@ CODECS = [
     codecs.scaled_sign(),
     codecs.scaled_sign("l2"),
     plus_minus(0.3),
-    codecs.column_means(7),
+    codecs.column_means(33),
     codecs.column_means(2048),
     codecs.column_means(),
     codecs.linear(),
@@ -37,7 +47,7 @@ CODECS = [
     *(codecs.linear(bits, 100) for bits in (2, 5)),
     *(codecs.uniform_dithering(levels, 512, "max") for levels in (1, 2, 7, 60, 127)),
     codecs.uniform_dithering(7, None, "l2"),
-    codecs.uniform_dithering(9, 5, "l2"),
+    codecs.uniform_dithering(9, 21, "l2"),
     codecs.natural_dithering(),
     codecs.exponential_dithering(1.2, 127, None),
     codecs.ternary(),
@@ -46,7 +56,7 @@ CODECS = [
     codecs.natural(biased=True),
     codecs.float8(),
     codecs.float8("e4m3", 512),
-    codecs.float8("e5m2", 3),
+    codecs.float8("e5m2", 13),
 ]
 SIZES = st.one_of(st.integers(1, 300), st.sampled_from([1023, 1024, 4096, 4097, 10_000]))
 
@@ -69,7 +79,7 @@ def assert_same(own, expected):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     n=SIZES,
     kind=st.sampled_from(KINDS),
@@ -115,15 +125,15 @@ def test_damaged_bytes_are_decoded_as_by_numpy(placed, codec, n, seed):
     assert_same(out, expected)
 
 
-@pytest.mark.parametrize("n", [1, 17, 4096, 4097, 70_001])
+@pytest.mark.parametrize("n", [1, 17, 4096, 9001])
 @pytest.mark.parametrize("length", [5, 4096, 5000, None])
 def test_orders_of_sums_are_those_of_numpy(placed, n, length):
     """Of more elements than are added up in one go, and in runs of which the last one is short."""
-    from hvd_compress.torch import triton_codec_kernels, triton_codecs
+    from hvd_compress.torch import triton_sum_kernels, triton_sums
 
     x = drawn(np.random.default_rng(n), n, "wide", FLOAT32)
     length = length or n
-    found = triton_codecs._sums(on_device(x), length, triton_codec_kernels.SQUARE).cpu().numpy()
+    found = triton_sums.sums(on_device(x), length, triton_sum_kernels.SQUARE).cpu().numpy()
     runs = [np.square(x[i : i + length], dtype=np.float64) for i in range(0, n, length)]
     np.testing.assert_array_equal(found, [reference.sums(run.reshape(1, -1))[0] for run in runs])
 
@@ -174,19 +184,19 @@ def test_frames_are_those_of_the_host(placed, codec, kind):
     assert_same(values, theirs)
 
 
-METHODS = {
-    "SignSGD": {},
-    "EFSignSGD": {},
-    "QSGD": {"levels": 7},
-    "TernGrad": {},
-    "NaturalCompression": {},
-    "FP8": {},
-    "OneBit": {},
-}
+METHODS = [
+    SignSGD(),
+    EFSignSGD(),
+    QSGD(levels=7),
+    TernGrad(),
+    NaturalCompression(),
+    FP8(),
+    OneBit(),
+]
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_exchanges_are_those_of_the_host(placed, monkeypatch, name):
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_exchanges_are_those_of_the_host(placed, monkeypatch, method):
     """Of two ranks over three steps, one of them with a NaN on one rank; frames, averages, what was
     sent and states."""
     if INTERPRETED:  # else the device says so
@@ -195,10 +205,7 @@ def test_exchanges_are_those_of_the_host(placed, monkeypatch, name):
     from hvd_compress.torch import triton_codecs
 
     put = triton_codecs.Placed.put
-    monkeypatch.setattr(
-        triton_codecs.Placed, "put", lambda *a, **b: used.append(name) or put(*a, **b)
-    )
-    method = from_config({"method": name, **METHODS[name]})
+    monkeypatch.setattr(triton_codecs.Placed, "put", lambda *a, **b: used.append(1) or put(*a, **b))
     shape, data = (20, 70), np.random.default_rng(0)
     states = {}
     for step in range(3):
@@ -254,11 +261,15 @@ KERNELS = [
     ("largest", [_F, _I, "i32", "i32", "i32", "i32"], [8]),
     *(("of_sums", [_D, _F, "i32", "i32", "i64"], [kind, 1024]) for kind in range(1, 4)),
     ("of_sums", [_D, _D, "i32", "i32", "i64"], [0, 1024]),
-    *(("of_largest", [_I, _F, _F, "i32", "fp32"], [kind, kind == 3, 1024]) for kind in (0, 1, 3, 4)),
+    *(
+        ("of_largest", [_I, _F, _F, "i32", "fp32"], [kind, kind == 3, 1024])
+        for kind in (0, 1, 3, 4)
+    ),
     ("two_means", [_D, _D, _D, _F, "i32", "i32", "i32"], [1024]),
-    *(("quantise", _QUANTISE, [kind, 2, kind == 3, 3, 7, 1024]) for kind in range(6)),
+    *(("quantise", _QUANTISE, [kind, 2, kind == 3, 3, 7, 1024]) for kind in range(5)),
     ("quantise", [*_QUANTISE[:4], _F, *_QUANTISE[5:]], [1, 1, False, 0, 0, 1024]),
-    ("quantise", [*_QUANTISE[:4], _F, *_QUANTISE[5:]], [5, 0, False, 0, 0, 1024]),
+    ("exponents", [_F, _F, _B, _I, "i32"], [0, 1024]),
+    ("exponents", [_F, "*i64", _B, _I, "i32"], [2, 1024]),
     *(("pack_fields", [_B, _B, "i32", "i32"], [bits, 1024]) for bits in (2, 3, 7)),
     ("pack_words", [_B, _B, "i32", "i32"], [3, 40, 1024]),
     *(("signs", [_F, _B, _I, "i32"], [sign, sign == 2, 1024]) for sign in range(3)),
@@ -277,9 +288,9 @@ KERNELS = [
 def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, types, constants, tmp_path):
     """No product and sum are contracted, quotients and roots are rounded correctly, and small
     numbers are kept; no GPU is needed."""
-    from hvd_compress.torch import triton_codec_kernels
+    from hvd_compress.torch import triton_codec_kernels, triton_sum_kernels
 
-    kernel = getattr(triton_codec_kernels, name)
+    kernel = getattr(triton_codec_kernels, name, None) or getattr(triton_sum_kernels, name)
     signature = [*types, *["constexpr"] * len(constants)]
     for code in compiled_for_gpus(kernel, signature, [None] * len(types) + constants, tmp_path):
         for inexact in ("fma", "div.full", "approx", ".ftz"):
