@@ -245,7 +245,11 @@ def _has_triton(device: torch.device) -> bool:
         problem = "Triton 3.0 or newer is missing: pip install triton"
     else:
         return True
-    logger.warning("top-k on %s takes many passes over memory: %s", device, problem)
+    logger.warning(
+        "top-k on %s takes many passes over memory, and codecs work on the host: %s",
+        device,
+        problem,
+    )
     return False
 
 
