@@ -1,4 +1,4 @@
-"""The Triton kernels of :mod:`hvd_compress.torch.triton_codecs`: numbers (float32) to codes, and
+"""The Triton kernels of :mod:`hvd_compress.torch.triton_code_loops`: numbers (float32) to codes, and
 back.
 
 They compute what kernels/codecs.h does in C++, with the same bits: each operation is rounded once,

@@ -241,13 +241,17 @@ def test_exchanges_are_those_of_the_host(placed, monkeypatch, method):
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_waits_are_one_for_a_code(placed, codec):
-    """When it comes to the host."""
+    """When it comes to the host.  Tables are made once."""
+    from hvd_compress.torch import triton_code_loops
+
     x = on_device(np.random.default_rng(0).standard_normal(3000).astype(np.float32))
     coder, sent = placed(codec, x), torch.zeros_like(x)
     code = np.empty(codec.size(3000, FLOAT32), np.uint8)
     coder.put(x, own_generator(Context()), code, sent)  # which makes tables
+    tables = triton_code_loops._kept.cache_info().currsize
     assert waits_of(lambda: coder.put(x, own_generator(Context()), code, sent)) == 1
     assert waits_of(lambda: coder.decode_to(code, sent, add=True)) == 0
+    assert triton_code_loops._kept.cache_info().currsize == tables
 
 
 _F, _D, _I, _B = "*fp32", "*fp64", "*i32", "*u8"
