@@ -1,5 +1,5 @@
-"""The Triton kernels of :mod:`hvd_compress.torch.triton_code_loops`: numbers (float32) to codes, and
-back.
+"""The Triton kernels of :mod:`hvd_compress.torch.triton_code_loops`: numbers (float32) to codes,
+and back.
 
 They compute what kernels/codecs.h does in C++, with the same bits: each operation is rounded once,
 and nothing is contracted.  Elements are counted by 32-bit integers.
