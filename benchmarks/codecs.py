@@ -1,11 +1,16 @@
 """Time that codecs take to encode and to decode, beside their bytes being read and written only.
 
     python benchmarks/codecs.py --elements 25500000
+    python benchmarks/codecs.py --device cuda
 
 A row has the median time of encoding, of decoding, and of adding what is decoded to an array, and
 how many times the floor that is.  The floor reads what goes in and writes what comes out, by
 streams in turn with the codec.  Codecs that round at random cannot do
 without random numbers: "draw" is the time that those alone take.
+
+On a GPU, encoding ends when the bytes are in host memory, and decoding begins with bytes there.
+"On the host" is the time of what would be done without kernels: to copy the numbers to host memory,
+encode and decode them there, and copy the values back.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--elements", type=int, default=25_500_000)
 parser.add_argument("--rounds", type=int, default=9)
 parser.add_argument("--threads", type=int, default=1)
+parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
 parser.add_argument("--framework", choices=("numpy", "torch"), default="numpy")
 parser.add_argument("--definitions", action="store_true", help="what NumPy takes, without loops")
 options = parser.parse_args()
@@ -87,7 +93,54 @@ def row(name: str, codec: codecs.Codec, x: np.ndarray, pool: np.ndarray) -> None
     print("".join(cells), flush=True)
 
 
+def on_gpu(device: str) -> None:
+    import torch
+
+    from hvd_compress.torch.triton_codecs import placed
+
+    def timed(function: Callable[..., Any], *arguments: Any) -> float:
+        def call() -> None:
+            function(*arguments)
+            torch.cuda.synchronize()
+
+        torch.cuda.synchronize()
+        return milliseconds(call)
+
+    def through_host(
+        codec: codecs.Codec, x: Any, random: np.random.Generator, code: np.ndarray, out: Any
+    ) -> None:
+        codec.put(x.cpu().numpy(), random, code, values)
+        out.copy_(torch.from_numpy(values))
+
+    n = options.elements
+    values = array(n, "float32")
+    pool = torch.randn(n + 1000 * (options.rounds + 1), device=device)
+    out = torch.zeros(n, device=device)
+    print(f"{n:,} float32 ({4 * n / 1e6:.0f} MB), {torch.cuda.get_device_name()}; ms")
+    print(f"{'':20}{'bits':>7}{'encode':>10}{'decode':>10}{'add':>10}{'on the host':>14}")
+    for name, codec in CODECS.items():
+        code = np.zeros(codec.size(n, np.dtype("float32")), np.uint8)
+        coder, times = placed(codec, out), []
+        for step in range(options.rounds + 1):
+            x, random = pool[step * 1000 :][:n].clone(), own_generator(Context(step=step))
+            times.append(
+                (
+                    timed(coder.put, x, random, code),
+                    timed(coder.decode_to, code, out),
+                    timed(coder.decode_to, code, out, True),
+                    timed(through_host, codec, x, random, code, out),
+                )
+            )
+        # In the first round kernels are compiled.
+        found = [statistics.median(own) for own in zip(*times[1:], strict=True)]
+        cells = "".join(f"{own:10.2f}" for own in found[:3])
+        print(f"{name:20}{code.size / n * 8:7.2f}{cells}{found[3]:14.2f}", flush=True)
+
+
 def main() -> None:
+    if options.device == "cuda":
+        on_gpu("cuda")
+        return
     if options.framework == "torch":
         import torch
 

@@ -189,7 +189,8 @@ def on_host(
     function: HostFunction, inputs: Sequence[Any], outputs: Sequence[Output], like: Array
 ) -> list[Array]:
     arrays = [to_numpy(x) if isinstance(x, torch.Tensor) else x for x in inputs]
-    return [from_numpy(result, like) for result in function(*arrays)]
+    # Bytes are messages, which are sent and read in host memory.
+    return [from_numpy(x, None if x.dtype == np.uint8 else like) for x in function(*arrays)]
 
 
 def pack_sizes(arrays: Sequence[Array]) -> Array:
@@ -244,7 +245,11 @@ def _has_triton(device: torch.device) -> bool:
         problem = "Triton 3.0 or newer is missing: pip install triton"
     else:
         return True
-    logger.warning("top-k on %s takes many passes over memory: %s", device, problem)
+    logger.warning(
+        "top-k on %s takes many passes over memory, and codecs work on the host: %s",
+        device,
+        problem,
+    )
     return False
 
 

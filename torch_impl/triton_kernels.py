@@ -32,7 +32,7 @@ def _pointer(addresses, t, array, aligned: tl.constexpr):
 
 
 @triton.jit
-def _magnitudes(x):
+def magnitudes(x):
     # As integers, which orders them as numbers and puts NaN above all.
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
@@ -81,7 +81,7 @@ def accumulate(
         x = _updated(addresses, t, at, None, momentum, kind, aligned)
     else:
         x = _updated(addresses, t, at, inside, momentum, kind, aligned)
-    bits = tl.where(inside, _magnitudes(x), 0)
+    bits = tl.where(inside, magnitudes(x), 0)
     hits = bits >= tl.load(thresholds + t)  # which is at least 1
     count = tl.sum(hits.to(tl.int32))
     tl.store(counts + block, count)
@@ -130,7 +130,7 @@ def count_digits(
         lane = first + tl.arange(0, room)
         inside = lane < size
         place = _places(kept, block, lane, size, suffice, room)
-        bits = _magnitudes(tl.load(residual + place, mask=inside, other=0.0))
+        bits = magnitudes(tl.load(residual + place, mask=inside, other=0.0))
         same = inside & ((bits >> (shift + digits)) == prefix)
         digit = (bits >> shift) & ((1 << digits) - 1)
         tl.atomic_add(histograms + t * BINS + digit, 1, mask=same, sem="relaxed")
@@ -183,7 +183,7 @@ def count_selected(
         lane = first + tl.arange(0, room)
         inside = lane < size
         place = _places(kept, block, lane, size, suffice, room)
-        bits = _magnitudes(tl.load(residual + place, mask=inside, other=0.0))
+        bits = magnitudes(tl.load(residual + place, mask=inside, other=0.0))
         larger += (inside & (bits > kth)).to(tl.int32)
         ties += (inside & (bits == kth)).to(tl.int32)
     tl.store(above + block, tl.sum(larger))
@@ -224,7 +224,7 @@ def write_selected(
         inside = lane < size
         place = _places(kept, block, lane, size, suffice, room)
         x = tl.load(residual + place, mask=inside, other=0.0)
-        bits = _magnitudes(x)
+        bits = magnitudes(x)
         is_larger = inside & (bits > kth)
         is_equal = inside & (bits == kth)
         larger_here = tl.cumsum(is_larger.to(tl.int32), 0)

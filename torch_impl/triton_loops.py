@@ -22,6 +22,9 @@ from hvd_compress.kernels import Selected, Step
 
 from . import triton_kernels as kernels
 from .backend import from_numpy
+from .triton_codecs import placed
+
+__all__ = ["Selection", "add_up", "placed", "stream"]
 
 #: elements of a block, and candidates that it has room for
 WIDTH, ROOM = 4096, 256

@@ -24,7 +24,9 @@ from hvd_compress.base import (
 )
 from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.codecs import Codec, logarithmic
+from hvd_compress.codecs.base import Coder
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
+from hvd_compress.codecs.places import coded
 from hvd_compress.config import check_choice, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.fused import FusedTopK, dense_is_less
@@ -292,19 +294,19 @@ def _everything(codec: Codec, x: Array, context: Context) -> Generator[Request, 
     xp = backend_of(x)
     n, dtype = xp.size(x), np.dtype(xp.dtype(x))
 
-    def encode(step: int, x: np.ndarray) -> list[np.ndarray]:
-        return list(encode_sent(codec, x, own_generator(context._replace(step=step))))
+    def encode(coder: Coder, step: int, x: Array) -> list[Array]:
+        return list(encode_sent(coder, x, own_generator(context._replace(step=step))))
 
-    def add_up(*frames: np.ndarray) -> list[np.ndarray]:
-        total = np.zeros(n, dtype)
+    def add_up(coder: Coder, *frames: np.ndarray) -> list[Array]:
+        total = coder.zeros(n, dtype)
         for rank, frame in enumerate(frames):
-            decode_coded(codec, frame, n, dtype, sender=f"rank {rank}", out=total, add=True)
+            decode_coded(coder, frame, n, dtype, sender=f"rank {rank}", out=total, add=True)
         return [total]
 
     size = coded_size(codec, n, dtype)
-    frame, sent = xp.on_host(encode, [context.step, x], [("uint8", size), (dtype.name, n)], x)
+    frame, sent = coded(codec, encode, [context.step, x], [("uint8", size), (dtype.name, n)], x)
     frames = yield Gather(frame, equal_sizes=True)
-    (total,) = xp.on_host(add_up, frames, [(dtype.name, n)], x)
+    (total,) = coded(codec, add_up, frames, [(dtype.name, n)], x)
     mean = total / context.size
     return Aggregated(mean, sent, xp.all_finite(mean))
 

@@ -12,7 +12,9 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Alltoall, Array, Context, Gather, Request, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.codecs import Codec
+from hvd_compress.codecs.base import Coder
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
+from hvd_compress.codecs.places import coded
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.random_k import own_generator
 from hvd_compress.sharding import shards_of
@@ -63,32 +65,33 @@ class alltoall(Aggregator, name="alltoall"):
         # Owners feed back what they leave out, whether a transform does or not.
         codec.check_feedback(max(s.stop - s.start for s in shards))
         sizes = [coded_size(codec, s.stop - s.start, dtype) for s in shards]
-        work = _Work(codec, shards, context, n, dtype)
+        work = _Work(shards, context, n, dtype)
 
-        *frames, sent = xp.on_host(
+        *frames, sent = coded(
+            codec,
             work.encode,
             [context.step, x, state["owner_residual"]],
             [*(("uint8", size) for size in sizes), (dtype.name, n)],
             x,
         )
         received = yield Alltoall(frames)
-        frame, owner_residual = xp.on_host(
+        frame, owner_residual = coded(
+            codec,
             work.add_up,
             [context.step, state["owner_residual"], *received],
             [("uint8", sizes[context.rank]), (dtype.name, n)],
             x,
         )
         frames = yield Gather(frame, equal_sizes=len(set(sizes)) == 1)
-        (total,) = xp.on_host(work.decode, frames, [(dtype.name, n)], x)
+        (total,) = coded(codec, work.decode, frames, [(dtype.name, n)], x)
         mean = total / context.size
         return Aggregated(mean, sent, xp.all_finite(mean), {"owner_residual": owner_residual})
 
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What a rank computes on its host."""
+    """What a rank computes where codes are made."""
 
-    codec: Codec
     shards: list[slice]
     context: Context
     n: int
@@ -101,42 +104,40 @@ class _Work:
     def _own(self) -> slice:
         return self.shards[self.context.rank]
 
-    def _decode(self, frame: np.ndarray, sender: int, out: np.ndarray, add: bool = False) -> None:
+    def _decode(
+        self, coder: Coder, frame: np.ndarray, sender: int, out: Array, add: bool = False
+    ) -> None:
         """Write what a frame holds to ``out``, or add it."""
-        name = f"rank {sender}"
-        decode_coded(self.codec, frame, out.size, self.dtype, sender=name, out=out, add=add)
+        name, n = f"rank {sender}", backend_of(out).size(out)
+        decode_coded(coder, frame, n, self.dtype, sender=name, out=out, add=add)
 
-    def encode(self, step: int, x: np.ndarray, owner_residual: np.ndarray) -> list[np.ndarray]:
+    def encode(self, coder: Coder, step: int, x: Array, owner_residual: Array) -> list[Array]:
         """Return a frame for each rank; and what the frames decode to, less what came from
         ``owner_residual``."""
-        foreign = owner_residual.copy()
+        foreign = backend_of(owner_residual).copy(owner_residual)
         foreign[self._own] = 0
-        moved = foreign.any()  # the shards did
+        moved = bool(foreign.any())  # the shards did
         x = x + foreign if moved else x
-        random = self._random(step, 0)
-        frames = [encode_coded(self.codec, x[shard], random) for shard in self.shards]
-        sent = np.empty_like(x)
-        for shard, frame in zip(self.shards, frames, strict=True):
-            self._decode(frame, self.context.rank, sent[shard])
+        random, sent = self._random(step, 0), coder.zeros(self.n, self.dtype)
+        frames = [encode_coded(coder, x[own], random, sent=sent[own]) for own in self.shards]
         return [*frames, sent - foreign if moved else sent]
 
     def add_up(
-        self, step: int, owner_residual: np.ndarray, *frames: np.ndarray
-    ) -> list[np.ndarray]:
+        self, coder: Coder, step: int, owner_residual: Array, *frames: np.ndarray
+    ) -> list[Array]:
         """Return the frame of the sum of the rank's shard; and what the frame leaves out of it."""
-        total = owner_residual[self._own].copy()
-        left = np.zeros(self.n, self.dtype)
+        total = backend_of(owner_residual).copy(owner_residual[self._own])
+        left = coder.zeros(self.n, self.dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # of a non-finite step
             for rank, frame in enumerate(frames):
-                self._decode(frame, rank, total, add=True)
-            frame = encode_coded(self.codec, total, self._random(step, 1))
+                self._decode(coder, frame, rank, total, add=True)
             own = left[self._own]
-            self._decode(frame, self.context.rank, own)
-            np.subtract(total, own, out=own)
+            frame = encode_coded(coder, total, self._random(step, 1), sent=own)
+            own[:] = total - own
         return [frame, left]
 
-    def decode(self, *frames: np.ndarray) -> list[np.ndarray]:
-        total = np.empty(self.n, self.dtype)
+    def decode(self, coder: Coder, *frames: np.ndarray) -> list[Array]:
+        total = coder.zeros(self.n, self.dtype)
         for rank, (shard, frame) in enumerate(zip(self.shards, frames, strict=True)):
-            self._decode(frame, rank, total[shard])
+            self._decode(coder, frame, rank, total[shard])
         return [total]

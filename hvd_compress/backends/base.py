@@ -122,7 +122,8 @@ class Backend(Protocol):
         Args:
             function: returns as many arrays as there are ``outputs``, and has no side effects.
             outputs: (dtype, length) of flat results, length ``None`` if unknown; or (dtype, shape).
-            like: an array on whose device the results shall be.
+            like: an array on whose device the results shall be; bytes (uint8), which are messages,
+                may stay in host memory.
         """
 
     def pack_sizes(self, arrays: Sequence[Array]) -> Array:

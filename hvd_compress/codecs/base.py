@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 import abc
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.operator_classes import Classes
+
+Array = Any
+
+
+class Coder(Protocol):
+    """What makes and reads the bytes of a codec, whose ``repr`` it has: the codec itself for NumPy
+    arrays, or loops for arrays in a device's memory, see :func:`hvd_compress.codecs.places.coded`.
+    Bytes are in host memory either way."""
+
+    def size(self, n: int, dtype: np.dtype) -> int:
+        """See :class:`Codec`."""
+
+    def zeros(self, n: int, dtype: np.dtype) -> Array:
+        """Return an array for decoded values."""
+
+    def put(
+        self, x: Array, random: np.random.Generator, out: np.ndarray, sent: Array | None = None
+    ) -> bool:
+        """Write the bytes of a flat ``x`` to ``out``, and what they decode to into ``sent``.  Where
+        ``x`` has a NaN or Inf, and the codec does not take these, draw nothing and return False;
+        ``out`` is as it was then."""
+
+    def decode_to(self, code: np.ndarray, out: Array, add: bool = False) -> None:
+        """See :class:`Codec`."""
 
 
 class Codec(Configurable, abc.ABC, kind="block"):
     """How an array of n numbers becomes bytes.
 
     Codecs work on NumPy arrays, flat, float32 or float64, in host memory: one implementation gives
-    the same bits under every framework.  A device array is copied once each way, which is what
-    handing bytes to a network takes anyway.
+    the same bits under every framework.  A device array is copied once each way, unless there are
+    loops for the device (:class:`Coder`), which have the same bits.
 
     Subclasses are frozen dataclasses: options are fields.
     """
@@ -64,6 +89,25 @@ class Codec(Configurable, abc.ABC, kind="block"):
         values = self.decode(code, out.size, out.dtype)
         with np.errstate(over="ignore", invalid="ignore"):
             np.add(out, values, out=out) if add else np.copyto(out, values)
+
+    def zeros(self, n: int, dtype: np.dtype) -> np.ndarray:
+        """See :class:`Coder`."""
+        return np.zeros(n, dtype)
+
+    def put(
+        self,
+        x: np.ndarray,
+        random: np.random.Generator,
+        out: np.ndarray,
+        sent: np.ndarray | None = None,
+    ) -> bool:
+        """See :class:`Coder`."""
+        if not self.takes_non_finite and not all_finite(x):
+            return False
+        self.encode_to(x, random, out)
+        if sent is not None:
+            self.decode_to(out, sent)
+        return True
 
     def check_feedback(self, d: int) -> None:
         """Raise ``ConfigError`` unless error feedback converges with this codec for ``d`` elements.

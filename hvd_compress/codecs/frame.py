@@ -24,9 +24,9 @@ import zlib
 
 import numpy as np
 
-from hvd_compress.codecs.base import Codec
+from hvd_compress.backends import backend_of
+from hvd_compress.codecs.base import Array, Coder
 from hvd_compress.errors import PayloadError
-from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.wire.frame import (
     HEADER,
     MAGIC,
@@ -45,7 +45,7 @@ _CODED = 3
 _NOT_FINITE, _PACKED, _DAMAGED = 1, 2, 4
 
 
-def coded_size(codec: Codec, count: int, dtype: np.dtype, n: int | None = None) -> int:
+def coded_size(codec: Coder, count: int, dtype: np.dtype, n: int | None = None) -> int:
     """Return the bytes of a frame of ``count`` values; with ``n``, of values with indices into
     ``n`` elements that are not packed."""
     indices = 0 if n is None else count * np.dtype(index_dtype(n)).itemsize
@@ -53,69 +53,54 @@ def coded_size(codec: Codec, count: int, dtype: np.dtype, n: int | None = None) 
 
 
 def encode_coded(
-    codec: Codec,
-    x: np.ndarray,
+    codec: Coder,
+    x: Array,
     random: np.random.Generator,
     indices: np.ndarray | None = None,
     n: int | None = None,
     *,
     packed: bool = False,
+    sent: Array | None = None,
 ) -> np.ndarray:
     """Return a frame (1-D, uint8) of the flat ``x`` (float32 or float64), which are the values at
     ``indices`` of ``n`` elements if these are given.  ``packed`` packs indices where that is
-    shorter."""
-    return _encoded(codec, x, random, indices, n, packed)[0]
-
-
-def encode_sent(
-    codec: Codec,
-    x: np.ndarray,
-    random: np.random.Generator,
-    indices: np.ndarray | None = None,
-    n: int | None = None,
-    *,
-    packed: bool = False,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the frame of :func:`encode_coded`, and the values that are read from it."""
-    frame, codes = _encoded(codec, x, random, indices, n, packed)
-    sent = np.empty(x.size, x.dtype)
-    if codes is None:
-        sent[:] = np.nan
-    else:
-        codec.decode_to(codes, sent, False)
-    return frame, sent
-
-
-def _encoded(
-    codec: Codec,
-    x: np.ndarray,
-    random: np.random.Generator,
-    indices: np.ndarray | None,
-    n: int | None,
-    packed: bool,
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return a frame, and the codes in it; ``None`` where values are not finite."""
-    size, status = coded_size(codec, x.size, x.dtype, n), 0
+    shorter; the values that are read from the frame are written to ``sent`` if that is given."""
+    xp = backend_of(x)
+    count, dtype = xp.size(x), np.dtype(xp.dtype(x))
+    size, status = coded_size(codec, count, dtype, n), 0
     own = np.zeros(0, np.uint8)
     if indices is not None and n is not None:
         own = indices.astype(f"<{np.dtype(index_dtype(n)).str[1:]}").view(np.uint8)
         if packed and (short := _packed(indices, n)) is not None:
-            shorter = padded(short.size + codec.size(x.size, x.dtype))
+            shorter = padded(short.size + codec.size(count, dtype))
             if shorter < size:
                 own, size, status = short, shorter, _PACKED
     frame = np.zeros(size, np.uint8)
     start = START + own.size
     frame[START:start] = own
-    codes = None
-    if not codec.takes_non_finite and not all_finite(x):
+    if not codec.put(x, random, frame[start : start + codec.size(count, dtype)], sent):
         status |= _NOT_FINITE
-    else:
-        codes = frame[start : start + codec.size(x.size, x.dtype)]
-        codec.encode_to(x, random, codes)
-    return seal(frame, _header(codec, x.size, x.dtype, status)), codes
+        if sent is not None:
+            sent[:] = np.nan
+    return seal(frame, _header(codec, count, dtype, status))
 
 
-def frame_of_damaged(codec: Codec, count: int, dtype: np.dtype) -> np.ndarray:
+def encode_sent(
+    codec: Coder,
+    x: Array,
+    random: np.random.Generator,
+    indices: np.ndarray | None = None,
+    n: int | None = None,
+    *,
+    packed: bool = False,
+) -> tuple[np.ndarray, Array]:
+    """Return the frame of :func:`encode_coded`, and the values that are read from it."""
+    xp = backend_of(x)
+    sent = codec.zeros(xp.size(x), np.dtype(xp.dtype(x)))
+    return encode_coded(codec, x, random, indices, n, packed=packed, sent=sent), sent
+
+
+def frame_of_damaged(codec: Coder, count: int, dtype: np.dtype) -> np.ndarray:
     """Return a frame of the usual size without values, which tells the ranks that wait for a frame
     that its sender cannot make one.  Decoding it raises ``PayloadError``."""
     frame = np.zeros(coded_size(codec, count, dtype), np.uint8)
@@ -123,16 +108,16 @@ def frame_of_damaged(codec: Codec, count: int, dtype: np.dtype) -> np.ndarray:
 
 
 def decode_coded(
-    codec: Codec,
+    codec: Coder,
     frame: np.ndarray,
     count: int | None,
     dtype: np.dtype,
     n: int | None = None,
     *,
     sender: str = "a rank",
-    out: np.ndarray | None = None,
+    out: Array | None = None,
     add: bool = False,
-) -> tuple[np.ndarray | None, np.ndarray]:
+) -> tuple[np.ndarray | None, Array]:
     """``(indices, values)``; indices are ``None`` unless ``n`` is given, and all values are NaN if
     one of the sender's was not finite.  ``count`` is ``None`` if only the sender knows it.  Values
     are written to ``out`` (1-D, contiguous, of ``dtype``) if that is given, or with ``add`` added.
@@ -178,7 +163,7 @@ def decode_coded(
             code = frame[START:start]
             indices = unpack(code, count, n) if packed else plain_indices(code, n)
             indices = indices.astype(index_dtype(n), copy=False)
-        values = np.empty(count, dtype) if out is None else out
+        values = codec.zeros(count, dtype) if out is None else out
         if status & _NOT_FINITE:
             values[:] = np.nan
         else:
@@ -200,6 +185,6 @@ def _packed(indices: np.ndarray, n: int) -> np.ndarray | None:
     return code
 
 
-def _header(codec: Codec, count: int, dtype: np.dtype, status: int) -> bytes:
+def _header(codec: Coder, count: int, dtype: np.dtype, status: int) -> bytes:
     tag = zlib.crc32(repr(codec).encode()) & 0xFFFF
     return HEADER.pack(MAGIC, VERSION, _CODED, VALUES[dtype.name], status, tag, count)

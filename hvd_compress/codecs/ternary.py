@@ -41,8 +41,8 @@ class ternary(Compiled, name="ternary"):
         return dtype.itemsize + digits_size(n, 3)
 
     @property
-    def _loops(self) -> _Ternary:
-        return _Ternary(self)
+    def _loops(self) -> Ternary:
+        return Ternary(self)
 
     def _limit(self, x: np.ndarray) -> float:
         """Of magnitudes.  Where all elements are alike nothing stands out that could be clipped."""
@@ -81,17 +81,21 @@ class ternary(Compiled, name="ternary"):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ternary:
-    """m is sent even if there are no elements."""
+class Ternary:
+    """The codec ``ternary``; m is sent even if there are no elements."""
 
     codec: ternary
 
+    #: without clipping
+    digits = Digits("ternary", 3, zero=1)
+
     def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
         if x.size:
-            Digits("ternary", 3, limit=self.codec._limit(x)).encode(x, random, out)
+            limit = self.codec._limit(x)
+            dataclasses.replace(self.digits, limit=limit).encode(x, random, out)
         else:
             out[:] = 0
 
     def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
         if out.size:
-            Digits("ternary", 3, zero=1).decode(code, out, add)
+            self.digits.decode(code, out, add)

@@ -36,6 +36,7 @@ __all__ = [
     "is_compiled",
     "loops_of",
     "merge",
+    "placed",
     "quotients",
     "rice_pack",
     "rice_unpack",
@@ -103,8 +104,8 @@ class Selection:
 
 
 def loops_of(x: Array) -> Any:
-    """Return the module whose ``Selection`` and ``add_up`` are those of this one for arrays in
-    memory where ``x`` is, or ``None`` if there is none."""
+    """Return the module whose ``Selection``, ``add_up`` and ``placed`` are those of this one for
+    arrays in memory where ``x`` is, or ``None`` if there is none."""
     name = backend_of(x).loops(x)
     return None if name is None else _module(name)
 
@@ -131,6 +132,13 @@ def merge(
 ) -> tuple[np.ndarray, np.ndarray]:
     """See :func:`hvd_compress.kernels.reference.merge`."""
     return (native or reference).merge(indices, values, size)
+
+
+def placed(codec: Any, like: Array) -> Any:
+    """Return ``codec`` for arrays in memory where ``like`` is, a
+    :class:`hvd_compress.codecs.base.Coder`; ``None`` where it works on the host alone, as codecs do
+    that have no loops but those here."""
+    return None
 
 
 def stream(arrays: Sequence[tuple[Array, Array, Array]]) -> None:

@@ -58,9 +58,9 @@ def unpack_fields(packed: np.ndarray, count: int, b: int) -> np.ndarray:
 
 def digits_size(count: int, base: int) -> int:
     """Return the bytes of ``count`` digits to ``base``."""
-    if bits := _field_of(base):
+    if bits := field_of(base):
         return full_bytes(count * bits)
-    whole, rest = divmod(count, _digits_of_a_word(base))
+    whole, rest = divmod(count, digits_of_a_word(base))
     return 8 * whole + full_bytes((base**rest - 1).bit_length())
 
 
@@ -71,9 +71,9 @@ def pack_digits(digits: np.ndarray, base: int) -> np.ndarray:
     word is cut; or each digit has a field of bits, where that takes no more: for bases such as 15,
     16, 31 and 255.
     """
-    if bits := _field_of(base):
+    if bits := field_of(base):
         return pack_fields(digits, bits)
-    each = _digits_of_a_word(base)
+    each = digits_of_a_word(base)
     whole, rest = divmod(digits.size, each)
     table = np.zeros((whole + 1, each), digits.dtype)
     table[:whole] = digits[: whole * each].reshape(whole, each)
@@ -84,9 +84,9 @@ def pack_digits(digits: np.ndarray, base: int) -> np.ndarray:
 
 def unpack_digits(packed: np.ndarray, count: int, base: int) -> np.ndarray:
     """Undo :func:`pack_digits`, in the narrowest unsigned type."""
-    if bits := _field_of(base):
+    if bits := field_of(base):
         return np.minimum(unpack_fields(packed, count, bits), base - 1)  # others are damage
-    each = _digits_of_a_word(base)
+    each = digits_of_a_word(base)
     whole, rest = divmod(count, each)
     padded = np.zeros(8 * (whole + 1), np.uint8)
     padded[: packed.size] = packed
@@ -100,13 +100,14 @@ def unpack_digits(packed: np.ndarray, count: int, base: int) -> np.ndarray:
     return table.reshape(-1)[:count]
 
 
-def _field_of(base: int) -> int | None:
-    """Bits of a field for a digit, unless words are shorter."""
+def field_of(base: int) -> int | None:
+    """Return the bits of a field for a digit; ``None`` where words are shorter."""
     bits = (base - 1).bit_length()
-    return bits if bits * _digits_of_a_word(base) <= 64 else None
+    return bits if bits * digits_of_a_word(base) <= 64 else None
 
 
-def _digits_of_a_word(base: int) -> int:
+def digits_of_a_word(base: int) -> int:
+    """Return how many digits fit into 64 bits."""
     # Exact: base**n <= 2**64, where a floating-point logarithm might be off by one.
     n = int(64 / math.log2(base)) + 1
     return n if base**n <= 2**64 else n - 1

@@ -79,7 +79,7 @@ class Digits:
         )
 
     def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
-        draws = None if self.kind in ("linear", "float8") else _draws(random, x.size)
+        draws = None if self.kind in ("linear", "float8") else draws_of(random, x.size)
         native.codecs.encode(self._rule, x, draws, out, threads())
 
     def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
@@ -97,7 +97,7 @@ class Natural:
     biased: bool
 
     def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
-        draws = None if self.biased else _draws(random, x.size)
+        draws = None if self.biased else draws_of(random, x.size)
         native.codecs.natural(x, draws, out, threads())
 
     def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
@@ -212,7 +212,7 @@ def all_finite(x: np.ndarray) -> bool:
 def draw(random: np.random.Generator, out: np.ndarray) -> None:
     """Fill ``out`` (1-D, float32) as ``random.random(out=out, dtype=np.float32)`` does, for
     benchmarks; ``random`` is that of :mod:`hvd_compress.operators.random_k`."""
-    native.codecs.uniforms(_draws(random, out.size), out, threads())
+    native.codecs.uniforms(draws_of(random, out.size), out, threads())
 
 
 def copy(x: np.ndarray, out: np.ndarray) -> None:
@@ -221,11 +221,12 @@ def copy(x: np.ndarray, out: np.ndarray) -> None:
     native.codecs.copy(x, out, threads())
 
 
-def _draws(random: np.random.Generator, n: int) -> Any:
-    """What ``random.random(n, np.float32)`` would draw: the numbers, or of the generator of
-    :mod:`hvd_compress.operators.random_k` the place in its stream, which is moved on."""
+def draws_of(random: np.random.Generator, n: int) -> Any:
+    """Return what ``random.random(n, np.float32)`` would: the numbers, or of the generator of
+    :mod:`hvd_compress.operators.random_k` the place in its stream, which is moved on.  A place has
+    the key, the counter, and the halves of words that are drawn of its block."""
     generator = random.bit_generator
-    if n < _FEW or not isinstance(generator, np.random.Philox):
+    if n < _FEW or not is_compiled() or not isinstance(generator, np.random.Philox):
         return random.random(n, np.float32)
     state: dict[str, Any] = dict(generator.state)
     key, counter = (state["state"][name].tolist() for name in ("key", "counter"))
@@ -250,3 +251,29 @@ def _draws(random: np.random.Generator, n: int) -> Any:
     }
     generator.state = moved  # type: ignore[assignment]
     return start
+
+
+def words_of(random: np.random.Generator) -> tuple[list[int], list[int], int]:
+    """Return the place from which ``random``, that of :mod:`hvd_compress.operators.random_k`, draws
+    its next whole word; see :func:`draws_of`."""
+    state: dict[str, Any] = dict(random.bit_generator.state)
+    key, counter = (state["state"][name].tolist() for name in ("key", "counter"))
+    return key, counter, 2 * state["buffer_pos"]
+
+
+def skip(random: np.random.Generator, words: int) -> None:
+    """Move the generator of :mod:`hvd_compress.operators.random_k` on as if it had drawn so many
+    words."""
+    if words == 0:
+        return
+    generator: Any = random.bit_generator
+    before = dict(generator.state)
+    first = min(words, 4 - before["buffer_pos"])
+    blocks, last = divmod(words - first, 4)
+    random.random(first)
+    if blocks:
+        generator.advance(blocks)
+    random.random(last)
+    # Half a word that is left over from earlier is still there.
+    kept = {name: before[name] for name in ("has_uint32", "uinteger")}
+    generator.state = {**generator.state, **kept}

@@ -277,24 +277,33 @@ KERNELS = [
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles nothing")
 @pytest.mark.parametrize(("name", "constants"), KERNELS, ids=str)
-def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, constants, tmp_path, monkeypatch):
+def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, constants, tmp_path):
     """No product and sum are contracted, and quotients are rounded correctly; no GPU is needed."""
+    from hvd_compress.torch import triton_kernels
+
+    kernel = getattr(triton_kernels, name)
+    kinds = {argument: kind for kind, names in _TYPES.items() for argument in names.split()}
+    signature = ["constexpr" if arg in constants else kinds[arg] for arg in kernel.arg_names]
+    values = [constants.get(arg) for arg in kernel.arg_names]
+    for code in compiled_for_gpus(kernel, signature, values, tmp_path):
+        assert "fma" not in code
+        assert "div.full" not in code
+        assert ("div.rn.f32" in code) is (name == "add_sorted")
+
+
+def compiled_for_gpus(kernel, signature, constants, folder):
+    """The PTX of a kernel for two compute capabilities, by the types of its arguments and the
+    values of those that are constant."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hvd_compress.torch import triton_kernels
-
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    kernel = getattr(triton_kernels, name)
-    kinds = {argument: kind for kind, names in _TYPES.items() for argument in names.split()}
-    signature = {arg: "constexpr" if arg in constants else kinds[arg] for arg in kernel.arg_names}
-    source = ASTSource(
-        kernel, signature, {(kernel.arg_names.index(arg),): x for arg, x in constants.items()}
-    )
-    for capability in (80, 90):
-        target = GPUTarget("cuda", capability, 32)
-        code = triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["ptx"]
-        assert "fma" not in code
-        assert "div.full" not in code
-        assert ("div.rn.f32" in code) is (name == "add_sorted")
+    types = dict(zip(kernel.arg_names, signature, strict=True))
+    known = {(i,): x for i, x in enumerate(constants) if signature[i] == "constexpr"}
+    source = ASTSource(kernel, types, known)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.cache, "dir", str(folder))
+        for capability in (80, 90):
+            target = GPUTarget("cuda", capability, 32)
+            options = {"enable_fp_fusion": False}
+            yield triton.compile(source, target=target, options=options).asm["ptx"]

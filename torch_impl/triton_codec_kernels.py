@@ -1,0 +1,292 @@
+"""The Triton kernels of :mod:`hvd_compress.torch.triton_code_loops`: numbers (float32) to codes,
+and back.
+
+They compute what kernels/codecs.h does in C++, with the same bits: each operation is rounded once,
+and nothing is contracted.  Elements are counted by 32-bit integers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_kernels import INFINITY, magnitudes
+from .triton_philox import FIRST, NOWHERE, drawn, philox
+
+#: how numbers become digits; see :class:`hvd_compress.kernels.codecs.Digits`
+LINEAR, UNIFORM, EXPONENTIAL, TERNARY, FLOAT8 = (tl.constexpr(i) for i in range(5))
+#: of which elements a bit is set
+NEGATIVE, POSITIVE, NOT_NEGATIVE = (tl.constexpr(i) for i in range(3))
+
+#: 1.5 * 2^23: in a sum with it the last bit is worth one
+_ROUNDER = tl.constexpr(12582912.0)
+
+
+# -- numbers to codes -----------------------------------------------------------------------------
+
+
+@triton.jit
+def _note(infinite, x):
+    """Say so where an element is NaN or Inf."""
+    if tl.max(magnitudes(x), 0) >= INFINITY:
+        tl.store(infinite, 1)
+
+
+@triton.jit
+def _between(x, most):
+    """Clipped to -most .. most."""
+    x = tl.where(x > -most, x, -most)
+    return tl.where(x < most, x, most)
+
+
+@triton.jit
+def _float8(size, x, mantissa: tl.constexpr, bias: tl.constexpr):
+    """The bits of a float with so many of them for the significand: to the nearest, ties to
+    even."""
+    cut: tl.constexpr = 23 - mantissa
+    bits = size.to(tl.int32, bitcast=True)
+    large = ((bits + ((1 << (cut - 1)) - 1) + ((bits >> cut) & 1)) >> cut) - (
+        (127 - bias) << mantissa
+    )
+    small = (size * (2.0 ** (bias - 1 + mantissa)) + _ROUNDER).to(tl.int32, bitcast=True) & 127
+    code = tl.where(size < 2.0 ** (1 - bias), small, large)
+    return code | ((x.to(tl.int32, bitcast=True) >> 24) & 128)
+
+
+@triton.jit(do_not_specialize=["n"])
+def exponents(x, draws, code, infinite, n, source: tl.constexpr, width: tl.constexpr):
+    """Write the exponent (uint8) of one of the two powers of two beside each element: the nearer
+    one, if there are no random numbers."""
+    at, inside, limit = drawn(draws, n, source, width)
+    own = tl.load(x + at, mask=inside, other=0.0)
+    _note(infinite, own)
+    if source == NOWHERE:
+        limit = tl.full((width,), 0.5, tl.float32)
+    bits = magnitudes(own)
+    part = (bits & 0x7FFFFF).to(tl.float32)
+    exponent = tl.minimum((bits >> 23) + (limit * 8388608.0 < part).to(tl.int32), 255)
+    tl.store(code + at, exponent.to(tl.uint8), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "length", "levels"])
+def quantise(
+    x, heads, limits, grid, draws, digits, infinite, n, length, levels,
+    kind: tl.constexpr, source: tl.constexpr, clipped: tl.constexpr,
+    mantissa: tl.constexpr, bias: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Write a digit (uint8) for each element, by the scale of its run.  ``levels`` is the number of
+    levels of each sign, or the largest number of a format."""
+    at, inside, number = drawn(draws, n, source, width)
+    own = tl.load(x + at, mask=inside, other=0.0)
+    _note(infinite, own)
+    scale = tl.load(heads + at // length, mask=inside, other=1.0)
+    most = tl.zeros((width,), tl.float32) + levels
+    if kind == TERNARY:
+        size = tl.abs(own)
+        if clipped:
+            limit = tl.load(limits)
+            size = tl.where(size < limit, size, limit)
+        chosen = (number * scale < size).to(tl.int32)
+        digit = 1 + tl.where(own < 0, -chosen, chosen)
+    else:
+        usable = scale > 0
+        if (kind == UNIFORM) | (kind == EXPONENTIAL):
+            usable = usable & (scale < float("inf"))
+        steps = tl.div_rn(own, tl.where(usable, scale, 1.0))
+        size = tl.abs(steps)
+        if kind == LINEAR:
+            near = (_between(steps, most) + _ROUNDER) - _ROUNDER
+            digit = (near + most).to(tl.int32)
+        elif kind == UNIFORM:
+            steps = _between(steps * most, most + 1.0)
+            # Triton's floor takes small numbers for zero.
+            low = (steps + _ROUNDER) - _ROUNDER
+            low -= (low > steps).to(tl.float32)
+            low += (number < steps - low).to(tl.float32)
+            digit = (_between(low, most) + most).to(tl.int32)
+        elif kind == EXPONENTIAL:
+            level = tl.zeros((width,), tl.int32)
+            below = tl.zeros((width,), tl.float32)
+            gap = below + tl.load(grid + 1)
+            for i in range(1, levels):
+                one = tl.load(grid + i)
+                reached = size >= one
+                level += reached.to(tl.int32)
+                below = tl.where(reached, one, below)
+                gap = tl.where(reached, tl.load(grid + i + 1) - one, gap)
+            level += (number * gap < size - below).to(tl.int32)
+            digit = levels + tl.where(own < 0, -level, level)
+        else:
+            digit = _float8(tl.where(size < most, size, most), own, mantissa, bias)
+    tl.store(digits + at, digit.to(tl.uint8), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "size"])
+def pack_fields(digits, out, n, size, bits: tl.constexpr, width: tl.constexpr):
+    """Write the bytes of digits with ``bits`` bits each, the first bit the lowest."""
+    at = tl.program_id(0) * width + tl.arange(0, width)
+    inside = at < size
+    # Eight fields are `bits` bytes.
+    start = 8 * (at % bits)
+    byte = tl.zeros((width,), tl.int32)
+    for i in tl.static_range(8 // bits + 2):
+        field = start // bits + i
+        place = field * bits - start
+        digit = 8 * (at // bits) + field
+        own = tl.load(digits + digit, mask=inside & (digit < n), other=0).to(tl.int32)
+        # A field begins less than eight bits in front of the byte, or in it, or behind it.
+        byte |= tl.where(place < 8, (own << tl.minimum(place + 8, 15)) >> 8, 0)
+    tl.store(out + at, (byte & 255).to(tl.uint8), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "size"])
+def pack_words(digits, out, n, size, base: tl.constexpr, each: tl.constexpr, width: tl.constexpr):
+    """Write words of ``each`` digits, the first one the highest; the last word may have less."""
+    word = tl.program_id(0) * width + tl.arange(0, width)
+    value = tl.zeros((width,), tl.uint64)
+    for i in range(0, each):
+        at = word * each + i
+        inside = at < n
+        own = tl.load(digits + at, mask=inside, other=0).to(tl.uint64)
+        value = tl.where(inside, value * base + own, value)
+    byte = tl.arange(0, 8)
+    at = 8 * word[:, None] + byte[None, :]
+    own = value[:, None] >> (8 * byte[None, :]).to(tl.uint64)
+    tl.store(out + at, (own & 255).to(tl.uint8), mask=at < size)
+
+
+@triton.jit
+def _bytes_of(bits, width: tl.constexpr, big: tl.constexpr):
+    """Eight bits (int32) to a byte, the first one the lowest, or the highest if ``big``."""
+    place = tl.arange(0, 8)
+    if big:
+        place = 7 - place
+    return tl.sum(tl.reshape(bits, (width // 8, 8)) << place[None, :], 1)
+
+
+@triton.jit(do_not_specialize=["n"])
+def signs(x, out, infinite, n, sign: tl.constexpr, big: tl.constexpr, width: tl.constexpr):
+    """Write a bit for each element."""
+    at = tl.program_id(0) * width + tl.arange(0, width)
+    inside = at < n
+    own = tl.load(x + at, mask=inside, other=0.0)
+    _note(infinite, own)
+    if sign == NEGATIVE:
+        bits = own < 0
+    elif sign == POSITIVE:
+        bits = own > 0
+    else:
+        bits = own >= 0
+    byte = tl.program_id(0) * (width // 8) + tl.arange(0, width // 8)
+    packed = _bytes_of((bits & inside).to(tl.int32), width, big)
+    tl.store(out + byte, packed.to(tl.uint8), mask=byte < (n + 7) // 8)
+
+
+@triton.jit(do_not_specialize=["n"])
+def count_zeros(x, counts, n, width: tl.constexpr):
+    """Count the zeros of each block."""
+    at = tl.program_id(0) * width + tl.arange(0, width)
+    own = tl.load(x + at, mask=at < n, other=1.0)
+    tl.store(counts + tl.program_id(0), tl.sum((own == 0).to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=["n"])
+def draw_zeros(x, ends, draws, out, zeros, n, width: tl.constexpr):
+    """Set the bits of those zeros for which a number below 1/2 is drawn, one after the other, and
+    write how many there are.  ``ends`` are the numbers of zeros up to and with each block."""
+    tl.store(zeros, tl.load(ends + tl.num_programs(0) - 1).to(tl.int32))
+    at = tl.program_id(0) * width + tl.arange(0, width)
+    zero = tl.load(x + at, mask=at < n, other=1.0) == 0
+    own = zero.to(tl.int32)
+    here = tl.sum(own, 0)
+    if here > 0:
+        rank = tl.load(ends + tl.program_id(0)).to(tl.int32) - here + tl.cumsum(own, 0) - own
+        # A number takes a word, and is below 1/2 if its first bit is 0.
+        place = tl.load(draws + FIRST).to(tl.int32) // 2 + rank
+        a, b, c, d = philox(draws, place // 4)
+        is_even = place % 2 == 0
+        word = tl.where(place % 4 < 2, tl.where(is_even, a, b), tl.where(is_even, c, d))
+        byte = tl.program_id(0) * (width // 8) + tl.arange(0, width // 8)
+        exists = byte < (n + 7) // 8
+        packed = _bytes_of((zero & ((word >> 63) == 0)).to(tl.int32), width, False)
+        known = tl.load(out + byte, mask=exists, other=0).to(tl.int32)
+        tl.store(out + byte, (known | packed).to(tl.uint8), mask=exists)
+
+
+# -- codes to numbers -----------------------------------------------------------------------------
+
+
+@triton.jit
+def _give(out, at, inside, value, add: tl.constexpr):
+    if add:
+        value = tl.load(out + at, mask=inside, other=0.0) + value
+    tl.store(out + at, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "size", "length", "zero"])
+def from_digits(
+    code, heads, table, powers, out, n, size, length, zero, unit,
+    base: tl.constexpr, bits: tl.constexpr, each: tl.constexpr, listed: tl.constexpr,
+    add: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Write what digits stand for, times the scale of their run, or add it.  Digits have ``bits``
+    bits each, or are ``each`` in a word, whose places are worth the ``powers``."""
+    at = tl.program_id(0) * width + tl.arange(0, width)
+    inside = at < n
+    if each == 0:
+        start = (at % 8) * bits
+        byte = (at // 8) * bits + start // 8
+        low = tl.load(code + byte, mask=inside, other=0).to(tl.int32)
+        high = tl.load(code + byte + 1, mask=inside & (byte + 1 < size), other=0).to(tl.int32)
+        digit = ((low | (high << 8)) >> (start % 8)) & ((1 << bits) - 1)
+        digit = tl.minimum(digit, base - 1)  # others are damage
+    else:
+        word = at // each
+        held = tl.minimum(n - word * each, each)
+        value = tl.zeros((width,), tl.uint64)
+        for i in tl.static_range(8):
+            byte = 8 * word + i
+            own = tl.load(code + byte, mask=inside & (byte < size), other=0)
+            value |= own.to(tl.uint64) << (8 * i)
+        place = held - 1 - at % each
+        power = tl.load(powers + place, mask=inside, other=1).to(tl.uint64, bitcast=True)
+        digit = ((value // power) % base).to(tl.int32)
+    scale = tl.load(heads + at // length, mask=inside, other=0.0)
+    scale = tl.div_rn(scale, tl.full((width,), 1.0, tl.float32) * unit)
+    if listed:
+        value = tl.load(table + digit, mask=inside, other=0.0)
+    else:
+        value = (digit - zero).to(tl.float32)
+    _give(out, at, inside, value * scale, add)
+
+
+@triton.jit(do_not_specialize=["n", "length"])
+def from_bits(
+    code, levels, out, n, length, paired: tl.constexpr, big: tl.constexpr,
+    add: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Write one of the two levels of its run for each bit, or add it.  If they are not ``paired``,
+    the first one is the negative of the second, which is all there is."""
+    at = tl.program_id(0) * width + tl.arange(0, width)
+    inside = at < n
+    place = at % 8
+    if big:
+        place = 7 - place
+    bit = (tl.load(code + at // 8, mask=inside, other=0).to(tl.int32) >> place) & 1
+    if paired:
+        value = tl.load(levels + 2 * (at // length) + bit, mask=inside, other=0.0)
+    else:
+        level = tl.load(levels)
+        value = tl.where(bit != 0, level, -level)
+    _give(out, at, inside, value, add)
+
+
+@triton.jit(do_not_specialize=["n"])
+def from_natural(code, negative, out, n, add: tl.constexpr, width: tl.constexpr):
+    """Write powers of two, or add them."""
+    at = tl.program_id(0) * width + tl.arange(0, width)
+    inside = at < n
+    exponent = tl.load(code + at, mask=inside, other=0).to(tl.int32)
+    sign = (tl.load(negative + at // 8, mask=inside, other=0).to(tl.int32) >> (at % 8)) & 1
+    value = ((exponent << 23) | (sign << 31)).to(tl.float32, bitcast=True)
+    _give(out, at, inside, value, add)
