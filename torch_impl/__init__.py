@@ -25,6 +25,7 @@ from hvd_compress.integrations.launch import find_mpi
 from hvd_compress.training import OuterSGD
 
 from .ddp import DDPState, ddp_hook
+from .demo import DeMo
 from .onebit_adam import OneBitAdam
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
@@ -57,6 +58,7 @@ __all__ = [
     *_optimizers,
     *_factories.of_methods,
     "DDPState",
+    "DeMo",
     "OneBitAdam",
     "OuterSGD",
     "ZeroOneAdam",

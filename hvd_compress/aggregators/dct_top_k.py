@@ -16,7 +16,7 @@ from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.top_k import largest_of_rows
-from hvd_compress.wire import decode_sparse, dense_is_shorter, encode_sparse
+from hvd_compress.wire import decode_sparse, dense_is_shorter, encode_sparse, sparse_size
 from hvd_compress.wire.frame import CODECS, index_dtype
 
 
@@ -72,13 +72,14 @@ class dct_top_k(Aggregator, name="dct_top_k"):
         indices = largest_of_rows(xp.abs(coefficients), self.top_k)
         values = xp.take(xp.reshape(coefficients, (n,)), indices)
         values = xp.round_to(values, self.values, saturate=True)
+        size = None if self.indices == "packed" else sparse_size(k, n, self.values)
         (frame,) = xp.on_host(
             functools.partial(_encode, n, self.indices),
             [indices, xp.cast(values, self.values)],
-            [("uint8", None)],
+            [("uint8", size)],
             x,
         )
-        frames = yield Gather(frame)
+        frames = yield Gather(frame, equal_sizes=size is not None)
         parts = xp.on_host(
             functools.partial(_decode, n, k, self.values),
             frames,
