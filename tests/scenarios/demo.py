@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def ranks_agree_on_weights_and_not_on_momenta() -> None:
         momenta = run.states()
         assert momenta.keys() == {f"{name}.momentum" for name in run.weights()}
         everybodys = np.reshape(allgather(momenta["kernel0.momentum"]), (hvd.size(), -1))
-        assert all((a != b).any() for a, b in zip(everybodys, everybodys[1:], strict=False))
+        assert all((a != b).any() for a, b in itertools.pairwise(everybodys))
 
 
 def it_sends_some_coefficients_a_chunk() -> None:
