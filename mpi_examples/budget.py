@@ -22,6 +22,7 @@ OPTIONS = {
 #: methods that are a part of an optimizer: what this is made with
 PARTNERS = {
     "OneBitAdam": {"lr": 1e-3, "freeze_step": 60, "eps": 1e-3},
+    "DeMo": {"lr": 1e-3},
     "ZeroOneAdam": {"lr": 1e-3, "var_freeze_step": 60, "eps": 1e-3},
 }
 #: of the learning rate, for methods whose steps do not shrink with the gradient

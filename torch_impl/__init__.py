@@ -27,6 +27,7 @@ from hvd_compress.training import OuterSGD
 from .ddp import DDPState, ddp_hook
 from .demo import DeMo
 from .onebit_adam import OneBitAdam
+from .onebit_lamb import OneBitLAMB
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
 from .training.factories import factories
@@ -60,6 +61,7 @@ __all__ = [
     "DDPState",
     "DeMo",
     "OneBitAdam",
+    "OneBitLAMB",
     "OuterSGD",
     "ZeroOneAdam",
     "ddp_hook",

@@ -50,7 +50,19 @@ def update_parameter(
     frozen: bool,
     is_momentum: bool = False,
 ) -> None:
-    """Take one step of Adam.
+    """Take one step of Adam; see :func:`direction`."""
+    update = direction(gradient, state, group, frozen, is_momentum)
+    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+
+
+def direction(
+    gradient: torch.Tensor,
+    state: dict[str, Any],
+    group: dict[str, Any],
+    frozen: bool,
+    is_momentum: bool,
+) -> torch.Tensor:
+    """Return the direction of Adam's step, after an update of its state.
 
     Args:
         frozen: the variance stays as it is.
@@ -68,7 +80,7 @@ def update_parameter(
     update = m / scale_of(state, group)
     if group["bias_correction"]:
         update /= 1 - beta1 ** state["step"]
-    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+    return update
 
 
 def scale_of(state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Chunks(NamedTuple):
         return self.height * self.width
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """The number of chunks."""
         return self.rows * self.columns // self.size
 
@@ -64,7 +64,7 @@ def transform(x: Array, chunks: Chunks) -> Array:
     x = xp.reshape(xp.copy(x), (-1, width))
     x = xp.transpose(xp.reshape(_product(x, dct_matrix(width).T), (n // height, height, m)))
     x = _product(xp.reshape(x, (-1, height)), dct_matrix(height).T)
-    return xp.reshape(x, (chunks.count, chunks.size))
+    return xp.reshape(x, (chunks.number, chunks.size))
 
 
 def inverse(coefficients: Array, chunks: Chunks) -> Array:

@@ -81,7 +81,7 @@ def test_coefficients_are_those_of_the_chunks(make, shape):
     x = np.random.default_rng(0).normal(size=shape)
     n, m, height, width = chunks = chunks_of(shape, 5)
     found = np.asarray(transform(make(x.reshape(-1)), chunks))
-    assert found.shape == (chunks.count, chunks.size)
+    assert found.shape == (chunks.number, chunks.size)
     at = 0
     for i in range(0, n, height):
         for j in range(0, m, width):
