@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tasks", nargs="+", choices=RATES, default=[*RATES], metavar="TASK")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
-    parser.add_argument("--steps", type=int, default=32, help="of each run")
+    parser.add_argument("--steps", type=int, default=24, help="of each run")
     parser.add_argument("--seeds", type=int, default=1, help="runs per method")
     parser.add_argument("--sync-every", type=int, default=8, help="local steps between exchanges")
     parser.add_argument("--density", type=float, default=0.01, help="of dgc")
