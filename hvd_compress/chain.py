@@ -123,12 +123,14 @@ class Aggregated(NamedTuple):
         sent: this rank's contribution to it.
         finite: whether all ranks' contributions were finite: a bool, or a symbol of one.
         state: the aggregator's new state.
+        update: the direction of the step, if it is not the average; the same on all ranks.
     """
 
     mean: Array
     sent: Array | Sparse
     finite: Any
     state: State = {}
+    update: Array | None = None
 
 
 class Aggregator(Configurable, abc.ABC, kind="block"):
@@ -291,8 +293,10 @@ class Chain(Compressor, name="chain"):
 
         old |= {key: own[key] for key in aggregated.state if key in own}
 
+        direction = aggregated.mean if aggregated.update is None else aggregated.update
+
         def settled() -> tuple[Array, State]:
-            update, new_state = aggregated.mean, dict(aggregated.state)
+            update, new_state = direction, dict(aggregated.state)
             for transform, own in zip(reversed(self.transforms), reversed(states), strict=True):
                 own = transform.settle(aggregated.sent, own, context)
                 update, own = transform.finish(update, own, context)
@@ -304,7 +308,7 @@ class Chain(Compressor, name="chain"):
             return aggregated.mean, in_range(old)
 
         update, new_state = xp.choose(finite, settled, restored)
-        if not self._has_update:
+        if not self._has_update and aggregated.update is None:
             return Outcome(mean, aggregated.sent, new_state)
         update = xp.restore(update, gradient)
         if xp.dtype(mean) != xp.dtype(x):  # nor may it have room for the momentum

@@ -69,6 +69,9 @@ class Digits:
         for x, y in batch:
             yield functional.cross_entropy(self.model(x), y)
 
+    def test_loss(self) -> float:
+        return functional.cross_entropy(self.model(self.x_test), self.y_test).item()
+
     def score(self) -> float:
         return 100 * (self.model(self.x_test).argmax(1) == self.y_test).float().mean().item()
 
@@ -97,12 +100,15 @@ class Text:
             yield functional.cross_entropy(logits.flatten(0, 1), following.flatten())
 
     def score(self) -> float:
+        return math.exp(self.test_loss())
+
+    def test_loss(self) -> float:
         total, count, state = 0.0, 0, None
         for words, following in segments(share(self.text.test, 32, 0, 1), 16):
             logits, state = self.model(words, state)
             loss = functional.cross_entropy(logits.flatten(0, 1), following.flatten())
             total, count = total + loss.item() * following.numel(), count + following.numel()
-        return math.exp(total / count)
+        return total / count
 
 
 class TransformerText(Text):

@@ -15,8 +15,6 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
 
 from tqdm import tqdm
 
@@ -71,6 +69,7 @@ from mpi4py import MPI
 from torch.nn import functional
 
 import hvd_compress.torch.mpi as hvd
+from mpi_examples.local_methods import wrapped
 from mpi_examples.models import cnn
 
 world = MPI.COMM_WORLD
@@ -88,32 +87,6 @@ class Run:
     seconds: float
 
 
-def wrapped(method: str, sgd: torch.optim.Optimizer, steps: int) -> torch.optim.Optimizer:
-    """The optimizer of a method, for so many steps in all."""
-    every, density = options.sync_every, options.density
-    one = {"local_every": every, "global_every": every, "local_pull": 0.0, "local_drift": 0.0}
-    makers: dict[str, Callable[[], Any]] = {
-        "dense": lambda: hvd.DistributedOptimizer(sgd, compression="none"),
-        "dgc": lambda: hvd.DistributedOptimizer(sgd, compression=f"dgc:density={density}"),
-        "local_sgd": lambda: hvd.LocalSGD(sgd, every),
-        "post_local_sgd": lambda: hvd.LocalSGD(sgd, every, start=steps // 4),
-        "slowmo": lambda: hvd.SlowMo(sgd, every, momentum=0.5),
-        "diloco": lambda: hvd.DiLoCo(sgd, sync_every=every),
-        "diloco+topk": lambda: hvd.DiLoCo(
-            sgd, sync_every=every, compression=f"topk:density={density}"
-        ),
-        "diloco+dgc": lambda: hvd.DiLoCo(
-            sgd, sync_every=every, compression=f"dgc:density={density}"
-        ),
-        "easgd": lambda: hvd.EASGD(sgd, every),
-        "leader_sgd": lambda: hvd.LeaderSGD(sgd, **one),
-        "leader_sgd_groups": lambda: hvd.LeaderSGD(
-            sgd, local_every=every, global_every=2 * every, groups=2
-        ),
-    }
-    return makers[method]()
-
-
 def train(method: str, seed: int, bar: tqdm) -> Run:
     torch.manual_seed(seed)
     torch.set_num_threads(1)
@@ -125,7 +98,7 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
         raise SystemExit("no full batch for each rank: use a smaller --batch-size")
     steps = batches * options.epochs
     sgd = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True)
-    optimizer = wrapped(method, sgd, steps)
+    optimizer = wrapped(method, sgd, steps, options.sync_every, options.density)
     is_local = hasattr(optimizer, "training")
     owner = optimizer.training if is_local else optimizer.compression
     start = time.perf_counter()

@@ -87,6 +87,43 @@ class OneBitAdam:
         return self.p
 
 
+class OneBitLAMB(OneBitAdam):
+    """The same with coefficients: of every step, and of the steps before the freeze."""
+
+    COEFFICIENTS, FACTORS, CHANGE = (0.01, 10.0), (0.5, 4.0), 0.1
+
+    def __init__(self, p: np.ndarray, ranks: int, options: Options) -> None:
+        super().__init__(p, ranks, options)
+        self.coefficient: float | None = None
+        self.fresh, self.factor = np.zeros(0), 1.0
+
+    def step(self, gradients: list[np.ndarray]) -> np.ndarray:
+        o, p, m = self.options, self.p.reshape(-1), self.m
+        # The step of Adam without decay, for its state and direction.
+        self.options = dataclasses.replace(o, lr=1.0, weight_decay=0.0)
+        adams = p - super().step(gradients).reshape(-1)
+        self.options = o
+        u = adams + o.weight_decay * p
+        if self.steps <= o.freeze_step:
+            c = float(np.clip(np.linalg.norm(p) / np.linalg.norm(u), *self.COEFFICIENTS))
+            a = c if self.coefficient is None else self.coefficient
+            self.coefficient = 0.9 * a + 0.1 * c
+            self.fresh = self.v.copy()
+        else:
+            g = (self.m - o.beta1 * m) / (1 - o.beta1)
+            self.fresh = o.beta2 * self.fresh + (1 - o.beta2) * g * g
+            c2 = 1 - o.beta2**self.variance_steps if o.bias_correction else 1.0
+            known = self.v > 0
+            roots = [np.sqrt(v[known] / c2) + o.eps for v in (self.v, self.fresh)]
+            share = min(1.0, np.linalg.norm(adams) / np.linalg.norm(u))
+            factor = np.clip(share * (roots[0] / roots[1]).max() + 1 - share, *self.FACTORS)
+            bounds = self.factor * (1 - self.CHANGE), self.factor * (1 + self.CHANGE)
+            self.factor = float(np.clip(factor, *bounds))
+            c = self.coefficient * self.factor
+        self.p = (p - o.lr * c * u).reshape(self.p.shape)
+        return self.p
+
+
 def variance_steps(updates: int, last: int) -> list[int]:
     """As the released code counts: with a counter that starts again when the interval doubles."""
     interval, counter, found = 1, 0, []

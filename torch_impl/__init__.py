@@ -25,7 +25,9 @@ from hvd_compress.integrations.launch import find_mpi
 from hvd_compress.training import OuterSGD
 
 from .ddp import DDPState, ddp_hook
+from .demo import DeMo
 from .onebit_adam import OneBitAdam
+from .onebit_lamb import OneBitLAMB
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
 from .training.factories import factories
@@ -57,7 +59,9 @@ __all__ = [
     *_optimizers,
     *_factories.of_methods,
     "DDPState",
+    "DeMo",
     "OneBitAdam",
+    "OneBitLAMB",
     "OuterSGD",
     "ZeroOneAdam",
     "ddp_hook",

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from hvd_compress.errors import ConfigError
 
+from .partner import PartnerOptimizer
 
-class FrozenAdam(torch.optim.Optimizer):
+
+class FrozenAdam(PartnerOptimizer):
     """Adam with its own compression.  Subclasses define in which steps its variance is updated."""
-
-    #: the compression that fits
-    method: ClassVar[type]
-    #: options beyond Adam's, which the compression has as well
-    schedule: ClassVar[tuple[str, ...]]
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         check_adam(options["lr"], options["betas"], options["eps"], options["weight_decay"])
@@ -24,22 +21,6 @@ class FrozenAdam(torch.optim.Optimizer):
         self.method(**self.compression_options(options))  # checks the rest
         # Horovod makes its optimizer from the parameter groups alone: all options are there.
         super().__init__(params, options)
-
-    def compressor(self, **options: Any) -> Any:
-        """Return the compression for this optimizer; ``options`` are its ``norm`` and
-        ``min_size``."""
-        return self.method(**self.compression_options(self.param_groups[0]), **options)
-
-    def compression_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of the compression that a parameter group determines."""
-        return {name: group[name] for name in self.schedule}
-
-    def _binding(self) -> Any:
-        """Return the binding of the compression that belongs to this optimizer, or ``None`` under
-        any other."""
-        binding = getattr(self, "compression", None)
-        ours = binding is not None and isinstance(binding.method, self.method)
-        return binding if ours else None
 
 
 def check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
@@ -69,7 +50,19 @@ def update_parameter(
     frozen: bool,
     is_momentum: bool = False,
 ) -> None:
-    """Take one step of Adam.
+    """Take one step of Adam; see :func:`direction`."""
+    update = direction(gradient, state, group, frozen, is_momentum)
+    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+
+
+def direction(
+    gradient: torch.Tensor,
+    state: dict[str, Any],
+    group: dict[str, Any],
+    frozen: bool,
+    is_momentum: bool,
+) -> torch.Tensor:
+    """Return the direction of Adam's step, after an update of its state.
 
     Args:
         frozen: the variance stays as it is.
@@ -87,7 +80,7 @@ def update_parameter(
     update = m / scale_of(state, group)
     if group["bias_correction"]:
         update /= 1 - beta1 ** state["step"]
-    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+    return update
 
 
 def scale_of(state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:

@@ -103,5 +103,17 @@ class OneBitAdam(FrozenAdam):
                     frozen = state["step"] >= group["freeze_step"]
                 is_momentum = ours and frozen and p not in binding.sparse
                 gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-                update_parameter(p, gradient, state, group, frozen, is_momentum)
+                self.update(p, gradient, state, group, frozen, is_momentum)
         return loss
+
+    def update(
+        self,
+        p: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        frozen: bool,
+        is_momentum: bool,
+    ) -> None:
+        """Take one step of one parameter; see :func:`~.frozen_adam.direction`."""
+        update_parameter(p, gradient, state, group, frozen, is_momentum)

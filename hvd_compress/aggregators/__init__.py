@@ -5,6 +5,7 @@ from hvd_compress.aggregators.allgather import allgather
 from hvd_compress.aggregators.allreduce import allreduce
 from hvd_compress.aggregators.alltoall import alltoall
 from hvd_compress.aggregators.count_sketch import count_sketch
+from hvd_compress.aggregators.dct_top_k import dct_top_k
 from hvd_compress.aggregators.dense_until import dense_until
 from hvd_compress.aggregators.gather_drawn import gather_drawn
 from hvd_compress.aggregators.gtop_k import gtop_k
@@ -18,6 +19,7 @@ __all__ = [
     "allreduce",
     "alltoall",
     "count_sketch",
+    "dct_top_k",
     "dense_until",
     "gather_drawn",
     "gtop_k",

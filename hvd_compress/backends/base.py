@@ -153,7 +153,8 @@ class EagerBackend(Backend, Protocol):
     """Arrays that have values."""
 
     def kth_largest(self, x: Array, k: int) -> Array:
-        """The k-th largest value (k from 1), a scalar; NaN counts as larger than everything."""
+        """The k-th largest value (k from 1) along the last axis: of a flat array a scalar, of a
+        matrix one for each row.  NaN counts as larger than everything."""
 
     def nonzero(self, mask: Array) -> Array:
         """Ascending indices, int64."""
@@ -166,6 +167,9 @@ class TracingBackend(Backend, Protocol):
 
     def top_k(self, x: Array, k: int) -> Array:
         """Ascending indices of the k largest elements, of equal ones the first; int64."""
+
+    def top_k_of_rows(self, x: Array, k: int) -> Array:
+        """The same of each row of a matrix, as indices into the flat array."""
 
 
 _MODULES = {

@@ -83,7 +83,8 @@ def all_finite(x: Array) -> bool:
 
 
 def kth_largest(x: Array, k: int) -> Array:
-    return np.partition(x, x.size - k)[x.size - k]
+    n = x.shape[-1]
+    return np.partition(x, n - k)[..., n - k]
 
 
 def nonzero(mask: Array) -> Array:

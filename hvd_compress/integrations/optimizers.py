@@ -33,8 +33,8 @@ def check_partner(method: Compressor, optimizer: Any, group: Mapping[str, Any] |
         whom = "an optimizer" if optimizer is None else type(optimizer).__name__
         raise ConfigError(
             f"{method.name} hands out momenta, which {whom} would take for gradients: write "
-            f"adam = hvd.{method.partner}(...) and hvd.DistributedOptimizer(adam, "
-            "compression=adam.compressor())"
+            f"own = hvd.{method.partner}(...) and hvd.DistributedOptimizer(own, "
+            "compression=own.compressor())"
         )
     wanted = optimizer.compression_options(*([] if group is None else [group]))
     if dataclasses.replace(method, **wanted) != method:  # type: ignore[type-var]

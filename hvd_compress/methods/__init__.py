@@ -13,6 +13,7 @@ from hvd_compress.config import build, check_choice, lookup, names
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods.adaptive import AdaptiveThreshold
 from hvd_compress.methods.composed import MomentumAfter, Partition, Switch, partition, rule, switch
+from hvd_compress.methods.demo import DeMoCompression
 from hvd_compress.methods.dense import BF16, FP16, NoCompression
 from hvd_compress.methods.dgc import DGC
 from hvd_compress.methods.ef21 import EF21
@@ -43,6 +44,7 @@ __all__ = [
     "LGC",
     "QSGD",
     "AdaptiveThreshold",
+    "DeMoCompression",
     "EFSignSGD",
     "GTopK",
     "MSTopK",

@@ -9,6 +9,7 @@ from hvd_compress.transforms.fading_memory import fading_memory
 from hvd_compress.transforms.low_pass_memory import low_pass_memory
 from hvd_compress.transforms.majority_vote import majority_vote
 from hvd_compress.transforms.momentum import momentum_after_averaging, momentum_correction
+from hvd_compress.transforms.momentum_feedback import momentum_feedback
 
 __all__ = [
     "averaged_momentum",
@@ -20,6 +21,7 @@ __all__ = [
     "majority_vote",
     "momentum_after_averaging",
     "momentum_correction",
+    "momentum_feedback",
     "moving_average",
     "smoothing",
 ]

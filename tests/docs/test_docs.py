@@ -65,6 +65,7 @@ PAGES_THAT_RUN = (
     "README.md",
     "docs/mpi.md",
     "docs/mpi-training.md",
+    "docs/methods/demo.md",
     "docs/methods/onebit-adam.md",
     "docs/sparse-collectives.md",
     "docs/tensorflow.md",

@@ -146,6 +146,7 @@ def test_help_starts_neither_ranks_nor_mpi(script):
             "biased_compression", "--rates", "-1", "--l2 and --rates must be positive", marks=full
         ),
         ("biased_compression", "--density", "0", "--density must be in"),
+        ("bytes_and_loss", "--steps", "0", "--steps must be 1 or more"),
         ("cost_model", "--bytes", "0", "--bytes and --predict must be 4"),
     ],
 )
@@ -532,6 +533,23 @@ def test_training_with_local_steps():
     assert ratio["easgd"] == pytest.approx(quotient, abs=0.06)
     assert ratio["leader_sgd"] == pytest.approx(2 * quotient, abs=0.1), "one of two ranks sends"
     assert ratio["diloco+topk"] > 20 * quotient
+
+
+@pytest.mark.timeout(250)
+def test_bytes_and_loss(tmp_path):
+    picture = tmp_path / "bytes.png"
+    options = ["--steps", "8", "--methods", "dense", "diloco+dgc", "demo"]
+    output = start("bytes_and_loss", *options, "--output", str(picture), timeout=230)
+    assert picture.read_bytes().startswith(PNG)
+    _, digits, lstm = output.split(" parameters\n")
+    for text, least in ((digits, 80), (lstm, 30)):
+        rows = re.findall(r"^(\S+) .* ([\d.]+)x +([\d.]+) +[\d.]+", text, re.MULTILINE)
+        ratio = {name: float(times) for name, times, _ in rows}
+        assert list(ratio) == ["dense", "diloco+dgc", "demo"], output
+        assert ratio["dense"] == 1.0
+        assert ratio["diloco+dgc"] > 240
+        assert least < ratio["demo"] < 130
+        assert all(float(loss) < 8 for *_, loss in rows)
 
 
 def test_leader_symmetry(tmp_path):

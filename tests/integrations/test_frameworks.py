@@ -26,9 +26,10 @@ FOLLOWS = (
 ONCE = ("training", "options", "numerics", "state", "shared")
 TORCH = (*ONCE, *PARITY)
 KERAS = ("parity", "shared", "keras_fit", "keras_users")
-ADAM = ("adam_onebit", "adam_zero_one")
-ADAM_TORCH = (*ADAM, "adam_torch", "adam_zero_one_torch", "large_batch_torch")
-ADAM_KERAS = (*ADAM, "adam_keras", "adam_zero_one_keras", "large_batch_keras")
+ADAM = ("adam_onebit", "adam_zero_one", "demo")
+OWN_TORCH = ("demo_torch", "lamb_torch")
+ADAM_TORCH = (*ADAM, "adam_torch", "adam_zero_one_torch", *OWN_TORCH, "large_batch_torch")
+ADAM_KERAS = (*ADAM, "adam_keras", "adam_zero_one_keras", "demo_keras", "large_batch_keras")
 
 
 class Job(NamedTuple):
@@ -54,6 +55,7 @@ JOBS = [
     Job("mpi", FOLLOWS, "mpirun", 5),
     Job("tensorflow", ("keras_users", "keras_fit", "shared", *FOLLOWS), "mpirun", 2),
     Job("tensorflow", ("adam_keras", "adam_zero_one_keras", "large_batch_keras"), "mpirun", 2),
+    Job("tensorflow", ("demo", "demo_keras"), "mpirun", 2),
     Job("tensorflow", ("graphs",), "mpirun", 3),
     Job("tape", FOLLOWS, "mpirun", 2),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),

@@ -26,6 +26,7 @@ adam: Any = _driver.adam
 #: this package's optimizers of those names
 onebit_adam: Any = _driver.onebit_adam
 zero_one_adam: Any = _driver.zero_one_adam
+demo: Any = _driver.demo
 #: how ranks that differ say so
 mismatch: type[BaseException] = _driver.mismatch
 #: make a run believe that it is at another step

@@ -113,6 +113,7 @@ def _with_torchs_names(cls: Any) -> Any:
 
 onebit_adam = _with_torchs_names(hvd_keras.OneBitAdam)
 zero_one_adam = _with_torchs_names(hvd_keras.ZeroOneAdam)
+demo = hvd_keras.DeMo
 
 
 #: what a graph raises shows the error of this package

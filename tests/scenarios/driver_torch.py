@@ -102,7 +102,7 @@ def turned(name: str, weight: np.ndarray) -> np.ndarray:
 
 
 adam = torch.optim.Adam
-onebit_adam, zero_one_adam = hvd.OneBitAdam, hvd.ZeroOneAdam
+onebit_adam, zero_one_adam, demo = hvd.OneBitAdam, hvd.ZeroOneAdam, hvd.DeMo
 
 
 def allgather(x: np.ndarray, **options: Any) -> np.ndarray:

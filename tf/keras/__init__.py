@@ -26,6 +26,7 @@ from .models import KERAS_3, load_model
 #: those that import Keras 3, and their modules
 _OPTIMIZERS = {
     "ASAM": "sharpness",
+    "DeMo": "demo",
     "LAMB": "layerwise",
     "LARS": "layerwise",
     "OneBitAdam": "onebit_adam",

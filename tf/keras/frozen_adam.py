@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-import keras
 import tensorflow as tf
 from keras import ops
 
 from hvd_compress.errors import ConfigError
 
-from ..binding import Binding
+from .partner import PartnerOptimizer
 
 
-class FrozenAdam(keras.optimizers.Optimizer):
+class FrozenAdam(PartnerOptimizer):
     """Adam with its own compression.  Subclasses define in which steps its variance is updated."""
-
-    #: the compression that fits
-    method: ClassVar[type]
-    #: options beyond Adam's: attributes, and arguments
-    schedule: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
@@ -34,35 +28,17 @@ class FrozenAdam(keras.optimizers.Optimizer):
         options: Mapping[str, Any],
         **schedule: int,
     ) -> None:
-        super().__init__(learning_rate, weight_decay=weight_decay, name=name, **options)
+        super().__init__(learning_rate, weight_decay, name, options, **schedule)
         if not all(0 <= beta < 1 for beta in (beta_1, beta_2)):
             raise ConfigError(f"beta_1 and beta_2 must be in [0, 1); got {beta_1} and {beta_2}")
         if not epsilon >= 0:
             raise ConfigError(f"epsilon must be 0 or more; got {epsilon!r}")
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
         self.bias_correction = bias_correction
-        for option in self.schedule:
-            setattr(self, option, schedule[option])
         self.compressor()  # checks these
-        self._binding: Binding | None = None
-        self._places: dict[int, int] = {}
-
-    def compressor(self, **options: Any) -> Any:
-        """Return the compression that belongs to this optimizer; ``options`` are its ``norm`` and
-        ``min_size``."""
-        return self.method(**self.compression_options(), **options)
-
-    def compression_options(self) -> dict[str, Any]:
-        """Return the options of the compression that the optimizer determines."""
-        return {name: getattr(self, name) for name in self.schedule}
-
-    def follow(self, binding: Binding, places: Mapping[int, int]) -> None:
-        """Take ``binding`` for the one that averages.  What it returns for variables may be momenta
-        instead of gradients; ``places`` are its slots by the ids of variables."""
-        self._binding, self._places = binding, dict(places)
 
     def get_config(self) -> dict[str, Any]:
-        own = ("beta_1", "beta_2", "epsilon", "bias_correction", *self.schedule)
+        own = ("beta_1", "beta_2", "epsilon", "bias_correction")
         return super().get_config() | {name: getattr(self, name) for name in own}
 
     def build(self, variables: Sequence[Any]) -> None:

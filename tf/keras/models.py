@@ -46,7 +46,7 @@ def load_model(
             "the model with one of keras.optimizers"
         )
     if KERAS_3:
-        for module in ("onebit_adam", "zero_one_adam"):  # known from now on
+        for module in ("demo", "onebit_adam", "zero_one_adam"):  # known from now on
             importlib.import_module(f"hvd_compress.tensorflow.keras.{module}")
     known = {cls.__name__: cls for cls in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})

@@ -1,0 +1,62 @@
+"""What DeMo sends (Peng, Quesnelle, Kingma; 2024, arXiv 2411.19870)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from hvd_compress.aggregators import dct_top_k
+from hvd_compress.chain import Chain, Transform, chain
+from hvd_compress.config import check_choice
+from hvd_compress.methods._chained import OneChain
+from hvd_compress.transforms import majority_vote, momentum_feedback
+
+
+@dataclasses.dataclass(frozen=True)
+class DeMoCompression(OneChain, name="demo"):
+    """Send the largest cosine coefficients of each rank's momentum, and step along the sign of what
+    comes back.
+
+    Half of decoupled momentum optimization: the other half is the optimizer, ``DeMo`` of
+    ``hvd_compress.torch`` and of ``hvd_compress.tensorflow.keras``, whose ``compressor()`` makes
+    this with the options that fit.  For chunks of a tensor, at most ``chunk`` x ``chunk``
+    elements, and their orthonormal cosine transform DCT::
+
+        x_i = decay m_i + g_i                                      on each rank
+        sent_i = DCT^-1 of the top_k largest of DCT x_i
+        m_i = x_i - sent_i
+        q = DCT^-1 of each coefficient's mean over its senders     on all ranks
+        the optimizer steps along sign(q)
+
+    Slow changes that ranks have in common are few large coefficients; what is not sent stays in
+    the momentum of its rank, which differs from rank to rank.
+
+    Sent: ``top_k`` values and packed indices a chunk, 32 of 4096 with the defaults; small tensors
+    whole.  State: ``momentum`` m.
+
+    Options:
+        decay: of momentum.
+        chunk, top_k, values, indices: see ``aggregators/dct_top_k.py``.
+        sign: False steps along q itself, whose magnitude is about that of momentum.
+
+    Differs from the released code in: momentum is in units of the gradient, not of the step; see
+    ``dct_top_k`` and ``momentum_feedback``.
+    """
+
+    reference = "Peng et al., arXiv 2411.19870"
+
+    decay: float = 0.999
+    chunk: int = 64
+    top_k: int = 32
+    sign: bool = True
+    values: str = "float32"
+    indices: str = "packed"
+
+    partner = "DeMo"
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        check_choice("sign", self.sign, (True, False))
+        signs: tuple[Transform, ...] = (majority_vote(),) if self.sign else ()
+        via = dct_top_k(self.chunk, self.top_k, self.values, self.indices)
+        return chain(momentum_feedback(self.decay), *signs, via=via)

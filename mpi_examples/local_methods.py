@@ -1,0 +1,54 @@
+"""Ways to train by name, for train_local.py and bytes_and_loss.py: an optimizer around SGD.
+
+Only ranks import this: it imports MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import hvd_compress.torch.mpi as hvd
+
+
+def wrapped(
+    method: str, sgd: torch.optim.Optimizer, steps: int, every: int, density: float, **dgc: Any
+) -> torch.optim.Optimizer:
+    """The optimizer of a method.
+
+    Args:
+        sgd: the optimizer of each rank.
+        steps: so many in all.
+        every: local steps between exchanges.
+        density: of dgc and topk.
+        dgc: further options of DGC where gradients go through it.
+    """
+    one = {"local_every": every, "global_every": every, "local_pull": 0.0, "local_drift": 0.0}
+    makers: dict[str, Callable[[], Any]] = {
+        "dense": lambda: hvd.DistributedOptimizer(sgd, compression="none"),
+        "dgc": lambda: hvd.DistributedOptimizer(sgd, compression=hvd.DGC(density, **dgc)),
+        "local_sgd": lambda: hvd.LocalSGD(sgd, every),
+        "post_local_sgd": lambda: hvd.LocalSGD(sgd, every, start=steps // 4),
+        "slowmo": lambda: hvd.SlowMo(sgd, every, momentum=0.5),
+        "diloco": lambda: hvd.DiLoCo(sgd, sync_every=every),
+        "diloco+topk": lambda: hvd.DiLoCo(
+            sgd, sync_every=every, compression=f"topk:density={density}"
+        ),
+        "diloco+dgc": lambda: hvd.DiLoCo(
+            sgd, sync_every=every, compression=f"dgc:density={density}"
+        ),
+        "easgd": lambda: hvd.EASGD(sgd, every),
+        "leader_sgd": lambda: hvd.LeaderSGD(sgd, **one),
+        "leader_sgd_groups": lambda: hvd.LeaderSGD(
+            sgd, local_every=every, global_every=2 * every, groups=2
+        ),
+    }
+    return makers[method]()
+
+
+def demo(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """DeMo, which is an optimizer of its own; ``lr`` is the length of each weight's step."""
+    own = hvd.DeMo(parameters, lr=lr)
+    return hvd.DistributedOptimizer(own, compression=own.compressor())

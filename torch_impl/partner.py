@@ -1,0 +1,32 @@
+"""The base class of the optimizers that come with a compression of their own, for PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+
+class PartnerOptimizer(torch.optim.Optimizer):
+    """An optimizer that knows what its compression returns in the place of gradients."""
+
+    #: the compression that fits
+    method: ClassVar[type]
+    #: options of the optimizer that the compression has as well
+    schedule: ClassVar[tuple[str, ...]]
+
+    def compressor(self, **options: Any) -> Any:
+        """Return the compression for this optimizer; ``options`` are those that the optimizer does
+        not determine."""
+        return self.method(**self.compression_options(self.param_groups[0]), **options)
+
+    def compression_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of the compression that a parameter group determines."""
+        return {name: group[name] for name in self.schedule}
+
+    def _binding(self) -> Any:
+        """Return the binding of the compression that belongs to this optimizer, or ``None`` under
+        any other."""
+        binding = getattr(self, "compression", None)
+        ours = binding is not None and isinstance(binding.method, self.method)
+        return binding if ours else None
