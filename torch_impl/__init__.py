@@ -10,6 +10,7 @@ package is imported too: ``import horovod.torch as hvd; from hvd_compress.torch 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 try:
@@ -28,7 +29,8 @@ from .ddp import DDPState, ddp_hook
 from .onebit_adam import OneBitAdam
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
-from .training.factories import factories
+from .training.averaging import averaging
+from .training.factories import DECENTRALIZED, factories
 from .zero_one_adam import ZeroOneAdam
 
 
@@ -50,16 +52,19 @@ show_log()
 _horovod = load_horovod("horovod.torch", "PyTorch", _register)
 _factories = factories(_engine, __name__)
 local_steps = _factories.local_steps
-globals().update(_factories.of_methods)
+average_parameters = averaging(sys.modules[__name__], __name__)
+globals().update(_factories.of_methods | DECENTRALIZED)
 
 __all__ = [
     *_common,
     *_optimizers,
     *_factories.of_methods,
+    *DECENTRALIZED,
     "DDPState",
     "OneBitAdam",
     "OuterSGD",
     "ZeroOneAdam",
+    "average_parameters",
     "ddp_hook",
     "local_steps",
 ]

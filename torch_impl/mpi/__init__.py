@@ -37,6 +37,7 @@ from .collectives import (
 )
 from .optimizer import (
     DistributedOptimizer,
+    average_parameters,
     broadcast_optimizer_state,
     broadcast_parameters,
     training_factories,
