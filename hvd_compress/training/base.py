@@ -86,8 +86,8 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
     reference: ClassVar[str] = ""
     #: keys of the state under which ranks differ
     per_rank: ClassVar[frozenset[str]] = frozenset()
-    #: all of the state is this rank's own and makes sense only as a whole: another rank cannot go on
-    #: with it, and it begins anew when other parameters are trained
+    #: all of the state is this rank's own, and makes sense only as a whole: another rank cannot go
+    #: on with it, and it begins anew when other parameters are trained
     state_is_own: ClassVar[bool] = False
     #: ``before_step`` does something, so gradients must be known before the optimizer steps
     acts_before: ClassVar[bool] = False

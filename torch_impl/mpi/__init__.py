@@ -18,6 +18,8 @@ from hvd_compress.errors import UnsupportedError
 
 from .. import *  # noqa: F403
 from .. import __all__ as _methods
+from ..training.averaging import averaging
+from . import collectives
 from .collectives import (
     Adasum,
     Average,
@@ -37,7 +39,6 @@ from .collectives import (
 )
 from .optimizer import (
     DistributedOptimizer,
-    average_parameters,
     broadcast_optimizer_state,
     broadcast_parameters,
     training_factories,
@@ -56,6 +57,7 @@ from .process_sets import (
     size,
 )
 
+average_parameters = averaging(collectives, __name__)
 local_steps = training_factories.local_steps
 globals().update(training_factories.of_methods)
 

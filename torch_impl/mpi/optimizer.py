@@ -18,7 +18,6 @@ from .. import checkpoint
 from ..compressed_optimizer import CompressedOptimizer
 from ..distributed_optimizer import distribute
 from ..grad_scaler import watch_grad_scaler
-from ..training.averaging import averaging
 from ..training.by_method import distribute_by_method
 from ..training.factories import factories
 from ..training.optimizer import LocalStepsOptimizer, broadcast_training_state
@@ -107,7 +106,6 @@ def _engine_for_training(process_set: ProcessSet | None) -> mpi.MpiEngine:
 
 
 training_factories = factories(_engine_for_training, "hvd_compress.torch.mpi")
-average_parameters = averaging(collectives, "hvd_compress.torch.mpi")
 
 
 def broadcast_parameters(parameters: Any, root_rank: int) -> None:
