@@ -572,8 +572,9 @@ def test_exact_diffusion(tmp_path):
     rows = [line.split() for line in output.splitlines() if re.match("(line|complete) ", line)]
     assert len(rows) == 6
     for row in rows:
-        for closed, mean, interval in (row[3:4] + row[4:7:2], row[7:8] + row[8:11:2]):
-            # A hundred intervals of 95 % are not all wide enough; 3.5 standard errors are.
+        for at in (3, 7):
+            closed, mean, _, interval = row[at : at + 4]
+            # One in twenty intervals of 95 % is too narrow; 3.5 standard errors are enough.
             assert abs(float(mean) - float(closed)) < 3.5 / 1.96 * float(interval)
     ratio = {(row[0], float(row[2])): float(row[-1]) for row in rows}
     assert ratio["line", 10] > 10, "bias is what counts"

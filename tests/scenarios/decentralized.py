@@ -72,7 +72,7 @@ def _state(optimizer: Any) -> Any:
 
 def exact_methods_reach_the_minimum_of_all() -> None:
     best = _targets().mean(axis=0)
-    for method in (hvd.ExactDiffusion, hvd.GradientTracking, hvd.LEAD(codec=blockwise(2))):
+    for method in (hvd.ExactDiffusion, hvd.LEAD(codec=blockwise(2))):
         found, _ = _quadratics(method, 100)
         np.testing.assert_allclose(found.numpy(), best, atol=2e-4)  # rounding adds up in LEAD
     biased, _ = _quadratics(hvd.Diffusion("line"), 100)
@@ -253,7 +253,7 @@ def a_method_without_state_takes_any_ranks_checkpoint() -> None:
 def a_broadcast_lets_all_ranks_begin_anew() -> None:
     """And then an exact method is still exact."""
     best = _targets().mean(axis=0)
-    for method in (hvd.ExactDiffusion, hvd.PushDIGing, hvd.LEAD(codec=None)):
+    for method in (hvd.ExactDiffusion, hvd.PushDIGing):
         x = torch.nn.Parameter(torch.tensor(_starts()[hvd.rank()]))
         target = torch.tensor(_targets()[hvd.rank()])
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([x], lr=RATE), method=method)
