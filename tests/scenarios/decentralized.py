@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from typing import Any
 
@@ -24,7 +23,7 @@ METHODS = (
 D, RATE = 7, 0.125  # a product with a power of two has no rounding
 
 
-def _distributed(method: Any, model: Any, inner: Any = None, **options: Any) -> Any:
+def distributed(method: Any, model: Any, inner: Any = None, **options: Any) -> Any:
     inner = sgd(model, nesterov=True) if inner is None else inner
     names = model.named_parameters()
     return hvd.DistributedOptimizer(inner, named_parameters=names, method=method, **options)
@@ -32,8 +31,8 @@ def _distributed(method: Any, model: Any, inner: Any = None, **options: Any) -> 
 
 def _quadratics(method: Any, steps: int, before: Any = None) -> tuple[torch.Tensor, Any]:
     """Minimise |x - b_k|^2 / 2 on rank k by SGD, from points that differ."""
-    x = torch.nn.Parameter(torch.tensor(_starts()[hvd.rank()]))
-    target = torch.tensor(_targets()[hvd.rank()])
+    x = torch.nn.Parameter(torch.tensor(points(1)[hvd.rank()]))
+    target = torch.tensor(points(0)[hvd.rank()])
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([x], lr=RATE), method=method)
     for step in range(steps):
         optimizer.zero_grad()
@@ -44,34 +43,30 @@ def _quadratics(method: Any, steps: int, before: Any = None) -> tuple[torch.Tens
     return x.detach(), optimizer
 
 
-def _targets() -> np.ndarray:
-    return np.random.default_rng(0).standard_normal((hvd.size(), D)).astype(np.float32)
-
-
-def _starts() -> np.ndarray:
-    return np.random.default_rng(1).standard_normal((hvd.size(), D)).astype(np.float32)
+def points(seed: int) -> np.ndarray:
+    """One for each rank: with seed 0 the minima of their functions, with 1 where they begin."""
+    return np.random.default_rng(seed).standard_normal((hvd.size(), D)).astype(np.float32)
 
 
 def every_method_gives_the_bits_of_the_simulation() -> None:
     """Of the functions for NumPy, whatever carries the messages."""
-    targets = _targets()
+    targets = points(0)
 
     def gradient(rank: int, x: np.ndarray, step: int) -> np.ndarray:
         return x - targets[rank]
 
     for method in METHODS:
         found, optimizer = _quadratics(method, 6)
-        state = {key: arrays["allreduce.noname.0.0"].numpy() for key, arrays in _state(optimizer)}
-        expected = simulate(method, gradient, _starts(), 6, RATE)[hvd.rank()]
+        state = {
+            key: arrays["allreduce.noname.0.0"].numpy()
+            for key, arrays in optimizer.training.state.items()
+        }
+        expected = simulate(method, gradient, points(1), 6, RATE)[hvd.rank()]
         np.testing.assert_array_equal(method.solution(found.numpy(), state), expected)
 
 
-def _state(optimizer: Any) -> Any:
-    return optimizer.training.state.items()
-
-
 def exact_methods_reach_the_minimum_of_all() -> None:
-    best = _targets().mean(axis=0)
+    best = points(0).mean(axis=0)
     for method in (hvd.ExactDiffusion, hvd.LEAD(codec=blockwise(2))):
         found, _ = _quadratics(method, 100)
         np.testing.assert_allclose(found.numpy(), best, atol=2e-4)  # rounding adds up in LEAD
@@ -114,7 +109,7 @@ def networks_and_momentum_follow_the_lockstep_world() -> None:
     for method in (hvd.ExactDiffusion("line"), hvd.LEAD("cycle"), hvd.GradientTracking("one_peer")):
         for make in makers:
             model = make_model()
-            train(model, _distributed(method, model, make(model)), range(5))
+            train(model, distributed(method, model, make(model)), range(5))
             expected = _models_of_all_ranks(method, 5, make)[hvd.rank()]
             for p, q in zip(model.parameters(), expected.parameters(), strict=True):
                 assert torch.equal(p, q), method
@@ -144,27 +139,27 @@ def options_of_gradients_are_refused() -> None:
         ({"groups": 2}, ("groups", "leave groups out")),
     ):
         with raises(ConfigError, *words):
-            _distributed(hvd.Diffusion, model, **options)
+            distributed(hvd.Diffusion, model, **options)
     with raises(ConfigError, "no training method", "ExactDiffusion"):
-        _distributed("exact_diffusion", model)
+        distributed("exact_diffusion", model)
     with raises(ConfigError, "no training method"):
-        _distributed(hvd.LocalSGD, model)  # which takes an optimizer
+        distributed(hvd.LocalSGD, model)  # which takes an optimizer
     with raises(UnsupportedError, "LBFGS"):
-        _distributed(hvd.Diffusion, model, torch.optim.LBFGS(model.parameters()))
+        distributed(hvd.Diffusion, model, torch.optim.LBFGS(model.parameters()))
     with raises(ConfigError, "rows=7"):
-        _distributed(hvd.Diffusion("grid:rows=7"), model)
+        distributed(hvd.Diffusion("grid:rows=7"), model)
     if hvd.size() > 2:
         with raises(ConfigError, "undirected"):
-            _distributed(hvd.LEAD("one_peer"), model)
+            distributed(hvd.LEAD("one_peer"), model)
     # Nothing was left behind: the same model can still be trained.
-    train(model, _distributed(hvd.Diffusion, model), range(1))
+    train(model, distributed(hvd.Diffusion, model), range(1))
 
 
 def a_variable_that_names_a_compression_is_for_gradients() -> None:
     model, before = make_model(), os.environ.get("HVD_COMPRESSION")
     os.environ["HVD_COMPRESSION"] = "topk"
     try:
-        train(model, _distributed(hvd.Diffusion, model), range(1))
+        train(model, distributed(hvd.Diffusion, model), range(1))
     finally:
         del os.environ["HVD_COMPRESSION"]
         if before is not None:
@@ -181,14 +176,14 @@ def bytes_go_to_neighbours_only() -> None:
             (hvd.Diffusion(topology), 1),
             (hvd.GradientTracking(topology), 2),
         ):
-            optimizer = _distributed(method, model)
+            optimizer = distributed(method, model)
             train(model, optimizer, range(2))
             found = optimizer.training.stats().total
             steps = [method.network(hvd.rank(), hvd.size(), step) for step in (1, 2)]
             frame = (16 + vectors * whole + 7) // 8 * 8
             assert found.bytes_sent == sum(len(s.targets) for s in steps) * frame
             assert found.bytes_received == sum(len(s.sources) for s in steps) * frame
-    optimizer = _distributed(hvd.LEAD("line"), model)
+    optimizer = distributed(hvd.LEAD("line"), model)
     train(model, optimizer, range(1))
     neighbours = len(optimizer.training.method.network(hvd.rank(), hvd.size(), 1).targets)
     assert optimizer.training.stats().total.bytes_sent <= neighbours * (0.08 * whole + 64)
@@ -200,90 +195,7 @@ def ranks_that_differ_say_so() -> None:
     model = make_model()
     method = hvd.ExactDiffusion("line" if hvd.rank() else "star")
     with raises(MismatchError, "training", "Star"):
-        train(model, _distributed(method, model), range(2))
-
-
-def checkpoints_of_each_rank_go_on_as_if_nothing_had_happened() -> None:
-    for method in METHODS:
-        model, other = make_model(), make_model(seed=1)
-        optimizer = _distributed(method, model)
-        train(model, optimizer, range(4))
-        saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-        train(model, optimizer, range(4, 7))
-        other.load_state_dict(weights)
-        again = _distributed(method, other)
-        again.load_state_dict(saved)
-        train(other, again, range(4, 7))
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(p, q), method
-
-
-def a_checkpoint_of_another_rank_is_refused() -> None:
-    model = make_model()
-    optimizer = _distributed(hvd.ExactDiffusion, model)
-    train(model, optimizer, range(2))
-    saved = optimizer.state_dict()
-    entry, rank, size = saved["training"], hvd.rank(), hvd.size()
-    for change in ({"size": size + 1}, {"rank": (rank + 1) % (size + 1), "size": size + 1}):
-        saved["training"] = {**entry, **change}
-        before = copy.deepcopy(optimizer.state_dict())
-        with raises(ConfigError, "average_parameters"):
-            optimizer.load_state_dict(saved)
-        now = optimizer.state_dict()
-        assert now["training"]["step"] == before["training"]["step"]
-        for name, x in before["training"]["state"]["psi"].items():
-            assert torch.equal(x, now["training"]["state"]["psi"][name])
-    # What the message says helps.
-    del saved["training"]
-    hvd.average_parameters(model.parameters())
-    optimizer.load_state_dict(saved)
-    assert optimizer.training.state == {}
-    train(model, optimizer, range(2, 4))
-
-
-def a_method_without_state_takes_any_ranks_checkpoint() -> None:
-    model = make_model()
-    optimizer = _distributed(hvd.Diffusion, model)
-    train(model, optimizer, range(2))
-    saved = optimizer.state_dict() if hvd.rank() == 0 else None
-    optimizer.load_state_dict(hvd.broadcast_object(saved, 0, name="checkpoint"))
-    train(model, optimizer, range(2, 4))
-
-
-def a_broadcast_lets_all_ranks_begin_anew() -> None:
-    """And then an exact method is still exact."""
-    best = _targets().mean(axis=0)
-    for method in (hvd.ExactDiffusion, hvd.PushDIGing):
-        x = torch.nn.Parameter(torch.tensor(_starts()[hvd.rank()]))
-        target = torch.tensor(_targets()[hvd.rank()])
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([x], lr=RATE), method=method)
-        for step in range(105):
-            if step == 5:
-                hvd.broadcast_parameters([("x", x)], 0)
-                hvd.broadcast_optimizer_state(optimizer, 0)
-                assert (optimizer.training.step, optimizer.training.state) == (5, {})
-                assert_same_everywhere([x])
-            optimizer.zero_grad()
-            ((x - target) ** 2).sum().div(2).backward()
-            optimizer.step()
-        np.testing.assert_allclose(x.detach().numpy(), best, atol=2e-4)
-
-
-def a_step_that_loss_scaling_skips_is_a_step() -> None:
-    model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=2.0**4)
-    optimizer = _distributed(hvd.ExactDiffusion, model)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = loss_of(model, hvd.rank(), step)
-        if step == 1 and hvd.rank() == 0:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert optimizer.training.step == step + 1
-    assert scaler.get_scale() == (2.0**3 if hvd.rank() == 0 else 2.0**4)
-    assert optimizer.training.exchanges == 4
-    assert all(torch.isfinite(p).all() for p in model.parameters())
+        train(model, distributed(method, model), range(2))
 
 
 def a_nan_reaches_the_neighbours_and_then_all() -> None:
@@ -301,34 +213,9 @@ def a_nan_reaches_the_neighbours_and_then_all() -> None:
         assert torch.isnan(late).any(), method
 
 
-def parameters_that_are_frozen_stay_and_the_rest_begins_anew() -> None:
-    model = make_model()
-    for method in (hvd.ExactDiffusion("line"), hvd.PushDIGing("exponential"), hvd.LEAD("line")):
-        optimizer = _distributed(method, model)
-        train(model, optimizer, range(2))
-        frozen = model[0].weight
-        frozen.requires_grad_(False)
-        frozen.grad = None
-        kept = frozen.detach().clone()
-        train(model, optimizer, range(2, 4))
-        assert torch.equal(frozen, kept)
-        assert all("0.weight" not in arrays for _, arrays in _state(optimizer))
-        frozen.requires_grad_(True)
-        train(model, optimizer, range(4, 6))
-        assert not torch.equal(frozen, kept)
-        names = [name for name, _ in model.named_parameters()]
-        assert all(list(arrays) == names for _, arrays in _state(optimizer))
-    for p in model.parameters():
-        p.requires_grad_(False)
-        p.grad = None
-    before = [p.clone() for p in model.parameters()]
-    optimizer.step()  # with nothing to train there is nothing to do
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-
-
 def a_rank_without_gradients_mixes() -> None:
     model = make_model()
-    optimizer = _distributed(hvd.ExactDiffusion("line"), model)
+    optimizer = distributed(hvd.ExactDiffusion("line"), model)
     for step in range(4):
         optimizer.zero_grad()
         if hvd.rank() == 0:
@@ -350,7 +237,7 @@ def types_of_parameters_may_be_mixed() -> None:
     )
     before = {name: (p.dtype, p.shape) for name, p in model.items()}
     inner = torch.optim.SGD(model.values(), 0.5)
-    optimizer = _distributed(hvd.ExactDiffusion("complete"), model, inner)
+    optimizer = distributed(hvd.ExactDiffusion("complete"), model, inner)
     for _ in range(40):
         optimizer.zero_grad()
         sum(((p.float() - hvd.rank()) ** 2).sum() / 2 for p in model.values()).backward()
@@ -366,7 +253,7 @@ def ranks_of_a_set_have_a_graph_of_their_own() -> None:
         return
     some = hvd.add_process_set([0, hvd.size() - 1])
     model = make_model()
-    optimizer = _distributed(hvd.Diffusion("complete"), model, process_set=some)
+    optimizer = distributed(hvd.Diffusion("complete"), model, process_set=some)
     train(model, optimizer, range(2))
     if some.included():
         assert_same_everywhere(model, some)
@@ -378,42 +265,6 @@ def ranks_of_a_set_have_a_graph_of_their_own() -> None:
     hvd.average_parameters(model.parameters(), process_set=some)
     barrier()
     hvd.remove_process_set(some)
-
-
-def the_average_of_parameters() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).double()
-    with torch.no_grad():
-        for x in model.state_dict().values():
-            x.fill_(hvd.rank())
-    hvd.average_parameters(model.state_dict())
-    mean = (hvd.size() - 1) / 2
-    for name, x in model.state_dict().items():
-        expected = hvd.size() - 1 if name.endswith("tracked") else mean
-        assert (x == expected).all(), name
-    assert_same_everywhere(model)
-    x = torch.full((3,), 1.0 + hvd.rank(), dtype=torch.bfloat16)
-    hvd.average_parameters([x, torch.empty(0)])
-    assert (x == torch.tensor(1 + mean, dtype=torch.bfloat16)).all()
-    half = torch.nn.Linear(2, 2)
-    hvd.average_parameters(half.named_parameters())
-    assert_same_everywhere(half)
-    for wrong in (x, 3, ["x"]):
-        with raises(ConfigError, "model.state_dict"):
-            hvd.average_parameters(wrong)
-
-
-def the_tested_model_is_the_average() -> None:
-    model = make_model()
-    optimizer = _distributed(hvd.CTADiffusion("line"), model)
-    train(model, optimizer, range(3))
-    own = [p.detach().clone() for p in model.parameters()]
-    with optimizer.synchronized_parameters():
-        assert_same_everywhere(model)
-        averaged = [p.detach().clone() for p in model.parameters()]
-    assert all(torch.equal(p, x) for p, x in zip(model.parameters(), own, strict=True))
-    hvd.average_parameters(model.parameters())
-    for p, x in zip(model.parameters(), averaged, strict=True):
-        torch.testing.assert_close(p.detach(), x, rtol=1e-6, atol=1e-7)
 
 
 def methods_are_those_of_the_numpy_package() -> None:
