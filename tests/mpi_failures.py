@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import mpi
+from hvd_compress.decentralized import Diffusion, train
 
 TIMEOUT = 3.0
 #: the rank that does what it should not
@@ -136,6 +137,20 @@ def a_rank_has_an_error_of_its_own() -> None:
     mpi.ring_allreduce(np.ones(10), comm=comm)
 
 
+def a_rank_takes_fewer_steps() -> None:
+    """Of training over a graph."""
+    engine = mpi.MpiEngine(mpi.Communicator(timeout=TIMEOUT))
+
+    def steps(count: int) -> np.ndarray:
+        return train(Diffusion("cycle"), lambda *_: np.ones(10), np.ones(10), count, 0.1, engine)
+
+    if engine.rank == CULPRIT:
+        steps(2)
+    else:
+        report("train", lambda: steps(3))
+    stay_until_all_have_reported()
+
+
 CASES: dict[str, Callable[[], None]] = {
     "sizes": sizes_differ,
     "sleeps": lambda: a_rank_sleeps(checks=20),
@@ -145,6 +160,7 @@ CASES: dict[str, Callable[[], None]] = {
     "broken": broken_is_broken,
     "error": a_rank_has_an_error_of_its_own,
     "node": a_node_breaks_the_whole,
+    "fewer-steps": a_rank_takes_fewer_steps,
 }
 
 if __name__ == "__main__":

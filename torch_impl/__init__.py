@@ -10,6 +10,7 @@ package is imported too: ``import horovod.torch as hvd; from hvd_compress.torch 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 try:
@@ -30,7 +31,8 @@ from .onebit_adam import OneBitAdam
 from .onebit_lamb import OneBitLAMB
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
-from .training.factories import factories
+from .training.averaging import averaging
+from .training.factories import DECENTRALIZED, factories
 from .zero_one_adam import ZeroOneAdam
 
 
@@ -52,18 +54,21 @@ show_log()
 _horovod = load_horovod("horovod.torch", "PyTorch", _register)
 _factories = factories(_engine, __name__)
 local_steps = _factories.local_steps
-globals().update(_factories.of_methods)
+average_parameters = averaging(sys.modules[__name__], __name__)
+globals().update(_factories.of_methods | DECENTRALIZED)
 
 __all__ = [
     *_common,
     *_optimizers,
     *_factories.of_methods,
+    *DECENTRALIZED,
     "DDPState",
     "DeMo",
     "OneBitAdam",
     "OneBitLAMB",
     "OuterSGD",
     "ZeroOneAdam",
+    "average_parameters",
     "ddp_hook",
     "local_steps",
 ]

@@ -1,4 +1,5 @@
-"""``DistributedOptimizer``: checks its options and makes a :class:`CompressedOptimizer`."""
+"""``DistributedOptimizer``: checks its options and makes a :class:`CompressedOptimizer`, or with a
+training method a :class:`LocalStepsOptimizer`."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from .binding import Binding
 from .compressed_optimizer import CompressedOptimizer, check_passes
 from .momentum import check_group, check_sparse_step
 from .parameters import Groups, Parameter, check_groups, names_of_parameters
+from .training.by_method import distribute_by_method
 from .training.optimizer import LocalStepsOptimizer
 
 #: those that are alive
@@ -30,20 +32,27 @@ bound_optimizers: weakref.WeakSet[CompressedOptimizer] = weakref.WeakSet()
 def wrap_factory(
     hvd: Any, factory: Callable[..., Any], make_engine: Callable[[Any, float], Engine]
 ) -> Callable[..., Any]:
-    """Return Horovod's ``DistributedOptimizer`` that takes this package's compressors as well.
+    """Return Horovod's ``DistributedOptimizer`` that takes this package's compressors and training
+    methods as well.
 
     Args:
         hvd: the module ``horovod.torch``.
         factory: its ``DistributedOptimizer``, to which all other compressions go.
         make_engine: of a process set and a predivide factor.
     """
-    signature = with_options(factory, seed=0, sparse_step=False)
+    signature = with_options(factory, seed=0, sparse_step=False, method=None)
 
     @functools.wraps(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
+        given = signature.bind(*args, **kwargs)
+        if given.arguments.get("method") is not None:
+            given.apply_defaults()
+            return distribute_by_method(make_engine, signature, **given.arguments)
         call = bind_call(signature, args, kwargs, hvd.rank)
+        del call.arguments["method"]
         compression = call.arguments["compression"]
         if hasattr(compression, "compress") and not is_ours(compression):
+            kwargs.pop("method", None)
             return factory(*args, **kwargs)
         return distribute(hvd, make_engine, **call.arguments)
 

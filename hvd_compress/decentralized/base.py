@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -122,6 +122,7 @@ class DecentralizedMethod(TrainingMethod):
     """
 
     acts_before: ClassVar[bool] = True
+    state_is_own: ClassVar[bool] = True
     #: the method's theory needs W = W^T
     symmetric: ClassVar[bool] = False
     #: weights are column stochastic
@@ -165,8 +166,12 @@ class DecentralizedMethod(TrainingMethod):
 
     # -- the methods of a training method ----------------------------------------------------
 
+    def check_ranks(self, size: int) -> None:
+        for step in range(1, self.topology.period(size) + 1):
+            self.network(0, size, step)
+
     def init(self, parameters: Arrays) -> State:
-        return _split(self.start(_joined(parameters)), parameters)
+        return _split(self.start(_joined(parameters, parameters)), parameters) if parameters else {}
 
     def before_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
         origin = {name: copied(x) for name, x in parameters.items()}
@@ -174,9 +179,10 @@ class DecentralizedMethod(TrainingMethod):
         yield
 
     def after_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
-        state = dict(state)
-        x, local = _joined(state.pop(_ORIGIN)), _joined(parameters)
-        vectors = {key: _joined(arrays) for key, arrays in state.items()}
+        if not parameters:  # all are frozen
+            return parameters, {}
+        vectors = {key: _joined(arrays, parameters) for key, arrays in state.items()}
+        x, local = vectors.pop(_ORIGIN), _joined(parameters, parameters)
         network = self.network(context.rank, context.size, context.step)
         x, vectors = yield from self.update(x, local, vectors, network)
         found = _split({_ORIGIN: x, **vectors}, parameters)
@@ -197,10 +203,11 @@ def _check_symmetric(topology: Topology, size: int, method: str) -> None:
         check_symmetric(topology.weights(size, step), method)
 
 
-def _joined(arrays: Arrays) -> Array:
-    """Return arrays end to end, in the dtype that is wide enough for all."""
+def _joined(arrays: Arrays, names: Iterable[str]) -> Array:
+    """Return arrays end to end in the order of ``names``, in the dtype that is wide enough for
+    all."""
     xp = backend_of(next(iter(arrays.values())))
-    flat = [xp.widen(x) for x in arrays.values()]
+    flat = [xp.widen(arrays[name]) for name in names]
     dtypes = {xp.dtype(x) for x in flat}
     dtype = "float64" if "float64" in dtypes else "float32"
     return xp.concat([x if xp.dtype(x) == dtype else xp.cast(x, dtype) for x in flat])

@@ -86,6 +86,9 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
     reference: ClassVar[str] = ""
     #: keys of the state under which ranks differ
     per_rank: ClassVar[frozenset[str]] = frozenset()
+    #: all of the state is this rank's own, and makes sense only as a whole: another rank cannot go
+    #: on with it, and it begins anew when other parameters are trained
+    state_is_own: ClassVar[bool] = False
     #: ``before_step`` does something, so gradients must be known before the optimizer steps
     acts_before: ClassVar[bool] = False
     #: the context needs ``lookahead``
@@ -102,6 +105,10 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
     def loss_window(self) -> int:
         """The number of losses that the context has to have; 0 if none are needed."""
         return 0
+
+    def check_ranks(self, size: int) -> None:
+        """Raise ``ConfigError`` unless the method works with ``size`` ranks."""
+        return
 
     def init(self, parameters: Arrays) -> State:
         """Return the state of ``parameters`` before their first local step."""
@@ -120,6 +127,22 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
     def consensus(self, parameters: Arrays, state: State) -> Generator[Request, Any, Arrays]:
         """Return the parameters that are to be tested: the average of the ranks' own."""
         return (yield Mean(parameters))
+
+
+def as_training_method(method: Any) -> TrainingMethod:
+    """Return a method from an instance, or from a class, which gets its defaults.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(method, type) and issubclass(method, TrainingMethod):
+        return method()
+    if not isinstance(method, TrainingMethod):
+        raise ConfigError(
+            f"{method!r} is no training method: pass for instance ExactDiffusion('cycle') of "
+            "hvd_compress.decentralized, or LocalSGD() of hvd_compress.training"
+        )
+    return method
 
 
 def checked_compression(compression: Any) -> Compressor:

@@ -27,6 +27,7 @@ from hvd_compress.training.base import (
     State,
     StepContext,
     TrainingMethod,
+    as_training_method,
 )
 
 _VERSION = 1
@@ -64,16 +65,15 @@ class Coordinator:
 
     def __init__(
         self,
-        method: TrainingMethod,
+        method: TrainingMethod | type[TrainingMethod],
         engine: Engine,
         *,
         seed: int = 0,
         like: Array = None,
         node: str | None = None,
     ) -> None:
-        if not isinstance(method, TrainingMethod):
-            raise ConfigError(f"{method!r} is no training method: pass for instance LocalSGD()")
-        self.method = method
+        self.method = method = as_training_method(method)
+        method.check_ranks(engine.size)
         self.step = self.exchanges = 0
         self.state: State = {}
         self.record = Record()
@@ -176,6 +176,8 @@ class Coordinator:
         if shapes == self._shapes:
             return
         fresh = self.method.init(parameters)
+        if self.method.state_is_own and any(x.keys() != shapes.keys() for x in self.state.values()):
+            self.state = {}
         for key, arrays in fresh.items():
             own = self.state.setdefault(key, {})
             for name, x in arrays.items():
@@ -334,6 +336,13 @@ class Coordinator:
         size = whole(state_dict, "size", 1)
         is_own = (rank, size) == (self.engine.rank, self.engine.size)
         state, arrived = self._checked(state_dict)
+        if self.method.state_is_own and state and not is_own:
+            raise refused(
+                f"it is of rank {rank} of {size}, and this is rank {self.engine.rank} of "
+                f"{self.engine.size}: the state of {saved} is each rank's own. Save and load it on "
+                "every rank; or take the entry 'training' out, and the method begins anew, best "
+                "from parameters that average_parameters() has made equal"
+            )
         losses = [float(loss) for loss in entry(state_dict, "losses", (list, tuple))]
         compression = entry(state_dict, "compression", Mapping)
         is_mean = bool(entry(state_dict, "consolidated", (bool, int)))

@@ -63,6 +63,7 @@ def test_every_method_has_its_row_and_page(name):
 
 PAGES_THAT_RUN = (
     "README.md",
+    "docs/decentralized.md",
     "docs/mpi.md",
     "docs/mpi-training.md",
     "docs/methods/demo.md",

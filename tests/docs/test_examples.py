@@ -559,3 +559,43 @@ def test_leader_symmetry(tmp_path):
     assert "EASGD: workers 0.7906 and -0.7906, tested 0.0000, f 1.0000" in output
     assert "Leader SGD: workers -1.0000 and -1.0000, tested -1.0000, f 0.0000" in output
     assert picture.read_bytes().startswith(PNG)
+
+
+@pytest.mark.timeout(150)
+def test_training_over_a_graph():
+    options = ["--ranks", "4", "--epochs", "2", "--seeds", "1", "--width", "16"]
+    methods = ["dense", "diffusion", "exact_diffusion", "gradient_tracking", "lead"]
+    output = start("train_decentralized", *options, "--methods", *methods)
+    rows = {line.split()[0]: line for line in output.splitlines() if line.endswith(" ms")}
+    assert list(rows) == methods
+    found = {
+        name: re.search(r"([\d.e+-]+) +\S+ \S+ +\S+ \S+ +([\d.]+)x ", row)
+        for name, row in rows.items()
+    }
+    distance, ratio = ({name: float(each[i]) for name, each in found.items()} for i in (1, 2))
+    assert (distance["dense"], ratio["dense"]) == (0, 1)
+    assert all(0 < distance[name] < 0.5 for name in methods[1:])
+    # On a line of four, ranks have one and a half neighbours.
+    assert ratio["diffusion"] == ratio["exact_diffusion"] == pytest.approx(1.5, abs=0.02)
+    assert ratio["gradient_tracking"] == pytest.approx(3, abs=0.02)
+    assert ratio["lead"] < 0.15
+
+
+@pytest.mark.timeout(120)
+def test_exact_diffusion(tmp_path):
+    picture = tmp_path / "exact.png"
+    options = ["--graphs", "line", "complete", "--nodes", "6", "--runs", "50", "--steps", "60"]
+    command = [*program("exact_diffusion"), *options, "--output", str(picture)]
+    _, output = jobs.run(command, timeout=100)
+    rows = [line.split() for line in output.splitlines() if re.match("(line|complete) ", line)]
+    assert len(rows) == 6
+    for row in rows:
+        for at in (3, 7):
+            closed, mean, _, interval = row[at : at + 4]
+            # One in twenty intervals of 95 % is too narrow; 3.5 standard errors are enough.
+            assert abs(float(mean) - float(closed)) < 3.5 / 1.96 * float(interval)
+    ratio = {(row[0], float(row[2])): float(row[-1]) for row in rows}
+    assert ratio["line", 10] > 10, "bias is what counts"
+    assert ratio["line", 0.001] < 1, "noise is"
+    assert ratio["complete", 10] < 1
+    assert picture.read_bytes().startswith(PNG)

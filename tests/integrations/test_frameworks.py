@@ -26,6 +26,7 @@ FOLLOWS = (
 ONCE = ("training", "options", "numerics", "state", "shared")
 TORCH = (*ONCE, *PARITY)
 KERAS = ("parity", "shared", "keras_fit", "keras_users")
+GRAPHS = ("decentralized", "decentralized_state")
 ADAM = ("adam_onebit", "adam_zero_one", "demo")
 OWN_TORCH = ("demo_torch", "lamb_torch")
 ADAM_TORCH = (*ADAM, "adam_torch", "adam_zero_one_torch", *OWN_TORCH, "large_batch_torch")
@@ -47,10 +48,11 @@ class Job(NamedTuple):
 
 #: every scenario once over each engine, under each controller at least what must hold everywhere
 JOBS = [
-    Job("horovod", (*TORCH, *ADAM_TORCH, "local_steps"), "mpirun", 3),
+    Job("horovod", (*TORCH, *ADAM_TORCH, "local_steps", *GRAPHS), "mpirun", 3),
     Job("horovod", PARITY, "gloo", 2),
     Job("horovod", FOLLOWS, "alone", 1),
-    Job("mpi", (*TORCH, *ADAM_TORCH, "over_mpi", "local_steps"), "mpirun", 2),
+    Job("mpi", (*TORCH, *ADAM_TORCH, "over_mpi", "local_steps", *GRAPHS), "mpirun", 2),
+    Job("mpi", GRAPHS, "mpirun", 4),
     Job("mpi", (*PARITY, "over_mpi"), "mpich", 3),
     Job("mpi", FOLLOWS, "mpirun", 5),
     Job("tensorflow", ("keras_users", "keras_fit", "shared", *FOLLOWS), "mpirun", 2),
@@ -61,6 +63,7 @@ JOBS = [
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),
 ]
 FULL = [
+    Job("horovod", GRAPHS, "alone", 1),
     Job("horovod", (*TORCH, *ADAM_TORCH), "alone", 1),
     Job("mpi", ("over_mpi", *PARITY), "mpirun", 5),
     Job("horovod", TORCH, "mpirun", 2),

@@ -84,6 +84,16 @@ def test_a_rank_that_makes_no_call_is_named(launcher, case, tmp_path):
 
 
 @pytest.mark.timeout(120)
+def test_neighbours_of_a_rank_that_takes_fewer_steps_name_it(launcher, tmp_path):
+    job = Job(launcher, "fewer-steps", tmp_path)
+    for rank in OTHERS:
+        ((_, error, message, seconds),) = job.found[rank]
+        assert error == "CollectiveTimeout"
+        assert TIMEOUT <= seconds < TIMEOUT + 2 * SLACK
+        assert re.search(rf"rank {CULPRIT}\b", message)
+
+
+@pytest.mark.timeout(120)
 def test_a_rank_that_is_killed_ends_the_job(launcher, tmp_path):
     job = Job(launcher, "killed", tmp_path)
     assert job.status != 0

@@ -18,6 +18,8 @@ from hvd_compress.errors import UnsupportedError
 
 from .. import *  # noqa: F403
 from .. import __all__ as _methods
+from ..training.averaging import averaging
+from . import collectives
 from .collectives import (
     Adasum,
     Average,
@@ -55,6 +57,7 @@ from .process_sets import (
     size,
 )
 
+average_parameters = averaging(collectives, __name__)
 local_steps = training_factories.local_steps
 globals().update(training_factories.of_methods)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,11 +12,13 @@ from mpi4py import MPI
 from hvd_compress import mpi
 from hvd_compress.base import Compressor
 from hvd_compress.integrations.horovod import chosen
+from hvd_compress.training import TrainingMethod
 
 from .. import checkpoint
 from ..compressed_optimizer import CompressedOptimizer
 from ..distributed_optimizer import distribute
 from ..grad_scaler import watch_grad_scaler
+from ..training.by_method import distribute_by_method
 from ..training.factories import factories
 from ..training.optimizer import LocalStepsOptimizer, broadcast_training_state
 from . import collectives
@@ -37,8 +40,10 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
     *,
     seed: int = 0,
     sparse_step: bool = False,
-) -> CompressedOptimizer:
-    """Return an optimizer whose ``step()`` works on the gradients of all ranks.
+    method: TrainingMethod | type[TrainingMethod] | None = None,
+) -> CompressedOptimizer | LocalStepsOptimizer:
+    """Return an optimizer whose ``step()`` works on the gradients of all ranks, or one that trains
+    by a ``method`` such as ``hvd.ExactDiffusion(topology="cycle")``.
 
     A collective: every rank calls it, with the same options.
 
@@ -56,6 +61,7 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
         seed: for randomness that the ranks share.
         sparse_step: averages of top-k's elements are sparse gradients, so that ``torch.optim.SGD``
             writes no other elements of a parameter.
+        method: a training method, which sends no gradients; options of these are left out then.
 
     Raises:
         ConfigError: an option has a value that cannot be honoured.
@@ -64,22 +70,25 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
     """
     if process_set is global_process_set:
         process_set.rank()  # says if init() is missing
-    return distribute(
-        collectives,
-        _make_engine,
-        optimizer=optimizer,
-        named_parameters=named_parameters,
-        compression=chosen(compression, Compression.none, rank),
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-        seed=seed,
-        sparse_step=sparse_step,
-    )
+    options: dict[str, Any] = {
+        "optimizer": optimizer,
+        "named_parameters": named_parameters,
+        "compression": compression,
+        "backward_passes_per_step": backward_passes_per_step,
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "num_groups": num_groups,
+        "groups": groups,
+        "sparse_as_dense": sparse_as_dense,
+        "process_set": process_set,
+        "seed": seed,
+        "sparse_step": sparse_step,
+    }
+    if method is not None:
+        signature = inspect.signature(DistributedOptimizer)
+        return distribute_by_method(_make_engine, signature, method=method, **options)
+    options["compression"] = chosen(compression, Compression.none, rank)
+    return distribute(collectives, _make_engine, **options)
 
 
 def _make_engine(process_set: ProcessSet, predivide: float) -> mpi.MpiEngine:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvd_compress import training
+from hvd_compress import decentralized, training
 from hvd_compress.engines.base import Engine
 from hvd_compress.training import TrainingMethod
 
@@ -24,6 +24,23 @@ METHODS = (
     training.EASGD,
     training.EAMSGD,
 )
+
+#: those for ``method=``, which users meet beside the factories
+DECENTRALIZED: dict[str, type[TrainingMethod]] = {
+    cls.__name__: cls
+    for cls in (
+        decentralized.DGD,
+        decentralized.Diffusion,
+        decentralized.CTADiffusion,
+        decentralized.ExactDiffusion,
+        decentralized.NIDS,
+        decentralized.EXTRA,
+        decentralized.GradientTracking,
+        decentralized.PushDIGing,
+        decentralized.ChocoSGD,
+        decentralized.LEAD,
+    )
+}
 
 _MORE = """
 
@@ -49,14 +66,15 @@ def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
 
     def local_steps(
         optimizer: torch.optim.Optimizer,
-        method: TrainingMethod,
+        method: TrainingMethod | type[TrainingMethod],
         *,
         named_parameters: Iterable[tuple[str, Parameter]] | None = None,
         process_set: Any = None,
         seed: int = 0,
     ) -> LocalStepsOptimizer:
         """Return an optimizer that trains by a method of ``hvd_compress.training``, such as
-        ``LocalSGD(sync_every=8)``, or one of your own.  A collective.
+        ``LocalSGD(sync_every=8)``, of ``hvd_compress.decentralized``, such as
+        ``ExactDiffusion("cycle")``, or one of your own.  A collective.
 
         Args:
             optimizer: takes the local steps; of any class.

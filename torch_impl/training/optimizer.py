@@ -12,6 +12,7 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.checkpoints import refused
 from hvd_compress.training import Coordinator, TrainingMethod
+from hvd_compress.training.base import as_training_method
 
 from ..checkpoint import broadcast_tree
 from ..compressed_optimizer import CompressedOptimizer, take_over
@@ -240,7 +241,7 @@ def _moved(tree: Any, devices: Mapping[str, torch.device], device: Any = None) -
 
 def train_locally(
     optimizer: torch.optim.Optimizer,
-    method: TrainingMethod,
+    method: TrainingMethod | type[TrainingMethod],
     engine: Engine,
     *,
     named_parameters: Iterable[tuple[str, Parameter]] | None = None,
@@ -252,6 +253,7 @@ def train_locally(
         ConfigError: an option has a value that cannot be honoured.
         MismatchError: the ranks differ in method or options.
     """
+    method = as_training_method(method)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
@@ -287,6 +289,9 @@ def _is_nesterov(optimizer: torch.optim.Optimizer) -> bool:
 
 def broadcast_training_state(hvd: Any, optimizer: LocalStepsOptimizer, root_rank: int) -> None:
     """Give all ranks the state of ``root_rank``'s optimizer and what the training method has in
-    common; call ``consolidate_state_dict()`` before, on every rank."""
+    common; call ``consolidate_state_dict()`` before, on every rank.  A method whose state is each
+    rank's own begins anew on all ranks."""
     state = optimizer.state_dict() if hvd.rank() == root_rank else None
+    if state is not None and optimizer.training.method.state_is_own:
+        state[KEY]["state"] = {}
     optimizer.load_state_dict(broadcast_tree(hvd, state, root_rank))

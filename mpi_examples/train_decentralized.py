@@ -1,0 +1,215 @@
+"""Train on digits over a graph, where ranks exchange with their neighbours only.
+
+    python -m mpi_examples.train_decentralized
+    python -m mpi_examples.train_decentralized --data shuffled --topology cycle
+    mpirun -np 4 python -m mpi_examples.train_decentralized --methods dense lead
+
+Every rank ends with a model of its own.  Tested are their average and each of them.  With
+``--data sorted`` each rank has the images of other labels than the rest.
+"""
+# ruff: noqa: E402  A process that is no rank must not import MPI, which starts with it.
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
+
+from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.stats import human_bytes
+from mpi_examples.data import digits
+
+METHODS = (
+    "dense",
+    "diffusion",
+    "exact_diffusion",
+    "nids",
+    "gradient_tracking",
+    "choco_sgd",
+    "lead",
+)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
+    parser.add_argument("--topology", default="line", help='such as "cycle" or "grid:rows=2"')
+    parser.add_argument("--data", choices=("sorted", "shuffled"), default="sorted")
+    parser.add_argument("--bits", type=int, default=2, help="of choco_sgd and lead, from 1 to 8")
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--seeds", type=int, default=3, help="runs per method")
+    parser.add_argument("--batch-size", type=int, default=16, help="per rank")
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--momentum", type=float, default=0.0, help="of the local optimizer")
+    parser.add_argument("--width", type=int, default=256, help="of the network's hidden layer")
+    parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
+    options = parser.parse_args()
+    for name in ("epochs", "seeds", "batch_size", "width", "ranks"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    return options
+
+
+options = arguments()
+under_mpirun(options.ranks)
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch.nn import functional
+
+import hvd_compress.torch.mpi as hvd
+from hvd_compress.decentralized import blockwise
+
+world = MPI.COMM_WORLD
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run ended with, and what it cost a step; accuracies in percent."""
+
+    average: float
+    worst: float
+    distance: float
+    mean_bytes: float
+    most_bytes: float
+    milliseconds: float
+
+
+def network() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Flatten(),
+        torch.nn.Linear(64, options.width),
+        torch.nn.ReLU(),
+        torch.nn.Linear(options.width, 10),
+    )
+
+
+def method_of(name: str) -> Any:
+    graph, codec = options.topology, blockwise(options.bits)
+    makers: dict[str, Callable[[], Any]] = {
+        "diffusion": lambda: hvd.Diffusion(graph),
+        "exact_diffusion": lambda: hvd.ExactDiffusion(graph),
+        "nids": lambda: hvd.NIDS(graph),
+        "gradient_tracking": lambda: hvd.GradientTracking(graph),
+        "choco_sgd": lambda: hvd.ChocoSGD(graph, codec),
+        "lead": lambda: hvd.LEAD(graph, codec),
+    }
+    return makers[name]()
+
+
+def distributed(name: str, sgd: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """The optimizer of a method, and what counts its bytes."""
+    if name == "dense":
+        optimizer = hvd.DistributedOptimizer(sgd, compression="none")
+        return optimizer, optimizer.compression
+    optimizer = hvd.DistributedOptimizer(sgd, method=method_of(name))
+    return optimizer, optimizer.training
+
+
+def places(labels: np.ndarray) -> np.ndarray:
+    """Which images are this rank's, as many for each."""
+    order = np.argsort(labels, kind="stable")
+    if options.data == "shuffled":
+        order = np.random.default_rng(0).permutation(len(labels))
+    count = len(labels) // world.size
+    return order[world.rank * count :][:count]
+
+
+def train(name: str, seed: int, bar: tqdm) -> Run:
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    x, x_test, y, y_test = digits(seed)
+    own = places(y)
+    images, labels = torch.from_numpy(x[own]), torch.from_numpy(y[own])
+    model = network()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    sgd = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
+    optimizer, counter = distributed(name, sgd)
+    size = min(options.batch_size, len(own))
+    steps = len(own) // size
+    start = time.perf_counter()
+    for epoch in range(options.epochs):
+        order = np.random.default_rng([seed, epoch, world.rank]).permutation(len(own))
+        for batch in order[: steps * size].reshape(steps, size):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimizer.step()
+        bar.set_postfix_str(f"{name}, seed {seed}")
+        bar.update()
+    steps *= options.epochs
+    milliseconds = 1000 * (time.perf_counter() - start) / steps
+    # Counted before the average at the end.
+    sent = [total / steps for total in world.allgather(counter.stats().total.bytes_sent)]
+
+    def accuracy() -> float:
+        with torch.no_grad():
+            right = model(torch.from_numpy(x_test)).argmax(1) == torch.from_numpy(y_test)
+        return 100 * right.float().mean().item()
+
+    worst = min(world.allgather(accuracy()))
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    hvd.average_parameters(model.parameters())
+    mean = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    squares = world.allgather(float((before - mean).square().sum() / mean.square().sum()))
+    return Run(
+        accuracy(), worst, statistics.mean(squares) ** 0.5, statistics.mean(sent), max(sent),
+        milliseconds,
+    )  # fmt: skip
+
+
+def table(runs: dict[str, list[Run]], dense: int) -> str:
+    """One row a method; ``dense`` is the bytes of the parameters."""
+    width = max(len("method"), *map(len, runs))
+    header = (
+        f"{'method':<{width}} {'average model':>16} {'worst of ranks':>16} {'distance':>9}"
+        f" {'sent a step':>12} {'by busiest':>11} {'of dense':>9} {'time a step':>12}"
+    )
+    lines = [header, "-" * len(header)]
+    for name, group in runs.items():
+        sent = statistics.mean(run.mean_bytes for run in group)
+        most = statistics.mean(run.most_bytes for run in group)
+        lines.append(
+            f"{name:<{width}} {spread([run.average for run in group]):>16}"
+            f" {spread([run.worst for run in group]):>16}"
+            f" {statistics.mean(run.distance for run in group):>9.1e}"
+            f" {human_bytes(sent):>12} {human_bytes(most):>11} {sent / dense:>8.2f}x"
+            f" {statistics.median(run.milliseconds for run in group):>9.1f} ms"
+        )
+    return "\n".join(lines)
+
+
+def spread(values: list[float]) -> str:
+    deviation = f" +- {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{deviation} %"
+
+
+def main() -> None:
+    hvd.init()
+    runs: dict[str, list[Run]] = {name: [] for name in options.methods}
+    total = options.epochs * options.seeds * len(runs)
+    with tqdm(total=total, unit="epoch", disable=world.rank != 0, ncols=90, mininterval=1) as bar:
+        for seed in range(options.seeds):
+            for name, group in runs.items():
+                group.append(train(name, seed, bar))
+    if world.rank:
+        return
+    dense = 4 * sum(p.numel() for p in network().parameters())
+    print(
+        f"\n{world.size} ranks, {options.topology}, {options.data} data, {options.epochs} epochs, "
+        f"{options.seeds} seeds, lr {options.lr:g}, momentum {options.momentum:g}\n"
+        "sent a step: to neighbours, on average over ranks; of dense: beside the gradient's bytes\n"
+        "distance: of the ranks' models from their average, relative to its norm\n"
+    )
+    print(table(runs, dense))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The average of all ranks' models, over Horovod or MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hvd_compress.errors import ConfigError
+
+
+def averaging(hvd: Any, module: str) -> Callable[..., None]:
+    """Return ``average_parameters`` over the functions of ``hvd``; it belongs to ``module``."""
+
+    @torch.no_grad()
+    def average_parameters(parameters: Any, process_set: Any = None) -> None:
+        """Overwrite tensors by their average over the ranks, the same bits on all of them.  A
+        collective, for the end of training that leaves ranks with models of their own.
+
+        Half precisions are added in float32.  Of integers, such as the counts of batches of batch
+        normalisation, all ranks get the largest.
+
+        Args:
+            parameters: ``model.parameters()``, ``model.named_parameters()`` or
+                ``model.state_dict()``; the last has the buffers, too.
+            process_set: the ranks that take part; ``None`` for all.
+
+        Raises:
+            ConfigError: ``parameters`` has something else than tensors.
+        """
+        options = {} if process_set is None else {"process_set": process_set}
+        if process_set is not None and not process_set.included():
+            return
+        for name, x in _named(parameters):
+            options["name"] = f"average_parameters.{name}"
+            if x.is_floating_point():
+                wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+                x.copy_(hvd.allreduce(wide, op=hvd.Average, **options))
+            else:
+                x.copy_(hvd.allreduce(x.long(), op=hvd.Max, **options))
+
+    average_parameters.__module__ = module
+    average_parameters.__qualname__ = "average_parameters"
+    return average_parameters
+
+
+def _named(parameters: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors with their names, or their places; a state dict may have entries that are
+    no tensors."""
+    if isinstance(parameters, Mapping):
+        entries = list(parameters.items())
+        return [(name, x.detach()) for name, x in entries if isinstance(x, torch.Tensor)]
+    if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable):
+        raise _no_tensors(parameters)
+    found = []
+    for place, entry in enumerate(parameters):
+        name, x = entry if isinstance(entry, tuple) and len(entry) == 2 else (str(place), entry)
+        if not isinstance(x, torch.Tensor):
+            raise _no_tensors(x)
+        found.append((name, x.detach()))
+    return found
+
+
+def _no_tensors(found: Any) -> ConfigError:
+    return ConfigError(
+        "average_parameters takes model.parameters(), model.named_parameters() or "
+        f"model.state_dict(); got {type(found).__name__}"
+    )
