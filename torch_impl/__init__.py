@@ -22,12 +22,13 @@ from hvd_compress.integrations.exports import *  # noqa: F403
 from hvd_compress.integrations.exports import __all__ as _common
 from hvd_compress.integrations.horovod import load_horovod, names_of, rest_of, show_log
 from hvd_compress.integrations.launch import find_mpi
-from hvd_compress.training import OuterSGD
+from hvd_compress.training import CoordinatedSampler, Decay, OuterSGD, Ramp
 
 from .ddp import DDPState, ddp_hook
 from .onebit_adam import OneBitAdam
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
+from .training.codistillation import codistillation_over
 from .training.factories import factories
 from .zero_one_adam import ZeroOneAdam
 
@@ -50,15 +51,20 @@ show_log()
 _horovod = load_horovod("horovod.torch", "PyTorch", _register)
 _factories = factories(_engine, __name__)
 local_steps = _factories.local_steps
+Codistillation = codistillation_over(_engine, __name__)
 globals().update(_factories.of_methods)
 
 __all__ = [
     *_common,
     *_optimizers,
     *_factories.of_methods,
+    "Codistillation",
+    "CoordinatedSampler",
     "DDPState",
+    "Decay",
     "OneBitAdam",
     "OuterSGD",
+    "Ramp",
     "ZeroOneAdam",
     "ddp_hook",
     "local_steps",

@@ -46,10 +46,10 @@ class Job(NamedTuple):
 
 #: every scenario once over each engine, under each controller at least what must hold everywhere
 JOBS = [
-    Job("horovod", (*TORCH, *ADAM_TORCH, "local_steps"), "mpirun", 3),
+    Job("horovod", (*TORCH, *ADAM_TORCH, "local_steps", "codistillation"), "mpirun", 3),
     Job("horovod", PARITY, "gloo", 2),
     Job("horovod", FOLLOWS, "alone", 1),
-    Job("mpi", (*TORCH, *ADAM_TORCH, "over_mpi", "local_steps"), "mpirun", 2),
+    Job("mpi", (*TORCH, *ADAM_TORCH, "over_mpi", "local_steps", "codistillation"), "mpirun", 2),
     Job("mpi", (*PARITY, "over_mpi"), "mpich", 3),
     Job("mpi", FOLLOWS, "mpirun", 5),
     Job("tensorflow", ("keras_users", "keras_fit", "shared", *FOLLOWS), "mpirun", 2),
