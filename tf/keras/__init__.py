@@ -16,6 +16,7 @@ import importlib
 from typing import Any
 
 from hvd_compress.integrations import horovod as drop_in
+from hvd_compress.training import CoordinatedSampler, Decay, Ramp
 
 from .. import *  # noqa: F403
 from .. import __all__ as _methods
@@ -23,9 +24,10 @@ from ..registration import register_keras, wrap_optimizer
 from . import callbacks, elastic
 from .models import KERAS_3, load_model
 
-#: those that import Keras 3, and their modules
+#: classes whose modules import Keras 3, and these modules
 _OPTIMIZERS = {
     "ASAM": "sharpness",
+    "Codistillation": "codistillation",
     "LAMB": "layerwise",
     "LARS": "layerwise",
     "OneBitAdam": "onebit_adam",
@@ -62,7 +64,10 @@ PartialDistributedOptimizer = wrap_optimizer(_older.PartialDistributedOptimizer,
 
 __all__ = [
     *_methods,
+    "CoordinatedSampler",
+    "Decay",
     "PartialDistributedOptimizer",
+    "Ramp",
     "callbacks",
     "elastic",
     "load_model",

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,28 +14,9 @@ from torch.nn import functional
 from hvd_compress import training
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError
-from hvd_compress.stats import Stats
-from hvd_compress.training import Codistiller, CoordinatedSampler
+from hvd_compress.training import Codistiller
+from hvd_compress.training.codistillation.facade import ModelWithTeachers, documented
 from hvd_compress.training.codistillation.losses import Loss, target
-
-_MORE = """
-
-    Give it the model before the first step::
-
-        codistillation = hvd.Codistillation(model, every=50, burn_in=500)
-        for x, y in batches:
-            logits = model(x)
-            loss = codistillation.loss(cross_entropy(logits, y), logits, x)
-            ...
-
-    Making one is a collective.  Beside the options it takes:
-
-        model: this rank's, or its group's; all have the same parameters by name and shape, and
-            begin with other values, or see other data.
-        process_set: the ranks that take part; ``None`` for all.
-
-    Attributes: ``weight``, alpha of this step; ``step``; ``exchanges``; ``method``, the options.
-"""
 
 
 def _class_dim(z: torch.Tensor) -> int:
@@ -70,31 +50,14 @@ LOSSES = {
 }
 
 
-class Codistillation:
-    """A model with its teachers; see :func:`codistillation_over`."""
+class TorchModelWithTeachers(ModelWithTeachers):
+    """See :func:`codistillation_over`."""
 
     def __init__(self, model: torch.nn.Module, codistiller: Codistiller) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-        self.model = model
-        self._codistiller = codistiller
+        super().__init__(model, codistiller)
         self._teacher: torch.nn.Module | None = None
-
-    @property
-    def method(self) -> training.Codistillation:
-        return self._codistiller.method
-
-    @property
-    def step(self) -> int:
-        return self._codistiller.step
-
-    @property
-    def weight(self) -> float:
-        return self._codistiller.weight
-
-    @property
-    def exchanges(self) -> int:
-        return self._codistiller.exchanges
 
     def loss(
         self, task: torch.Tensor, logits: torch.Tensor, *inputs: Any, **named: Any
@@ -164,31 +127,9 @@ class Codistillation:
             *(name for name, x in self.model.named_buffers() if x.is_floating_point()),
         ]
 
-    def sampler(
-        self, examples: Sized | int, *, seed: int = 0, shuffle: bool = True
-    ) -> CoordinatedSampler:
-        """Return a sampler that gives the same examples to ranks that exchange predictions, and
-        shares them in a group."""
-        _, _, place, places = self._codistiller.counterparts
-        return CoordinatedSampler(examples, seed=seed, place=place, places=places, shuffle=shuffle)
-
-    def stats(self) -> Stats:
-        """Return the exact bytes that this rank sent and received so far."""
-        return self._codistiller.stats()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's step and teachers.  It waits for an exchange that is under way."""
-        return self._codistiller.state_dict()
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned on this rank; of what another rank returned, the
-        step alone: there are no teachers then until the next exchange.
-
-        Raises:
-            ConfigError: it belongs to another model, or it is damaged; then nothing has changed.
-        """
+        super().load_state_dict(state_dict)
         own = self._arrays()
-        self._codistiller.load_state_dict(state_dict, own)
         for arrays in self._codistiller.teachers:
             for name, x in arrays.items():
                 arrays[name] = x.to(own[name].device)
@@ -199,35 +140,18 @@ def _bits(x: torch.Tensor) -> np.ndarray:
     return x.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
 
 
-def codistillation_over(make_engine: Callable[[Any], Engine], module: str) -> type[Codistillation]:
+def codistillation_over(
+    make_engine: Callable[[Any], Engine], module: str
+) -> type[ModelWithTeachers]:
     """Return the class over the engines that ``make_engine`` makes of process sets; it belongs to
     ``module``."""
 
-    def __init__(  # noqa: N807
-        self: Codistillation,
-        model: torch.nn.Module,
-        *args: Any,
-        process_set: Any = None,
-        **options: Any,
-    ) -> None:
-        method = training.Codistillation(*args, **options)
-        codistiller = Codistiller(method, make_engine(process_set), like=torch.empty(0))
-        Codistillation.__init__(self, model, codistiller)
+    class Codistillation(TorchModelWithTeachers):
+        def __init__(
+            self, model: torch.nn.Module, *args: Any, process_set: Any = None, **options: Any
+        ) -> None:
+            method = training.Codistillation(*args, **options)
+            engine = make_engine(process_set)
+            super().__init__(model, Codistiller(method, engine, like=torch.empty(0)))
 
-    kinds = inspect.Parameter
-    own = inspect.signature(training.Codistillation).parameters.values()
-    signature = inspect.Signature(
-        [
-            kinds("model", kinds.POSITIONAL_OR_KEYWORD),
-            *own,
-            kinds("process_set", kinds.KEYWORD_ONLY, default=None),
-        ]
-    )
-    doc = (training.Codistillation.__doc__ or "") + _MORE
-    entries = {
-        "__init__": __init__,
-        "__signature__": signature,
-        "__doc__": doc,
-        "__module__": module,
-    }
-    return type("Codistillation", (Codistillation,), entries)
+    return documented(Codistillation, module)
