@@ -54,7 +54,7 @@ JOBS = [
     Job("mpi", FOLLOWS, "mpirun", 5),
     Job("tensorflow", ("keras_users", "keras_fit", "shared", *FOLLOWS), "mpirun", 2),
     Job("tensorflow", ("adam_keras", "adam_zero_one_keras", "large_batch_keras"), "mpirun", 2),
-    Job("tensorflow", ("codistillation_keras",), "mpirun", 2),
+    Job("tensorflow", ("codistillation_keras", "local_steps_keras"), "mpirun", 2),
     Job("tensorflow", ("graphs",), "mpirun", 3),
     Job("tape", FOLLOWS, "mpirun", 2),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),

@@ -16,7 +16,8 @@ import importlib
 from typing import Any
 
 from hvd_compress.integrations import horovod as drop_in
-from hvd_compress.training import CoordinatedSampler, Decay, Ramp
+from hvd_compress.training import CoordinatedSampler, Decay, OuterSGD, Ramp
+from hvd_compress.training.factories import METHODS
 
 from .. import *  # noqa: F403
 from .. import __all__ as _methods
@@ -24,7 +25,7 @@ from ..registration import register_keras, wrap_optimizer
 from . import callbacks, elastic
 from .models import KERAS_3, load_model
 
-#: classes whose modules import Keras 3, and these modules
+#: what imports Keras 3, and its modules
 _OPTIMIZERS = {
     "ASAM": "sharpness",
     "Codistillation": "codistillation",
@@ -34,6 +35,8 @@ _OPTIMIZERS = {
     "SAM": "sharpness",
     "ScaledWarmup": "warmup",
     "ZeroOneAdam": "zero_one_adam",
+    "local_steps": "local_training",
+    **{cls.__name__: "local_training" for cls in METHODS},
 }
 
 _elastic = {
@@ -66,6 +69,7 @@ __all__ = [
     *_methods,
     "CoordinatedSampler",
     "Decay",
+    "OuterSGD",
     "PartialDistributedOptimizer",
     "Ramp",
     "callbacks",
