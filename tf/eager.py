@@ -43,14 +43,15 @@ class EagerEngine(HorovodEngine):
         return bits.numpy()
 
 
-def engine_of(process_set: Any, prefix: str) -> Engine:
-    """Return an engine for NumPy arrays.
+def engine_of(process_set: Any, prefix: str, kind: type[HorovodEngine] = EagerEngine) -> Engine:
+    """Return an engine for use outside of graphs.
 
     Args:
         process_set: of Horovod; ``None`` for all ranks.
         prefix: of the names of its collectives, the same on all ranks.
+        kind: ``EagerEngine`` for NumPy arrays, ``HorovodEngine`` for eager tensors.
     """
     chosen = mpi_ops.global_process_set if process_set is None else process_set
     if not chosen.included() or chosen.size() == 1:
         return LocalEngine()
-    return EagerEngine(chosen, 1.0, prefix)
+    return kind(chosen, 1.0, prefix)

@@ -11,11 +11,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
 
 from hvd_compress import training
-from hvd_compress.engines.base import Engine
-from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.training import Codistiller
 from hvd_compress.training.base import Arrays
@@ -23,6 +20,7 @@ from hvd_compress.training.codistillation.facade import ModelWithTeachers, docum
 from hvd_compress.training.codistillation.losses import Loss, target
 
 from ..binding import native
+from ..eager import engine_of
 from ..engine import HorovodEngine
 from ..xla import refuse_xla
 
@@ -50,7 +48,8 @@ class Codistillation(ModelWithTeachers):
         method = training.Codistillation(*args, **options)
         if not isinstance(model, keras.Model):
             raise ConfigError(f"model must be a keras.Model of Keras 3, not {type(model).__name__}")
-        engine = engine_of(process_set, f"hvd_compress.codistillation.{Codistillation._made}")
+        prefix = f"hvd_compress.codistillation.{Codistillation._made}"
+        engine = engine_of(process_set, prefix, HorovodEngine)
         Codistillation._made += 1
         super().__init__(model, Codistiller(method, engine, like=tf.zeros(0)))
 
@@ -174,19 +173,6 @@ class Codistillation(ModelWithTeachers):
             for v in (*layer._trainable_variables, *layer._non_trainable_variables)
         }
         return [name for name, v in self._variables().items() if id(native(v)) in own]
-
-
-def engine_of(process_set: Any, prefix: str) -> Engine:
-    """Return an engine that carries out exchanges of eager tensors at once.
-
-    Args:
-        process_set: of Horovod; ``None`` for all ranks.
-        prefix: of the names of its collectives, the same on all ranks.
-    """
-    chosen = mpi_ops.global_process_set if process_set is None else process_set
-    if not chosen.included() or chosen.size() == 1:
-        return LocalEngine()
-    return HorovodEngine(chosen, 1.0, prefix)
 
 
 documented(Codistillation, "hvd_compress.tensorflow.keras")
