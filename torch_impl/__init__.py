@@ -23,7 +23,7 @@ from hvd_compress.integrations.exports import *  # noqa: F403
 from hvd_compress.integrations.exports import __all__ as _common
 from hvd_compress.integrations.horovod import load_horovod, names_of, rest_of, show_log
 from hvd_compress.integrations.launch import find_mpi
-from hvd_compress.training import OuterSGD
+from hvd_compress.training import CoordinatedSampler, Decay, OuterSGD, Ramp
 
 from .ddp import DDPState, ddp_hook
 from .demo import DeMo
@@ -32,6 +32,7 @@ from .onebit_lamb import OneBitLAMB
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
 from .training.averaging import averaging
+from .training.codistillation import codistillation_over
 from .training.factories import DECENTRALIZED, factories
 from .zero_one_adam import ZeroOneAdam
 
@@ -54,6 +55,7 @@ show_log()
 _horovod = load_horovod("horovod.torch", "PyTorch", _register)
 _factories = factories(_engine, __name__)
 local_steps = _factories.local_steps
+Codistillation = codistillation_over(_engine, __name__)
 average_parameters = averaging(sys.modules[__name__], __name__)
 globals().update(_factories.of_methods | DECENTRALIZED)
 
@@ -62,11 +64,15 @@ __all__ = [
     *_optimizers,
     *_factories.of_methods,
     *DECENTRALIZED,
+    "Codistillation",
+    "CoordinatedSampler",
     "DDPState",
     "DeMo",
+    "Decay",
     "OneBitAdam",
     "OneBitLAMB",
     "OuterSGD",
+    "Ramp",
     "ZeroOneAdam",
     "average_parameters",
     "ddp_hook",

@@ -11,6 +11,13 @@ from hvd_compress.training.base import (
     StepContext,
     TrainingMethod,
 )
+from hvd_compress.training.codistillation import (
+    Codistillation,
+    Codistiller,
+    CoordinatedSampler,
+    Decay,
+    Ramp,
+)
 from hvd_compress.training.coordinator import Coordinator
 from hvd_compress.training.diloco import DiLoCo
 from hvd_compress.training.easgd import EAMSGD, EASGD
@@ -23,13 +30,18 @@ from hvd_compress.training.world import World
 __all__ = [
     "EAMSGD",
     "EASGD",
+    "Codistillation",
+    "Codistiller",
+    "CoordinatedSampler",
     "Coordinator",
+    "Decay",
     "DiLoCo",
     "Finish",
     "LeaderSGD",
     "LocalSGD",
     "Mean",
     "OuterSGD",
+    "Ramp",
     "SlowMo",
     "Start",
     "StepContext",

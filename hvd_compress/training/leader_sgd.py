@@ -26,28 +26,9 @@ from hvd_compress.training.base import (
     like,
     widened,
 )
+from hvd_compress.training.groups import Groups, checked_groups, groups_of
 
-Groups = tuple[tuple[int, ...], ...]
 _REPORT = struct.Struct("<dq")  # a rank's loss and its node
-
-
-def _checked_groups(groups: Any) -> Groups | int | None:
-    if groups is None:
-        return None
-    if isinstance(groups, int) and not isinstance(groups, bool):
-        check_whole("groups", groups, 1)
-        return groups
-    try:
-        found = tuple(tuple(int(rank) for rank in group) for group in groups)
-    except (TypeError, ValueError):
-        found = ()
-    ranks = sorted(rank for group in found for rank in group)
-    if not ranks or ranks != list(range(len(ranks))) or not all(found):
-        raise ConfigError(
-            f"groups must be None for those of the nodes, a number of ranks that make a group, or "
-            f"lists that have every rank once, such as [[0, 1], [2, 3]]; got {groups!r}"
-        )
-    return found
 
 
 class Leaders(NamedTuple):
@@ -103,7 +84,7 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
     global_drift: float = 0.1
     local_drift: float = 0.1
     groups: Groups | int | None = dataclasses.field(
-        default=None, metadata=converted(_checked_groups)
+        default=None, metadata=converted(checked_groups)
     )
     average_over: int | None = None
 
@@ -176,13 +157,8 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
             return None
         if self.groups is None:
             group = tuple(r for r in everyone if reports[r][1] == reports[rank][1])
-        elif isinstance(self.groups, int):
-            first = rank - rank % self.groups
-            group = tuple(everyone[first : first + self.groups])
         else:
-            if sum(map(len, self.groups)) != len(reports):
-                raise ConfigError(f"groups={self.groups} are not of {len(reports)} ranks")
-            group = next(group for group in self.groups if rank in group)
+            group = next(g for g in groups_of(self.groups, len(reports)) if rank in g)
         return Leaders(of_all, min(group, key=lambda r: (losses[r], r)), group)
 
     def _from_group(self, flat: Sequence[Array], leaders: Leaders, rank: int) -> Any:

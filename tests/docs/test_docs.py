@@ -70,6 +70,7 @@ PAGES_THAT_RUN = (
     "docs/methods/onebit-adam.md",
     "docs/sparse-collectives.md",
     "docs/tensorflow.md",
+    "docs/training/codistillation.md",
     "docs/training/leader-sgd.md",
     "docs/training/local-sgd.md",
 )

@@ -552,6 +552,29 @@ def test_bytes_and_loss(tmp_path):
         assert all(float(loss) < 8 for *_, loss in rows)
 
 
+@pytest.mark.timeout(120)
+def test_training_with_codistillation(tmp_path):
+    picture = tmp_path / "codistillation.png"
+    options = ["--ranks", "2", "--epochs", "1", "--seeds", "1", "--burn-in", "4"]
+    methods = ["dense", "alone", "checkpoints", "predictions_fp16"]
+    options += ["--output", str(picture), "--methods", *methods]
+    output = start("train_codistillation", *options)
+    rows = re.findall(r"^(\w+) +([\d.]+) % +(\d+) of (\d+) +([\d.]+ \w+)$", output, re.MULTILINE)
+    assert [row[0] for row in rows] == methods
+    exchanges = {name: int(done) for name, _, done, _, _ in rows}
+    steps = int(rows[0][3])
+    assert exchanges == {
+        "dense": steps,
+        "alone": 0,
+        "checkpoints": -(-(steps - 4) // 8),
+        "predictions_fp16": steps - 4,
+    }
+    assert rows[1][4] == "0 B"
+    # 16 x 10 numbers of 2 bytes, a header and a length, not in the burn-in
+    assert rows[3][4] == f"{(16 * 10 * 2 + 30) * (steps - 4) / steps:.0f} B"
+    assert picture.read_bytes().startswith(PNG)
+
+
 def test_leader_symmetry(tmp_path):
     picture = tmp_path / "symmetry.png"
     _, output = jobs.run([*program("leader_symmetry"), "--output", str(picture)], timeout=60)

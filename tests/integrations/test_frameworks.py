@@ -27,6 +27,8 @@ ONCE = ("training", "options", "numerics", "state", "shared")
 TORCH = (*ONCE, *PARITY)
 KERAS = ("parity", "shared", "keras_fit", "keras_users")
 GRAPHS = ("decentralized", "decentralized_state")
+OTHERS_KERAS = ("codistillation_keras", "local_steps_keras")
+OTHERS = ("local_steps", "codistillation", *GRAPHS)
 ADAM = ("adam_onebit", "adam_zero_one", "demo")
 OWN_TORCH = ("demo_torch", "lamb_torch")
 ADAM_TORCH = (*ADAM, "adam_torch", "adam_zero_one_torch", *OWN_TORCH, "large_batch_torch")
@@ -48,16 +50,16 @@ class Job(NamedTuple):
 
 #: every scenario once over each engine, under each controller at least what must hold everywhere
 JOBS = [
-    Job("horovod", (*TORCH, *ADAM_TORCH, "local_steps", *GRAPHS), "mpirun", 3),
+    Job("horovod", (*TORCH, *ADAM_TORCH, *OTHERS), "mpirun", 3),
     Job("horovod", PARITY, "gloo", 2),
     Job("horovod", FOLLOWS, "alone", 1),
-    Job("mpi", (*TORCH, *ADAM_TORCH, "over_mpi", "local_steps", *GRAPHS), "mpirun", 2),
+    Job("mpi", (*TORCH, *ADAM_TORCH, "over_mpi", *OTHERS), "mpirun", 2),
     Job("mpi", GRAPHS, "mpirun", 4),
     Job("mpi", (*PARITY, "over_mpi"), "mpich", 3),
     Job("mpi", FOLLOWS, "mpirun", 5),
     Job("tensorflow", ("keras_users", "keras_fit", "shared", *FOLLOWS), "mpirun", 2),
     Job("tensorflow", ("adam_keras", "adam_zero_one_keras", "large_batch_keras"), "mpirun", 2),
-    Job("tensorflow", ("demo", "demo_keras"), "mpirun", 2),
+    Job("tensorflow", ("demo", "demo_keras", *OTHERS_KERAS), "mpirun", 2),
     Job("tensorflow", ("graphs",), "mpirun", 3),
     Job("tape", FOLLOWS, "mpirun", 2),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),

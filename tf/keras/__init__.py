@@ -16,6 +16,8 @@ import importlib
 from typing import Any
 
 from hvd_compress.integrations import horovod as drop_in
+from hvd_compress.training import CoordinatedSampler, Decay, OuterSGD, Ramp
+from hvd_compress.training.factories import METHODS
 
 from .. import *  # noqa: F403
 from .. import __all__ as _methods
@@ -23,9 +25,10 @@ from ..registration import register_keras, wrap_optimizer
 from . import callbacks, elastic
 from .models import KERAS_3, load_model
 
-#: those that import Keras 3, and their modules
+#: what imports Keras 3, and its modules
 _OPTIMIZERS = {
     "ASAM": "sharpness",
+    "Codistillation": "codistillation",
     "DeMo": "demo",
     "LAMB": "layerwise",
     "LARS": "layerwise",
@@ -33,6 +36,8 @@ _OPTIMIZERS = {
     "SAM": "sharpness",
     "ScaledWarmup": "warmup",
     "ZeroOneAdam": "zero_one_adam",
+    "local_steps": "local_training",
+    **{cls.__name__: "local_training" for cls in METHODS},
 }
 
 _elastic = {
@@ -63,7 +68,11 @@ PartialDistributedOptimizer = wrap_optimizer(_older.PartialDistributedOptimizer,
 
 __all__ = [
     *_methods,
+    "CoordinatedSampler",
+    "Decay",
+    "OuterSGD",
     "PartialDistributedOptimizer",
+    "Ramp",
     "callbacks",
     "elastic",
     "load_model",

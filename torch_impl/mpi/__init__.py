@@ -37,6 +37,7 @@ from .collectives import (
     broadcast_object,
     synchronize,
 )
+from .optimizer import Codistillation as Codistillation
 from .optimizer import (
     DistributedOptimizer,
     broadcast_optimizer_state,

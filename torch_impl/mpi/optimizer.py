@@ -19,6 +19,7 @@ from ..compressed_optimizer import CompressedOptimizer
 from ..distributed_optimizer import distribute
 from ..grad_scaler import watch_grad_scaler
 from ..training.by_method import distribute_by_method
+from ..training.codistillation import codistillation_over
 from ..training.factories import factories
 from ..training.optimizer import LocalStepsOptimizer, broadcast_training_state
 from . import collectives
@@ -106,6 +107,7 @@ def _engine_for_training(process_set: ProcessSet | None) -> mpi.MpiEngine:
 
 
 training_factories = factories(_engine_for_training, "hvd_compress.torch.mpi")
+Codistillation = codistillation_over(_engine_for_training, "hvd_compress.torch.mpi")
 
 
 def broadcast_parameters(parameters: Any, root_rank: int) -> None:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from hvd_compress import decentralized, training
+from hvd_compress import decentralized
 from hvd_compress.engines.base import Engine
 from hvd_compress.training import TrainingMethod
+from hvd_compress.training.factories import factories_of_methods
 
 from ..parameters import Parameter
 from .optimizer import LocalStepsOptimizer, train_locally
-
-#: the training methods with a factory of their name
-METHODS = (
-    training.LocalSGD,
-    training.SlowMo,
-    training.DiLoCo,
-    training.LeaderSGD,
-    training.EASGD,
-    training.EAMSGD,
-)
 
 #: those for ``method=``, which users meet beside the factories
 DECENTRALIZED: dict[str, type[TrainingMethod]] = {
@@ -94,37 +84,6 @@ def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
 
     local_steps.__module__ = module
     local_steps.__qualname__ = "local_steps"
-    made = {cls.__name__: _factory(cls, local_steps, module) for cls in METHODS}
+    own = {"named_parameters": None, "process_set": None, "seed": 0}
+    made = factories_of_methods(local_steps, module, own, _MORE)
     return Factories(local_steps, made)
-
-
-_OWN = [
-    inspect.Parameter("named_parameters", inspect.Parameter.KEYWORD_ONLY, default=None),
-    inspect.Parameter("process_set", inspect.Parameter.KEYWORD_ONLY, default=None),
-    inspect.Parameter("seed", inspect.Parameter.KEYWORD_ONLY, default=0),
-]
-
-
-def _factory(
-    cls: type[TrainingMethod], local_steps: Callable[..., LocalStepsOptimizer], module: str
-) -> Callable[..., LocalStepsOptimizer]:
-    def make(
-        optimizer: torch.optim.Optimizer,
-        *options: Any,
-        named_parameters: Iterable[tuple[str, Parameter]] | None = None,
-        process_set: Any = None,
-        seed: int = 0,
-        **more: Any,
-    ) -> LocalStepsOptimizer:
-        method = cls(*options, **more)
-        return local_steps(
-            optimizer, method, named_parameters=named_parameters, process_set=process_set, seed=seed
-        )
-
-    first = inspect.Parameter("optimizer", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    options = inspect.signature(cls).parameters.values()
-    make.__signature__ = inspect.Signature([first, *options, *_OWN])  # type: ignore[attr-defined]
-    make.__name__ = make.__qualname__ = cls.__name__
-    make.__module__ = module
-    make.__doc__ = (cls.__doc__ or "") + _MORE
-    return make

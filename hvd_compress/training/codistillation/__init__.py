@@ -1,0 +1,26 @@
+"""Codistillation: models that are trained at the same time teach each other.
+
+Every rank, or every group of ranks, trains a model of its own, and an auxiliary loss draws what it
+predicts to what the others predict.  No gradient travels between them: either predictions do, on
+batches that all see, or the models themselves do, rarely.
+
+Nothing here knows a framework: who exchanges what and when, messages, schedules, the order of
+examples, and losses in NumPy.
+"""
+
+from hvd_compress.training.codistillation.exchanges import Counterparts
+from hvd_compress.training.codistillation.losses import LOSSES
+from hvd_compress.training.codistillation.method import Codistillation
+from hvd_compress.training.codistillation.owner import Codistiller
+from hvd_compress.training.codistillation.sampling import CoordinatedSampler
+from hvd_compress.training.codistillation.weights import Decay, Ramp
+
+__all__ = [
+    "LOSSES",
+    "Codistillation",
+    "Codistiller",
+    "CoordinatedSampler",
+    "Counterparts",
+    "Decay",
+    "Ramp",
+]

@@ -1,0 +1,83 @@
+"""Schedules of the weight of the distillation loss."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+from hvd_compress.config import Configurable, converted, is_number
+from hvd_compress.errors import ConfigError
+from hvd_compress.training.base import check_between, check_whole
+
+
+class Weight(Configurable, abc.ABC, kind="distillation weight"):
+    """A weight that changes with the step."""
+
+    @abc.abstractmethod
+    def at(self, step: int, burn_in: int) -> float:
+        """Return the weight in a step, counted from 1, of which the first ``burn_in`` are without
+        distillation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ramp(Weight, name="ramp"):
+    """A weight that rises from 0 to ``to`` by equal increments in ``steps`` steps after the
+    burn-in, and stays there.
+
+    >>> [Ramp(to=1.0, steps=4).at(step, burn_in=10) for step in (11, 12, 14, 20)]
+    [0.25, 0.5, 1.0, 1.0]
+    """
+
+    to: float = 1.0
+    steps: int = 1000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_between("to", self.to, 0)
+        check_whole("steps", self.steps, 1)
+
+    def at(self, step: int, burn_in: int) -> float:
+        return self.to * min(1.0, (step - burn_in) / self.steps)
+
+
+def _milestones(value: Any) -> tuple[int, ...]:
+    found = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for step in found:
+        check_whole("at_steps", step, 1)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Decay(Weight, name="decay"):
+    """A weight that is ``start``, and is multiplied by ``factor`` after each of the steps
+    ``at_steps``, for instance those at which the learning rate drops.
+
+    >>> weight = Decay(start=1.0, factor=0.5, at_steps=(10, 20))
+    >>> [weight.at(step, burn_in=0) for step in (10, 11, 21)]
+    [1.0, 0.5, 0.25]
+    """
+
+    start: float = 1.0
+    factor: float = 0.1
+    at_steps: tuple[int, ...] = dataclasses.field(default=(), metadata=converted(_milestones))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_between("start", self.start, 0)
+        check_between("factor", self.factor, 0)
+
+    def at(self, step: int, burn_in: int) -> float:
+        return self.start * self.factor ** sum(step > drop for drop in self.at_steps)
+
+
+def as_weight(value: Any) -> float | Weight:
+    """Return a number that is 0 or more, or a schedule."""
+    if isinstance(value, Weight):
+        return value
+    if not is_number(value) or not 0 <= value < float("inf"):
+        raise ConfigError(
+            "weight must be a number, 0 or more, or a schedule such as Ramp(to=1.0, steps=1000) or "
+            f"Decay(start=1.0, factor=0.1, at_steps=(3000, 6000)); got {value!r}"
+        )
+    return float(value)

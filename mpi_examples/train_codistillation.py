@@ -1,0 +1,195 @@
+"""Train on digits with models that teach each other, beside data parallel and ranks alone.
+
+    python -m mpi_examples.train_codistillation
+    python -m mpi_examples.train_codistillation --methods dense predictions --epochs 8
+    mpirun -np 4 python -m mpi_examples.train_codistillation
+
+All take equally many steps of equally many examples on each rank.  Ranks that exchange predictions
+have the same examples in each step, the others a part of the data each.  Tested is a single model;
+where ranks have different ones, the accuracy is their mean.
+"""
+# ruff: noqa: E402  A process that is no rank must not import MPI, which starts with it.
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.stats import human_bytes
+from mpi_examples.data import digits
+
+METHODS = (
+    "dense",
+    "alone",
+    "checkpoints",
+    "checkpoints_rarely",
+    "predictions",
+    "predictions_fp16",
+    "predictions_rarely",
+)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=3, help="runs per method")
+    parser.add_argument("--every", type=int, default=8, help="steps between checkpoints")
+    parser.add_argument(
+        "--rarely", type=int, default=4, help="times as many steps for those that end in _rarely"
+    )
+    parser.add_argument("--burn-in", type=int, default=11, help="steps without distillation")
+    parser.add_argument("--weight", type=float, default=1.0, help="of the distillation loss")
+    parser.add_argument("--loss", default="kl", choices=["cross_entropy", "kl", "mse"])
+    parser.add_argument("--batch-size", type=int, default=16, help="per rank")
+    parser.add_argument("--lr", type=float, default=0.03)
+    parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
+    parser.add_argument("--output", type=Path, help="write a picture of the table to this file")
+    options = parser.parse_args()
+    for name in ("epochs", "seeds", "every", "rarely", "batch_size", "ranks"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    if options.burn_in < 0 or options.weight < 0:
+        parser.error("--burn-in and --weight must be 0 or more")
+    return options
+
+
+options = arguments()
+under_mpirun(options.ranks)
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch.nn import functional
+
+import hvd_compress.torch.mpi as hvd
+from mpi_examples.models import cnn
+
+world = MPI.COMM_WORLD
+
+
+@dataclasses.dataclass
+class Run:
+    accuracy: float
+    exchanges: int
+    steps: int
+    sent: float
+
+
+def codistilled(method: str, model: Any) -> Any:
+    exchange, _, variant = method.partition("_")
+    every = options.every if exchange == "checkpoints" else 1
+    return hvd.Codistillation(
+        model,
+        exchange,
+        every=every * options.rarely if variant == "rarely" else every,
+        burn_in=options.burn_in,
+        weight=options.weight,
+        loss=options.loss,
+        values="float16" if variant == "fp16" else None,
+    )
+
+
+def train(method: str, seed: int, bar: tqdm) -> Run:
+    torch.set_num_threads(1)
+    torch.manual_seed(seed if method == "dense" else 1000 * seed + world.rank)
+    x, x_test, y, y_test = map(torch.from_numpy, digits(seed))
+    model = cnn((1, 8, 8), 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True)
+    codistillation = None
+    if method == "dense":
+        optimizer = hvd.DistributedOptimizer(optimizer, compression="none")
+    elif method != "alone":
+        codistillation = codistilled(method, model)
+    batches = len(x) // world.size // options.batch_size
+    if not batches:
+        raise SystemExit("no full batch for each rank: use a smaller --batch-size")
+    steps = batches * options.epochs
+    for epoch in range(options.epochs):
+        order = np.random.default_rng([seed, epoch]).permutation(len(x))
+        mine = order if method.startswith("predictions") else order[world.rank :: world.size]
+        for batch in mine[: batches * options.batch_size].reshape(batches, -1):
+            optimizer.zero_grad()
+            logits = model(x[batch])
+            loss = functional.cross_entropy(logits, y[batch])
+            if codistillation is not None:
+                loss = codistillation.loss(loss, logits, x[batch])
+            loss.backward()
+            optimizer.step()
+        bar.set_postfix_str(f"{method}, seed {seed}")
+        bar.update()
+    with torch.no_grad():
+        right = (model.eval()(x_test).argmax(1) == y_test).float().mean().item()
+    owner = optimizer.compression if method == "dense" else codistillation
+    sent = owner.stats().total.bytes_sent if owner else 0
+    exchanges = steps if method == "dense" else owner.exchanges if owner else 0
+    every_rank = world.allgather((100 * right, sent))
+    accuracy, sent = (statistics.mean(column) for column in zip(*every_rank, strict=True))
+    return Run(accuracy, exchanges, steps, sent)
+
+
+def table(runs: dict[str, list[Run]]) -> str:
+    """One row a method."""
+    width = max(map(len, runs))
+    header = f"{'method':<{width}} {'test accuracy':>16} {'exchanges':>13} {'sent a step':>12}"
+    lines = [header, "-" * len(header)]
+    for method, group in runs.items():
+        found = [run.accuracy for run in group]
+        spread = f" +- {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+        steps = group[0].steps
+        sent = statistics.mean(run.sent for run in group) / steps
+        lines.append(
+            f"{method:<{width}} {f'{statistics.mean(found):.2f}{spread} %':>16}"
+            f" {f'{group[0].exchanges} of {steps}':>13} {human_bytes(sent):>12}"
+        )
+    return "\n".join(lines)
+
+
+def draw(runs: dict[str, list[Run]], path: Path) -> None:
+    """Accuracy over the bytes sent in a step, with one standard deviation."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for method, group in runs.items():
+        found = [run.accuracy for run in group]
+        spread = statistics.stdev(found) if len(found) > 1 else 0
+        sent = statistics.mean(run.sent for run in group) / group[0].steps
+        axes.errorbar(sent, statistics.mean(found), spread, fmt="o", capsize=3, label=method)
+    axes.set_xscale("symlog", linthresh=100)
+    axes.set(xlabel="bytes sent by a rank in a step", ylabel="test accuracy in %")
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+    print(f"picture: {path.resolve()}")
+
+
+def main() -> None:
+    hvd.init()
+    total = options.epochs * options.seeds * len(options.methods)
+    runs: dict[str, list[Run]] = {method: [] for method in options.methods}
+    with tqdm(total=total, unit="epoch", disable=world.rank != 0, ncols=90, mininterval=1) as bar:
+        for seed in range(options.seeds):
+            for method, group in runs.items():
+                group.append(train(method, seed, bar))
+    if world.rank:
+        return
+    print(
+        f"\n{world.size} ranks, {options.epochs} epochs, {options.seeds} seeds; burn-in of "
+        f"{options.burn_in} steps, weight {options.weight:g}, loss {options.loss}\n"
+    )
+    print(table(runs))
+    if options.output:
+        draw(runs, options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Training with local steps between exchanges, in Keras 3."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvd_compress.tensorflow.keras as hvd
+from hvd_compress import training
+from hvd_compress.errors import ConfigError, UnsupportedError
+from tests.scenarios.driver import raises
+
+RATE, STEPS = 0.1, 9
+W = np.linspace(-1, 1, 12).astype("float32").reshape(4, 3)
+LEADERS = {"local_every": 2, "global_every": 4}
+METHODS = (
+    training.LocalSGD(sync_every=3, start=2),
+    training.LocalSGD(sync_every=2, compression="topk:density=0.25"),
+    training.SlowMo(sync_every=3),
+    training.DiLoCo(sync_every=4, fragments=2, delay=1, mix=0.5),
+    training.LeaderSGD(**LEADERS),
+    training.LeaderSGD(**LEADERS, groups=2, average_over=3),
+    training.EASGD(sync_every=2),
+)
+
+
+def _batch(rank: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng([rank, step])
+    x = random.standard_normal((8, 4)).astype("float32")
+    return x, x @ W[::-1] + rank
+
+
+def _model() -> keras.Model:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    model.set_weights([W, np.zeros(3, "float32")])
+    return model
+
+
+def _reference(
+    method: training.TrainingMethod,
+) -> tuple[list[training.base.Arrays], training.World]:
+    """All ranks in NumPy: gradient descent on the mean square, in the lockstep world."""
+    world = training.World(method, hvd.size())
+    ranks = [{"0.kernel": W.copy(), "1.bias": np.zeros(3, "float32")} for _ in range(hvd.size())]
+    for step in range(STEPS):
+        gradients, losses = [], []
+        for rank, own in enumerate(ranks):
+            x, y = _batch(rank, step)
+            error = x @ own["0.kernel"] + own["1.bias"] - y
+            losses.append(float((error**2).mean()))
+            d = 2 * error / error.size
+            gradients.append({"0.kernel": x.T @ d, "1.bias": d.sum(0)})
+        rates = dict.fromkeys(ranks[0], float(np.float32(RATE)))
+        ranks = world.before_step(ranks, losses=losses, rates=rates)
+        ranks = [
+            {name: x - np.float32(RATE) * g[name] for name, x in own.items()}
+            for own, g in zip(ranks, gradients, strict=True)
+        ]
+        ranks = world.after_step(ranks)
+    return ranks, world
+
+
+def _fit(model: keras.Model, optimizer, steps: range) -> None:
+    batches = [_batch(hvd.rank(), step) for step in steps]
+    x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    model.compile(optimizer, "mse", jit_compile=False)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+
+
+def _assert_follows(model: keras.Model, expected: dict, label) -> None:
+    for x, y in zip(model.get_weights(), expected.values(), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5, err_msg=repr(label))
+
+
+def fit_follows_the_lockstep_world() -> None:
+    for method in METHODS:
+        model = _model()
+        optimizer = hvd.local_steps(keras.optimizers.SGD(RATE), method)
+        _fit(model, optimizer, range(STEPS))
+        ranks, world = _reference(method)
+        _assert_follows(model, ranks[hvd.rank()], method)
+        assert optimizer.training.step == STEPS
+        assert optimizer.training.exchanges == world.exchanges
+        if hvd.rank() == 0 and hvd.size() > 1:
+            assert optimizer.training.stats().total.bytes_sent == world.bytes_sent
+        with optimizer.synchronized_parameters():
+            _assert_follows(model, world.consensus(ranks)[hvd.rank()], method)
+            everyone = hvd.allgather(tf.constant(model.get_weights()[0])[None], name="tested")
+            assert (everyone.numpy() == everyone.numpy()[0]).all()
+        _assert_follows(model, ranks[hvd.rank()], method)
+
+
+def loops_of_ones_own_follow_it_too() -> None:
+    method = training.LeaderSGD(**LEADERS)
+    expected = _reference(method)[0][hvd.rank()]
+    for graph in (False, True):
+        model = _model()
+        optimizer = hvd.LeaderSGD(keras.optimizers.SGD(RATE), **LEADERS)
+
+        def step(x, y, model=model, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+            variables = model.trainable_variables
+            optimizer.report(loss)
+            optimizer.apply(tape.gradient(loss, [v.value for v in variables]), variables)
+
+        run = tf.function(step) if graph else step
+        for number in range(STEPS):
+            run(*map(tf.constant, _batch(hvd.rank(), number)))
+        _assert_follows(model, expected, graph)
+
+
+def a_run_goes_on_from_its_state() -> None:
+    for method in (training.DiLoCo(sync_every=4), training.EASGD(sync_every=2)):
+        model = _model()
+        optimizer = hvd.local_steps(keras.optimizers.SGD(RATE), method)
+        _fit(model, optimizer, range(5))
+        optimizer.training.consolidate()
+        state, weights = optimizer.training.state_dict(), model.get_weights()
+        _fit(model, optimizer, range(5, STEPS))
+        other = _model()
+        again = hvd.local_steps(keras.optimizers.SGD(RATE), method)
+        again.training.load_state_dict(state)
+        other.set_weights(weights)
+        _fit(other, again, range(5, STEPS))
+        for x, y in zip(model.get_weights(), other.get_weights(), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def optimizers_and_options_that_do_not_fit() -> None:
+    def sgd(**options):
+        return keras.optimizers.SGD(RATE, **options)
+
+    wrapped = hvd.LocalSGD(sgd(momentum=0.9), sync_every=2)
+    assert isinstance(wrapped, keras.optimizers.SGD)
+    assert wrapped.momentum == 0.9
+    with raises(ConfigError, "distributed already"):
+        hvd.DiLoCo(wrapped)
+    with raises(ConfigError, "Keras 3"):
+        hvd.LocalSGD("sgd")
+    with raises(UnsupportedError, "use hvd.EASGD"):
+        hvd.EAMSGD(sgd(momentum=0.9, nesterov=True))
+    with raises(UnsupportedError, "buffers='average'"):
+        hvd.LocalSGD(sgd(), buffers="average")
+    with raises(UnsupportedError, "loss scaling"):
+        hvd.LocalSGD(keras.optimizers.LossScaleOptimizer(sgd()))
+    with raises(ConfigError, "sync_every must be a whole number"):
+        hvd.LocalSGD(sgd(), sync_every=0)
+    used = sgd()
+    used.build(_model().trainable_variables)
+    with raises(ConfigError, "used already"):
+        hvd.LocalSGD(used)
+    model, optimizer = _model(), hvd.LeaderSGD(sgd())
+    with raises(ConfigError, r"optimizer.report\(loss\)"):
+        optimizer.apply([tf.zeros((4, 3)), tf.zeros(3)], model.trainable_variables)

@@ -1,0 +1,207 @@
+"""``hvd.LocalSGD(optimizer, sync_every=8)`` and the like for Keras 3; the methods themselves are in
+:mod:`hvd_compress.training`.
+
+What a method does around a local step is Python on NumPy arrays: graphs call it, and assign what it
+returns only where it has changed something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.training import Coordinator, TrainingMethod
+from hvd_compress.training.base import Arrays
+from hvd_compress.training.factories import factories_of_methods
+
+from ..binding import native
+from ..eager import engine_of
+from ..optimizer import CompressedOptimizer, is_keras_3
+from ..xla import refuse_xla
+
+_numbers = itertools.count()
+
+
+class LocalStepsOptimizer:
+    """Mixed into the class of an optimizer: ``apply`` is a local step with what a training method
+    does around it.  All ranks take equally many steps.
+
+    Attributes:
+        training: the method with its state: ``stats()``, ``exchanges``, ``set_epoch(epoch)``,
+            ``state_dict()`` and ``load_state_dict()``, whose arrays are NumPy's.
+    """
+
+    training: Coordinator
+
+    def _hvd_setup(self, training: Coordinator) -> None:
+        self.training = training
+        self._hvd_loss: Any = None
+
+    def report(self, loss: Any) -> None:
+        """Tell the loss of this rank's batch before ``apply``, in the same function, for methods
+        that choose by it; ``model.fit`` does so by itself."""
+        self._hvd_loss = loss
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Report the loss, too: Keras calls this in every step of ``model.fit``."""
+        self.report(loss)
+        return super().scale_loss(loss)  # type: ignore[misc]
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        refuse_xla()
+        if trainable_variables is None:
+            variables = list(self._trainable_variables)  # type: ignore[attr-defined]
+        else:
+            variables = list(trainable_variables)
+        loss, self._hvd_loss = self._hvd_loss, None
+        if self.training.method.loss_window and loss is None:
+            raise ConfigError(
+                f"{type(self.training.method).__name__} chooses by the training loss: call "
+                "optimizer.report(loss) before apply(gradients, variables), or use model.fit"
+            )
+        # Its input is that of before the local step, and what it returns is stepped from.
+        known = [tf.cast(self.learning_rate, tf.float64)]  # type: ignore[attr-defined]
+        self._hvd_run(self._hvd_before, variables, [*known, *([] if loss is None else [loss])])
+        super().apply(grads, variables)  # type: ignore[misc]
+        self._hvd_run(self._hvd_after, variables, [])
+
+    def _hvd_before(self, parameters: Arrays, rate: Any, *losses: Any) -> Arrays:
+        for loss in losses:
+            self.training.report(float(loss))
+        rates = {name: float(rate) for name in parameters}
+        return self.training.before_step(parameters, rates=rates)
+
+    def _hvd_after(self, parameters: Arrays) -> Arrays:
+        return self.training.after_step(parameters)
+
+    def _hvd_run(
+        self, function: Callable[..., Arrays], variables: Sequence[Any], known: Sequence[Any]
+    ) -> None:
+        """Replace the variables by what the function makes of them."""
+        own = [native(v) for v in variables]
+        names = [f"{i}.{v.name}" for i, v in enumerate(variables)]
+
+        def run(*inputs: tf.Tensor) -> list[tf.Tensor]:
+            before, more = inputs[: len(own)], inputs[len(own) :]
+            arrays = {name: _array(x) for name, x in zip(names, before, strict=True)}
+            after = function(dict(arrays), *more)
+            is_new = any(after[name] is not x for name, x in arrays.items())
+            made = [
+                x if after[name] is arrays[name] else tf.cast(after[name], x.dtype)
+                for name, x in zip(names, before, strict=True)
+            ]
+            return [tf.constant(is_new), *made]
+
+        values = [*(v.value() for v in own), *known]
+        if tf.executing_eagerly():
+            is_new, *made = run(*map(tf.convert_to_tensor, values))
+        else:
+            is_new, *made = tf.py_function(run, values, [tf.bool, *(v.dtype for v in own)])
+
+        def assign() -> tf.Tensor:
+            for v, x in zip(own, made, strict=True):
+                v.assign(tf.ensure_shape(x, v.shape))
+            return tf.constant(True)
+
+        tf.cond(is_new, assign, lambda: tf.constant(False))
+
+    def synchronize_parameters(self) -> None:
+        """Give all ranks the parameters that are to be tested: for most methods the average of the
+        ranks' own.  A collective, for the end of training, outside of graphs."""
+        self._hvd_run(self.training.consensus, list(self._trainable_variables), [])  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def synchronized_parameters(self) -> Iterator[None]:
+        """In this context the parameters are those that are to be tested, and to be saved; behind
+        it they are this rank's own again.  A collective."""
+        own = [(v, v.numpy()) for v in self._trainable_variables]  # type: ignore[attr-defined]
+        self.synchronize_parameters()
+        try:
+            yield
+        finally:
+            for variable, x in own:
+                variable.assign(x)
+
+
+def _array(x: tf.Tensor) -> np.ndarray:
+    """Return the array of a tensor; NumPy has no bfloat16."""
+    return tf.cast(x, tf.float32).numpy() if x.dtype == tf.bfloat16 else x.numpy()
+
+
+def local_steps(
+    optimizer: Any, method: TrainingMethod, *, process_set: Any = None, seed: int = 0
+) -> Any:
+    """Return an optimizer like ``optimizer``, of Keras 3, that trains by a method of
+    ``hvd_compress.training``, such as ``LocalSGD(sync_every=8)``, or one of your own.
+
+    Args:
+        optimizer: takes the local steps; of any class, without loss scaling, and not used before.
+        method: the training method.
+        process_set: the ranks that take part; ``None`` for all.
+        seed: for randomness that the ranks share.
+
+    Raises:
+        ConfigError, UnsupportedError: an option has a value that cannot be honoured.
+    """
+    if isinstance(optimizer, CompressedOptimizer | LocalStepsOptimizer):
+        raise ConfigError(
+            "this optimizer is distributed already; pass the one that it was made from"
+        )
+    if not is_keras_3(optimizer):
+        raise ConfigError(
+            f"optimizer must be one of keras.optimizers of Keras 3, not {type(optimizer).__name__}"
+        )
+    if keras.backend.backend() != "tensorflow":
+        raise UnsupportedError("Keras must run on TensorFlow here: set KERAS_BACKEND=tensorflow")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise UnsupportedError(
+            "local steps and loss scaling do not go together in Keras, since a rank alone cannot "
+            "skip a step: use bfloat16 or float32"
+        )
+    if optimizer.built:
+        raise ConfigError("this optimizer has been used already: pass a new one")
+    if getattr(method, "needs_lookahead", False):
+        raise UnsupportedError(
+            f"{type(method).__name__} needs to know the momentum of the local steps, which it gets "
+            "in PyTorch only: use hvd.EASGD"
+        )
+    if getattr(method, "buffers", "keep") != "keep":
+        raise UnsupportedError(
+            f"buffers={method.buffers!r}: with Keras, ranks keep the state of their local "
+            "optimizers; leave it out"
+        )
+    prefix = f"hvd_compress.local_steps.{next(_numbers)}"
+    training = Coordinator(method, engine_of(process_set, prefix), seed=seed)
+    base = type(optimizer)
+    cls: Any = type(base.__name__, (LocalStepsOptimizer, base), {"__module__": base.__module__})
+    config = optimizer.get_config()
+    rate = getattr(optimizer, "_learning_rate", None)
+    if callable(rate):  # a schedule of the user's own, which Keras would not find by its name
+        config["learning_rate"] = rate
+    new = cls.from_config(config)
+    new._hvd_setup(training)
+    return new
+
+
+_MORE = """
+
+    The optimizer of this name takes ``optimizer`` first, one of Keras 3, and returns one of a class
+    made from it, with ``training`` as its attribute.  More arguments:
+
+        process_set: the ranks that take part; ``None`` for all.
+        seed: for randomness that the ranks share.
+"""
+
+globals().update(
+    factories_of_methods(
+        local_steps, "hvd_compress.tensorflow.keras", {"process_set": None, "seed": 0}, _MORE
+    )
+)
