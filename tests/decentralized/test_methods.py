@@ -22,7 +22,9 @@ from hvd_compress.decentralized import (
     theory,
 )
 from hvd_compress.decentralized.topologies import as_topology
+from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import PayloadError
+from hvd_compress.training import Coordinator
 from hvd_compress.training.world import World
 
 B = np.array([0.0, 0.0, 3.0])
@@ -250,6 +252,47 @@ def test_damage_names_the_neighbour():
     broken[20] ^= 1
     with pytest.raises(PayloadError, match="rank 2"):
         update.send([frame, broken])
+
+
+def steps(coordinator, x, count):
+    """Local steps of 1/8 towards 0."""
+    for _ in range(count):
+        x = coordinator.before_step(x)
+        x = coordinator.after_step({name: own * 0.875 for name, own in x.items()})
+    return x
+
+
+def test_a_state_serves_the_parameters_that_it_was_made_for():
+    x = {"a": np.ones(2), "b": np.full((1, 3), 5.0)}
+    coordinator = Coordinator(PushDIGing, LocalEngine())
+    x = steps(coordinator, x, 2)
+    assert list(coordinator.state["tracker"]) == ["a", "b"]
+    steps(coordinator, {"b": x["b"]}, 1)
+    assert list(coordinator.state["tracker"]) == ["b"]
+    steps(coordinator, x, 1)
+    assert list(coordinator.state["tracker"]) == ["a", "b"]
+    assert steps(coordinator, {}, 1) == {}
+
+
+def test_the_order_of_parameters_in_a_checkpoint_does_not_matter():
+    x = {"a": np.ones(2), "b": np.full((1, 3), 5.0)}
+    coordinator, other = (Coordinator(ExactDiffusion, LocalEngine()) for _ in range(2))
+    x = steps(coordinator, x, 2)
+    saved = coordinator.state_dict()
+    turned = {key: dict(reversed(own.items())) for key, own in saved["state"].items()}
+    other.load_state_dict({**saved, "state": turned})
+    for one, two in zip(
+        steps(coordinator, x, 2).values(), steps(other, x, 2).values(), strict=True
+    ):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_numbers_of_ranks_that_cannot_be_are_found_at_once():
+    for method, words in ((Diffusion("grid:rows=2"), "rows=2"), (Diffusion([(0, 3)]), "beyond")):
+        with pytest.raises(ConfigError, match=words):
+            Coordinator(method, LocalEngine())
+    with pytest.raises(ConfigError, match="no training method"):
+        Coordinator("exact_diffusion", LocalEngine())
 
 
 @pytest.mark.parametrize(
