@@ -29,6 +29,7 @@ from hvd_compress.mpi.dense.allreduce import (
 )
 from hvd_compress.mpi.dense.hierarchical import hierarchical_allreduce
 from hvd_compress.mpi.engine import MpiEngine
+from hvd_compress.mpi.parameter_server import ParameterServer
 from hvd_compress.mpi.quantized import consolidate, quantized_allreduce
 from hvd_compress.mpi.quantized_state import QuantizedState
 from hvd_compress.mpi.reducer import Reducer
@@ -43,6 +44,7 @@ __all__ = [
     "Communicator",
     "CostModel",
     "MpiEngine",
+    "ParameterServer",
     "QuantizedState",
     "Reduced",
     "Reducer",

@@ -107,7 +107,7 @@ def test_adaptive_delay_compensation_by_hand():
 
 
 def test_compensation_is_closer_to_the_gradient_of_now():
-    """Of f = x^2 / 2 the gradient at 0.9 is 0.9; lambda = 1 finds it, since g^2 is the curvature."""
+    """Of f = x^2 / 2 the gradient at 0.9 is 0.9; lambda = 1 finds it: g^2 is the curvature."""
     sim = one_number(Rules("async", correction="compensate", lam=1.0))
     sim.run([0, 1])
     assert value(sim) == pytest.approx(0.81)
@@ -201,9 +201,10 @@ def test_most_methods_can_be_sent():
     wanted = {"none", "fp16", "bf16", "topk", "randomk", "powersgd", "natural", "scalecom"}
     assert wanted <= set(SENDABLE)
     assert not {"lgc", "ef21", "gtopk", "onebit_adam"} & set(SENDABLE)
+    x = {"w": np.ones(20)}
+    link = Link(x, 0, Rules(compression="ef21"))
     with pytest.raises(ConfigError, match="compression='ef21' cannot be sent to a server"):
-        x = {"w": np.ones(20)}
-        Link(x, 0, Rules(compression="ef21")).push(x)
+        link.push(x)
 
 
 @pytest.mark.parametrize("name", SENDABLE)
