@@ -22,6 +22,7 @@ from hvd_compress.errors import CollectiveTimeout, PayloadError
 from hvd_compress.parameter_server import SGDServer, Simulation
 
 WORLD = mpi.MPI.COMM_WORLD
+FOLDER = [Path(sys.argv[2])]
 STEPS, TIMEOUT = 6, 1.5
 
 
@@ -40,7 +41,7 @@ def gradient(worker: int, x: dict[str, np.ndarray], step: int) -> dict[str, np.n
 
 def write(**found: Any) -> None:
     """Under this name only when it is whole."""
-    file = Path(sys.argv[2]) / str(WORLD.rank)
+    file = FOLDER[0] / str(WORLD.rank)
     draft = file.with_suffix(".draft")
     draft.write_text(json.dumps(found))
     draft.rename(file)
@@ -79,7 +80,7 @@ def synchronous(servers: int, **more: Any) -> None:
     sim = Simulation(start(), gradient, workers, rules, lambda: SGDServer(lr=0.1), servers=servers)
     for _ in range(STEPS):
         sim.run(range(workers))
-    found = json.loads((Path(sys.argv[2]) / str(WORLD.rank)).read_text())
+    found = json.loads((FOLDER[0] / str(WORLD.rank)).read_text())
     expected = np.concatenate([x.ravel() for x in sim.parameters.values()])
     np.testing.assert_array_equal(np.array(found["parameters"], np.float32), expected)
 
@@ -157,6 +158,20 @@ def a_server_hangs() -> None:
         raise
 
 
+def all_well() -> None:
+    """One after the other in one job, each with a folder of its own."""
+    outer = FOLDER[0]
+    for name in WELL:
+        FOLDER[0] = outer / name
+        FOLDER[0].mkdir(exist_ok=True)
+        CASES[name]()
+
+
+#: cases in which nobody fails
+WELL = (
+    *("sync", "sync-2", "sync-both-ways", "backup", "async", "bounded", "compensated"),
+    *("ends-early", "pauses"),
+)
 CASES: dict[str, Callable[[], None]] = {
     "sync": lambda: synchronous(1),
     "sync-2": lambda: synchronous(2),
@@ -174,6 +189,7 @@ CASES: dict[str, Callable[[], None]] = {
     "stops": lambda: train(stops, worker_timeout=TIMEOUT),
     "dies": lambda: train(dies, worker_timeout=TIMEOUT, mode="async"),
     "pauses": lambda: train(pauses, steps=20, worker_timeout=TIMEOUT, mode="async"),
+    "well": all_well,
     "damaged": damaged,
     "server-hangs": a_server_hangs,
 }

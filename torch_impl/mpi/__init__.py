@@ -41,6 +41,7 @@ from .optimizer import (
     broadcast_parameters,
     training_factories,
 )
+from .parameter_server import parameter_server
 from .process_sets import (
     ProcessSet,
     add_process_set,
@@ -84,6 +85,7 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "parameter_server",
     "rank",
     "remove_process_set",
     "shutdown",
