@@ -220,6 +220,9 @@ class ParameterServer:
         while not server.is_over:
             frames = self._box.arrived()
             for rank, frame in frames:
+                if rank < self.servers:  # has ended before this one
+                    self._links[rank].receive(frame)
+                    continue
                 for worker, reply in server.receive(rank - self.servers, frame):
                     self._box.send(reply, worker + self.servers)
                     asked[worker] = time.monotonic()

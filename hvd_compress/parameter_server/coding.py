@@ -166,7 +166,11 @@ def _replayed(
         part = next(parts, None)
         if part is None:
             raise PayloadError(f"bad payload from {sender}: a part is missing")
-        reply = [part] if isinstance(request, Gather) else _summed(request, part, sender)
+        if isinstance(request, Gather):
+            reply = [part]
+        else:
+            assert isinstance(request, Sum)  # senders refuse the others
+            reply = _summed(request, part, sender)
 
 
 def _summed(request: Sum, part: np.ndarray, sender: str) -> np.ndarray:

@@ -103,7 +103,8 @@ class Worker:
             names[p]: p for g in optimizer.param_groups for p in g["params"] if p.requires_grad
         }
         method = Rules(**rules).compression
-        momentum, nesterov = 0.0, False
+        momentum: Any = 0.0
+        nesterov: Any = False
         if method.takes_momentum:
             found = {(g.get("momentum"), g.get("nesterov")) for g in optimizer.param_groups}
             if len(found) > 1 or not isinstance(optimizer, torch.optim.SGD):
