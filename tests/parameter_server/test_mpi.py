@@ -139,6 +139,16 @@ def test_a_worker_that_was_silent_comes_back(well):
     assert job.found[2]["steps"] == 20
 
 
+@pytest.mark.parametrize("case", ["leaders", "elastic"])
+def test_fast_workers_take_more_steps(case, well):
+    job = well(case)
+    job.assert_equal({0, 1, 2, 3})
+    assert [job.found[rank]["steps"] for rank in (1, 2, 3)] == [4, 40, 40]
+    # A choice for every 12 steps of all; or a meeting for every 2 of each.
+    assert job.stats["updates"] in (range(4, 8) if case == "leaders" else [2 + 20 + 20])
+    assert job.stats["pushes"] == (84 if case == "leaders" else 42)
+
+
 def test_damage_ends_the_job_with_its_reason(tmp_path):
     job = run("damaged", tmp_path)
     assert job.status != 0

@@ -18,6 +18,7 @@ from hvd_compress.errors import UnsupportedError
 
 from .. import *  # noqa: F403
 from .. import __all__ as _methods
+from .asynchronous import AsynchronousEASGD, AsynchronousLeaderSGD
 from .collectives import (
     Adasum,
     Average,
@@ -62,6 +63,8 @@ globals().update(training_factories.of_methods)
 __all__ = [
     *_methods,
     "Adasum",
+    "AsynchronousEASGD",
+    "AsynchronousLeaderSGD",
     "Average",
     "Compression",
     "DistributedOptimizer",

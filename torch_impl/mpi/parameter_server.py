@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.parameter_server import ServerStats
 from hvd_compress.parameter_server.rules import Rules
 
-from ..parameters import Parameter, names_of_parameters
+from ..parameters import Parameter
+from .of_model import OfModel, as_array
 from .process_sets import global_process_set
-
-T = TypeVar("T")
 
 
 def parameter_server(
@@ -60,13 +58,8 @@ def parameter_server(
         ConfigError: an option has a value that cannot be honoured.
         MismatchError: the ranks differ in options or parameters.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
-        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS needs a closure, which a server cannot call: use SGD or Adam")
-    names = names_of_parameters(optimizer.param_groups, model.named_parameters())
     rules = {
         "mode": mode,
         "backup": backup,
@@ -76,32 +69,28 @@ def parameter_server(
         "compression": compression,
         "compression_down": compression_down,
     }
-    return Worker(optimizer, names, servers, worker_timeout, seed, rules)
+    return Worker(model, optimizer, servers, worker_timeout, seed, rules)
 
 
-class Worker:
+class Worker(OfModel):
     """This rank's part; see :func:`parameter_server`.
 
     Attributes:
-        server: the :class:`hvd_compress.mpi.ParameterServer` below, on arrays.
-        is_server: whether this rank serves.
-        rank, size: the number of this worker, and of all workers; shares of the data go by these.
         taken: whether the servers have used the last gradient.
     """
 
+    server: mpi.ParameterServer
+
     def __init__(
         self,
+        model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        names: Mapping[Parameter, str],
         servers: int,
         worker_timeout: float,
         seed: int,
         rules: dict[str, Any],
     ) -> None:
-        self._optimizer = optimizer
-        self._parameters = {
-            names[p]: p for g in optimizer.param_groups for p in g["params"] if p.requires_grad
-        }
+        super().__init__(model, optimizer)
         method = Rules(**rules).compression
         momentum: Any = 0.0
         nesterov: Any = False
@@ -114,8 +103,8 @@ class Worker:
                 )
             momentum, nesterov = found.pop()
         self.server = mpi.ParameterServer(
-            {name: _array(p) for name, p in self._parameters.items()},
-            _OnServer(optimizer, names, bool(method.takes_momentum)),
+            self._arrays(),
+            _OnServer(optimizer, self._names, bool(method.takes_momentum)),
             servers=servers,
             worker_timeout=worker_timeout,
             seed=seed,
@@ -127,24 +116,8 @@ class Worker:
         self._load()
 
     @property
-    def is_server(self) -> bool:
-        return self.server.is_server
-
-    @property
-    def rank(self) -> int:
-        return self.server.rank
-
-    @property
-    def size(self) -> int:
-        return self.server.size
-
-    @property
     def taken(self) -> bool:
         return self.server.taken
-
-    def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the loader's batches on workers, as long as there are servers; none on servers."""
-        return self.server.batches(loader)
 
     def step(self) -> None:
         """Send the gradients of the model's parameters, wait until this worker may go on, and give
@@ -153,7 +126,7 @@ class Worker:
         for name, p in self._parameters.items():
             if p.grad is not None and p.grad.is_sparse:
                 raise UnsupportedError(f"the gradient of {name!r} is sparse: use sparse=False")
-            gradients[name] = np.zeros_like(_array(p)) if p.grad is None else _array(p.grad)
+            gradients[name] = np.zeros_like(as_array(p)) if p.grad is None else as_array(p.grad)
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         self.server.step(gradients, rates)
         self._load()
@@ -161,31 +134,6 @@ class Worker:
     def set_epoch(self, epoch: float) -> None:
         """Announce the epoch, for compressions with schedules by epoch."""
         self.server.set_epoch(epoch)
-
-    def stats(self) -> list[ServerStats]:
-        """Return what each server has counted, on every rank, behind the ``with`` statement."""
-        return self.server.stats()
-
-    @torch.no_grad()
-    def _load(self) -> None:
-        for name, p in self._parameters.items():
-            p.copy_(torch.from_numpy(self.server.parameters[name]))
-
-    def __enter__(self) -> Worker:
-        self.server.__enter__()
-        if self.is_server:
-            self._load()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.server.__exit__(*error)
-        self._load()
-
-
-def _array(x: torch.Tensor) -> np.ndarray:
-    """Return an array for the servers, of float64 or else float32."""
-    wide = x.detach().to("cpu", x.dtype if x.dtype == torch.float64 else torch.float32)
-    return wide.numpy()
 
 
 class _OnServer:
