@@ -5,6 +5,7 @@ The reference is the user's own optimizer on the mean gradient in one process.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -140,7 +141,8 @@ def asynchronous_methods_train() -> None:
     """From 16 parameters of a linear model to the solution, with a rank 0 that only serves."""
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
     y = x @ torch.ones(16, 1)
-    for make in (hvd.AsynchronousLeaderSGD, hvd.AsynchronousEASGD):
+    elastic = functools.partial(hvd.AsynchronousEASGD, sync_every=2, alpha=0.2)
+    for make in (hvd.AsynchronousLeaderSGD, elastic):
         torch.manual_seed(hvd.rank())  # all begin with rank 0's
         model = torch.nn.Linear(16, 1)
         optimizer = torch.optim.SGD(model.parameters(), 0.05)

@@ -115,7 +115,7 @@ class Serving:
         """Wait for a reply of every server, or for the last."""
         self.comm.check()
         missing = {server for server, link in enumerate(self._links) if not link.is_over}
-        heard = time.monotonic()
+        heard = dict.fromkeys(missing, time.monotonic())
         while missing:
             frames = self._box.arrived()
             for rank, frame in frames:
@@ -125,13 +125,14 @@ class Serving:
                 link = self._links[rank]
                 if link.receive(frame) and (link.is_over or not until_end):
                     missing.discard(rank)
-                heard = time.monotonic()
+                heard[rank] = time.monotonic()
             if not frames and missing:
                 self._box.nap()
-                if time.monotonic() - heard > self.comm.timeout:
+                longest = min(missing, key=heard.__getitem__)
+                if time.monotonic() - heard[longest] > self.comm.timeout:
                     problem = (
                         f"rank {self.comm.rank}: no sign of life from the parameter server on rank "
-                        f"{', '.join(map(str, sorted(missing)))} for {self.comm.timeout:g} s"
+                        f"{longest} for {self.comm.timeout:g} s"
                     )
                     self.comm.give_up(problem, [self._box])
                     raise CollectiveTimeout(problem)

@@ -95,9 +95,8 @@ class LeaderServer:
         """Take a frame, and return the replies."""
         message = decode(frame, self.rules.tag, f"worker {worker}")
         if message.kind is Kind.LEAVE:
-            if message.flag:
-                self.stats.failed.append(worker)
-            elif worker in self.active:
+            self.stats.left(worker, bool(message.flag))
+            if message.parts:
                 self._last[worker] = _arrays(message.parts, self._shapes, f"worker {worker}")
             return self._without(worker)
         self.stats.bytes_up += frame.nbytes
@@ -124,8 +123,11 @@ class LeaderServer:
 
     def end(self) -> np.ndarray:
         """Return the last frame: the mean of the workers' last parameters, of those that left
-        without an error, and the statistics."""
-        found = [own for _, own in sorted(self._last.items())] or [self._shapes]
+        without an error, and the statistics.  If there are none, the last leader's stand for it."""
+        found = [own for _, own in sorted(self._last.items())]
+        if not found and self._leader is not None:
+            found = [_arrays(self._leader[2], self._shapes, "the leader")]
+        found = found or [self._shapes]
         parts = [self.stats.to_bytes()]
         for name in self._shapes:
             total = found[0][name]

@@ -55,6 +55,13 @@ class ServerStats:
     failed: list[int] = dataclasses.field(default_factory=list)
     returned: list[int] = dataclasses.field(default_factory=list)
 
+    def left(self, worker: int, failed: bool) -> None:
+        """Note that a worker has left, which may have been taken for lost."""
+        if worker in self.lost:
+            self.lost.remove(worker)
+        if failed:
+            self.failed.append(worker)
+
     def to_bytes(self) -> np.ndarray:
         return np.frombuffer(json.dumps(vars(self)).encode(), np.uint8)
 
@@ -131,8 +138,7 @@ class Server:
         sender = f"worker {worker}"
         message = decode(frame, self.rules.tag, sender)
         if message.kind is Kind.LEAVE:
-            if message.flag and worker in self.active:
-                self.stats.failed.append(worker)
+            self.stats.left(worker, bool(message.flag))
             return self._without(worker)
         self.stats.bytes_up += frame.nbytes
         self.stats.pushes += 1

@@ -342,6 +342,16 @@ def test_a_lost_worker_may_come_back(rules):
     assert value(sim) < before
 
 
+def test_a_lost_worker_may_come_back_to_leave():
+    sim = one_number(Rules(), workers=2)
+    sim.lose(1)
+    assert everything(sim).lost == [1]
+    sim.leave(1)
+    assert everything(sim).lost == []
+    sim.run([0])
+    assert value(sim) == pytest.approx(0.9)
+
+
 def test_the_bound_is_that_of_those_who_are_there():
     sim = one_number(Rules("bounded", staleness=0), workers=2)
     sim.run([0])
