@@ -239,6 +239,9 @@ def _draw(found: dict[int, list[Row]], delays: Delays, picture: Path) -> None:
         xscale="log", yscale="log", xlabel="workers", ylabel="gradients used in the time of a step"
     )
     axes.set_xticks(counts, list(map(str, counts)))
+    axes.xaxis.set_minor_locator(plt.NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_title(f"{delays.distribution} times of a step, deviation {delays.spread:g}")
     axes.grid(alpha=0.3)
     axes.legend()
