@@ -5,7 +5,7 @@ All numbers are little-endian::
     offset  type    field
     0       u8[2]   b"HC"
     2       u8      version, that of other frames
-    3       u8      kind: 4 = of a parameter server
+    3       u8      kind: 5 = of a parameter server
     4       u8      what it is: see :class:`Kind`
     5       u8      flag
     6       u16     tag of the rules: both ends must have the same
@@ -27,7 +27,7 @@ import numpy as np
 from hvd_compress.errors import PayloadError
 from hvd_compress.wire.frame import HEADER, MAGIC, START, VERSION, is_sealed, seal
 
-_OF_SERVERS = 4
+_OF_SERVERS = 5
 _FIXED = START + 8
 
 
