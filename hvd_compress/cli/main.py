@@ -10,6 +10,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 from hvd_compress import __version__, methods
 from hvd_compress.base import Compressor
@@ -17,6 +18,7 @@ from hvd_compress.cli.costs import RANKS, SHAPE, costs_of_defaults
 from hvd_compress.cli.doctor import WANTED, doctor
 from hvd_compress.cli.horovod_build import install_horovod
 from hvd_compress.cli.horovod_plan import GPU, VERSION
+from hvd_compress.cli.stragglers import DISTRIBUTIONS, stragglers
 from hvd_compress.errors import CompressionError, NeedsTuning
 
 
@@ -70,6 +72,24 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("names", nargs="*", metavar="NAME", help="all about these")
     command.add_argument("--wide", action="store_true", help="all columns, however narrow the room")
     command.set_defaults(run=list_methods)
+
+    command = commands.add_parser(
+        "stragglers",
+        help="what waiting for slow workers costs",
+        description="What waiting for slow workers costs, by formulas and by simulation: "
+        "synchronous, with backup workers, with local steps, and asynchronous.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = command.add_argument
+    add("--workers", type=_positive, nargs="+", default=[4, 8, 32], metavar="N", help="in all")
+    add("--backup", type=int, default=1, metavar="B", help="workers that are not waited for")
+    add("--local-steps", type=_positive, default=8, metavar="H", help="between meetings")
+    add("--distribution", choices=DISTRIBUTIONS, default="exponential", help="of a step's time")
+    add("--spread", type=float, default=1.0, help="deviation of a step's time, whose mean is 1")
+    add("--steps", type=_positive, default=4000, help="to simulate")
+    add("--seed", type=int, default=0, help="of random numbers")
+    add("--picture", type=Path, metavar="FILE", help="draw gradients used by number of workers")
+    command.set_defaults(run=stragglers)
     return parser
 
 

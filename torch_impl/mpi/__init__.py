@@ -20,6 +20,7 @@ from .. import *  # noqa: F403
 from .. import __all__ as _methods
 from ..training.averaging import averaging
 from . import collectives
+from .asynchronous import AsynchronousEASGD, AsynchronousLeaderSGD
 from .collectives import (
     Adasum,
     Average,
@@ -44,6 +45,7 @@ from .optimizer import (
     broadcast_parameters,
     training_factories,
 )
+from .parameter_server import parameter_server
 from .process_sets import (
     ProcessSet,
     add_process_set,
@@ -65,6 +67,8 @@ globals().update(training_factories.of_methods)
 __all__ = [
     *_methods,
     "Adasum",
+    "AsynchronousEASGD",
+    "AsynchronousLeaderSGD",
     "Average",
     "Compression",
     "DistributedOptimizer",
@@ -88,6 +92,7 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "parameter_server",
     "rank",
     "remove_process_set",
     "shutdown",

@@ -1,0 +1,136 @@
+"""Asynchronous Leader SGD and elastic averaging over MPI, with a server on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_compress.errors import ConfigError
+from hvd_compress.mpi.parameter_server import ParameterServer
+from hvd_compress.mpi.serving import Serving
+from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.parameter_server.elastic import ElasticCentre, check_elastic, moved
+from hvd_compress.parameter_server.leaders import LeaderLink, LeaderRules, LeaderServer
+
+Arrays = dict[str, np.ndarray]
+
+
+class AsynchronousLeaderSGD(Serving):
+    """Leader SGD whose workers take steps at their own speed; making one is a collective::
+
+        with mpi.AsynchronousLeaderSGD(parameters, local_every=4) as worker:
+            for batch in worker.batches(data):
+                loss, gradient = ...                      # at worker.parameters
+                worker.step(a local step from them, loss)
+
+    Behind the statement ``parameters`` are the mean of the workers' last ones, on all ranks.  See
+    :mod:`hvd_compress.parameter_server.leaders`.
+
+    Args:
+        parameters: arrays by name; all ranks begin with those of rank 0.
+        worker_timeout: seconds after which the others go on without a silent worker.
+        comm: the ranks, of which the first serves; ``None`` for all.
+        options: of :class:`hvd_compress.parameter_server.leaders.LeaderRules`.
+
+    Attributes:
+        parameters, is_server, rank, size: as of :class:`.ParameterServer`.
+        bytes_sent, bytes_received: of this worker's messages.
+    """
+
+    _links: list[LeaderLink]
+
+    def __init__(
+        self,
+        parameters: Mapping[str, np.ndarray],
+        *,
+        worker_timeout: float = 60.0,
+        comm: MPI.Comm | Communicator | None = None,
+        **options: Any,
+    ) -> None:
+        self.rules, ranks = LeaderRules(**options), Communicator.of(comm)
+        shapes = [f"{name} {x.dtype.name}{list(x.shape)}" for name, x in parameters.items()]
+        ranks.agree(f"AsynchronousLeaderSGD({self.rules!r}, {shapes})")
+        super().__init__(ranks, 1, worker_timeout)
+        self.parameters = {name: np.array(x) for name, x in parameters.items()}
+        for x in self.parameters.values():
+            ranks.mpi.Bcast(x, 0)
+        self._tag = self.rules.tag
+        self._links = [LeaderLink(self.parameters, self.rules)]
+        if self.is_server:
+            self._server = LeaderServer(self.parameters, range(self.size), self.rules)
+
+    def step(self, parameters: Mapping[str, np.ndarray], loss: float) -> Arrays:
+        """Report a local step and its loss, and return the parameters after the pull.
+
+        Args:
+            parameters: those after the local step.
+            loss: of the batch, before it.
+        """
+        if self.is_server or self.is_over:
+            raise ConfigError("there is nobody to report to: loop over worker.batches(data)")
+        (link,) = self._links
+        self._box.send(link.push(parameters, float(loss)), 0)
+        self._wait(until_end=False)
+        if not link.is_over:
+            self.parameters = link.pulled(parameters)
+        return self.parameters
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._links[0].bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._links[0].bytes_received
+
+    def _assemble(self) -> None:
+        self.parameters = self._links[0].parameters
+
+
+class AsynchronousEASGD(ParameterServer):
+    """Elastic averaging whose workers meet the centre at their own speed; making one is a
+    collective.  It is used as :class:`AsynchronousLeaderSGD`, without a loss.
+
+    Every ``sync_every`` of its own steps a worker sends its x to the server, which has c::
+
+        x = x - alpha (x - c)        c = c + alpha (x - c), with the old x and c
+
+    Behind the statement ``parameters`` are the centre, on all ranks.  With Nesterov momentum in the
+    local steps this is asynchronous EAMSGD.
+
+    Args:
+        parameters: arrays by name; all ranks begin with those of rank 0, as the centre does.
+        sync_every: tau, the number of local steps between meetings.
+        alpha: how far both move.
+        options: ``servers``, ``worker_timeout``, ``comm``, as of :class:`.ParameterServer`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, np.ndarray],
+        *,
+        sync_every: int = 10,
+        alpha: float = 0.1,
+        **options: Any,
+    ) -> None:
+        check_elastic(sync_every, alpha)
+        if more := options.keys() - {"servers", "worker_timeout", "comm"}:
+            raise ConfigError(f"AsynchronousEASGD has no option {sorted(more)[0]!r}")
+        super().__init__(parameters, ElasticCentre(alpha), mode="async", **options)
+        self.sync_every, self.alpha = sync_every, alpha
+        self._steps = 0
+
+    def step(self, parameters: Mapping[str, np.ndarray], loss: float | None = None) -> Arrays:  # type: ignore[override]
+        """Take over the parameters after a local step, meet the centre if that is due, and return
+        those to go on with."""
+        self._steps += 1
+        own = {name: np.array(x) for name, x in parameters.items()}
+        if self._steps % self.sync_every == 0:
+            centre = super().step(own)
+            if not self.is_over and self.taken:
+                own = {name: moved(x, centre[name], self.alpha) for name, x in own.items()}
+        self.parameters = own
+        return own

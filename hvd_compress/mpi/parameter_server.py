@@ -1,0 +1,143 @@
+"""A parameter server over MPI: the first ranks are servers, the others compute gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_compress.config import check_seed
+from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.mpi.serving import Serving
+from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.parameter_server.link import Link
+from hvd_compress.parameter_server.optimizers import ServerOptimizer, SGDServer
+from hvd_compress.parameter_server.pieces import joined, pieces_of, taken_from
+from hvd_compress.parameter_server.rules import Rules
+from hvd_compress.parameter_server.server import Server
+
+
+class ParameterServer(Serving):
+    """A parameter server over MPI; making one is a collective::
+
+        with mpi.ParameterServer(parameters, SGDServer(lr=0.1), mode="async") as worker:
+            for batch in worker.batches(data):
+                worker.step(gradients(worker.parameters, batch))
+        parameters = worker.parameters  # on all ranks, the last ones
+
+    The first ``servers`` ranks serve while they are in the ``with`` statement, and get no batches;
+    the parameters are divided evenly among them.  Behind the statement all ranks have the same
+    parameters.  Workers need not take equally many steps.  A worker that raises an error inside
+    says so at once, and waits for the others before it ends.
+
+    Args:
+        parameters: arrays by name, float32 or float64, the same on all ranks or only meant on rank
+            0, whose values all ranks get.
+        optimizer: steps on the servers' pieces.
+        servers: how many ranks serve.
+        worker_timeout: seconds without a gradient after which servers do without a worker; less
+            than the time-out of ``comm``.
+        seed: of random numbers of compressions.
+        momentum, nesterov: for compressions that take momentum over; ``optimizer`` has none then.
+        comm: the ranks; ``None`` for all.
+        rules: options of :class:`hvd_compress.parameter_server.Rules`: ``mode``, ``backup``,
+            ``staleness``, ``correction``, ``lam``, ``compression``, ``compression_down``.
+
+    Attributes:
+        parameters: as this rank knows them.
+        is_server: whether this rank serves.
+        rank, size: the number of this worker, and of all workers.
+        taken: whether the servers have used the last gradient.
+        bytes_sent, bytes_received: of this worker's messages.
+
+    Raises:
+        ConfigError: an option has a value that cannot be honoured.
+        MismatchError: the ranks differ in options or in the shapes of their parameters.
+    """
+
+    _links: list[Link]
+
+    def __init__(
+        self,
+        parameters: Mapping[str, np.ndarray],
+        optimizer: ServerOptimizer | None = None,
+        *,
+        servers: int = 1,
+        worker_timeout: float = 60.0,
+        seed: int = 0,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        comm: MPI.Comm | Communicator | None = None,
+        **rules: Any,
+    ) -> None:
+        self.rules = Rules(**rules)
+        check_seed(seed)
+        ranks = Communicator.of(comm)
+        for name, x in parameters.items():
+            if x.dtype not in (np.float32, np.float64):
+                raise UnsupportedError(f"{name!r} is {x.dtype}: float32 or float64 are needed")
+        shapes = [f"{name} {x.dtype.name}{list(x.shape)}" for name, x in parameters.items()]
+        ranks.agree(f"ParameterServer({self.rules!r}, servers={servers}, seed={seed}, {shapes})")
+        self.parameters = {name: np.array(x) for name, x in parameters.items()}
+        for x in self.parameters.values():
+            ranks.mpi.Bcast(x, 0)
+        super().__init__(ranks, servers, worker_timeout)
+        self._tag = self.rules.tag
+        self.taken = True
+        self.epoch: float | None = None
+        self._optimizer = SGDServer() if optimizer is None else optimizer
+        self._pieces = pieces_of(self.parameters, servers)
+        own = [taken_from(self.parameters, pieces) for pieces in self._pieces]
+        options: dict[str, Any] = {"seed": seed, "momentum": momentum, "nesterov": nesterov}
+        self._links = [
+            Link(x, self.rank, self.rules, server=f"rank {server}", **options)
+            for server, x in enumerate(own)
+        ]
+        if self.is_server:
+            everyone = range(self.size)
+            mine = own[ranks.rank]
+            self._server = Server(mine, self._optimizer, everyone, self.rules, **options)
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(link.bytes_sent for link in self._links)
+
+    @property
+    def bytes_received(self) -> int:
+        return sum(link.bytes_received for link in self._links)
+
+    def set_epoch(self, epoch: float) -> None:
+        """Announce the epoch, for compressions with schedules by epoch."""
+        self.epoch = float(epoch)
+
+    def step(
+        self, gradients: Mapping[str, np.ndarray], rates: Sequence[float] = ()
+    ) -> dict[str, np.ndarray]:
+        """Send gradients by name, wait until this worker may go on, and return the parameters.
+
+        Args:
+            gradients: those at ``parameters``.
+            rates: the learning rate of each group of parameters; none for the optimizer's own.
+
+        Raises:
+            CollectiveTimeout: a server does not answer.
+            PayloadError: a message is damaged.
+        """
+        if self.is_server:
+            raise ConfigError("a server takes no steps: loop over worker.batches(data)")
+        if self.is_over:
+            raise ConfigError("the servers have ended: loop over worker.batches(data)")
+        for server, link in enumerate(self._links):
+            frame = link.push(taken_from(gradients, self._pieces[server]), rates, self.epoch)
+            self._box.send(frame, server)
+        self._wait(until_end=False)
+        self._assemble()
+        self.taken = all(link.taken for link in self._links)
+        return self.parameters
+
+    def _assemble(self) -> None:
+        self.parameters = {name: x.copy() for name, x in self.parameters.items()}
+        for link, pieces in zip(self._links, self._pieces, strict=True):
+            joined(link.parameters, pieces, self.parameters)

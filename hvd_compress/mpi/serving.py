@@ -1,0 +1,245 @@
+"""What servers and workers over MPI have in common: they answer, wait, leave and end."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from hvd_compress.config import is_number, is_whole
+from hvd_compress.errors import CollectiveTimeout, ConfigError
+from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.mpi.transport.mailbox import Mailbox
+from hvd_compress.parameter_server.messages import Kind, Message, encode
+from hvd_compress.parameter_server.server import Reply, ServerStats
+
+logger = logging.getLogger("hvd_compress")
+T = TypeVar("T")
+S = TypeVar("S", bound="Serving")
+
+
+class ServerEnd(Protocol):
+    """A server's end; see :class:`hvd_compress.parameter_server.Server`."""
+
+    active: set[int]
+    waiting: dict[int, bool]
+    stats: ServerStats
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def receive(self, worker: int, frame: np.ndarray) -> list[Reply]: ...
+
+    def lose(self, worker: int) -> list[Reply]: ...
+
+    def end(self) -> np.ndarray: ...
+
+
+class WorkerEnd(Protocol):
+    """A worker's end; see :class:`hvd_compress.parameter_server.Link`."""
+
+    stats: ServerStats | None
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def receive(self, frame: np.ndarray) -> bool: ...
+
+    def leave(self, *, failed: bool = False) -> np.ndarray: ...
+
+
+class Serving:
+    """Ranks of which the first serve.  Subclasses set ``_server`` on these, ``_links``, one for
+    each server, on all ranks, and ``_tag``, that of messages.
+
+    Args:
+        ranks: all of them.
+        servers: how many serve.
+        worker_timeout: seconds after which servers do without a silent worker.
+    """
+
+    _server: ServerEnd
+    _links: Sequence[WorkerEnd]
+    _tag: int
+
+    def __init__(self, ranks: Communicator, servers: int, worker_timeout: float) -> None:
+        if not is_whole(servers) or not 1 <= servers < ranks.size:
+            raise ConfigError(
+                f"servers={servers!r} of {ranks.size} ranks: there must be a server and a worker, "
+                "as with mpirun -np 5 and servers=1"
+            )
+        if not is_number(worker_timeout) or not 0 < worker_timeout < ranks.timeout:
+            raise ConfigError(
+                f"worker_timeout={worker_timeout!r} must be seconds, more than 0 and less than the "
+                f"{ranks.timeout:g} after which workers give a server up (HVD_COMPRESS_TIMEOUT)"
+            )
+        self.comm, self.servers = ranks.duplicate(), servers
+        self.worker_timeout = float(worker_timeout)
+        self.is_server = ranks.rank < servers
+        self.rank, self.size = ranks.rank - servers, ranks.size - servers
+        self._box, self._early = Mailbox(self.comm), set[int]()
+
+    def _assemble(self) -> None:
+        """Take over what the links have received."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the servers have ended: in the end, or without this worker."""
+        return any(link.is_over for link in self._links)
+
+    def stats(self) -> list[ServerStats]:
+        """Return what each server has counted, on every rank, behind the ``with`` statement."""
+        found = [link.stats for link in self._links]
+        if any(each is None for each in found):
+            raise ConfigError("stats() has its numbers from the end: call it behind the with")
+        return [each for each in found if each is not None]
+
+    # -- workers ------------------------------------------------------------------------------
+
+    def batches(self, data: Iterable[T]) -> Iterator[T]:
+        """Yield from ``data`` on workers, as long as there are servers; nothing on servers."""
+        if not self.is_server:
+            for batch in data:
+                if self.is_over:
+                    return
+                yield batch
+
+    def _wait(self, *, until_end: bool) -> None:
+        """Wait for a reply of every server, or for the last."""
+        self.comm.check()
+        missing = {server for server, link in enumerate(self._links) if not link.is_over}
+        heard = dict.fromkeys(missing, time.monotonic())
+        while missing:
+            frames = self._box.arrived()
+            for rank, frame in frames:
+                if rank >= self.servers:  # that has seen the end before this server
+                    self._early.add(rank)
+                    continue
+                link = self._links[rank]
+                if link.receive(frame) and (link.is_over or not until_end):
+                    missing.discard(rank)
+                heard[rank] = time.monotonic()
+            if not frames and missing:
+                self._box.nap()
+                longest = min(missing, key=heard.__getitem__)
+                if time.monotonic() - heard[longest] > self.comm.timeout:
+                    problem = (
+                        f"rank {self.comm.rank}: no sign of life from the parameter server on rank "
+                        f"{longest} for {self.comm.timeout:g} s"
+                    )
+                    self.comm.give_up(problem, [self._box])
+                    raise CollectiveTimeout(problem)
+
+    # -- servers ------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        server, timeout = self._server, self.worker_timeout
+        now = time.monotonic()
+        asked = dict.fromkeys(range(self.size), now)  # when a worker was last replied to
+        beat = now
+        while not server.is_over:
+            frames = self._box.arrived()
+            for rank, frame in frames:
+                if rank < self.servers:  # has ended before this one
+                    self._links[rank].receive(frame)
+                    continue
+                for worker, reply in server.receive(rank - self.servers, frame):
+                    self._box.send(reply, worker + self.servers)
+                    asked[worker] = time.monotonic()
+            now = time.monotonic()
+            for worker in sorted(server.active - server.waiting.keys()):
+                if now - asked[worker] > timeout:
+                    logger.warning(
+                        "worker %d has sent nothing for %g s: the others go on without it "
+                        "(worker_timeout= says how long they wait)",
+                        worker,
+                        timeout,
+                    )
+                    for other, reply in server.lose(worker):
+                        self._box.send(reply, other + self.servers)
+                        asked[other] = now
+            if now - beat > self.comm.timeout / 10:
+                beat = now
+                frame = encode(Message(Kind.BEAT), self._tag)
+                lost = server.stats.lost
+                for worker in {*range(self.size)} - server.active | server.waiting.keys():
+                    if worker not in lost:
+                        self._box.send(frame, worker + self.servers)
+            if not frames:
+                self._box.nap()
+        for rank in range(self.comm.size):
+            if rank != self.comm.rank:
+                self._box.send(server.end(), rank)
+        self._links[self.comm.rank].receive(server.end())
+
+    # -- begin and end ------------------------------------------------------------------------
+
+    def __enter__(self: S) -> S:
+        if self.is_server:
+            self._serve()
+            self._finish()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self.is_server or isinstance(error, CollectiveTimeout):
+            return
+        if error is not None and self.size > 1:
+            text = "".join(traceback.format_exception(kind, error, trace))
+            print(
+                f"worker {self.rank} leaves, and waits for the others to end:\n{text}",
+                file=sys.stderr,
+                flush=True,
+            )
+        for server, link in enumerate(self._links):
+            if not link.is_over:
+                self._box.send(link.leave(failed=error is not None), server)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Wait for the last parameters."""
+        self._wait(until_end=True)
+        self._assemble()
+        found = self.stats()
+        gone = {worker + self.servers for each in found for worker in each.lost}
+        _until_left(self._box, gone)
+        if gone or any(each.failed for each in found):
+            atexit.register(_end_together, self._box, self._early, self._tag, gone)
+
+
+def _until_left(box: Mailbox, gone: Collection[int]) -> None:
+    deadline = time.monotonic() + box.comm.timeout
+    while not box.has_left(gone) and time.monotonic() < deadline:
+        box.nap()
+
+
+def _end_together(box: Mailbox, early: set[int], tag: int, gone: set[int]) -> None:
+    """Wait until all ranks that are left are about to end: launchers end a job when the first of
+    its processes ends in an unusual way.  With ranks gone, ``MPI_Finalize`` would never end."""
+    comm = box.comm
+    here = [rank for rank in range(comm.size) if rank not in gone]
+    done, deadline = encode(Message(Kind.DONE), tag), time.monotonic() + comm.timeout
+    if comm.rank in here:  # a rank that was taken for lost lives, but nobody counts on it
+        is_first = comm.rank == here[0]
+        others, missing = here[1:] if is_first else here[:1], set(here) - {comm.rank} - early
+        if not is_first:
+            box.send(done, here[0])
+            missing = set(here[:1])
+        while missing and time.monotonic() < deadline:
+            missing -= {rank for rank, _ in box.arrived()}
+            box.nap()
+        for rank in others if is_first else ():
+            box.send(done, rank)
+        _until_left(box, gone)
+    if gone:
+        time.sleep(0.5)  # the others are about to come here
+        sys.stdout.flush()
+        sys.stderr.flush()
+        logging.shutdown()
+        os._exit(1)

@@ -1,0 +1,27 @@
+"""A parameter server: some ranks own the parameters and step, the others compute gradients.
+
+Here is all that needs no network: :class:`Server` and :class:`Link` are the two ends, which take
+and return messages, and :class:`Simulation` runs them in one process in a scripted order.
+:class:`hvd_compress.mpi.ParameterServer` runs them over MPI.
+"""
+
+from hvd_compress.parameter_server.link import Link
+from hvd_compress.parameter_server.optimizers import AdamServer, SGDServer
+from hvd_compress.parameter_server.pieces import Piece, joined, pieces_of, taken_from
+from hvd_compress.parameter_server.rules import Rules
+from hvd_compress.parameter_server.server import Server, ServerStats
+from hvd_compress.parameter_server.simulation import Simulation
+
+__all__ = [
+    "AdamServer",
+    "Link",
+    "Piece",
+    "Rules",
+    "SGDServer",
+    "Server",
+    "ServerStats",
+    "Simulation",
+    "joined",
+    "pieces_of",
+    "taken_from",
+]

@@ -1,0 +1,130 @@
+"""The worker's end, towards one server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from hvd_compress.base import State
+from hvd_compress.errors import ConfigError, PayloadError
+from hvd_compress.parameter_server.messages import Kind, Message, decode, encode
+from hvd_compress.parameter_server.pieces import Arrays
+from hvd_compress.parameter_server.rules import Rules
+from hvd_compress.parameter_server.server import ServerStats, coders
+
+
+class Link:
+    """What a worker keeps for one server.
+
+    Args:
+        parameters: the pieces that the server owns, as it has them in the beginning.
+        worker: the worker's number.
+        rules, seed, momentum, nesterov: those of the server.
+        server: what messages call the server.
+
+    Attributes:
+        parameters: the pieces as this worker knows them.
+        states: the states of the compression, residuals for instance.
+        taken: whether the last gradient was used; if it was not, the states are as before it.
+        stats: the server's statistics, when all is over.
+        bytes_sent, bytes_received: of all messages.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, np.ndarray],
+        worker: int,
+        rules: Rules,
+        *,
+        seed: int = 0,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        server: str = "the server",
+    ) -> None:
+        self.parameters: Arrays = {name: np.array(x) for name, x in parameters.items()}
+        self.states: dict[str, State] = {}
+        self.taken = True
+        self.stats: ServerStats | None = None
+        self.bytes_sent = self.bytes_received = 0
+        self._rules, self._server = rules, server
+        self._up, self._down = coders(rules, seed, worker, momentum, nesterov)
+        self._pending: dict[str, State] | None = None
+        self._pushes = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the server has said that there is nothing more to do."""
+        return self.stats is not None
+
+    def push(
+        self,
+        gradients: Mapping[str, np.ndarray],
+        rates: Sequence[float] = (),
+        epoch: float | None = None,
+    ) -> np.ndarray:
+        """Return the frame of a gradient, by the names of the pieces.
+
+        Args:
+            rates: the learning rate of each group of parameters; none for the server's own.
+            epoch: for compressions with schedules by epoch.
+        """
+        if self._pending is not None:
+            raise ConfigError("a gradient is under way: wait for the reply before the next one")
+        if gradients.keys() != self.parameters.keys():
+            raise ConfigError(f"gradients of {sorted(gradients)}, not {sorted(self.parameters)}")
+        known = math.nan if epoch is None else float(epoch)
+        ordered = {name: gradients[name] for name in self.parameters}
+        encoded = self._up.encode(ordered, self.states, self._pushes, known)
+        self._pending = encoded.states
+        head = np.array([known, *rates]).view(np.uint8)
+        message = Message(Kind.PUSH, number=self._pushes, parts=[head, *encoded.parts])
+        frame = encode(message, self._rules.tag)
+        self._pushes += 1
+        self.bytes_sent += frame.nbytes
+        return frame
+
+    def leave(self, *, failed: bool = False) -> np.ndarray:
+        """Return the frame that says that this worker sends no more."""
+        return encode(Message(Kind.LEAVE, int(failed)), self._rules.tag)
+
+    def receive(self, frame: np.ndarray) -> bool:
+        """Take a frame of the server, and return whether it is the one that was waited for: a reply
+        to a gradient, or the end.
+
+        Raises:
+            PayloadError: the frame is damaged, or of other rules.
+        """
+        message = decode(frame, self._rules.tag, self._server)
+        if message.kind is Kind.BEAT:
+            return False
+        self.bytes_received += frame.nbytes
+        parts = iter(message.parts)
+        head = next(parts)
+        if message.kind is Kind.END:
+            self.stats = ServerStats.from_bytes(head)
+            self.parameters = self._whole(parts)
+            return True
+        epoch = float(head.view("<f8")[0])
+        if self._rules.is_delta:
+            new = self._down.decode(parts, self.parameters, message.number, epoch, self._server)
+            self.parameters = {name: x + new[name] for name, x in self.parameters.items()}
+        else:
+            self.parameters = self._whole(parts)
+        self.taken = bool(message.flag)
+        if self._pending is not None and self.taken:
+            self.states = self._pending
+        self._pending = None
+        return True
+
+    def _whole(self, parts: Iterator[np.ndarray]) -> Arrays:
+        found = {}
+        for (name, x), part in zip(self.parameters.items(), parts, strict=True):
+            if part.nbytes != x.nbytes:
+                raise PayloadError(
+                    f"bad payload from {self._server}: {part.nbytes} bytes for {name!r}, which has "
+                    f"{x.nbytes}: the ranks' models differ"
+                )
+            found[name] = part.view(x.dtype).reshape(x.shape).copy()
+        return found

@@ -1,0 +1,99 @@
+"""The frame of messages between workers and servers.
+
+All numbers are little-endian::
+
+    offset  type    field
+    0       u8[2]   b"HC"
+    2       u8      version, that of other frames
+    3       u8      kind: 5 = of a parameter server
+    4       u8      what it is: see :class:`Kind`
+    5       u8      flag
+    6       u16     tag of the rules: both ends must have the same
+    8       u32     number of parts
+    12      u32     CRC-32 of the first 12 bytes and of all behind the header
+    16      i64     number: of the message, among those of its kind between a worker and a server
+    24      i64[]   bytes of each part
+    ...     u8[]    parts, each padded with zeros to 8 bytes
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hvd_compress.errors import PayloadError
+from hvd_compress.wire.frame import HEADER, MAGIC, START, VERSION, is_sealed, seal
+
+_OF_SERVERS = 5
+_FIXED = START + 8
+
+
+class Kind(enum.IntEnum):
+    """What a message is."""
+
+    PUSH = 1  # a gradient, from a worker
+    LEAVE = 2  # the worker sends no more; flag 1: because of an error
+    PARAMETERS = 3  # the reply; flag 1: the gradient was taken
+    END = 4  # all workers have left: the last parameters and the server's statistics
+    BEAT = 5  # the server lives
+    DONE = 6  # this process is about to end
+    REPORT = 7  # a step was taken, with its loss; flag 1: and the leader's parameters, if asked for
+    LEADER = 8  # the reply, maybe with the leader's parameters; flag 1: send yours, you lead
+
+
+class Message(NamedTuple):
+    kind: Kind
+    flag: int = 0
+    number: int = 0
+    parts: Sequence[np.ndarray] = ()
+
+
+def encode(message: Message, tag: int) -> np.ndarray:
+    """Return the frame (1-D, uint8) of a message whose parts are 1-D, uint8."""
+    sizes = [part.nbytes for part in message.parts]
+    start = _FIXED + 8 * len(sizes)
+    frame = np.zeros(start + sum(size + -size % 8 for size in sizes), np.uint8)
+    frame[START:start].view("<i8")[:] = [message.number, *sizes]
+    for part, size in zip(message.parts, sizes, strict=True):
+        frame[start : start + size] = part
+        start += size + -size % 8
+    header = HEADER.pack(MAGIC, VERSION, _OF_SERVERS, message.kind, message.flag, tag, len(sizes))
+    return seal(frame, header)
+
+
+def decode(frame: np.ndarray, tag: int, sender: str) -> Message:
+    """Undo :func:`encode`; parts are views.
+
+    Raises:
+        PayloadError: the frame is damaged, or made by other rules.
+    """
+
+    def fail(problem: str) -> PayloadError:
+        return PayloadError(
+            f"bad payload from {sender}: {problem}. Either the message was damaged on its way, or "
+            "the ranks do not run the same version with the same options of the parameter server"
+        )
+
+    if frame.size < _FIXED or frame.size % 8:
+        raise fail(f"{frame.size} bytes are no message")
+    magic, version, of, kind, flag, theirs, count = HEADER.unpack(frame[: HEADER.size].tobytes())
+    if (magic, version, of) != (MAGIC, VERSION, _OF_SERVERS):
+        raise fail("no header of a parameter server's message at its start")
+    if not is_sealed(frame):
+        raise fail("its checksum does not match")
+    if theirs != tag:
+        raise fail("it was made by other rules")
+    start = _FIXED + 8 * count
+    if kind not in set(map(int, Kind)) or start > frame.size:
+        raise fail(f"kind {kind} with {count} parts in {frame.size} bytes")
+    number, *sizes = frame[START:start].view("<i8").tolist()
+    if min(sizes, default=0) < 0 or start + sum(s + -s % 8 for s in sizes) != frame.size:
+        raise fail(f"parts of {sizes} bytes in {frame.size}")
+    parts = []
+    for size in sizes:
+        parts.append(frame[start : start + size])
+        start += size + -size % 8
+    return Message(Kind(kind), flag, number, parts)

@@ -1,0 +1,72 @@
+"""How parameters are divided among servers: evenly by bytes, between rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+
+
+class Piece(NamedTuple):
+    """Rows ``start`` to ``stop`` of the parameter ``tensor``; ``name`` is that of the parameter if
+    these are all."""
+
+    name: str
+    tensor: str
+    start: int
+    stop: int
+
+
+def pieces_of(arrays: Mapping[str, np.ndarray], servers: int) -> list[list[Piece]]:
+    """Return the pieces of each server: consecutive ones, of as many bytes as rows allow.
+
+    Rows are cut along the first dimension, so matrices stay matrices.  Arrays without elements
+    belong to nobody.
+
+    >>> x = {"w": np.zeros((4, 2)), "b": np.zeros(2)}
+    >>> [[piece.name for piece in own] for own in pieces_of(x, 2)]
+    [['w[0:2]'], ['w[2:4]', 'b']]
+    """
+    total = sum(x.nbytes for x in arrays.values())
+    found: list[list[Piece]] = [[] for _ in range(servers)]
+    offset = 0
+    for tensor, x in arrays.items():
+        rows = len(x) if x.ndim else 1
+        for server, own in enumerate(found):
+            # The numbers of rows before the server's first and its last byte.
+            start, stop = (
+                min(rows, max(0, round((total * edge / servers - offset) * rows / x.nbytes)))
+                if x.nbytes
+                else 0
+                for edge in (server, server + 1)
+            )
+            if start < stop:
+                name = tensor if (start, stop) == (0, rows) else f"{tensor}[{start}:{stop}]"
+                own.append(Piece(name, tensor, start, stop))
+        offset += x.nbytes
+    return found
+
+
+def taken_from(arrays: Mapping[str, np.ndarray], pieces: Sequence[Piece]) -> Arrays:
+    """Return the pieces of arrays, by the name of the piece: views."""
+    return {
+        piece.name: arrays[piece.tensor][piece.start : piece.stop]
+        if arrays[piece.tensor].ndim
+        else arrays[piece.tensor]
+        for piece in pieces
+    }
+
+
+def joined(
+    found: Mapping[str, np.ndarray], pieces: Sequence[Piece], into: Mapping[str, np.ndarray]
+) -> None:
+    """Write pieces, by name, into arrays."""
+    for piece in pieces:
+        whole = into[piece.tensor]
+        if whole.ndim:
+            whole[piece.start : piece.stop] = found[piece.name]
+        else:
+            whole[...] = found[piece.name]

@@ -1,0 +1,202 @@
+"""Train on digits with a parameter server: synchronous, with backup workers, asynchronous.
+
+    python -m mpi_examples.train_parameter_server
+    python -m mpi_examples.train_parameter_server --straggler 0.02
+    mpirun -np 6 python -m mpi_examples.train_parameter_server --servers 2
+
+With --straggler one of the workers sleeps in every step.  All take equally many; the time in the
+table is that of the median worker, which shows who waits for the slow one.
+"""
+# ruff: noqa: E402  A process that is no rank must not import MPI, which starts with it.
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.stats import human_bytes
+from mpi_examples.data import digits
+
+TOP_K = "topk:density=0.05"
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "sync, 1 backup": {"backup": 1},
+    "bounded, 2 ahead": {"mode": "bounded", "staleness": 2},
+    "async": {"mode": "async"},
+    "async, divide": {"mode": "async", "correction": "divide"},
+    "async, compensate": {"mode": "async", "correction": "compensate"},
+    "async, adaptive": {"mode": "async", "correction": "compensate_adaptive"},
+    "sync, top-k up": {"compression": TOP_K},
+    "sync, top-k both": {"compression": TOP_K, "compression_down": TOP_K},
+    "async, top-k both": {"mode": "async", "compression": TOP_K, "compression_down": TOP_K},
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=3, help="runs per mode")
+    parser.add_argument("--batch-size", type=int, default=16, help="per worker")
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--workers", type=int, default=4, help="when started without mpirun")
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument(
+        "--straggler", type=float, default=0.0, metavar="SECONDS", help="of sleep of worker 0"
+    )
+    parser.add_argument("--output", type=Path, default=Path("results/parameter_server.png"))
+    options = parser.parse_args()
+    for name in ("epochs", "seeds", "batch_size", "workers", "servers"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    if options.straggler < 0 or options.lr <= 0:
+        parser.error("--straggler must be 0 or more, and --lr more than 0")
+    return options
+
+
+options = arguments()
+under_mpirun(options.workers + options.servers)
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch.nn import functional
+
+import hvd_compress.torch.mpi as hvd
+from mpi_examples.report import save
+
+world = MPI.COMM_WORLD
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run ended with; bytes are those of a gradient, and of a reply, over all servers, and
+    the seconds those until the median worker had taken its steps."""
+
+    accuracy: float
+    up: float
+    down: float
+    staleness: float
+    stalest: int
+    dropped: int
+    gradients: int
+    seconds: float
+
+
+def train(mode: str, seed: int, bar: tqdm) -> Run:
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    x, x_test, y, y_test = map(torch.from_numpy, digits(seed))
+    model = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)
+    )
+    sgd = torch.optim.SGD(model.parameters(), lr=options.lr)
+    worker = hvd.parameter_server(model, sgd, servers=options.servers, seed=seed, **MODES[mode])
+    count = len(x) // worker.size // options.batch_size
+    if not count:
+        raise SystemExit("no full batch for each worker: use a smaller --batch-size")
+    world.Barrier()
+    start = time.perf_counter()
+    with worker:
+        for epoch in worker.batches(range(options.epochs)):
+            order = np.random.default_rng([seed, epoch]).permutation(len(x))
+            mine = order[worker.rank :: worker.size][: count * options.batch_size]
+            for batch in worker.batches(mine.reshape(count, -1)):
+                if worker.rank == 0:
+                    time.sleep(options.straggler)
+                sgd.zero_grad()
+                functional.cross_entropy(model(x[batch]), y[batch]).backward()
+                worker.step()
+        own = time.perf_counter() - start
+    seconds = statistics.median(world.allgather(own)[options.servers :])
+    with torch.no_grad():
+        right = (model(x_test).argmax(1) == y_test).float().mean().item()
+    if len(set(world.allgather(right))) > 1:
+        raise SystemExit(f"{mode}: the ranks' models differ")
+    bar.set_postfix_str(f"{mode}, seed {seed}")
+    bar.update()
+    found = worker.stats()
+    pushes = found[0].pushes
+    return Run(
+        100 * right,
+        sum(each.bytes_up for each in found) / pushes,
+        sum(each.bytes_down for each in found) / pushes,
+        statistics.mean(each.mean_staleness for each in found),
+        max(tau for each in found for tau in each.staleness),
+        found[0].dropped.total(),
+        pushes,
+        seconds,
+    )
+
+
+def table(runs: dict[str, list[Run]]) -> str:
+    width = max(map(len, runs))
+    header = (
+        f"{'mode':<{width}} {'test accuracy':>16} {'up a step':>10} {'down a step':>12}"
+        f" {'staleness (most)':>17} {'dropped':>14} {'time':>8}"
+    )
+    lines = [header, "-" * len(header)]
+    for mode, group in runs.items():
+        found = [run.accuracy for run in group]
+        spread = f" +- {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+        mean = {
+            f.name: statistics.mean(getattr(run, f.name) for run in group)
+            for f in dataclasses.fields(Run)
+        }
+        staleness = f"{mean['staleness']:.2f} ({max(run.stalest for run in group)})"
+        dropped = f"{mean['dropped']:.0f} of {mean['gradients']:.0f}"
+        lines.append(
+            f"{mode:<{width}} {f'{statistics.mean(found):.2f}{spread} %':>16}"
+            f" {human_bytes(mean['up']):>10} {human_bytes(mean['down']):>12} {staleness:>17}"
+            f" {dropped:>14} {mean['seconds']:>6.2f} s"
+        )
+    return "\n".join(lines)
+
+
+def picture(runs: dict[str, list[Run]]) -> None:
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for mode, group in runs.items():
+        seconds = statistics.mean(run.seconds for run in group)
+        accuracy = statistics.mean(run.accuracy for run in group)
+        axes.barh(f"{mode}  ({accuracy:.1f} %)", seconds, color="C0")
+    axes.invert_yaxis()
+    slow = f", one worker {1000 * options.straggler:g} ms slower" if options.straggler else ""
+    axes.set(
+        xlabel="seconds until the median worker has taken its steps",
+        title=f"Digits, {world.size - options.servers} workers{slow}",
+    )
+    save(figure, options.output)
+
+
+def main() -> None:
+    hvd.init()
+    runs: dict[str, list[Run]] = {mode: [] for mode in options.modes}
+    total = len(runs) * options.seeds
+    with tqdm(total=total, unit="run", disable=world.rank != 0, ncols=90, mininterval=1) as bar:
+        for seed in range(options.seeds):
+            for mode, group in runs.items():
+                group.append(train(mode, seed, bar))
+    if world.rank:
+        return
+    slow = f"; worker 0 sleeps {1000 * options.straggler:g} ms a step" if options.straggler else ""
+    print(
+        f"\n{world.size - options.servers} workers, {options.servers} server(s), {options.epochs} "
+        f"epochs, {options.seeds} seeds{slow}\n"
+    )
+    print(table(runs))
+    picture(runs)
+    print(f"\npicture: {options.output.resolve()}")
+
+
+if __name__ == "__main__":
+    main()

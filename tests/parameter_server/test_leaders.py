@@ -1,0 +1,160 @@
+"""Asynchronous Leader SGD and elastic averaging, by hand and in one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvd_compress.errors import ConfigError, PayloadError
+from hvd_compress.parameter_server import Rules, SGDServer, Simulation
+from hvd_compress.parameter_server.elastic import ElasticCentre, moved
+from hvd_compress.parameter_server.leaders import LeaderLink, LeaderRules, LeaderServer
+
+
+class Workers:
+    """Each minimises f with its own steps; who steps when is up to the caller."""
+
+    def __init__(self, starts, lr=0.1, gradient=lambda x: x, f=lambda x: x * x / 2, **options):
+        rules = LeaderRules(**options)
+        self.x = [np.array([float(start)]) for start in starts]
+        self.server = LeaderServer({"x": np.zeros(1)}, range(len(starts)), rules)
+        self.links = [LeaderLink({"x": np.zeros(1)}, rules) for _ in starts]
+        self.lr, self.gradient, self.f = lr, gradient, f
+
+    def step(self, worker):
+        x, link = self.x[worker], self.links[worker]
+        after = x - self.lr * self.gradient(x)
+        frame = link.push({"x": after}, float(self.f(x[0])))
+        for to, reply in self.server.receive(worker, frame):
+            assert to == worker, "nobody waits for others"
+            assert link.receive(reply)
+        self.x[worker] = link.pulled({"x": after})["x"]
+        return float(self.x[worker][0])
+
+
+def test_by_hand():
+    workers = Workers([2, -1], local_every=1, pull=0.5, drift=0.2)
+    assert workers.step(0) == pytest.approx(1.8)
+    assert workers.step(1) == pytest.approx(-0.9)  # two steps of two workers: it shall lead
+    assert workers.server.leaders == [1]
+    assert workers.step(0) == pytest.approx(1.62), "the leader has sent nothing yet"
+    assert workers.step(1) == pytest.approx(-0.81), "a leader is not pulled"
+    # To -0.81, by half
+    assert workers.step(0) == pytest.approx(1.458 - 0.5 * (1.458 + 0.81))
+
+
+def test_a_fast_worker_takes_more_steps():
+    """A choice after workers * local_every steps of all, whoever took them."""
+    workers = Workers([2, 3], local_every=4)
+    for _ in range(8):
+        workers.step(0)
+    assert workers.server.leaders == [0]
+    workers.step(0)  # with its parameters
+    led = float(workers.links[0].parameters["x"][0])
+    assert workers.step(1) == pytest.approx(2.7 - 0.1 * (2.7 - led))
+    before = float(workers.x[1][0])
+    assert workers.step(1) == pytest.approx(0.9 * before - 0.1 / 4 * (0.9 * before - led))
+
+
+def test_the_leader_is_chosen_by_the_mean_loss_and_nan_does_not_lead():
+    workers = Workers([1, 2], local_every=2, gradient=lambda x: 0 * x)
+    losses = iter([np.nan, 5.0, 1.0, 6.0])
+    workers.f = lambda x: next(losses)
+    for worker in (0, 1, 0, 1):
+        workers.step(worker)
+    assert workers.server.leaders == [1]
+
+
+def test_no_leader_where_all_losses_are_nan():
+    workers = Workers([1, 2], local_every=1, f=lambda x: np.nan)
+    for worker in (0, 1, 0, 1, 0):
+        workers.step(worker)
+    assert workers.server.leaders == []
+
+
+def test_the_symmetry_trap_is_left_by_workers_of_different_speed():
+    workers = Workers(
+        [0.4, -0.41],
+        lr=0.01,
+        gradient=lambda x: 4 * x * (x * x - 1),
+        f=lambda x: (x * x - 1) ** 2,
+        local_every=1,
+        pull=0.015,
+        drift=0.015,
+    )
+    for _ in range(3000):
+        workers.step(1)
+        workers.step(1)
+        workers.step(0)
+    assert float(workers.x[1][0]) == pytest.approx(-1, abs=1e-6)
+    assert float(workers.x[0][0]) == pytest.approx(-1, abs=1e-6)
+
+
+def test_a_leader_that_goes_is_replaced_and_the_end_is_the_mean():
+    workers = Workers([1, 2, 3], local_every=1, gradient=lambda x: 0 * x)
+    for worker in range(3):
+        workers.step(worker)
+    assert workers.server.leaders == [0]
+    workers.server.lose(0)
+    for worker in (1, 2):
+        workers.step(worker)
+    assert workers.server.leaders == [0, 1]
+    for worker in (1, 2):
+        workers.server.receive(worker, workers.links[worker].leave())
+    assert workers.server.is_over
+    link = workers.links[2]
+    assert link.receive(workers.server.end())
+    assert link.stats.lost == [0]
+    assert link.parameters["x"] == pytest.approx([2.5])
+
+
+def test_only_leaders_send_parameters():
+    rules = LeaderRules(local_every=2)
+    x = {"w": np.ones(1000)}
+    server, link = LeaderServer(x, [0], rules), LeaderLink(x, rules)
+    sizes = []
+    for _ in range(5):
+        frame = link.push(x, 1.0)
+        sizes.append(frame.nbytes)
+        for _, reply in server.receive(0, frame):
+            link.receive(reply)
+    assert sizes == [40, 40, 8048, 40, 8048]
+
+
+def test_damage_and_bad_options():
+    rules, x = LeaderRules(), {"w": np.ones(3)}
+    frame = LeaderLink(x, rules).push(x, 1.0)
+    frame[-1] ^= 1
+    server = LeaderServer(x, [0], rules)
+    with pytest.raises(PayloadError, match="worker 0: its checksum"):
+        server.receive(0, frame)
+    for options in ({"local_every": 0}, {"pull": 2.0}, {"drift": -1.0}, {"average_over": 0}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            LeaderRules(**options)
+
+
+def test_elastic_averaging_by_hand():
+    """The centre 0 moves to 0.2 and the worker from 2 to 1.8; then it meets -1."""
+    own = {0: np.array([2.0]), 1: np.array([-1.0])}
+    sim = Simulation(
+        {"x": np.zeros(1)},
+        lambda worker, x, step: {"x": own[worker]},
+        2,
+        Rules("async"),
+        lambda: ElasticCentre(0.1),
+    )
+    for worker, centre, after in ((0, 0.2, 1.8), (1, 0.08, -0.88)):
+        sim.run([worker])
+        assert sim.parameters["x"] == pytest.approx([centre])
+        own[worker] = moved(own[worker], sim.known(worker)["x"], 0.1)
+        assert own[worker] == pytest.approx([after])
+
+
+def test_an_elastic_meeting_keeps_the_sum():
+    rng = np.random.default_rng(0)
+    for alpha in (0.1, 0.5, 0.9):
+        x, centre = rng.standard_normal((2, 5))
+        c = {"x": centre.copy()}
+        ElasticCentre(alpha).step(c, {"x": x}, [])
+        assert moved(x, c["x"], alpha) + c["x"] == pytest.approx(x + centre)
+    assert SGDServer().lr > 0

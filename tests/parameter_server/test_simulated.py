@@ -1,0 +1,500 @@
+"""The parameter server in one process, by hand-computed numbers and laws."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from hvd_compress import as_compressor, method_names
+from hvd_compress.engines import lockstep
+from hvd_compress.errors import ConfigError, PayloadError
+from hvd_compress.methods import NoCompression
+from hvd_compress.parameter_server import (
+    AdamServer,
+    Link,
+    Rules,
+    Server,
+    SGDServer,
+    Simulation,
+    joined,
+    pieces_of,
+    taken_from,
+)
+from hvd_compress.parameter_server.coding import Coder
+
+
+def one_number(rules, workers=2, start=1.0, lr=0.1, gradient=None, **more):
+    """f = x^2 / 2."""
+    gradient = gradient or (lambda worker, x, step: x)
+    made = lambda: SGDServer(lr=lr)  # noqa: E731
+    return Simulation({"x": np.array([start])}, gradient, workers, rules, made, **more)
+
+
+def value(simulation):
+    return simulation.parameters["x"][0]
+
+
+def everything(simulation):
+    """All counters of the first server."""
+    return simulation.servers[0].stats
+
+
+# -- modes, by hand ----------------------------------------------------------------------------
+
+
+def test_synchronous_by_hand():
+    sim = one_number(Rules(), gradient=lambda worker, x, step: {"x": x["x"] + worker})
+    sim.run([1])
+    assert sim.is_waiting(1)
+    assert value(sim) == 1
+    sim.run([0])
+    # The mean of 1 and 2
+    assert value(sim) == pytest.approx(0.85)
+    assert not sim.is_waiting(1)
+    assert sim.known(0)["x"] == sim.known(1)["x"] == value(sim)
+
+
+def test_backup_workers_by_hand():
+    sim = one_number(Rules(backup=1), workers=3)
+    sim.run([0])
+    assert value(sim) == 1
+    sim.run([1])
+    assert value(sim) == pytest.approx(0.9)
+    sim.run([2])  # late, with the gradient at 1
+    assert value(sim) == pytest.approx(0.9)
+    assert everything(sim).dropped == {2: 1}
+    assert not sim.links[2][0].taken
+    sim.run([2, 0])
+    assert value(sim) == pytest.approx(0.81)
+    assert everything(sim).updates == 2
+    assert everything(sim).pushes == 5
+    assert everything(sim).staleness == {0: 4}
+
+
+def test_asynchronous_by_hand():
+    sim = one_number(Rules("async"), workers=3)
+    sim.run([0, 1, 0])
+    # -1 at 1, -1 at 1, -0.9 at 0.9
+    assert value(sim) == pytest.approx(1 - 0.1 - 0.1 - 0.09)
+    assert everything(sim).staleness == {0: 1, 1: 2}
+    assert everything(sim).mean_staleness == pytest.approx(2 / 3)
+    sim.run([2])
+    assert everything(sim).staleness == {0: 1, 1: 2, 3: 1}
+
+
+def test_a_late_gradient_with_a_smaller_rate():
+    sim = one_number(Rules("async", correction="divide"))
+    sim.run([0, 1])
+    assert value(sim) == pytest.approx(1 - 0.1 - 0.1 / 2)
+
+
+def test_delay_compensation_by_hand():
+    sim = one_number(Rules("async", correction="compensate", lam=0.5))
+    sim.run([0, 1])
+    # 1 + 0.5 * 1 * (0.9 - 1) = 0.95
+    assert value(sim) == pytest.approx(0.9 - 0.1 * 0.95, abs=1e-12)
+
+
+def test_adaptive_delay_compensation_by_hand():
+    sim = one_number(Rules("async", correction="compensate_adaptive", lam=0.1))
+    sim.run([0, 1])
+    # The mean square is 0.05, then 0.0975.
+    lam = 0.1 / (0.0975 + 1e-7) ** 0.5
+    assert lam == pytest.approx(0.320256, abs=1e-6)
+    assert value(sim) == pytest.approx(0.9 - 0.1 * (1 - 0.1 * lam), abs=1e-12)
+
+
+def test_compensation_is_closer_to_the_gradient_of_now():
+    """Of f = x^2 / 2 the gradient at 0.9 is 0.9; lambda = 1 finds it: g^2 is the curvature."""
+    sim = one_number(Rules("async", correction="compensate", lam=1.0))
+    sim.run([0, 1])
+    assert value(sim) == pytest.approx(0.81)
+
+
+def test_bounded_staleness_by_hand():
+    sim = one_number(Rules("bounded", staleness=1))
+    sim.run([0])
+    assert not sim.is_waiting(0)
+    sim.run([0])
+    assert sim.is_waiting(0), "two steps ahead"
+    with pytest.raises(ConfigError, match="worker 0 waits"):
+        sim.run([0])
+    sim.run([1])
+    assert not sim.is_waiting(0)
+    assert everything(sim).ahead == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_the_bound_is_never_exceeded(staleness):
+    rng = np.random.default_rng(staleness)
+    sim = one_number(Rules("bounded", staleness=staleness), workers=4)
+    for _ in range(400):
+        free = [w for w in range(4) if not sim.is_waiting(w)]
+        worker = min(free, key=lambda w: rng.exponential(10 if w == 3 else 1))
+        sim.run([worker])
+        running = [sim.steps[w] for w in range(4) if not sim.is_waiting(w)]
+        assert max(running) - min(sim.steps) <= staleness
+    assert everything(sim).ahead == staleness
+    assert max(sim.steps) - min(sim.steps) <= staleness + 1
+
+
+# -- laws --------------------------------------------------------------------------------------
+
+
+def problem(workers, seed=0):
+    rng = np.random.default_rng(seed)
+    start = {
+        "w": rng.standard_normal((40, 30)).astype(np.float32),
+        "b": rng.standard_normal(30).astype(np.float32),
+        "scale": np.float32(1.5) + np.zeros((), np.float32),
+    }
+    noise = {}
+
+    def gradient(worker, x, step):
+        if (worker, step) not in noise:
+            own = np.random.default_rng([seed, worker, step])
+            noise[worker, step] = {
+                name: own.standard_normal(value.shape).astype(np.float32)
+                for name, value in start.items()
+            }
+        return {name: x[name] + noise[worker, step][name] for name in x}
+
+    return start, gradient
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_synchronous_is_the_dense_average_bit_for_bit(servers):
+    start, gradient = problem(4)
+    sim = Simulation(start, gradient, 4, Rules(), lambda: SGDServer(0.1, 0.9), servers=servers)
+    x, world, velocity = start, lockstep.World(NoCompression(), 4), {}
+    for step in range(4):
+        sim.run([(step + i) % 4 for i in range(4)])  # in whatever order
+        gradients = [gradient(worker, x, step) for worker in range(4)]
+        means = {k: o.mean for k, o in world.exchange_all(gradients)[0].items()}
+        velocity = {k: 0.9 * velocity[k] + g if velocity else g for k, g in means.items()}
+        x = {k: x[k] - 0.1 * velocity[k] for k in x}
+        for name in x:
+            np.testing.assert_array_equal(sim.parameters[name], x[name])
+            assert x[name].dtype == np.float32
+        for worker in range(4):
+            for name in x:
+                np.testing.assert_array_equal(sim.known(worker)[name], x[name])
+
+
+def sendable(name):
+    try:
+        rules = Rules(compression=name)
+        x = {"w": np.ones((4, 5), np.float32)}
+        Link(x, 0, rules).push(x, epoch=0)
+    except ConfigError:
+        return False
+    return True
+
+
+ALL = (*method_names(), "dgc:small=sparse", "efsignsgd:via=allgather", "signsgd:via=allgather")
+SENDABLE = [name for name in ALL if not name.startswith("test-") and sendable(name)]
+
+
+def test_most_methods_can_be_sent():
+    wanted = {"none", "fp16", "bf16", "topk", "randomk", "powersgd", "natural", "scalecom"}
+    assert wanted <= set(SENDABLE)
+    assert not {"lgc", "ef21", "gtopk", "onebit_adam"} & set(SENDABLE)
+    x = {"w": np.ones(20)}
+    link = Link(x, 0, Rules(compression="ef21"))
+    with pytest.raises(ConfigError, match="compression='ef21' cannot be sent to a server"):
+        link.push(x)
+
+
+@pytest.mark.parametrize("name", SENDABLE)
+def test_a_server_reads_what_the_worker_sent(name):
+    method = as_compressor(name)
+    rng, states = np.random.default_rng(0), {}
+    coder = Coder(method, seed=3, momentum=0.9 if method.takes_momentum else 0.0)
+    shapes = {"w": np.zeros((60, 50), np.float32), "b": np.zeros(7), "none": np.zeros(0)}
+    for step in range(3):
+        x = {k: rng.standard_normal(v.shape).astype(v.dtype) for k, v in shapes.items()}
+        encoded = coder.encode(x, states, step, epoch=float(step))
+        states = encoded.states
+        found = coder.decode(iter(encoded.parts), shapes, step, float(step), "worker 0")
+        for key, sent in encoded.values.items():
+            np.testing.assert_array_equal(found[key], sent)
+            assert found[key].dtype == x[key].dtype
+
+
+@pytest.mark.parametrize("method", ["topk:density=0.1", "powersgd", "efsignsgd:via=allgather"])
+@pytest.mark.parametrize("rules", [{"backup": 1}, {"mode": "async"}])
+def test_error_feedback_loses_nothing(method, rules):
+    """Gradients that were taken = what the server has used + residuals."""
+    rng = np.random.default_rng(0)
+    rules, total = Rules(compression=method, **rules), np.zeros((8, 8))
+    steps = []
+
+    class Recorder(SGDServer):
+        def step(self, parameters, gradients, rates, scale=1.0):
+            steps.append(gradients["x"])
+            super().step(parameters, gradients, rates, scale)
+
+    server = Server({"x": np.zeros((8, 8))}, Recorder(), range(3), rules)
+    links = [Link(server.parameters, worker, rules) for worker in range(3)]
+    dropped, pending = 0, {}
+    for worker in rng.integers(3, size=60):
+        if worker in server.waiting:
+            continue
+        g = rng.standard_normal((8, 8))
+        pending[worker] = g
+        for to, frame in server.receive(worker, links[worker].push({"x": g})):
+            links[to].receive(frame)
+            if links[to].taken:
+                total += pending[to]
+            else:
+                dropped += 1
+    used = sum(steps) * (2 if rules.mode == "sync" else 1)  # means of two
+    residuals = sum(link.states["x"]["residual"] for link in links)
+    under_way = sum(pending[worker] for worker in server.waiting)
+    # What is under way is in no residual yet.
+    left = residuals.reshape(8, 8)
+    assert np.abs(left).max() > 0.1
+    np.testing.assert_allclose(total, used + left, atol=1e-9)
+    assert (np.ndim(under_way) == 0) == (not server.waiting)
+    assert dropped == server.stats.dropped.total()
+    assert (dropped > 0) == (rules.mode == "sync")
+
+
+@pytest.mark.parametrize("mode", [{}, {"mode": "async"}, {"mode": "bounded", "staleness": 2}])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_both_ways_compressed(mode, servers):
+    """What the server has not sent yet is in the next difference, so workers come to know x."""
+    start, gradient = problem(3)
+    rules = Rules(compression="topk:density=0.1", compression_down="topk:density=0.1", **mode)
+    sim = Simulation(start, gradient, 3, rules, lambda: SGDServer(0.1), servers=servers)
+    for step in range(6):
+        sim.run([(step + i) % 3 for i in range(3)])
+    for worker, server in itertools.product(range(3), range(servers)):
+        known = sim.links[worker][server].parameters
+        for name, x in sim.servers[server]._known[worker].items():
+            np.testing.assert_array_equal(known[name], x)
+    away = np.abs(sim.known(0)["w"] - sim.parameters["w"]).max()
+    assert away > 1e-3
+    for server in sim.servers:
+        server.optimizer.lr = 0.0
+    for _ in range(12):
+        sim.run(range(3))
+    for worker in range(3):
+        np.testing.assert_allclose(sim.known(worker)["w"], sim.parameters["w"], atol=1e-5)
+
+
+def test_double_compression_by_hand():
+    """The server's residual: of the step (-0.1, -0.2) the larger one is sent, then the other."""
+    rules = Rules(compression_down="topk:density=0.5")
+    start = {"x": np.array([1.0, 2.0])}
+    sim = Simulation(start, lambda w, x, s: {"x": np.array([1.0, 2.0])}, 1, rules, SGDServer)
+    sim.run([0])
+    np.testing.assert_allclose(sim.parameters["x"], [0.9, 1.8])
+    np.testing.assert_allclose(sim.known(0)["x"], [1.0, 1.8])
+    sim.run([0])  # differences are now -0.2 and -0.2; the first of two equal ones
+    np.testing.assert_allclose(sim.parameters["x"], [0.8, 1.6])
+    np.testing.assert_allclose(
+        np.sort(np.abs(sim.known(0)["x"] - sim.parameters["x"])), [0, 0.2], atol=1e-6
+    )
+
+
+def test_bytes_are_those_of_the_messages():
+    x = {"x": np.zeros(1000, np.float32)}
+    sim = Simulation(x, lambda w, x, s: {"x": x["x"] + 1}, 2, Rules(), SGDServer)
+    sim.run([0, 1, 1, 0])
+    # Header and number, the sizes of two parts, the epoch, 4000 bytes.
+    assert everything(sim).bytes_up == everything(sim).bytes_down == 4 * (28 + 4 + 8 * 2 + 8 + 3992)
+    assert sim.links[0][0].bytes_sent * 2 == everything(sim).bytes_up
+
+
+# -- those who leave, NaN, damage ----------------------------------------------------------------
+
+
+def test_the_step_goes_on_without_a_worker_that_leaves():
+    sim = one_number(Rules(), workers=3)
+    sim.run([0, 1])
+    assert value(sim) == 1
+    sim.leave(2)
+    assert value(sim) == pytest.approx(0.9)
+    sim.run([1, 0])
+    assert value(sim) == pytest.approx(0.81)
+    sim.leave(0)
+    sim.leave(1)
+    assert sim.servers[0].is_over
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules("async"), Rules("bounded", staleness=0)])
+def test_a_lost_worker_may_come_back(rules):
+    sim = one_number(rules, workers=2)
+    sim.run([0])
+    sim.lose(1)
+    assert not sim.is_waiting(0)
+    sim.run([0, 0, 0])
+    before = value(sim)
+    sim.run([1])
+    assert value(sim) == before, "what it had was old"
+    stats = everything(sim)
+    assert (stats.returned, stats.lost, stats.dropped) == ([1], [], {1: 1})
+    assert sim.known(1)["x"] == before
+    sim.run([0, 1])
+    assert value(sim) < before
+
+
+def test_a_lost_worker_may_come_back_to_leave():
+    sim = one_number(Rules(), workers=2)
+    sim.lose(1)
+    assert everything(sim).lost == [1]
+    sim.leave(1)
+    assert everything(sim).lost == []
+    sim.run([0])
+    assert value(sim) == pytest.approx(0.9)
+
+
+def test_the_bound_is_that_of_those_who_are_there():
+    sim = one_number(Rules("bounded", staleness=0), workers=2)
+    sim.run([0])
+    assert sim.is_waiting(0)
+    sim.leave(1)
+    assert not sim.is_waiting(0)
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules("async"), Rules("bounded", staleness=1)])
+@pytest.mark.parametrize("compression", ["none", "topk:density=0.5"])
+def test_nan_is_not_used_and_counted(rules, compression):
+    import dataclasses
+
+    def gradient(worker, x, step):
+        return {"x": x["x"] * (np.nan if worker == 1 and step == 0 else 1)}
+
+    rules = dataclasses.replace(rules, compression=compression)
+    sim = one_number(rules, gradient=gradient)
+    sim.run([1, 0])
+    assert value(sim) == pytest.approx(0.9)
+    assert everything(sim).non_finite == 1
+    assert not sim.links[1][0].taken
+    sim.run([1, 0])
+    assert np.isfinite(value(sim))
+    assert value(sim) < 0.9
+    assert sim.links[1][0].taken
+
+
+def test_nan_of_all_workers_is_no_step():
+    sim = one_number(Rules(), gradient=lambda worker, x, step: {"x": x["x"] * np.nan})
+    sim.run([0, 1])
+    assert value(sim) == 1
+    assert everything(sim).updates == 0
+    assert not sim.is_waiting(0)
+
+
+def test_damage_is_noticed_everywhere():
+    rules = Rules(compression="topk:density=0.5")
+    x = {"x": np.arange(8.0)}
+    frame = Link(x, 0, rules).push(x)
+    for i in range(frame.size):
+        damaged = frame.copy()
+        damaged[i] ^= 4
+        with pytest.raises(PayloadError, match="worker 0"):
+            Server(x, SGDServer(), [0], rules).receive(0, damaged)
+    for size in (0, 10, 24, frame.size - 8):
+        with pytest.raises(PayloadError, match="worker 0"):
+            Server(x, SGDServer(), [0], rules).receive(0, frame[:size])
+    assert Server(x, SGDServer(), [0], rules).receive(0, frame)
+
+
+def test_other_options_are_noticed():
+    x = {"x": np.arange(8.0)}
+    frame = Link(x, 0, Rules()).push(x)
+    with pytest.raises(PayloadError, match="other rules"):
+        Server(x, SGDServer(), [0], Rules("async")).receive(0, frame)
+    larger = {"x": np.arange(9.0)}
+    with pytest.raises(PayloadError, match="64 bytes where 72 were expected"):
+        Server(larger, SGDServer(), [0], Rules()).receive(0, frame)
+    more = {**x, "y": np.ones(2)}
+    with pytest.raises(PayloadError, match="a part is missing"):
+        Server(more, SGDServer(), [0], Rules()).receive(0, frame)
+
+
+def test_the_end_has_the_last_parameters_and_statistics():
+    rules = Rules("async")
+    server = Server({"x": np.ones(2)}, SGDServer(0.5), [0], rules)
+    link = Link(server.parameters, 0, rules)
+    for _, frame in server.receive(0, link.push({"x": np.ones(2)})):
+        link.receive(frame)
+    assert server.receive(0, link.leave(failed=True)) == []
+    assert server.is_over
+    assert link.receive(server.end())
+    assert link.is_over
+    assert link.stats.failed == [0]
+    assert link.stats.staleness == {0: 1}
+    np.testing.assert_array_equal(link.parameters["x"], [0.5, 0.5])
+
+
+# -- pieces and optimizers -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 7])
+def test_pieces_are_even_and_whole(servers):
+    rng = np.random.default_rng(servers)
+    arrays = {
+        f"p{i}": rng.standard_normal(shape)
+        for i, shape in enumerate([(64, 8), (0, 3), (), (100,), (33, 2, 2), (1,)])
+    }
+    pieces = pieces_of(arrays, servers)
+    total = sum(x.nbytes for x in arrays.values())
+    for own in pieces:
+        size = sum(x.nbytes for x in taken_from(arrays, own).values())
+        assert abs(size - total / servers) <= 64, "a row"
+    copies = {name: np.full_like(x, np.nan) for name, x in arrays.items()}
+    for own in pieces:
+        joined(taken_from(arrays, own), own, copies)
+    for name, x in arrays.items():
+        np.testing.assert_array_equal(copies[name], x)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (SGDServer(0.1), ("SGD", {"lr": 0.1})),
+        (
+            SGDServer(0.1, 0.9, True, 0.01),
+            ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+        ),
+        (AdamServer(0.01, weight_decay=0.1), ("Adam", {"lr": 0.01, "weight_decay": 0.1})),
+    ],
+)
+def test_optimizers_are_those_of_torch(ours, theirs):
+    import torch
+
+    name, options = theirs
+    rng = np.random.default_rng(0)
+    x = {"x": rng.standard_normal(20)}
+    p = torch.nn.Parameter(torch.tensor(x["x"]))
+    optimizer = getattr(torch.optim, name)([p], **options)
+    for _ in range(5):
+        g = rng.standard_normal(20)
+        p.grad = torch.tensor(g)
+        optimizer.step()
+        ours.step(x, {"x": g}, [])
+    np.testing.assert_allclose(x["x"], p.detach().numpy(), rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "synchronous"}, "mode must be one of"),
+        ({"backup": -1}, "backup must be"),
+        ({"mode": "async", "backup": 1}, "backup=1 needs mode='sync'"),
+        ({"mode": "bounded"}, "staleness="),
+        ({"staleness": 2}, "staleness="),
+        ({"mode": "bounded", "staleness": 1.5}, "staleness must be"),
+        ({"correction": "divide"}, "mode='sync' has none"),
+        ({"mode": "async", "lam": 0.1}, "needs correction="),
+        ({"mode": "async", "correction": "compensate", "lam": -1}, "lam=-1"),
+        ({"compression": "onebit_adam"}, "OneBitAdam"),
+    ],
+)
+def test_options_that_cannot_be(options, words):
+    with pytest.raises(ConfigError, match=words):
+        Rules(**options)

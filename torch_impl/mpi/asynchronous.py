@@ -1,0 +1,113 @@
+"""Asynchronous Leader SGD and elastic averaging for models of PyTorch, over MPI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hvd_compress import mpi
+
+from .of_model import OfModel
+from .process_sets import global_process_set
+
+
+class _Asynchronous(OfModel):
+    def __init__(
+        self, cls: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> None:
+        super().__init__(model, optimizer)
+        self.server = cls(self._arrays(), comm=global_process_set.communicator, **options)
+        self._load()
+
+    def step(self, loss: Any) -> None:
+        """Let the optimizer step on this worker's gradients, and tell the server.
+
+        Args:
+            loss: of the batch, a number or a tensor of one element.
+        """
+        self._optimizer.step()
+        self.server.step(self._arrays(), float(loss))
+        self._load()
+
+
+class AsynchronousLeaderSGD(_Asynchronous):
+    """Leader SGD whose workers take steps at their own speed; a collective, after ``hvd.init()``::
+
+        with hvd.AsynchronousLeaderSGD(model, optimizer, local_every=4) as worker:
+            for x, y in worker.batches(loader):
+                optimizer.zero_grad()
+                value = loss(model(x), y)
+                value.backward()
+                worker.step(value)
+
+    Rank 0 counts the steps of all and names the leader; it gets no batches.  Behind the statement
+    all ranks have the mean of the workers' models.  Buffers of the model stay on their rank.
+
+    Args:
+        model: its trained parameters are those of the optimizer; all ranks begin with rank 0's.
+        optimizer: takes the local steps.
+        local_every: steps per worker, on average, between choices of the leader.
+        pull, drift: how far workers are pulled when a leader is new, and over the next
+            ``local_every`` steps.
+        average_over: the number of minibatches whose mean loss is compared; ``None`` for
+            ``local_every``.
+        worker_timeout: seconds after which the others go on without a silent worker.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        local_every: int = 4,
+        pull: float = 0.1,
+        drift: float = 0.1,
+        average_over: int | None = None,
+        worker_timeout: float = 60.0,
+    ) -> None:
+        super().__init__(
+            mpi.AsynchronousLeaderSGD,
+            model,
+            optimizer,
+            local_every=local_every,
+            pull=pull,
+            drift=drift,
+            average_over=average_over,
+            worker_timeout=worker_timeout,
+        )
+
+
+class AsynchronousEASGD(_Asynchronous):
+    """Elastic averaging whose workers meet the centre at their own speed; a collective.  It is used
+    as :class:`AsynchronousLeaderSGD`; behind the statement all ranks have the centre.
+
+    With ``torch.optim.SGD(..., nesterov=True)`` it is asynchronous EAMSGD, but that the force acts
+    at the parameters after the local step.
+
+    Args:
+        model, optimizer, worker_timeout: see :class:`AsynchronousLeaderSGD`.
+        sync_every: a worker's local steps between meetings.
+        alpha: how far the worker and the centre move to each other.
+        servers: how many ranks share the centre.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        sync_every: int = 10,
+        alpha: float = 0.1,
+        servers: int = 1,
+        worker_timeout: float = 60.0,
+    ) -> None:
+        super().__init__(
+            mpi.AsynchronousEASGD,
+            model,
+            optimizer,
+            sync_every=sync_every,
+            alpha=alpha,
+            servers=servers,
+            worker_timeout=worker_timeout,
+        )
