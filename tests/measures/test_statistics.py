@@ -87,8 +87,8 @@ def test_oracles_and_random_ones():
 
 def test_bounds_by_hand():
     assert measures.pac_bayes_bound(8.0, 0.5, 100) == pytest.approx(8 + math.log(200) + 10)
-    found = measures.sharpness_bound(8.0, 0.5, 100, 50)
-    assert found == pytest.approx(8 * math.log(100) + math.log(200) + 10)
+    found = measures.sharpness_bound(8.0, alpha=0.5, sigma=0.25, m=100, omega=50)
+    assert found == pytest.approx(8 * math.log(100) + math.log(400) + 10)
     d = np.array([1.0, -3.0])
     by_hand = (
         0.25 * (math.log(7.5 / 0.5) + math.log(7.5 / 4.5)) + math.log(100 / math.sqrt(0.5)) + 10
