@@ -53,7 +53,7 @@ class Study:
     def scored(self) -> dict[str, Scores]:
         """All measures and what they have to beat, baselines first."""
         names = list(self.runs[0]["measures"])
-        ordered = [*BASELINES, *(name for name in names if name not in BASELINES)]
+        ordered = sorted(names, key=lambda name: name not in BASELINES)
         found = {name: self._score(self.values(name)) for name in ordered}
         for noise in ORACLES:
             oracle = measures.noisy_oracle(self.gaps, noise * self.gaps.std(), seed=1)

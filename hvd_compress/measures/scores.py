@@ -54,4 +54,6 @@ def scores(
             for given in itertools.combinations(range(len(psi)), size)
         ]
 
-    return Scores(kendall_tau(measure, gap), psi, mean_psi(psi), *least(0), least(1), min(least(2)))
+    return Scores(
+        kendall_tau(measure, gap), psi, mean_psi(psi), least(0)[0], least(1), min(least(2))
+    )

@@ -65,9 +65,11 @@ PAGES_THAT_RUN = (
     "README.md",
     "docs/mpi.md",
     "docs/mpi-training.md",
+    "docs/measures.md",
     "docs/methods/onebit-adam.md",
     "docs/sparse-collectives.md",
     "docs/tensorflow.md",
+    "docs/training/large-batch.md",
     "docs/training/leader-sgd.md",
     "docs/training/local-sgd.md",
 )
