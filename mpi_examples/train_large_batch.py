@@ -62,7 +62,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES], metavar="NAME")
-    parser.add_argument("--compression", nargs="+", default=["none", "topk:density=0.05"])
+    parser.add_argument("--compression", nargs="+", default=["none"])
     parser.add_argument("--small", type=int, default=32, help="examples a step, of all ranks")
     parser.add_argument("--large", type=int, default=256, help="examples a step, of all ranks")
     parser.add_argument("--epochs", type=int, default=15)
