@@ -25,32 +25,9 @@ from tqdm import tqdm
 from hvd_compress import as_compressor
 from hvd_compress.errors import CompressionError
 from hvd_compress.integrations.launch import under_mpirun
-from hvd_compress.stats import human_bytes
 from mpi_examples.data import digits
+from mpi_examples.large_batch_report import RECIPES, Run, picture, table
 
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """How the learning rate of the small batch becomes that of the large one, and who steps."""
-
-    says: str
-    scaling: str | None = None  # "linear", "sqrt" or none
-    warms_up: bool = False
-    optimizer: str = "SGD"
-    sharpness: str = ""  # "SAM" or "ASAM"
-    is_large: bool = True
-
-
-RECIPES = {
-    "small": Recipe("SGD, small batch", is_large=False),
-    "large": Recipe("SGD, same rate"),
-    "linear": Recipe("SGD, linear scaling", "linear"),
-    "warmup": Recipe("SGD, linear scaling, warm-up", "linear", True),
-    "lars": Recipe("LARS, linear scaling, warm-up", "linear", True, "LARS"),
-    "lamb": Recipe("LAMB, sqrt scaling, warm-up", "sqrt", True, "LAMB"),
-    "sam": Recipe("SAM, linear scaling, warm-up", "linear", True, sharpness="SAM"),
-    "asam": Recipe("ASAM, linear scaling, warm-up", "linear", True, sharpness="ASAM"),
-}
 #: curves of the picture
 DRAWN = ("large", "linear", "warmup", "lamb")
 #: learning rates that suit the small batch
@@ -106,16 +83,6 @@ SHARPNESS: dict[str, Callable[[nn.Module], hvd.SAM]] = {
     "SAM": lambda model: hvd.SAM(model, rho=0.05),
     "ASAM": lambda model: hvd.ASAM(model, rho=0.1),
 }
-
-
-@dataclasses.dataclass
-class Run:
-    """What a run ended with, and what it cost."""
-
-    accuracy: float
-    loss: float
-    steps: int
-    sent: int
 
 
 @dataclasses.dataclass
@@ -221,27 +188,6 @@ def noise_scales(seed: int = 0) -> list[float]:
     return found
 
 
-def table(runs: dict[tuple[str, str], list[Run]]) -> str:
-    """One row for each recipe and compression."""
-    width = max(len(recipe.says) for recipe in RECIPES.values())
-    across = max(len("compression"), *(len(text) for _, text in runs))
-    header = (
-        f"{'recipe':<7} {'':<{width}} {'compression':<{across}} {'test accuracy':>16}"
-        f" {'training loss':>14} {'steps':>6} {'sent in all':>12}"
-    )
-    lines = [header, "-" * len(header)]
-    for (name, text), group in runs.items():
-        found = [run.accuracy for run in group]
-        spread = f" +- {statistics.stdev(found):.2f}" if len(found) > 1 else ""
-        lines.append(
-            f"{name:<7} {RECIPES[name].says:<{width}} {text:<{across}}"
-            f" {f'{statistics.mean(found):.2f}{spread} %':>16}"
-            f" {statistics.mean(run.loss for run in group):>14.4f} {group[0].steps:>6}"
-            f" {human_bytes(group[0].sent):>12}"
-        )
-    return "\n".join(lines)
-
-
 def compare() -> None:
     """Print the noise scale, and a table of all recipes with all compressions."""
     cells = [(name, text) for name in options.recipes for text in options.compression]
@@ -273,10 +219,6 @@ def compare() -> None:
 
 def draw(path: Path) -> None:
     """Errors against batch sizes, as in the figures of Goyal et al."""
-    import matplotlib.pyplot as plt
-
-    from mpi_examples.report import save
-
     sizes = [options.small]
     while 2 * sizes[-1] <= 1024:
         sizes.append(2 * sizes[-1])
@@ -297,18 +239,7 @@ def draw(path: Path) -> None:
     print(f"{'':<7}", *(f"{size:>7}" for size in sizes))
     for name, found in errors.items():
         print(f"{name:<7}", *(f"{statistics.mean(each):>7.2f}" for each in found))
-    figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
-    for name, found in errors.items():
-        means = [statistics.mean(each) for each in found]
-        spreads = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in found]
-        axes.errorbar(sizes, means, spreads, marker=".", capsize=3, label=RECIPES[name].says)
-    axes.set(xscale="log", yscale="log", xlabel="examples a step", ylabel="test error [%]")
-    axes.set_xticks(sizes, map(str, sizes), minor=False)
-    axes.set_xticks([], minor=True)
-    axes.set_title(f"Digits, {options.epochs} epochs: what a large batch costs")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    save(figure, path)
+    picture(sizes, errors, options.epochs, path)
     print(f"\n{path.resolve()}")
 
 

@@ -165,7 +165,7 @@ class Coordinator:
             self._arrived = _without(parameters, self._arrived)
         self.state = {key: _without(parameters, arrays) for key, arrays in self.state.items()}
         self.reducer.forget(parameters)
-        self._shapes = _without(parameters, self._shapes)
+        self._shapes, self._consolidated = _without(parameters, self._shapes), None
         return result
 
     def average(self, arrays: Arrays) -> Arrays:
