@@ -9,7 +9,7 @@ import torch
 
 from hvd_compress.methods.onebit_adam import OneBitAdamCompression, check_freeze_step
 
-from .frozen_adam import FrozenAdam, start_state, update_parameter
+from .frozen_adam import FrozenAdam, loss_of, start_state, update_parameter
 
 
 class OneBitAdam(FrozenAdam):
@@ -86,10 +86,7 @@ class OneBitAdam(FrozenAdam):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step along the gradients, or along the momenta that came instead of them."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         binding = self._binding()
         ours = binding is not None
         # Steps may have been skipped after their exchange: the compression's count is what counts.

@@ -11,7 +11,7 @@ import torch
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods.zero_one_adam import ZeroOneAdamCompression
 
-from .frozen_adam import FrozenAdam, scale_of, start_state, update_parameter
+from .frozen_adam import FrozenAdam, loss_of, scale_of, start_state, update_parameter
 
 
 class ZeroOneAdam(FrozenAdam):
@@ -96,10 +96,7 @@ class ZeroOneAdam(FrozenAdam):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and synchronize the parameters where that is due."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         binding = self._binding()
         # Steps may have been skipped after their exchange: the compression's count is what counts.
         phase = "" if binding is None else binding.method.phase(binding.step)

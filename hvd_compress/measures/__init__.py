@@ -14,6 +14,7 @@ from .bounds import (
     sharpness_bound,
     spectral_bound,
 )
+from .scores import Scores, scores
 from .search import bisect
 from .statistics import (
     conditional_information,
@@ -24,6 +25,7 @@ from .statistics import (
 )
 
 __all__ = [
+    "Scores",
     "bisect",
     "canonical_ordering",
     "conditional_information",
@@ -37,6 +39,7 @@ __all__ = [
     "pac_bayes_bound",
     "random_measure",
     "reported",
+    "scores",
     "sharpness_bound",
     "spectral_bound",
     "vc_dimension",

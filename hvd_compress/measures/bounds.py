@@ -20,12 +20,14 @@ def pac_bayes_bound(squared_norm: float, sigma: float, m: int) -> float:
     return squared_norm / (4 * sigma**2) + math.log(m / sigma) + 10
 
 
-def sharpness_bound(squared_norm: float, alpha: float, m: int, omega: int) -> float:
-    """Return (51) of ||w - w0||^2, or (52) of ||w||^2; recalled, not checked.
+def sharpness_bound(squared_norm: float, alpha: float, sigma: float, m: int, omega: int) -> float:
+    """Return (51) of ||w - w0||^2, or (52) of ||w||^2.
 
-    squared_norm ln(2 omega) / (4 alpha^2) + ln(m / sigma) + 10, with alpha in the place of sigma
+    squared_norm ln(2 omega) / (4 alpha^2) + ln(m / sigma) + 10
+
+    The attack alpha stands in the first term alone; the second is that of (48).
     """
-    return squared_norm * math.log(2 * omega) / (4 * alpha**2) + math.log(m / alpha) + 10
+    return squared_norm * math.log(2 * omega) / (4 * alpha**2) + math.log(m / sigma) + 10
 
 
 def magnitude_aware_bound(

@@ -98,7 +98,7 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
     #: the method of :class:`Start`
     compression: Compressor = NoCompression()
     #: what happens to the local optimizer's state of parameters that the ranks have averaged:
-    #: "keep", "average" or "reset"
+    #: "keep", "average", which sends it without compression, or "reset"
     buffers: str = "keep"
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,8 @@ class Coordinator:
     Attributes:
         method: the training method.
         step: the number of local steps so far.
-        exchanges: the number of steps so far in which ranks exchanged something.
+        exchanges: the number of steps so far in which ranks exchanged something; what is averaged
+            to be tested (:meth:`consensus`) is no step, and only its bytes are counted.
         state: the method's state.
         reducer: averages what the method sends through its compression.
     """
@@ -112,7 +113,8 @@ class Coordinator:
         """Run what the method does between the computation of gradients and the local step.
 
         Args:
-            parameters: the trained parameters by name, in the same order on all ranks.
+            parameters: the trained parameters by name, in the same order on all ranks; those that
+                are trained no longer are handed to :meth:`freeze` first.
             rates, lookahead: see :class:`~hvd_compress.training.base.StepContext`.
 
         Returns:
@@ -149,7 +151,22 @@ class Coordinator:
         """Return the parameters that are to be tested, the same on all ranks.  A collective; the
         method's state stays as it is."""
         self._follow(parameters)
-        return self._driven(self.method.consensus(parameters, self.state))
+        return self._driven(self.method.consensus(parameters, self.state), is_step=False)
+
+    def freeze(self, parameters: Arrays) -> Arrays:
+        """Return what parameters stay at that are trained no longer, the same on all ranks: what
+        would be tested.  Trained again, they begin anew, since others may have changed them: their
+        part of the method's state, such as an anchor, is forgotten, with the compression's
+        residuals.  A collective, to be called before the first step without them.
+        """
+        self._bring_in()
+        result = self._driven(self.method.consensus(parameters, self.state), is_step=False)
+        if self._arrived is not None:
+            self._arrived = _without(parameters, self._arrived)
+        self.state = {key: _without(parameters, arrays) for key, arrays in self.state.items()}
+        self.reducer.forget(parameters)
+        self._shapes, self._consolidated = _without(parameters, self._shapes), None
+        return result
 
     def average(self, arrays: Arrays) -> Arrays:
         """Return the mean of each array over the ranks.  A collective.
@@ -205,14 +222,14 @@ class Coordinator:
 
     # -- exchanges ---------------------------------------------------------------------------
 
-    def _driven(self, steps: Generator[Request, Any, Any]) -> Any:
+    def _driven(self, steps: Generator[Request, Any, Any], is_step: bool = True) -> Any:
         reply, has_met, has_met_plainly = None, False, False
         while True:
             try:
                 request = steps.send(reply)
             except StopIteration as stop:
-                self.exchanges += has_met
-                self.record.steps += has_met_plainly
+                self.exchanges += has_met and is_step
+                self.record.steps += has_met_plainly and is_step
                 return stop.value
             has_met |= not isinstance(request, Finish)
             has_met_plainly |= not isinstance(request, Start | Finish)
@@ -400,6 +417,16 @@ class _AverageReducer(Reducer):
         if own and (factor := share(self.engine, saved)) != 1:
             for name, key in own:
                 self.states[name][key] = self.states[name][key] * factor
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget what of these tensors has not been sent yet."""
+        for name in names:
+            for key in self._per_rank.get(name, ()):
+                self.states[name][key] = self.states[name][key] * 0
+
+
+def _without(names: Container[str], entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in entries.items() if name not in names}
 
 
 def _one(request: Collective) -> Generator[Collective, Any, tuple[Any]]:

@@ -36,7 +36,7 @@ class LocalSGD(Rounds, name="local_sgd"):
         start: exchange after every step until this one: post-local SGD.
         compression: of what is sent, for instance "topk:density=0.01".
         buffers: what happens to the local optimizer's momentum at an exchange: "keep" each rank's
-            own, "average" it too, which sends as many bytes again, or "reset" it.
+            own, "average" it too, which sends as many bytes again, uncompressed, or "reset" it.
 
     Differs from the paper in: compression, as in Qsparse-local-SGD (Basu et al., NeurIPS 2019).
     """

@@ -101,7 +101,8 @@ class World:
     def consensus(self, parameters: Sequence[Arrays]) -> list[Arrays]:
         """Return the parameters that are to be tested."""
         pairs = zip(parameters, self.states, strict=True)
-        return self._run([self.method.consensus(own, state) for own, state in pairs])
+        steps = [self.method.consensus(own, state) for own, state in pairs]
+        return self._run(steps, is_step=False)
 
     def _stepped(
         self,
@@ -125,7 +126,9 @@ class World:
         self.states = [state for _, state in results]
         return [own for own, _ in results]
 
-    def _run(self, steps: Sequence[Generator[Request, Any, Any]]) -> list[Any]:
+    def _run(
+        self, steps: Sequence[Generator[Request, Any, Any]], is_step: bool = True
+    ) -> list[Any]:
         replies: list[Any] = [None] * self.size
         has_met = False
         while True:
@@ -136,7 +139,7 @@ class World:
                 except StopIteration as stop:
                     results.append(stop.value)
             if not requests:
-                self.exchanges += has_met
+                self.exchanges += has_met and is_step
                 return results
             if results or len({type(request) for request in requests}) > 1:
                 raise CompressionError(f"ranks ask for different things at once: {requests}")

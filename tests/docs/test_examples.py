@@ -149,6 +149,11 @@ def test_help_starts_neither_ranks_nor_mpi(script):
         ("bytes_and_loss", "--steps", "0", "--steps must be 1 or more"),
         ("cost_model", "--bytes", "0", "--bytes and --predict must be 4"),
         ("train_parameter_server", "--straggler", "-1", "--straggler must be 0 or more"),
+        ("train_large_batch", "--large", "8", "--large must be more than --small"),
+        pytest.param(
+            "train_large_batch", "--compression", "dcg", "method must be one of", marks=full
+        ),
+        ("generalization", "--examples", "5", "--examples must be 100 to 1400"),
     ],
 )
 def test_bad_options_are_refused_before_ranks_start(example, option, value, words):
@@ -638,3 +643,74 @@ def test_exact_diffusion(tmp_path):
     assert ratio["line", 0.001] < 1, "noise is"
     assert ratio["complete", 10] < 1
     assert picture.read_bytes().startswith(PNG)
+
+
+@pytest.mark.timeout(200)
+def test_training_with_a_large_batch(tmp_path):
+    options = ["--ranks", "2", "--epochs", "2", "--warmup-epochs", "1", "--seeds", "1"]
+    output = start("train_large_batch", *options, "--compression", "fp16", timeout=180)
+    rows = {
+        line.split()[0]: re.search(r"fp16 +([\d.]+) % +([\d.]+) +(\d+) +([\d.]+) [KM]iB$", line)
+        for line in output.splitlines()
+        if line.endswith("iB")
+    }
+    assert list(rows) == ["small", "large", "linear", "warmup", "lars", "lamb", "sam", "asam"]
+    # 1437 examples; SAM sends no more than SGD.
+    assert {name: int(row[3]) for name, row in rows.items() if row} == {
+        **dict.fromkeys(rows, 2 * (1437 // 256)),
+        "small": 2 * (1437 // 32),
+    }
+    assert rows["sam"][4] == rows["large"][4] == f"{10 * 2 * 26122 / 1024:.1f}"
+    assert float(rows["small"][1]) > float(rows["large"][1]), "a few steps at the same rate"
+    assert re.search(r"noise scale of the small batch, in examples: \d+ \(epoch 1\)", output)
+
+
+@full
+@pytest.mark.timeout(200)
+def test_errors_against_batch_sizes(tmp_path):
+    picture = tmp_path / "batches.png"
+    options = ["--ranks", "2", "--epochs", "1", "--warmup-epochs", "1", "--seeds", "1"]
+    options += ["--small", "256", "--large", "512", "--picture", str(picture)]
+    output = start("train_large_batch", *options, timeout=180)
+    assert re.search(r"^ +256 +512 +1024$", output, re.MULTILINE)
+    assert re.search(r"^lamb( +[\d.]+){3}$", output, re.MULTILINE)
+    assert picture.read_bytes().startswith(PNG)
+
+
+@pytest.mark.timeout(200)
+def test_generalization(tmp_path):
+    picture, results = tmp_path / "found.png", tmp_path / "found.json"
+    options = ["--grid", "tiny", "--examples", "200", "--output", str(picture)]
+    more = ["--ranks", "2", "--results", str(results)]
+    output = start("generalization", *options, *more, timeout=180)
+    assert output.startswith("$ ")
+    assert picture.read_bytes().startswith(PNG)
+    study = json.loads(results.read_text())
+    assert study["tried"] == 4
+    assert 2 <= len(study["runs"]) <= 4
+    rows = [line for line in output.splitlines() if line.startswith("1/sigma' pacbayes-mag ")]
+    assert [len(row.split()[2:]) for row in rows] == [9, 10]
+    # Hyper-parameters of one value have no psi.
+    assert rows[0].split()[3:8] == ["-", "-", "-", "-", "-"]
+    picture.unlink()
+    _, again = jobs.run([*program("generalization"), "--load", str(results), *options], timeout=60)
+    assert picture.read_bytes().startswith(PNG)
+    assert again.partition("\n\n")[2].partition("\n\n/")[0] in output
+
+
+def test_canonical_ordering_by_hand():
+    """The gap falls with the width alone, as it is believed to."""
+    from mpi_examples.generalization_report import Study, tables
+
+    runs = [
+        {"setting": ["sgd", width], "gap": 1 / width, "epochs": 1, "measures": {"width": -width}}
+        for width in (16, 32, 64)
+    ]
+    study = Study(["optimizer", "width"], 100, 3, runs)
+    canonical = study.canonical()
+    assert np.isnan(canonical[0])
+    assert canonical[1] == 1
+    assert study.scored()["width"].tau == 1
+    assert "3 of 3 networks were fit" in tables(study)
+    with pytest.raises(SystemExit, match="1 of 3 networks were fit: too few"):
+        Study(["optimizer", "width"], 100, 3, runs[:1])

@@ -71,6 +71,25 @@ def test_information_by_hand():
     assert found == pytest.approx(expected / math.log(2))
 
 
+def test_scores_are_those_of_one_after_the_other():
+    gap = [100 * a + 10 * b + c for a, b, c in GRID]
+    measure = [a - c for a, _, c in GRID]
+    found = measures.scores(GRID, measure, gap)
+    assert found.tau == measures.kendall_tau(measure, gap)
+    assert found.psi == measures.granulated(GRID, measure, gap) == [1.0, 0.0, -1.0]
+    assert found.mean_psi == 0
+    assert found.information == measures.conditional_information(GRID, measure, gap)
+    given = [measures.conditional_information(GRID, measure, gap, [i]) for i in range(3)]
+    assert found.given_one == given
+    assert found.given_two == min(
+        measures.conditional_information(GRID, measure, gap, two)
+        for two in ([0, 1], [0, 2], [1, 2])
+    )
+    assert found.least_information == measures.least_information(GRID, measure, gap)
+    with pytest.raises(ConfigError, match="one value for each run"):
+        measures.scores(GRID, measure, gap[1:])
+
+
 def test_oracles_and_random_ones():
     gap = np.random.default_rng(1).random(18)
     scores = []
@@ -87,8 +106,8 @@ def test_oracles_and_random_ones():
 
 def test_bounds_by_hand():
     assert measures.pac_bayes_bound(8.0, 0.5, 100) == pytest.approx(8 + math.log(200) + 10)
-    found = measures.sharpness_bound(8.0, 0.5, 100, 50)
-    assert found == pytest.approx(8 * math.log(100) + math.log(200) + 10)
+    found = measures.sharpness_bound(8.0, alpha=0.5, sigma=0.25, m=100, omega=50)
+    assert found == pytest.approx(8 * math.log(100) + math.log(400) + 10)
     d = np.array([1.0, -3.0])
     by_hand = (
         0.25 * (math.log(7.5 / 0.5) + math.log(7.5 / 4.5)) + math.log(100 / math.sqrt(0.5)) + 10

@@ -204,6 +204,55 @@ def momentum_may_be_averaged_or_reset() -> None:
                 assert_same_everywhere(found)
 
 
+def a_frozen_parameter_is_the_same_everywhere_and_begins_anew() -> None:
+    """Frozen in the middle of a round, and of an exchange, and trained again later."""
+    for method in (
+        training.LocalSGD(sync_every=4),
+        training.DiLoCo(sync_every=4, delay=2),
+        training.DiLoCo(sync_every=4, compression="topk:density=0.2"),
+        training.EASGD(sync_every=4),
+    ):
+        model = make_model()
+        optimizer = _wrapped(method, model)
+        _train(model, optimizer, range(5))
+        name, frozen = next(iter(model.named_parameters()))
+        mean = hvd.allreduce(frozen.detach(), name="mean")
+        state = optimizer.training.state
+        expected = state["centre"][name].clone() if "centre" in state else mean
+        frozen.requires_grad_(False)
+        exchanges = optimizer.training.exchanges
+        _train(model, optimizer, range(5, 9))
+        torch.testing.assert_close(frozen.detach(), expected)
+        assert_same_everywhere([frozen])
+        assert optimizer.training.exchanges == exchanges + 1, "freezing is no step"
+        assert all(name not in arrays for arrays in optimizer.training.state.values())
+        with torch.no_grad():
+            frozen.fill_(0.25)  # an old anchor would pull it back
+        frozen.requires_grad_(True)
+        optimizer.training.before_step({n: p.detach() for n, p in model.named_parameters()})
+        for key in {"anchor", "centre"} & optimizer.training.state.keys():
+            assert (optimizer.training.state[key][name] == 0.25).all(), "from where it is"
+        _train(model, optimizer, range(9, 12))
+        own = frozen.detach().clone()
+        with optimizer.synchronized_parameters():
+            assert_same_everywhere(model)
+        assert torch.equal(frozen, own)
+        assert not (own == 0.25).all(), "it is trained"
+
+
+def what_is_tested_is_no_exchange_of_training() -> None:
+    model = make_model()
+    optimizer = hvd.LocalSGD(sgd(model), sync_every=2)
+    _train(model, optimizer, range(3))
+    found = optimizer.training.exchanges, optimizer.training.stats().total
+    optimizer.synchronize_parameters()
+    after = optimizer.training.exchanges, optimizer.training.stats().total
+    assert found[0] == after[0] == 1
+    whole = 4 * sum(p.numel() for p in model.parameters())
+    assert after[1].bytes_sent == found[1].bytes_sent + whole
+    assert after[1].steps == found[1].steps
+
+
 def a_step_that_loss_scaling_skips_is_a_step() -> None:
     model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=2.0**4)
     optimizer = hvd.LocalSGD(sgd(model), sync_every=2)

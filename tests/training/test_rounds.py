@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from hvd_compress import TopK, from_config
+from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
-from hvd_compress.training import DiLoCo, LocalSGD, OuterSGD, SlowMo, World
+from hvd_compress.training import Coordinator, DiLoCo, LocalSGD, OuterSGD, SlowMo, World
 from hvd_compress.training.rounds import cuts
 from tests.training.quadratics import Quadratics
 
@@ -206,6 +207,31 @@ def test_parameters_may_be_changed_in_place():
     anchor = world.states[0]["anchor"]["w"].copy()
     x[0]["w"] += 1
     assert (world.states[0]["anchor"]["w"] == anchor).all()
+
+
+def test_the_average_that_is_tested_is_no_exchange():
+    world, found = vectors(LocalSGD(sync_every=2), 5)
+    assert world.exchanges == 2
+    world.consensus(found[-1])
+    assert world.exchanges == 2
+
+
+def test_a_parameter_that_was_frozen_begins_anew():
+    coordinator = Coordinator(DiLoCo(PLAIN, sync_every=2, compression="topk"), LocalEngine())
+    x = {"a": np.zeros(2), "b": np.zeros(2)}
+    for _ in range(3):
+        x = coordinator.before_step(x)
+        x = coordinator.after_step({name: own + 1 for name, own in x.items()})
+    assert (coordinator.state["anchor"]["a"] == [2, 0]).all(), "top-k has sent one element"
+    residual = coordinator.reducer.states["a"]["residual"]
+    assert np.abs(residual).sum() == 2
+    frozen = coordinator.freeze({"a": x.pop("a")})
+    assert coordinator.state.keys() == {"anchor"}
+    assert coordinator.state["anchor"].keys() == {"b"}
+    assert not coordinator.reducer.states["a"]["residual"].any()
+    x = coordinator.after_step(coordinator.before_step(x))
+    x = coordinator.before_step({"a": frozen["a"] + 5, **x})
+    assert (coordinator.state["anchor"]["a"] == frozen["a"] + 5).all()
 
 
 def test_cuts():

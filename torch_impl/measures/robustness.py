@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -37,7 +38,7 @@ def noise_scale(
     Differs from public code in: sigma is the standard deviation, where that passes its square.
     """
     _check(draws=draws)
-    clean, kept = risk(), [w.detach().clone() for w in weights]
+    clean = risk()
 
     def mean_rise(sigma: float) -> float:
         generator = torch.Generator(weights[0].device).manual_seed(seed)
@@ -50,11 +51,8 @@ def noise_scale(
             total += risk() - clean
         return total / draws
 
-    with torch.no_grad():
-        try:
-            return bisect(mean_rise, rise, upper, steps, tolerance)
-        finally:
-            _restore(weights, kept)
+    with _kept(weights) as kept:
+        return bisect(mean_rise, rise, upper, steps, tolerance)
 
 
 def adversarial_radius(
@@ -86,7 +84,7 @@ def adversarial_radius(
         ascents: steps of gradient ascent, each half as long as the radius.
     """
     _check(restarts=restarts)
-    clean, kept = risk(), [w.detach().clone() for w in weights]
+    clean = risk()
 
     def worst_rise(alpha: float) -> float:
         generator = torch.Generator(weights[0].device).manual_seed(seed)
@@ -109,16 +107,20 @@ def adversarial_radius(
                 worst = max(worst, risk() - clean)
         return worst
 
+    with _kept(weights) as kept:
+        return bisect(worst_rise, rise, upper, steps, tolerance)
+
+
+@contextlib.contextmanager
+def _kept(weights: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """In this context weights may be disturbed in place; behind it they are what they were."""
+    kept = [w.detach().clone() for w in weights]
     with torch.no_grad():
         try:
-            return bisect(worst_rise, rise, upper, steps, tolerance)
+            yield kept
         finally:
-            _restore(weights, kept)
-
-
-def _restore(weights: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -> None:
-    for w, before in zip(weights, kept, strict=True):
-        w.copy_(before)
+            for w, before in zip(weights, kept, strict=True):
+                w.copy_(before)
 
 
 def _check(**options: int) -> None:

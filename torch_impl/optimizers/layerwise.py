@@ -10,7 +10,7 @@ import torch
 
 from hvd_compress.training.large_batch.scaling import check_not_negative
 
-from ..frozen_adam import check_adam
+from ..frozen_adam import check_adam, loss_of
 
 
 class _Layerwise(torch.optim.Optimizer, abc.ABC):
@@ -25,10 +25,7 @@ class _Layerwise(torch.optim.Optimizer, abc.ABC):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step along the gradients; return the loss of the closure, if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

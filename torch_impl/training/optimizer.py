@@ -28,6 +28,10 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
     Nothing travels during the backward pass.  All ranks take equally many steps, which a step that
     a ``GradScaler`` skips counts as, too: the rank stays where it is and meets the others in time.
 
+    A parameter that is frozen, by ``requires_grad_(False)`` on all ranks, is given the value that
+    would be tested with the next step, the same on all ranks, and stays there.  Trained again, it
+    begins anew from where it is.
+
     Attributes:
         training: the method with its state: ``stats()``, ``set_epoch(epoch)``, ``exchanges``,
             ``method``.
@@ -40,6 +44,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
     ) -> None:
         take_over(self, optimizer)
         self._parameter_names = names
+        self._followed: dict[str, Parameter] = {}  # that were trained in the last step
         self.training = training
 
     # -- steps -------------------------------------------------------------------------------
@@ -99,20 +104,17 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             if p.requires_grad
         ]
 
-    @torch.no_grad()
     def _run(
         self, function: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
     ) -> dict[str, Parameter]:
         """Replace the parameters by what the function makes of them, and return those that are
         other ones."""
         trained = {name: p for name, p, _ in self._trained()}
-        before = {name: p.detach() for name, p in trained.items()}
-        changed = {}
-        for name, x in function(before).items():
-            if x is not before[name]:
-                trained[name].copy_(x)
-                changed[name] = trained[name]
-        return changed
+        frozen = {name: p for name, p in self._followed.items() if name not in trained}
+        self._followed = trained
+        if frozen:
+            _replace(frozen, self.training.freeze)
+        return _replace(trained, function)
 
     def _average_buffers(self, changed: Mapping[str, Parameter]) -> None:
         own = {
@@ -230,6 +232,22 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         except ConfigError:
             self.state, self.param_groups = before
             raise
+        self._followed = {}
+
+
+@torch.no_grad()
+def _replace(
+    parameters: Mapping[str, Parameter],
+    function: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> dict[str, Parameter]:
+    """Replace parameters by what the function makes of them; return those that are other ones."""
+    before = {name: p.detach() for name, p in parameters.items()}
+    changed = {}
+    for name, x in function(before).items():
+        if x is not before[name]:
+            parameters[name].copy_(x)
+            changed[name] = parameters[name]
+    return changed
 
 
 def _moved(tree: Any, devices: Mapping[str, torch.device], device: Any = None) -> Any:

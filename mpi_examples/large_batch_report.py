@@ -1,0 +1,86 @@
+"""Recipes of train_large_batch.py, its table and its picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from hvd_compress.stats import human_bytes
+from mpi_examples.report import save
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How the learning rate of the small batch becomes that of the large one, and who steps."""
+
+    says: str
+    scaling: str | None = None  # "linear", "sqrt" or none
+    warms_up: bool = False
+    optimizer: str = "SGD"
+    sharpness: str = ""  # "SAM" or "ASAM"
+    is_large: bool = True
+
+
+RECIPES = {
+    "small": Recipe("SGD, small batch", is_large=False),
+    "large": Recipe("SGD, same rate"),
+    "linear": Recipe("SGD, linear scaling", "linear"),
+    "warmup": Recipe("SGD, linear scaling, warm-up", "linear", True),
+    "lars": Recipe("LARS, linear scaling, warm-up", "linear", True, "LARS"),
+    "lamb": Recipe("LAMB, sqrt scaling, warm-up", "sqrt", True, "LAMB"),
+    "sam": Recipe("SAM, linear scaling, warm-up", "linear", True, sharpness="SAM"),
+    "asam": Recipe("ASAM, linear scaling, warm-up", "linear", True, sharpness="ASAM"),
+}
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run ended with, and what it cost."""
+
+    accuracy: float
+    loss: float
+    steps: int
+    sent: int
+
+
+def table(runs: Mapping[tuple[str, str], list[Run]]) -> str:
+    """One row for each recipe and compression."""
+    width = max(len(recipe.says) for recipe in RECIPES.values())
+    across = max(len("compression"), *(len(text) for _, text in runs))
+    header = (
+        f"{'recipe':<7} {'':<{width}} {'compression':<{across}} {'test accuracy':>16}"
+        f" {'training loss':>14} {'steps':>6} {'sent in all':>12}"
+    )
+    lines = [header, "-" * len(header)]
+    for (name, text), group in runs.items():
+        found = [run.accuracy for run in group]
+        spread = f" +- {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+        lines.append(
+            f"{name:<7} {RECIPES[name].says:<{width}} {text:<{across}}"
+            f" {f'{statistics.mean(found):.2f}{spread} %':>16}"
+            f" {statistics.mean(run.loss for run in group):>14.4f} {group[0].steps:>6}"
+            f" {human_bytes(group[0].sent):>12}"
+        )
+    return "\n".join(lines)
+
+
+def picture(
+    sizes: Sequence[int], errors: Mapping[str, list[list[float]]], epochs: int, path: Path
+) -> None:
+    """Errors in %, one for each seed, by recipe and batch size."""
+    figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    for name, found in errors.items():
+        means = [statistics.mean(each) for each in found]
+        spreads = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in found]
+        axes.errorbar(sizes, means, spreads, marker=".", capsize=3, label=RECIPES[name].says)
+    axes.set(xscale="log", yscale="log", xlabel="examples a step", ylabel="test error [%]")
+    axes.set_xticks(sizes, map(str, sizes), minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_title(f"Digits, {epochs} epochs: what a large batch costs")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    save(figure, path)
