@@ -48,6 +48,8 @@ ALGORITHMS = ("allgather", "auto", "hierarchical", "recursive_doubling", "split_
 
 def _as_values(values: Any) -> str | Codec:
     if isinstance(values, Codec):
+        if values.varies:
+            raise ConfigError(f"values={values!r}: its size varies; it can be sent only alone")
         return values
     if not isinstance(values, str):
         raise TypeError(
@@ -301,9 +303,9 @@ def _everything(codec: Codec, x: Array, context: Context) -> Generator[Request, 
             decode_coded(codec, frame, n, dtype, sender=f"rank {rank}", out=total, add=True)
         return [total]
 
-    size = coded_size(codec, n, dtype)
+    size = None if codec.varies else coded_size(codec, n, dtype)
     frame, sent = xp.on_host(encode, [context.step, x], [("uint8", size), (dtype.name, n)], x)
-    frames = yield Gather(frame, equal_sizes=True)
+    frames = yield Gather(frame, equal_sizes=size is not None)
     (total,) = xp.on_host(add_up, frames, [(dtype.name, n)], x)
     mean = total / context.size
     return Aggregated(mean, sent, xp.all_finite(mean))

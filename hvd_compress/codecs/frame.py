@@ -15,7 +15,8 @@ All numbers are little-endian::
 
 Where only some elements are sent, their indices are ascending, int32 or int64 as in other frames;
 or packed and padded to 8 bytes, where the sender was asked to and that is shorter.  Where values
-are not finite, or there are none, the codes are zeros: a frame's size does not depend on it.
+are not finite, or there are none, the codes are zeros: a frame's size does not depend on it, unless
+the codec's varies with the values anyway; then its length says how many bytes the codes take.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ def _encoded(
     packed: bool,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return a frame, and the codes in it; ``None`` where values are not finite."""
+    if codec.varies:
+        return _varying(codec, x, random)
     size, status = coded_size(codec, x.size, x.dtype, n), 0
     own = np.zeros(0, np.uint8)
     if indices is not None and n is not None:
@@ -113,6 +116,18 @@ def _encoded(
         codes = frame[start : start + codec.size(x.size, x.dtype)]
         codec.encode_to(x, random, codes)
     return seal(frame, _header(codec, x.size, x.dtype, status)), codes
+
+
+def _varying(
+    codec: Codec, x: np.ndarray, random: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The frame of all values by a codec whose size depends on them; see :func:`_encoded`."""
+    finite = all_finite(x)
+    codes = codec.encode(x if finite else np.zeros_like(x), random)
+    frame = np.zeros(padded(codes.size), np.uint8)
+    frame[START : START + codes.size] = codes
+    status = 0 if finite else _NOT_FINITE
+    return seal(frame, _header(codec, x.size, x.dtype, status)), codes if finite else None
 
 
 def frame_of_damaged(codec: Codec, count: int, dtype: np.dtype) -> np.ndarray:
@@ -152,8 +167,12 @@ def decode_coded(
         raise fail(f"{frame.size} bytes are less than a header")
     if count is None:
         count = int.from_bytes(frame[8:12].tobytes(), "little")
-    size = coded_size(codec, count, dtype, n)
-    codes = codec.size(count, dtype)
+    if codec.varies:
+        size = padded(frame.size - START)
+        codes = frame.size - START
+    else:
+        size = coded_size(codec, count, dtype, n)
+        codes = codec.size(count, dtype)
     status = int(frame[5])
     # Packed indices fill what codes and padding leave, which a frame of plain ones never reaches.
     room = frame.size - START - codes
