@@ -18,6 +18,7 @@ from hvd_compress.methods.dgc import DGC
 from hvd_compress.methods.ef21 import EF21
 from hvd_compress.methods.float8 import FP8
 from hvd_compress.methods.gtop_k import GTopK
+from hvd_compress.methods.hitopk import HiTopK
 from hvd_compress.methods.inceptionn import INCEPTIONN
 from hvd_compress.methods.learned import LGC
 from hvd_compress.methods.ms_top_k import MSTopK
@@ -47,6 +48,7 @@ __all__ = [
     "AdaptiveThreshold",
     "EFSignSGD",
     "GTopK",
+    "HiTopK",
     "MSTopK",
     "MomentumAfter",
     "NaturalCompression",
