@@ -254,6 +254,7 @@ class Context(NamedTuple):
         in_place: the result may be written into the memory of the gradient.
         sparse: the ``mean`` of an outcome may be a :class:`Sparse`, of a flat array, without twice
             the same index.
+        learning_rate: that of the optimizer's next step of this tensor; ``None`` if unknown.
     """
 
     name: str = "tensor"
@@ -272,6 +273,7 @@ class Context(NamedTuple):
     scratch: dict[str, Any] | None = None
     in_place: bool = False
     sparse: bool = False
+    learning_rate: Any = None
 
 
 Exchange = Generator[Request, Any, Outcome]

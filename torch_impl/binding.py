@@ -284,6 +284,9 @@ class Binding(Reducer):
     def _momentum_of(self, name: str) -> tuple[float, bool]:
         return self.momentum_side.of(self._parameters[name])
 
+    def _rate_of(self, name: str) -> Any:
+        return self.momentum_side.group_of(self._parameters[name]).get("lr")
+
     def _circumstances(self) -> Hashable:
         found = super()._circumstances()
         differs = self._scale is not None or self.sparse or self.momentum_side.decays_gradients

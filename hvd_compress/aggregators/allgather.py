@@ -148,7 +148,7 @@ class allgather(Aggregator, name="allgather"):
             masking = correction.masking
         if self.algorithm != "allgather" or type(last) is not error_feedback:
             return None
-        if any(t.keys for t in before):
+        if any(t.keys for t in before) or last.units != "gradient":
             return None
         return FusedTopK(
             tuple(before),
