@@ -308,6 +308,9 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     averages_momentum: ClassVar[bool] = False
     #: the name of the optimizer class that the method needs, if its result is not a gradient
     partner: ClassVar[str | None] = None
+    #: the dtype, "float16" or "bfloat16", in which values of sparse gradients (rows of embeddings)
+    #: are sent; ``None``: as they are.  Whatever the method, rows are gathered and have no residual
+    rows_wire: ClassVar[str | None] = None
     #: the names of the kinds of steps, if the method has several
     phases: ClassVar[tuple[str, ...]] = ()
 

@@ -345,7 +345,8 @@ class Binding(Reducer):
     ) -> Exchange:
         """Exchange the gradient of an embedding: rows are clipped like all gradients, sent whole,
         and take momentum after averaging."""
-        outcome = yield from exchange_rows(self._clip_rows(p, gradient, context), context)
+        clipped, wire = self._clip_rows(p, gradient, context), self.method_for(p).rows_wire
+        outcome = yield from exchange_rows(clipped, context, wire)
         mean, sent, state = outcome.mean, outcome.sent.values(), self.state_of(p)
         momentum, nesterov = context.momentum, context.nesterov
         if not momentum or not torch.isfinite(mean.values()).all():
