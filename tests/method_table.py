@@ -227,10 +227,6 @@ ROWS = {
             via=allgather(top_k(0.05), natural_dithering()),
         )
     ),
-    "chain-feedback-in-steps": Row(
-        chain(error_feedback(units="step"), via=allgather(top_k(0.05))),
-        context={"learning_rate": 1.0},
-    ),
     "chain-contraction": Row(
         chain(error_feedback(), via=alltoall(contraction(uniform_dithering(1, None))))
     ),

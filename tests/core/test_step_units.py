@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
 from hvd_compress.blocks import (
     allgather,
@@ -21,6 +22,7 @@ from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError
 from hvd_compress.reducer import Reducer
+from hvd_compress.testing import check_laws
 
 STEPS = error_feedback(units="step")
 #: up, down, and none at all
@@ -107,6 +109,13 @@ def test_at_rate_one_it_is_error_feedback_bit_for_bit():
         a, b = (w.exchange(everyones, learning_rate=1.0)[0] for w in worlds)
         assert a.mean.tobytes() == b.mean.tobytes()
         assert a.state["residual"].tobytes() == b.state["residual"].tobytes()
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_it_obeys_the_laws(make):
+    """At rate 1, where what waits has the units of what was sent."""
+    method = chain(STEPS, via=VIAS[0])
+    check_laws(method, make=make, sizes=(1, 3), learning_rate=1.0)
 
 
 def test_a_reducer_is_told_the_rate():
