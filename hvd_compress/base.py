@@ -254,6 +254,7 @@ class Context(NamedTuple):
         in_place: the result may be written into the memory of the gradient.
         sparse: the ``mean`` of an outcome may be a :class:`Sparse`, of a flat array, without twice
             the same index.
+        learning_rate: that of the optimizer's next step of this tensor; ``None`` if unknown.
     """
 
     name: str = "tensor"
@@ -272,6 +273,7 @@ class Context(NamedTuple):
     scratch: dict[str, Any] | None = None
     in_place: bool = False
     sparse: bool = False
+    learning_rate: Any = None
 
 
 Exchange = Generator[Request, Any, Outcome]
@@ -306,6 +308,9 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     averages_momentum: ClassVar[bool] = False
     #: the name of the optimizer class that the method needs, if its result is not a gradient
     partner: ClassVar[str | None] = None
+    #: the dtype, "float16" or "bfloat16", in which values of sparse gradients (rows of embeddings)
+    #: are sent; ``None``: as they are.  Whatever the method, rows are gathered and have no residual
+    rows_wire: ClassVar[str | None] = None
     #: the names of the kinds of steps, if the method has several
     phases: ClassVar[tuple[str, ...]] = ()
 

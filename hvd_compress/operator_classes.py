@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from hvd_compress.errors import ConfigError
 
 
@@ -114,3 +116,58 @@ def ef21_step_size(
     if mu is None:
         return 1 / (smoothness + tilde * math.sqrt(beta / theta))
     return min(1 / (smoothness + tilde * math.sqrt(2 * beta / theta)), theta / (2 * mu))
+
+
+class FeedbackSteps(NamedTuple):
+    """The step sizes for which SGD with error feedback in units of the step is proved to converge,
+    and the weights of the average of iterates that converges, x~ = sum_k w_k x_k / sum_k w_k::
+
+        constant    eta <= 1 / (14 (2 delta + B) L),  w_k = (1 - mu eta / 2)^-(k + 1)
+        decreasing  eta_k = 4 / (mu (kappa + k)),     w_k = kappa + k,
+                    kappa = 56 (2 delta + B) L / mu
+
+    With exact gradients that vanish at the minimum on every rank the constant step converges
+    linearly; else it stops at a neighbourhood, and decreasing steps go on as 1 / K.
+
+    Attributes:
+        delta: of what is sent, class B3: ``top_k(0.01).classes(d).delta``.
+        smoothness: L.
+        mu: of strong convexity.
+        noise: B, where E|noise of a gradient|^2 is at most B |gradient|^2 + C; 0 for exact ones.
+
+    Reference: Beznosikov et al., JMLR 2023.  The constants are recalled, not checked against the
+    paper.
+
+    >>> steps = FeedbackSteps(delta=2, smoothness=10, mu=1)
+    >>> 1 / steps.constant, steps.kappa, 1 / steps.decreasing(2240)
+    (560.0, 2240.0, 1120.0)
+    """
+
+    delta: float
+    smoothness: float
+    mu: float
+    noise: float = 0.0
+
+    @property
+    def constant(self) -> float:
+        """The largest constant step; the first of the decreasing ones is as large."""
+        if not self.delta >= 1:
+            raise ConfigError(f"delta must be 1 or more; got {self.delta!r}")
+        return 1 / (14 * (2 * self.delta + self.noise) * self.smoothness)
+
+    @property
+    def kappa(self) -> float:
+        return 4 / (self.mu * self.constant)
+
+    def decreasing(self, k: int) -> float:
+        """Return eta_k, for k from 0."""
+        return 4 / (self.mu * (self.kappa + k))
+
+    def weights(self, count: int, eta: float | None = None) -> np.ndarray:
+        """Return the weights of the first ``count`` iterates, which add up to 1: of the constant
+        step ``eta``, or of the decreasing steps."""
+        k = np.arange(count)
+        if eta is None:
+            return (self.kappa + k) / (self.kappa + k).sum()
+        found = (1 - self.mu * eta / 2) ** (count - 1.0 - k)  # the largest is 1
+        return found / found.sum()

@@ -70,6 +70,7 @@ class Reducer:
     Attributes:
         method: the compressor.
         step, epoch: the step and epoch of the next exchange.
+        learning_rate: of the next step, for methods that need it; ``None``: not told.
         states: the state of each tensor by name, as arrays by key.
         records: the bytes that each tensor has sent and received so far, by name.
         buckets: the assignment of tensors to buckets.
@@ -104,6 +105,7 @@ class Reducer:
         self.in_place, self.sparse_results = in_place, sparse
         self.step: Any = 0
         self.epoch: Any = None
+        self.learning_rate: float | None = None
         self.states: dict[str, State] = {}
         self.records: dict[str, Record] = {}
         self.clock = Clock()
@@ -320,6 +322,7 @@ class Reducer:
             scratch=self._kept(name),
             in_place=self.in_place,
             sparse=self.sparse_results,
+            learning_rate=self._rate_of(name),
         )
 
     # Methods that bindings override.
@@ -341,6 +344,9 @@ class Reducer:
 
     def _momentum_of(self, name: str) -> tuple[float, bool]:
         return self.momentum, self.nesterov
+
+    def _rate_of(self, name: str) -> Any:
+        return self.learning_rate
 
     def _norm(self, gradients: Mapping[str, Array]) -> Any:
         """Return the L2 norm of all gradients of this rank."""

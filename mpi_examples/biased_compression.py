@@ -42,7 +42,7 @@ from hvd_compress.blocks import (
 from hvd_compress.engines.base import payload_bytes, watched
 from hvd_compress.engines.lockstep import World
 from hvd_compress.integrations.launch import under_mpirun
-from hvd_compress.operator_classes import Classes, ef21_step_size
+from hvd_compress.operator_classes import Classes, FeedbackSteps, ef21_step_size
 from hvd_compress.stats import human_bytes
 
 TARGETS = (1e-2, 1e-3, 1e-4, 1e-5)
@@ -227,7 +227,7 @@ class Operator:
         """The step size that a theorem allows; those of plain and feedback are recalled."""
         smoothness, delta = problem.smoothness, self.classes.own_delta or math.inf
         if self.kind == "feedback":
-            return 1 / (28 * delta * smoothness)
+            return FeedbackSteps(delta, smoothness, options.l2).constant
         if self.kind == "ef21":
             return ef21_step_size(delta, smoothness, problem.own_smoothness, options.l2)
         zeta = self.classes.zeta or math.inf

@@ -1,4 +1,5 @@
-"""Sparse gradients (``tf.IndexedSlices``): rows are sent whole, without loss.
+"""Sparse gradients (``tf.IndexedSlices``): rows are sent whole, without loss, or with their values
+in half precision (``Compressor.rows_wire``).
 
 Duplicate rows are merged before they are sent, and frames hold raw bytes, so any dtype is possible.
 """
@@ -24,19 +25,25 @@ def merged(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     )
 
 
-def exchange_rows(gradient: tf.IndexedSlices, shape: tf.TensorShape, context: Context) -> Exchange:
+def exchange_rows(
+    gradient: tf.IndexedSlices, shape: tf.TensorShape, context: Context, wire: str | None = None
+) -> Exchange:
     """Average the rows that all ranks have; the outcome's ``mean`` has every row once.
 
     Args:
         shape: of the variable.
+        wire: the dtype in which values are sent, if that is narrower; sums are made in the
+            gradient's.
     """
     own, n, dtype = merged(gradient), shape[0], gradient.values.dtype
-    row = shape[1:].num_elements() * dtype.size
+    narrow = tf.as_dtype(wire) if wire is not None and dtype.size > 2 else dtype
+    row = shape[1:].num_elements() * narrow.size
+    values_sent = tf.cast(own.values, narrow)
 
     def encode(places: np.ndarray, theirs: np.ndarray) -> list[np.ndarray]:
         return [encode_rows(places, theirs, n)]
 
-    raw = tf.reshape(tf.bitcast(own.values, tf.uint8), [-1])
+    raw = tf.reshape(tf.bitcast(values_sent, tf.uint8), [-1])
     (frame,) = backend.on_host(encode, [own.indices, raw], [("uint8", None)], raw)
     indices, values = [], []
     for rank, part in enumerate((yield Gather(frame))):
@@ -46,10 +53,10 @@ def exchange_rows(gradient: tf.IndexedSlices, shape: tf.TensorShape, context: Co
 
         places, theirs = backend.on_host(decode, [part], [("int64", None), ("uint8", None)], raw)
         indices.append(places)
-        each = tf.bitcast(tf.reshape(theirs, [-1, dtype.size]), dtype)
+        each = tf.cast(tf.bitcast(tf.reshape(theirs, [-1, narrow.size]), narrow), dtype)
         values.append(tf.reshape(each, [-1, *shape[1:]]))
     total = merged(
         tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), gradient.dense_shape)
     )
     mean = tf.IndexedSlices(total.values / context.size, total.indices, gradient.dense_shape)
-    return Outcome(mean, own.values, {})
+    return Outcome(mean, tf.cast(values_sent, dtype), {})

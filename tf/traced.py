@@ -153,7 +153,7 @@ class TracedReducer(Reducer):
             if transform.needs_gradient_norm:
                 values, _ = transform.update(values, {}, context)
         rows = tf.IndexedSlices(values, rows.indices, rows.dense_shape)
-        outcome = yield from exchange_rows(rows, slot.shape, context)
+        outcome = yield from exchange_rows(rows, slot.shape, context, method.rows_wire)
         if not state:
             return outcome
         mean = backend.widen(tf.convert_to_tensor(outcome.mean))

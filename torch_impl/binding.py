@@ -284,6 +284,9 @@ class Binding(Reducer):
     def _momentum_of(self, name: str) -> tuple[float, bool]:
         return self.momentum_side.of(self._parameters[name])
 
+    def _rate_of(self, name: str) -> Any:
+        return self.momentum_side.group_of(self._parameters[name]).get("lr")
+
     def _circumstances(self) -> Hashable:
         found = super()._circumstances()
         differs = self._scale is not None or self.sparse or self.momentum_side.decays_gradients
@@ -342,7 +345,8 @@ class Binding(Reducer):
     ) -> Exchange:
         """Exchange the gradient of an embedding: rows are clipped like all gradients, sent whole,
         and take momentum after averaging."""
-        outcome = yield from exchange_rows(self._clip_rows(p, gradient, context), context)
+        clipped, wire = self._clip_rows(p, gradient, context), self.method_for(p).rows_wire
+        outcome = yield from exchange_rows(clipped, context, wire)
         mean, sent, state = outcome.mean, outcome.sent.values(), self.state_of(p)
         momentum, nesterov = context.momentum, context.nesterov
         if not momentum or not torch.isfinite(mean.values()).all():

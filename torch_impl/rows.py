@@ -1,4 +1,5 @@
-"""Sparse gradients (``Embedding(sparse=True)``): rows are sent whole, without loss.
+"""Sparse gradients (``Embedding(sparse=True)``): rows are sent whole, without loss, or with their
+values in half precision (``Compressor.rows_wire``).
 
 Duplicate rows are merged before they are sent, and frames hold raw bytes, so any dtype is possible.
 A rank without a gradient sends no rows.
@@ -16,11 +17,13 @@ from hvd_compress.wire.rows import decode_rows, encode_rows
 from . import backend
 
 
-def exchange_rows(gradient: torch.Tensor, context: Context) -> Exchange:
+def exchange_rows(gradient: torch.Tensor, context: Context, wire: str | None = None) -> Exchange:
     """Average a sparse COO tensor; the outcome's ``mean`` is sparse and coalesced.
 
     Args:
         gradient: sparse in its first dimension, dense in the others.
+        wire: the dtype in which values are sent, if that is narrower; sums are made in the
+            gradient's.
     """
     merged = gradient.coalesce()
     if merged.sparse_dim() != 1:
@@ -29,7 +32,9 @@ def exchange_rows(gradient: torch.Tensor, context: Context) -> Exchange:
             " pass sparse_as_dense=True to hvd.DistributedOptimizer"
         )
     values, n = merged.values().contiguous(), gradient.shape[0]
-    row = gradient.shape[1:].numel() * gradient.element_size()
+    if wire is not None and gradient.element_size() > 2:
+        values = values.to(getattr(torch, wire))
+    row = gradient.shape[1:].numel() * values.element_size()
     raw = values.view(-1).view(torch.uint8)
     indices = merged.indices()[0]
 
@@ -43,7 +48,7 @@ def exchange_rows(gradient: torch.Tensor, context: Context) -> Exchange:
         places.append(torch.from_numpy(found.copy()).to(raw.device))
         own = values.new_empty(found.size, *gradient.shape[1:])
         own.view(-1).view(torch.uint8).copy_(torch.from_numpy(theirs.copy()))
-        rows.append(own)
+        rows.append(own.to(gradient.dtype))
     total = torch.sparse_coo_tensor(
         torch.cat(places)[None], torch.cat(rows), gradient.shape, check_invariants=False
     )
@@ -55,4 +60,11 @@ def exchange_rows(gradient: torch.Tensor, context: Context) -> Exchange:
         is_coalesced=True,
         check_invariants=False,
     )
-    return Outcome(mean, merged, {})
+    sent = torch.sparse_coo_tensor(
+        merged.indices(),
+        values.to(gradient.dtype),
+        gradient.shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )
+    return Outcome(mean, sent, {})

@@ -11,6 +11,7 @@ from hvd_compress.aggregators.gather_drawn import gather_drawn
 from hvd_compress.aggregators.gtop_k import gtop_k
 from hvd_compress.aggregators.leader_top_k import leader_top_k
 from hvd_compress.aggregators.learned import learned_allreduce, learned_server
+from hvd_compress.aggregators.nodes_top_k import nodes_top_k
 from hvd_compress.aggregators.ok_topk import ok_topk
 from hvd_compress.aggregators.power_sgd import power_sgd
 
@@ -26,6 +27,7 @@ __all__ = [
     "leader_top_k",
     "learned_allreduce",
     "learned_server",
+    "nodes_top_k",
     "ok_topk",
     "power_sgd",
 ]

@@ -50,6 +50,8 @@ ALGORITHMS = ("allgather", "auto", "hierarchical", "recursive_doubling", "split_
 
 def _as_values(values: Any) -> str | Codec:
     if isinstance(values, Codec):
+        if values.varies:
+            raise ConfigError(f"values={values!r}: its size varies; it can be sent only alone")
         return values
     if not isinstance(values, str):
         raise TypeError(
@@ -148,7 +150,7 @@ class allgather(Aggregator, name="allgather"):
             masking = correction.masking
         if self.algorithm != "allgather" or type(last) is not error_feedback:
             return None
-        if any(t.keys for t in before):
+        if any(t.keys for t in before) or last.units != "gradient":
             return None
         return FusedTopK(
             tuple(before),
@@ -303,9 +305,9 @@ def _everything(codec: Codec, x: Array, context: Context) -> Generator[Request, 
             decode_coded(coder, frame, n, dtype, sender=f"rank {rank}", out=total, add=True)
         return [total]
 
-    size = coded_size(codec, n, dtype)
+    size = None if codec.varies else coded_size(codec, n, dtype)
     frame, sent = coded(codec, encode, [context.step, x], [("uint8", size), (dtype.name, n)], x)
-    frames = yield Gather(frame, equal_sizes=True)
+    frames = yield Gather(frame, equal_sizes=size is not None)
     (total,) = coded(codec, add_up, frames, [(dtype.name, n)], x)
     mean = total / context.size
     return Aggregated(mean, sent, xp.all_finite(mean))

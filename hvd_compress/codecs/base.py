@@ -51,6 +51,9 @@ class Codec(Configurable, abc.ABC, kind="block"):
     unbiased: ClassVar[bool] = False
     #: ``encode`` takes NaN and Inf, too, and tells receivers where they are
     takes_non_finite: ClassVar[bool] = False
+    #: the number of bytes depends on the values, so that ``size`` raises ``UnsupportedError``, and
+    #: ``decode`` takes up to 7 bytes of padding; ``allgather`` alone can send such codes
+    varies: ClassVar[bool] = False
 
     def for_shape(self, shape: tuple[int, ...]) -> Codec:
         """Return the codec for a tensor of ``shape``: this one, unless its options depend on the

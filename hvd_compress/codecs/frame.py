@@ -15,7 +15,8 @@ All numbers are little-endian::
 
 Where only some elements are sent, their indices are ascending, int32 or int64 as in other frames;
 or packed and padded to 8 bytes, where the sender was asked to and that is shorter.  Where values
-are not finite, or there are none, the codes are zeros: a frame's size does not depend on it.
+are not finite, or there are none, the codes are zeros: a frame's size does not depend on it, unless
+the codec's varies with the values anyway; then its length says how many bytes the codes take.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import zlib
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.codecs.base import Array, Coder
+from hvd_compress.codecs.base import Array, Codec, Coder
 from hvd_compress.errors import PayloadError
+from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.wire.frame import (
     HEADER,
     MAGIC,
@@ -67,6 +69,8 @@ def encode_coded(
     shorter; the values that are read from the frame are written to ``sent`` if that is given."""
     xp = backend_of(x)
     count, dtype = xp.size(x), np.dtype(xp.dtype(x))
+    if isinstance(codec, Codec) and codec.varies:
+        return _varying(codec, x, random, sent)
     size, status = coded_size(codec, count, dtype, n), 0
     own = np.zeros(0, np.uint8)
     if indices is not None and n is not None:
@@ -83,6 +87,19 @@ def encode_coded(
         if sent is not None:
             sent[:] = np.nan
     return seal(frame, _header(codec, count, dtype, status))
+
+
+def _varying(
+    codec: Codec, x: np.ndarray, random: np.random.Generator, sent: np.ndarray | None
+) -> np.ndarray:
+    """The frame of all values by a codec whose size depends on them; see :func:`encode_coded`."""
+    finite = all_finite(x)
+    codes = codec.encode(x if finite else np.zeros_like(x), random)
+    frame = np.zeros(padded(codes.size), np.uint8)
+    frame[START : START + codes.size] = codes
+    if sent is not None:
+        codec.decode_to(codes, sent) if finite else sent.fill(np.nan)
+    return seal(frame, _header(codec, x.size, x.dtype, 0 if finite else _NOT_FINITE))
 
 
 def encode_sent(
@@ -137,8 +154,12 @@ def decode_coded(
         raise fail(f"{frame.size} bytes are less than a header")
     if count is None:
         count = int.from_bytes(frame[8:12].tobytes(), "little")
-    size = coded_size(codec, count, dtype, n)
-    codes = codec.size(count, dtype)
+    if isinstance(codec, Codec) and codec.varies:
+        size = padded(frame.size - START)
+        codes = frame.size - START
+    else:
+        size = coded_size(codec, count, dtype, n)
+        codes = codec.size(count, dtype)
     status = int(frame[5])
     # Packed indices fill what codes and padding leave, which a frame of plain ones never reaches.
     room = frame.size - START - codes

@@ -33,6 +33,9 @@ __all__ = [
     "Selection",
     "Step",
     "add_up",
+    "elias_pack",
+    "elias_unpack",
+    "index_bits",
     "is_compiled",
     "loops_of",
     "merge",
@@ -152,6 +155,21 @@ def stream(arrays: Sequence[tuple[Array, Array, Array]]) -> None:
 def quotients(gaps: np.ndarray, b: int) -> int:
     """See :func:`hvd_compress.kernels.reference.quotients`."""
     return (native or reference).quotients(gaps, b)
+
+
+def index_bits(gaps: np.ndarray, b: int) -> tuple[int, int, int, int, int]:
+    """See :func:`hvd_compress.kernels.reference.index_bits`."""
+    return (native or reference).index_bits(gaps, b)
+
+
+def elias_pack(gaps: np.ndarray, nested: bool, out: np.ndarray) -> None:
+    """See :func:`hvd_compress.kernels.reference.elias_pack`."""
+    (native or reference).elias_pack(gaps, nested, out)
+
+
+def elias_unpack(code: np.ndarray, count: int, nested: bool, n: int) -> np.ndarray:
+    """See :func:`hvd_compress.kernels.reference.elias_unpack`."""
+    return (native or reference).elias_unpack(code, count, nested, n)
 
 
 def rice_pack(gaps: np.ndarray, b: int, out: np.ndarray) -> None:

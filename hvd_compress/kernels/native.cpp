@@ -462,6 +462,149 @@ Array<Index> rice_unpack(const Array<std::uint8_t>& code, Index count, int b, In
   return indices;
 }
 
+// -- Elias codes ----------------------------------------------------------------------------------
+
+int log2_of(std::uint64_t x) { return 63 - __builtin_clzll(x); }
+
+// See index_bits of reference.py.
+py::tuple index_bits(const Array<Index>& gaps, int b) {
+  if (b < 1 || b > 47) throw std::invalid_argument("b must have neighbours");
+  const Index* gap = gaps.data();
+  const Index count = gaps.size();
+  Index below = 0, at = 0, above = 0;
+  for (Index i = 0; i < count; ++i) {
+    below += gap[i] >> (b - 1);
+    at += gap[i] >> b;
+    above += gap[i] >> (b + 1);
+  }
+  Index lengths[64] = {};
+  for (Index i = 0; i < count; ++i) {
+    if (gap[i] < 0) throw std::invalid_argument("indices must be ascending");
+    ++lengths[log2_of(gap[i] + 1)];
+  }
+  Index gamma = 0, delta = 0;
+  for (int length = 0; length < 64; ++length) {
+    gamma += lengths[length] * (2 * length + 1);
+    delta += lengths[length] * (length + 2 * log2_of(length + 1) + 1);
+  }
+  return py::make_tuple(below, at, above, gamma, delta);
+}
+
+class BitWriter {
+ public:
+  explicit BitWriter(std::uint8_t* out) : out_(out) {}
+  void put(std::uint64_t value, int width) {  // of at most 56 bits
+    waiting_ |= (value & ((std::uint64_t{1} << width) - 1)) << bits_;
+    for (bits_ += width; bits_ >= 8; bits_ -= 8, waiting_ >>= 8) *out_++ = waiting_ & 0xff;
+  }
+  void finish() {
+    if (bits_) *out_ = waiting_ & 0xff;
+  }
+
+ private:
+  std::uint8_t* out_;
+  std::uint64_t waiting_ = 0;
+  int bits_ = 0;
+};
+
+class BitReader {
+ public:
+  BitReader(const std::uint8_t* at, const std::uint8_t* end) : at_(at), end_(end) {}
+  std::uint64_t get(int width) {
+    while (bits_ < width) fill();
+    const std::uint64_t value = waiting_ & ((std::uint64_t{1} << width) - 1);
+    waiting_ >>= width;
+    bits_ -= width;
+    return value;
+  }
+  int zeros() {  // before the next one, which is read as well
+    int found = 0;
+    while (!waiting_) {
+      found += bits_;
+      bits_ = 0;
+      if (found > 48) throw std::invalid_argument("packed indices that are too large");
+      fill();
+    }
+    const int more = __builtin_ctzll(waiting_);
+    waiting_ >>= more + 1;
+    bits_ -= more + 1;
+    if (found + more > 48) throw std::invalid_argument("packed indices that are too large");
+    return found + more;
+  }
+  const std::uint8_t* next() const { return at_ - bits_ / 8; }  // the first byte not begun
+
+ private:
+  void fill() {
+    if (at_ == end_) throw std::invalid_argument("packed indices that end too early");
+    waiting_ |= static_cast<std::uint64_t>(*at_++) << bits_;
+    bits_ += 8;
+  }
+  const std::uint8_t *at_, *end_;
+  std::uint64_t waiting_ = 0;
+  int bits_ = 0;
+};
+
+// See elias_pack of reference.py.
+void elias_pack(const Array<Index>& gaps, bool nested, Array<std::uint8_t>& out) {
+  const Index* gap = gaps.data();
+  const Index count = gaps.size();
+  Index unary = count, inner = 0, outer = 0;
+  for (Index i = 0; i < count; ++i) {
+    if (gap[i] < 0) throw std::invalid_argument("indices must be ascending");
+    const int length = log2_of(gap[i] + 1), width = nested ? log2_of(length + 1) : length;
+    unary += width;
+    inner += nested ? width : 0;
+    outer += length;
+  }
+  const Index second = (unary + 7) / 8, third = second + (inner + 7) / 8;
+  if (out.size() < third + (outer + 7) / 8) throw std::invalid_argument("no room for the code");
+  BitWriter first(out.mutable_data()), lengths(out.mutable_data() + second),
+      fields(out.mutable_data() + third);
+  for (Index i = 0; i < count; ++i) {
+    const int length = log2_of(gap[i] + 1), width = nested ? log2_of(length + 1) : length;
+    first.put(std::uint64_t{1} << width, width + 1);
+    if (nested) lengths.put(length + 1, width);
+    fields.put(gap[i] + 1, length);
+  }
+  first.finish();
+  lengths.finish();
+  fields.finish();
+}
+
+// See elias_unpack of reference.py.
+Array<Index> elias_unpack(const Array<std::uint8_t>& code, Index count, bool nested, Index n) {
+  if (count < 1 || count > n || count > 8 * code.size())
+    throw std::invalid_argument("packed indices that are not " + std::to_string(count));
+  const std::uint8_t* end = code.data() + code.size();
+  std::vector<std::uint8_t> length(count);
+  BitReader first(code.data(), end);
+  for (auto& each : length) each = first.zeros();
+  const std::uint8_t* next = first.next();
+  if (nested) {
+    BitReader lengths(next, end);
+    for (auto& each : length) {
+      if (each > 5) throw std::invalid_argument("packed indices that are too large");
+      each = (1 << each | lengths.get(each)) - 1;
+    }
+    next = lengths.next();
+  }
+  BitReader fields(next, end);
+  Array<Index> indices(count);
+  Index* out = indices.mutable_data();
+  Index last = -1;
+  for (Index i = 0; i < count; ++i) {
+    if (length[i] > 48) throw std::invalid_argument("packed indices that are too large");
+    last += Index{1} << length[i] | static_cast<Index>(fields.get(length[i]));
+    if (last >= n)
+      throw std::invalid_argument("indices that are not ascending within 0.." +
+                                  std::to_string(n - 1));
+    out[i] = last;
+  }
+  if (end - fields.next() > 7)
+    throw std::invalid_argument("packed indices that are not " + std::to_string(count));
+  return indices;
+}
+
 // What a step cannot do without: read three arrays, write two of them.  For benchmarks.
 void stream(const Array<Index>& addresses, const std::vector<Index>& sizes, int threads) {
   if (addresses.ndim() != 2 || addresses.shape(0) != static_cast<Index>(sizes.size()) ||
@@ -496,6 +639,9 @@ PYBIND11_MODULE(native, m) {
   m.def("add_up", add_up);
   m.def("merge", merge);
   m.def("quotients", quotients);
+  m.def("index_bits", index_bits);
+  m.def("elias_pack", elias_pack);
+  m.def("elias_unpack", elias_unpack);
   m.def("rice_pack", rice_pack);
   m.def("rice_unpack", rice_unpack);
   m.def("stream", stream);

@@ -176,3 +176,80 @@ def rice_unpack(code: np.ndarray, count: int, b: int, n: int) -> np.ndarray:
     if ends[-1] >= n:
         raise ValueError(f"indices that are not ascending within 0..{n - 1}")
     return ends
+
+
+def index_bits(gaps: np.ndarray, b: int) -> tuple[int, int, int, int, int]:
+    """Return :func:`quotients` for b - 1, b and b + 1, and the bits of the Elias gamma and delta
+    codes of ``gaps``; ``b`` is from 1 to 47."""
+    lengths = _length(gaps + 1)
+    gamma, delta = 2 * lengths + 1, lengths + 2 * _length(lengths + 1) + 1
+    below, at, above = (quotients(gaps, c) for c in (b - 1, b, b + 1))
+    return below, at, above, int(gamma.sum()), int(delta.sum())
+
+
+def elias_pack(gaps: np.ndarray, nested: bool, out: np.ndarray) -> None:
+    """Write the Elias code of ``gaps``, gamma or with ``nested`` delta, to the start of ``out``
+    (uint8, zeros); see :mod:`hvd_compress.wire.indices`, of whose code the first byte is left
+    out."""
+    lengths = _length(gaps + 1)
+    widths = _length(lengths + 1) if nested else lengths
+    unary = np.zeros(int(widths.sum()) + widths.size, np.uint8)
+    unary[np.cumsum(widths + 1) - 1] = 1
+    streams = [unary, _fields_of(gaps + 1, lengths)]
+    if nested:
+        streams.insert(1, _fields_of(lengths + 1, widths))
+    code = np.concatenate([np.packbits(bits, bitorder="little") for bits in streams])
+    out[: code.size] = code
+
+
+def elias_unpack(code: np.ndarray, count: int, nested: bool, n: int) -> np.ndarray:
+    """Return the ``count`` ascending indices (int64) within 0..n-1 that :func:`elias_pack` has
+    coded as gaps.
+
+    Raises:
+        ValueError: ``code`` is none of ``count`` such indices, with at most 7 bytes of padding.
+    """
+    bits = np.unpackbits(code, bitorder="little")
+    ends = np.flatnonzero(bits)[:count]
+    if ends.size != count or not count:
+        raise ValueError(f"packed indices that are not {count}")
+    widths = np.diff(ends, prepend=-1) - 1
+    start = full_bytes(int(ends[-1]) + 1)
+    for nesting in (True, False) if nested else (False,):
+        if widths.max() > (5 if nesting else 48):
+            raise ValueError("packed indices that are too large")
+        stop = start + full_bytes(int(widths.sum()))
+        if stop > code.size:
+            raise ValueError("packed indices that end too early")
+        values = _values_of(bits[8 * start : 8 * stop], widths)
+        widths, start = values - 1, stop
+    if code.size - stop > 7:
+        raise ValueError(f"packed indices that are not {count}")
+    if values.sum(dtype=np.float64) >= 2.0**62 or int(values.sum()) > n:
+        raise ValueError(f"indices that are not ascending within 0..{n - 1}")
+    return np.cumsum(values) - 1
+
+
+def _length(x: np.ndarray) -> np.ndarray:
+    """The integer part of log2 of positive integers up to 2**53."""
+    return np.frexp(x.astype(np.float64))[1].astype(np.int64) - 1
+
+
+def _fields_of(values: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """The ``widths`` low bits of each value end to end, the lowest first, a byte a bit."""
+    starts = np.cumsum(widths) - widths
+    bits = np.zeros(int(widths.sum()), np.uint8)
+    for place in range(int(widths.max(initial=0))):
+        some = widths > place
+        bits[starts[some] + place] = (values[some] >> place) & 1
+    return bits
+
+
+def _values_of(bits: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Undo :func:`_fields_of`; above its field each value has a one."""
+    starts = np.cumsum(widths) - widths
+    values = np.int64(1) << widths
+    for place in range(int(widths.max(initial=0))):
+        some = widths > place
+        values[some] |= bits[starts[some] + place].astype(np.int64) << place
+    return values

@@ -19,6 +19,8 @@ from hvd_compress.methods.dgc import DGC
 from hvd_compress.methods.ef21 import EF21
 from hvd_compress.methods.float8 import FP8
 from hvd_compress.methods.gtop_k import GTopK
+from hvd_compress.methods.hitopk import HiTopK
+from hvd_compress.methods.inceptionn import INCEPTIONN
 from hvd_compress.methods.learned import LGC
 from hvd_compress.methods.ms_top_k import MSTopK
 from hvd_compress.methods.ok_topk import OkTopk
@@ -41,12 +43,14 @@ __all__ = [
     "EF21",
     "FP8",
     "FP16",
+    "INCEPTIONN",
     "LGC",
     "QSGD",
     "AdaptiveThreshold",
     "DeMoCompression",
     "EFSignSGD",
     "GTopK",
+    "HiTopK",
     "MSTopK",
     "MomentumAfter",
     "NaturalCompression",

@@ -45,7 +45,7 @@ class NoCompression(_Dense, name="none"):
 
 @dataclasses.dataclass(frozen=True)
 class FP16(_Dense, name="fp16"):
-    """IEEE half precision: 16 bits an element, no state.
+    """IEEE half precision: 16 bits an element, of sparse gradients too; no state.
 
     Values beyond 65504 become Inf on every rank, below 6e-8 zero: use loss scaling.
 
@@ -56,12 +56,13 @@ class FP16(_Dense, name="fp16"):
 
     reference = "IEEE 754"
 
-    wire = "float16"
+    wire = rows_wire = "float16"
 
 
 @dataclasses.dataclass(frozen=True)
 class BF16(_Dense, name="bf16"):
-    """bfloat16: 16 bits an element, the range of float32, 8 bits of significand.  No state.
+    """bfloat16: 16 bits an element, of sparse gradients too; the range of float32, 8 bits of
+    significand.  No state.
 
     Options:
         algorithm: over MPI "ring", "halving_doubling", "direct", "hierarchical" or "auto"; ``None``
@@ -70,4 +71,4 @@ class BF16(_Dense, name="bf16"):
 
     reference = "Kalamkar et al., 2019"
 
-    wire = "bfloat16"
+    wire = rows_wire = "bfloat16"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from hvd_compress.base import Array, Sparse
+from hvd_compress.base import Array, Context, Sparse, State
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError
 from hvd_compress.transforms.feedback import Feedback, unsent
 
 
@@ -15,18 +17,49 @@ class error_feedback(Feedback, name="error_feedback"):
     State: ``residual``, as large as the gradient.  Called local gradient accumulation in DGC.
     Reference: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.
 
-    Differs from the latter and from Beznosikov et al. (JMLR 2023) in: the residual is in units of
-    the gradient, where theirs is in units of the step, e = learning rate * residual.  At a constant
-    rate this is the same, but for operators that do not scale with what they get, such as rounding
-    to given levels.  When the rate falls from a to b, the residual is applied at b instead of a.
-    The units are those of the gradient because an exchange does not know the rate, of which an
-    optimizer may have many, or none that means as much (Adam); and because residuals from before
-    the change would else be applied as steps of the old size.  For a study that needs steps, hand
-    ``learning rate * gradient`` to the exchange and subtract the result: that is theirs exactly,
-    whatever the rate does.
+    Options:
+        units: of the residual.  "gradient": when the learning rate falls from a to b, what waits is
+            applied at b.  "step", as Karimireddy et al. and Beznosikov et al. (JMLR 2023) have it:
+            the residual is e = rate * (x - sent) and x = gradient + e / rate, so what waits is
+            applied as the step it was when it was left out, whatever the rate does meanwhile.  With
+            plain SGD, x~ = x - mean(e) then obeys x~' = x~ - rate * mean(gradient) for every
+            operator; with momentum in the optimizer, or Adam, steps are no multiples of the rate
+            and this means little.  In a step with rate 0 nothing of the residual is sent.
+
+    At a constant rate both do the same up to rounding.  "step" needs the learning rate, which
+    PyTorch's optimizers and ``Reducer.learning_rate`` tell; elsewhere it raises ``ConfigError``.
     """
+
+    units: str = "gradient"
 
     keys = ("residual",)
 
+    def __post_init__(self) -> None:
+        check_choice("units", self.units, ("gradient", "step"))
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        if self.units == "gradient":
+            return super().update(x, state, context)
+        rate = _rate(context)
+        x = x + state["residual"] / rate if rate else x + 0 * state["residual"]
+        return x, {**state, "passed on": x}
+
+    def settle(self, sent: Array | Sparse, state: State, context: Context) -> State:
+        if self.units == "gradient":
+            return super().settle(sent, state, context)
+        rate = _rate(context)
+        left = rate * self.remaining(state["passed on"], sent, state["residual"])
+        return {"residual": left if rate else state["residual"]}
+
     def remaining(self, x: Array, sent: Array | Sparse, old: Array) -> Array:
         return unsent(x, sent)
+
+
+def _rate(context: Context) -> float:
+    if context.learning_rate is None:
+        raise ConfigError(
+            "error_feedback(units='step') needs the learning rate: it runs in PyTorch, with an "
+            "optimizer whose parameter groups have an 'lr', and in a Reducer whose learning_rate "
+            "is set; elsewhere units='gradient'"
+        )
+    return float(context.learning_rate)

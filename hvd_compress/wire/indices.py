@@ -1,19 +1,33 @@
-"""Ascending indices in few bits: Rice codes of the gaps between them.
+"""Ascending indices in few bits: codes of the gaps between them, by Rice or by Elias.
 
 Indices that are spread over n places at random cannot be written in less than log2(n/k) + 1.44 bits
 each (k of them; the entropy of their choice).  Rice codes (Golomb, 1966; Rice and Plaunt, 1971)
 come within 0.1 bit of that: a gap g is cut into g >> b, written in unary, and the b bits below.
-At k = n / 1000 that is 11.5 bits, where Elias-Fano, the other code that can be decoded without a
-loop, takes 12; so Rice it is.
+The b is the best there is for the very gaps at hand.  So no gaps take more than by Elias-Fano,
+which cuts indices where Rice cuts gaps (log2(n/k) + 2 bits), nor more than a bitmap, which is the
+case of b = 0, cut off behind the last index.
 
-The b is the best there is for the very gaps at hand, and never takes more than log2(n/k) + 2 bits.
-Both halves of all gaps stand together, which lets NumPy (or a GPU) handle them as arrays::
+Indices that stand together, as in the rows of dead units, have many gaps of zero and a few long
+ones.  Elias codes (1975) write the number of bits of g + 1 before these bits, and so take a single
+bit for a gap of zero: gamma writes that number in unary, and is short for gaps of middle size;
+delta writes it in gamma, and is shorter for gaps of 31 and more.
 
-    u8       b
-    bits     k fields of b bits, the first bit the lowest; zeros up to a full byte
-    bits     for each gap g >> b zeros and a one; zeros as needed
+The shortest of the three is taken.  Unary parts and fields of all gaps stand together, which lets
+NumPy handle them as arrays::
 
-where gap i is the number of places between index i - 1 and index i, and "index -1" is -1.
+    Rice         u8    b, 0 to 48
+                 bits  k fields, the b low bits of each gap
+                 bits  for each gap g >> b zeros and a one
+    Elias gamma  u8    64
+                 bits  for each gap L zeros and a one, where 2^L <= g + 1 < 2^(L + 1)
+                 bits  k fields, the L low bits of each g + 1
+    Elias delta  u8    65
+                 bits  for each gap M zeros and a one, where 2^M <= L + 1 < 2^(M + 1)
+                 bits  k fields, the M low bits of each L + 1
+                 bits  k fields, the L low bits of each g + 1
+
+where gap i is the number of places between index i - 1 and index i, and "index -1" is -1.  The
+first bit of a field or byte is its lowest, and each part ends with zeros up to a full byte.
 """
 
 from __future__ import annotations
@@ -22,11 +36,20 @@ import math
 
 import numpy as np
 
-from hvd_compress.kernels import quotients, rice_pack, rice_unpack
+from hvd_compress.kernels import (
+    elias_pack,
+    elias_unpack,
+    index_bits,
+    quotients,
+    rice_pack,
+    rice_unpack,
+)
 from hvd_compress.kernels.bitpacking import full_bytes
 
 #: what 64-bit integers allow with room to spare, and no gaps of real tensors need more
 _MOST_BITS, _MOST_ELEMENTS = 48, 2**56
+#: in the place of b; Elias codes have no parameter
+_GAMMA, _DELTA = 64, 65
 
 
 def gaps_of(indices: np.ndarray, dtype: str) -> np.ndarray:
@@ -39,29 +62,47 @@ def gaps_of(indices: np.ndarray, dtype: str) -> np.ndarray:
 
 def best_parameter(gaps: np.ndarray, n: int) -> tuple[int, int] | None:
     """Return ``(b, bytes)`` of the shortest code of ``gaps`` in a tensor of ``n`` elements, or
-    ``None`` if there is no code."""
+    ``None`` if there is no code.  ``b`` is the parameter of a Rice code, or stands for one of
+    Elias."""
     count = gaps.size
     if not count or n > _MOST_ELEMENTS:
         return None
 
-    def bits(b: int) -> int:
-        return count * (b + 1) + quotients(gaps, b)
-
     # Right for geometric gaps.  The number of bits is convex in b, so downhill leads to the least.
     mean = int(gaps.sum()) / count
     b = min(int(math.log2(max(1.0, mean * math.log(2)))), _MOST_BITS)
+    middle = min(max(b, 1), _MOST_BITS - 1)
+    *known, gamma, delta = index_bits(gaps, middle)
+
+    def bits(b: int) -> int:
+        near = 0 <= b - middle + 1 < len(known)
+        return count * (b + 1) + (known[b - middle + 1] if near else quotients(gaps, b))
+
     best = bits(b)
     for step in (1, -1):
         while 0 <= b + step <= _MOST_BITS and (other := bits(b + step)) < best:
             b, best = b + step, other
-    fields = count * b
-    return b, 1 + full_bytes(fields) + full_bytes(best - fields)
+    lengths = (gamma - count) // 2  # the sum of L, and of M
+    widths = (delta - count - lengths) // 2
+    sizes = [(_bytes(count * b, best - count * b), b)]
+    if n <= 2**_MOST_BITS:
+        sizes.append((_bytes(count + lengths, lengths), _GAMMA))
+        sizes.append((_bytes(count + widths, widths, lengths), _DELTA))
+    size, b = min(sizes)
+    return b, size
+
+
+def _bytes(*parts: int) -> int:
+    return 1 + sum(map(full_bytes, parts))
 
 
 def pack(gaps: np.ndarray, b: int, out: np.ndarray) -> None:
     """Write the code of ``gaps`` to the start of ``out`` (uint8, zeros)."""
     out[0] = b
-    rice_pack(gaps, b, out[1:])
+    if b <= _MOST_BITS:
+        rice_pack(gaps, b, out[1:])
+    else:
+        elias_pack(gaps, b == _DELTA, out[1:])
 
 
 def unpack(code: np.ndarray, count: int, n: int) -> np.ndarray:
@@ -70,6 +111,9 @@ def unpack(code: np.ndarray, count: int, n: int) -> np.ndarray:
     Raises:
         ValueError: ``code`` is none of ``count`` such indices, with at most 7 bytes of padding.
     """
-    if not count or not code.size or (b := int(code[0])) > _MOST_BITS:
-        raise ValueError("packed indices without a valid parameter")
-    return rice_unpack(code[1:], count, b, n)
+    if count and code.size:
+        if (b := int(code[0])) <= _MOST_BITS:
+            return rice_unpack(code[1:], count, b, n)
+        if b in (_GAMMA, _DELTA):
+            return elias_unpack(code[1:], count, b == _DELTA, n)
+    raise ValueError("packed indices without a valid parameter")

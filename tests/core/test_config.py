@@ -77,7 +77,7 @@ def test_a_config_is_readable():
     }
     block = chain(error_feedback(), via=allgather(top_k(0.1))).to_config()
     assert block["method"] == "chain"
-    assert block["transforms"] == [{"block": "error_feedback"}]
+    assert block["transforms"] == [{"block": "error_feedback", "units": "gradient"}]
     assert block["via"]["select"]["density"] == 0.1
 
 

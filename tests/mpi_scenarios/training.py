@@ -46,6 +46,7 @@ KINDS = (
     "topk-half",
     "gtopk",
     "gtopk-packed",
+    "hitopk-pairs",
     "oktopk",
     "lgc",
 )

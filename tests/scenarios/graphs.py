@@ -11,11 +11,20 @@ import tensorflow as tf
 import hvd_compress.tensorflow as hvd
 from hvd_compress import DGC, FP16, GTopK, NoCompression, StagedWarmup, TopK, switch
 from hvd_compress.base import Alltoall, Broadcast, Compressor, Gather, Max, Neighbors, Outcome, Sum
+from hvd_compress.blocks import allgather, chain, error_feedback, top_k
 from hvd_compress.engines.lockstep import World
-from tests.scenarios.driver import assert_close
+from hvd_compress.errors import ConfigError
+from tests.scenarios.driver import assert_close, raises
 from tests.scenarios.parity import follow_the_oracle
 
 SCHEDULE = StagedWarmup(densities=(1.0, 0.25, 0.05))
+
+
+def feedback_in_units_of_the_step_needs_a_learning_rate() -> None:
+    """Which the steps of a graph do not tell: an error when it is traced, on every rank."""
+    method = chain(error_feedback(units="step"), via=allgather(top_k(0.05)))
+    with raises(ConfigError, "learning rate"):
+        hvd.bind(method, [tf.Variable(tf.zeros([40]))]).reduce([tf.ones([40])])
 
 
 def merging_with_a_rank_too_many() -> None:

@@ -11,9 +11,11 @@ from hvd_compress.blocks import (
     chain,
     clip_by_local_norm,
     contraction,
+    error_feedback,
     plus_minus,
     rounding,
     threshold,
+    top_k,
 )
 from hvd_compress.errors import CompressionError, MismatchError
 from hvd_compress.torch import (
@@ -485,6 +487,27 @@ def a_rank_without_words_sends_no_rows() -> None:
 def _train_words_backward(model) -> None:
     words = torch.tensor([3, 3, 7, 9, 11])
     torch.nn.functional.cross_entropy(model(words), words % 5).backward()
+
+
+def feedback_in_units_of_the_step_keeps_the_virtual_iterate() -> None:
+    """Parameters less the mean residual go where plain SGD would take them from the gradients at
+    the parameters, while the learning rate rises and falls."""
+    model, reference = make_model(dtype=torch.float64), make_model(dtype=torch.float64)
+    method = chain(error_feedback(units="step"), via=allgather(top_k(0.05)))
+    optimizer = distribute(sgd(model, momentum=0.0), model, method)
+    virtual = [p.detach().clone() for p in model.parameters()]
+    for step, rate in enumerate((0.05, 0.05, 0.2, 0.01, 0.0, 0.1)):
+        optimizer.param_groups[0]["lr"] = rate
+        reference.load_state_dict(model.state_dict())
+        reference.zero_grad()
+        (sum(loss_of(reference, rank, step) for rank in range(hvd.size())) / hvd.size()).backward()
+        train(model, optimizer, [step])
+        for i, (p, q) in enumerate(zip(model.parameters(), reference.parameters(), strict=True)):
+            virtual[i] -= rate * q.grad
+            residual = optimizer.compression.state_of(p)["residual"].view_as(p)
+            owed = hvd.allreduce(residual, name=f"owed.{step}.{i}", op=hvd.Average)
+            torch.testing.assert_close(p.detach() - owed, virtual[i], rtol=0, atol=1e-12)
+    assert_same_everywhere(model)
 
 
 def dense_reference_is_not_the_same_code() -> None:

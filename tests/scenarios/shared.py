@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import (
+    BF16,
     DGC,
     FP16,
     NoCompression,
@@ -134,6 +135,19 @@ def rows_of_an_embedding() -> None:
     embedding = next(iter(run.compression.stats().layers.values()))
     row = oracle.DIMENSIONS * 4 + 8  # and its index
     assert embedding.bytes_sent <= 6 * ((oracle.WORDS // 2) * row + 32)
+
+
+def rows_in_half_precision() -> None:
+    """Values of rows in 16 bits, the numbers of the rows as they are."""
+    for method, near in ((FP16(), 2e-3), (BF16(), 2e-2)):
+        run = train(make(method, kind="words", momentum=0.0), range(6))
+        assert_same_everywhere(run.weights())
+        whole = train(make(NoCompression(), kind="words", momentum=0.0), range(6))
+        assert_close(run.weights(), whole.weights(), rtol=near, atol=near)
+        short, long = (
+            next(iter(each.compression.stats().layers.values())).bytes_sent for each in (run, whole)
+        )
+        assert short <= 6 * ((oracle.WORDS // 2) * (oracle.DIMENSIONS * 2 + 8) + 32) < long
 
 
 def rows_as_dense() -> None:
