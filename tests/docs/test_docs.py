@@ -112,6 +112,20 @@ def test_what_pages_show_runs_on_two_ranks(tmp_path, page):
             jobs.run(command, timeout=120 + 30 * len(files))
 
 
+def systems() -> list[str]:
+    """The commands of the README's table of systems."""
+    section = (ROOT / "README.md").read_text().partition("\n## Systems")[2].partition("\n## ")[0]
+    return re.findall(r"^\| .* \| `(.*)` \| \[", section, re.MULTILINE)
+
+
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize("command", systems())
+def test_the_command_that_shows_a_system(tmp_path, command):
+    # In a folder of its own: some write pictures.
+    _, output = jobs.run(["env", "-C", str(tmp_path), *command.split()], timeout=240)
+    assert re.search(r"\d\.\d", output), "a table of what came out"
+
+
 def test_links_lead_somewhere():
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for page in pages:
