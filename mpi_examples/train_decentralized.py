@@ -20,6 +20,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from hvd_compress.decentralized import ExactDiffusion, blockwise
+from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 from mpi_examples.data import digits
@@ -40,7 +42,9 @@ def arguments() -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
-    parser.add_argument("--topology", default="line", help='such as "cycle" or "grid:rows=2"')
+    parser.add_argument(
+        "--topology", default="line", help='undirected, such as "cycle" or "grid:rows=2"'
+    )
     parser.add_argument("--data", choices=("sorted", "shuffled"), default="sorted")
     parser.add_argument("--bits", type=int, default=2, help="of choco_sgd and lead, from 1 to 8")
     parser.add_argument("--epochs", type=int, default=6)
@@ -54,6 +58,11 @@ def arguments() -> argparse.Namespace:
     for name in ("epochs", "seeds", "batch_size", "width", "ranks"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    try:
+        ExactDiffusion(options.topology).check_ranks(options.ranks)  # undirected, and connected
+        blockwise(options.bits)
+    except ConfigError as error:
+        parser.error(str(error))
     return options
 
 
@@ -66,7 +75,6 @@ from mpi4py import MPI
 from torch.nn import functional
 
 import hvd_compress.torch.mpi as hvd
-from hvd_compress.decentralized import blockwise
 
 world = MPI.COMM_WORLD
 
