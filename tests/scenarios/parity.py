@@ -7,10 +7,12 @@ from hvd_compress import (
     DGC,
     FP8,
     FP16,
+    INCEPTIONN,
     LGC,
     QSGD,
     EFSignSGD,
     GTopK,
+    HiTopK,
     MSTopK,
     NoCompression,
     OneBit,
@@ -130,6 +132,11 @@ def merging_and_learning_follow_the_oracle() -> None:
     packed = GTopK(density=0.05, indices="packed")
     for method in (GTopK(density=0.05), packed, LEARNED, server):
         follow_the_oracle(method, 6)
+
+
+def nodes_and_codes_of_any_size_follow_the_oracle() -> None:
+    for method in (HiTopK(density=0.05, ranks_per_node=2), INCEPTIONN(bound=2.0**-6)):
+        follow_the_oracle(method, 5)
 
 
 def compositions_follow_the_oracle() -> None:
