@@ -121,7 +121,7 @@ class Counter:
 
     def __init__(self, compressor: Compressor) -> None:
         self.compressor, self.bytes_sent = compressor, 0
-        self.init = compressor.init
+        self.init, self.needs_gradient_norm = compressor.init, compressor.needs_gradient_norm
 
     def for_tensor(self, name: str, shape: tuple[int, ...]) -> Counter:
         return self

@@ -95,7 +95,10 @@ def compressor(text: str, density: float, warmup_epochs: int) -> Compressor:
     """A method by name; top-k methods get the density of the command line and a warm-up to it."""
     method = as_compressor(text)
     if hasattr(method, "selection") and "density=" not in text:
-        method = dataclasses.replace(method, density=warmup_to(density, epochs=warmup_epochs))
+        try:
+            return dataclasses.replace(method, density=warmup_to(density, epochs=warmup_epochs))
+        except ConfigError:  # LGC is trained for one density
+            return dataclasses.replace(method, density=density)
     return method
 
 
