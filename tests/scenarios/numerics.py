@@ -500,10 +500,10 @@ def feedback_in_units_of_the_step_keeps_the_virtual_iterate() -> None:
         optimizer.param_groups[0]["lr"] = rate
         reference.load_state_dict(model.state_dict())
         reference.zero_grad()
-        (sum(loss_of(reference, rank, step) for rank in range(hvd.size())) / hvd.size()).backward()
+        sum(loss_of(reference, rank, step) for rank in range(hvd.size())).backward()
         train(model, optimizer, [step])
         for i, (p, q) in enumerate(zip(model.parameters(), reference.parameters(), strict=True)):
-            virtual[i] -= rate * q.grad
+            virtual[i] -= rate * q.grad / hvd.size()  # not in the loss, which is float32
             residual = optimizer.compression.state_of(p)["residual"].view_as(p)
             owed = hvd.allreduce(residual, name=f"owed.{step}.{i}", op=hvd.Average)
             torch.testing.assert_close(p.detach() - owed, virtual[i], rtol=0, atol=1e-12)
