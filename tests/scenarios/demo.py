@@ -90,8 +90,10 @@ def it_learns() -> None:
 def rows_are_refused_unless_made_dense() -> None:
     with raises(ConfigError, "sparse_as_dense=True"):
         _run(kind="words").step(0)
-    run = train(_run(kind="words", rows=True), range(10))
-    assert_close(run.weights(), _reference(10, kind="words"), rtol=1e-6, atol=1e-6)
+    # All coefficients: of a chunk with one row in it many are equally large, and rounding decides.
+    run = train(_run(kind="words", rows=True, top_k=64, sign=False), range(10))
+    expected = _reference(10, kind="words", top_k=64, sign=False)
+    assert_close(run.weights(), expected, rtol=1e-6, atol=1e-6)
 
 
 def what_does_not_fit_is_refused() -> None:
