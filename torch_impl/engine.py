@@ -32,16 +32,18 @@ class TorchEngine(NamedEngine):
 class HorovodEngine(TorchEngine, ProcessSetEngine):
     """Collectives of ``horovod.torch``, which is ``hvd``; see :class:`ProcessSetEngine`."""
 
-    #: engines made so far, by process set; in the same order on all of its ranks
+    #: engines made so far, by process set; in the same order on all of its ranks.  By the ranks of
+    #: a set, since the number of one that was removed is given to another.
     _made: ClassVar[Counter[Any]] = Counter()
 
     def __init__(self, hvd: Any, process_set: Any, predivide: float = 1.0) -> None:
         super().__init__(process_set, predivide)
         self._hvd = hvd
         # Two optimizers may be in the middle of a step at once.
-        number = self._made[process_set.process_set_id]
+        key = tuple(process_set.ranks or ()) if process_set.process_set_id else None
+        number = self._made[key]
         self.prefix = "hvd_compress" if number == 0 else f"hvd_compress.{number}"
-        self._made[process_set.process_set_id] += 1
+        self._made[key] += 1
 
     def _launch(self, op: Op) -> Any:
         hvd, common = self._hvd, {"name": op.name, "process_set": self._set}
