@@ -41,5 +41,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 # Programs that are started by tests, with arguments, and what runs inside jobs.
-collect_ignore = ["elastic_keras_worker.py", "elastic_worker.py", "train_small.py"]
+collect_ignore = [
+    *("elastic_keras_worker.py", "elastic_worker.py", "train_small.py"),
+    *("parameter_server_job.py", "parameter_server_torch_job.py"),
+]
 collect_ignore_glob = ["scenarios/*", "mpi_scenarios/*"]

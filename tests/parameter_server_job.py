@@ -20,10 +20,10 @@ import numpy as np
 from hvd_compress import mpi
 from hvd_compress.errors import CollectiveTimeout, PayloadError
 from hvd_compress.parameter_server import SGDServer, Simulation
+from tests.parameter_server import STEPS, TIMEOUT
 
 WORLD = mpi.MPI.COMM_WORLD
 FOLDER = [Path(sys.argv[2])]
-STEPS, TIMEOUT = 6, 1.5
 
 
 def start() -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import jobs
-from tests.parameter_server_job import STEPS, TIMEOUT
+from tests.parameter_server import STEPS, TIMEOUT
 
 pytestmark = [pytest.mark.jobs, pytest.mark.timeout(120)]
 
