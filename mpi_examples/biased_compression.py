@@ -44,6 +44,7 @@ from hvd_compress.engines.lockstep import World
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.operator_classes import Classes, FeedbackSteps, ef21_step_size
 from hvd_compress.stats import human_bytes
+from mpi_examples.study import check_counts
 
 TARGETS = (1e-2, 1e-3, 1e-4, 1e-5)
 
@@ -74,9 +75,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=Path("results/biased_compression.png"))
     options = parser.parse_args()
-    for name in ("ranks", "steps", "levels"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be 1 or more")
+    check_counts(parser, options, "ranks", "steps", "levels")
     if not 0 < options.density <= 1:
         parser.error("--density must be in (0, 1]")
     if not options.l2 > 0 or not min(options.rates) > 0:

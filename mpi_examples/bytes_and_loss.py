@@ -28,6 +28,7 @@ from tqdm import tqdm
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 from mpi_examples.accuracy import RANKS, TASKS
+from mpi_examples.study import check_counts, spread
 
 METHODS = ("dense", "dgc", "diloco", "diloco+dgc", "demo", "leader_sgd")
 
@@ -57,9 +58,7 @@ def arguments() -> argparse.Namespace:
         "--output", type=Path, default=Path("results/bytes-and-loss.png"), help="the picture"
     )
     options = parser.parse_args()
-    for name in ("steps", "seeds", "sync_every"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    check_counts(parser, options, "steps", "seeds", "sync_every")
     if not 0 < options.density <= 1:
         parser.error("--density must be in (0, 1]")
     return options
@@ -160,15 +159,9 @@ def table(name: str, runs: dict[str, list[Run]]) -> str:
         lines.append(
             f"{method:<{width}} {human_bytes(sent):>12} {ratio:>8}"
             f" {spread([run.test_loss for run in group], 3):>18}"
-            f" {spread([run.score for run in group], 2) + measure.unit:>20}"
+            f" {spread([run.score for run in group]) + measure.unit:>20}"
         )
     return "\n".join(lines)
-
-
-def spread(found: list[float], digits: int) -> str:
-    """The mean, and the standard deviation if there are several."""
-    text = f"{statistics.mean(found):.{digits}f}"
-    return f"{text} +- {statistics.stdev(found):.{digits}f}" if len(found) > 1 else text
 
 
 def picture(runs: dict[str, dict[str, list[Run]]]) -> None:

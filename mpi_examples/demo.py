@@ -15,6 +15,7 @@ from hvd_compress import Compressor, ConfigError, as_compressor, warmup_to
 from mpi_examples.budget import everything
 from mpi_examples.data import cifar10_folder
 from mpi_examples.report import Run, behind, picture, save_runs, table
+from mpi_examples.study import check_counts
 
 
 def parser_of(doc: str, output: str, *, epochs: int, seeds: int) -> argparse.ArgumentParser:
@@ -76,9 +77,7 @@ def parse(parser: argparse.ArgumentParser, partners: bool = False) -> argparse.N
     if parser.parse_args().compression == ["all"]:
         parser.set_defaults(epochs=min(10, parser.get_default("epochs")), seeds=1)
     options = parser.parse_args()
-    for name in ("epochs", "seeds", "batch_size", "ranks"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    check_counts(parser, options, "epochs", "seeds", "batch_size", "ranks")
     if options.compression == ["all"]:
         options.compression = everything(partners)
     try:

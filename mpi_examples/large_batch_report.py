@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 
 from hvd_compress.stats import human_bytes
 from mpi_examples.report import save
+from mpi_examples.study import spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +58,10 @@ def table(runs: Mapping[tuple[str, str], list[Run]]) -> str:
     )
     lines = [header, "-" * len(header)]
     for (name, text), group in runs.items():
-        found = [run.accuracy for run in group]
-        spread = f" +- {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+        found = spread([run.accuracy for run in group])
         lines.append(
             f"{name:<7} {RECIPES[name].says:<{width}} {text:<{across}}"
-            f" {f'{statistics.mean(found):.2f}{spread} %':>16}"
+            f" {found + ' %':>16}"
             f" {statistics.mean(run.loss for run in group):>14.4f} {group[0].steps:>6}"
             f" {human_bytes(group[0].sent):>12}"
         )

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hvd_compress.integrations.launch import under_mpirun
+from mpi_examples.study import check_counts
 
 
 def arguments() -> argparse.Namespace:
@@ -30,9 +31,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    for name in ("ranks", "elements"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be 1 or more")
+    check_counts(parser, options, "ranks", "elements")
     for name in ("density", "common"):
         if not 0 <= getattr(options, name) <= 1:
             parser.error(f"--{name} must be 0 to 1")

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 from mpi_examples.data import digits
+from mpi_examples.study import check_counts, spread
 
 METHODS = (
     "dense",
@@ -54,9 +55,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
     parser.add_argument("--output", type=Path, help="write a picture of the table to this file")
     options = parser.parse_args()
-    for name in ("epochs", "seeds", "every", "rarely", "batch_size", "ranks"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    check_counts(parser, options, "epochs", "seeds", "every", "rarely", "batch_size", "ranks")
     if options.burn_in < 0 or options.weight < 0:
         parser.error("--burn-in and --weight must be 0 or more")
     return options
@@ -142,12 +141,11 @@ def table(runs: dict[str, list[Run]]) -> str:
     header = f"{'method':<{width}} {'test accuracy':>16} {'exchanges':>13} {'sent a step':>12}"
     lines = [header, "-" * len(header)]
     for method, group in runs.items():
-        found = [run.accuracy for run in group]
-        spread = f" +- {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+        found = spread([run.accuracy for run in group])
         steps = group[0].steps
         sent = statistics.mean(run.sent for run in group) / steps
         lines.append(
-            f"{method:<{width}} {f'{statistics.mean(found):.2f}{spread} %':>16}"
+            f"{method:<{width}} {found + ' %':>16}"
             f" {f'{group[0].exchanges} of {steps}':>13} {human_bytes(sent):>12}"
         )
     return "\n".join(lines)
@@ -157,18 +155,19 @@ def draw(runs: dict[str, list[Run]], path: Path) -> None:
     """Accuracy over the bytes sent in a step, with one standard deviation."""
     from matplotlib import pyplot
 
+    from mpi_examples.report import save
+
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for method, group in runs.items():
         found = [run.accuracy for run in group]
-        spread = statistics.stdev(found) if len(found) > 1 else 0
+        deviation = statistics.stdev(found) if len(found) > 1 else 0
         sent = statistics.mean(run.sent for run in group) / group[0].steps
-        axes.errorbar(sent, statistics.mean(found), spread, fmt="o", capsize=3, label=method)
+        axes.errorbar(sent, statistics.mean(found), deviation, fmt="o", capsize=3, label=method)
     axes.set_xscale("symlog", linthresh=100)
     axes.set(xlabel="bytes sent by a rank in a step", ylabel="test accuracy in %")
     axes.legend(fontsize="small")
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
+    save(figure, path)
     print(f"picture: {path.resolve()}")
 
 

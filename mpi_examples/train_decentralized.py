@@ -25,6 +25,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 from mpi_examples.data import digits
+from mpi_examples.study import check_counts, spread
 
 METHODS = (
     "dense",
@@ -55,9 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256, help="of the network's hidden layer")
     parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
     options = parser.parse_args()
-    for name in ("epochs", "seeds", "batch_size", "width", "ranks"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    check_counts(parser, options, "epochs", "seeds", "batch_size", "width", "ranks")
     try:
         ExactDiffusion(options.topology).check_ranks(options.ranks)  # undirected, and connected
         blockwise(options.bits)
@@ -185,18 +184,13 @@ def table(runs: dict[str, list[Run]], dense: int) -> str:
         sent = statistics.mean(run.mean_bytes for run in group)
         most = statistics.mean(run.most_bytes for run in group)
         lines.append(
-            f"{name:<{width}} {spread([run.average for run in group]):>16}"
-            f" {spread([run.worst for run in group]):>16}"
+            f"{name:<{width}} {spread([run.average for run in group]) + ' %':>16}"
+            f" {spread([run.worst for run in group]) + ' %':>16}"
             f" {statistics.mean(run.distance for run in group):>9.1e}"
             f" {human_bytes(sent):>12} {human_bytes(most):>11} {sent / dense:>8.2f}x"
             f" {statistics.median(run.milliseconds for run in group):>9.1f} ms"
         )
     return "\n".join(lines)
-
-
-def spread(values: list[float]) -> str:
-    deviation = f" +- {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.2f}{deviation} %"
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from hvd_compress.errors import CompressionError
 from hvd_compress.integrations.launch import under_mpirun
 from mpi_examples.data import digits
 from mpi_examples.large_batch_report import RECIPES, Run, picture, table
+from mpi_examples.study import check_counts
 
 #: curves of the picture
 DRAWN = ("large", "linear", "warmup", "lamb")
@@ -50,9 +51,7 @@ def arguments() -> argparse.Namespace:
         "--picture", type=Path, help="train with all batch sizes from --small on, and draw errors"
     )
     options = parser.parse_args()
-    for name in ("small", "epochs", "seeds", "ranks"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be 1 or more")
+    check_counts(parser, options, "small", "epochs", "seeds", "ranks")
     if options.large <= options.small:
         parser.error("--large must be more than --small")
     if not 0 <= options.warmup_epochs <= options.epochs:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 from mpi_examples.data import digits
+from mpi_examples.study import check_counts, spread
 
 METHODS = (
     "dense",
@@ -50,9 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.03)
     parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
     options = parser.parse_args()
-    for name in ("epochs", "seeds", "sync_every", "batch_size", "ranks"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    check_counts(parser, options, "epochs", "seeds", "sync_every", "batch_size", "ranks")
     if not 0 < options.density <= 1:
         parser.error("--density must be in (0, 1]")
     if options.ranks % 2 and "leader_sgd_groups" in options.methods:
@@ -140,15 +139,14 @@ def table(runs: dict[str, list[Run]], dense: int) -> str:
     )
     lines = [header, "-" * len(header)]
     for method, group in runs.items():
-        found = [run.accuracy for run in group]
-        spread = f" +- {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+        found = spread([run.accuracy for run in group])
         steps = group[0].steps
         sent = statistics.mean(run.mean_bytes for run in group) / steps
         most = statistics.mean(run.most_bytes for run in group) / steps
         ratio = f"{dense / sent:.1f}x" if sent else "-"
         milliseconds = statistics.median(1000 * run.seconds / steps for run in group)
         lines.append(
-            f"{method:<{width}} {f'{statistics.mean(found):.2f}{spread} %':>16}"
+            f"{method:<{width}} {found + ' %':>16}"
             f" {f'{group[0].exchanges} of {steps}':>13} {human_bytes(sent):>12} {ratio:>7}"
             f" {human_bytes(most):>11} {milliseconds:>9.1f} ms"
         )

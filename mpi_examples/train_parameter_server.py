@@ -23,6 +23,7 @@ from tqdm import tqdm
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 from mpi_examples.data import digits
+from mpi_examples.study import check_counts, spread
 
 TOP_K = "topk:density=0.05"
 MODES: dict[str, dict[str, Any]] = {
@@ -55,9 +56,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=Path("results/parameter_server.png"))
     options = parser.parse_args()
-    for name in ("epochs", "seeds", "batch_size", "workers", "servers"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    check_counts(parser, options, "epochs", "seeds", "batch_size", "workers", "servers")
     if options.straggler < 0 or options.lr <= 0:
         parser.error("--straggler must be 0 or more, and --lr more than 0")
     return options
@@ -147,8 +146,7 @@ def table(runs: dict[str, list[Run]]) -> str:
     )
     lines = [header, "-" * len(header)]
     for mode, group in runs.items():
-        found = [run.accuracy for run in group]
-        spread = f" +- {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+        found = spread([run.accuracy for run in group])
         mean = {
             f.name: statistics.mean(getattr(run, f.name) for run in group)
             for f in dataclasses.fields(Run)
@@ -156,7 +154,7 @@ def table(runs: dict[str, list[Run]]) -> str:
         staleness = f"{mean['staleness']:.2f} ({max(run.stalest for run in group)})"
         dropped = f"{mean['dropped']:.0f} of {mean['gradients']:.0f}"
         lines.append(
-            f"{mode:<{width}} {f'{statistics.mean(found):.2f}{spread} %':>16}"
+            f"{mode:<{width}} {found + ' %':>16}"
             f" {human_bytes(mean['up']):>10} {human_bytes(mean['down']):>12} {staleness:>17}"
             f" {dropped:>14} {mean['seconds']:>6.2f} s"
         )

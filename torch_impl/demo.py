@@ -10,7 +10,7 @@ import torch
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods.demo import DeMoCompression
 
-from .partner import PartnerOptimizer
+from .partner import PartnerOptimizer, loss_of
 
 
 class DeMo(PartnerOptimizer):
@@ -72,10 +72,7 @@ class DeMo(PartnerOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step along the directions that came in place of gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         binding = self._binding()
         if binding is None:
             raise ConfigError(NO_MOMENTUM)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,14 +30,6 @@ def check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: 
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not value >= 0:
             raise ConfigError(f"{name} must be 0 or more; got {value!r}")
-
-
-def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """Return the loss of the closure that ``step()`` was given, or ``None`` without one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def start_state(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import torch
 
 from hvd_compress.methods.onebit_adam import OneBitAdamCompression, check_freeze_step
 
-from .frozen_adam import FrozenAdam, loss_of, start_state, update_parameter
+from .frozen_adam import FrozenAdam, start_state, update_parameter
+from .partner import loss_of
 
 
 class OneBitAdam(FrozenAdam):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -30,3 +31,11 @@ class PartnerOptimizer(torch.optim.Optimizer):
         binding = getattr(self, "compression", None)
         ours = binding is not None and isinstance(binding.method, self.method)
         return binding if ours else None
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return the loss of the closure that ``step()`` was given, or ``None`` without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -11,7 +11,8 @@ import torch
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods.zero_one_adam import ZeroOneAdamCompression
 
-from .frozen_adam import FrozenAdam, loss_of, scale_of, start_state, update_parameter
+from .frozen_adam import FrozenAdam, scale_of, start_state, update_parameter
+from .partner import loss_of
 
 
 class ZeroOneAdam(FrozenAdam):

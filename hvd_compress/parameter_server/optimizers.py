@@ -82,6 +82,8 @@ class AdamServer:
     def __post_init__(self) -> None:
         for option in ("lr", "eps", "weight_decay"):
             _check(option, getattr(self, option))
+        if len(self.betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in self.betas):
+            raise ConfigError(f"betas must be two numbers in [0, 1); got {self.betas!r}")
         self._moments: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._steps = 0
 
@@ -102,8 +104,8 @@ class AdamServer:
             m, v = self._moments.get(name, (np.zeros_like(x), np.zeros_like(x)))
             m, v = one * m + (1 - one) * g, two * v + (1 - two) * g * g
             self._moments[name] = m, v
-            scale = np.sqrt(v / (1 - two**self._steps)) + self.eps
-            x -= lr / (1 - one**self._steps) * m / scale
+            root = np.sqrt(v / (1 - two**self._steps)) + self.eps
+            x -= lr / (1 - one**self._steps) * m / root
 
 
 def _check(option: str, value: Any) -> None:

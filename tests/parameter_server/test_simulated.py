@@ -498,3 +498,11 @@ def test_optimizers_are_those_of_torch(ours, theirs):
 def test_options_that_cannot_be(options, words):
     with pytest.raises(ConfigError, match=words):
         Rules(**options)
+
+
+def test_options_of_adam_are_checked():
+    for betas in ((0.9, 1.0), (0.9,), (-0.1, 0.9), ("a", 0.9)):
+        with pytest.raises(ConfigError, match="betas must be two numbers"):
+            AdamServer(betas=betas)
+    with pytest.raises(ConfigError, match="eps must be 0 or more"):
+        AdamServer(eps=-1.0)

@@ -10,7 +10,8 @@ import torch
 
 from hvd_compress.training.large_batch.scaling import check_not_negative
 
-from ..frozen_adam import check_adam, loss_of
+from ..frozen_adam import check_adam
+from ..partner import loss_of
 
 
 class _Layerwise(torch.optim.Optimizer, abc.ABC):
