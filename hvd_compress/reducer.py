@@ -230,8 +230,9 @@ class Reducer:
             self._keep(home, state)
         sent = outcome.sent.values if isinstance(outcome.sent, Sparse) else outcome.sent
         self.records[name].elements_sent += self._size(sent)
-        factor = self.engine.size if self.sums and outcome.additive else 1
-        return self._multiplied(outcome.direction, factor)
+        if self.sums and outcome.additive:
+            return self._multiplied(outcome.direction, self.engine.size)
+        return outcome.direction
 
     def _begin_agreement(self, like: Array) -> None:
         """Begin the comparison with the other ranks, once a step."""

@@ -400,6 +400,9 @@ class Binding(Reducer):
             self._assigned.append((p, weakref.ref(p.grad)))
             return
         gradient = p.grad
+        if direction is gradient:  # it was made there
+            self._assigned.append((p, weakref.ref(gradient)))
+            return
         if direction.dtype is not gradient.dtype:
             direction = direction.to(gradient.dtype)
         if is_rows:

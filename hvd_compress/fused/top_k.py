@@ -130,15 +130,13 @@ class FusedTopK:
             ]
             add_up = self._sparse if tensors[0].sparse else self._dense
             means, finite = add_up(bucket, tensors, theirs)
-        mine = Sparse(
-            xp.from_numpy(indices - bucket.shifts, tensors[0].x), xp.from_numpy(sent, tensors[0].x)
-        )
+        counts, like = bucket.form[1], tensors[0].x
+        places = xp.split(xp.from_numpy(indices - bucket.shifts, like), counts)
+        mine = map(Sparse, places, xp.split(xp.from_numpy(sent, like), counts))
         outcomes = []
-        for i, (tensor, mean, fine) in enumerate(zip(tensors, means, finite.tolist(), strict=True)):
-            start, stop = bucket.bounds[i : i + 2]
-            own = Sparse(mine.indices[start:stop], mine.values[start:stop])
-            state = bucket.swap(i, tensor.state) if fine else in_range(tensor.state)
-            outcomes.append(Outcome(mean, own, state))
+        for i, (mean, own, fine) in enumerate(zip(means, mine, finite.tolist(), strict=True)):
+            old = tensors[i].state
+            outcomes.append(Outcome(mean, own, bucket.swap(i, old) if fine else in_range(old)))
         return outcomes
 
     def _dense(
@@ -207,7 +205,6 @@ class _Bucket:
         self.sizes, self.form = sizes, (sizes, counts, _device(tensors[0].x))
         self.message = message_of(values, indices, sum(sizes), counts)
         self.selection = loops_of(tensors[0].x).Selection(sizes, counts)
-        self.bounds = np.cumsum([0, *counts]).tolist()
         self.starts = np.cumsum([0, *sizes[:-1]])
         #: what is taken off an index into all tensors, by entry
         self.shifts = np.repeat(self.starts, counts)

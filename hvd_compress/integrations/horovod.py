@@ -172,6 +172,7 @@ def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framewor
     return getattr(horovod, name)
 
 
+@functools.cache  # scripts ask for hvd.rank at every step
 def _is_submodule(package: str, name: str) -> bool:
     """Whether there is a module ``package.name``, which may not be imported yet: ``from package
     import name`` asks the package first, and imports it only after an ``AttributeError``."""
