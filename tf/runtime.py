@@ -12,13 +12,11 @@ from hvd_compress.engines.base import Engine
 
 
 class Runtime(Protocol):
-    """Ranks and how they exchange.
+    """Ranks and how they exchange."""
 
-    Attributes:
-        hvd: the module ``horovod.tensorflow``, or another with its functions.
-    """
-
-    hvd: Any
+    @property
+    def hvd(self) -> Any:
+        """The module ``horovod.tensorflow``, or another with its functions."""
 
     def engine(
         self, process_set: Any, predivide: float, prefix: str, agreed: tf.Tensor | None

@@ -46,7 +46,7 @@ def _register(module: Any) -> None:
     from ..registration import register_keras
     from . import elastic
 
-    own = callbacks.OF_HOROVOD
+    own: dict[str, type] = {**callbacks.OF_HOROVOD}
     if module.__name__ == "horovod.keras":
         own = own | {"BestModelCheckpoint": callbacks.BestWholeModelCheckpoint}
     of_elastic = {

@@ -135,8 +135,8 @@ class MpiGraphEngine:
 
         def carry_out(*arrays: np.ndarray) -> Sequence[np.ndarray]:
             own = list(arrays[: len(inputs)])
-            value = own if field == "payloads" else own[0]
-            reply = self._wait_for(request._replace(**{field: value}))
+            fields: dict[str, Any] = {field: own if field == "payloads" else own[0]}
+            reply = self._wait_for(request._replace(**fields))
             return reply if isinstance(reply, list) else [reply]
 
         return node(carry_out, [*inputs, *self._agreed], outputs)
