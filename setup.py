@@ -56,6 +56,8 @@ setup(
         "hvd_compress.torch.training",
         "hvd_compress.tensorflow",
         "hvd_compress.tensorflow.keras",
+        "hvd_compress.tensorflow.keras.mpi",
+        "hvd_compress.tensorflow.mpi",
     ],
     package_dir={"hvd_compress.torch": "torch_impl", "hvd_compress.tensorflow": "tf"},
     package_data={

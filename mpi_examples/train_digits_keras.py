@@ -2,6 +2,7 @@
 
     python -m mpi_examples.train_digits_keras
     python -m mpi_examples.train_digits_keras --compression dgc topk --density 0.01 --epochs 10
+    python -m mpi_examples.train_digits_keras --over mpi
     horovodrun -np 16 -H node1:8,node2:8 python -m mpi_examples.train_digits_keras
 
 The same job as in train_digits.py.  What turns ``model.fit`` into compressed data-parallel training
@@ -16,20 +17,28 @@ import time
 import numpy as np
 from tqdm import tqdm
 
-from hvd_compress.integrations.launch import under_horovodrun
+from hvd_compress.integrations.launch import under_horovodrun, under_mpirun
 from mpi_examples import budget
 from mpi_examples.data import cifar10, digits
 from mpi_examples.demo import compare, digits_parser, parse
 from mpi_examples.report import Run
 
-options = parse(digits_parser(__doc__, ["cnn", "mlp", "resnet20"]))
-under_horovodrun(options.ranks, options.controller)
+parser = digits_parser(__doc__, ["cnn", "mlp", "resnet20"])
+parser.add_argument("--over", choices=["horovod", "mpi"], default="horovod")
+options = parse(parser)
+if options.over == "mpi":
+    under_mpirun(options.ranks)
+else:
+    under_horovodrun(options.ranks, options.controller)
 
 import keras
 import tensorflow as tf
 
-# (1) Everything of horovod.tensorflow.keras, plus the compressors.
-import hvd_compress.tensorflow.keras as hvd
+# (1) Everything of horovod.tensorflow.keras, plus the compressors; or the same without Horovod.
+if options.over == "mpi":
+    import hvd_compress.tensorflow.keras.mpi as hvd
+else:
+    import hvd_compress.tensorflow.keras as hvd
 from mpi_examples.models_keras import MODELS
 
 
@@ -111,5 +120,6 @@ class Record(keras.callbacks.Callback):
 if __name__ == "__main__":
     hvd.init()
     where = "CIFAR-10" if options.data_dir else "scikit-learn's digits"
-    title = f"{options.model} on {where} with Keras, {hvd.size()} ranks, {options.epochs} epochs"
+    title = f"{options.model} on {where} with Keras over {options.over}, {hvd.size()} ranks, "
+    title += f"{options.epochs} epochs"
     compare(train, options, hvd.rank(), title)

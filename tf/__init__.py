@@ -36,8 +36,7 @@ find_mpi()
 show_log()
 _horovod = load_horovod("horovod.tensorflow", "TensorFlow", _register)
 if not isinstance(_horovod, ImportError):
-    from .registration import wrap_optimizer
-    from .tape import bind
+    from .registration import bind, wrap_optimizer
 
     DistributedOptimizer = wrap_optimizer(_horovod.DistributedOptimizer, every_keras=True)
     __all__ += ["DistributedOptimizer", "bind"]

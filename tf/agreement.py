@@ -1,8 +1,9 @@
-"""Whether all ranks are about to do the same, asked by a graph at the beginning of every step; see
-:mod:`hvd_compress.agreement`."""
+"""Whether all ranks are about to do the same, asked over Horovod by a graph at the beginning of
+every step; see :meth:`.runtime.Runtime.agreement`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -12,17 +13,10 @@ from hvd_compress.agreement import Terms, differences, digest, encode
 from hvd_compress.errors import MismatchError
 
 
-def agreement(terms: Terms, counts: dict[str, tf.Tensor], name: str, process_set: Any) -> tf.Tensor:
-    """Return a tensor that is there only after all ranks are known to agree.
-
-    When the graph runs and they do not, it fails on every rank with a ``MismatchError``, which
-    TensorFlow shows inside of an error of its own.
-
-    Args:
-        terms: what is known while the graph is traced.
-        counts: what is known only when it runs, scalars of int64 or float64.
-        name: of the collective.
-    """
+def agreement(
+    terms: Terms, counts: Mapping[str, tf.Tensor], name: str, process_set: Any
+) -> tf.Tensor:
+    """Return a tensor that is there only after all ranks are known to agree."""
     text = digest(encode(terms))
     bits = [tf.bitcast(x, tf.int64) if x.dtype == tf.float64 else x for x in counts.values()]
     own = tf.stack([tf.constant(text, tf.int64), *bits])

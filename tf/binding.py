@@ -12,15 +12,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-import horovod.tensorflow as horovod
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
 
 from hvd_compress.agreement import Terms, listed
-from hvd_compress.base import Compressor, Context
+from hvd_compress.base import Compressor, Context, Outcome, Sum
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
+from hvd_compress.engines.joining import BucketExchange
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.homes import Look, look_of
@@ -38,9 +37,8 @@ from hvd_compress.sharding import shards_of
 from hvd_compress.stats import Record, Stats, norm_of_residual
 
 from . import backend
-from .agreement import agreement
-from .engine import HorovodEngine
 from .rows import merged
+from .runtime import Runtime
 from .traced import COUNTED, Exchanged, TracedReducer, scaled
 from .xla import refuse_xla
 
@@ -96,12 +94,14 @@ class Binding(tf.Module):
     ``tf.train.Checkpoint(model=model, compression=binding)`` saves and restores it.
 
     Args:
+        runtime: what carries the exchanges.
         compression: a method, its class, its name, or a text such as "dgc:density=0.01".
         slots: the variables.
-        op: ``Average`` or ``Sum`` of Horovod.
+        op: ``hvd.Average`` or ``hvd.Sum``; ``None`` for the former.
         momentum, nesterov: of the optimizer, which must not apply them again.
         groups: lists of indices into ``slots`` that are sent together, or the number of lists.
-        process_set, gradient_predivide_factor, sparse_as_dense: as Horovod's.
+        process_set: the ranks that take part; ``None`` for all.
+        gradient_predivide_factor, sparse_as_dense: as Horovod's.
         device_dense, device_sparse: where exchanges are computed, as for ``tf.device``.
         alone: a world of one, for gradients that stay on their rank.
         seed: for randomness that the ranks share.
@@ -119,13 +119,14 @@ class Binding(tf.Module):
 
     def __init__(
         self,
+        runtime: Runtime,
         compression: Any,
         slots: Sequence[Slot],
         *,
-        op: int = mpi_ops.Average,
+        op: Any = None,
         momentum: float = 0.0,
         nesterov: bool = False,
-        process_set: Any = mpi_ops.global_process_set,
+        process_set: Any = None,
         gradient_predivide_factor: float = 1.0,
         groups: Sequence[Sequence[int]] | int | None = None,
         sparse_as_dense: bool = False,
@@ -136,24 +137,28 @@ class Binding(tf.Module):
     ) -> None:
         super().__init__(name="hvd_compress")
         self.method: Compressor = as_compressor(compression)
-        if op not in (mpi_ops.Average, mpi_ops.Sum):
+        hvd = runtime.hvd
+        op = hvd.Average if op is None else op
+        if op not in (hvd.Average, hvd.Sum):
             raise ConfigError(
                 f"op must be hvd.Average or hvd.Sum with {self.method.name}: Adasum and others "
                 "need every rank's dense gradient"
             )
-        if op == mpi_ops.Sum and gradient_predivide_factor != 1:
+        if op == hvd.Sum and gradient_predivide_factor != 1:
             raise ConfigError(
                 f"gradient_predivide_factor={gradient_predivide_factor} has no meaning with "
                 "op=hvd.Sum: use op=hvd.Average"
             )
+        self._runtime = runtime
         self.slots = list(slots)
         check_seed(seed)
         self.seed = seed
         self._number: int | None = None
         self.momentum, self.nesterov = momentum, nesterov
-        self._sums = op == mpi_ops.Sum
+        self._sums = op == hvd.Sum
         self._alone = alone
-        self._set, self._predivide = process_set, gradient_predivide_factor
+        self._set = hvd.global_process_set if process_set is None else process_set
+        self._predivide = gradient_predivide_factor
         self._groups, self._sparse_as_dense = groups, sparse_as_dense
         self._devices = device_dense, device_sparse
         self._schedules = schedules_of(self.method)
@@ -177,6 +182,7 @@ class Binding(tf.Module):
         """Return another binding of the same variables and ranks, for arrays that are not
         gradients.  It always averages, and its messages are counted here."""
         other = Binding(
+            self._runtime,
             method,
             self.slots,
             process_set=self._set,
@@ -242,10 +248,12 @@ class Binding(tf.Module):
         self._averages[names]()
 
     def _average(self, own: Sequence[tuple[str, tf.Variable]], size: int) -> None:
-        options = {"op": mpi_ops.Sum, "process_set": self._set, "ignore_name_scope": True}
-        totals = [mpi_ops._allreduce(v.value(), name=name, **options) for name, v in own]
-        for (_, variable), total in zip(own, totals, strict=True):
-            variable.assign(total / size)
+        engine = self._runtime.engine(self._set, 1.0, f"hvd_compress.{self.number}", None)
+        for name, variable in own:
+            engine.start(name, _summed(name, tf.reshape(variable.value(), [-1])))
+        totals = {name: found for each in engine.finish().values() for name, found in each.items()}
+        for name, variable in own:
+            variable.assign(tf.reshape(totals[name].mean, variable.shape) / size)
 
     @property
     def is_consolidated(self) -> bool:
@@ -258,10 +266,11 @@ class Binding(tf.Module):
         not all have loaded a checkpoint.  This is a collective."""
         if self.engine.size == 1:
             return
-        steps = mpi_ops.allgather(self.step.value()[None], process_set=self._set).numpy()
+        hvd = self._runtime.hvd
+        steps = hvd.allgather(self.step.value()[None], process_set=self._set).numpy()
         if len(set(steps.tolist())) > 1:
             own = [v for state in self.states.values() for v in state.values()]
-            horovod.broadcast_variables([self.step, self.epoch, *own], root_rank, self._set)
+            hvd.broadcast_variables([self.step, self.epoch, *own], root_rank, self._set)
 
     def unite(self) -> None:
         """Give all ranks the state of rank 0 and, of what differs between ranks, the mean over
@@ -269,12 +278,13 @@ class Binding(tf.Module):
         collective."""
         if self.engine.size == 1:
             return
+        hvd = self._runtime.hvd
         # Those who come later have counted fewer.
         numbers = tf.constant([self.number, Binding._next_number])
-        numbers = horovod.broadcast(numbers, 0, name="hvd_compress.numbers")
+        numbers = hvd.broadcast(numbers, 0, name="hvd_compress.numbers")
         self._number, Binding._next_number = map(int, numbers)
         has_begun = tf.cast(self.step > 0, tf.float64)
-        part = horovod.allreduce(has_begun, op=horovod.Average, name="hvd_compress.has_begun")
+        part = hvd.allreduce(has_begun, op=hvd.Average, name="hvd_compress.has_begun")
         differing = self._differing()
         for _, variable in differing:
             variable.assign(variable * tf.cast(has_begun, variable.dtype))
@@ -284,7 +294,7 @@ class Binding(tf.Module):
         everyones = {id(variable) for _, variable in differing}
         states = [v for state in self.states.values() for v in state.values()]
         common = [self.step, self.epoch, *(v for v in states if id(v) not in everyones)]
-        horovod.broadcast_variables(common, 0)
+        hvd.broadcast_variables(common, 0)
 
     def forget_graphs(self) -> None:
         """Trace new graphs, since the number of ranks is another one from now on."""
@@ -314,14 +324,14 @@ class Binding(tf.Module):
 
     @property
     def engine(self) -> Engine:
-        """Between ranks, or in a world of one where Horovod would not reduce."""
+        """Between ranks, or in a world of one, for ranks outside of the set."""
         if not self._alone and self._set.included() and self._set.size() > 1:
             return self._engine_after(None)
         return LocalEngine()
 
-    def _engine_after(self, agreed: tf.Tensor | None) -> HorovodEngine:
+    def _engine_after(self, agreed: tf.Tensor | None) -> Engine:
         prefix = f"hvd_compress.{self.number}"
-        return HorovodEngine(self._set, self._predivide, prefix, agreed)
+        return self._runtime.engine(self._set, self._predivide, prefix, agreed)
 
     @tf.autograph.experimental.do_not_convert
     def reduce(
@@ -392,7 +402,7 @@ class Binding(tf.Module):
         }
         counts = {"step": self.step.value(), "epoch": self.epoch.value()}
         name = f"hvd_compress.{self.number}.agreement"
-        checks = [agreement(terms, counts, name, self._set)]
+        checks = [self._runtime.agreement(terms, counts, name, self._set)]
         if self.method.needs_epoch:  # or some collectives are on their way when this fails
             checks.append(self._known_epoch())
         with tf.control_dependencies(checks):
@@ -612,6 +622,12 @@ def _number(x: Any) -> Any:
     """Return the number in an array of one, and anything else as it is."""
     is_one = isinstance(x, np.ndarray | np.generic) and x.size == 1 and x.dtype.kind in "iuf"
     return x.item() if is_one else x
+
+
+def _summed(name: str, x: tf.Tensor) -> BucketExchange:
+    """The exchange of a bucket, whose outcome is the sum of a flat tensor."""
+    total = yield Sum(x)
+    return {name: Outcome(total, x, {})}
 
 
 def _is_rows(gradient: Any) -> bool:

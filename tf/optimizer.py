@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
 
 from hvd_compress.aggregators import allreduce
 from hvd_compress.base import Compressor
@@ -33,6 +32,7 @@ from hvd_compress.methods import FP16, NoCompression, as_compressor
 from hvd_compress.transforms import momentum_after_averaging
 
 from .binding import Binding, native, places_of_groups, slots_of
+from .runtime import Runtime
 from .state_on_disk import state_on_disk
 from .tape import is_ours
 
@@ -74,28 +74,29 @@ def as_ours(compression: Any) -> Compressor:
 
 
 def distribute(
+    runtime: Runtime,
     optimizer: Any,
     name: str | None = None,
     *,
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = None,
-    op: int = mpi_ops.Average,
+    op: Any = None,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
     groups: Any = None,
-    process_set: Any = mpi_ops.global_process_set,
+    process_set: Any = None,
     scale_local_gradients: bool = True,
     local_layers: Any = None,
     seed: int = 0,
 ) -> Any:
     """Return a new optimizer like ``optimizer`` that averages gradients over the ranks.
 
-    Args: as Horovod's; ``compression`` also takes this package's methods; ``seed`` is for
-        randomness that the ranks share.
+    Args: as Horovod's; ``runtime`` carries the exchanges; ``compression`` also takes this package's
+        methods; ``seed`` is for randomness that the ranks share.
 
     Raises:
         ConfigError, UnsupportedError: options that do not go together.
@@ -149,6 +150,7 @@ def distribute(
     if name is not None:
         new.name = name
     new._hvd_setup(
+        runtime,
         method,
         {
             "op": op,
@@ -164,7 +166,7 @@ def distribute(
         average_aggregated_gradients,
         scale_local_gradients,
     )
-    for variable in _weights_of(local_layers):
+    for variable in weights_of(local_layers):
         new.register_local_var(variable)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if getattr(inner, "built", getattr(inner, "_built", False)):
@@ -172,7 +174,7 @@ def distribute(
     return new
 
 
-def _weights_of(layers: Any) -> list[Any]:
+def weights_of(layers: Any) -> list[Any]:
     """Return the trainable weights of a layer, or of several."""
     layers = [] if layers is None else layers if isinstance(layers, list | tuple) else [layers]
     for layer in layers:
@@ -208,6 +210,7 @@ class CompressedOptimizer:
 
     def _hvd_setup(
         self,
+        runtime: Runtime,
         method: Compressor,
         options: dict[str, Any],
         groups: Any,
@@ -215,6 +218,7 @@ class CompressedOptimizer:
         average_passes: bool,
         scale_local: bool,
     ) -> None:
+        self._hvd_runtime = runtime
         self._hvd_method = method
         self._hvd_options = options
         self._hvd_groups = groups
@@ -262,7 +266,7 @@ class CompressedOptimizer:
             return
         own, momentum = method.momentum, getattr(inner, "momentum", 0.0)
         wrapped = type(inner).__name__
-        is_chief = mpi_ops.rank() == 0
+        is_chief = self._hvd_runtime.hvd.rank() == 0
         if not self._hvd_takes_momentum:
             if own is None and is_chief:
                 warnings.warn(another_kind(method, wrapped), UserWarning, stacklevel=5)
@@ -281,6 +285,7 @@ class CompressedOptimizer:
         self._hvd_places = {id(native(v)): i for i, v in enumerate(shared)}
         inner, takes = self._hvd_inner(), self._hvd_takes_momentum
         self.compression = Binding(
+            self._hvd_runtime,
             self._hvd_method,
             slots_of(shared),
             momentum=inner.momentum if takes else 0.0,
@@ -295,7 +300,7 @@ class CompressedOptimizer:
         if takes and local:  # their momentum is off with that of all others
             after = momentum_after_averaging(*self.compression.momentum_used())
             self.local_compression = Binding(
-                chain(after, via=allreduce()), slots_of(local), alone=True
+                self._hvd_runtime, chain(after, via=allreduce()), slots_of(local), alone=True
             )
         if self._hvd_epoch is not None:
             with tf.init_scope():
@@ -456,7 +461,7 @@ class Keras3Optimizer(CompressedOptimizer):
         if not momentum:
             return
         factor = -float(np.asarray(inner.learning_rate)) / (momentum if nesterov else 1.0)
-        if self._hvd_options["op"] == mpi_ops.Sum:  # velocities are of averages
+        if self._hvd_options["op"] == self._hvd_runtime.hvd.Sum:  # velocities are of averages
             factor *= self.compression.engine.size
         for variable, slot in zip(self._trainable_variables, inner.momentums, strict=True):
             place = self._hvd_places.get(id(native(variable)))

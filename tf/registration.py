@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
 
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.integrations.horovod import bind_call, checked_join, take_stateless, with_options
@@ -20,9 +19,12 @@ from hvd_compress.integrations.horovod import bind_call, checked_join, take_stat
 from . import elastic
 from .binding import Binding, native
 from .optimizer import distribute, is_keras_3, is_tf_keras
-from .tape import is_ours, wrap_allreduce, wrap_tape
+from .over_horovod import runtime
+from .tape import binder, is_ours, wrap_allreduce, wrap_tape
 
 _DONE = "__wrapped_by_hvd_compress__"
+
+bind = binder(runtime, "hvd_compress.tensorflow")
 
 
 def register(hvd: Any) -> None:
@@ -30,9 +32,9 @@ def register(hvd: Any) -> None:
     if hasattr(hvd, _DONE):
         return
     setattr(hvd, _DONE, True)
-    hvd.allreduce = wrap_allreduce(hvd.allreduce, several=False)
-    hvd.grouped_allreduce = wrap_allreduce(hvd.grouped_allreduce, several=True)
-    hvd.DistributedGradientTape = wrap_tape(hvd.DistributedGradientTape)
+    hvd.allreduce = wrap_allreduce(runtime, hvd.allreduce, several=False)
+    hvd.grouped_allreduce = wrap_allreduce(runtime, hvd.grouped_allreduce, several=True)
+    hvd.DistributedGradientTape = wrap_tape(runtime, hvd.DistributedGradientTape)
     hvd.DistributedOptimizer = wrap_optimizer(hvd.DistributedOptimizer)
     broadcast = hvd.broadcast_variables
 
@@ -96,7 +98,7 @@ def wrap_optimizer(factory: Callable[..., Any], every_keras: bool = False) -> Ca
 
     @functools.wraps(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        call = bind_call(signature, args, kwargs, mpi_ops.rank)
+        call = bind_call(signature, args, kwargs, runtime.hvd.rank)
         options = dict(call.arguments)
         optimizer = options.pop("optimizer")
         is_keras = is_keras_3(optimizer) or is_tf_keras(optimizer)
@@ -108,7 +110,7 @@ def wrap_optimizer(factory: Callable[..., Any], every_keras: bool = False) -> Ca
                 "hvd.DistributedGradientTape"
             )
         options.pop("use_locking", None)
-        return distribute(optimizer, **options)
+        return distribute(runtime, optimizer, **options)
 
     DistributedOptimizer.__signature__ = signature  # type: ignore[attr-defined]
     return DistributedOptimizer

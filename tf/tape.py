@@ -6,11 +6,10 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations import horovod as drop_in
@@ -19,6 +18,7 @@ from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import as_compressor
 
 from .binding import Binding, Slot, native, places_of_groups, slots_of
+from .runtime import Runtime
 
 _BINDINGS = "_hvd_compress_bindings"
 _DEFAULTS = {
@@ -34,18 +34,29 @@ def is_ours(compression: Any) -> bool:
     return isinstance(compression, Binding) or drop_in.is_ours(compression)
 
 
-def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
-    """Return the state of a method for some variables; the first call makes it, and later calls
-    find it again.
+def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
+    """Return ``bind`` over a runtime; it belongs to ``module``."""
 
-    A tape lives for one step, so state that is kept from step to step belongs to the variables.
-    ``tf.train.Checkpoint(model=model, compression=hvd.bind(DGC, model.trainable_variables))`` saves
-    it; ``DistributedGradientTape(tape, compression=...)`` takes it in place of a method.
+    def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
+        """Return the state of a method for some variables; the first call makes it, and later calls
+        find it again.
 
-    Args:
-        options: of :class:`hvd_compress.tensorflow.binding.Binding`, such as ``seed``; ``momentum``
-            for methods that take it over, which the optimizer must not apply again.
-    """
+        A tape lives for one step, so state that is kept from step to step belongs to the variables.
+        ``tf.train.Checkpoint(model=model, compression=hvd.bind(DGC, model.trainable_variables))``
+        saves it; ``DistributedGradientTape(tape, compression=...)`` takes it in place of a method.
+
+        Args:
+            options: of :class:`hvd_compress.tensorflow.binding.Binding`, such as ``seed``;
+                ``momentum`` for methods that take it over, which the optimizer must not apply
+                again.
+        """
+        return _bound(runtime, compression, variables, **options)
+
+    bind.__module__, bind.__qualname__ = module, "bind"
+    return bind
+
+
+def _bound(runtime: Runtime, compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
     if isinstance(compression, Binding):
         known = [slot.name for slot in compression.slots]
         asked = [slot.name for slot in slots_of(variables)]
@@ -63,16 +74,16 @@ def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
     check_partner(method, None, None)
     options["groups"] = places_of_groups(options.get("groups"), variables)
     options = {**_DEFAULTS, **options}
-    key = (method, repr(sorted(options.items())))
+    key = (runtime, method, repr(sorted(options.items())))
     # Held by a variable: it lives as long as the state makes sense.
     table = variables[0].__dict__.setdefault(_BINDINGS, [])
     for known_key, references, binding in table:
         if known_key == key and _same([r() for r in references], variables):
             return binding
     table[:] = [entry for entry in table if all(r() is not None for r in entry[1])]
-    binding = Binding(method, slots_of(variables), **options)
+    binding = Binding(runtime, method, slots_of(variables), **options)
     table.append((key, [weakref.ref(v) for v in variables], binding))
-    if not names_momentum:
+    if not names_momentum and runtime.hvd.rank() == 0:
         _warn_about_momentum(binding)
     return binding
 
@@ -85,7 +96,7 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 def _warn_about_momentum(binding: Binding) -> None:
     method = binding.method
     is_open = method.takes_momentum and method.momentum is None
-    if is_open and mpi_ops.rank() == 0:
+    if is_open:
         warnings.warn(
             f"{method.name} corrects momentum, and a tape knows nothing of the optimizer: it gets "
             f"error feedback alone. For momentum correction write "
@@ -93,13 +104,14 @@ def _warn_about_momentum(binding: Binding) -> None:
             "hvd.DistributedOptimizer; if error feedback alone is what you want, write "
             f"{type(method).__name__}(momentum=0.0)",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
 class CompressedTape:
     """Mixed into the class of a tape."""
 
+    _hvd_runtime: Runtime
     _hvd_compression: Any
     _hvd_options: dict[str, Any]
     _hvd_scale_local: bool
@@ -130,7 +142,10 @@ class CompressedTape:
         variables = [native(source) for source in flat]
         parts = dict(enumerate(_flatten_up_to(sources, gradients)))
         shared = [i for i, v in enumerate(variables) if id(v) not in self._hvd_local]
-        binding = bind(self._hvd_compression, [flat[i] for i in shared], **self._hvd_options)
+        variables_shared = [flat[i] for i in shared]
+        binding = _bound(
+            self._hvd_runtime, self._hvd_compression, variables_shared, **self._hvd_options
+        )
         self.compression = binding
         size = binding.engine.size
         for i in parts.keys() - set(shared):
@@ -156,36 +171,41 @@ def _divided(gradient: Any, size: int) -> Any:
     return gradient / size
 
 
-def wrap_tape(factory: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_tape(runtime: Runtime, factory: Callable[..., Any]) -> Callable[..., Any]:
     """Return Horovod's ``DistributedGradientTape``, extended to take this package's compressors."""
     signature = with_options(factory, seed=0)
 
     @functools.wraps(factory)
     @tf.autograph.experimental.do_not_convert
     def DistributedGradientTape(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        call = bind_call(signature, args, kwargs, mpi_ops.rank)
-        options = call.arguments
-        if not is_ours(options["compression"]):
+        call = bind_call(signature, args, kwargs, runtime.hvd.rank)
+        if not is_ours(call.arguments["compression"]):
             return _with_keras_variables(factory(*args, **kwargs))
-        tape = options["gradtape"]
-        cls = type(type(tape).__name__, (CompressedTape, type(tape)), {})
-        new = cls(
-            persistent=tape._persistent, watch_accessed_variables=tape._watch_accessed_variables
-        )
-        new._tape = tape._tape
-        new._hvd_compression = options["compression"]
-        new._hvd_options = (
-            {} if isinstance(options["compression"], Binding) else binding_options(options)
-        )
-        new._hvd_scale_local = options["scale_local_gradients"]
-        new._hvd_local = set()
-        return new
+        return distribute_tape(runtime, call.arguments)
 
     DistributedGradientTape.__signature__ = signature  # type: ignore[attr-defined]
     return DistributedGradientTape
 
 
-def binding_options(options: dict[str, Any]) -> dict[str, Any]:
+def distribute_tape(runtime: Runtime, options: Mapping[str, Any]) -> Any:
+    """Return a tape like ``options["gradtape"]`` that averages gradients over the ranks.
+
+    Args:
+        options: those of ``DistributedGradientTape``, by name.
+    """
+    tape, compression = options["gradtape"], options["compression"]
+    cls = type(type(tape).__name__, (CompressedTape, type(tape)), {})
+    new = cls(persistent=tape._persistent, watch_accessed_variables=tape._watch_accessed_variables)
+    new._tape = tape._tape
+    new._hvd_runtime = runtime
+    new._hvd_compression = compression
+    new._hvd_options = {} if isinstance(compression, Binding) else binding_options(options)
+    new._hvd_scale_local = options["scale_local_gradients"]
+    new._hvd_local = set()
+    return new
+
+
+def binding_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of Horovod's options that a Binding takes."""
     names = (
         *("op", "process_set", "gradient_predivide_factor", "groups", "sparse_as_dense"),
@@ -216,7 +236,13 @@ _by_name: dict[Any, Binding] = {}
 _stateless: dict[Any, Binding] = {}
 
 
-def _binding_for(compression: Any, tensors: Sequence[Any], name: str | None, **options: Any) -> Any:
+def _binding_for(
+    runtime: Runtime,
+    compression: Any,
+    tensors: Sequence[Any],
+    name: str | None,
+    **options: Any,
+) -> Any:
     method = as_compressor(compression)
     if not all(t.shape.is_fully_defined() for t in tensors):
         raise ConfigError(
@@ -233,7 +259,7 @@ def _binding_for(compression: Any, tensors: Sequence[Any], name: str | None, **o
             )
         name = "allreduce"
     shapes = tuple((tuple(t.shape), t.dtype.name) for t in tensors)
-    key = (method, name, shapes, repr(sorted(options.items())))
+    key = (runtime, method, name, shapes, repr(sorted(options.items())))
     if key not in _by_name and key not in _stateless:
         slots = [
             Slot(name if len(tensors) == 1 else f"{name}.{i}", tf.TensorShape(t.shape), t.dtype)
@@ -241,7 +267,7 @@ def _binding_for(compression: Any, tensors: Sequence[Any], name: str | None, **o
         ]
         groups = [list(range(len(slots)))] if len(slots) > 1 else None
         with tf.init_scope():
-            binding = Binding(method, slots, groups=groups, **options)
+            binding = Binding(runtime, method, slots, groups=groups, **options)
         if remembers:
             _by_name[key] = binding
             return binding
@@ -262,7 +288,9 @@ def _check_scales(options: dict[str, Any], method: Any) -> None:
             )
 
 
-def wrap_allreduce(function: Callable[..., Any], several: bool) -> Callable[..., Any]:
+def wrap_allreduce(
+    runtime: Runtime, function: Callable[..., Any], several: bool
+) -> Callable[..., Any]:
     """Return Horovod's ``allreduce`` or ``grouped_allreduce``, extended to take this package's
     compressors.  The state of a method is kept by ``name``, shape and dtype of the tensor."""
     signature = inspect.signature(function)
@@ -272,16 +300,15 @@ def wrap_allreduce(function: Callable[..., Any], several: bool) -> Callable[...,
     def allreduce(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        options = call.arguments
-        if not is_ours(options["compression"]):
+        options, none = call.arguments, signature.parameters["compression"].default
+        if options["compression"] is none or not is_ours(options["compression"]):
             return function(*args, **kwargs)
-        import horovod.tensorflow as hvd
-
         given = options["tensors"] if several else [options["tensor"]]
         tensors = [t if isinstance(t, tf.IndexedSlices) else tf.convert_to_tensor(t) for t in given]
         _check_scales(options, options["compression"])
-        op = hvd.handle_average_backwards_compatibility(options["op"], options["average"])
+        op = runtime.hvd.handle_average_backwards_compatibility(options["op"], options["average"])
         binding = _binding_for(
+            runtime,
             options["compression"],
             tensors,
             options["name"],

@@ -33,6 +33,19 @@ ADAM = ("adam_onebit", "adam_zero_one", "demo")
 OWN_TORCH = ("demo_torch", "lamb_torch")
 ADAM_TORCH = (*ADAM, "adam_torch", "adam_zero_one_torch", *OWN_TORCH, "large_batch_torch")
 ADAM_KERAS = (*ADAM, "adam_keras", "adam_zero_one_keras", "demo_keras", "large_batch_keras")
+#: what graphs over MPI must show in each run of the tests
+OVER_MPI = (
+    "over_mpi_tensorflow",
+    *("graphs.buckets_are_what_their_tensors_are", "graphs.constant_gradients_on_some_ranks"),
+    "graphs.replies_that_one_rank_does_not_read",
+    *("shared.a_set_of_processes", "shared.ranks_that_differ_all_say_so", "shared.rows_as_dense"),
+    *("parity.two_rounds_follow_the_oracle", "parity.quantised_sums_follow_the_oracle"),
+    "parity.neighbours_and_broadcasts_follow_the_oracle",
+    *("keras_fit.fit_is_the_oracle", "keras_fit.callbacks_of_horovod"),
+    *("keras_fit.models_are_saved_and_go_on", "keras_fit.consolidation_keeps_the_sum"),
+    "local_steps_keras.fit_follows_the_lockstep_world",
+    "codistillation_keras.predictions_follow_a_reference",
+)
 
 
 class Job(NamedTuple):
@@ -63,6 +76,7 @@ JOBS = [
     Job("tensorflow", ("graphs",), "mpirun", 3),
     Job("tape", FOLLOWS, "mpirun", 2),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),
+    Job("tensorflow-mpi", OVER_MPI, "mpirun", 3),
 ]
 FULL = [
     Job("horovod", GRAPHS, "alone", 1),
@@ -85,6 +99,11 @@ FULL = [
     Job("tensorflow", ("graphs",), "mpirun", 5),
     Job("tensorflow", PARITY, "mpirun", 4),
     Job("tape", ("shared", *PARITY), "mpirun", 2),
+    Job("tensorflow-mpi", ("over_mpi_tensorflow", "shared", "keras_fit"), "mpirun", 2),
+    Job("tensorflow-mpi", (*ADAM_KERAS, *OTHERS_KERAS), "mpirun", 2),
+    Job("tensorflow-mpi", ("over_mpi_tensorflow", "shared", "keras_fit"), "alone", 1),
+    Job("tensorflow-mpi", ("graphs", "shared"), "mpirun", 3),
+    Job("tape-mpi", ("shared", *FOLLOWS), "mpirun", 2),
 ]
 
 

@@ -29,7 +29,7 @@ def scenarios(
     """The public functions that a module defines and that take no arguments, in their order, by
     names like "module.function".  Of "module.function" only that one.
 
-    ``over`` "mpi" leaves out what is about Horovod itself.
+    ``over`` "mpi", or anything that ends so, leaves out what is about Horovod itself.
     """
     loaded = importlib.import_module(f"tests.{package}.{module.partition('.')[0]}")
     found = names(module, package, over=over)
@@ -47,7 +47,9 @@ def names(module: str, package: str = "scenarios", *, over: str = "horovod") -> 
         and not node.name.startswith("_")
         and not node.args.args
         and only in ("", node.name)
-        and (over != "mpi" or "horovod_only" not in map(ast.unparse, node.decorator_list))
+        and (
+            not over.endswith("mpi") or "horovod_only" not in map(ast.unparse, node.decorator_list)
+        )
     ]
 
 

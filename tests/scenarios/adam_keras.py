@@ -9,12 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import hvd_compress.tensorflow as hvd
-import hvd_compress.tensorflow.keras as hvd_keras
 from hvd_compress.errors import ConfigError
 from tests.scenarios import oracle
 from tests.scenarios.driver import assert_close, assert_same_everywhere, barrier, raises
-from tests.scenarios.driver_tensorflow import model_of
+from tests.scenarios.driver_tensorflow import hvd, hvd_keras, model_of
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 FREEZE = 4

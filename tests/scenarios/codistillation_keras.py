@@ -8,10 +8,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import hvd_compress.tensorflow.keras as hvd
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.training.codistillation import losses as in_numpy
 from tests.scenarios.driver import raises
+from tests.scenarios.driver_tensorflow import hvd_keras as hvd
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 STEPS, RATE = 6, 0.1

@@ -1,7 +1,8 @@
 """The framework under test, behind one small interface: ``SCENARIOS_OVER`` says which.
 
 "horovod" is PyTorch over Horovod, "mpi" PyTorch over MPI without Horovod, "tensorflow" a Keras
-optimizer in a ``tf.function``, "tape" a gradient tape.
+optimizer in a ``tf.function``, "tape" a gradient tape; "tensorflow-mpi" and "tape-mpi" are these
+two over MPI without Horovod.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from tests.scenarios.oracle import Setup
 
-over = os.environ.get("SCENARIOS_OVER", "horovod")
+over, _, library = os.environ.get("SCENARIOS_OVER", "horovod").partition("-")
 _MODULES = {"horovod": "torch", "mpi": "torch", "tensorflow": "tensorflow", "tape": "tensorflow"}
 _driver: Any = importlib.import_module(f"tests.scenarios.driver_{_MODULES[over]}")
 #: the drop-in for Horovod's module

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-import hvd_compress.tensorflow as hvd
-import hvd_compress.tensorflow.keras as hvd_keras
 from hvd_compress import as_compressor
 from tests.scenarios import oracle
 
 tf.config.threading.set_inter_op_parallelism_threads(2)
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.get_logger().setLevel("ERROR")  # each run has a graph of its own, and is not retracing
-over = os.environ.get("SCENARIOS_OVER", "tensorflow")
+over, _, library = os.environ.get("SCENARIOS_OVER", "tensorflow").partition("-")
+if library == "mpi":  # nothing may import it
+    sys.modules["horovod"] = None
+_ENDING = ".mpi" if library == "mpi" else ""
+hvd: Any = importlib.import_module(f"hvd_compress.tensorflow{_ENDING}")
+hvd_keras: Any = importlib.import_module(f"hvd_compress.tensorflow.keras{_ENDING}")
 
 
 def _layers(kind: str) -> list[Any]:

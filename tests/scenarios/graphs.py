@@ -8,13 +8,13 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
-import hvd_compress.tensorflow as hvd
 from hvd_compress import DGC, FP16, GTopK, NoCompression, StagedWarmup, TopK, switch
 from hvd_compress.base import Alltoall, Broadcast, Compressor, Gather, Max, Neighbors, Outcome, Sum
 from hvd_compress.blocks import allgather, chain, error_feedback, top_k
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError
 from tests.scenarios.driver import assert_close, raises
+from tests.scenarios.driver_tensorflow import hvd
 from tests.scenarios.parity import follow_the_oracle
 
 SCHEDULE = StagedWarmup(densities=(1.0, 0.25, 0.05))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -9,19 +10,14 @@ import tempfile
 import warnings
 from pathlib import Path
 
-import horovod.keras
-import horovod.tensorflow
-import horovod.tensorflow.keras
 import keras
 import numpy as np
 import tensorflow as tf
 
-import hvd_compress.tensorflow as hvd
-import hvd_compress.tensorflow.keras as hvd_keras
 from hvd_compress import BF16, DGC, FP16, LGC, NoCompression, StagedWarmup, TopK
 from hvd_compress.errors import ConfigError, UnsupportedError
 from tests.mutations import mutations, same
-from tests.scenarios import oracle
+from tests.scenarios import horovod_only, oracle
 from tests.scenarios.driver import (
     assert_close,
     assert_same_everywhere,
@@ -30,8 +26,9 @@ from tests.scenarios.driver import (
     raises,
     train,
 )
-from tests.scenarios.driver_tensorflow import model_of
+from tests.scenarios.driver_tensorflow import hvd, hvd_keras, library, model_of
 
+HOROVODS = ("horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras")
 SPARSE = DGC(density=0.05)
 DENSE = DGC(density=1.0)
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -81,21 +78,24 @@ def without_compression_it_reduces() -> None:
     assert_same_everywhere(_weights(model))
 
 
+@horovod_only
 def horovods_own_import_lines_work() -> None:
-    for module in (horovod.tensorflow, horovod.tensorflow.keras, horovod.keras):
+    for module in map(importlib.import_module, HOROVODS):
         optimizer = module.DistributedOptimizer(_sgd(), compression=DENSE)
         model, _ = _fit(optimizer)
         assert_close(_weights(model), oracle.dense(range(8), hvd.size()))
 
 
+@horovod_only
 def horovods_own_optimizer_says_that_it_would_not_reduce() -> None:
-    for module in (horovod.tensorflow, horovod.tensorflow.keras, horovod.keras):
+    for module in map(importlib.import_module, HOROVODS):
         with raises(UnsupportedError, "Keras 3", "import hvd_compress.tensorflow.keras as hvd"):
             module.DistributedOptimizer(_sgd())
 
 
+@horovod_only
 def horovods_own_optimizer_taken_early_says_so_too() -> None:
-    factory = horovod.tensorflow.keras.DistributedOptimizer.__wrapped__
+    factory = importlib.import_module("horovod.tensorflow.keras").DistributedOptimizer.__wrapped__
     with raises(UnsupportedError, "behind the import"):
         factory(_sgd(), compression=SPARSE)
 
@@ -109,7 +109,8 @@ def drop_ins_take_horovods_options() -> None:
         model, _ = _fit(optimizer)
         assert_close(_weights(model), oracle.dense(range(8), hvd.size()))
     # Horovod's own drops op here.
-    optimizer = horovod.tensorflow.DistributedOptimizer(
+    own = hvd if library == "mpi" else importlib.import_module("horovod.tensorflow")
+    optimizer = own.DistributedOptimizer(
         _sgd(oracle.LR / hvd.size()), compression=DENSE, op=hvd.Sum
     )
     model, _ = _fit(optimizer)
@@ -634,6 +635,7 @@ def schedules_by_epoch_need_epochs() -> None:
     assert int(optimizer.compression.epoch) == 0
 
 
+@horovod_only
 def a_damaged_message_is_an_error() -> None:
     if hvd.size() == 1:
         return  # alone, nothing travels
@@ -666,10 +668,9 @@ def what_cannot_work_says_what_to_write() -> None:
     optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
     with raises(ConfigError, "distributed already"):
         hvd_keras.DistributedOptimizer(optimizer, compression=SPARSE)
-    with raises(UnsupportedError, "tf.compat.v1"):
-        horovod.tensorflow.DistributedOptimizer(
-            tf.compat.v1.train.GradientDescentOptimizer(0.1), compression=SPARSE
-        )
+    legacy = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+    with raises(UnsupportedError, "tf.compat.v1|no Keras optimizer"):
+        hvd.DistributedOptimizer(legacy, compression=SPARSE)
     with raises(UnsupportedError, "no Keras optimizer"):
         hvd_keras.DistributedOptimizer(object(), compression=SPARSE)
     with raises(ConfigError, "backward_passes_per_step"):
@@ -690,7 +691,7 @@ def what_cannot_work_says_what_to_write() -> None:
     with raises(UnsupportedError, "integers|int32"):
         hvd.allreduce(tf.constant([1, 2]), compression=FP16)
     run = make(DENSE, kind="words", backward_passes_per_step=2)
-    with raises(UnsupportedError, "join"):
+    with raises(UnsupportedError, "join"):  # which needs Horovod, and gradients as they are
         hvd.join()
     with raises(ConfigError, "sparse_as_dense=True"):
         run.step(0)

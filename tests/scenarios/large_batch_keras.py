@@ -6,10 +6,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import hvd_compress.tensorflow as hvd_tf
-import hvd_compress.tensorflow.keras as hvd
 from tests.scenarios import oracle
 from tests.scenarios.driver import assert_close, assert_same_everywhere
+from tests.scenarios.driver_tensorflow import hvd as hvd_tf
+from tests.scenarios.driver_tensorflow import hvd_keras as hvd
 from tests.scenarios.driver_tensorflow import model_of
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

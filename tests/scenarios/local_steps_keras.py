@@ -6,10 +6,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import hvd_compress.tensorflow.keras as hvd
 from hvd_compress import training
 from hvd_compress.errors import ConfigError, UnsupportedError
 from tests.scenarios.driver import raises
+from tests.scenarios.driver_tensorflow import hvd_keras as hvd
 
 RATE, STEPS = 0.1, 9
 W = np.linspace(-1, 1, 12).astype("float32").reshape(4, 3)

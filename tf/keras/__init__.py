@@ -11,7 +11,6 @@ for tf_keras (``TF_USE_LEGACY_KERAS=1``).
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
@@ -21,14 +20,12 @@ from hvd_compress.training.factories import METHODS
 
 from .. import *  # noqa: F403
 from .. import __all__ as _methods
-from ..registration import register_keras, wrap_optimizer
-from . import callbacks, elastic
-from .models import KERAS_3, load_model
+from . import callbacks
+from .models import KERAS_3, loader
 
 #: what imports Keras 3, and its modules
-_OPTIMIZERS = {
+OPTIMIZERS = {
     "ASAM": "sharpness",
-    "Codistillation": "codistillation",
     "DeMo": "demo",
     "LAMB": "layerwise",
     "LARS": "layerwise",
@@ -36,59 +33,60 @@ _OPTIMIZERS = {
     "SAM": "sharpness",
     "ScaledWarmup": "warmup",
     "ZeroOneAdam": "zero_one_adam",
-    "local_steps": "local_training",
-    **{cls.__name__: "local_training" for cls in METHODS},
 }
+#: likewise; what these exchange is no gradient
+TRAINING = ("Codistillation", "local_steps", *(cls.__name__ for cls in METHODS))
+_TRAINING = dict.fromkeys(TRAINING, "training")
 
-_elastic = {
-    "KerasState": elastic.KerasState,
-    "TensorFlowKerasState": elastic.TensorFlowKerasState,
-    "run": importlib.import_module("horovod.tensorflow.elastic").run,  # wrapped
-}
-_whole_models = {"BestModelCheckpoint": callbacks.BestWholeModelCheckpoint}
-_horovod: Any = drop_in.load_horovod(
-    "horovod.tensorflow.keras",
-    "TensorFlow",
-    functools.partial(
-        register_keras, replacements={"callbacks": callbacks.OF_HOROVOD, "elastic": _elastic}
-    ),
-)
-_older: Any = drop_in.load_horovod(
-    "horovod.keras",
-    "TensorFlow",
-    functools.partial(
-        register_keras,
-        replacements={"callbacks": callbacks.OF_HOROVOD | _whole_models, "elastic": _elastic},
-    ),
-)
-if KERAS_3:
-    _horovod.load_model = _older.load_model = load_model
-DistributedOptimizer = wrap_optimizer(_horovod.DistributedOptimizer, every_keras=True)
-PartialDistributedOptimizer = wrap_optimizer(_older.PartialDistributedOptimizer, every_keras=True)
+__all__ = [*_methods, "CoordinatedSampler", "Decay", "OuterSGD", "Ramp", "callbacks"]
 
-__all__ = [
-    *_methods,
-    "CoordinatedSampler",
-    "Decay",
-    "OuterSGD",
-    "PartialDistributedOptimizer",
-    "Ramp",
-    "callbacks",
-    "elastic",
-    "load_model",
-]
+
+def _register(module: Any) -> None:
+    """Wrap what meets an optimizer in a module of Horovod."""
+    from ..registration import register_keras
+    from . import elastic
+
+    own: dict[str, type] = {**callbacks.OF_HOROVOD}
+    if module.__name__ == "horovod.keras":
+        own = own | {"BestModelCheckpoint": callbacks.BestWholeModelCheckpoint}
+    of_elastic = {
+        "KerasState": elastic.KerasState,
+        "TensorFlowKerasState": elastic.TensorFlowKerasState,
+        "run": importlib.import_module("horovod.tensorflow.elastic").run,  # wrapped
+    }
+    register_keras(module, {"callbacks": own, "elastic": of_elastic})
+
+
+_horovod: Any = drop_in.load_horovod("horovod.tensorflow.keras", "TensorFlow", _register)
+_older: Any = drop_in.load_horovod("horovod.keras", "TensorFlow", _register)
+if not isinstance(_horovod, ImportError):
+    from ..over_horovod import runtime
+    from ..registration import wrap_optimizer
+    from . import elastic
+
+    load_model = loader(runtime, __name__)
+    if KERAS_3:
+        _horovod.load_model = _older.load_model = load_model
+    DistributedOptimizer = wrap_optimizer(_horovod.DistributedOptimizer, every_keras=True)
+    PartialDistributedOptimizer = wrap_optimizer(
+        _older.PartialDistributedOptimizer, every_keras=True
+    )
+    __all__ += ["PartialDistributedOptimizer", "elastic", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
     """Return the optimizers, and other names of ``horovod.tensorflow.keras`` and
     ``horovod.keras``."""
-    if name in _OPTIMIZERS:
-        return getattr(importlib.import_module(f"{__name__}.{_OPTIMIZERS[name]}"), name)
+    if module := OPTIMIZERS.get(name) or _TRAINING.get(name):
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     only_older = hasattr(_older, name) and not hasattr(_horovod, name)
     return drop_in.rest_of(_older if only_older else _horovod, name, __name__, "TensorFlow")
 
 
 def __dir__() -> list[str]:
     return sorted(
-        {*drop_in.names_of(_horovod, [*__all__, *_OPTIMIZERS]), *drop_in.names_of(_older, [])}
+        {
+            *drop_in.names_of(_horovod, [*__all__, *OPTIMIZERS, *_TRAINING]),
+            *drop_in.names_of(_older, []),
+        }
     )

@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import horovod.tensorflow as horovod
 import numpy as np
 import tensorflow as tf
 from tensorflow import keras
@@ -17,6 +16,15 @@ from ..binding import native
 from ..optimizer import CompressedOptimizer
 
 _Callback: TypeAlias = keras.callbacks.Callback
+
+
+class _OverRanks:
+    """Mixed into callbacks whose work is done by collectives."""
+
+    @property
+    def _hvd(self) -> Any:
+        """``horovod.tensorflow``, or in subclasses another module with its functions."""
+        return importlib.import_module("horovod.tensorflow")
 
 
 class CompressionCallback(_Callback):
@@ -60,7 +68,7 @@ class CompressionCallback(_Callback):
         return optimizer
 
 
-class BroadcastGlobalVariablesCallback(_Callback):
+class BroadcastGlobalVariablesCallback(_OverRanks, _Callback):
     """Gives all ranks the weights and the optimizer's variables of ``root_rank``.
 
     Variables that exist when training starts are sent then; those that the first batch makes are
@@ -110,13 +118,13 @@ class BroadcastGlobalVariablesCallback(_Callback):
         new = [v for v in variables if id(v) not in self._sent | self._local]
         with tf.device(self._device):
             if new:
-                horovod.broadcast_variables(new, self.root_rank)
+                self._hvd.broadcast_variables(new, self.root_rank)
             if (binding := getattr(optimizer, "compression", None)) is not None:
                 binding.broadcast(self.root_rank)
         self._sent.update(map(id, new))
 
 
-class MetricAverageCallback(_Callback):
+class MetricAverageCallback(_OverRanks, _Callback):
     """Replaces metrics by their averages over the ranks, at the end of an epoch.
 
     It must stand before callbacks that read metrics: ``ReduceLROnPlateau``, ``TensorBoard``.  All
@@ -135,8 +143,8 @@ class MetricAverageCallback(_Callback):
             return
         names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
-        means = horovod.allreduce(
-            values, op=horovod.Average, name="hvd_compress.metrics", device_dense=self._device
+        means = self._hvd.allreduce(
+            values, op=self._hvd.Average, name="hvd_compress.metrics", device_dense=self._device
         )
         logs.update(zip(names, means.numpy().tolist(), strict=True))
 
@@ -222,7 +230,7 @@ class LearningRateScheduleCallback(_Callback):
                     velocity.assign(native(velocity).value() * (new / old))
 
 
-class LearningRateWarmupCallback(LearningRateScheduleCallback):
+class LearningRateWarmupCallback(_OverRanks, LearningRateScheduleCallback):
     """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` in ``warmup_epochs``,
     batch by batch.
 
@@ -241,7 +249,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         def multiplier(epoch: float) -> float:
             if self.steps_per_epoch:  # the last batch of the warm-up has the whole rate
                 epoch += 1 / self.steps_per_epoch
-            size = horovod.size()
+            size = self._hvd.size()
             return (epoch * (size - 1) / warmup_epochs + 1) / size if warmup_epochs else 1.0
 
         super().__init__(
@@ -252,7 +260,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         is_over = self.end_epoch is not None and epoch == self.end_epoch - 1
-        if self.verbose and is_over and horovod.rank() == 0:
+        if self.verbose and is_over and self._hvd.rank() == 0:
             rate = float(np.asarray(self.model.optimizer.learning_rate))
             print(f"\nEpoch {epoch + 1}: warm-up is over, learning rate {rate:g}.")
 

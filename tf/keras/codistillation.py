@@ -6,6 +6,7 @@ Exchanges are Python between graphs: a graph calls them once in every step.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress import training
+from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError
 from hvd_compress.training import Codistiller
 from hvd_compress.training.base import Arrays
@@ -20,8 +22,6 @@ from hvd_compress.training.codistillation.facade import ModelWithTeachers, docum
 from hvd_compress.training.codistillation.losses import Loss, target
 
 from ..binding import native
-from ..eager import engine_of
-from ..engine import HorovodEngine
 from ..xla import refuse_xla
 
 
@@ -41,18 +41,7 @@ LOSSES = {
 }
 
 
-class Codistillation(ModelWithTeachers):
-    _made = 0
-
-    def __init__(self, model: Any, *args: Any, process_set: Any = None, **options: Any) -> None:
-        method = training.Codistillation(*args, **options)
-        if not isinstance(model, keras.Model):
-            raise ConfigError(f"model must be a keras.Model of Keras 3, not {type(model).__name__}")
-        prefix = f"hvd_compress.codistillation.{Codistillation._made}"
-        engine = engine_of(process_set, prefix, HorovodEngine)
-        Codistillation._made += 1
-        super().__init__(model, Codistiller(method, engine, like=tf.zeros(0)))
-
+class KerasModelWithTeachers(ModelWithTeachers):
     def loss(self, task: Any, outputs: Any, inputs: Any = None) -> tf.Tensor:
         """Return the task's loss and the weighted distillation loss, eagerly or in a graph.  Call
         it once in every step, on all ranks; a step with an exchange is a collective.
@@ -175,4 +164,20 @@ class Codistillation(ModelWithTeachers):
         return [name for name, v in self._variables().items() if id(native(v)) in own]
 
 
-documented(Codistillation, "hvd_compress.tensorflow.keras")
+def codistillation_over(
+    make_engine: Callable[[Any], Engine], module: str
+) -> type[ModelWithTeachers]:
+    """Return the class over the engines that ``make_engine`` makes of process sets, for eager
+    tensors; it belongs to ``module``."""
+
+    class Codistillation(KerasModelWithTeachers):
+        def __init__(self, model: Any, *args: Any, process_set: Any = None, **options: Any) -> None:
+            method = training.Codistillation(*args, **options)
+            if not isinstance(model, keras.Model):
+                raise ConfigError(
+                    f"model must be a keras.Model of Keras 3, not {type(model).__name__}"
+                )
+            engine = make_engine(process_set)
+            super().__init__(model, Codistiller(method, engine, like=tf.zeros(0)))
+
+    return documented(Codistillation, module)

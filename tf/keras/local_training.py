@@ -8,25 +8,22 @@ returns only where it has changed something.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.training import Coordinator, TrainingMethod
 from hvd_compress.training.base import Arrays
 from hvd_compress.training.factories import factories_of_methods
 
 from ..binding import native
-from ..eager import engine_of
 from ..optimizer import CompressedOptimizer, is_keras_3
 from ..xla import refuse_xla
-
-_numbers = itertools.count()
 
 
 class LocalStepsOptimizer:
@@ -136,21 +133,10 @@ def _array(x: tf.Tensor) -> np.ndarray:
     return tf.cast(x, tf.float32).numpy() if x.dtype == tf.bfloat16 else x.numpy()
 
 
-def local_steps(
-    optimizer: Any, method: TrainingMethod, *, process_set: Any = None, seed: int = 0
+def _train_locally(
+    optimizer: Any, method: TrainingMethod, make_engine: Callable[[], Engine], seed: int
 ) -> Any:
-    """Return an optimizer like ``optimizer``, of Keras 3, that trains by a method of
-    ``hvd_compress.training``, such as ``LocalSGD(sync_every=8)``, or one of your own.
-
-    Args:
-        optimizer: takes the local steps; of any class, without loss scaling, and not used before.
-        method: the training method.
-        process_set: the ranks that take part; ``None`` for all.
-        seed: for randomness that the ranks share.
-
-    Raises:
-        ConfigError, UnsupportedError: an option has a value that cannot be honoured.
-    """
+    """Return an optimizer like ``optimizer`` that trains by ``method``."""
     if isinstance(optimizer, CompressedOptimizer | LocalStepsOptimizer):
         raise ConfigError(
             "this optimizer is distributed already; pass the one that it was made from"
@@ -178,8 +164,7 @@ def local_steps(
             f"buffers={method.buffers!r}: with Keras, ranks keep the state of their local "
             "optimizers; leave it out"
         )
-    prefix = f"hvd_compress.local_steps.{next(_numbers)}"
-    training = Coordinator(method, engine_of(process_set, prefix), seed=seed)
+    training = Coordinator(method, make_engine(), seed=seed)
     base = type(optimizer)
     cls: Any = type(base.__name__, (LocalStepsOptimizer, base), {"__module__": base.__module__})
     config = optimizer.get_config()
@@ -200,8 +185,36 @@ _MORE = """
         seed: for randomness that the ranks share.
 """
 
-globals().update(
-    factories_of_methods(
-        local_steps, "hvd_compress.tensorflow.keras", {"process_set": None, "seed": 0}, _MORE
-    )
-)
+
+class Factories(NamedTuple):
+    """For one kind of engine: ``local_steps(optimizer, method)``, and one for each method."""
+
+    local_steps: Callable[..., Any]
+    of_methods: dict[str, Callable[..., Any]]
+
+
+def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
+    """Return the factories over the engines that ``make_engine`` makes of process sets, for NumPy
+    arrays; they belong to ``module``."""
+
+    def local_steps(
+        optimizer: Any, method: TrainingMethod, *, process_set: Any = None, seed: int = 0
+    ) -> Any:
+        """Return an optimizer like ``optimizer``, of Keras 3, that trains by a method of
+        ``hvd_compress.training``, such as ``LocalSGD(sync_every=8)``, or one of your own.
+
+        Args:
+            optimizer: takes the local steps; of any class, without loss scaling, and not used
+                before.
+            method: the training method.
+            process_set: the ranks that take part; ``None`` for all.
+            seed: for randomness that the ranks share.
+
+        Raises:
+            ConfigError, UnsupportedError: an option has a value that cannot be honoured.
+        """
+        return _train_locally(optimizer, method, lambda: make_engine(process_set), seed)
+
+    local_steps.__module__, local_steps.__qualname__ = module, "local_steps"
+    own = {"process_set": None, "seed": 0}
+    return Factories(local_steps, factories_of_methods(local_steps, module, own, _MORE))

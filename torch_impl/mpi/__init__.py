@@ -15,6 +15,19 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.mpi.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+)
 
 from .. import *  # noqa: F403
 from .. import __all__ as _methods
@@ -46,19 +59,6 @@ from .optimizer import (
     training_factories,
 )
 from .parameter_server import parameter_server
-from .process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-)
 
 average_parameters = averaging(collectives, __name__)
 local_steps = training_factories.local_steps

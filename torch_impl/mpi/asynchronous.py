@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from hvd_compress import mpi
+from hvd_compress.mpi.process_sets import global_process_set
 
 from .of_model import OfModel
-from .process_sets import global_process_set
 
 
 class _Asynchronous(OfModel):

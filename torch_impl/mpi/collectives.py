@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +9,17 @@ import numpy as np
 import torch
 
 from hvd_compress import mpi
-from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
+from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.horovod import without_state
 from hvd_compress.methods import FP16, NoCompression
-from hvd_compress.mpi.dense.allgather import allgather as gather_bytes
 from hvd_compress.mpi.dense.allreduce import ALGORITHMS, start
+from hvd_compress.mpi.objects import allgather_object as allgather_object
+from hvd_compress.mpi.objects import barrier as barrier
+from hvd_compress.mpi.objects import broadcast_bytes, gather_bytes
+from hvd_compress.mpi.objects import broadcast_object as broadcast_object
+from hvd_compress.mpi.process_sets import ProcessSet, global_process_set
+from hvd_compress.mpi.process_sets import rank as rank
 from hvd_compress.mpi.transport.arrays import flatten
-from hvd_compress.mpi.transport.progress import Algorithm, Message, Wait
-
-from .process_sets import ProcessSet, global_process_set, rank
 
 Average, Sum, Max, Adasum = "mean", "sum", "max", "adasum"
 
@@ -125,27 +125,14 @@ def allgather(
     Raises:
         MismatchError: the ranks' rows differ in dtype or shape.
     """
-    comm = process_set.communicator
     kind = f"allgather of {tensor.dtype} rows of {list(tensor.shape[1:])}"
-    head = np.array([zlib.crc32(kind.encode())], "<u4").view(np.uint8)
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    messages = gather_bytes(np.concatenate([head, raw]), comm=comm)
-    if any((message[:4] != head).any() for message in messages):
-        raise MismatchError(f"ranks gather rows of different dtype or shape; here it is {kind}")
-    parts = [message[4:] for message in messages]
     rows = []
-    for part in parts:
+    for part in gather_bytes(raw, kind, process_set):
         row = torch.empty(part.size // tensor.element_size(), dtype=tensor.dtype)
         row.view(torch.uint8).copy_(torch.from_numpy(part))
         rows.append(row.view(-1, *tensor.shape[1:]))
     return torch.cat(rows).to(tensor.device)
-
-
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return the objects of all ranks, in rank order; they are pickled."""
-    raw = np.frombuffer(pickle.dumps(obj), np.uint8)
-    parts = gather_bytes(raw, comm=global_process_set.communicator)
-    return [pickle.loads(part.tobytes()) for part in parts]
 
 
 def broadcast_(
@@ -155,15 +142,10 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Overwrite ``tensor`` by that of ``root_rank``, and return it."""
-    comm = process_set.communicator
-    members = range(comm.size) if process_set.ranks is None else process_set.ranks
-    if root_rank not in members:
-        raise ConfigError(f"root_rank={root_rank} is not one of the ranks {list(members)}")
-    root = list(members).index(root_rank)
     with torch.no_grad():
         host = tensor.detach().cpu().contiguous()
-        comm.agree(f"broadcast({host.dtype}{list(host.shape)}, root {root_rank})")
-        comm.run("broadcast", _broadcast(comm, host.view(-1).view(torch.uint8).numpy(), root))
+        what = f"{host.dtype}{list(host.shape)}"
+        broadcast_bytes(host.view(-1).view(torch.uint8).numpy(), root_rank, what, process_set)
         if host.data_ptr() != tensor.data_ptr():
             tensor.copy_(host)
     return tensor
@@ -172,31 +154,3 @@ def broadcast_(
 def broadcast(tensor: torch.Tensor, root_rank: int, *args: Any, **options: Any) -> torch.Tensor:
     """Return what :func:`broadcast_` would make of ``tensor``, as a new tensor."""
     return broadcast_(tensor.detach().clone(), root_rank, *args, **options)
-
-
-def _broadcast(comm: mpi.Communicator, raw: np.ndarray, root_rank: int) -> Algorithm:
-    """Broadcast by MPI's own collective, in pieces that its counts can express."""
-    for first in range(0, raw.size, 2**30):
-        request = comm.mpi.Ibcast(raw[first : first + 2**30], root_rank)
-        yield Wait([Message.collective(request)], "MPI_Ibcast")
-
-
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Return the object of ``root_rank`` on all ranks; it is pickled."""
-    raw = torch.empty(0, dtype=torch.uint8)
-    if rank() == root_rank:
-        raw = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    length = broadcast(torch.tensor([raw.numel()]), root_rank)
-    if rank() != root_rank:
-        raw = torch.empty(int(length), dtype=torch.uint8)
-    return pickle.loads(broadcast(raw, root_rank).numpy().tobytes())
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks have called this."""
-    comm = process_set.communicator
-    comm.run("barrier", _barrier(comm))
-
-
-def _barrier(comm: mpi.Communicator) -> Algorithm:
-    yield Wait([Message.collective(comm.mpi.Ibarrier())], "MPI_Ibarrier")

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from mpi4py import MPI
 
-from hvd_compress import mpi
 from hvd_compress.base import Compressor
 from hvd_compress.integrations.horovod import chosen
+from hvd_compress.mpi.process_sets import ProcessSet, engine_over, global_process_set, rank
 from hvd_compress.training import TrainingMethod
 
 from .. import checkpoint
@@ -24,7 +23,6 @@ from ..training.factories import factories
 from ..training.optimizer import LocalStepsOptimizer, broadcast_training_state
 from . import collectives
 from .collectives import Average, Compression, broadcast_
-from .process_sets import ProcessSet, global_process_set, rank
 
 
 def DistributedOptimizer(  # noqa: N802, Horovod's name
@@ -87,27 +85,13 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
     }
     if method is not None:
         signature = inspect.signature(DistributedOptimizer)
-        return distribute_by_method(_make_engine, signature, method=method, **options)
+        return distribute_by_method(engine_over, signature, method=method, **options)
     options["compression"] = chosen(compression, Compression.none, rank)
-    return distribute(collectives, _make_engine, **options)
+    return distribute(collectives, engine_over, **options)
 
 
-def _make_engine(process_set: ProcessSet, predivide: float) -> mpi.MpiEngine:
-    """Return an engine for the ranks of a set; ranks outside of it have a world of their own, where
-    nothing is exchanged."""
-    if not process_set.included():
-        return mpi.MpiEngine(MPI.COMM_SELF)
-    return mpi.MpiEngine(process_set.comm, predivide=predivide)
-
-
-def _engine_for_training(process_set: ProcessSet | None) -> mpi.MpiEngine:
-    chosen = global_process_set if process_set is None else process_set
-    chosen.rank()  # says if init() is missing
-    return _make_engine(chosen, 1.0)
-
-
-training_factories = factories(_engine_for_training, "hvd_compress.torch.mpi")
-Codistillation = codistillation_over(_engine_for_training, "hvd_compress.torch.mpi")
+training_factories = factories(engine_over, "hvd_compress.torch.mpi")
+Codistillation = codistillation_over(engine_over, "hvd_compress.torch.mpi")
 
 
 def broadcast_parameters(parameters: Any, root_rank: int) -> None:

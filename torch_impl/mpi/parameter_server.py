@@ -12,11 +12,11 @@ import torch
 
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.mpi.process_sets import global_process_set
 from hvd_compress.parameter_server.rules import Rules
 
 from ..parameters import Parameter
 from .of_model import OfModel, as_array
-from .process_sets import global_process_set
 
 
 def parameter_server(

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from mpi4py import MPI
 
-from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, SetupError
+from hvd_compress.mpi.engine import MpiEngine
+from hvd_compress.mpi.transport.communicator import Communicator
 
 
 class ProcessSet:
@@ -19,7 +20,8 @@ class ProcessSet:
 
     def __init__(self, ranks: Sequence[int] | None) -> None:
         self.ranks = None if ranks is None else sorted(ranks)
-        self.comm: mpi.Communicator | None = None
+        self.comm: Communicator | None = None
+        self._engine: MpiEngine | None = None
 
     def included(self) -> bool:
         """Return whether this rank belongs to the set."""
@@ -34,7 +36,7 @@ class ProcessSet:
         return self.communicator.size
 
     @property
-    def communicator(self) -> mpi.Communicator:
+    def communicator(self) -> Communicator:
         """The communicator of these ranks.
 
         Raises:
@@ -48,9 +50,25 @@ class ProcessSet:
             )
         return self.comm
 
+    @property
+    def engine(self) -> MpiEngine:
+        """An engine for exchanges that come one after the other, whoever makes them; its first use
+        is a collective of these ranks."""
+        if self._engine is None:
+            self._engine = MpiEngine(self.communicator)
+        return self._engine
+
+    def free(self) -> None:
+        """Free what this has of MPI; a collective of these ranks."""
+        if self._engine is not None:
+            self._engine.close()
+        if self.comm is not None:
+            self.comm.free()
+        self.comm = self._engine = None
+
 
 global_process_set = ProcessSet(None)
-_node: list[mpi.Communicator] = []
+_node: list[Communicator] = []
 
 
 def init(comm: MPI.Comm | None = None) -> None:
@@ -60,17 +78,16 @@ def init(comm: MPI.Comm | None = None) -> None:
         comm: the ranks that train together; ``None`` for all.
     """
     if global_process_set.comm is None:
-        global_process_set.comm = mpi.Communicator(comm)
+        global_process_set.comm = Communicator(comm)
         ranks = global_process_set.comm
-        _node.append(mpi.Communicator(ranks.mpi.Split_type(MPI.COMM_TYPE_SHARED)))
+        _node.append(Communicator(ranks.mpi.Split_type(MPI.COMM_TYPE_SHARED)))
 
 
 def shutdown() -> None:
     """Free all communicators; ``init`` may be called again."""
-    for comm in [global_process_set.comm, *_node]:
-        if comm is not None:
-            comm.free()
-    global_process_set.comm = None
+    global_process_set.free()
+    for comm in _node:
+        comm.free()
     _node.clear()
 
 
@@ -117,14 +134,23 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     color = 0 if everyone.rank in members else MPI.UNDEFINED
     part = everyone.mpi.Split(color, everyone.rank)
     if part != MPI.COMM_NULL:
-        found.comm = mpi.Communicator(part)
+        found.comm = Communicator(part)
         part.Free()
     return found
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Free the communicator of the set and return ``True``; every rank calls it."""
-    if process_set.comm is not None:
-        process_set.comm.free()
-        process_set.comm = None
+    process_set.free()
     return True
+
+
+def engine_over(process_set: ProcessSet | None, predivide: float = 1.0) -> MpiEngine:
+    """Return a new engine for the ranks of a set, ``None`` for all; ranks outside of it have a
+    world of their own, where nothing is exchanged.  A collective."""
+    chosen = global_process_set if process_set is None else process_set
+    if chosen is global_process_set:
+        chosen.rank()  # says if init() is missing
+    if not chosen.included():
+        return MpiEngine(MPI.COMM_SELF)
+    return MpiEngine(chosen.comm, predivide=predivide)

@@ -1,0 +1,54 @@
+"""Keras over MPI alone, without Horovod::
+
+    import hvd_compress.tensorflow.keras.mpi as hvd
+
+    hvd.init()
+    sgd = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(sgd, compression=hvd.DGC)
+
+then ``mpirun -np 16 python train.py``.  For Keras 3 on TensorFlow, and for tf_keras
+(``TF_USE_LEGACY_KERAS=1``).  Names and options are those of ``hvd_compress.tensorflow.keras``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from hvd_compress.training import CoordinatedSampler, Decay, OuterSGD, Ramp
+
+from ... import mpi as _tensorflow
+from ...mpi import *  # noqa: F403
+from ...mpi.engine import runtime
+from ...mpi.training import PartialDistributedOptimizer
+from .. import OPTIMIZERS, TRAINING
+from ..models import loader
+from . import callbacks
+
+load_model = loader(runtime, __name__)
+
+__all__ = [
+    *_tensorflow.__all__,
+    "CoordinatedSampler",
+    "Decay",
+    "OuterSGD",
+    "PartialDistributedOptimizer",
+    "Ramp",
+    "callbacks",
+    "load_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Return what imports Keras 3."""
+    if name in OPTIMIZERS:
+        module = f"hvd_compress.tensorflow.keras.{OPTIMIZERS[name]}"
+    elif name in TRAINING:
+        module = f"{__name__}.training"
+    else:
+        raise _tensorflow.missing(name, __name__, "hvd_compress.tensorflow.keras")
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *OPTIMIZERS, *TRAINING})

@@ -1,0 +1,30 @@
+"""Training that exchanges something else than gradients, over Horovod."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from hvd_compress.engines.base import Engine
+
+from ..eager import engine_of
+from ..engine import HorovodEngine
+from .codistillation import codistillation_over
+from .local_training import factories
+
+_MODULE = "hvd_compress.tensorflow.keras"
+_numbers = itertools.count()
+
+
+def _of_arrays(process_set: Any) -> Engine:
+    return engine_of(process_set, f"hvd_compress.local_steps.{next(_numbers)}")
+
+
+def _of_tensors(process_set: Any) -> Engine:
+    prefix = f"hvd_compress.codistillation.{next(_numbers)}"
+    return engine_of(process_set, prefix, HorovodEngine)
+
+
+Codistillation = codistillation_over(_of_tensors, _MODULE)
+local_steps, _of_methods = factories(_of_arrays, _MODULE)
+globals().update(_of_methods)

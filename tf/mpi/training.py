@@ -1,0 +1,125 @@
+"""Tapes and optimizers over MPI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_compress.integrations.horovod import chosen
+from hvd_compress.mpi.process_sets import ProcessSet, global_process_set, rank
+
+from .. import optimizer as _optimizer
+from .. import tape
+from . import collectives
+from .collectives import Average, Compression
+from .engine import runtime
+
+allreduce = tape.wrap_allreduce(runtime, collectives.allreduce, several=False)
+grouped_allreduce = tape.wrap_allreduce(runtime, collectives.grouped_allreduce, several=True)
+bind = tape.binder(runtime, "hvd_compress.tensorflow.mpi")
+
+
+def DistributedGradientTape(  # noqa: N802, Horovod's name
+    gradtape: Any,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: str = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+    *,
+    seed: int = 0,
+) -> Any:
+    """Return a tape whose ``gradient`` averages over the ranks.
+
+    Args:
+        gradtape: a ``tf.GradientTape``, behind its ``with`` statement.
+        device_dense, device_sparse: where exchanges are computed, as for ``tf.device``; messages
+            are sent from host memory.
+        compression: a method such as ``hvd.DGC(momentum=0.9)``, its class, its name, a text, or
+            what ``hvd.bind`` returned.
+        sparse_as_dense: make sparse gradients dense before they are exchanged.
+        op: ``hvd.Average`` or ``hvd.Sum``.
+        gradient_predivide_factor: divide by it before adding and by the rest afterwards.
+        num_groups, groups: variables that are exchanged together: a number of groups, or lists.
+        process_set: the ranks that take part.
+        scale_local_gradients: gradients of local sources are divided by the number of ranks.
+        seed: for randomness that the ranks share.
+
+    Raises:
+        ConfigError: an option has a value that cannot be honoured.
+        SetupError: ``hvd.init()`` is missing.
+    """
+    options = dict(locals())
+    rank()  # says if init() is missing
+    options["compression"] = chosen(compression, Compression.none, rank)
+    return tape.distribute_tape(runtime, options)
+
+
+def PartialDistributedGradientTape(  # noqa: N802, Horovod's name
+    gradtape: Any, *args: Any, local_layers: Any = None, **options: Any
+) -> Any:
+    """Return :func:`DistributedGradientTape` that keeps the gradients of layers on their rank.
+
+    Args:
+        local_layers: a layer of Keras, or several.
+    """
+    new = DistributedGradientTape(gradtape, *args, **options)
+    for variable in _optimizer.weights_of(local_layers):
+        new.register_local_source(variable)
+    return new
+
+
+def DistributedOptimizer(  # noqa: N802, Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: str = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+    *,
+    seed: int = 0,
+) -> Any:
+    """Return a new optimizer of Keras that averages gradients over the ranks.
+
+    Args:
+        optimizer: of Keras 3, or of tf_keras.
+        name: of the new one.
+        backward_passes_per_step: gradients of so many passes are added up before they are
+            exchanged, and averaged with ``average_aggregated_gradients``.
+
+    All others are those of :func:`DistributedGradientTape`.
+
+    Raises:
+        ConfigError, UnsupportedError: an option has a value that cannot be honoured.
+        SetupError: ``hvd.init()`` is missing.
+    """
+    options = dict(locals())
+    rank()  # says if init() is missing
+    options["compression"] = chosen(compression, Compression.none, rank)
+    return _optimizer.distribute(runtime, **options)
+
+
+def PartialDistributedOptimizer(  # noqa: N802, Horovod's name
+    optimizer: Any, *args: Any, local_layers: Any = None, **options: Any
+) -> Any:
+    """Return :func:`DistributedOptimizer` that keeps the gradients of layers on their rank.
+
+    Args:
+        local_layers: a layer of Keras, or several.
+    """
+    new = DistributedOptimizer(optimizer, *args, **options)
+    for variable in _optimizer.weights_of(local_layers):
+        new.register_local_var(variable)
+    return new
