@@ -34,6 +34,7 @@ def is_ours(compression: Any) -> bool:
     return isinstance(compression, Binding) or drop_in.is_ours(compression)
 
 
+@tf.autograph.experimental.do_not_convert
 def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
     """Return the state of a method for some variables; the first call makes it, and later calls
     find it again.
@@ -93,7 +94,7 @@ def _warn_about_momentum(binding: Binding) -> None:
             "hvd.DistributedOptimizer; if error feedback alone is what you want, write "
             f"{type(method).__name__}(momentum=0.0)",
             UserWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
