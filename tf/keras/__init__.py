@@ -33,6 +33,7 @@ _OPTIMIZERS = {
     "LAMB": "layerwise",
     "LARS": "layerwise",
     "OneBitAdam": "onebit_adam",
+    "OneBitLAMB": "onebit_lamb",
     "SAM": "sharpness",
     "ScaledWarmup": "warmup",
     "ZeroOneAdam": "zero_one_adam",
