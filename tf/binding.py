@@ -110,6 +110,7 @@ class Binding(tf.Module):
         method: the compressor.
         step, epoch: of the next exchange; variables.
         states: variables by index of the slot and key.
+        sharing: indices of the slots that have something in common with others.
         on_behalf: others whose messages count here as well.
     """
 
@@ -531,11 +532,13 @@ class Binding(tf.Module):
         states: dict[str, dict[str, tf.Variable]] = {}
         homes: dict[Look, int] = {}
         self._home_of: tuple[int, ...] = ()
+        self.sharing: frozenset[int] = frozenset()
         for i, slot in enumerate(self.slots):
             method, zeros = self._method_for(slot), tf.zeros(slot.shape, slot.dtype)
             state, common = method.init(zeros), method.common(zeros)
             home = homes.setdefault(look_of(common), i) if common else i
             self._home_of += (home,)
+            self.sharing |= {i} if common else set()
             name = re.sub(r"[^\w.-]", ".", slot.name)
             states[str(i)] = {
                 key: _variable(x, f"{name}.{key}")
