@@ -110,6 +110,7 @@ class Binding(tf.Module):
         method: the compressor.
         step, epoch: of the next exchange; variables.
         states: variables by index of the slot and key.
+        sharing: indices of the slots that have something in common with others.
         on_behalf: others whose messages count here as well.
     """
 
@@ -163,13 +164,11 @@ class Binding(tf.Module):
         self._devices = device_dense, device_sparse
         self._schedules = schedules_of(self.method)
         with tf.init_scope():
-            self.step = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
-            self.epoch = tf.Variable(-1, trainable=False, dtype=tf.float64, name="epoch")
-            self._counts = tf.Variable(
-                tf.zeros([len(slots), len(COUNTED)], tf.int64), trainable=False, name="counts"
-            )
+            self.step = _variable(0, "step", tf.int64)
+            self.epoch = _variable(-1, "epoch", tf.float64)
+            self._counts = _variable(tf.zeros([len(slots), len(COUNTED)], tf.int64), "counts")
             self.states: dict[str, dict[str, tf.Variable]] = self._fresh_states()
-            self._consolidated_at = tf.Variable(0, trainable=False, dtype=tf.int64)
+            self._consolidated_at = _variable(0, "consolidated_at", tf.int64)
         self.on_behalf: list[Binding] = []
         # What no checkpoint shall look at: functions, and memory for the loops of all graphs.
         object.__setattr__(self, "_averages", {})
@@ -543,14 +542,16 @@ class Binding(tf.Module):
         states: dict[str, dict[str, tf.Variable]] = {}
         homes: dict[Look, int] = {}
         self._home_of: tuple[int, ...] = ()
+        self.sharing: frozenset[int] = frozenset()
         for i, slot in enumerate(self.slots):
             method, zeros = self._method_for(slot), tf.zeros(slot.shape, slot.dtype)
             state, common = method.init(zeros), method.common(zeros)
             home = homes.setdefault(look_of(common), i) if common else i
             self._home_of += (home,)
+            self.sharing |= {i} if common else set()
             name = re.sub(r"[^\w.-]", ".", slot.name)
             states[str(i)] = {
-                key: tf.Variable(x, trainable=False, name=f"{name}.{key}")
+                key: _variable(x, f"{name}.{key}")
                 for key, x in (state | common if home == i else state).items()
             }
         return states
@@ -616,6 +617,22 @@ class Binding(tf.Module):
             new = self._method_for(slot).repaired(tf.zeros(slot.shape, slot.dtype), old)
             for key, variable in state.items():
                 variable.assign(new[key])
+
+
+def _variable(value: Any, name: str, dtype: tf.DType | None = None) -> tf.Variable:
+    """Return a variable of the state, which may be made while a graph is traced.
+
+    A ``tf.function`` whose first trace makes variables is traced again, to have a graph that makes
+    none, even if they are made outside of the graph, in ``tf.init_scope``: this would double the
+    time of the first step.  Those that are not to be lifted out of the graph do not count.
+    """
+    return tf.Variable(
+        value,
+        trainable=False,
+        dtype=dtype,
+        name=name,
+        experimental_enable_variable_lifting=False,
+    )
 
 
 def _number(x: Any) -> Any:

@@ -37,6 +37,7 @@ def is_ours(compression: Any) -> bool:
 def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
     """Return ``bind`` over a runtime; it belongs to ``module``."""
 
+    @tf.autograph.experimental.do_not_convert
     def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
         """Return the state of a method for some variables; the first call makes it, and later calls
         find it again.
@@ -104,7 +105,7 @@ def _warn_about_momentum(binding: Binding) -> None:
             "hvd.DistributedOptimizer; if error feedback alone is what you want, write "
             f"{type(method).__name__}(momentum=0.0)",
             UserWarning,
-            stacklevel=5,
+            stacklevel=7,
         )
 
 

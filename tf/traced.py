@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -114,7 +115,8 @@ class TracedReducer(Reducer):
         return scaled(direction, factor) if factor != 1 else direction
 
     def _exchange(self, name: str, gradient: Any, context: Context) -> Exchange:
-        slot = self._binding.slots[self._slots[name]]
+        place = self._slots[name]
+        slot = self._binding.slots[place]
         method = self.method.for_tensor(name, tuple(slot.shape))
         variables = self._state_of(name)
         if isinstance(gradient, tf.IndexedSlices):
@@ -122,8 +124,10 @@ class TracedReducer(Reducer):
             useful = {"velocity"} if self._binding.momentum_used()[0] else set()
             state = {key: x for key, x in variables.items() if key in useful}
             return self._exchange_rows(method, slot, gradient, state, context)
-        common = self._homes.hand(name, lambda: method.common(tf.zeros(slot.shape, slot.dtype)))
-        return method.exchange(gradient, variables | common, context)
+        if place in self._binding.sharing:  # else the graph would have zeros for each tensor
+            fresh = functools.partial(method.common, tf.zeros(slot.shape, slot.dtype))
+            variables = variables | self._homes.hand(name, fresh)
+        return method.exchange(gradient, variables, context)
 
     def _names(self) -> Iterable[str]:
         return [slot.name for slot in self._binding.slots]

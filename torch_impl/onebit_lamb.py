@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from hvd_compress.errors import ConfigError
-from hvd_compress.methods.onebit_adam import check_freeze_step
+from hvd_compress.methods.onebit_adam import check_coefficients, check_freeze_step
 
 from .frozen_adam import FrozenAdam, direction, scale_of
 from .onebit_adam import OneBitAdam
@@ -74,16 +73,7 @@ class OneBitLAMB(OneBitAdam):
         factor_threshold: float = 0.1,
     ) -> None:
         check_freeze_step(freeze_step)
-        for name, ends in (
-            ("coefficient_range", coefficient_range),
-            ("factor_range", factor_range),
-        ):
-            if len(ends) != 2 or not 0 < ends[0] <= ends[1]:
-                raise ConfigError(f"{name} must be two numbers, 0 < low <= high; got {ends!r}")
-        if not 0 <= coefficient_beta < 1:
-            raise ConfigError(f"coefficient_beta must be in [0, 1); got {coefficient_beta!r}")
-        if not 0 < factor_threshold < 1:
-            raise ConfigError(f"factor_threshold must be in (0, 1); got {factor_threshold!r}")
+        check_coefficients(coefficient_range, coefficient_beta, factor_range, factor_threshold)
         FrozenAdam.__init__(
             self,
             params,

@@ -331,9 +331,14 @@ def run_form(
     bounds = [0, *itertools.accumulate(form.weights)]
     sent, received = (_shares(n, bounds) for n in (record.bytes_sent, record.bytes_received))
     for own, its_sent, its_received in zip(records, sent, received, strict=True):
-        own.bytes_sent += its_sent
-        own.bytes_received += its_received
+        own.bytes_sent = _plus(own.bytes_sent, its_sent)
+        own.bytes_received = _plus(own.bytes_received, its_received)
     return common.outcome
+
+
+def _plus(count: Any, n: Any) -> Any:
+    """Return the sum.  A symbol is not added to 0, since each sum would be a node of its graph."""
+    return n if isinstance(count, int) and count == 0 else count + n
 
 
 def _shares(n: Any, bounds: Sequence[int]) -> Sequence[Any]:

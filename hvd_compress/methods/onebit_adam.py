@@ -28,6 +28,19 @@ def check_freeze_step(steps: Any) -> None:
         )
 
 
+def check_coefficients(
+    coefficient_range: Any, coefficient_beta: float, factor_range: Any, factor_threshold: float
+) -> None:
+    """Raise ``ConfigError`` unless these are options of 1-bit LAMB."""
+    for name, ends in (("coefficient_range", coefficient_range), ("factor_range", factor_range)):
+        if len(ends) != 2 or not 0 < ends[0] <= ends[1]:
+            raise ConfigError(f"{name} must be two numbers, 0 < low <= high; got {ends!r}")
+    if not 0 <= coefficient_beta < 1:
+        raise ConfigError(f"coefficient_beta must be in [0, 1); got {coefficient_beta!r}")
+    if not 0 < factor_threshold < 1:
+        raise ConfigError(f"factor_threshold must be in (0, 1); got {factor_threshold!r}")
+
+
 def as_freeze_step(value: Any) -> bool | After:
     """Return the schedule for a number of steps; a schedule or a bool stays as it is."""
     if isinstance(value, bool | After):
@@ -40,10 +53,10 @@ def as_freeze_step(value: Any) -> bool | After:
 class OneBitAdamCompression(Chained, name="onebit_adam"):
     """Average gradients first, and Adam's momentum in one bit an element later.
 
-    Half of 1-bit Adam: the other half is the optimizer, ``OneBitAdam`` of ``hvd_compress.torch``
-    and of ``hvd_compress.tensorflow.keras``, whose ``compressor()`` makes this with the options
-    that fit.  Until ``freeze_step``, gradients are summed, and Adam steps as ever.  Then its
-    variance stays as it is, and what is sent is::
+    Half of 1-bit Adam: the other half is the optimizer, ``OneBitAdam`` or ``OneBitLAMB`` of
+    ``hvd_compress.torch`` and of ``hvd_compress.tensorflow.keras``, whose ``compressor()`` makes
+    this with the options that fit.  Until ``freeze_step``, gradients are summed, and Adam steps as
+    ever.  Then its variance stays as it is, and what is sent is::
 
         x_i = beta1 u + (1 - beta1) g_i + residual_i     on each rank
         sent_i = scale_i * sign(x_i);  residual_i = x_i - sent_i

@@ -29,10 +29,11 @@ KERAS = ("parity", "shared", "keras_fit", "keras_users")
 GRAPHS = ("decentralized", "decentralized_state")
 OTHERS_KERAS = ("codistillation_keras", "local_steps_keras")
 OTHERS = ("local_steps", "codistillation", *GRAPHS)
-ADAM = ("adam_onebit", "adam_zero_one", "demo")
+ADAM = ("adam_onebit", "adam_zero_one", "lamb_onebit", "demo")
 OWN_TORCH = ("demo_torch", "lamb_torch")
 ADAM_TORCH = (*ADAM, "adam_torch", "adam_zero_one_torch", *OWN_TORCH, "large_batch_torch")
-ADAM_KERAS = (*ADAM, "adam_keras", "adam_zero_one_keras", "demo_keras", "large_batch_keras")
+LAMB_KERAS = ("lamb_keras", "large_batch_keras")
+ADAM_KERAS = (*ADAM, "adam_keras", "adam_zero_one_keras", "demo_keras", *LAMB_KERAS)
 #: what graphs over MPI must show in each run of the tests
 OVER_MPI = (
     "over_mpi_tensorflow",
@@ -71,7 +72,8 @@ JOBS = [
     Job("mpi", (*PARITY, "over_mpi"), "mpich", 3),
     Job("mpi", FOLLOWS, "mpirun", 5),
     Job("tensorflow", ("keras_users", "keras_fit", "shared", *FOLLOWS), "mpirun", 2),
-    Job("tensorflow", ("adam_keras", "adam_zero_one_keras", "large_batch_keras"), "mpirun", 2),
+    Job("tensorflow", ("adam_keras", "adam_zero_one_keras"), "mpirun", 2),
+    Job("tensorflow", ("lamb_onebit", *LAMB_KERAS), "mpirun", 2),
     Job("tensorflow", ("demo", "demo_keras", *OTHERS_KERAS), "mpirun", 2),
     Job("tensorflow", ("graphs",), "mpirun", 3),
     Job("tape", FOLLOWS, "mpirun", 2),

@@ -27,6 +27,8 @@ adam: Any = _driver.adam
 #: this package's optimizers of those names
 onebit_adam: Any = _driver.onebit_adam
 zero_one_adam: Any = _driver.zero_one_adam
+lamb: Any = _driver.lamb
+onebit_lamb: Any = _driver.onebit_lamb
 demo: Any = _driver.demo
 #: how ranks that differ say so
 mismatch: type[BaseException] = _driver.mismatch

@@ -118,6 +118,8 @@ def _with_torchs_names(cls: Any) -> Any:
 
 onebit_adam = _with_torchs_names(hvd_keras.OneBitAdam)
 zero_one_adam = _with_torchs_names(hvd_keras.ZeroOneAdam)
+lamb = _with_torchs_names(hvd_keras.LAMB)
+onebit_lamb = _with_torchs_names(hvd_keras.OneBitLAMB)
 demo = hvd_keras.DeMo
 
 

@@ -172,6 +172,30 @@ def graphs_have_a_subgraph_for_each_bucket() -> None:
         assert counts(method, 2) == counts(method, 9), method
 
 
+def a_step_is_traced_once() -> None:
+    """Although the state of the method is made while the first step is traced."""
+
+    def traces_of(method: Compressor) -> int:
+        variable, traces = tf.Variable(tf.ones([300])), []
+        momentum = {"momentum": 0.9} if method.takes_momentum else {}
+
+        @tf.function
+        def step(x: tf.Tensor) -> tf.Tensor:
+            traces.append(x)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable * x)
+            compression = hvd.bind(method, [variable], **momentum)
+            tape = hvd.DistributedGradientTape(tape, compression=compression)
+            return tape.gradient(loss, variable)
+
+        for number in range(3):
+            step(tf.fill([300], float(number)))
+        return len(traces)
+
+    assert traces_of(FP16()) == 1
+    assert traces_of(DGC(density=0.05)) == 1
+
+
 def memory_is_used_again_unless_somebody_looks_at_it() -> None:
     variable = tf.Variable(tf.zeros([300, 7]))
     compression = hvd.bind(SPARSE, [variable], momentum=0.5)

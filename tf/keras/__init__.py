@@ -30,6 +30,7 @@ OPTIMIZERS = {
     "LAMB": "layerwise",
     "LARS": "layerwise",
     "OneBitAdam": "onebit_adam",
+    "OneBitLAMB": "onebit_lamb",
     "SAM": "sharpness",
     "ScaledWarmup": "warmup",
     "ZeroOneAdam": "zero_one_adam",

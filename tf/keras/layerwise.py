@@ -12,17 +12,17 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.training.large_batch.scaling import check_not_negative
 
 
-def _norm(x: Any) -> Any:
+def norm_of(x: Any) -> Any:
     return ops.sqrt(ops.sum(ops.square(x)))
 
 
-def _quotient(numerator: Any, denominator: Any, first: Any, second: Any) -> Any:
+def quotient(numerator: Any, denominator: Any, first: Any, second: Any) -> Any:
     """Return the quotient, 1 where one of the norms is 0."""
     positive = ops.logical_and(first > 0, second > 0)
     return ops.where(positive, numerator / ops.where(positive, denominator, 1.0), 1.0)
 
 
-class _Layerwise(keras.optimizers.Optimizer):
+class Layerwise(keras.optimizers.Optimizer):
     """Weight decay is a part of the step, and not taken before it as other optimizers do."""
 
     def _apply_weight_decay(self, variables: Any) -> None:
@@ -34,7 +34,7 @@ class _Layerwise(keras.optimizers.Optimizer):
 
 
 @keras.saving.register_keras_serializable(package="hvd_compress")
-class LARS(_Layerwise):
+class LARS(Layerwise):
     """SGD with momentum whose learning rate follows the norms of each layer::
 
         optimizer = hvd.DistributedOptimizer(hvd.LARS(3.2, weight_decay=1e-4), compression="topk")
@@ -83,8 +83,8 @@ class LARS(_Layerwise):
         gradient, rate = ops.cast(gradient, w.dtype), ops.cast(learning_rate, w.dtype)
         velocity = self._velocities[self._get_variable_index(variable)]
         if len(w.shape) > 1:
-            decay, norm_w, norm_g = self._decay(variable), _norm(w), _norm(gradient)
-            rate *= _quotient(
+            decay, norm_w, norm_g = self._decay(variable), norm_of(w), norm_of(gradient)
+            rate *= quotient(
                 self.trust_coefficient * norm_w, norm_g + decay * norm_w, norm_w, norm_g
             )
             gradient += decay * w
@@ -93,7 +93,7 @@ class LARS(_Layerwise):
 
 
 @keras.saving.register_keras_serializable(package="hvd_compress")
-class LAMB(_Layerwise):
+class LAMB(Layerwise):
     """Adam whose steps are as long as each layer's weights, times the learning rate::
 
         optimizer = hvd.DistributedOptimizer(hvd.LAMB(2e-3, weight_decay=0.01), compression="topk")
@@ -151,8 +151,8 @@ class LAMB(_Layerwise):
             for x, beta in ((m, self.beta_1), (v, self.beta_2))
         ]
         u = corrected[0] / (ops.sqrt(corrected[1]) + self.epsilon) + self._decay(variable) * w
-        norm_w, norm_u = _norm(w), _norm(u)
-        variable.assign(w - rate * _quotient(norm_w, norm_u, norm_w, norm_u) * u)
+        norm_w, norm_u = norm_of(w), norm_of(u)
+        variable.assign(w - rate * quotient(norm_w, norm_u, norm_w, norm_u) * u)
 
 
 # The class of a distributed optimizer is made from these, and is saved under their bare names.

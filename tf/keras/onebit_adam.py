@@ -76,11 +76,20 @@ class OneBitAdam(FrozenAdam):
         super().apply(grads, trainable_variables)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        update = self._direction(gradient, variable, self._is_frozen())
+        variable.assign(variable - ops.cast(learning_rate, variable.dtype) * update)
+
+    def _direction(self, gradient: Any, variable: Any, frozen: Any) -> Any:
+        """Return the direction of Adam's step, after an update of its state.
+
+        Args:
+            frozen: the variance stays as it is, and what is averaged is a momentum.
+        """
         place, key = self._get_variable_index(variable), id(native(variable))
         m, v = self._momentums[place], self._velocities[place]
         dtype = variable.dtype
         gradient = ops.cast(tf.convert_to_tensor(gradient), dtype)
-        step, frozen = self.iterations + 1, self._is_frozen()
+        step = self.iterations + 1
 
         momentum = self.beta_1 * m + (1 - self.beta_1) * gradient
         if key in self._places and key not in self._rows:
@@ -91,9 +100,7 @@ class OneBitAdam(FrozenAdam):
         # Every variable says the same.
         count = ops.cast(step, "int64")
         self._variance_steps.assign(ops.where(frozen, self._variance_steps, count))
-
-        update = momentum / self._momentum_bias(step, dtype) / self._scale(v)
-        variable.assign(variable - ops.cast(learning_rate, dtype) * update)
+        return momentum / self._momentum_bias(step, dtype) / self._scale(v)
 
     def _is_frozen(self) -> Any:
         # Steps may have been skipped after their exchange: the compression's count is what counts.
