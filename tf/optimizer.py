@@ -501,17 +501,22 @@ def _plain(gradient: Any) -> Any:
 
 
 def _check_place() -> None:
-    """Refuse a LossScaleOptimizer around this one, which looks for NaN and Inf before gradients are
+    if is_in_loss_scaling():
+        raise UnsupportedError(
+            "a distributed optimizer stands inside of a LossScaleOptimizer, which lets it step on "
+            "some ranks only: write hvd.DistributedOptimizer(LossScaleOptimizer(optimizer)) before "
+            "model.compile, or set the policy mixed_float16 before hvd.DistributedOptimizer"
+        )
+
+
+def is_in_loss_scaling() -> bool:
+    """Return whether a LossScaleOptimizer calls, which looks for NaN and Inf before gradients are
     averaged."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
         is_scaler = "LossScaleOptimizer" in [cls.__name__[:18] for cls in type(owner).__mro__]
         if is_scaler and not isinstance(owner, CompressedOptimizer):
-            raise UnsupportedError(
-                "a distributed optimizer stands inside of a LossScaleOptimizer, which lets it step "
-                "on some ranks only: write hvd.DistributedOptimizer(LossScaleOptimizer(optimizer)) "
-                "before model.compile, or set the policy mixed_float16 before "
-                "hvd.DistributedOptimizer"
-            )
+            return True
         frame = frame.f_back  # type: ignore[assignment]
+    return False

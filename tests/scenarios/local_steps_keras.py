@@ -153,3 +153,44 @@ def optimizers_and_options_that_do_not_fit() -> None:
     model, optimizer = _model(), hvd.LeaderSGD(sgd())
     with raises(ConfigError, r"optimizer.report\(loss\)"):
         optimizer.apply([tf.zeros((4, 3)), tf.zeros(3)], model.trainable_variables)
+
+
+def loss_scaling_that_keras_adds_is_refused_too() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = _model()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    with raises(UnsupportedError, "mixed_bfloat16"):
+        _fit(model, hvd.LocalSGD(keras.optimizers.SGD(RATE)), range(1))
+
+
+def all_steps_are_on_the_same_variables() -> None:
+    """Or the first layer's anchor would be taken for that of the second."""
+    layers = [keras.layers.Dense(4), keras.layers.Dense(4)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    optimizer = hvd.DiLoCo(keras.optimizers.SGD(RATE), sync_every=1)
+    variables = model.trainable_variables
+    gradients = [tf.zeros(v.shape) for v in variables]
+    with raises(ValueError, "must already be built"):
+        optimizer.apply(gradients)
+    optimizer.apply(gradients, variables)
+    before = model.get_weights()
+    for chosen in (slice(2, 4), slice(None, None, -1)):
+        with raises(ConfigError, "make a new optimizer"):
+            optimizer.apply(gradients[chosen], variables[chosen])
+    optimizer.apply(gradients)
+    for x, y in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def a_graph_needs_the_tensor_of_its_loss() -> None:
+    model, optimizer = _model(), hvd.LeaderSGD(keras.optimizers.SGD(RATE))
+
+    @tf.function
+    def step():
+        optimizer.apply([tf.zeros((4, 3)), tf.zeros(3)], model.trainable_variables)
+
+    optimizer.report(tf.constant(1.0))
+    with raises(ConfigError, r"inside of the tf\.function"):
+        step()
