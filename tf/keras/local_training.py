@@ -103,8 +103,8 @@ class LocalStepsOptimizer:
         if not tf.executing_eagerly() and not tf.is_symbolic_tensor(loss):
             raise ConfigError(
                 f"{name} chooses by the training loss, and this graph would take the loss of now "
-                "for that of all steps: call optimizer.report(loss) inside of the tf.function, with "
-                "the tensor of its loss"
+                "for that of all steps: call optimizer.report(loss) inside of the tf.function, "
+                "with the tensor of its loss"
             )
 
     def _hvd_before(self, parameters: Arrays, rate: Any, *losses: Any) -> Arrays:

@@ -302,6 +302,6 @@ def test_sparse_gradients_climb_as_dense_ones_do(make):
 
 
 def test_a_loss_of_something_else_is_an_error():
+    sam, other = hvd.SAM(torch.nn.Linear(2, 1)), torch.ones((), requires_grad=True)
     with pytest.raises(ConfigError, match="found no gradient"):
-        other = torch.ones((), requires_grad=True)
-        hvd.SAM(torch.nn.Linear(2, 1)).backward(lambda: 2 * other)
+        sam.backward(lambda: 2 * other)
