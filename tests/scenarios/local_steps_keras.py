@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -194,3 +196,25 @@ def a_graph_needs_the_tensor_of_its_loss() -> None:
     optimizer.report(tf.constant(1.0))
     with raises(ConfigError, r"inside of the tf\.function"):
         step()
+
+
+def a_round_that_nan_has_lost_does_not_lose_those_after_it() -> None:
+    for graph in (False, True):
+        model = _model()
+        sgd = keras.optimizers.SGD(RATE, momentum=0.9)
+        optimizer = hvd.DiLoCo(sgd, sync_every=2, outer=hvd.OuterSGD(1.0, 0.0, False))
+
+        def step(x, model=model, optimizer=optimizer):
+            gradients = [x + tf.zeros(v.shape) for v in model.trainable_variables]
+            optimizer.apply(gradients, model.trainable_variables)
+
+        run, found = tf.function(step) if graph else step, []
+        for number in range(8):
+            is_spoilt = number == 2 and hvd.rank() == hvd.size() - 1
+            with warnings.catch_warnings():
+                warnings.simplefilter("error" if number > 3 else "ignore")
+                run(tf.constant(np.nan if is_spoilt else 1.0))
+            found.append(model.get_weights()[0])
+        np.testing.assert_array_equal(found[3], found[1])
+        assert (found[5] < found[3]).all()
+        assert (found[7] < found[5]).all()

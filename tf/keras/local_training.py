@@ -20,6 +20,7 @@ from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.training import Coordinator, TrainingMethod
 from hvd_compress.training.base import Arrays
 from hvd_compress.training.factories import factories_of_methods
+from hvd_compress.training.rounds import Rounds
 
 from ..binding import native
 from ..eager import engine_of
@@ -127,18 +128,22 @@ class LocalStepsOptimizer:
             before, more = inputs[: len(own)], inputs[len(own) :]
             arrays = {name: _array(x) for name, x in zip(names, before, strict=True)}
             after = function(dict(arrays), *more)
-            is_new = any(after[name] is not x for name, x in arrays.items())
+            changed = [x for name, x in arrays.items() if after[name] is not x]
+            is_lost = isinstance(self.training.method, Rounds) and not all(
+                np.isfinite(x).all() for x in changed
+            )
             made = [
                 x if after[name] is arrays[name] else tf.cast(after[name], x.dtype)
                 for name, x in zip(names, before, strict=True)
             ]
-            return [tf.constant(is_new), *made]
+            return [tf.constant(bool(changed)), tf.constant(is_lost), *made]
 
         values = [*(v.value() for v in own), *known]
         if tf.executing_eagerly():
-            is_new, *made = run(*map(tf.convert_to_tensor, values))
+            is_new, is_lost, *made = run(*map(tf.convert_to_tensor, values))
         else:
-            is_new, *made = tf.py_function(run, values, [tf.bool, *(v.dtype for v in own)])
+            dtypes = [tf.bool, tf.bool, *(v.dtype for v in own)]
+            is_new, is_lost, *made = tf.py_function(run, values, dtypes)
 
         def assign() -> tf.Tensor:
             for v, x in zip(own, made, strict=True):
@@ -146,6 +151,15 @@ class LocalStepsOptimizer:
             return tf.constant(True)
 
         tf.cond(is_new, assign, lambda: tf.constant(False))
+        tf.cond(is_lost, self._hvd_forget, lambda: tf.constant(False))
+
+    def _hvd_forget(self) -> tf.Tensor:
+        """Begin anew with momentum that is NaN or Inf: it would lead there again, and all rounds
+        would be lost."""
+        for v in map(native, self.variables):  # type: ignore[attr-defined]
+            if v.dtype.is_floating:
+                v.assign(tf.where(tf.math.is_finite(v), v, tf.zeros_like(v)))
+        return tf.constant(True)
 
     def synchronize_parameters(self) -> None:
         """Give all ranks the parameters that are to be tested: for most methods the average of the

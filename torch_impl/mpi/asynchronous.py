@@ -27,7 +27,8 @@ class _Asynchronous(OfModel):
             loss: of the batch, a number or a tensor of one element.
         """
         self._optimizer.step()
-        self.server.step(self._arrays(), float(loss))
+        value = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        self.server.step(self._arrays(), float(value))
         self._load()
 
 
