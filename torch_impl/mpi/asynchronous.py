@@ -27,8 +27,7 @@ class _Asynchronous(OfModel):
             loss: of the batch, a number or a tensor of one element.
         """
         self._optimizer.step()
-        value = loss.detach() if isinstance(loss, torch.Tensor) else loss
-        self.server.step(self._arrays(), float(value))
+        self.server.step(self._arrays(), float(loss))
         self._load()
 
 

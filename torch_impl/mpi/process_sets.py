@@ -61,9 +61,8 @@ def init(comm: MPI.Comm | None = None) -> None:
     """
     if global_process_set.comm is None:
         global_process_set.comm = mpi.Communicator(comm)
-        part = global_process_set.comm.mpi.Split_type(MPI.COMM_TYPE_SHARED)
-        _node.append(mpi.Communicator(part))
-        part.Free()
+        ranks = global_process_set.comm
+        _node.append(mpi.Communicator(ranks.mpi.Split_type(MPI.COMM_TYPE_SHARED)))
 
 
 def shutdown() -> None:
