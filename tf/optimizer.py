@@ -136,16 +136,7 @@ def distribute(
             f"{type(optimizer).__module__}.{type(optimizer).__name__} is no Keras optimizer; for "
             "others use hvd.DistributedGradientTape"
         )
-    base = type(optimizer)
-    cls: Any = type(base.__name__, (mixin, base), {"__module__": base.__module__})
-    config = optimizer.get_config()
-    rate = getattr(optimizer, "_learning_rate", None)
-    if callable(rate):  # a schedule of the user's own, which Keras would not find by its name
-        config["learning_rate"] = rate
-    new = cls.from_config(config)
-    for excluded in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
-        if hasattr(inner, excluded):  # not in the configuration
-            setattr(new._hvd_inner(), excluded, getattr(inner, excluded))
+    new = made_like(optimizer, mixin)
     if name is not None:
         new.name = name
     new._hvd_setup(
@@ -492,6 +483,22 @@ class TfKerasOptimizer(CompressedOptimizer):
             "this optimizer has been used already, and its state would be lost: pass a new one, "
             "and load its state from a checkpoint"
         )
+
+
+def made_like(optimizer: Any, mixin: type) -> Any:
+    """Return a new optimizer of a class made from that of ``optimizer``, with the options of it."""
+    base = type(optimizer)
+    cls: Any = type(base.__name__, (mixin, base), {"__module__": base.__module__})
+    config = optimizer.get_config()
+    rate = getattr(optimizer, "_learning_rate", None)
+    if callable(rate):  # a schedule of the user's own, which Keras would not find by its name
+        config["learning_rate"] = rate
+    new = cls.from_config(config)
+    old, inner = (getattr(o, "inner_optimizer", o) for o in (optimizer, new))
+    for excluded in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+        if hasattr(old, excluded):  # not in the configuration
+            setattr(inner, excluded, getattr(old, excluded))
+    return new
 
 
 def _plain(gradient: Any) -> Any:

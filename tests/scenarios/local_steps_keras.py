@@ -157,6 +157,16 @@ def optimizers_and_options_that_do_not_fit() -> None:
         optimizer.apply([tf.zeros((4, 3)), tf.zeros(3)], model.trainable_variables)
 
 
+def what_does_not_decay_alone_does_not_decay_here() -> None:
+    model, adam = _model(), keras.optimizers.AdamW(RATE, weight_decay=0.5)
+    adam.exclude_from_weight_decay(var_names=["kernel"])
+    optimizer, (kernel, bias) = hvd.LocalSGD(adam), model.trainable_variables
+    bias.assign(tf.ones(3))
+    optimizer.apply([tf.zeros((4, 3)), tf.zeros(3)], [kernel, bias])
+    np.testing.assert_array_equal(kernel.numpy(), W)
+    np.testing.assert_allclose(bias.numpy(), 1 - RATE * 0.5, rtol=1e-6)
+
+
 def loss_scaling_that_keras_adds_is_refused_too() -> None:
     keras.config.set_dtype_policy("mixed_float16")
     try:

@@ -24,7 +24,7 @@ from hvd_compress.training.rounds import Rounds
 
 from ..binding import native
 from ..eager import engine_of
-from ..optimizer import CompressedOptimizer, is_in_loss_scaling, is_keras_3
+from ..optimizer import CompressedOptimizer, is_in_loss_scaling, is_keras_3, made_like
 from ..xla import refuse_xla
 
 _numbers = itertools.count()
@@ -225,13 +225,7 @@ def local_steps(
         )
     prefix = f"hvd_compress.local_steps.{next(_numbers)}"
     training = Coordinator(method, engine_of(process_set, prefix), seed=seed)
-    base = type(optimizer)
-    cls: Any = type(base.__name__, (LocalStepsOptimizer, base), {"__module__": base.__module__})
-    config = optimizer.get_config()
-    rate = getattr(optimizer, "_learning_rate", None)
-    if callable(rate):  # a schedule of the user's own, which Keras would not find by its name
-        config["learning_rate"] = rate
-    new = cls.from_config(config)
+    new = made_like(optimizer, LocalStepsOptimizer)
     new._hvd_setup(training)
     return new
 
