@@ -63,20 +63,19 @@ def trained(make: Make, steps: int, before: int = 0, decay: float = 1.0, **more:
             own.zero_grad()
             loss(mine, batch(9, step)).backward()
             own.step()
+    rates, its_rates = (torch.optim.lr_scheduler.ExponentialLR(o, decay) for o in (optimizer, its))
     with hvd.parameter_server(model, optimizer, **more) as worker:
         for step in worker.batches(range(steps)):
             optimizer.zero_grad()
             loss(model, batch(worker.rank, step)).backward()
             worker.step()
-            for group in optimizer.param_groups:
-                group["lr"] *= decay
+            rates.step()
     for step in range(steps):
         its.zero_grad()
         both = torch.cat([batch(rank, step) for rank in range(worker.size)])
         loss(reference, both).backward()
         its.step()
-        for group in its.param_groups:
-            group["lr"] *= decay
+        its_rates.step()
     torch.testing.assert_close(flat(model), flat(reference), rtol=1e-4, atol=1e-6)
     assert worker.stats()[0].updates == steps
     everyone = hvd.allgather(flat(model)[None])

@@ -137,16 +137,7 @@ def distribute(
             f"{type(optimizer).__module__}.{type(optimizer).__name__} is no Keras optimizer; for "
             "others use hvd.DistributedGradientTape"
         )
-    base = type(optimizer)
-    cls: Any = type(base.__name__, (mixin, base), {"__module__": base.__module__})
-    config = optimizer.get_config()
-    rate = getattr(optimizer, "_learning_rate", None)
-    if callable(rate):  # a schedule of the user's own, which Keras would not find by its name
-        config["learning_rate"] = rate
-    new = cls.from_config(config)
-    for excluded in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
-        if hasattr(inner, excluded):  # not in the configuration
-            setattr(new._hvd_inner(), excluded, getattr(inner, excluded))
+    new = made_like(optimizer, mixin)
     if name is not None:
         new.name = name
     new._hvd_setup(
@@ -499,6 +490,22 @@ class TfKerasOptimizer(CompressedOptimizer):
         )
 
 
+def made_like(optimizer: Any, mixin: type) -> Any:
+    """Return a new optimizer of a class made from that of ``optimizer``, with the options of it."""
+    base = type(optimizer)
+    cls: Any = type(base.__name__, (mixin, base), {"__module__": base.__module__})
+    config = optimizer.get_config()
+    rate = getattr(optimizer, "_learning_rate", None)
+    if callable(rate):  # a schedule of the user's own, which Keras would not find by its name
+        config["learning_rate"] = rate
+    new = cls.from_config(config)
+    old, inner = (getattr(o, "inner_optimizer", o) for o in (optimizer, new))
+    for excluded in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+        if hasattr(old, excluded):  # not in the configuration
+            setattr(inner, excluded, getattr(old, excluded))
+    return new
+
+
 def _plain(gradient: Any) -> Any:
     if gradient is None or isinstance(gradient, tf.IndexedSlices):
         return gradient
@@ -506,17 +513,22 @@ def _plain(gradient: Any) -> Any:
 
 
 def _check_place() -> None:
-    """Refuse a LossScaleOptimizer around this one, which looks for NaN and Inf before gradients are
+    if is_in_loss_scaling():
+        raise UnsupportedError(
+            "a distributed optimizer stands inside of a LossScaleOptimizer, which lets it step on "
+            "some ranks only: write hvd.DistributedOptimizer(LossScaleOptimizer(optimizer)) before "
+            "model.compile, or set the policy mixed_float16 before hvd.DistributedOptimizer"
+        )
+
+
+def is_in_loss_scaling() -> bool:
+    """Return whether a LossScaleOptimizer calls, which looks for NaN and Inf before gradients are
     averaged."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
         is_scaler = "LossScaleOptimizer" in [cls.__name__[:18] for cls in type(owner).__mro__]
         if is_scaler and not isinstance(owner, CompressedOptimizer):
-            raise UnsupportedError(
-                "a distributed optimizer stands inside of a LossScaleOptimizer, which lets it step "
-                "on some ranks only: write hvd.DistributedOptimizer(LossScaleOptimizer(optimizer)) "
-                "before model.compile, or set the policy mixed_float16 before "
-                "hvd.DistributedOptimizer"
-            )
+            return True
         frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -32,6 +32,12 @@ def check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: 
             raise ConfigError(f"{name} must be 0 or more; got {value!r}")
 
 
+def norm_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the norm, in float32 of half precisions, whose largest number it may pass."""
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
+    return torch.linalg.vector_norm(x, dtype=wide)
+
+
 def start_state(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, Any]:
     """Return the optimizer's state of a parameter, which is made if it is missing."""
     state = optimizer.state[p]

@@ -10,7 +10,7 @@ import torch
 
 from hvd_compress.methods.onebit_adam import check_coefficients, check_freeze_step
 
-from .frozen_adam import FrozenAdam, direction, scale_of
+from .frozen_adam import FrozenAdam, direction, norm_of, scale_of
 from .onebit_adam import OneBitAdam
 
 
@@ -101,15 +101,15 @@ class OneBitLAMB(OneBitAdam):
         before = state["exp_avg"].clone() if frozen else None
         adams = direction(gradient, state, group, frozen, is_momentum)
         u = adams.add(p, alpha=group["weight_decay"])
-        norm = torch.linalg.vector_norm(u)
+        norm = norm_of(u)
         if before is None:
-            norm_p = torch.linalg.vector_norm(p)
+            norm_p = norm_of(p)
             c = torch.where((norm > 0) & (norm_p > 0), norm_p / norm, 1.0)
             c = c.clamp(*group["coefficient_range"])
             a = state.get("coefficient", c)
             state["coefficient"] = a + (1 - group["coefficient_beta"]) * (c - a)
         else:
-            share = torch.where(norm > 0, torch.linalg.vector_norm(adams) / norm, 1.0).clamp(max=1)
+            share = torch.where(norm > 0, norm_of(adams) / norm, 1.0).clamp(max=1)
             c = _frozen_coefficient(before, state, group, share)
         p.sub_(u * (group["lr"] * c))
 

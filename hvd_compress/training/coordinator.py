@@ -332,8 +332,10 @@ class Coordinator:
         }
 
     def restart(self) -> None:
-        """Forget the method's state: the next step begins a first round."""
+        """Forget the method's state, and what was not sent yet: the next step begins a first
+        round."""
         self.reducer.abandon()
+        self.reducer.forget(list(self.reducer.states))
         self.state, self._shapes = {}, {}
         self._is_under_way, self._arrived, self._consolidated = False, None, None
 

@@ -207,3 +207,11 @@ def ranks_and_options_that_do_not_fit() -> None:
         with raises(MismatchError, "weight=1.0", "weight=2.0"):
             made = hvd.Codistillation(model, weight=1.0 + hvd.rank())
             made.loss(tf.zeros([]), model(x), x)
+
+
+def probabilities_are_no_logits() -> None:
+    for last in (keras.layers.Dense(4, activation="softmax"), keras.layers.Softmax()):
+        model = keras.Sequential([keras.Input((4,)), last])
+        with raises(ConfigError, "from_logits=True"):
+            hvd.Codistillation(model).use_in_fit()
+        hvd.Codistillation(model, loss="mse").use_in_fit()

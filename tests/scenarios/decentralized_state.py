@@ -136,6 +136,9 @@ def the_average_of_parameters() -> None:
         expected = hvd.size() - 1 if name.endswith("tracked") else mean
         assert (x == expected).all(), name
     assert_same_everywhere(model)
+    z = torch.full((2,), complex(1.5, hvd.rank()))
+    hvd.average_parameters([z])
+    assert z.tolist() == [complex(1.5, mean)] * 2
     x = torch.full((3,), 1.0 + hvd.rank(), dtype=torch.bfloat16)
     hvd.average_parameters([x, torch.empty(0)])
     assert (x == torch.tensor(1 + mean, dtype=torch.bfloat16)).all()

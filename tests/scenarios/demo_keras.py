@@ -55,6 +55,17 @@ def local_variables_are_refused() -> None:
         optimizer.apply([tf.ones(40, tf.float64)], [x])
 
 
+def what_would_change_signs_is_refused() -> None:
+    """Clipped to a norm of 1, the signs of n weights would be 1 / sqrt(n)."""
+    x = tf.Variable(np.ones(40, np.float32))
+    for option in ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"):
+        with raises(ConfigError, f"{option}=2.0", "no gradients: drop it"):
+            _optimizer(**{option: 2.0}).build([x])
+    adam = hvd_keras.OneBitAdam(clipnorm=2.0)
+    with raises(ConfigError, "clipnorm=2.0"):
+        hvd_keras.DistributedOptimizer(adam, compression=adam.compressor()).build([x])
+
+
 def bad_options_are_errors() -> None:
     for name, value in (("decay", -0.1), ("chunk", 2.0), ("top_k", 0), ("sign", None)):
         with raises(ConfigError, name):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -153,3 +155,76 @@ def optimizers_and_options_that_do_not_fit() -> None:
     model, optimizer = _model(), hvd.LeaderSGD(sgd())
     with raises(ConfigError, r"optimizer.report\(loss\)"):
         optimizer.apply([tf.zeros((4, 3)), tf.zeros(3)], model.trainable_variables)
+
+
+def what_does_not_decay_alone_does_not_decay_here() -> None:
+    model, adam = _model(), keras.optimizers.AdamW(RATE, weight_decay=0.5)
+    adam.exclude_from_weight_decay(var_names=["kernel"])
+    optimizer, (kernel, bias) = hvd.LocalSGD(adam), model.trainable_variables
+    bias.assign(tf.ones(3))
+    optimizer.apply([tf.zeros((4, 3)), tf.zeros(3)], [kernel, bias])
+    np.testing.assert_array_equal(kernel.numpy(), W)
+    np.testing.assert_allclose(bias.numpy(), 1 - RATE * 0.5, rtol=1e-6)
+
+
+def loss_scaling_that_keras_adds_is_refused_too() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = _model()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    with raises(UnsupportedError, "mixed_bfloat16"):
+        _fit(model, hvd.LocalSGD(keras.optimizers.SGD(RATE)), range(1))
+
+
+def all_steps_are_on_the_same_variables() -> None:
+    """Or the first layer's anchor would be taken for that of the second."""
+    layers = [keras.layers.Dense(4), keras.layers.Dense(4)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    optimizer = hvd.DiLoCo(keras.optimizers.SGD(RATE), sync_every=1)
+    variables = model.trainable_variables
+    gradients = [tf.zeros(v.shape) for v in variables]
+    with raises(ValueError, "must already be built"):
+        optimizer.apply(gradients)
+    optimizer.apply(gradients, variables)
+    before = model.get_weights()
+    for chosen in (slice(2, 4), slice(None, None, -1)):
+        with raises(ConfigError, "make a new optimizer"):
+            optimizer.apply(gradients[chosen], variables[chosen])
+    optimizer.apply(gradients)
+    for x, y in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def a_graph_needs_the_tensor_of_its_loss() -> None:
+    model, optimizer = _model(), hvd.LeaderSGD(keras.optimizers.SGD(RATE))
+
+    @tf.function
+    def step():
+        optimizer.apply([tf.zeros((4, 3)), tf.zeros(3)], model.trainable_variables)
+
+    optimizer.report(tf.constant(1.0))
+    with raises(ConfigError, r"inside of the tf\.function"):
+        step()
+
+
+def a_round_that_nan_has_lost_does_not_lose_those_after_it() -> None:
+    for graph in (False, True):
+        model = _model()
+        sgd = keras.optimizers.SGD(RATE, momentum=0.9)
+        optimizer = hvd.DiLoCo(sgd, sync_every=2, outer=hvd.OuterSGD(1.0, 0.0, False))
+
+        def step(x, model=model, optimizer=optimizer):
+            gradients = [x + tf.zeros(v.shape) for v in model.trainable_variables]
+            optimizer.apply(gradients, model.trainable_variables)
+
+        run, found = tf.function(step) if graph else step, []
+        for number in range(8):
+            is_spoilt = number == 2 and hvd.rank() == hvd.size() - 1
+            with warnings.catch_warnings():
+                warnings.simplefilter("error" if number > 3 else "ignore")
+                run(tf.constant(np.nan if is_spoilt else 1.0))
+            found.append(model.get_weights()[0])
+        np.testing.assert_array_equal(found[3], found[1])
+        assert (found[5] < found[3]).all()
+        assert (found[7] < found[5]).all()

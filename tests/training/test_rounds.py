@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -185,6 +186,38 @@ def test_a_round_with_nan_is_lost_on_all_ranks(method):
     for key, x in before.items():
         assert (ranks.world.states[0][key]["x"] == x).all()
     assert np.isfinite(ranks.run(4)).all()
+
+
+@pytest.mark.parametrize("make", ["SGD", "AdamW"])
+def test_momentum_that_is_nan_is_lost_with_its_round(make):
+    """Or all later rounds would be lost, too."""
+    torch = pytest.importorskip("torch")
+    from hvd_compress.torch.training.optimizer import train_locally
+
+    p = torch.nn.Parameter(torch.ones(3))
+    options = {"momentum": 0.9} if make == "SGD" else {"weight_decay": 0.0}
+    inner = getattr(torch.optim, make)([p], 0.1, **options)
+    optimizer = train_locally(inner, DiLoCo(PLAIN, sync_every=2), LocalEngine())
+    found = []
+    for step in range(8):
+        p.grad = torch.full((3,), float("nan") if step == 2 else 1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if step > 3 else "ignore")
+            optimizer.step()
+        found.append(p.detach().clone())
+    assert torch.equal(found[3], found[1])
+    torch.testing.assert_close(found[5] - found[3], found[1] - 1)  # a first round again
+    assert (found[7] < found[5]).all()
+
+
+def test_what_was_not_sent_is_forgotten_with_the_rest():
+    coordinator = Coordinator(LocalSGD(sync_every=1, compression="topk:density=0.5"), LocalEngine())
+    x = coordinator.before_step({"x": np.zeros(4)})
+    coordinator.after_step({"x": x["x"] + np.arange(1.0, 5.0)})
+    residual = coordinator.reducer.states["x"]["residual"]
+    assert residual.tolist() == [-1, -2, 0, 0]
+    coordinator.restart()
+    assert not coordinator.reducer.states["x"]["residual"].any()
 
 
 def test_nan_reaches_all_ranks_where_there_is_nothing_to_go_back_to():

@@ -92,7 +92,21 @@ class KerasModelWithTeachers(ModelWithTeachers):
 
     def use_in_fit(self) -> None:
         """Add the distillation loss to what ``model.fit`` minimises, from now on; the model must
-        have one output.  ``model.evaluate`` stays as it is."""
+        have one output.  ``model.evaluate`` stays as it is.
+
+        Raises:
+            ConfigError: the model ends in a softmax, and the loss takes logits.
+        """
+        last = self.model.layers[-1] if self.model.layers else None
+        ends_in_softmax = getattr(last, "activation", None) is keras.activations.softmax
+        if self.method.loss != "mse" and (
+            ends_in_softmax or isinstance(last, keras.layers.Softmax)
+        ):
+            raise ConfigError(
+                f"loss={self.method.loss!r} takes the model's outputs for logits, and its last "
+                "layer is a softmax: leave that out, and write from_logits=True in the task's "
+                "loss; or use loss='mse'"
+            )
         plain = self.model.compute_loss
         knows_mode = "training" in inspect.signature(plain).parameters
 

@@ -37,6 +37,8 @@ class DeMo(PartnerOptimizer):
 
     method = DeMoCompression
     schedule = ("decay", "chunk", "top_k", "sign")
+    # Momentum in units of a scaled loss has the same signs, which must not be divided by the scale.
+    refused = (*PartnerOptimizer.refused, "loss_scale_factor")
 
     def __init__(
         self,

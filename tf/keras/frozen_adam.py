@@ -52,7 +52,7 @@ class FrozenAdam(PartnerOptimizer):
 
     def _momentum_bias(self, steps: Any, dtype: str) -> Any:
         """Return the number by which Adam divides momentum after so many steps."""
-        return _bias(self.beta_1, steps, dtype) if self.bias_correction else tf.ones((), dtype)
+        return bias_of(self.beta_1, steps, dtype) if self.bias_correction else tf.ones((), dtype)
 
     def _scale(self, velocity: Any) -> Any:
         """Return sqrt(v^) + epsilon, by which momentum is divided; infinite where v is 0, and
@@ -60,11 +60,13 @@ class FrozenAdam(PartnerOptimizer):
         v = ops.convert_to_tensor(velocity)
         corrected = v
         if self.bias_correction:
-            corrected = v / _bias(self.beta_2, ops.maximum(self._variance_steps, 1), v.dtype)
+            corrected = v / bias_of(self.beta_2, ops.maximum(self._variance_steps, 1), v.dtype)
         return tf.where(
             v > 0, tf.sqrt(corrected) + self.epsilon, tf.constant(float("inf"), v.dtype)
         )
 
 
-def _bias(beta: float, steps: Any, dtype: Any) -> Any:
-    return 1 - tf.pow(tf.constant(beta, dtype), ops.cast(steps, dtype))
+def bias_of(beta: float, steps: Any, dtype: Any) -> Any:
+    """Return 1 - beta^steps; in half precision 0.999 would be 1."""
+    bias = 1 - tf.pow(tf.constant(beta, tf.float64), tf.cast(steps, tf.float64))
+    return tf.cast(bias, dtype)

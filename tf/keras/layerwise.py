@@ -11,9 +11,13 @@ from keras import ops
 from hvd_compress.errors import ConfigError
 from hvd_compress.training.large_batch.scaling import check_not_negative
 
+from .frozen_adam import bias_of
+
 
 def norm_of(x: Any) -> Any:
-    return ops.sqrt(ops.sum(ops.square(x)))
+    """Return the norm, in float32 of half precisions, whose largest number it may pass."""
+    wide = ops.cast(x, "float32") if x.dtype.size < 4 else x
+    return ops.sqrt(ops.sum(ops.square(wide)))
 
 
 def quotient(numerator: Any, denominator: Any, first: Any, second: Any) -> Any:
@@ -84,9 +88,10 @@ class LARS(Layerwise):
         velocity = self._velocities[self._get_variable_index(variable)]
         if len(w.shape) > 1:
             decay, norm_w, norm_g = self._decay(variable), norm_of(w), norm_of(gradient)
-            rate *= quotient(
+            local = quotient(
                 self.trust_coefficient * norm_w, norm_g + decay * norm_w, norm_w, norm_g
             )
+            rate *= ops.cast(local, w.dtype)
             gradient += decay * w
         velocity.assign(self.momentum * velocity + rate * gradient)
         variable.assign(w - velocity)
@@ -145,14 +150,14 @@ class LAMB(Layerwise):
         m, v = self._momentums[place], self._velocities[place]
         m.assign(self.beta_1 * m + (1 - self.beta_1) * gradient)
         v.assign(self.beta_2 * v + (1 - self.beta_2) * ops.square(gradient))
-        step = ops.cast(self.iterations + 1, w.dtype)
+        step = self.iterations + 1
         corrected = [
-            x / (1 - ops.power(ops.cast(beta, w.dtype), step))
-            for x, beta in ((m, self.beta_1), (v, self.beta_2))
+            x / bias_of(beta, step, w.dtype) for x, beta in ((m, self.beta_1), (v, self.beta_2))
         ]
         u = corrected[0] / (ops.sqrt(corrected[1]) + self.epsilon) + self._decay(variable) * w
         norm_w, norm_u = norm_of(w), norm_of(u)
-        variable.assign(w - rate * quotient(norm_w, norm_u, norm_w, norm_u) * u)
+        ratio = ops.cast(quotient(norm_w, norm_u, norm_w, norm_u), w.dtype)
+        variable.assign(w - rate * ratio * u)
 
 
 # The class of a distributed optimizer is made from these, and is saved under their bare names.

@@ -20,15 +20,21 @@ from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.training import Coordinator, TrainingMethod
 from hvd_compress.training.base import Arrays
 from hvd_compress.training.factories import factories_of_methods
+from hvd_compress.training.rounds import Rounds
 
 from ..binding import native
-from ..optimizer import CompressedOptimizer, is_keras_3
+from ..optimizer import CompressedOptimizer, is_in_loss_scaling, is_keras_3, made_like
 from ..xla import refuse_xla
+
+_NO_SCALING = (
+    "local steps and loss scaling do not go together in Keras, since a rank alone cannot skip a "
+    "step: use bfloat16 or float32, for instance the policy mixed_bfloat16"
+)
 
 
 class LocalStepsOptimizer:
     """Mixed into the class of an optimizer: ``apply`` is a local step with what a training method
-    does around it.  All ranks take equally many steps.
+    does around it.  All ranks take equally many steps, and all steps are on the same variables.
 
     Attributes:
         training: the method with its state: ``stats()``, ``exchanges``, ``set_epoch(epoch)``,
@@ -54,21 +60,51 @@ class LocalStepsOptimizer:
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         refuse_xla()
-        if trainable_variables is None:
-            variables = list(self._trainable_variables)  # type: ignore[attr-defined]
-        else:
-            variables = list(trainable_variables)
+        if is_in_loss_scaling():
+            raise UnsupportedError(_NO_SCALING)
+        variables = self._hvd_built(grads, trainable_variables)
         loss, self._hvd_loss = self._hvd_loss, None
-        if self.training.method.loss_window and loss is None:
-            raise ConfigError(
-                f"{type(self.training.method).__name__} chooses by the training loss: call "
-                "optimizer.report(loss) before apply(gradients, variables), or use model.fit"
-            )
+        if self.training.method.loss_window:
+            self._hvd_check(loss)
         # Its input is that of before the local step, and what it returns is stepped from.
         known = [tf.cast(self.learning_rate, tf.float64)]  # type: ignore[attr-defined]
         self._hvd_run(self._hvd_before, variables, [*known, *([] if loss is None else [loss])])
         super().apply(grads, variables)  # type: ignore[misc]
         self._hvd_run(self._hvd_after, variables, [])
+
+    def _hvd_built(self, grads: Any, variables: Any) -> list[Any]:
+        """Return the variables, for which the optimizer is built if it is not."""
+        if variables is None:
+            if not self.built:  # type: ignore[attr-defined]
+                super().apply(grads)  # type: ignore[misc]  # raises
+            return list(self._trainable_variables)  # type: ignore[attr-defined]
+        variables = list(variables)
+        if not self.built:  # type: ignore[attr-defined]
+            with keras.name_scope(self.name):  # type: ignore[attr-defined]
+                self.build(variables)  # type: ignore[attr-defined]
+        # Their arrays go by their places.
+        known = [id(native(v)) for v in self._trainable_variables]  # type: ignore[attr-defined]
+        if [id(native(v)) for v in variables] != known:
+            raise ConfigError(
+                f"{len(variables)} variables in this step, which are not the {len(known)} that the "
+                "optimizer was built for: local steps are on all of these, in their order; make a "
+                "new optimizer for other variables, for instance after freezing a layer"
+            )
+        return variables
+
+    def _hvd_check(self, loss: Any) -> None:
+        name = type(self.training.method).__name__
+        if loss is None:
+            raise ConfigError(
+                f"{name} chooses by the training loss: call optimizer.report(loss) before "
+                "apply(gradients, variables), or use model.fit"
+            )
+        if not tf.executing_eagerly() and not tf.is_symbolic_tensor(loss):
+            raise ConfigError(
+                f"{name} chooses by the training loss, and this graph would take the loss of now "
+                "for that of all steps: call optimizer.report(loss) inside of the tf.function, "
+                "with the tensor of its loss"
+            )
 
     def _hvd_before(self, parameters: Arrays, rate: Any, *losses: Any) -> Arrays:
         for loss in losses:
@@ -90,18 +126,22 @@ class LocalStepsOptimizer:
             before, more = inputs[: len(own)], inputs[len(own) :]
             arrays = {name: _array(x) for name, x in zip(names, before, strict=True)}
             after = function(dict(arrays), *more)
-            is_new = any(after[name] is not x for name, x in arrays.items())
+            changed = [x for name, x in arrays.items() if after[name] is not x]
+            is_lost = isinstance(self.training.method, Rounds) and not all(
+                np.isfinite(x).all() for x in changed
+            )
             made = [
                 x if after[name] is arrays[name] else tf.cast(after[name], x.dtype)
                 for name, x in zip(names, before, strict=True)
             ]
-            return [tf.constant(is_new), *made]
+            return [tf.constant(bool(changed)), tf.constant(is_lost), *made]
 
         values = [*(v.value() for v in own), *known]
         if tf.executing_eagerly():
-            is_new, *made = run(*map(tf.convert_to_tensor, values))
+            is_new, is_lost, *made = run(*map(tf.convert_to_tensor, values))
         else:
-            is_new, *made = tf.py_function(run, values, [tf.bool, *(v.dtype for v in own)])
+            dtypes = [tf.bool, tf.bool, *(v.dtype for v in own)]
+            is_new, is_lost, *made = tf.py_function(run, values, dtypes)
 
         def assign() -> tf.Tensor:
             for v, x in zip(own, made, strict=True):
@@ -109,6 +149,15 @@ class LocalStepsOptimizer:
             return tf.constant(True)
 
         tf.cond(is_new, assign, lambda: tf.constant(False))
+        tf.cond(is_lost, self._hvd_forget, lambda: tf.constant(False))
+
+    def _hvd_forget(self) -> tf.Tensor:
+        """Begin anew with momentum that is NaN or Inf: it would lead there again, and all rounds
+        would be lost."""
+        for v in map(native, self.variables):  # type: ignore[attr-defined]
+            if v.dtype.is_floating:
+                v.assign(tf.where(tf.math.is_finite(v), v, tf.zeros_like(v)))
+        return tf.constant(True)
 
     def synchronize_parameters(self) -> None:
         """Give all ranks the parameters that are to be tested: for most methods the average of the
@@ -148,10 +197,7 @@ def _train_locally(
     if keras.backend.backend() != "tensorflow":
         raise UnsupportedError("Keras must run on TensorFlow here: set KERAS_BACKEND=tensorflow")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise UnsupportedError(
-            "local steps and loss scaling do not go together in Keras, since a rank alone cannot "
-            "skip a step: use bfloat16 or float32"
-        )
+        raise UnsupportedError(_NO_SCALING)
     if optimizer.built:
         raise ConfigError("this optimizer has been used already: pass a new one")
     if getattr(method, "needs_lookahead", False):
@@ -165,13 +211,7 @@ def _train_locally(
             "optimizers; leave it out"
         )
     training = Coordinator(method, make_engine(), seed=seed)
-    base = type(optimizer)
-    cls: Any = type(base.__name__, (LocalStepsOptimizer, base), {"__module__": base.__module__})
-    config = optimizer.get_config()
-    rate = getattr(optimizer, "_learning_rate", None)
-    if callable(rate):  # a schedule of the user's own, which Keras would not find by its name
-        config["learning_rate"] = rate
-    new = cls.from_config(config)
+    new = made_like(optimizer, LocalStepsOptimizer)
     new._hvd_setup(training)
     return new
 

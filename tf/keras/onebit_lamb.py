@@ -92,14 +92,15 @@ class OneBitLAMB(Layerwise, OneBitAdam):
 
         def lambs_coefficient() -> Any:
             a, norm_w = self._coefficients[place], norm_of(w)
-            c = tf.clip_by_value(quotient(norm_w, norm, norm_w, norm), *self.coefficient_range)
+            ratio = ops.cast(quotient(norm_w, norm, norm_w, norm), w.dtype)
+            c = tf.clip_by_value(ratio, *self.coefficient_range)
             start = ops.where(a > 0, a, c)
             a.assign(start + (1 - self.coefficient_beta) * (c - start))
             return c
 
         def frozen_coefficient() -> Any:
             share = ops.minimum(quotient(norm_of(adams), norm, norm, norm), 1.0)
-            return self._frozen_coefficient(before, place, share)
+            return self._frozen_coefficient(before, place, ops.cast(share, w.dtype))
 
         c = tf.cond(ops.convert_to_tensor(frozen), frozen_coefficient, lambs_coefficient)
         variable.assign(w - u * (ops.cast(learning_rate, w.dtype) * c))

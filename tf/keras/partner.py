@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 import keras
 
+from hvd_compress.errors import ConfigError
+
 from ..binding import Binding
 
 
@@ -17,6 +19,8 @@ class PartnerOptimizer(keras.optimizers.Optimizer):
     method: ClassVar[type]
     #: options that the compression has as well: attributes, and arguments
     schedule: ClassVar[tuple[str, ...]]
+    #: options of Keras that change what the compression returns as if it were gradients
+    refused: ClassVar[tuple[str, ...]] = ("clipnorm", "clipvalue", "global_clipnorm")
 
     def __init__(
         self,
@@ -43,7 +47,18 @@ class PartnerOptimizer(keras.optimizers.Optimizer):
 
     def follow(self, binding: Binding, places: Mapping[int, int]) -> None:
         """Take ``binding`` for the one that averages.  What it returns for variables may be momenta
-        instead of gradients; ``places`` are its slots by the ids of variables."""
+        instead of gradients; ``places`` are its slots by the ids of variables.
+
+        Raises:
+            ConfigError: an option would be applied to these.
+        """
+        for option in self.refused:
+            if getattr(self, option) is not None:
+                raise ConfigError(
+                    f"{option}={getattr(self, option)} would change what "
+                    f"{binding.method.name!r} returns, which are no gradients: drop it, or do the "
+                    "same to the gradients before optimizer.apply"
+                )
         self._binding, self._places = binding, dict(places)
 
     def get_config(self) -> dict[str, Any]:

@@ -95,6 +95,10 @@ class SAM:
             for v, size, g in zip(variables, sizes, gradients, strict=True)
             if g is not None
         ]
+        if not found:
+            raise ConfigError(
+                "SAM found no gradient: loss_of must compute the loss from these variables"
+            )
         squares = [tf.reduce_sum(tf.square(tf.cast(x, tf.float32))) for _, _, x in found]
         scale = self.rho / (tf.sqrt(tf.add_n(squares)) + TINY)
         for variable, size, scaled in found:
@@ -103,7 +107,7 @@ class SAM:
 
 class ASAM(SAM):
     """SAM in a ball that follows the scale of each weight: eps = rho T^2 g / ||T g|| with T = |w| +
-    eta, and T = 1 for variables that are named ``bias``.
+    eta, and T = 1 for variables that are named ``bias``, or ``beta`` as those of normalisation.
 
     Args:
         rho: radius of the ball, in units of the weights.
@@ -118,7 +122,9 @@ class ASAM(SAM):
 
     def sizes(self, variables: Sequence[Any]) -> list[Any]:
         return [
-            1.0 if variable.name == "bias" else tf.abs(native(variable).value()) + self.eta
+            1.0
+            if variable.name in ("bias", "beta")
+            else tf.abs(native(variable).value()) + self.eta
             for variable in variables
         ]
 

@@ -57,6 +57,7 @@ class ZeroOneAdam(FrozenAdam):
 
     method = ZeroOneAdamCompression
     schedule = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
+    refused = ()  # its compression returns gradients
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import torch
 
 from hvd_compress.training.large_batch.scaling import check_not_negative
 
-from ..frozen_adam import check_adam
+from ..frozen_adam import check_adam, norm_of
 from ..partner import loss_of
 
 
@@ -92,7 +92,7 @@ class LARS(_Layerwise):
         rate, direction = group["lr"], gradient
         if p.ndim > 1:
             decay = group["weight_decay"]
-            norm_w, norm_g = torch.linalg.vector_norm(p), torch.linalg.vector_norm(gradient)
+            norm_w, norm_g = norm_of(p), norm_of(gradient)
             local = _quotient(
                 group["trust_coefficient"] * norm_w, norm_g + decay * norm_w, norm_w, norm_g
             )
@@ -148,5 +148,5 @@ class LAMB(_Layerwise):
         v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         root = (v / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
         u = m.div(1 - beta1 ** state["step"]).div_(root).add_(p, alpha=group["weight_decay"])
-        norm_w, norm_u = torch.linalg.vector_norm(p), torch.linalg.vector_norm(u)
+        norm_w, norm_u = norm_of(p), norm_of(u)
         p.sub_(u * (group["lr"] * _quotient(norm_w, norm_u, norm_w, norm_u)))

@@ -75,7 +75,8 @@ class SAM:
         with torch.enable_grad():
             loss = loss_of()
             # Unlike backward() this tells no hook, so nothing is exchanged.
-            first = torch.autograd.grad(loss, weights, allow_unused=True)
+            found = torch.autograd.grad(loss, weights, allow_unused=True)
+        first = [g.to_dense() if g is not None and g.is_sparse else g for g in found]
         kept = [p.detach().clone() for p in weights]
         statistics = [(b, b.clone()) for b in _statistics(self.model)]
         try:
@@ -104,6 +105,10 @@ class SAM:
             for p, size, gradient in zip(named.values(), self.sizes(named), gradients, strict=True)
             if gradient is not None
         ]
+        if not found:
+            raise ConfigError(
+                "SAM found no gradient: loss_of must compute the loss from the model's parameters"
+            )
         norms = [torch.linalg.vector_norm(scaled) for _, _, scaled in found]
         norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
         scale = self.rho / (norm + TINY)

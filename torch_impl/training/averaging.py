@@ -34,6 +34,7 @@ def averaging(hvd: Any, module: str) -> Callable[..., None]:
             return
         for name, x in _named(parameters):
             options["name"] = f"average_parameters.{name}"
+            x = torch.view_as_real(x) if x.is_complex() else x
             if x.is_floating_point():
                 wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
                 x.copy_(hvd.allreduce(wide, op=hvd.Average, **options))

@@ -13,6 +13,7 @@ from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.checkpoints import refused
 from hvd_compress.training import Coordinator, TrainingMethod
 from hvd_compress.training.base import as_training_method
+from hvd_compress.training.rounds import Rounds
 
 from ..checkpoint import broadcast_tree
 from ..compressed_optimizer import CompressedOptimizer, take_over
@@ -87,7 +88,18 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         )
 
     def _after(self) -> None:
-        changed = self._run(self.training.after_step)
+        spoilt: set[str] = set()
+
+        def after_step(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            result = self.training.after_step(parameters)
+            if isinstance(self.training.method, Rounds):
+                spoilt.update(n for n, x in parameters.items() if result[n] is not x and _lost(x))
+            return result
+
+        changed = self._run(after_step)
+        # Momentum that led to NaN would lead there again, and all rounds would be lost.
+        for name in spoilt:
+            self.state.pop(changed[name], None)
         buffers = self.training.method.buffers
         if changed and buffers == "reset":
             for p in changed.values():
@@ -233,6 +245,10 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             self.state, self.param_groups = before
             raise
         self._followed = {}
+
+
+def _lost(x: torch.Tensor) -> bool:
+    return not bool(x.isfinite().all())
 
 
 @torch.no_grad()

@@ -174,7 +174,9 @@ def test_a_networks_gradient_is_that_at_the_formulas_point(kind):
     if kind == "sam":
         steps = ascent(first, 0.1)
     else:
-        steps = adaptive_ascent(before, first, [v.name != "bias" for v in variables], 0.3)
+        steps = adaptive_ascent(
+            before, first, [v.name not in ("bias", "beta") for v in variables], 0.3
+        )
     for v, start, eps in zip(variables, before, steps, strict=True):
         v.assign(start + eps)
     with tf.GradientTape() as tape:
@@ -195,3 +197,38 @@ def test_bad_options_are_errors():
     ):
         with pytest.raises(ConfigError, match=next(iter(options))):
             make(**options)
+
+
+def test_asam_leaves_shifts_of_normalisation_alone():
+    layer = keras.layers.BatchNormalization()
+    layer.build((None, 3))
+    gamma, beta = hvd.ASAM(eta=0.5).sizes([layer.gamma, layer.beta])
+    np.testing.assert_array_equal(gamma, [1.5, 1.5, 1.5])
+    assert beta == 1.0
+
+
+def test_a_loss_of_something_else_is_an_error():
+    with pytest.raises(ConfigError, match="found no gradient"):
+        hvd.SAM().gradient(lambda: tf.constant(1.0), [keras.Variable([1.0])])
+
+
+@pytest.mark.parametrize(
+    ("make", "step"),
+    [
+        (lambda: hvd.LARS(1.0, momentum=0.0), 0.3),
+        (lambda: hvd.LAMB(0.01), 3.0),
+        (lambda: hvd.OneBitAdam(1.0), 1.0),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_first_steps_in_half_precision(make, step, dtype):
+    """||w|| is 90000, which float16 has not; 0.999 is 1 in bfloat16."""
+    w = keras.Variable(np.full((300, 300), 300.0), dtype=dtype)
+    optimizer = make()
+    if hasattr(optimizer, "epsilon"):
+        optimizer.epsilon = 1e-3
+    optimizer.apply([tf.ones((300, 300), dtype)], [w])
+    moved = 300 - tf.cast(w.value, tf.float32)
+    np.testing.assert_allclose(
+        moved, np.full((300, 300), step), atol=1.0 if dtype == "bfloat16" else 0.1
+    )

@@ -270,3 +270,38 @@ def test_noise_scale_of_two_passes_on_one_rank():
     p.sum().backward()
     with pytest.raises(ConfigError, match="backward_passes_per_step"):
         hvd.GradientNoiseScale(optimizer, 4, lambda x, name: x, ranks=1).measure()
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [(hvd.LARS, 0.3), (hvd.LAMB, 300.0), (hvd.OneBitLAMB, 10.0)],  # the last one clips
+)
+def test_norms_beyond_the_largest_half(make, expected):
+    """||w|| is 90000, and the largest number of float16 65504."""
+    p = torch.nn.Parameter(torch.full((300, 300), 300.0, dtype=torch.float16))
+    p.grad = torch.ones_like(p)
+    options = {"momentum": 0.0} if make is hvd.LARS else {"eps": 1e-3}
+    make([p], lr=1.0, **options).step()
+    torch.testing.assert_close(
+        300 - p.detach().float(), torch.full((300, 300), expected), rtol=2e-2, atol=0.06
+    )
+
+
+@pytest.mark.parametrize("make", [hvd.SAM, hvd.ASAM])
+def test_sparse_gradients_climb_as_dense_ones_do(make):
+    found = []
+    for is_sparse in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(9, 4, sparse=is_sparse), torch.nn.Linear(4, 1)
+        )
+        sam = make(model, average=lambda x, name: x)
+        sam.backward(lambda model=model: model(torch.tensor([1, 2, 2])).square().sum())
+        found.append(model[0].weight.grad.to_dense())
+    torch.testing.assert_close(*found)
+
+
+def test_a_loss_of_something_else_is_an_error():
+    sam, other = hvd.SAM(torch.nn.Linear(2, 1)), torch.ones((), requires_grad=True)
+    with pytest.raises(ConfigError, match="found no gradient"):
+        sam.backward(lambda: 2 * other)
