@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import math
 import statistics
 
 from tqdm import tqdm
@@ -113,12 +115,19 @@ def loss_of(model: Words, words: torch.Tensor, others: torch.Tensor) -> torch.Te
     return -functional.logsigmoid(logits[:, 0]).sum() - functional.logsigmoid(-logits[:, 1:]).sum()
 
 
+@functools.cache
+def texts() -> tuple[Pairs, Pairs, int]:
+    """To train on and to test with, and the number of words."""
+    corpus = standard_library(options.words)
+    return Pairs(corpus.train, corpus.words), Pairs(corpus.test, corpus.words), corpus.words
+
+
 def train(rows: str, seed: int) -> Run:
+    """One run; the returned record means something on rank 0."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    corpus = standard_library(options.words)
-    pairs, unseen = Pairs(corpus.train, corpus.words), Pairs(corpus.test, corpus.words)
-    model = Words(corpus.words)
+    pairs, unseen, known = texts()
+    model = Words(known)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=options.lr),
         named_parameters=model.named_parameters(),
@@ -131,10 +140,10 @@ def train(rows: str, seed: int) -> Run:
         optimizer.zero_grad()
         loss_of(model, *pairs.draw(random, options.batch_size)).backward()
         optimizer.step()
-    with torch.no_grad():
-        batch = 20_000
-        words, others = unseen.draw(np.random.default_rng(0), batch)
-        loss = loss_of(model, words, others).item() / batch
+    loss, batch = math.nan, 10_000
+    if world.rank == 0:
+        with torch.no_grad():
+            loss = loss_of(model, *unseen.draw(np.random.default_rng(0), batch)).item() / batch
     total = optimizer.compression.stats().total
     sent = statistics.mean(world.allgather(total.bytes_sent)) / options.steps
     return Run(loss, sent, total.dense_bytes / options.steps)
