@@ -308,9 +308,6 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     averages_momentum: ClassVar[bool] = False
     #: the name of the optimizer class that the method needs, if its result is not a gradient
     partner: ClassVar[str | None] = None
-    #: how rows of sparse gradients (of embeddings) are sent, an option of some methods; see
-    #: :mod:`hvd_compress.rows`
-    rows: str = "whole"
     #: the names of the kinds of steps, if the method has several
     phases: ClassVar[tuple[str, ...]] = ()
 
@@ -350,13 +347,14 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         return self
 
     def rows_at(self, context: Context) -> str:
-        """Return how rows are sent in a step."""
-        return self.rows
+        """Return how rows of sparse gradients (of embeddings) are sent in a step: the option
+        ``rows`` of some methods; see :mod:`hvd_compress.rows`."""
+        return "whole"
 
     @property
     def rows_texts(self) -> frozenset[str]:
         """How rows are sent in any step."""
-        return frozenset({self.rows})
+        return frozenset({"whole"})
 
     def repaired(self, gradient: Array, state: State) -> State:
         """Return a consistent state after a checkpoint was loaded, in which entries that differ

@@ -116,6 +116,21 @@ def as_rows(text: str) -> Rows:
     return Rows(density, values)
 
 
+class SendsRows:
+    """Mixed into methods with the option ``rows``."""
+
+    rows: str
+
+    def rows_at(self, context: Context) -> str:
+        """See :class:`hvd_compress.base.Compressor`."""
+        return self.rows
+
+    @property
+    def rows_texts(self) -> frozenset[str]:
+        """See :class:`hvd_compress.base.Compressor`."""
+        return frozenset({self.rows})
+
+
 def checked_rows(text: str) -> str:
     """Return a value of the option ``rows`` that :func:`as_rows` can read, or raise."""
     as_rows(text)

@@ -45,7 +45,7 @@ def exchange_rows(
     waiting = None if table is None else table[indices]
     found = yield from exchange(rows, indices, values, waiting, n, context, merge)
     state = {}
-    if residual is not None and table is not None:
+    if residual is not None and table is not None and found.left is not None:
         table[indices] = found.left
         state = {"residual": residual}
     mean = torch.sparse_coo_tensor(

@@ -11,11 +11,11 @@ from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import converted
 from hvd_compress.methods._chained import Chained
-from hvd_compress.rows import checked_rows
+from hvd_compress.rows import SendsRows, checked_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class _Dense(Chained):
+class _Dense(SendsRows, Chained):
     wire: ClassVar[str]
 
     is_steady = True

@@ -10,13 +10,13 @@ from hvd_compress.aggregators import allgather
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice, converted
 from hvd_compress.methods._chained import OneChain
-from hvd_compress.rows import checked_rows
+from hvd_compress.rows import SendsRows, checked_rows
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(OneChain, name="topk"):
+class TopK(SendsRows, OneChain, name="topk"):
     """Send the k = ceil(density * n) elements of largest magnitude, keep the rest for later.
 
     State: ``residual``.  Sent: k values and k packed indices a tensor.  The optimizer's momentum

@@ -17,6 +17,7 @@ from hvd_compress import (
     NoCompression,
     PayloadError,
     PowerSGD,
+    SketchedSGD,
     TopK,
     as_compressor,
     from_config,
@@ -258,7 +259,9 @@ def test_texts():
 
 
 def test_methods():
-    assert {method.rows for method in (NoCompression(), TopK(), DGC(), PowerSGD())} == {"whole"}
+    for method in (NoCompression(), TopK(), DGC(), PowerSGD(), SketchedSGD(rows=3)):
+        assert method.rows_at(Context()) == "whole"
+        assert not keeps_residual(method)
     assert (FP16().rows, BF16().rows) == ("float16", "bfloat16")
     method = as_compressor("topk:density=0.01,rows=top:0.1:int8")
     assert method == TopK(density=0.01, rows="top:0.1:int8") == from_config(method.to_config())
