@@ -308,9 +308,6 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     averages_momentum: ClassVar[bool] = False
     #: the name of the optimizer class that the method needs, if its result is not a gradient
     partner: ClassVar[str | None] = None
-    #: the dtype, "float16" or "bfloat16", in which values of sparse gradients (rows of embeddings)
-    #: are sent; ``None``: as they are.  Whatever the method, rows are gathered and have no residual
-    rows_wire: ClassVar[str | None] = None
     #: the names of the kinds of steps, if the method has several
     phases: ClassVar[tuple[str, ...]] = ()
 
@@ -348,6 +345,16 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         """Return the method for a tensor of this name and shape: the method itself, unless it is a
         composition.  This is called before all other methods."""
         return self
+
+    def rows_at(self, context: Context) -> str:
+        """Return how rows of sparse gradients (of embeddings) are sent in a step: the option
+        ``rows`` of some methods; see :mod:`hvd_compress.rows`."""
+        return "whole"
+
+    @property
+    def rows_texts(self) -> frozenset[str]:
+        """How rows are sent in any step."""
+        return frozenset({"whole"})
 
     def repaired(self, gradient: Array, state: State) -> State:
         """Return a consistent state after a checkpoint was loaded, in which entries that differ

@@ -151,6 +151,15 @@ def dtype(x: Array) -> str:
     return x.dtype.name
 
 
+def to_bytes(x: Array) -> Array:
+    return tf.reshape(tf.bitcast(x, tf.uint8), [-1])
+
+
+def from_bytes(raw: Array, dtype: str, like: Array) -> Array:
+    kind = tf.as_dtype(dtype)
+    return tf.bitcast(tf.reshape(raw, [-1, kind.size]), kind)
+
+
 def choose(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
     if isinstance(condition, bool):
         return yes() if condition else no()

@@ -32,6 +32,7 @@ from hvd_compress.integrations.checkpoints import (
     whole,
 )
 from hvd_compress.methods import as_compressor
+from hvd_compress.rows import keeps_residual, rows_state
 from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.sharding import shards_of
 from hvd_compress.stats import Record, Stats, norm_of_residual
@@ -381,7 +382,11 @@ class Binding(tf.Module):
         self._counts.assign_add(counts, read_value=False)
         for i, (direction, state) in exchanged.items():
             for key, value in state.items():
-                self._variable(i, key).assign(value, read_value=False)
+                variable = self._variable(i, key)
+                if _is_rows(value):  # what has changed
+                    variable.scatter_update(value)
+                else:
+                    variable.assign(value, read_value=False)
             if scale is not None:
                 direction = scaled(direction, scale)
             results[i] = _cast(direction, self.slots[i].dtype)
@@ -492,10 +497,10 @@ class Binding(tf.Module):
         rows, and to tensors that are sent whole."""
 
         def what(method: Compressor, slot: Slot, gradient: Any) -> Any:
-            return method.for_tensor(slot.name, tuple(slot.shape)).chain(gradient, context)
+            own = method.for_tensor(slot.name, tuple(slot.shape))
+            return own.rows_at(context) if _is_rows(gradient) else own.chain(gradient, context)
 
-        dense = {i: g for i, g in gradients.items() if not _is_rows(g)}
-        done = [[what(m, self.slots[i], g) for i, g in dense.items()] for m in methods]
+        done = [[what(m, self.slots[i], g) for i, g in gradients.items()] for m in methods]
         return all(each == done[0] for each in done)
 
     def _known_epoch(self) -> tf.Tensor:
@@ -546,6 +551,8 @@ class Binding(tf.Module):
         for i, slot in enumerate(self.slots):
             method, zeros = self._method_for(slot), tf.zeros(slot.shape, slot.dtype)
             state, common = method.init(zeros), method.common(zeros)
+            if slot.shape.rank:  # what gradients will be is not known yet
+                state = rows_state(method, zeros) | state
             home = homes.setdefault(look_of(common), i) if common else i
             self._home_of += (home,)
             self.sharing |= {i} if common else set()
@@ -562,7 +569,9 @@ class Binding(tf.Module):
         return own[key] if key in own else self.states[str(self._home_of[i])][key]
 
     def _per_rank(self, slot: Slot) -> frozenset[str]:
-        return self._method_for(slot).per_rank(tf.zeros(slot.shape, slot.dtype))
+        method = self._method_for(slot)
+        found = method.per_rank(tf.zeros(slot.shape, slot.dtype))
+        return found | {"residual"} if keeps_residual(method) else found
 
     def _method_for(self, slot: Slot) -> Compressor:
         return self.method.for_tensor(slot.name, tuple(slot.shape))

@@ -1,62 +1,58 @@
-"""Sparse gradients (``tf.IndexedSlices``): rows are sent whole, without loss, or with their values
-in half precision (``Compressor.rows_wire``).
+"""Sparse gradients (``tf.IndexedSlices``): rows are sent as the option ``rows`` of a method says;
+see :mod:`hvd_compress.rows`.
 
-Duplicate rows are merged before they are sent, and frames hold raw bytes, so any dtype is possible.
+Duplicate rows are merged before they are sent, and frames hold raw bytes, so any dtype is possible
+where nothing has to wait.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import tensorflow as tf
 
-from hvd_compress.base import Context, Exchange, Gather, Outcome
-from hvd_compress.wire.rows import decode_rows, encode_rows
-
-from . import backend
+from hvd_compress.base import Context, Exchange, Outcome, State
+from hvd_compress.rows import Rows
+from hvd_compress.rows import exchange_rows as exchange
 
 
 def merged(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     """Return every row once, in ascending order; indices as int64."""
-    indices, places = tf.unique(tf.cast(gradient.indices, tf.int64))
-    order = tf.argsort(indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
-    return tf.IndexedSlices(
-        tf.gather(values, order), tf.gather(indices, order), gradient.dense_shape
-    )
+    indices, values = _merge(gradient.indices, gradient.values)
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def _merge(indices: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    own, places = tf.unique(tf.cast(indices, tf.int64))
+    order = tf.argsort(own)
+    total = tf.math.unsorted_segment_sum(values, places, tf.size(own))
+    return tf.gather(own, order), tf.gather(total, order)
 
 
 def exchange_rows(
-    gradient: tf.IndexedSlices, shape: tf.TensorShape, context: Context, wire: str | None = None
+    gradient: tf.IndexedSlices,
+    shape: tf.TensorShape,
+    context: Context,
+    rows: Rows,
+    residual: tf.Variable | None = None,
 ) -> Exchange:
     """Average the rows that all ranks have; the outcome's ``mean`` has every row once.
 
     Args:
         shape: of the variable.
-        wire: the dtype in which values are sent, if that is narrower; sums are made in the
-            gradient's.
+        rows: what is sent.
+        residual: of the whole matrix, flat, if ``rows.keeps_residual``.  What changes of it is in
+            the outcome's state, as ``IndexedSlices``.
     """
-    own, n, dtype = merged(gradient), shape[0], gradient.values.dtype
-    narrow = tf.as_dtype(wire) if wire is not None and dtype.size > 2 else dtype
-    row = shape[1:].num_elements() * narrow.size
-    values_sent = tf.cast(own.values, narrow)
-
-    def encode(places: np.ndarray, theirs: np.ndarray) -> list[np.ndarray]:
-        return [encode_rows(places, theirs, n)]
-
-    raw = tf.reshape(tf.bitcast(values_sent, tf.uint8), [-1])
-    (frame,) = backend.on_host(encode, [own.indices, raw], [("uint8", None)], raw)
-    indices, values = [], []
-    for rank, part in enumerate((yield Gather(frame))):
-
-        def decode(message: np.ndarray, sender: str = f"rank {rank}") -> list[np.ndarray]:
-            return list(decode_rows(message, n, row, sender=sender))
-
-        places, theirs = backend.on_host(decode, [part], [("int64", None), ("uint8", None)], raw)
-        indices.append(places)
-        each = tf.cast(tf.bitcast(tf.reshape(theirs, [-1, narrow.size]), narrow), dtype)
-        values.append(tf.reshape(each, [-1, *shape[1:]]))
-    total = merged(
-        tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), gradient.dense_shape)
-    )
-    mean = tf.IndexedSlices(total.values / context.size, total.indices, gradient.dense_shape)
-    return Outcome(mean, tf.cast(values_sent, dtype), {})
+    own, width = merged(gradient), shape[1:].num_elements()
+    values = tf.reshape(own.values, [tf.size(own.indices), width])
+    if residual is None:
+        found = yield from exchange(rows, own.indices, values, None, shape[0], context, _merge)
+        state: State = {}
+    else:
+        # The variable is read and written where rows were touched, and nowhere else.
+        places = own.indices[:, None] * width + tf.range(width, dtype=tf.int64)
+        waiting = tf.gather(residual, places)
+        found = yield from exchange(rows, own.indices, values, waiting, shape[0], context, _merge)
+        left = tf.reshape(found.left, [-1])
+        state = {"residual": tf.IndexedSlices(left, tf.reshape(places, [-1]))}
+    mean = tf.reshape(found.values, [tf.size(found.indices), *shape[1:]])
+    return Outcome(tf.IndexedSlices(mean, found.indices, gradient.dense_shape), found.sent, state)

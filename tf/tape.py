@@ -16,6 +16,7 @@ from hvd_compress.integrations import horovod as drop_in
 from hvd_compress.integrations.horovod import bind_call, with_options
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import as_compressor
+from hvd_compress.rows import keeps_residual
 
 from .binding import Binding, Slot, native, places_of_groups, slots_of
 from .runtime import Runtime
@@ -251,6 +252,8 @@ def _binding_for(
         )
     zeros = [tf.zeros(t.shape, t.dtype) for t in tensors]
     remembers = any(method.init(x) or method.common(x) for x in zeros)
+    are_rows = any(isinstance(t, tf.IndexedSlices) for t in tensors)
+    remembers |= are_rows and keeps_residual(method)
     if name is None:
         if remembers:
             raise ConfigError(

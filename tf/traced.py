@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, State
 from hvd_compress.engines.base import Engine
 from hvd_compress.reducer import Reducer
+from hvd_compress.rows import as_rows, keeps_residual
 from hvd_compress.transforms import momentum_after_averaging
 
 from . import backend
@@ -118,12 +119,9 @@ class TracedReducer(Reducer):
         place = self._slots[name]
         slot = self._binding.slots[place]
         method = self.method.for_tensor(name, tuple(slot.shape))
-        variables = self._state_of(name)
         if isinstance(gradient, tf.IndexedSlices):
-            # Rows are sent whole: a residual waits for a dense gradient.
-            useful = {"velocity"} if self._binding.momentum_used()[0] else set()
-            state = {key: x for key, x in variables.items() if key in useful}
-            return self._exchange_rows(method, slot, gradient, state, context)
+            return self._exchange_rows(method, slot, gradient, context)
+        variables = self._state_of(name)
         if place in self._binding.sharing:  # else the graph would have zeros for each tensor
             fresh = functools.partial(method.common, tf.zeros(slot.shape, slot.dtype))
             variables = variables | self._homes.hand(name, fresh)
@@ -135,31 +133,40 @@ class TracedReducer(Reducer):
     def _state_of(self, name: str) -> State:
         """The values of the variables before the step."""
         if name not in self._read:
-            place = next(i for i, slot in enumerate(self._binding.slots) if slot.name == name)
-            variables = self._binding.states[str(place)]
+            variables = self._variables(name)
             self._read[name] = {key: variable.value() for key, variable in variables.items()}
         return self._read[name]
+
+    def _variables(self, name: str) -> dict[str, tf.Variable]:
+        place = next(i for i, slot in enumerate(self._binding.slots) if slot.name == name)
+        return self._binding.states[str(place)]
 
     def _exchange_rows(
         self,
         method: Compressor,
         slot: Any,
         gradient: tf.IndexedSlices,
-        state: State,
         context: Context,
     ) -> Exchange:
-        """Exchange the gradient of an embedding: rows are clipped like all gradients, sent whole,
-        and take momentum after averaging."""
-        rows = merged(gradient)
+        """Exchange the gradient of an embedding: rows are clipped like all gradients, sent as the
+        method's ``rows`` says, and take momentum after averaging."""
+        own = merged(gradient)
         template = method.template(tf.zeros(slot.shape, slot.dtype))
-        values = rows.values
+        values = own.values
         for transform in template.transforms:
             if transform.needs_gradient_norm:
                 values, _ = transform.update(values, {}, context)
-        rows = tf.IndexedSlices(values, rows.indices, rows.dense_shape)
-        outcome = yield from exchange_rows(rows, slot.shape, context, method.rows_wire)
-        if not state:
-            return outcome
+        own = tf.IndexedSlices(values, own.indices, own.dense_shape)
+        rows, variables = as_rows(method.rows_at(context)), self._variables(slot.name)
+        residual = variables["residual"] if rows.keeps_residual else None
+        outcome = yield from exchange_rows(own, slot.shape, context, rows, residual)
+        waits = outcome.state
+        if residual is None and keeps_residual(method):  # in another branch of the graph
+            none = tf.zeros([0], variables["residual"].dtype)
+            waits = {"residual": tf.IndexedSlices(none, tf.zeros([0], tf.int64))}
+        if not self._binding.momentum_used()[0] or "velocity" not in variables:
+            return outcome._replace(state=waits)
+        state = {"velocity": variables["velocity"].value()}
         mean = backend.widen(tf.convert_to_tensor(outcome.mean))
         transform = momentum_after_averaging(*self._binding.momentum_used())
         direction, new = backend.choose(
@@ -168,7 +175,7 @@ class TracedReducer(Reducer):
             lambda: (mean, state),
         )
         direction = tf.cast(tf.reshape(direction, slot.shape), slot.dtype)
-        return Outcome(outcome.mean, outcome.sent, new, direction)
+        return Outcome(outcome.mean, outcome.sent, new | waits, direction)
 
 
 def scaled(gradient: Any, factor: Any) -> Any:

@@ -181,6 +181,14 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def to_bytes(x: Array) -> Array:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def from_bytes(raw: Array, dtype: str, like: Array) -> Array:
+    return raw.view(getattr(torch, dtype)).to(like.device)
+
+
 def choose(condition: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
     return yes() if condition else no()
 

@@ -19,6 +19,7 @@ from hvd_compress.engines.joining import Member
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.reducer import Reducer
+from hvd_compress.rows import as_rows, keeps_residual, rows_state
 from hvd_compress.stats import Record, Stats, norm_of_residual
 from hvd_compress.transforms import momentum_after_averaging
 
@@ -343,19 +344,24 @@ class Binding(Reducer):
     def _exchange_rows(
         self, p: torch.nn.Parameter, gradient: torch.Tensor, context: Context
     ) -> Exchange:
-        """Exchange the gradient of an embedding: rows are clipped like all gradients, sent whole,
-        and take momentum after averaging."""
-        clipped, wire = self._clip_rows(p, gradient, context), self.method_for(p).rows_wire
-        outcome = yield from exchange_rows(clipped, context, wire)
-        mean, sent, state = outcome.mean, outcome.sent.values(), self.state_of(p)
+        """Exchange the gradient of an embedding: rows are clipped like all gradients, sent as the
+        method's ``rows`` says, and take momentum after averaging."""
+        clipped, method, state = self._clip_rows(p, gradient, context), self.method_for(p), {}
+        rows = as_rows(method.rows_at(context))
+        if rows.keeps_residual:
+            state = self.state_of(p)
+            if "residual" not in state:
+                state |= rows_state(method, p.detach())
+        outcome = yield from exchange_rows(clipped, context, rows, state.get("residual"))
+        mean, sent, state = outcome.mean, outcome.sent, self.state_of(p) | outcome.state
         momentum, nesterov = context.momentum, context.nesterov
         if not momentum or not torch.isfinite(mean.values()).all():
             return Outcome(mean, sent, state)
         dense = backend.widen(mean.to_dense())
         transform = momentum_after_averaging(momentum, nesterov)
-        state = {"velocity": torch.zeros_like(dense), **state}
-        direction, state = transform.finish(dense, state, Context())
-        return Outcome(mean, sent, state, direction.view(p.shape))
+        velocity = state.get("velocity", torch.zeros_like(dense))
+        direction, new = transform.finish(dense, {"velocity": velocity}, Context())
+        return Outcome(mean, sent, state | new, direction.view(p.shape))
 
     def method_for(self, p: torch.nn.Parameter) -> Compressor:
         return self.method.for_tensor(self._optimizer._parameter_names[p], tuple(p.shape))
@@ -558,8 +564,13 @@ class Binding(Reducer):
         outcomes = self._run(members)
         return {p: outcomes[f"buffer.{names[p]}"] for p in tensors}
 
-    def per_rank_keys(self, p: torch.nn.Parameter) -> frozenset[str]:
-        return frozenset() if p in self.sparse else self.method_for(p).per_rank(p.detach())
+    def per_rank_keys(self, p: torch.nn.Parameter, is_sparse: bool | None = None) -> frozenset[str]:
+        """Return the keys of a parameter's state under which ranks differ; ``is_sparse``: its
+        gradients are rows, if that is not known from its last one."""
+        method = self.method_for(p)
+        if p in self.sparse if is_sparse is None else is_sparse:
+            return frozenset({"residual"} if keeps_residual(method) else ())
+        return method.per_rank(p.detach())
 
 
 def _as_coo(direction: Sparse, p: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from hvd_compress.integrations.checkpoints import (
     share,
     unconsolidated,
 )
+from hvd_compress.rows import rows_state
 
 from . import backend
 from .binding import PREFIX
@@ -162,9 +163,9 @@ def _loaded_state(
     if 0 < len(missing := sorted(common.keys() - entries.values.keys())) < len(common):
         raise refused(f"the state of {name!r} has no {missing[0]!r}, but the others of its kind")
     templates = {**fresh, **common, "decay": p.detach().view(-1)}
-    templates |= {"velocity": flat} if is_sparse else {}
+    templates |= {"velocity": flat} | rows_state(method, p.detach()) if is_sparse else {}
     state = dict(fresh) if entries.values else {}
-    per_rank = frozenset() if is_sparse else method.per_rank(p.detach())
+    per_rank = binding.per_rank_keys(p, is_sparse)
     for key, x in entries.values.items():
         if key not in templates:
             # A velocity that is a momentum buffer too goes on as the optimizer's own momentum.

@@ -107,6 +107,12 @@ class Backend(Protocol):
     def dtype(self, x: Array) -> str:
         """A NumPy name: "float32"."""
 
+    def to_bytes(self, x: Array) -> Array:
+        """The bytes of all elements as they are in memory (1-D, uint8)."""
+
+    def from_bytes(self, raw: Array, dtype: str, like: Array) -> Array:
+        """Undo ``to_bytes``: flat, on the device of ``like``."""
+
     def choose(self, condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
         """``yes()`` if ``condition`` else ``no()``: arrays, or equal nests of them."""
 

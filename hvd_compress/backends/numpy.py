@@ -169,6 +169,14 @@ def dtype(x: Array) -> str:
     return x.dtype.name
 
 
+def to_bytes(x: Array) -> Array:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def from_bytes(raw: Array, dtype: str, like: Array) -> Array:
+    return raw.view(dtype)
+
+
 def choose(condition: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
     return yes() if condition else no()
 

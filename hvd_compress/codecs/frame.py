@@ -13,10 +13,11 @@ All numbers are little-endian::
     8       u32     number of values
     12      u32     CRC-32 of the first 12 bytes and of all behind the header
 
-Where only some elements are sent, their indices are ascending, int32 or int64 as in other frames;
-or packed and padded to 8 bytes, where the sender was asked to and that is shorter.  Where values
-are not finite, or there are none, the codes are zeros: a frame's size does not depend on it, unless
-the codec's varies with the values anyway; then its length says how many bytes the codes take.
+Where only some elements are sent, or rows of a matrix, their indices are ascending, int32 or int64
+as in other frames; or packed and padded to 8 bytes, where the sender was asked to and that is
+shorter.  Where values are not finite, or there are none, the codes are zeros: a frame's size does
+not depend on it, unless the codec's varies with the values anyway; then its length says how many
+bytes the codes take.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ _CODED = 3
 _NOT_FINITE, _PACKED, _DAMAGED = 1, 2, 4
 
 
-def coded_size(codec: Coder, count: int, dtype: np.dtype, n: int | None = None) -> int:
+def coded_size(
+    codec: Coder, count: int, dtype: np.dtype, n: int | None = None, row: int = 1
+) -> int:
     """Return the bytes of a frame of ``count`` values; with ``n``, of values with indices into
-    ``n`` elements that are not packed."""
-    indices = 0 if n is None else count * np.dtype(index_dtype(n)).itemsize
+    ``n`` elements, one for every ``row`` values, that are not packed."""
+    indices = 0 if n is None else count // row * np.dtype(index_dtype(n)).itemsize
     return padded(indices + codec.size(count, dtype))
 
 
@@ -62,16 +65,18 @@ def encode_coded(
     n: int | None = None,
     *,
     packed: bool = False,
+    row: int = 1,
     sent: Array | None = None,
 ) -> np.ndarray:
     """Return a frame (1-D, uint8) of the flat ``x`` (float32 or float64), which are the values at
-    ``indices`` of ``n`` elements if these are given.  ``packed`` packs indices where that is
-    shorter; the values that are read from the frame are written to ``sent`` if that is given."""
+    ``indices`` of ``n`` elements, or of ``n`` rows of ``row`` values, if these are given.
+    ``packed`` packs indices where that is shorter; the values that are read from the frame are
+    written to ``sent`` if that is given."""
     xp = backend_of(x)
     count, dtype = xp.size(x), np.dtype(xp.dtype(x))
     if isinstance(codec, Codec) and codec.varies:
         return _varying(codec, x, random, sent)
-    size, status = coded_size(codec, count, dtype, n), 0
+    size, status = coded_size(codec, count, dtype, n, row), 0
     own = np.zeros(0, np.uint8)
     if indices is not None and n is not None:
         own = indices.astype(f"<{np.dtype(index_dtype(n)).str[1:]}").view(np.uint8)
@@ -110,11 +115,12 @@ def encode_sent(
     n: int | None = None,
     *,
     packed: bool = False,
+    row: int = 1,
 ) -> tuple[np.ndarray, Array]:
     """Return the frame of :func:`encode_coded`, and the values that are read from it."""
     xp = backend_of(x)
     sent = codec.zeros(xp.size(x), np.dtype(xp.dtype(x)))
-    return encode_coded(codec, x, random, indices, n, packed=packed, sent=sent), sent
+    return encode_coded(codec, x, random, indices, n, packed=packed, row=row, sent=sent), sent
 
 
 def frame_of_damaged(codec: Coder, count: int, dtype: np.dtype) -> np.ndarray:
@@ -131,13 +137,15 @@ def decode_coded(
     dtype: np.dtype,
     n: int | None = None,
     *,
+    row: int = 1,
     sender: str = "a rank",
     out: Array | None = None,
     add: bool = False,
 ) -> tuple[np.ndarray | None, Array]:
     """``(indices, values)``; indices are ``None`` unless ``n`` is given, and all values are NaN if
-    one of the sender's was not finite.  ``count`` is ``None`` if only the sender knows it.  Values
-    are written to ``out`` (1-D, contiguous, of ``dtype``) if that is given, or with ``add`` added.
+    one of the sender's was not finite.  ``count`` is ``None`` if only the sender knows it; ``row``
+    values have one index.  Values are written to ``out`` (1-D, contiguous, of ``dtype``) if that is
+    given, or with ``add`` added.
 
     Raises:
         PayloadError: the frame is damaged, or made with other options than this rank's; or its
@@ -158,7 +166,7 @@ def decode_coded(
         size = padded(frame.size - START)
         codes = frame.size - START
     else:
-        size = coded_size(codec, count, dtype, n)
+        size = coded_size(codec, count, dtype, n, row)
         codes = codec.size(count, dtype)
     status = int(frame[5])
     # Packed indices fill what codes and padding leave, which a frame of plain ones never reaches.
@@ -177,12 +185,14 @@ def decode_coded(
     if status == _DAMAGED:
         raise PayloadError(f"{sender} got a damaged payload: see its message")
     start, indices = START, None
+    if count % row:
+        raise fail(f"{count} values are no rows of {row}")
     try:
         if n is not None:
             packed = status & _PACKED
-            start += room if packed else count * np.dtype(index_dtype(n)).itemsize
+            start += room if packed else count // row * np.dtype(index_dtype(n)).itemsize
             code = frame[START:start]
-            indices = unpack(code, count, n) if packed else plain_indices(code, n)
+            indices = unpack(code, count // row, n) if packed else plain_indices(code, n)
             indices = indices.astype(index_dtype(n), copy=False)
         values = codec.zeros(count, dtype) if out is None else out
         if status & _NOT_FINITE:

@@ -157,6 +157,13 @@ class MomentumAfter(Chained, name="momentum_after"):
     def needs_gradient_norm(self) -> bool:
         return self.compressor.needs_gradient_norm
 
+    def rows_at(self, context: Context) -> str:
+        return self.compressor.rows_at(context)
+
+    @property
+    def rows_texts(self) -> frozenset[str]:
+        return self.compressor.rows_texts
+
 
 @dataclasses.dataclass(frozen=True)
 class Partition(_Composed, name="partition"):
@@ -250,9 +257,18 @@ class Switch(_Composed, name="switch"):
     def per_rank(self, gradient: Array) -> frozenset[str]:
         return self.first.per_rank(gradient) | self.then.per_rank(gradient)
 
+    def rows_at(self, context: Context) -> str:
+        return self._now(context).rows_at(context)
+
+    @property
+    def rows_texts(self) -> frozenset[str]:
+        return self.first.rows_texts | self.then.rows_texts
+
+    def _now(self, context: Context) -> Compressor:
+        return self.then if started(self.start, context.step, context.epoch) else self.first
+
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
-        now = self.then if started(self.start, context.step, context.epoch) else self.first
-        outcome = yield from now.exchange(gradient, state, context)
+        outcome = yield from self._now(context).exchange(gradient, state, context)
         return outcome._replace(state={**state, **outcome.state})
 
 

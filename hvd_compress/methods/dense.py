@@ -9,18 +9,22 @@ from typing import ClassVar
 from hvd_compress.aggregators import allreduce
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
+from hvd_compress.config import converted
 from hvd_compress.methods._chained import Chained
+from hvd_compress.rows import SendsRows, checked_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class _Dense(Chained):
+class _Dense(SendsRows, Chained):
     wire: ClassVar[str]
 
     is_steady = True
 
     algorithm: str | None = None
+    rows: str = dataclasses.field(default="whole", metadata=converted(checked_rows))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         assert self._chain  # checks the option
 
     @functools.cached_property
@@ -38,6 +42,8 @@ class NoCompression(_Dense, name="none"):
     Options:
         algorithm: over MPI "ring", "halving_doubling", "direct", "hierarchical" or "auto"; ``None``
             leaves it to the engine.
+        rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
+            :mod:`hvd_compress.rows`.
     """
 
     wire = "gradient"
@@ -52,11 +58,15 @@ class FP16(_Dense, name="fp16"):
     Options:
         algorithm: over MPI "ring", "halving_doubling", "direct", "hierarchical" or "auto"; ``None``
             leaves it to the engine.
+        rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
+            :mod:`hvd_compress.rows`.
     """
 
     reference = "IEEE 754"
 
-    wire = rows_wire = "float16"
+    wire = "float16"
+
+    rows: str = dataclasses.field(default="float16", metadata=converted(checked_rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +77,12 @@ class BF16(_Dense, name="bf16"):
     Options:
         algorithm: over MPI "ring", "halving_doubling", "direct", "hierarchical" or "auto"; ``None``
             leaves it to the engine.
+        rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
+            :mod:`hvd_compress.rows`.
     """
 
     reference = "Kalamkar et al., 2019"
 
-    wire = rows_wire = "bfloat16"
+    wire = "bfloat16"
+
+    rows: str = dataclasses.field(default="bfloat16", metadata=converted(checked_rows))

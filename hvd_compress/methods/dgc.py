@@ -15,12 +15,13 @@ from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.config import check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import OfVelocities
+from hvd_compress.rows import SendsRows, checked_rows
 from hvd_compress.schedules import Density, as_density
 from hvd_compress.transforms import clip_by_local_norm, error_feedback, momentum_after_averaging
 
 
 @dataclasses.dataclass(frozen=True)
-class DGC(OfVelocities, name="dgc"):
+class DGC(SendsRows, OfVelocities, name="dgc"):
     """Send the largest 0.1 % of the accumulated velocity, keep the rest for later.
 
     For every matrix and larger tensor, on each rank::
@@ -58,6 +59,8 @@ class DGC(OfVelocities, name="dgc"):
         indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
         algorithm: how entries are added up: "allgather", or over MPI one of those of
             :class:`hvd_compress.blocks.allgather`.
+        rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
+            :mod:`hvd_compress.rows`.
 
     Differs from the paper in: the message has exactly k elements (see ``operators/top_k.py``);
     indices are packed instead of run lengths of 16 bits; density 1 turns masking off, since masking
@@ -80,6 +83,7 @@ class DGC(OfVelocities, name="dgc"):
     algorithm: str = "allgather"
     indices: str = "packed"
     small: str = "float32"
+    rows: str = dataclasses.field(default="whole", metadata=converted(checked_rows))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,14 +8,15 @@ import functools
 from hvd_compress import operators
 from hvd_compress.aggregators import allgather
 from hvd_compress.chain import Chain, chain
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, converted
 from hvd_compress.methods._chained import OneChain
+from hvd_compress.rows import SendsRows, checked_rows
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(OneChain, name="topk"):
+class TopK(SendsRows, OneChain, name="topk"):
     """Send the k = ceil(density * n) elements of largest magnitude, keep the rest for later.
 
     State: ``residual``.  Sent: k values and k packed indices a tensor.  The optimizer's momentum
@@ -30,6 +31,8 @@ class TopK(OneChain, name="topk"):
         algorithm: how entries are added up: "allgather", or over MPI one of those of
             :class:`hvd_compress.blocks.allgather`.
         error_feedback: without it, what is not sent is lost; for studies only.
+        rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
+            :mod:`hvd_compress.rows`.
     """
 
     reference = "Aji and Heafield, EMNLP 2017"
@@ -41,6 +44,7 @@ class TopK(OneChain, name="topk"):
     error_feedback: bool = True
     algorithm: str = "allgather"
     indices: str = "packed"
+    rows: str = dataclasses.field(default="whole", metadata=converted(checked_rows))
 
     def __post_init__(self) -> None:
         check_choice("error_feedback", self.error_feedback, (True, False))

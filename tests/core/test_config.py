@@ -74,6 +74,7 @@ def test_a_config_is_readable():
         "error_feedback": True,
         "algorithm": "allgather",
         "indices": "packed",
+        "rows": "whole",
     }
     block = chain(error_feedback(), via=allgather(top_k(0.1))).to_config()
     assert block["method"] == "chain"

@@ -596,6 +596,20 @@ def test_training_with_codistillation(tmp_path):
     assert picture.read_bytes().startswith(PNG)
 
 
+@pytest.mark.timeout(120)
+def test_training_of_embeddings():
+    options = ["--ranks", "2", "--steps", "8", "--seeds", "1", "--words", "500", "--width", "16"]
+    ways = ["whole", "float16", "top:0.5"]
+    output = start("train_embeddings", *options, "--rows", *ways)
+    rows = re.findall(r"^(\S+) +([\d.]+) +([\d.]+) KiB +([\d.]+)x$", output, re.MULTILINE)
+    assert [row[0] for row in rows] == ways
+    assert all(0 < float(loss) < 6 * np.log(2) for _, loss, _, _ in rows), "that of zeros"
+    whole, short, top = (float(sent) for _, _, sent, _ in rows)
+    # Of a row 8 + 64 and 8 + 32 bytes, and two messages of 24 bytes more a step.
+    assert short / whole == pytest.approx(40 / 72, rel=0.01)
+    assert top / whole == pytest.approx(1 / 2, rel=0.02)
+
+
 def test_leader_symmetry(tmp_path):
     picture = tmp_path / "symmetry.png"
     _, output = jobs.run([*program("leader_symmetry"), "--output", str(picture)], timeout=60)

@@ -23,7 +23,7 @@ FOLLOWS = (
     "parity.quantised_sums_follow_the_oracle",
     "parity.neighbours_and_broadcasts_follow_the_oracle",
 )
-ONCE = ("training", "options", "numerics", "state", "shared")
+ONCE = ("training", "options", "numerics", "state", "shared", "rows")
 TORCH = (*ONCE, *PARITY)
 KERAS = ("parity", "shared", "keras_fit", "keras_users")
 GRAPHS = ("decentralized", "decentralized_state")
@@ -71,7 +71,7 @@ JOBS = [
     Job("mpi", GRAPHS, "mpirun", 4),
     Job("mpi", (*PARITY, "over_mpi"), "mpich", 3),
     Job("mpi", FOLLOWS, "mpirun", 5),
-    Job("tensorflow", ("keras_users", "keras_fit", "shared", *FOLLOWS), "mpirun", 2),
+    Job("tensorflow", ("keras_users", "keras_fit", "shared", "rows", *FOLLOWS), "mpirun", 2),
     Job("tensorflow", ("adam_keras", "adam_zero_one_keras"), "mpirun", 2),
     Job("tensorflow", ("lamb_onebit", *LAMB_KERAS), "mpirun", 2),
     Job("tensorflow", ("demo", "demo_keras", *OTHERS_KERAS), "mpirun", 2),

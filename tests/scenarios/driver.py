@@ -106,6 +106,12 @@ def assert_close(
         np.testing.assert_allclose(w, other[name], rtol=rtol, atol=atol, err_msg=name)
 
 
+def embedding_of(run: Run) -> Any:
+    """What was counted of the embedding of a network with words."""
+    layers = run.compression.stats().layers
+    return next(record for name, record in layers.items() if "embedding" in name)
+
+
 def raises(error: type[BaseException], *words: str) -> Any:
     """``with raises(ConfigError, "dampening")``: the message must contain the words."""
     import pytest

@@ -503,6 +503,30 @@ def rows_now_and_dense_then() -> None:
     assert np.abs(waits).sum() > 0, "what waits goes on waiting"
 
 
+def rows_that_wait_are_saved_and_go_on() -> None:
+    method = NoCompression(rows="top:0.5")
+    variable = tf.Variable(tf.zeros([6, 2]))
+    binding = hvd.bind(method, [variable])
+    values = tf.constant([[1.0, 0.0], [0.0, 2.0]]) * (1 + hvd.rank())
+    rows = tf.IndexedSlices(values, tf.constant([4, 1]), tf.constant([6, 2]))
+    [found] = binding.reduce([rows])
+    assert found.indices.numpy().tolist() == [1]
+    waits = np.zeros([6, 2], "float32")
+    waits[4, 0] = 1 + hvd.rank()
+    np.testing.assert_array_equal(binding.states["0"]["residual"], waits.ravel())
+    binding.consolidate()
+    waits[4, 0] = (1 + hvd.size()) / 2  # the mean
+    np.testing.assert_allclose(binding.states["0"]["residual"], waits.ravel())
+    other = hvd.bind(method, [tf.Variable(tf.zeros([6, 2]))])
+    other.load_values(binding.values())
+    np.testing.assert_allclose(other.states["0"]["residual"], waits.ravel())
+    [found] = other.reduce([tf.IndexedSlices(tf.zeros([1, 2]), tf.constant([4]), rows.dense_shape)])
+    np.testing.assert_allclose(found.values, [waits[4]])
+    assert not np.any(other.states["0"]["residual"])
+    with raises(ConfigError, "name"):
+        hvd.allreduce(rows, compression=method)
+
+
 def a_learning_rate_that_begins_at_zero() -> None:
     rate = keras.optimizers.schedules.CosineDecay(0.0, 100, warmup_target=0.1, warmup_steps=10)
     inner, model = _sgd(rate), model_of("mlp")

@@ -358,6 +358,32 @@ def sparse_parameters_in_checkpoints() -> None:
     assert_same_everywhere(model)
 
 
+def rows_that_wait_in_checkpoints() -> None:
+    """The mean of what waits goes on, on any number of ranks."""
+    for method in (NoCompression(rows="top:0.3"), DGC(density=0.5, rows="int8")):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Embedding(50, 30, sparse=True), torch.nn.Linear(30, 5))
+        optimizer = distribute(sgd(model, momentum=0.0), model, method)
+        torch.manual_seed(hvd.rank())
+        for _ in range(3):
+            optimizer.zero_grad()
+            words = torch.randint(0, 50, (12,))
+            torch.nn.functional.cross_entropy(model(words), words % 5).backward()
+            optimizer.step()
+        weight = model[0].weight
+        own = optimizer.compression.state_of(weight)["residual"].clone()
+        assert own.any()
+        mean = hvd.allreduce(own, name="mean of what waits")
+        optimizer.consolidate_state_dict()
+        state = hvd.broadcast_object(optimizer.state_dict(), 0)
+        assert torch.equal(optimizer.compression.state_of(weight)["residual"], own)
+        optimizer.compression.sparse.clear()
+        optimizer.load_state_dict(state)
+        torch.testing.assert_close(optimizer.compression.state_of(weight)["residual"], mean)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        torch.testing.assert_close(optimizer.compression.state_of(weight)["residual"], mean)
+
+
 def one_parameter_keeps_the_autoencoder_of_all() -> None:
     """Through a checkpoint of rank 0, a broadcast, and a second checkpoint."""
     method = LGC(density=0.05, learn=2, code=6)

@@ -218,6 +218,7 @@ def test_a_loss_of_something_else_is_an_error():
         (lambda: hvd.LARS(1.0, momentum=0.0), 0.3),
         (lambda: hvd.LAMB(0.01), 3.0),
         (lambda: hvd.OneBitAdam(1.0), 1.0),
+        (lambda: hvd.OneBitLAMB(1.0, coefficient_range=(0.01, 10.0)), 10.0),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -1,0 +1,264 @@
+"""Rows of a matrix: how sparse gradients travel (embeddings in PyTorch, ``tf.IndexedSlices``).
+
+A rank has a gradient for the rows that it has touched in a step, and none for all others.  The
+option ``rows`` of a method says what is sent of these rows, whatever the method does with dense
+gradients:
+
+* ``"whole"``: everything, without loss.
+* ``"float16"``, ``"bfloat16"``: values in 16 bits; what is rounded off is lost.
+* ``"int8"``, ``"float8"``: 8 bits a value and a scale a row, by the codecs ``linear`` (255 levels)
+  and ``float8`` (E4M3), with error feedback.
+* ``"top:0.1"``: of the touched rows the k = ceil(0.1 * rows) with the largest L2 norm, with error
+  feedback; at least one if there are any.
+* ``"top:0.1:int8"``: both; or with another of the names above behind the number.
+
+Error feedback here is row by row: a touched row is its gradient plus its residual, and what is not
+sent of it is its new residual.  Rows that are not touched wait, and do not compete for a place: the
+work of a step is proportional to the rows that it touches, and not to those of the matrix.
+
+State: ``residual``, dense, as large as the matrix, in the dtype in which gradients are accumulated.
+Sooner or later most rows wait for something, and then a sparse residual would take more memory, not
+less; and a row is found in a dense one without a search.
+
+References: Aji and Heafield, EMNLP 2017, for top-k; Seide et al., Interspeech 2014, for error
+feedback.  Differs from these in: whole rows are chosen, by their norms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array, Compressor, Context, Gather, Request, State
+from hvd_compress.chain import in_range
+from hvd_compress.codecs import Codec, float8, linear
+from hvd_compress.codecs.frame import decode_coded, encode_sent
+from hvd_compress.config import check_fraction
+from hvd_compress.errors import ConfigError
+from hvd_compress.operators.top_k import count
+from hvd_compress.wire.rows import decode_rows, encode_rows
+
+_HALVES = ("float16", "bfloat16")
+_CODED = ("int8", "float8")
+
+#: rows of the same numbers added up: of (indices, values) to (ascending indices, values)
+Merge = Callable[[Array, Array], tuple[Array, Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What is sent of the rows that a rank has touched; :func:`as_rows` reads it from a text.
+
+    Options:
+        density: the fraction of them that is sent.
+        values: "whole", "float16", "bfloat16", "int8" or "float8".
+    """
+
+    density: float = 1.0
+    values: str = "whole"
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether there is error feedback."""
+        return self.density < 1 or self.values in _CODED
+
+    def codec(self, width: int) -> Codec | None:
+        """Return the codec of rows of ``width`` values; ``None`` if they are sent as numbers."""
+        if self.values not in _CODED or not width:
+            return None
+        return linear(8, column=width) if self.values == "int8" else float8(bucket=width)
+
+    def on_wire(self, dtype: str) -> str:
+        """Return the dtype in which values of ``dtype`` are sent, if as numbers."""
+        return self.values if self.values in _HALVES and itemsize(dtype) > 2 else dtype
+
+    def select(self, x: np.ndarray) -> list[np.ndarray]:
+        """Return the ascending places (int64) of the rows of ``x`` that are sent.
+
+        Of rows with equal norms the first are taken, and rows that are not finite before all
+        others, so that all ranks get to see them.
+        """
+        wide = x.astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            norms = np.einsum("ij,ij->i", wide, wide)
+        norms[~np.isfinite(norms)] = np.inf
+        order = np.argsort(-norms, kind="stable")
+        return [np.sort(order[: count(len(x), self.density)])]
+
+
+@functools.cache
+def as_rows(text: str) -> Rows:
+    """Return what a value of the option ``rows`` means; see the module's docstring.
+
+    >>> as_rows("top:0.1:int8")
+    Rows(density=0.1, values='int8')
+
+    Raises:
+        ConfigError: it is none of these texts.
+    """
+    density, values = 1.0, text
+    if isinstance(text, str) and text.startswith("top:"):
+        fraction, _, values = text.removeprefix("top:").partition(":")
+        try:
+            density = float(fraction)
+        except ValueError:
+            raise _unknown(text) from None
+        check_fraction("rows='top:...'", density)
+        values = values or "whole"
+    if values not in ("whole", *_HALVES, *_CODED):
+        raise _unknown(text)
+    return Rows(density, values)
+
+
+class SendsRows:
+    """Mixed into methods with the option ``rows``."""
+
+    rows: str
+
+    def rows_at(self, context: Context) -> str:
+        """See :class:`hvd_compress.base.Compressor`."""
+        return self.rows
+
+    @property
+    def rows_texts(self) -> frozenset[str]:
+        """See :class:`hvd_compress.base.Compressor`."""
+        return frozenset({self.rows})
+
+
+def checked_rows(text: str) -> str:
+    """Return a value of the option ``rows`` that :func:`as_rows` can read, or raise."""
+    as_rows(text)
+    return text
+
+
+def _unknown(text: Any) -> ConfigError:
+    return ConfigError(
+        "rows must be 'whole', 'float16', 'bfloat16', 'int8' or 'float8', or of the rows with the "
+        f"largest norms 'top:0.1' or 'top:0.1:int8'; got {text!r}"
+    )
+
+
+def keeps_residual(method: Compressor) -> bool:
+    """Return whether a method keeps a residual of rows in some step."""
+    return any(as_rows(text).keeps_residual for text in method.rows_texts)
+
+
+def rows_state(method: Compressor, gradient: Array) -> State:
+    """Return what rows of a matrix need before the first step, beside ``method.init(gradient)``:
+    the residual, if there is one."""
+    if not keeps_residual(method):
+        return {}
+    xp = backend_of(gradient)
+    return {"residual": xp.zeros(xp.size(gradient), xp.widen(gradient[:0]))}
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of a number; NumPy does not know bfloat16."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+class Averaged(NamedTuple):
+    """What comes of an exchange of rows.
+
+    Attributes:
+        indices, values: of the average over the ranks, each row once, in ascending order.
+        sent: the values that this rank sent, as the others saw them.
+        left: the new residual of the rows that this rank has touched; ``None`` without a residual.
+    """
+
+    indices: Array
+    values: Array
+    sent: Array
+    left: Array | None
+
+
+def exchange_rows(
+    rows: Rows,
+    indices: Array,
+    values: Array,
+    waiting: Array | None,
+    n: int,
+    context: Context,
+    merge: Merge,
+) -> Generator[Request, Any, Averaged]:
+    """Average rows over the ranks.
+
+    Args:
+        indices: of this rank's rows, ascending and without duplicates (int64, shape (m,)).
+        values: of these rows, shape (m, width), of any dtype if there is no residual.
+        waiting: the residual of these rows, shape (m, width), if ``rows.keeps_residual``.
+        n: rows of the whole matrix.
+        merge: adds up rows of several ranks.
+
+    With a NaN or Inf on one rank, or where the average overflows, ``values`` are not finite on all
+    ranks, and residuals stay as they were.
+
+    Raises:
+        PayloadError: a message is damaged, or belongs to another matrix or to other options.
+    """
+    xp = backend_of(values)
+    dtype, width = xp.dtype(values), math.prod(xp.shape(values)[1:])
+    x = values
+    if waiting is not None:
+        x = xp.reshape(xp.widen(values), (xp.size(indices), width)) + waiting
+    places, own, chosen = indices, x, None
+    if rows.density < 1 and width:
+        (chosen,) = xp.on_host(rows.select, [x], [("int64", None)], x)
+        places, own = xp.take(indices, chosen), xp.take(x, chosen)
+    wide, codec, wire = xp.dtype(x), rows.codec(width), rows.on_wire(dtype)
+
+    def encoded(places: np.ndarray, flat: np.ndarray) -> list[np.ndarray]:
+        assert codec is not None
+        return list(encode_sent(codec, flat, _NEVER_USED, places, n, packed=True, row=width))
+
+    def framed(places: np.ndarray, raw: np.ndarray) -> list[np.ndarray]:
+        return [encode_rows(places, raw, n)]
+
+    if codec is not None:
+        outputs = [("uint8", None), (wide, None)]
+        frame, sent = xp.on_host(encoded, [places, xp.reshape(own, (-1,))], outputs, own)
+    else:
+        narrow = xp.cast(own, wire)
+        (frame,) = xp.on_host(framed, [places, xp.to_bytes(narrow)], [("uint8", None)], own)
+        sent = xp.cast(narrow, wide)
+    everyones, all_values = [], []
+    for rank, part in enumerate((yield Gather(frame))):
+
+        def decoded(message: np.ndarray, sender: str = f"rank {rank}") -> list[np.ndarray]:
+            if codec is None:
+                return list(decode_rows(message, n, width * itemsize(wire), sender=sender))
+            kind = np.dtype(wide)
+            found, theirs = decode_coded(codec, message, None, kind, n, row=width, sender=sender)
+            assert found is not None
+            return [found.astype(np.int64), theirs]
+
+        kind = "uint8" if codec is None else wide
+        found, theirs = xp.on_host(decoded, [part], [("int64", None), (kind, None)], own)
+        if codec is None:
+            theirs = xp.cast(xp.from_bytes(theirs, wire, own), wide)
+        everyones.append(found)
+        all_values.append(xp.reshape(theirs, (xp.size(found), width)))
+    found, total = merge(xp.concat(everyones), xp.concat(all_values))
+    mean = total / context.size
+    if waiting is None:
+        return Averaged(found, mean, sent, None)
+    mean = xp.cast(mean, dtype)
+
+    def settled() -> Array:
+        left = own - xp.reshape(sent, (xp.size(places), width))
+        return left if chosen is None else xp.put(x, chosen, left)
+
+    def restored() -> Array:
+        return in_range({"residual": waiting})["residual"]
+
+    return Averaged(found, mean, sent, xp.choose(xp.all_finite(mean), settled, restored))
+
+
+#: codecs of rows round to the nearest
+_NEVER_USED = np.random.default_rng(0)
