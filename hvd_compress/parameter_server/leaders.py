@@ -168,10 +168,13 @@ class LeaderLink:
     """The worker's end.
 
     Attributes:
+        answer: never any, since the server asks nothing but reports.
         leader: the last leader's parameters that this worker knows; ``None`` if there is none, or
             it leads itself.
         stats: the server's statistics, when all is over; then ``parameters`` are the mean.
     """
+
+    answer: np.ndarray | None = None
 
     def __init__(self, parameters: Mapping[str, np.ndarray], rules: LeaderRules) -> None:
         self._shapes: Arrays = {name: np.array(x) for name, x in parameters.items()}

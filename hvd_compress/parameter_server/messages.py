@@ -42,6 +42,8 @@ class Kind(enum.IntEnum):
     DONE = 6  # this process is about to end
     REPORT = 7  # a step was taken, with its loss; flag 1: and the leader's parameters, if asked for
     LEADER = 8  # the reply, maybe with the leader's parameters; flag 1: send yours, you lead
+    ASK = 9  # the server needs more of a gradient
+    ANSWER = 10  # and gets it
 
 
 class Message(NamedTuple):
