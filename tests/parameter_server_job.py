@@ -184,7 +184,7 @@ def all_well() -> None:
 WELL = (
     *("sync", "sync-2", "sync-both-ways", "learned", "backup", "async", "bounded"),
     "compensated",
-    *("ends-early", "pauses", "leaders", "elastic"),
+    *("ends-early", "pauses", "leaders", "leaders-of-groups", "elastic"),
 )
 CASES: dict[str, Callable[[], None]] = {
     "sync": lambda: synchronous(1),
@@ -205,6 +205,9 @@ CASES: dict[str, Callable[[], None]] = {
     "dies": lambda: train(dies, worker_timeout=TIMEOUT, mode="async"),
     "pauses": lambda: train(pauses, steps=20, worker_timeout=TIMEOUT, mode="async"),
     "leaders": lambda: asynchronous(mpi.AsynchronousLeaderSGD, local_every=4),
+    "leaders-of-groups": lambda: asynchronous(
+        mpi.AsynchronousLeaderSGD, local_every=4, global_every=8, groups=2
+    ),
     "elastic": lambda: asynchronous(mpi.AsynchronousEASGD, sync_every=2, alpha=0.2),
     "well": all_well,
     "damaged": damaged,

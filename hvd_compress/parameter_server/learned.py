@@ -22,7 +22,6 @@ is over.  Tensors that LGC averages whole send their velocity.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import itertools
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_compress.aggregators._leader import nothing
+from hvd_compress.aggregators._leader import no_values
 from hvd_compress.aggregators._learning import Report, bounds, mean_cosine, natural
 from hvd_compress.aggregators.learned import largest_of, learned_server, nearest
 from hvd_compress.autoencoder import LEAST, first_weights, latent_size, numpy_network
@@ -211,7 +210,7 @@ class LearnedLink(Link):
     def _common_parts(self, places: np.ndarray) -> list[np.ndarray]:
         layout, values = self._layout, self._flat[places]
         none = np.zeros(layout.k, _FLOAT)
-        parts = [encode_coded(nothing(), none, _NO_RANDOM, places, layout.n, packed=True)]
+        parts = [encode_coded(no_values(), none, _NO_RANDOM, places, layout.n, packed=True)]
         if self.phase is Phase.LATENT:
             scales = largest_of(values, layout.counts)
             latent = numpy_network.encode(self.encoder, (values / layout.each(scales))[None])[0]
@@ -228,7 +227,9 @@ class LearnedLink(Link):
             answer, sent = values, values
         else:
             row = _floats(message.parts[1], layout.k, self._server)
-            products = [np.sum(values[i:j] * row[i:j], dtype=float) for i, j in bounds(layout.counts)]
+            products = [
+                np.sum(values[i:j] * row[i:j], dtype=float) for i, j in bounds(layout.counts)
+            ]
             answer = nearest(np.array(products), row, layout.counts).astype(_FLOAT)
             sent = layout.each(answer) * row
         self.answer = self._sent(Message(Kind.ANSWER, parts=[_bytes(answer)]))
@@ -509,7 +510,7 @@ def _array(part: np.ndarray, like: np.ndarray, sender: str) -> np.ndarray:
 
 
 def _places(part: np.ndarray, layout: Layout, sender: str) -> np.ndarray:
-    places, _ = decode_coded(nothing(), part, layout.k, _FLOAT, layout.n, sender=sender)
+    places, _ = decode_coded(no_values(), part, layout.k, _FLOAT, layout.n, sender=sender)
     assert places is not None
     layout.check(places, layout.counts, sender)
     return places

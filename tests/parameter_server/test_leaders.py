@@ -10,7 +10,6 @@ from hvd_compress.parameter_server import Rules, SGDServer, Simulation
 from hvd_compress.parameter_server.elastic import ElasticCentre, moved
 from hvd_compress.parameter_server.leaders import LeaderLink, LeaderRules, LeaderServer
 
-
 #: of Leader SGD with one leader
 ONE = {"local_pull": 0, "local_drift": 0}
 

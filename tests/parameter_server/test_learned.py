@@ -381,9 +381,7 @@ def test_what_is_too_little_for_an_autoencoder_is_sent_as_it_is():
 def test_several_servers_have_autoencoders_of_their_own(servers):
     start = {"w": np.full((40, 40), 3, np.float32)}
     rules = Rules(compression=LGC(0.1, learn=2, code=12, min_size=0))
-    sim = Simulation(
-        start, lambda w, x, s: x, 3, rules, lambda: SGDServer(lr=0.1), servers=servers
-    )
+    sim = Simulation(start, lambda w, x, s: x, 3, rules, lambda: SGDServer(lr=0.1), servers=servers)
     run(sim, 60)
     assert np.abs(sim.parameters["w"]).mean() < 1
     assert {each.phase for each in sim.servers} == {Phase.LATENT}

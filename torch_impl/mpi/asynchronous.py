@@ -27,7 +27,7 @@ class _Asynchronous(OfModel):
             loss: of the batch, a number or a tensor of one element.
         """
         self._optimizer.step()
-        self.server.step(self._arrays(), float(loss))
+        self.server.step(self._arrays(), float(torch.as_tensor(loss).detach()))
         self._load()
 
 
