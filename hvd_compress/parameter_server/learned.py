@@ -18,6 +18,11 @@ ceil(density * n) largest elements of each tensor are on the common worker::
 
 The server trains, has a decoder for each worker, and sends the encoder to all workers when training
 is over.  Tensors that LGC averages whole send their velocity.
+
+Differs from the paper in: the common worker changes, or what is large on others only would never be
+sent; workers train on values at the common places, which takes a second message, where those of the
+paper send theirs at their own; innovations count exactly at their own places, and are not input of
+the decoder alone; s and a_i.
 """
 
 from __future__ import annotations
