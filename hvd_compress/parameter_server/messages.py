@@ -41,8 +41,9 @@ class Kind(enum.IntEnum):
     BEAT = 5  # the server lives
     DONE = 6  # this process is about to end
     REPORT = 7  # a step was taken, with its loss, and a leader's parameters, if asked for
-    LEADER = 8  # the reply; flag 1, 2: send your parameters, you lead your group, or all; 4, 8: here
-    # are those of your group's leader, or of the leader of all
+    # The reply; flags 1, 2: send your parameters, you lead your group, or all; 4, 8: here are those
+    # of your group's leader, or of the leader of all
+    LEADER = 8
     ASK = 9  # the server needs more of a gradient
     ANSWER = 10  # and gets it
 
