@@ -1,4 +1,4 @@
-"""Train on digits with a parameter server: synchronous, with backup workers, asynchronous.
+"""Train on digits with a parameter server: synchronous, asynchronous, by asynchronous Leader SGD.
 
     python -m mpi_examples.train_parameter_server
     python -m mpi_examples.train_parameter_server --straggler 0.02
@@ -26,6 +26,7 @@ from mpi_examples.data import digits
 from mpi_examples.study import check_counts, spread
 
 TOP_K = "topk:density=0.05"
+LGC = "lgc:density=0.05,learn=10,code=60,innovation=0.02"
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "sync, 1 backup": {"backup": 1},
@@ -36,7 +37,13 @@ MODES: dict[str, dict[str, Any]] = {
     "async, adaptive": {"mode": "async", "correction": "compensate_adaptive"},
     "sync, top-k up": {"compression": TOP_K},
     "sync, top-k both": {"compression": TOP_K, "compression_down": TOP_K},
+    "sync, lgc up": {"compression": LGC},
     "async, top-k both": {"mode": "async", "compression": TOP_K, "compression_down": TOP_K},
+}
+#: these take local steps: the server names leaders
+LEADERS: dict[str, dict[str, Any]] = {
+    "leaders, one": {"local_every": 4, "global_every": 4, "local_pull": 0, "local_drift": 0},
+    "leaders, groups of 2": {"local_every": 4, "global_every": 8, "groups": 2},
 }
 
 
@@ -44,7 +51,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
+    modes = [*MODES, *LEADERS]
+    parser.add_argument("--modes", nargs="+", choices=modes, default=modes, metavar="MODE")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3, help="runs per mode")
     parser.add_argument("--batch-size", type=int, default=16, help="per worker")
@@ -57,6 +65,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("results/parameter_server.png"))
     options = parser.parse_args()
     check_counts(parser, options, "epochs", "seeds", "batch_size", "workers", "servers")
+    if options.servers > 1 and options.modes == modes:
+        options.modes = list(MODES)  # leaders have one server
+    if options.servers > 1 and not MODES.keys() >= {*options.modes}:
+        parser.error("leaders need --servers 1")
     if options.straggler < 0 or options.lr <= 0:
         parser.error("--straggler must be 0 or more, and --lr more than 0")
     return options
@@ -100,7 +112,11 @@ def train(mode: str, seed: int, bar: tqdm) -> Run:
         torch.nn.Flatten(), torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)
     )
     sgd = torch.optim.SGD(model.parameters(), lr=options.lr)
-    worker = hvd.parameter_server(model, sgd, servers=options.servers, seed=seed, **MODES[mode])
+    worker: Any
+    if mode in LEADERS:
+        worker = hvd.AsynchronousLeaderSGD(model, sgd, **LEADERS[mode])
+    else:
+        worker = hvd.parameter_server(model, sgd, servers=options.servers, seed=seed, **MODES[mode])
     count = len(x) // worker.size // options.batch_size
     if not count:
         raise SystemExit("no full batch for each worker: use a smaller --batch-size")
@@ -114,8 +130,9 @@ def train(mode: str, seed: int, bar: tqdm) -> Run:
                 if worker.rank == 0:
                     time.sleep(options.straggler)
                 sgd.zero_grad()
-                functional.cross_entropy(model(x[batch]), y[batch]).backward()
-                worker.step()
+                loss = functional.cross_entropy(model(x[batch]), y[batch])
+                loss.backward()
+                worker.step(*[loss.detach()] * (mode in LEADERS))
         own = time.perf_counter() - start
     seconds = statistics.median(world.allgather(own)[options.servers :])
     with torch.no_grad():
@@ -131,7 +148,7 @@ def train(mode: str, seed: int, bar: tqdm) -> Run:
         sum(each.bytes_up for each in found) / pushes,
         sum(each.bytes_down for each in found) / pushes,
         statistics.mean(each.mean_staleness for each in found),
-        max(tau for each in found for tau in each.staleness),
+        max((tau for each in found for tau in each.staleness), default=0),
         found[0].dropped.total(),
         pushes,
         seconds,

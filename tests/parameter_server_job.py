@@ -182,8 +182,9 @@ def all_well() -> None:
 
 #: cases in which nobody fails
 WELL = (
-    *("sync", "sync-2", "sync-both-ways", "backup", "async", "bounded", "compensated"),
-    *("ends-early", "pauses", "leaders", "elastic"),
+    *("sync", "sync-2", "sync-both-ways", "learned", "backup", "async", "bounded"),
+    "compensated",
+    *("ends-early", "pauses", "leaders", "leaders-of-groups", "elastic"),
 )
 CASES: dict[str, Callable[[], None]] = {
     "sync": lambda: synchronous(1),
@@ -191,6 +192,7 @@ CASES: dict[str, Callable[[], None]] = {
     "sync-both-ways": lambda: synchronous(
         1, compression="topk:density=0.05", compression_down="topk:density=0.05"
     ),
+    "learned": lambda: synchronous(1, compression="lgc:density=0.05,learn=2,code=4"),
     "backup": lambda: train(slow, backup=1),
     "async": lambda: train(slow, mode="async"),
     "bounded": lambda: train(slow, mode="bounded", staleness=1, servers=2),
@@ -203,6 +205,9 @@ CASES: dict[str, Callable[[], None]] = {
     "dies": lambda: train(dies, worker_timeout=TIMEOUT, mode="async"),
     "pauses": lambda: train(pauses, steps=20, worker_timeout=TIMEOUT, mode="async"),
     "leaders": lambda: asynchronous(mpi.AsynchronousLeaderSGD, local_every=4),
+    "leaders-of-groups": lambda: asynchronous(
+        mpi.AsynchronousLeaderSGD, local_every=4, global_every=8, groups=2
+    ),
     "elastic": lambda: asynchronous(mpi.AsynchronousEASGD, sync_every=2, alpha=0.2),
     "well": all_well,
     "damaged": damaged,

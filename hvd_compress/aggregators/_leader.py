@@ -49,7 +49,7 @@ def leaders_choice(
             return [np.zeros(0, np.uint8)]
         random = own_generator(context._replace(step=int(step)))
         nothing = np.zeros(k, dtype)
-        frames = [encode_coded(_nothing(), nothing, random, indices, n, packed=True)]
+        frames = [encode_coded(no_values(), nothing, random, indices, n, packed=True)]
         if size:
             frames.append(encode_coded(plain(), numbers, random))
         return [np.concatenate(frames)]
@@ -64,7 +64,7 @@ def leaders_choice(
                 )
         sender, frame = f"rank {leader}", frames[leader]
         split = max(0, frame.size - (coded_size(plain(), size, dtype) if size else 0))
-        indices, _ = decode_coded(_nothing(), frame[:split], k, dtype, n, sender=sender)
+        indices, _ = decode_coded(no_values(), frame[:split], k, dtype, n, sender=sender)
         assert indices is not None
         if np.diff(np.searchsorted(indices, bounds)).tolist() != counts:
             raise PayloadError(
@@ -101,7 +101,7 @@ def joined(xp: Any, arrays: Sequence[Array]) -> Array:
     return arrays[0] if len(arrays) == 1 else xp.concat(arrays)
 
 
-class _nothing(Codec):
+class no_values(Codec):
     """For a frame of indices alone."""
 
     def __repr__(self) -> str:

@@ -188,12 +188,13 @@ class Learned(Aggregator):
                 f"density={self.density} takes {count(n, self.density)} of {n} elements, and the "
                 f"autoencoder needs from {self._least} to {n - 1}: leader_top_k() for this tensor"
             )
-        return {} if self._is_shared else self._untrained(x)
+        return {} if self._is_shared else self.untrained(x)
 
     def common(self, x: Array) -> State:
-        return self._untrained(x) if self._is_shared else {}
+        return self.untrained(x) if self._is_shared else {}
 
-    def _untrained(self, x: Array) -> State:
+    def untrained(self, x: Array) -> State:
+        """Return the state before training, of the dtype of ``x``."""
         xp = backend_of(x)
         first = xp.from_numpy(first_weights(self.decoders, self.innovation > 0), x)
         weights = xp.cast(first, xp.dtype(x))
@@ -223,7 +224,7 @@ class Learned(Aggregator):
         if sum(part.k for part in parts) < LEAST:
             results = yield from _aggregate_values(parts)
         else:
-            state = state or self._untrained(parts[0].x)
+            state = state or self.untrained(parts[0].x)
             results, state = yield from self._train_or_code(parts, state)
         results[home] = results[home]._replace(state=state)
         return results
@@ -240,7 +241,7 @@ class Learned(Aggregator):
             weights = yield Sum(weights if context.rank == 0 else xp.full_like(weights, 0.0))
         results = yield from self._aggregate_coded(parts, weights)
         rest = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-        report = _Report(context.name + rest, context.rank, late and self.settled != self.start)
+        report = Report(context.name + rest, context.rank, late and self.settled != self.start)
         (quality,) = xp.on_host(report, [state["quality"]], [(xp.dtype(x), 3)], x)
         return results, {**state, "autoencoder": weights, "quality": quality}
 
@@ -299,10 +300,10 @@ class Learned(Aggregator):
         )
         error = xp.reshape(decoded, (-1,)) - wanted
         lost = product(xp, error, error) / (product(xp, wanted, wanted) + _TINY)
-        state = self._after_step(xp, state, gradient, xp.concat([cosine, lost]))
+        state = self.after_step(xp, state, gradient, xp.concat([cosine, lost]))
         return choice.spread(mean, choice.values), state
 
-    def _after_step(self, xp: Any, state: State, gradient: Array, seen: Array) -> State:
+    def after_step(self, xp: Any, state: State, gradient: Array, seen: Array) -> State:
         """One more step of Adam, unless it leads nowhere."""
         steps = state["quality"][2:] + 1
         first = _FIRST * state["first_moment"] + (1 - _FIRST) * gradient
@@ -378,7 +379,7 @@ def product(xp: Any, x: Array, y: Array) -> Array:
     return xp.reshape(xp.matmul(xp.reshape(x, (1, -1)), xp.reshape(y, (-1, 1))), (1,))
 
 
-class _Report:
+class Report:
     """What training came to, once; then the number of its steps is set to zero.  ``late``: that
     should have happened before."""
 

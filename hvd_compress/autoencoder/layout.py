@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -94,6 +94,15 @@ def latent_size(n: int) -> int:
     return ENCODER[-1].outputs * lengths(n)[-1]
 
 
+def weights_of(layers: Sequence[Layer]) -> int:
+    """Return how many weights so many layers have.
+
+    >>> weights_of(ENCODER)
+    172996
+    """
+    return sum(math.prod(layer.kernel) + layer.outputs for layer in layers)
+
+
 def stretched(n: int) -> np.ndarray:
     """Return the element of the last transposed convolution that stands at each of ``n`` places
     (int64, shape (n,))."""
@@ -130,8 +139,7 @@ def unpacked(
 ) -> Weights:
     """Return views of the ``size`` numbers of ``weights``, by layer."""
     parts, at = [], 0
-    one = sum(math.prod(x.kernel) + x.outputs for x in layers(1, innovation)[len(ENCODER) :])
-    encoder = sum(math.prod(x.kernel) + x.outputs for x in ENCODER)
+    one, encoder = weights_of(layers(1, innovation)[len(ENCODER) :]), weights_of(ENCODER)
     for layer in layers((size - encoder) // one, innovation):
         end = at + math.prod(layer.kernel)
         parts.append((reshape(weights[at:end], layer.kernel), weights[end : end + layer.outputs]))

@@ -104,7 +104,7 @@ class OfVelocities(Chained):
     def _feedback(self) -> Transform:
         return error_feedback()
 
-    def _accumulated(self, masking: bool) -> tuple[Transform, ...]:
+    def accumulated(self, masking: bool) -> tuple[Transform, ...]:
         """``masking=False`` for a step in which everything is sent: to mask everything would turn
         momentum off."""
         correct = momentum_correction(self.momentum, self.nesterov, masking)
@@ -113,7 +113,7 @@ class OfVelocities(Chained):
     @functools.cached_property
     def _everything(self) -> Chain:
         """Flushes the residual, keeps the velocity."""
-        return chain(*self._accumulated(masking=False), via=allreduce())
+        return chain(*self.accumulated(masking=False), via=allreduce())
 
     @functools.cached_property
     def _whole(self) -> Chain:

@@ -141,7 +141,7 @@ class DGC(SendsRows, OfVelocities, name="dgc"):
     @functools.cached_property
     def _sparse(self) -> Chain:
         via = allgather(self._select, self.values, self.algorithm, self.indices)
-        return chain(*self._accumulated(self.masking), via=via)
+        return chain(*self.accumulated(self.masking), via=via)
 
     @functools.cached_property
     def _select(self) -> operators.top_k:

@@ -69,7 +69,8 @@ class LGC(OfVelocities, name="lgc"):
         settled: when all ranks have the weights of rank 0; ``None``: soon after ``code``.
         via: "allreduce": latents are averaged.  "server": the leader's latent stands for all, and
             every rank adds its largest values; see ``aggregators/learned.py``.
-        innovation, decoders: of "server"; see there.
+        innovation, decoders: of "server"; see there.  ``None`` is one decoder.  On a parameter
+            server each worker has its own; see ``parameter_server/learned.py``.
         autoencoder: "shared": one for all tensors of a dtype and device.  If fewer than 31 elements
             are selected of all, these are sent as they are.  "per_tensor": one for each tensor, so
             that exchanges overlap with backward; tensors of which fewer than 31 elements are
@@ -98,7 +99,7 @@ class LGC(OfVelocities, name="lgc"):
     code: Start = dataclasses.field(default=500, metadata=converted(as_start))
     via: str = "allreduce"
     innovation: float = 0.01
-    decoders: int = 1
+    decoders: int | None = None
     autoencoder: str = "shared"
     rate: float = 0.003
     keep: float = 0.5
@@ -149,21 +150,22 @@ class LGC(OfVelocities, name="lgc"):
         }
         if self.via == "allreduce":
             return learned_allreduce(**options)
-        return learned_server(**options, innovation=self.innovation, decoders=self.decoders)
+        decoders = 1 if self.decoders is None else self.decoders
+        return learned_server(**options, innovation=self.innovation, decoders=decoders)
 
     @functools.cached_property
     def _learned(self) -> Chain:
-        return chain(*self._accumulated(self.masking), via=self._via)
+        return chain(*self.accumulated(self.masking), via=self._via)
 
     @functools.cached_property
     def _selected(self) -> Chain:
         via = leader_top_k(self.density, self.selection)
-        return chain(*self._accumulated(self.masking), via=via)
+        return chain(*self.accumulated(self.masking), via=via)
 
     @functools.cached_property
     def _dense(self) -> dict[Chain, Chain]:
         """What stands for a chain until training begins, and keeps the same state."""
-        before = self._accumulated(masking=False)
+        before = self.accumulated(masking=False)
         return {
             found: chain(*before, via=dense_until(self.learn, found.via))
             for found in (self._learned, self._selected)

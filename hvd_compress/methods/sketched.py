@@ -77,4 +77,4 @@ class SketchedSGD(OfVelocities, name="sketch"):
 
     @functools.cached_property
     def _sketched(self) -> Chain:
-        return chain(*self._accumulated(self.masking), via=self._via)
+        return chain(*self.accumulated(self.masking), via=self._via)

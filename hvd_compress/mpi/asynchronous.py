@@ -12,8 +12,10 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.parameter_server import ParameterServer
 from hvd_compress.mpi.serving import Serving
 from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.mpi.transport.nodes import nodes_of
 from hvd_compress.parameter_server.elastic import ElasticCentre, check_elastic, moved
 from hvd_compress.parameter_server.leaders import LeaderLink, LeaderRules, LeaderServer
+from hvd_compress.training.groups import Groups, groups_of
 
 Arrays = dict[str, np.ndarray]
 
@@ -57,10 +59,18 @@ class AsynchronousLeaderSGD(Serving):
         self.parameters = {name: np.array(x) for name, x in parameters.items()}
         for x in self.parameters.values():
             ranks.mpi.Bcast(x, 0)
+        groups = self._groups(ranks)
         self._tag = self.rules.tag
         self._links = [LeaderLink(self.parameters, self.rules)]
         if self.is_server:
-            self._server = LeaderServer(self.parameters, range(self.size), self.rules)
+            self._server = LeaderServer(self.parameters, range(self.size), self.rules, groups)
+
+    def _groups(self, ranks: Communicator) -> Groups:
+        """Return the numbers of the workers of each group."""
+        if self.rules.groups is not None:
+            return groups_of(self.rules.groups, self.size)
+        of_nodes = (tuple(r - 1 for r in node if r) for node in nodes_of(ranks).members)
+        return tuple(filter(None, of_nodes))
 
     def step(self, parameters: Mapping[str, np.ndarray], loss: float) -> Arrays:
         """Report a local step and its loss, and return the parameters after the pull.

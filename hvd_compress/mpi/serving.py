@@ -46,6 +46,7 @@ class WorkerEnd(Protocol):
     """A worker's end; see :class:`hvd_compress.parameter_server.Link`."""
 
     stats: ServerStats | None
+    answer: np.ndarray | None
 
     @property
     def is_over(self) -> bool: ...
@@ -125,6 +126,8 @@ class Serving:
                 link = self._links[rank]
                 if link.receive(frame) and (link.is_over or not until_end):
                     missing.discard(rank)
+                if link.answer is not None:
+                    self._box.send(link.answer, rank)
                 heard[rank] = time.monotonic()
             if not frames and missing:
                 self._box.nap()

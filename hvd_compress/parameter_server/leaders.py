@@ -1,55 +1,92 @@
-"""Asynchronous Leader SGD (Teng et al., 2019): a server counts steps and names the leader.
+"""Asynchronous Leader SGD (Teng et al., 2019): a server counts steps and names the leaders.
 
 Workers take local steps at their own speed and report each loss, in a message of some bytes.  When
-all together have taken workers * ``local_every`` steps, the server asks the worker with the
-smallest mean loss for its parameters, and the others get them with the replies to their next
-reports.  So nobody waits for anybody, and fast workers take more steps.
+all together have taken workers * ``local_every`` steps, the server asks the worker of each group
+with the smallest mean loss for its parameters, and the others of the group get them with the
+replies to their next reports; after workers * ``global_every`` steps so does everybody with those
+of the best of all.  So nobody waits for anybody, and fast workers take more steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from hvd_compress.config import Configurable
-from hvd_compress.errors import PayloadError
+from hvd_compress.config import Configurable, converted
+from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.parameter_server.messages import Kind, Message, decode, encode
 from hvd_compress.parameter_server.pieces import Arrays
 from hvd_compress.parameter_server.server import Reply, ServerStats
 from hvd_compress.training.base import check_between, check_whole
+from hvd_compress.training.groups import Groups, checked_groups, groups_of
+
+
+class Role(enum.IntFlag):
+    """Whom a worker leads, or whose leader is meant."""
+
+    NONE = 0
+    GROUP = 1
+    ALL = 2
+
+
+#: flags of replies: the roles that the worker is asked for, and, so many bits higher, the leaders
+#: whose parameters come along
+_NEWS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class LeaderRules(Configurable, kind="parameter server", name="leaders"):
-    """Options of asynchronous Leader SGD with one leader z::
+    """Options of asynchronous Leader SGD, those of :class:`hvd_compress.training.LeaderSGD`: with
+    the leader z_j of the worker's group and the leader z of all, after each local step::
 
-        x = x - l (x - z)      after each local step
+        x = x - l (x - z_j) - g (x - z)
 
-    with l = ``pull`` when z has just arrived and ``drift`` / ``local_every`` in other steps.  The
-    leader itself is not pulled until another one leads.
+    with l = ``local_pull`` when z_j has just arrived and ``local_drift`` / ``local_every`` in other
+    steps, and g alike.  A leader is not pulled to itself, but the leader of a group is to that of
+    all.
 
     Args:
-        local_every: steps per worker, on average, between choices of the leader.
-        pull, drift: how far workers are pulled.
+        global_every, local_every: steps per worker, on average, between choices of the leader of
+            all and of those of groups; the first is a multiple of the second.
+        global_pull, local_pull, global_drift, local_drift: how far workers are pulled.  A leader to
+            whom nobody is pulled sends nothing.
+        groups: lists of workers, or the number of workers that make a group, in their order;
+            ``None`` for the workers of each node.
         average_over: the number of minibatches whose mean loss is compared; ``None`` for
             ``local_every``.
+
+    ``global_every=local_every, local_pull=0, local_drift=0`` is Leader SGD with one leader.
     """
 
+    global_every: int = 16
     local_every: int = 4
-    pull: float = 0.1
-    drift: float = 0.1
+    global_pull: float = 0.1
+    local_pull: float = 0.1
+    global_drift: float = 0.1
+    local_drift: float = 0.1
+    groups: Groups | int | None = dataclasses.field(
+        default=None, metadata=converted(checked_groups)
+    )
     average_over: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("local_every", self.local_every, 1)
-        check_between("pull", self.pull, 0, 1)
-        check_between("drift", self.drift, 0, 1)
+        check_whole("global_every", self.global_every, 1)
+        if self.global_every % self.local_every:
+            raise ConfigError(
+                f"global_every={self.global_every} must be a multiple of "
+                f"local_every={self.local_every}"
+            )
+        for option in ("global_pull", "local_pull", "global_drift", "local_drift"):
+            check_between(option, getattr(self, option), 0, 1)
         if self.average_over is None:
             object.__setattr__(self, "average_over", self.local_every)
         else:
@@ -60,31 +97,60 @@ class LeaderRules(Configurable, kind="parameter server", name="leaders"):
         """See :class:`hvd_compress.parameter_server.Rules`."""
         return zlib.crc32(repr(self).encode()) & 0xFFFF
 
+    @property
+    def pulls(self) -> dict[Role, tuple[float, float]]:
+        """How far workers are pulled to the leader in each role, when it is new, and later."""
+        return {
+            Role.GROUP: (self.local_pull, self.local_drift / self.local_every),
+            Role.ALL: (self.global_pull, self.global_drift / self.global_every),
+        }
+
+
+class _Leader(NamedTuple):
+    """A leader's parameters, and the number of this message."""
+
+    number: int
+    parts: list[np.ndarray]
+
 
 class LeaderServer:
-    """The server: it owns no parameters, but the last leader's; see
+    """The server: it owns no parameters, but the last leaders'; see
     :class:`hvd_compress.parameter_server.Server` for the interface.
 
+    Args:
+        parameters: as workers have them in the beginning.
+        workers: their numbers, from 0.
+        rules: the same at all workers.
+        nodes: the groups if ``rules.groups`` is ``None``; by default all workers are one.
+
     Attributes:
-        leaders: the workers that were chosen, one after the other.
+        leaders: the workers that were chosen to lead all, one after the other.
+        group_leaders: those that were chosen to lead a group, at each choice.
         stats: ``updates`` are the leaders' parameters that arrived.
     """
 
     def __init__(
-        self, parameters: Mapping[str, np.ndarray], workers: Iterable[int], rules: LeaderRules
+        self,
+        parameters: Mapping[str, np.ndarray],
+        workers: Iterable[int],
+        rules: LeaderRules,
+        nodes: Groups | None = None,
     ) -> None:
         self._shapes: Arrays = {name: np.array(x) for name, x in parameters.items()}
         self.rules, self.active = rules, set(workers)
         self.waiting: dict[int, bool] = {}  # nobody ever waits
         self.stats = ServerStats()
         self.leaders: list[int] = []
-        self._count = 0
+        self.group_leaders: list[list[int]] = []
+        everyone = len(self.active)
+        self._groups = groups_of(rules.groups or nodes or everyone, everyone)
+        self._count = self._choices = 0
         self._losses: dict[int, deque[float]] = {
             w: deque(maxlen=rules.average_over) for w in self.active
         }
-        self._asked: int | None = None
-        self._leader: tuple[int, int, list[np.ndarray]] | None = None  # round, worker, parameters
-        self._has = dict.fromkeys(self.active, 0)  # the round whose leader a worker knows
+        self._asked: dict[int, Role] = {}
+        self._leader: dict[tuple[int, ...], _Leader] = {}  # of all: of the group ()
+        self._has = dict.fromkeys([(w, role) for w in self.active for role in rules.pulls], 0)
         self._last: dict[int, Arrays] = {}  # parameters of workers that have left
 
     @property
@@ -108,11 +174,13 @@ class LeaderServer:
         head, *parts = message.parts
         self._losses[worker].append(float(head.view("<f8")[0]))
         self._count += 1
-        if parts and self._asked == worker:
-            self._asked = None
+        if parts and worker in self._asked:
             self.stats.updates += 1
-            self._leader = self.stats.updates, worker, [part.copy() for part in parts]
-            self._has[worker] = self.stats.updates
+            for role in _each(self._asked.pop(worker)):
+                self._leader[self._led(worker, role)] = _Leader(
+                    self.stats.updates, [part.copy() for part in parts]
+                )
+                self._has[worker, role] = self.stats.updates
         self._choose()
         return [self._reply(worker)]
 
@@ -125,8 +193,9 @@ class LeaderServer:
         """Return the last frame: the mean of the workers' last parameters, of those that left
         without an error, and the statistics.  If there are none, the last leader's stand for it."""
         found = [own for _, own in sorted(self._last.items())]
-        if not found and self._leader is not None:
-            found = [_arrays(self._leader[2], self._shapes, "the leader")]
+        if not found and self._leader:
+            last = max(self._leader.values(), key=lambda leader: leader.number)
+            found = [_arrays(last.parts, self._shapes, "the leader")]
         found = found or [self._shapes]
         parts = [self.stats.to_bytes()]
         for name in self._shapes:
@@ -136,30 +205,55 @@ class LeaderServer:
             parts.append((total / len(found)).astype(total.dtype).reshape(-1).view(np.uint8))
         return encode(Message(Kind.END, parts=parts), self.rules.tag)
 
+    def _led(self, worker: int, role: Role) -> tuple[int, ...]:
+        """Return the group whose leader a worker is, or has, in a role."""
+        if role is Role.ALL:
+            return ()
+        return next(group for group in self._groups if worker in group)
+
     def _without(self, worker: int) -> list[Reply]:
         self.active.discard(worker)
-        if self._asked == worker:
-            self._asked = None
+        self._asked.pop(worker, None)
         return []
 
     def _choose(self) -> None:
-        """Name a leader if enough steps were taken; of equal losses the first worker's is the
-        smallest, and one that is not finite does not lead."""
-        if self._asked is not None or self._count < len(self.active) * self.rules.local_every:
+        """Name leaders if enough steps were taken, and the last ones have sent what they were asked
+        for."""
+        rules = self.rules
+        if self._asked or self._count < len(self.active) * rules.local_every:
             return
+        self._count, self._choices = 0, self._choices + 1
+        if any(rules.pulls[Role.GROUP]):
+            best = [self._best(self.active.intersection(group)) for group in self._groups]
+            chosen = [worker for worker in best if worker is not None]
+            self.group_leaders.append(chosen)
+            for worker in chosen:
+                if len(self._led(worker, Role.GROUP)) > 1:
+                    self._asked[worker] = Role.GROUP
+        is_due = self._choices % (rules.global_every // rules.local_every) == 0
+        if is_due and any(rules.pulls[Role.ALL]) and (first := self._best(self.active)) is not None:
+            self.leaders.append(first)
+            self._asked[first] = self._asked.get(first, Role.NONE) | Role.ALL
+
+    def _best(self, workers: Iterable[int]) -> int | None:
+        """Return the worker with the smallest mean loss; of equal ones the first, and none whose
+        loss is not finite."""
         means = {w: math.fsum(own) / len(own) for w, own in self._losses.items() if own}
-        finite = [w for w in sorted(self.active) if math.isfinite(means.get(w, math.nan))]
-        self._count = 0
-        if finite:
-            self._asked = min(finite, key=means.__getitem__)
-            self.leaders.append(self._asked)
+        finite = [w for w in sorted(workers) if math.isfinite(means.get(w, math.nan))]
+        return min(finite, key=means.__getitem__, default=None)
 
     def _reply(self, worker: int) -> Reply:
-        parts: list[np.ndarray] = []
-        if self._leader is not None and self._leader[0] > self._has[worker]:
-            self._has[worker], _, parts = self._leader
-        flag = int(self._asked == worker)
-        frame = encode(Message(Kind.LEADER, flag, self._has[worker], parts), self.rules.tag)
+        asked, news = self._asked.get(worker, Role.NONE), Role.NONE
+        found: dict[int, list[np.ndarray]] = {}  # one that leads group and all is sent once
+        for role in self.rules.pulls:
+            leader = self._leader.get(self._led(worker, role))
+            if leader is not None and leader.number > self._has[worker, role]:
+                self._has[worker, role] = leader.number
+                found[leader.number] = leader.parts
+                news |= role
+        parts = [part for own in found.values() for part in own]
+        flag = int(asked) | int(news) << _NEWS
+        frame = encode(Message(Kind.LEADER, flag, parts=parts), self.rules.tag)
         self.stats.bytes_down += frame.nbytes
         return Reply(worker, frame)
 
@@ -168,18 +262,20 @@ class LeaderLink:
     """The worker's end.
 
     Attributes:
-        leader: the last leader's parameters that this worker knows; ``None`` if there is none, or
-            it leads itself.
+        answer: never any, since the server asks nothing but reports.
+        leaders: the last leaders' parameters that this worker knows and is pulled to, by role.
         stats: the server's statistics, when all is over; then ``parameters`` are the mean.
     """
+
+    answer: np.ndarray | None = None
 
     def __init__(self, parameters: Mapping[str, np.ndarray], rules: LeaderRules) -> None:
         self._shapes: Arrays = {name: np.array(x) for name, x in parameters.items()}
         self.parameters = self._shapes
         self._rules = rules
-        self.leader: Arrays | None = None
+        self.leaders: dict[Role, Arrays] = {}
         self.stats: ServerStats | None = None
-        self._is_new = self._is_asked = False
+        self._asked = self._news = Role.NONE
         self.bytes_sent = self.bytes_received = 0
 
     @property
@@ -189,9 +285,11 @@ class LeaderLink:
     def push(self, parameters: Mapping[str, np.ndarray], loss: float) -> np.ndarray:
         """Return the frame that reports a step; ``parameters`` travel only if this worker leads."""
         parts = [np.array([loss], "<f8").view(np.uint8)]
-        if self._is_asked:
+        if self._asked:
             parts += _parts(parameters, self._shapes)
-            self._is_asked, self.leader = False, None
+            for role in _each(self._asked):
+                self.leaders.pop(role, None)
+            self._asked = Role.NONE
         frame = encode(Message(Kind.REPORT, parts=parts), self._rules.tag)
         self.parameters = {name: np.array(parameters[name]) for name in self._shapes}
         self.bytes_sent += frame.nbytes
@@ -213,21 +311,29 @@ class LeaderLink:
             self.stats = ServerStats.from_bytes(head)
             self.parameters = _arrays(parts, self._shapes, "the server")
             return True
-        self._is_asked, self._is_new = bool(message.flag), bool(message.parts)
-        if message.parts:
-            self.leader = _arrays(message.parts, self._shapes, "the server")
+        self._asked = Role(message.flag & int(Role.GROUP | Role.ALL))
+        self._news = Role(message.flag >> _NEWS)
+        size, parts = len(self._shapes), list(message.parts)
+        for role in _each(self._news):
+            self.leaders[role] = _arrays(parts[:size], self._shapes, "the server")
+            parts = parts[size:] or parts  # the last ones may be of both roles
         return True
 
     def pulled(self, parameters: Mapping[str, np.ndarray]) -> Arrays:
-        """Return the parameters after the pull to the leader."""
-        if self.leader is None or self._is_asked:
-            return dict(parameters)
-        rules = self._rules
-        far = rules.pull if self._is_new else rules.drift / rules.local_every
-        return {
-            name: x - np.asarray(far, x.dtype) * (x - self.leader[name])
-            for name, x in parameters.items()
-        }
+        """Return the parameters after the pulls to the leaders."""
+        found = dict(parameters)
+        for role, (pull, drift) in self._rules.pulls.items():
+            far = pull if role in self._news else drift
+            if not far or role in self._asked or role not in self.leaders:
+                continue
+            for name, x in parameters.items():
+                change = np.asarray(far, x.dtype) * (x - self.leaders[role][name])
+                found[name] = found[name] - change
+        return found
+
+
+def _each(roles: Role) -> list[Role]:
+    return [role for role in (Role.GROUP, Role.ALL) if role in roles]
 
 
 def _parts(arrays: Mapping[str, np.ndarray], shapes: Arrays) -> list[np.ndarray]:

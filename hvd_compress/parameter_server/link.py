@@ -29,6 +29,7 @@ class Link:
         states: the states of the compression, residuals for instance.
         taken: whether the last gradient was used; if it was not, the states are as before it.
         stats: the server's statistics, when all is over.
+        answer: a frame for the server, if what it has sent last is a question.
         bytes_sent, bytes_received: of all messages.
     """
 
@@ -47,6 +48,7 @@ class Link:
         self.states: dict[str, State] = {}
         self.taken = True
         self.stats: ServerStats | None = None
+        self.answer: np.ndarray | None = None
         self.bytes_sent = self.bytes_received = 0
         self._rules, self._server = rules, server
         self._up, self._down = coders(rules, seed, worker, momentum, nesterov)
@@ -76,12 +78,18 @@ class Link:
             raise ConfigError(f"gradients of {sorted(gradients)}, not {sorted(self.parameters)}")
         known = math.nan if epoch is None else float(epoch)
         ordered = {name: gradients[name] for name in self.parameters}
-        encoded = self._up.encode(ordered, self.states, self._pushes, known)
-        self._pending = encoded.states
         head = np.array([known, *rates]).view(np.uint8)
-        message = Message(Kind.PUSH, number=self._pushes, parts=[head, *encoded.parts])
-        frame = encode(message, self._rules.tag)
+        parts = [head, *self._encoded(ordered, known)]
         self._pushes += 1
+        return self._sent(Message(Kind.PUSH, number=self._pushes - 1, parts=parts))
+
+    def _encoded(self, gradients: Arrays, epoch: float) -> list[np.ndarray]:
+        encoded = self._up.encode(gradients, self.states, self._pushes, epoch)
+        self._pending = encoded.states
+        return encoded.parts
+
+    def _sent(self, message: Message) -> np.ndarray:
+        frame = encode(message, self._rules.tag)
         self.bytes_sent += frame.nbytes
         return frame
 
@@ -96,17 +104,20 @@ class Link:
         Raises:
             PayloadError: the frame is damaged, or of other rules.
         """
+        self.answer = None
         message = decode(frame, self._rules.tag, self._server)
         if message.kind is Kind.BEAT:
             return False
         self.bytes_received += frame.nbytes
+        return self._take(message)
+
+    def _take(self, message: Message) -> bool:
         parts = iter(message.parts)
-        head = next(parts)
         if message.kind is Kind.END:
-            self.stats = ServerStats.from_bytes(head)
+            self.stats = ServerStats.from_bytes(next(parts))
             self.parameters = self._whole(parts)
             return True
-        epoch = float(head.view("<f8")[0])
+        epoch = self._told(parts)
         if self._rules.is_delta:
             new = self._down.decode(parts, self.parameters, message.number, epoch, self._server)
             self.parameters = {name: x + new[name] for name, x in self.parameters.items()}
@@ -117,6 +128,10 @@ class Link:
             self.states = self._pending
         self._pending = None
         return True
+
+    def _told(self, parts: Iterator[np.ndarray]) -> float:
+        """Read what stands before the parameters, and return the epoch."""
+        return float(next(parts).view("<f8")[0])
 
     def _whole(self, parts: Iterator[np.ndarray]) -> Arrays:
         found = {}

@@ -40,8 +40,12 @@ class Kind(enum.IntEnum):
     END = 4  # all workers have left: the last parameters and the server's statistics
     BEAT = 5  # the server lives
     DONE = 6  # this process is about to end
-    REPORT = 7  # a step was taken, with its loss; flag 1: and the leader's parameters, if asked for
-    LEADER = 8  # the reply, maybe with the leader's parameters; flag 1: send yours, you lead
+    REPORT = 7  # a step was taken, with its loss, and a leader's parameters, if asked for
+    # The reply; flags 1, 2: send your parameters, you lead your group, or all; 4, 8: here are those
+    # of your group's leader, or of the leader of all
+    LEADER = 8
+    ASK = 9  # the server needs more of a gradient
+    ANSWER = 10  # and gets it
 
 
 class Message(NamedTuple):

@@ -6,8 +6,8 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -119,7 +119,7 @@ class Server:
         self._base = dict.fromkeys(self.active, 0)  # the version that a worker has
         self._clock = dict.fromkeys(self.active, 0)  # its steps
         self._epoch = math.nan
-        self._arrived: dict[int, tuple[Arrays | None, list[float]]] = {}  # of this step
+        self._arrived: dict[int, tuple[Any, list[float]]] = {}  # of this step
         self._known = {w: self._copies() for w in self.active} if rules.needs_copies else {}
         self._squares = {name: np.zeros_like(x) for name, x in self.parameters.items()}
         self._replies = Counter[int]()
@@ -141,15 +141,15 @@ class Server:
             self.stats.left(worker, bool(message.flag))
             return self._without(worker)
         self.stats.bytes_up += frame.nbytes
+        return self._take(worker, message, sender)
+
+    def _take(self, worker: int, message: Message, sender: str) -> list[Reply]:
         self.stats.pushes += 1
         parts = iter(message.parts)
         self._epoch, *rates = next(parts).view("<f8").tolist()
-        like, up = self.parameters, self._up[worker]
-        found = up.decode(parts, like, message.number, self._epoch, sender)
-        gradients: Arrays | None = found
-        if not all(np.isfinite(g).all() for g in found.values()):
+        gradients = self._decoded(worker, parts, message.number, sender)
+        if gradients is None:
             self.stats.non_finite += 1
-            gradients = None
         if worker not in self.active:
             return self._returned(worker)
         if self.rules.mode == "sync":
@@ -157,6 +157,13 @@ class Server:
         else:
             self._apply(worker, gradients, rates)
         return self._due()
+
+    def _decoded(
+        self, worker: int, parts: Iterator[np.ndarray], number: int, sender: str
+    ) -> Any | None:
+        """Return a worker's gradients, or ``None`` if they are not finite."""
+        found = self._up[worker].decode(parts, self.parameters, number, self._epoch, sender)
+        return found if all(np.isfinite(g).all() for g in found.values()) else None
 
     def lose(self, worker: int) -> list[Reply]:
         """Do without a worker that was silent too long; if it comes back, it goes on from the
@@ -192,7 +199,7 @@ class Server:
 
     # -- gradients ----------------------------------------------------------------------------
 
-    def _arrive(self, worker: int, gradients: Arrays | None, rates: list[float]) -> None:
+    def _arrive(self, worker: int, gradients: Any, rates: list[float]) -> None:
         """Keep a gradient for the step of now, or drop it."""
         self.waiting[worker] = gradients is not None
         if self._base[worker] != self._version:
@@ -249,7 +256,7 @@ class Server:
     def _due(self) -> list[Reply]:
         """Step if that is due, and return the replies to all who may go on."""
         if self.rules.mode == "sync":
-            if self._arrived and len(self._arrived) >= max(1, len(self.active) - self.rules.backup):
+            if self._are_there():
                 self._step_together()
             free = [w for w in self.waiting if w not in self._arrived]
         else:
@@ -260,11 +267,16 @@ class Server:
             self.stats.ahead = max(self.stats.ahead, *ahead, 0)
         return [self._reply(w, self.waiting.pop(w)) for w in sorted(free)]
 
+    def _are_there(self) -> bool:
+        """Whether enough gradients have arrived for a step."""
+        enough = max(1, len(self.active) - self.rules.backup)
+        return len(self._arrived) >= enough
+
     def _reply(self, worker: int, taken: bool) -> Reply:
         self._base[worker] = self._version
         number = self._replies[worker]
         self._replies[worker] += 1
-        parts = [np.array([self._epoch]).view(np.uint8)]
+        parts = self._orders(worker)
         if self.rules.is_delta:
             known = self._known[worker]
             new = {name: x - known[name] for name, x in self.parameters.items()}
@@ -277,7 +289,14 @@ class Server:
             parts += [x.reshape(-1).view(np.uint8) for x in self.parameters.values()]
             if self.rules.needs_copies:
                 self._known[worker] = self._copies()
-        frame = encode(Message(Kind.PARAMETERS, int(taken), number, parts), self.rules.tag)
+        return self._sent(worker, Message(Kind.PARAMETERS, int(taken), number, parts))
+
+    def _orders(self, worker: int) -> list[np.ndarray]:
+        """What stands before the parameters."""
+        return [np.array([self._epoch]).view(np.uint8)]
+
+    def _sent(self, worker: int, message: Message) -> Reply:
+        frame = encode(message, self.rules.tag)
         self.stats.bytes_down += frame.nbytes
         return Reply(worker, frame)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from hvd_compress.errors import ConfigError
-from hvd_compress.parameter_server.link import Link
+from hvd_compress.parameter_server.learned import ends_of
 from hvd_compress.parameter_server.optimizers import ServerOptimizer
 from hvd_compress.parameter_server.pieces import Arrays, joined, pieces_of, taken_from
 from hvd_compress.parameter_server.rules import Rules
@@ -28,6 +29,7 @@ class Simulation:
         optimizer: makes the optimizer of a server.
         servers: among which the parameters are divided.
         seed: of random numbers of compressions.
+        momentum: for compressions that take it over.
 
     Attributes:
         servers: of class :class:`.Server`.
@@ -52,14 +54,17 @@ class Simulation:
         *,
         servers: int = 1,
         seed: int = 0,
+        momentum: float = 0.0,
     ) -> None:
         self._gradient = gradient
         self._start = {name: np.array(x) for name, x in parameters.items()}
         self._pieces = pieces_of(self._start, servers)
         own = [taken_from(self._start, pieces) for pieces in self._pieces]
         everyone = range(workers)
-        self.servers = [Server(x, optimizer(), everyone, rules, seed=seed) for x in own]
-        self.links = [[Link(x, worker, rules, seed=seed) for x in own] for worker in everyone]
+        a_server, a_link = ends_of(rules, workers)
+        options: dict[str, Any] = {"seed": seed, "momentum": momentum}
+        self.servers = [a_server(x, optimizer(), everyone, rules, **options) for x in own]
+        self.links = [[a_link(x, w, rules, **options) for x in own] for w in everyone]
         self.steps = [0] * workers
 
     @property
@@ -105,7 +110,10 @@ class Simulation:
     def _deliver(self, server: Server, replies: Sequence[Reply]) -> None:
         index = self.servers.index(server)
         for worker, frame in replies:
-            self.links[worker][index].receive(frame)
+            link = self.links[worker][index]
+            link.receive(frame)
+            if link.answer is not None:
+                self._deliver(server, server.receive(worker, link.answer))
 
     def _joined(self, parts: Sequence[Arrays]) -> Arrays:
         whole = {name: x.copy() for name, x in self._start.items()}

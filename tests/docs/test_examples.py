@@ -398,11 +398,13 @@ SUMMARIES = {  # by the number of ranks, in the order of the algorithms
 def test_parameter_server(tmp_path):
     picture = tmp_path / "new folder" / "server.png"
     options = ["--workers", "2", "--epochs", "1", "--seeds", "1", "--straggler", "0.01"]
-    options += ["--modes", "sync", "sync, 1 backup", "async, compensate", "sync, top-k both"]
+    modes = ["sync", "sync, 1 backup", "async, compensate", "sync, top-k both"]
+    modes += ["sync, lgc up", "leaders, groups of 2"]
+    options += ["--modes", *modes]
     output = start("train_parameter_server", *options, "--output", str(picture))
     assert picture.read_bytes().startswith(PNG)
-    rows = {line[:17].strip(): line[17:] for line in output.splitlines() if " % " in line}
-    assert rows.keys() == {"sync", "sync, 1 backup", "async, compensate", "sync, top-k both"}
+    rows = {line[:20].strip(): line[20:] for line in output.splitlines() if " % " in line}
+    assert rows.keys() == {*modes}
     assert rows["sync"].split()[-5:-2] == ["0", "of", "88"]
     assert int(rows["sync, 1 backup"].split()[-5]) > 0, "the slow one was dropped"
     assert rows["sync"].count("75.1 KiB") == 2

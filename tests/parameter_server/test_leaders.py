@@ -10,6 +10,16 @@ from hvd_compress.parameter_server import Rules, SGDServer, Simulation
 from hvd_compress.parameter_server.elastic import ElasticCentre, moved
 from hvd_compress.parameter_server.leaders import LeaderLink, LeaderRules, LeaderServer
 
+#: of Leader SGD with one leader
+ONE = {"local_pull": 0, "local_drift": 0}
+
+
+def one(every, pull=0.1, drift=0.1):
+    return {"local_every": every, "global_every": every, "global_pull": pull} | {
+        "global_drift": drift,
+        **ONE,
+    }
+
 
 class Workers:
     """Each minimises f with its own steps; who steps when is up to the caller."""
@@ -33,7 +43,7 @@ class Workers:
 
 
 def test_by_hand():
-    workers = Workers([2, -1], local_every=1, pull=0.5, drift=0.2)
+    workers = Workers([2, -1], **one(1, pull=0.5, drift=0.2))
     assert workers.step(0) == pytest.approx(1.8)
     assert workers.step(1) == pytest.approx(-0.9)  # two steps of two workers: it shall lead
     assert workers.server.leaders == [1]
@@ -45,7 +55,7 @@ def test_by_hand():
 
 def test_a_fast_worker_takes_more_steps():
     """A choice after workers * local_every steps of all, whoever took them."""
-    workers = Workers([2, 3], local_every=4)
+    workers = Workers([2, 3], **one(4))
     for _ in range(8):
         workers.step(0)
     assert workers.server.leaders == [0]
@@ -57,7 +67,7 @@ def test_a_fast_worker_takes_more_steps():
 
 
 def test_the_leader_is_chosen_by_the_mean_loss_and_nan_does_not_lead():
-    workers = Workers([1, 2], local_every=2, gradient=lambda x: 0 * x)
+    workers = Workers([1, 2], **one(2), gradient=lambda x: 0 * x)
     losses = iter([np.nan, 5.0, 1.0, 6.0])
     workers.f = lambda x: next(losses)
     for worker in (0, 1, 0, 1):
@@ -66,7 +76,7 @@ def test_the_leader_is_chosen_by_the_mean_loss_and_nan_does_not_lead():
 
 
 def test_no_leader_where_all_losses_are_nan():
-    workers = Workers([1, 2], local_every=1, f=lambda x: np.nan)
+    workers = Workers([1, 2], **one(1), f=lambda x: np.nan)
     for worker in (0, 1, 0, 1, 0):
         workers.step(worker)
     assert workers.server.leaders == []
@@ -78,9 +88,7 @@ def test_the_symmetry_trap_is_left_by_workers_of_different_speed():
         lr=0.01,
         gradient=lambda x: 4 * x * (x * x - 1),
         f=lambda x: (x * x - 1) ** 2,
-        local_every=1,
-        pull=0.015,
-        drift=0.015,
+        **one(1, pull=0.015, drift=0.015),
     )
     for _ in range(3000):
         workers.step(1)
@@ -91,7 +99,7 @@ def test_the_symmetry_trap_is_left_by_workers_of_different_speed():
 
 
 def test_a_leader_that_goes_is_replaced_and_the_end_is_the_mean():
-    workers = Workers([1, 2, 3], local_every=1, gradient=lambda x: 0 * x)
+    workers = Workers([1, 2, 3], **one(1), gradient=lambda x: 0 * x)
     for worker in range(3):
         workers.step(worker)
     assert workers.server.leaders == [0]
@@ -109,7 +117,7 @@ def test_a_leader_that_goes_is_replaced_and_the_end_is_the_mean():
 
 
 def test_only_leaders_send_parameters():
-    rules = LeaderRules(local_every=2)
+    rules = LeaderRules(**one(2))
     x = {"w": np.ones(1000)}
     server, link = LeaderServer(x, [0], rules), LeaderLink(x, rules)
     sizes = []
@@ -128,9 +136,148 @@ def test_damage_and_bad_options():
     server = LeaderServer(x, [0], rules)
     with pytest.raises(PayloadError, match="worker 0: its checksum"):
         server.receive(0, frame)
-    for options in ({"local_every": 0}, {"pull": 2.0}, {"drift": -1.0}, {"average_over": 0}):
+    for options in (
+        {"local_every": 0},
+        {"global_every": 0},
+        {"global_every": 6, "local_every": 4},
+        {"global_pull": 2.0},
+        {"local_drift": -1.0},
+        {"groups": [[0, 2]]},
+        {"average_over": 0},
+    ):
         with pytest.raises(ConfigError, match=next(iter(options))):
             LeaderRules(**options)
+
+
+# -- groups ------------------------------------------------------------------------------------
+
+
+def still(starts, losses, **options):
+    """Workers that do not move by themselves, with constant losses."""
+    workers = Workers(starts, gradient=lambda x: 0 * x, f=lambda x: losses[workers.now], **options)
+    step = workers.step
+
+    def stepped(worker):
+        workers.now = worker
+        return step(worker)
+
+    workers.step = stepped
+    return workers
+
+
+def test_groups_have_leaders_of_their_own():
+    """Group 0, 1 is led by 0, group 2, 3 by 3, and all by 3."""
+    workers = still([4.0, 3.0, 2.0, 1.0], [3, 4, 2, 1], local_every=1, global_every=2, groups=2)
+    for worker in range(4):
+        workers.step(worker)
+    assert workers.server.group_leaders == [[0, 3]]
+    assert workers.server.leaders == []
+    assert [workers.step(w) for w in (1, 2)] == [3, 2], "the leaders have sent nothing yet"
+    assert [workers.step(w) for w in (0, 3)] == [4, 1]  # 0 is asked, 3 sends
+    assert workers.step(1) == 3
+    assert workers.step(2) == pytest.approx(2 - 0.1 * (2 - 1))
+    assert workers.step(0) == 4  # sends, and more than four steps were taken
+    assert workers.server.group_leaders == [[0, 3], [0, 3]]
+    assert workers.server.leaders == [3]
+    assert workers.step(3) == 1
+    assert workers.step(1) == pytest.approx(3 - 0.1 * (3 - 4))
+    assert workers.step(2) == pytest.approx(1.9 - 0.1 * (1.9 - 1)), "drift"
+    assert [workers.step(w) for w in (0, 3)] == [4, 1]
+    # 1 is pulled to 4 and to 1, 2 twice to 1, which comes once, and 0 to 1.
+    assert workers.step(1) == pytest.approx(3.1 - 0.1 * (3.1 - 4) - 0.1 * (3.1 - 1))
+    received = workers.links[2].bytes_received
+    assert workers.step(2) == pytest.approx(1.81 - 0.2 * (1.81 - 1))
+    assert workers.links[2].bytes_received - received == 24 + 8 + 8
+    assert workers.step(0) == pytest.approx(4 - 0.1 * (4 - 1))
+    assert workers.step(2) == pytest.approx(1.648 - (0.1 / 1 + 0.1 / 2) * 0.648), "drift"
+    assert workers.server.leaders == [3]
+
+
+def reference(starts, order, losses, rules):
+    """Asynchronous Leader SGD in one loop, without messages: f = x^2 / 2, rate 0.1."""
+    n = len(starts)
+    x, known = list(map(float, starts)), [{} for _ in starts]
+    fresh, due = [{} for _ in starts], [set() for _ in starts]
+    seen, count, choices, waits, told = [[] for _ in starts], 0, 0, set(), set()
+    groups = [range(i, min(i + rules.groups, n)) for i in range(0, n, rules.groups)]
+    every = {"group": rules.local_every, "all": rules.global_every}
+    pull = {"group": rules.local_pull, "all": rules.global_pull}
+    drift = {"group": rules.local_drift, "all": rules.global_drift}
+    path = []
+    for turn, w in enumerate(order):
+        seen[w].append(losses[turn])
+        x[w] = 0.9 * x[w]
+        count += 1
+        if w in told:  # it leads from here on
+            waits.discard(w)
+            told.discard(w)
+            for role in due[w]:
+                for other in range(n) if role == "all" else next(g for g in groups if w in g):
+                    if other != w:
+                        fresh[other][role] = x[w]
+                known[w].pop(role, None)
+                fresh[w].pop(role, None)
+            due[w] = set()
+        if not waits and count >= n * rules.local_every:
+            count, choices = 0, choices + 1
+            mean = {i: np.mean(s[-rules.average_over :]) for i, s in enumerate(seen) if s}
+            for group in groups:
+                there = [i for i in group if i in mean]
+                if there and len(group) > 1:
+                    due[min(there, key=mean.get)].add("group")
+            if choices % (rules.global_every // rules.local_every) == 0:
+                due[min(mean, key=mean.get)].add("all")
+            waits = {i for i in range(n) if due[i]}
+        told |= waits & {w}
+        known[w].update(fresh[w])
+        change = 0.0
+        for role in ("group", "all"):
+            if role in known[w] and role not in due[w]:
+                far = pull[role] if role in fresh[w] else drift[role] / every[role]
+                change += far * (x[w] - known[w][role])
+        x[w] -= change
+        fresh[w] = {}
+        path.append(x[w])
+    return path
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("groups", [1, 2, 5])
+def test_groups_follow_a_loop_without_messages(seed, groups):
+    """Five workers of different speed, with noisy losses."""
+    rng = np.random.default_rng(seed)
+    starts = rng.normal(size=5)
+    order = rng.choice(5, size=200, p=[0.4, 0.3, 0.15, 0.1, 0.05])
+    losses = rng.normal(size=200)
+    options = {"local_every": 2, "global_every": 6, "local_pull": 0.3, "global_pull": 0.2}
+    options |= {"local_drift": 0.15, "global_drift": 0.25, "average_over": 3, "groups": groups}
+    noise = iter(losses)
+    workers = Workers(starts, f=lambda x: next(noise), **options)
+    found = [workers.step(worker) for worker in order]
+    assert found == pytest.approx(reference(starts, order, losses, LeaderRules(**options)))
+    assert len(workers.server.leaders) >= 4
+
+
+def test_groups_are_those_of_the_nodes():
+    rules, x = LeaderRules(local_every=1), {"x": np.zeros(1)}
+    server = LeaderServer(x, range(4), rules, nodes=((0, 2), (1, 3)))
+    for worker in range(4):
+        server.receive(worker, LeaderLink(x, rules).push(x, float(worker)))
+    assert server.group_leaders == [[0, 1]]
+    with pytest.raises(ConfigError, match="are not of 4 ranks"):
+        LeaderServer(x, range(4), LeaderRules(groups=[[0, 1], [2]]))
+
+
+def test_a_group_whose_leader_goes_gets_another_one():
+    workers = still([4.0, 3.0, 2.0, 1.0], [1, 2, 3, 4], local_every=1, global_every=1, groups=2)
+    for worker in range(4):
+        workers.step(worker)
+    assert workers.server.group_leaders == [[0, 2]]
+    workers.server.lose(0)
+    for worker in (1, 2, 3, 2):
+        workers.step(worker)
+    assert workers.server.group_leaders == [[0, 2], [1, 2]]
+    assert workers.server.leaders == [0, 1]
 
 
 def test_elastic_averaging_by_hand():

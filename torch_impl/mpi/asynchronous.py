@@ -27,7 +27,7 @@ class _Asynchronous(OfModel):
             loss: of the batch, a number or a tensor of one element.
         """
         self._optimizer.step()
-        self.server.step(self._arrays(), float(loss))
+        self.server.step(self._arrays(), float(torch.as_tensor(loss).detach()))
         self._load()
 
 
@@ -41,15 +41,18 @@ class AsynchronousLeaderSGD(_Asynchronous):
                 value.backward()
                 worker.step(value)
 
-    Rank 0 counts the steps of all and names the leader; it gets no batches.  Behind the statement
+    Rank 0 counts the steps of all and names the leaders; it gets no batches.  Behind the statement
     all ranks have the mean of the workers' models.  Buffers of the model stay on their rank.
 
     Args:
         model: its trained parameters are those of the optimizer; all ranks begin with rank 0's.
         optimizer: takes the local steps.
-        local_every: steps per worker, on average, between choices of the leader.
-        pull, drift: how far workers are pulled when a leader is new, and over the next
-            ``local_every`` steps.
+        global_every, local_every: steps per worker, on average, between choices of the leader of
+            all workers and of those of groups; the first is a multiple of the second.
+        global_pull, local_pull: how far workers are pulled to a leader that is new.
+        global_drift, local_drift: how far over the next ``global_every``, ``local_every`` steps.
+        groups: lists of workers, which count from 0, or the number of workers that make a group, in
+            their order; ``None`` for the workers of each node.
         average_over: the number of minibatches whose mean loss is compared; ``None`` for
             ``local_every``.
         worker_timeout: seconds after which the others go on without a silent worker.
@@ -60,9 +63,13 @@ class AsynchronousLeaderSGD(_Asynchronous):
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
+        global_every: int = 16,
         local_every: int = 4,
-        pull: float = 0.1,
-        drift: float = 0.1,
+        global_pull: float = 0.1,
+        local_pull: float = 0.1,
+        global_drift: float = 0.1,
+        local_drift: float = 0.1,
+        groups: Any = None,
         average_over: int | None = None,
         worker_timeout: float = 60.0,
     ) -> None:
@@ -70,9 +77,13 @@ class AsynchronousLeaderSGD(_Asynchronous):
             mpi.AsynchronousLeaderSGD,
             model,
             optimizer,
+            global_every=global_every,
             local_every=local_every,
-            pull=pull,
-            drift=drift,
+            global_pull=global_pull,
+            local_pull=local_pull,
+            global_drift=global_drift,
+            local_drift=local_drift,
+            groups=groups,
             average_over=average_over,
             worker_timeout=worker_timeout,
         )
