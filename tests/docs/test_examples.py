@@ -598,6 +598,14 @@ def test_all_systems(tmp_path):
     assert picture.read_bytes().startswith(PNG)
 
 
+def test_page_of_all_systems():
+    from mpi_examples.systems import FAMILIES, SYSTEMS
+
+    page = (ROOT / "docs" / "systems.md").read_text()
+    assert re.findall(r"^\| `([\w+]+)` \|", page, re.MULTILINE) == list(SYSTEMS)
+    assert {system.family for system in SYSTEMS.values()} == FAMILIES.keys()
+
+
 @pytest.mark.timeout(120)
 def test_training_with_codistillation(tmp_path):
     picture = tmp_path / "codistillation.png"
