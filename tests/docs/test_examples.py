@@ -574,13 +574,14 @@ def test_bytes_and_loss(tmp_path):
         assert all(float(loss) < 8 for *_, loss in rows)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(250)
 def test_all_systems(tmp_path):
     picture, results = tmp_path / "systems.png", tmp_path / "systems.json"
     kept = {"accuracy": 12.34, "sent": 2048.0, "most": 4096.0, "late": 1024.0, "seconds": 0.16}
     results.write_text(json.dumps({"fp16 seed=0 steps=16": kept}))
     options = ["--systems", "dense", "fp16", "server", "--steps", "16", "--seeds", "1"]
-    output = start("all_systems", *options, "--output", str(picture), "--results", str(results))
+    options += ["--output", str(picture), "--results", str(results)]
+    output = start("all_systems", *options, timeout=230)
     rows = [row.split(" | ") for row in output.splitlines() if row.startswith("| `")]
     assert [row[0] for row in rows] == ["| `dense`", "| `fp16`", "| `server`"]
     dense, fp16, server = rows
