@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from tqdm import tqdm
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 from mpi_examples.accuracy import RANKS, TASKS
-from mpi_examples.study import check_counts, spread
+from mpi_examples.study import check_counts, rate, spread
 
 METHODS = ("dense", "dgc", "diloco", "diloco+dgc", "demo", "leader_sgd")
 
@@ -104,10 +103,7 @@ def train(name: str, method: str, seed: int, bar: tqdm) -> Run:
     owner = optimizer.training if is_local else optimizer.compression
     losses, sent = [], []
     for step, batch in enumerate(itertools.islice(batches(task, seed), options.steps)):
-        # Up within a tenth of all steps, and down along a cosine to a tenth of the rate.
-        done = step / options.steps
-        rate = 0.55 + 0.45 * math.cos(math.pi * done)
-        optimizer.param_groups[0]["lr"] = lr * min(rate, 0.1 + 9 * done)
+        optimizer.param_groups[0]["lr"] = lr * rate(step / options.steps)
         optimizer.zero_grad()
         [loss] = task.losses([batch[world.rank]])
         loss.backward()

@@ -1,4 +1,4 @@
-"""Ways to train by name, for train_local.py and bytes_and_loss.py: an optimizer around SGD.
+"""Ways to train by name, which several examples have in common: an optimizer around SGD.
 
 Only ranks import this: it imports MPI.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import hvd_compress.torch.mpi as hvd
+from hvd_compress.decentralized import blockwise, l1
 
 
 def wrapped(
@@ -40,12 +41,36 @@ def wrapped(
             sgd, sync_every=every, compression=f"dgc:density={density}"
         ),
         "easgd": lambda: hvd.EASGD(sgd, every),
+        "eamsgd": lambda: hvd.EAMSGD(sgd, every),
         "leader_sgd": lambda: hvd.LeaderSGD(sgd, **one),
         "leader_sgd_groups": lambda: hvd.LeaderSGD(
             sgd, local_every=every, global_every=2 * every, groups=2
         ),
     }
     return makers[method]()
+
+
+def over_a_graph(
+    method: str, sgd: torch.optim.Optimizer, graph: str, bits: int
+) -> torch.optim.Optimizer:
+    """The optimizer of a method in which ranks exchange with their neighbours only.
+
+    Args:
+        sgd: the optimizer of each rank.
+        graph: who is whose neighbour, such as "cycle".
+        bits: an element, of methods that compress.
+    """
+    codec = blockwise(bits)
+    makers: dict[str, Callable[[], Any]] = {
+        "diffusion": lambda: hvd.Diffusion(graph),
+        "exact_diffusion": lambda: hvd.ExactDiffusion(graph),
+        "nids": lambda: hvd.NIDS(graph),
+        "gradient_tracking": lambda: hvd.GradientTracking(graph),
+        "choco_sgd": lambda: hvd.ChocoSGD(graph, codec),
+        "lead": lambda: hvd.LEAD(graph, codec),
+        "prox_lead": lambda: hvd.LEAD(graph, codec, prox=l1(1e-4)),
+    }
+    return hvd.DistributedOptimizer(sgd, method=makers[method]())
 
 
 def demo(parameters: Any, lr: float) -> torch.optim.Optimizer:

@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
@@ -35,6 +34,7 @@ METHODS = (
     "gradient_tracking",
     "choco_sgd",
     "lead",
+    "prox_lead",
 )
 
 
@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
         "--topology", default="line", help='undirected, such as "cycle" or "grid:rows=2"'
     )
     parser.add_argument("--data", choices=("sorted", "shuffled"), default="sorted")
-    parser.add_argument("--bits", type=int, default=2, help="of choco_sgd and lead, from 1 to 8")
+    parser.add_argument("--bits", type=int, default=2, help="of choco_sgd and LEAD, from 1 to 8")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--seeds", type=int, default=3, help="runs per method")
     parser.add_argument("--batch-size", type=int, default=16, help="per rank")
@@ -74,6 +74,7 @@ from mpi4py import MPI
 from torch.nn import functional
 
 import hvd_compress.torch.mpi as hvd
+from mpi_examples.local_methods import over_a_graph
 
 world = MPI.COMM_WORLD
 
@@ -99,25 +100,12 @@ def network() -> torch.nn.Module:
     )
 
 
-def method_of(name: str) -> Any:
-    graph, codec = options.topology, blockwise(options.bits)
-    makers: dict[str, Callable[[], Any]] = {
-        "diffusion": lambda: hvd.Diffusion(graph),
-        "exact_diffusion": lambda: hvd.ExactDiffusion(graph),
-        "nids": lambda: hvd.NIDS(graph),
-        "gradient_tracking": lambda: hvd.GradientTracking(graph),
-        "choco_sgd": lambda: hvd.ChocoSGD(graph, codec),
-        "lead": lambda: hvd.LEAD(graph, codec),
-    }
-    return makers[name]()
-
-
 def distributed(name: str, sgd: torch.optim.Optimizer) -> tuple[Any, Any]:
     """The optimizer of a method, and what counts its bytes."""
     if name == "dense":
         optimizer = hvd.DistributedOptimizer(sgd, compression="none")
         return optimizer, optimizer.compression
-    optimizer = hvd.DistributedOptimizer(sgd, method=method_of(name))
+    optimizer = over_a_graph(name, sgd, options.topology, options.bits)
     return optimizer, optimizer.training
 
 

@@ -33,6 +33,7 @@ METHODS = (
     "diloco+topk",
     "diloco+dgc",
     "easgd",
+    "eamsgd",
     "leader_sgd",
     "leader_sgd_groups",
 )

@@ -147,6 +147,7 @@ def test_help_starts_neither_ranks_nor_mpi(script):
         ),
         ("biased_compression", "--density", "0", "--density must be in"),
         ("bytes_and_loss", "--steps", "0", "--steps must be 1 or more"),
+        ("all_systems", "--steps", "8", "--steps must be a multiple of 16"),
         ("cost_model", "--bytes", "0", "--bytes and --predict must be 4"),
         ("train_parameter_server", "--straggler", "-1", "--straggler must be 0 or more"),
         ("train_large_batch", "--large", "8", "--large must be more than --small"),
@@ -573,6 +574,39 @@ def test_bytes_and_loss(tmp_path):
         assert ratio["diloco+dgc"] > 240
         assert least < ratio["demo"] < 130
         assert all(float(loss) < 8 for *_, loss in rows)
+
+
+@pytest.mark.timeout(250)
+def test_all_systems(tmp_path):
+    picture, results = tmp_path / "systems.png", tmp_path / "systems.json"
+    kept = {"accuracy": 12.34, "sent": 2048.0, "most": 4096.0, "late": 1024.0, "seconds": 0.16}
+    results.write_text(json.dumps({"fp16 seed=0 steps=16": kept}))
+    options = ["--systems", "dense", "fp16", "server", "--steps", "16", "--seeds", "1"]
+    options += ["--output", str(picture), "--results", str(results)]
+    output = start("all_systems", *options, timeout=230)
+    rows = [row.split(" | ") for row in output.splitlines() if row.startswith("| `")]
+    assert [row[0] for row in rows] == ["| `dense`", "| `fp16`", "| `server`"]
+    dense, fp16, server = rows
+    assert dense[2:6] == ["4.1 MiB", "the same", "1.0x", "4.1 MiB"]
+    # Kept, and not made again.
+    assert fp16[2:] == ["2.0 KiB", "4.0 KiB", "2107x", "1.0 KiB", "12.34 %", "10 ms |"]
+    # Three workers send a gradient each; the server sends them as many bytes back.
+    assert server[2:6] == ["6.2 MiB", "12.3 MiB", "0.7x", "6.2 MiB"]
+    runs = json.loads(results.read_text())
+    assert runs.keys() == {f"{name} seed=0 steps=16" for name in ("dense", "fp16", "server")}
+    # The same images, weights and mean of gradients: rounding is all that differs.
+    accuracies = [runs[f"{name} seed=0 steps=16"]["accuracy"] for name in ("dense", "server")]
+    assert min(accuracies) > 30
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=5)
+    assert picture.read_bytes().startswith(PNG)
+
+
+def test_page_of_all_systems():
+    from mpi_examples.systems import FAMILIES, SYSTEMS
+
+    page = (ROOT / "docs" / "systems.md").read_text()
+    assert re.findall(r"^\| `([\w+]+)` \|", page, re.MULTILINE) == list(SYSTEMS)
+    assert {system.family for system in SYSTEMS.values()} == FAMILIES.keys()
 
 
 @pytest.mark.timeout(120)
