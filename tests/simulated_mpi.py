@@ -531,7 +531,9 @@ class Simulation:
             mock.patch.object(native, "_op", lambda name: name),
             # Nothing is measured here; constants are needed all the same, of few messages.
             mock.patch.multiple(measuring, _CHUNK=256, _CHUNKS=2, _SIZES=(8, 64), _COUNTS=(16, 32)),
-            mock.patch.object(measuring, "measure", functools.partial(measuring.measure, repeats=1)),
+            mock.patch.object(
+                measuring, "measure", functools.partial(measuring.measure, repeats=1)
+            ),
             mock.patch.multiple(
                 communicator.Channel,
                 __init__=opened,
