@@ -46,6 +46,7 @@ def fake_cifar10(folder: Path) -> Path:
 def test_digits(tmp_path, example):
     picture = tmp_path / "new folder" / "digits.png"
     options = ["--ranks", "2", "--epochs", "2", "--seeds", "1", "--warmup-epochs", "1"]
+    options += ["--batch-size", "64"]
     options += ["--compression", "none", "dgc:values=float16", "topk", "randomk", "bf16"]
     command = [*program(example), *options]
     _, output = jobs.run([*command, "--output", str(picture)], timeout=380)
