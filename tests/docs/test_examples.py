@@ -493,7 +493,7 @@ def test_sparse_allgather(ranks):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("framework", ["torch", "numpy"])
+@pytest.mark.parametrize("framework", ["numpy", pytest.param("torch", marks=full)])
 def test_digits_over_mpi(tmp_path, framework):
     picture = tmp_path / "digits.png"
     options = ["--framework", framework, "--ranks", "2", "--epochs", "5", "--warmup-epochs", "2"]
