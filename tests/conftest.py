@@ -25,6 +25,23 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("full")]
         items[:] = [item for item in items if not item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
+    if hasattr(config, "workerinput"):
+        items.sort(key=seconds_allowed, reverse=True)  # and otherwise in the order of the files
+
+
+def pytest_configure(config):
+    """On several workers, tests that may take long come first: a long one that is left for the end
+    keeps one core busy, and the others idle."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # which puts what has the most tests first
+
+
+def seconds_allowed(item):
+    """The time-out of a test says how long it takes: a job gets some minutes, and a small test the
+    default."""
+    marker = item.get_closest_marker("timeout")
+    limit = marker.args[0] if marker and marker.args else 0
+    return limit, bool(item.get_closest_marker("jobs"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -42,7 +59,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 # Programs that are started by tests, with arguments, and what runs inside jobs.
 collect_ignore = [
-    *("elastic_keras_worker.py", "elastic_worker.py", "train_small.py"),
+    *("command_lines.py", "elastic_keras_worker.py", "elastic_worker.py", "train_small.py"),
     *("parameter_server_job.py", "parameter_server_torch_job.py"),
 ]
 collect_ignore_glob = ["scenarios/*", "mpi_scenarios/*"]

@@ -22,6 +22,7 @@ package's own time-outs say who waits for whom.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import random
 import threading
@@ -528,8 +529,11 @@ class Simulation:
             ),
             mock.patch.multiple(communicator, _alive=alive, _keyvals=[]),
             mock.patch.object(native, "_op", lambda name: name),
-            # Nothing is measured here; constants are needed all the same.
-            mock.patch.multiple(measuring, _CHUNK=256, _CHUNKS=2, _SIZES=(8, 64)),
+            # Nothing is measured here; constants are needed all the same, of few messages.
+            mock.patch.multiple(measuring, _CHUNK=256, _CHUNKS=2, _SIZES=(8, 64), _COUNTS=(16, 32)),
+            mock.patch.object(
+                measuring, "measure", functools.partial(measuring.measure, repeats=1)
+            ),
             mock.patch.multiple(
                 communicator.Channel,
                 __init__=opened,

@@ -34,18 +34,20 @@ SIZES = [
     size if size <= 9 or size in (12, 16, 17, 33) else pytest.param(size, marks=pytest.mark.full)
     for size in range(1, 34)
 ]
+#: for whole methods, which take long on many ranks; what they send by is tested at 33, too
+SIZES_OF_METHODS = [pytest.param(33, marks=pytest.mark.full) if s == 33 else s for s in SIZES]
 orders = st.tuples(st.sampled_from(ORDERS), st.integers(0, 2**16))
 lengths = st.one_of(st.integers(0, 70), st.integers(200, 400))
 
 
-def at_every_size(examples, cases=(None,), **strategies):
+def at_every_size(examples, cases=(None,), *, sizes=SIZES, **strategies):
     """Run a test at each number of ranks, with ``examples`` of its own drawn for each.
 
     The test is given ``size``, its ``case`` if there are ``cases``, and what is drawn.
     """
 
     def decorate(test):
-        @pytest.mark.parametrize("size", SIZES)
+        @pytest.mark.parametrize("size", sizes)
         @pytest.mark.parametrize("case", cases)
         def at_one_size(size, case):
             @seed(size)
@@ -335,6 +337,7 @@ def test_quantised_sums(size, order, shape, bits, op):
         "oktopk:density=0.1,threshold_every=2",
         "oktopk:density=0.1,threshold_every=2,values=float16",
     ],
+    sizes=SIZES_OF_METHODS,
     order=orders,
     bucket_bytes=st.sampled_from([1, 300, 10**9]),
 )
@@ -372,6 +375,7 @@ def test_gradients_of_all_ranks(size, method, order, bucket_bytes):
 @at_every_size(
     2,
     ["none:algorithm=hierarchical", "topk:density=0.1,algorithm=hierarchical"],
+    sizes=SIZES_OF_METHODS,
     order=orders,
     ranks_per_machine=st.integers(1, 7),
 )
