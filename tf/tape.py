@@ -76,6 +76,9 @@ def _bound(runtime: Runtime, compression: Any, variables: Sequence[Any], **optio
     check_partner(method, None, None)
     options["groups"] = places_of_groups(options.get("groups"), variables)
     options = {**_DEFAULTS, **options}
+    hvd = runtime.hvd
+    for name, default in (("op", hvd.Average), ("process_set", hvd.global_process_set)):
+        options[name] = default if options[name] is None else options[name]
     key = (runtime, method, repr(sorted(options.items())))
     # Held by a variable: it lives as long as the state makes sense.
     table = variables[0].__dict__.setdefault(_BINDINGS, [])

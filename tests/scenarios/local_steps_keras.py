@@ -30,7 +30,8 @@ METHODS = (
 def _batch(rank: int, step: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng([rank, step])
     x = random.standard_normal((8, 4)).astype("float32")
-    return x, x @ W[::-1] + rank
+    # A target of which no two columns are as far away: top-k would choose among equals.
+    return x, x @ W[::-1] ** 3 + rank
 
 
 def _model() -> keras.Model:
