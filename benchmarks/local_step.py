@@ -66,10 +66,8 @@ def measure(loops: Any, pool: Any, make: Callable[[int], Any], timed: Any) -> tu
         gradients = [pool[shift + a : shift + b] for a, b in bounds]
         rows = [(g, *own) for g, own in zip(gradients, plain, strict=True)]
         streams.append(timed(loops.stream, rows)[1])
-        step = [
-            kernels.Step(g, v, v1, u, u1)
-            for g, (u, v), (u1, v1) in zip(gradients, old, new, strict=True)
-        ]
+        both = zip(gradients, old, new, strict=True)
+        step = kernels.Steps.of((g, v, v1, u, u1) for g, (u, v), (u1, v1) in both)
         found, seconds = timed(selection.accumulate, step, 0.9)
         left = np.zeros_like(found.values)
         _, more = timed(selection.settle, step, found.indices, left, True)

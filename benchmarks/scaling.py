@@ -153,7 +153,7 @@ def constants(comm: MPI.Comm, cost: mpi.CostModel) -> dict[str, Any]:
 def seconds_to_add(comm: MPI.Comm, n: int, k: int) -> float:
     """Seconds to decode one more message of ``k`` entries and add it to an array of ``n``."""
     frames = [encode_sparse(*random_places(seed, k, n), n, "packed") for seed in range(8)]
-    out = [np.zeros(n, np.float32)]
+    out = kernels.Column([np.zeros(n, np.float32)])
 
     def add_up(count: int) -> None:
         parts = [decode_sparse(frame, n, "float32") for frame in frames[:count]]

@@ -14,7 +14,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -89,12 +89,13 @@ class Transform(Configurable, kind="block"):
 
 
 class Repeated(NamedTuple):
-    """A tensor in a step like the one before: its gradient, its state, in which there may be other
-    entries as well, the weight of its request, and its scratch (see :class:`Context`)."""
+    """The tensors of a bucket in a step like the one before: gradients, states, in which there may
+    be other entries as well, the weights of their requests, and the scratch of the first tensor
+    (see :class:`Context`)."""
 
-    gradient: Array
-    state: Mapping[str, Array]
-    weight: int
+    gradients: Sequence[Array]
+    states: Sequence[Mapping[str, Array]]
+    weights: Sequence[int]
     scratch: dict[str, Any]
 
 
@@ -104,11 +105,17 @@ class Fused(Protocol):
     def __call__(self, tensors: list[Any]) -> Generator[Request, Any, list[Outcome]]:
         """The exchange of a bucket, given the arguments of its tensors' requests."""
 
-    def again(self, tensors: Iterable[Repeated], key: Hashable, context: Context) -> Any:
-        """Return the arguments of the requests of all tensors of a bucket, where :meth:`request`
-        has asked with ``key`` and these weights in the step before and nothing has changed but
-        gradients and states; ``None`` where these may be of another kind now.  Of ``context`` only
-        ``in_place`` and ``sparse`` count."""
+    def again(
+        self, tensors: Repeated, key: Hashable, context: Context
+    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], Sequence[State]]] | None:
+        """Return the exchange of a bucket for whose tensors :meth:`request` has asked with ``key``
+        and these weights in the step before, where nothing has changed but gradients and states;
+        ``None`` where these may be of another kind now.  It returns the directions of the
+        optimizer's step and the new states.
+
+        What is done here for a tensor costs more than anything else in a step of many tensors, so
+        as little as possible is.  Directions may be written into the gradients, and of ``context``
+        only ``sparse`` counts."""
 
     def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
         """Return a request whose reply is the outcome of the exchange of one tensor, or ``None`` if

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,8 @@ from hvd_compress.chain import Repeated
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.buckets import BUCKET_BYTES, Buckets
-from hvd_compress.engines.joining import BucketExchange, Form, Member, run_form
+from hvd_compress.engines.counting import Tally
+from hvd_compress.engines.joining import BucketExchange, Form, Member, run_counted
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.homes import Homes
@@ -42,6 +43,18 @@ from hvd_compress.times import Clock
 
 _VERSION = 1
 _NOTHING = np.empty(0)
+
+
+class _Again(NamedTuple):
+    """What the exchange of a bucket returns that was like that of the step before; ``record`` has
+    its bytes."""
+
+    names: tuple[str, ...]
+    weights: Sequence[int]
+    gradients: Sequence[Array]
+    directions: Sequence[Any]
+    states: Sequence[State]
+    record: Record
 
 
 class Reducer:
@@ -107,7 +120,8 @@ class Reducer:
         self.epoch: Any = None
         self.learning_rate: float | None = None
         self.states: dict[str, State] = {}
-        self.records: dict[str, Record] = {}
+        self._records: dict[str, Record] = {}
+        self._tallies: dict[tuple[str, ...], Tally] = {}  # by the names of a bucket
         self.clock = Clock()
         self.buckets = Buckets(
             lambda: self.engine,
@@ -121,6 +135,7 @@ class Reducer:
         self._now: Hashable = None  # what this step's exchanges depend on but gradients and states
         self._before: Hashable = None  # the same of the last step
         self._local, self._shared = LocalEngine(), engine
+        self._current: Engine | None = None  # of the step that has begun
         self._per_rank: dict[str, frozenset[str]] = {}  # keys of states that differ between ranks
         self._deferred: dict[str, Array] = {}  # gradients, until the norm of all is known
         self._in_flight: dict[str, Array] = {}  # gradients
@@ -142,8 +157,16 @@ class Reducer:
     @property
     def engine(self) -> Engine:
         """The engine between the ranks, or a local one if there is only one rank; elastic training
-        changes the number of ranks."""
+        changes the number of ranks between steps."""
+        if self._current is not None:  # to ask for the number of ranks takes long
+            return self._current
         return self._shared if self._shared.size > 1 else self._local
+
+    @property
+    def records(self) -> dict[str, Record]:
+        for names, tally in self._tallies.items():
+            tally.settle(names, self._records)
+        return self._records
 
     def reduce(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
         """Average gradients, and return the direction of the optimizer's step by name: the average,
@@ -162,14 +185,16 @@ class Reducer:
             self._start_together(gradients)
 
     def _start_together(self, gradients: Mapping[str, Array]) -> None:
-        if twice := gradients.keys() & (self._in_flight.keys() | self._deferred.keys()):
-            raise ConfigError(f"{twice.pop()!r} was started already: call finish() once a step")
+        for others in (self._in_flight, self._deferred):
+            if twice := gradients.keys() & others.keys():
+                raise ConfigError(f"{twice.pop()!r} was started already: call finish() once a step")
         if self.epoch is None and self.method.needs_epoch:
             raise ConfigError(
                 f"the density of {self.method.name} goes by epochs: call {self._set_epoch} at the "
                 "start of every epoch"
             )
         if not self._in_flight and not self._deferred:
+            self._current = self.engine
             self._now = self._circumstances()
         self._begin_agreement(next(iter(gradients.values()), _NOTHING))
         if self.method.needs_gradient_norm:
@@ -197,25 +222,32 @@ class Reducer:
                 deferred, self._deferred = self._deferred, {}
                 self._launch(deferred, self._norm(deferred))
             like = next(iter(self._in_flight.values()), _NOTHING)
-            outcomes = self.buckets.finish(self._for_messages(like))
+            parts = self.buckets.finish(self._for_messages(like))
         except BaseException:
             self.abandon()
             raise
         self._agrees, self._before = False, self._now
         if self._plan is not self.buckets.plan:  # what is kept for other buckets takes memory
             self._plan, self._scratch = self.buckets.plan, {}
-        expected, self._in_flight = self._in_flight, {}
-        if outcomes.keys() != expected.keys():
-            raise CompressionError(f"lost on the way: {expected.keys() - outcomes.keys()}")
+        expected, self._in_flight, self._current = self._in_flight, {}, None
         self.step += 1
         self.clock.steps += 1
         self._homes.begin()
-        return {name: self._received(name, outcome) for name, outcome in outcomes.items()}
+        directions: dict[str, Any] = {}
+        for part in parts:
+            directions |= (
+                self._received_again(part)
+                if isinstance(part, _Again)
+                else {name: self._received(name, outcome) for name, outcome in part.items()}
+            )
+        if directions.keys() != expected.keys():
+            raise CompressionError(f"lost on the way: {expected.keys() - directions.keys()}")
+        return directions
 
     def abandon(self) -> None:
         """Discard everything in flight, because the collectives failed or a checkpoint was
         loaded."""
-        self._in_flight, self._deferred, self._agrees = {}, {}, False
+        self._in_flight, self._deferred, self._agrees, self._current = {}, {}, False, None
         self._scratch, self._before = {}, None
         self.clock.awaited()
         self._homes.forget()
@@ -229,10 +261,26 @@ class Reducer:
         for home, state in common.items():
             self._keep(home, state)
         sent = outcome.sent.values if isinstance(outcome.sent, Sparse) else outcome.sent
-        self.records[name].elements_sent += self._size(sent)
+        self._records[name].elements_sent += self._size(sent)
         if self.sums and outcome.additive:
             return self._multiplied(outcome.direction, self.engine.size)
         return outcome.direction
+
+    def _received_again(self, bucket: _Again) -> dict[str, Array]:
+        """The same of a bucket, by name."""
+        tally = self._tallies.get(bucket.names)
+        if tally is None or tally.weights != bucket.weights:
+            gradients = zip(bucket.names, bucket.gradients, strict=True)
+            extents = [self._extent(name, gradient) for name, gradient in gradients]
+            if tally is not None:
+                tally.settle(bucket.names, self._records)
+            tally = self._tallies[bucket.names] = Tally(bucket.weights, extents)
+        tally.count(bucket.record)
+        self._keep_all(bucket.names, bucket.states)
+        directions, size = bucket.directions, self.engine.size if self.sums else 1
+        if size != 1:
+            directions = [self._multiplied(direction, size) for direction in directions]
+        return dict(zip(bucket.names, directions, strict=True))
 
     def _begin_agreement(self, like: Array) -> None:
         """Begin the comparison with the other ranks, once a step."""
@@ -256,8 +304,8 @@ class Reducer:
 
     def _counted(self, name: str) -> Record:
         """Count a gradient, and return the record of its tensor."""
-        if (record := self.records.get(name)) is None:
-            record = self.records[name] = Record()
+        if (record := self._records.get(name)) is None:
+            record = self._records[name] = Record()
         elements, nbytes = self._extent(name, self._in_flight[name])
         record.steps += 1
         record.elements += elements
@@ -277,31 +325,25 @@ class Reducer:
         method what it would be; ``None`` if it may differ."""
         if self._now is None or self._now != self._before:
             return None
-        tensors = self._repeated(names, form.weights)
-        if tensors is None:
+        if (tensors := self._repeated(names, form.weights)) is None:
             return None
-        context = Context(in_place=self.in_place, sparse=self.sparse_results)
-        if (arguments := form.function.again(tensors, form.key, context)) is None:
-            return None
-        records = [self._counted(name) for name in names]
+        exchange = form.function.again(tensors, form.key, Context(sparse=self.sparse_results))
+        return None if exchange is None else self._repeat(tuple(names), tensors, exchange)
 
-        def exchange() -> BucketExchange:
-            rank, size = self.engine.rank, self.engine.size
-            outcomes = yield from run_form(form, arguments, records, rank, size)
-            return dict(zip(names, outcomes, strict=True))
+    def _repeat(self, names: tuple[str, ...], tensors: Repeated, exchange: Any) -> Any:
+        rank, size, record = self.engine.rank, self.engine.size, Record()
+        directions, states = yield from run_counted(exchange, record, rank, size)
+        return _Again(names, tensors.weights, tensors.gradients, directions, states, record)
 
-        return exchange()
-
-    def _repeated(self, names: Sequence[str], weights: Sequence[int]) -> list[Repeated] | None:
+    def _repeated(self, names: Sequence[str], weights: Sequence[int]) -> Repeated | None:
         """Return the tensors of a bucket that may be sent like in the step before, ``None`` if one
         differs."""
-        found = []
-        for name, weight in zip(names, weights, strict=True):
-            gradient = self._in_flight[name]
+        gradients = [self._in_flight[name] for name in names]
+        for name, gradient in zip(names, gradients, strict=True):
             if self._shapes.get(name) != backend_of(gradient).shape(gradient):
                 return None
-            found.append(Repeated(gradient, self.states[name], weight, self._kept(name)))
-        return found
+        states = [self.states[name] for name in names]
+        return Repeated(gradients, states, weights, self._kept(names[0]))
 
     def _kept(self, name: str) -> dict[str, Any]:
         """Return what is kept for a tensor beside its state; see :class:`Context`."""
@@ -391,6 +433,10 @@ class Reducer:
         """Keep new entries of a state."""
         self.states[name] = {**self.states.get(name, {}), **state}
 
+    def _keep_all(self, names: Sequence[str], states: Sequence[State]) -> None:
+        for name, state in zip(names, states, strict=True):
+            self._keep(name, state)
+
     def _check_state(self, name: str, gradient: Array) -> None:
         xp = backend_of(gradient)
         method = self.method.for_tensor(name, xp.shape(gradient))
@@ -414,6 +460,7 @@ class Reducer:
         those of one step."""
         self._check_at_rest("reset_stats()")
         self.records.clear()
+        self._tallies.clear()
         self.clock.reset()
 
     def _check_at_rest(self, call: str) -> None:
@@ -523,7 +570,7 @@ class Reducer:
             lambda: self.engine, lambda names: [by_name[n] for n in names], same_order=True
         )
         buckets.start(by_name)
-        return buckets.finish(_NOTHING)
+        return {name: x for part in buckets.finish(_NOTHING) for name, x in part.items()}
 
 
 def _misfit(state: State, fresh: State) -> str:

@@ -23,12 +23,13 @@ traces = False
 batches = True
 
 _HALF = (torch.float16, torch.bfloat16)
+_GRADIENTS = (*_HALF, torch.float32, torch.float64)
 
 
 def check_gradient(x: Array) -> None:
     if x.layout is not torch.strided:
         raise UnsupportedError(f"cannot compress a {x.layout} tensor: pass sparse_as_dense=True")
-    if x.dtype not in (*_HALF, torch.float32, torch.float64):
+    if x.dtype not in _GRADIENTS:
         raise UnsupportedError(
             f"cannot compress a tensor of {x.dtype}: gradients must be float16, bfloat16, float32 "
             "or float64"
@@ -229,6 +230,14 @@ def to_numpy(x: Array) -> np.ndarray:
 
 def address(x: Array) -> int | None:
     return x.data_ptr() if x.device.type in ("cpu", "cuda") and x.is_contiguous() else None
+
+
+def are_flat(arrays: Sequence[Array], sizes: Sequence[int], dtype: str, device: Any) -> bool:
+    kind = getattr(torch, dtype)
+    return len(arrays) == len(sizes) and all(
+        x.dtype is kind and x.numel() == n and x.device == device and x.is_contiguous()
+        for x, n in zip(arrays, sizes, strict=True)
+    )
 
 
 def loops(x: Array) -> str | None:

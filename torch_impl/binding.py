@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,11 @@ logger = logging.getLogger("hvd_compress")
 PREFIX = "compression."
 
 
+@functools.cache
+def _prefixed(key: str) -> str:
+    return PREFIX + key
+
+
 class _Gradient(NamedTuple):
     """A gradient in flight: of whom, as sparse rows or not, divided by which loss scale, ``None``
     if the scale stays in the gradient."""
@@ -52,7 +58,7 @@ class _Own(Mapping[str, Any]):
         self._state = state
 
     def __getitem__(self, key: str) -> Any:
-        return self._state[PREFIX + key]
+        return self._state[_prefixed(key)]
 
     def __iter__(self) -> Iterator[str]:
         return (key.removeprefix(PREFIX) for key in self._state if key.startswith(PREFIX))
@@ -160,8 +166,8 @@ class Binding(Reducer):
         # What is known of a scale ends with the hook.
         if self.buckets.is_due(self._name_of(p)) or running_scale() is not None:
             self._begin_ready()
-        else:
-            self.engine.poll()
+        elif self._current is not None:  # something may be under way
+            self._current.poll()
 
     def _begin_ready(self) -> None:
         ready, self._ready = self._ready, []
@@ -194,7 +200,9 @@ class Binding(Reducer):
         for p in parameters:
             if p.grad is None:  # other ranks may have one
                 p.grad = self._no_gradient(p)
-            gradient = p.grad.detach() if p.grad.requires_grad else p.grad
+            gradient = p.grad
+            if gradient.requires_grad:
+                gradient = gradient.detach()
             if not gradient.is_sparse:
                 backend.check_gradient(gradient)
             name = self._name_of(p)
@@ -227,9 +235,12 @@ class Binding(Reducer):
         self._true_units.clear()
         for name, direction in directions.items():
             p, is_rows, scale = self._gradients.pop(name)
-            if scale is not None and self._scale is None:
-                self._true_units.append(p)
-            self._assign_gradient(p, self._multiplied(direction, scale or 1), is_rows)
+            if scale is not None:
+                if self._scale is None:
+                    self._true_units.append(p)
+                if scale != 1:
+                    direction = self._multiplied(direction, scale)
+            self._assign_gradient(p, direction, is_rows)
         self._last_scale, self._scale = self._scale, None
         return directions
 
@@ -295,16 +306,15 @@ class Binding(Reducer):
             return None
         return found, *map(self.momentum_side.of_group, self._optimizer.param_groups)
 
-    def _repeated(self, names: Sequence[str], weights: Sequence[int]) -> list[Repeated] | None:
-        found, state = [], self._optimizer.state
-        for name, weight in zip(names, weights, strict=True):
-            gradient, last = self._in_flight[name], self._last_gradients[name]
-            if gradient.is_sparse:
-                return None
-            own = _Own(state.get(last.parameter, {}))  # indexing would make an entry
-            found.append(Repeated(gradient, own, weight, self._kept(name)))
-            self._gradients[name] = last
-        return found
+    def _repeated(self, names: Sequence[str], weights: Sequence[int]) -> Repeated | None:
+        gradients = [self._in_flight[name] for name in names]
+        if any(gradient.is_sparse for gradient in gradients):
+            return None
+        last, state = [self._last_gradients[name] for name in names], self._optimizer.state
+        self._gradients.update(zip(names, last, strict=True))
+        # Indexing would make an entry.
+        states = [_Own(state.get(each.parameter, {})) for each in last]
+        return Repeated(gradients, states, weights, self._kept(names[0]))
 
     def _scale_in(
         self, name: str, method: Compressor, p: torch.nn.Parameter, is_rows: bool
@@ -539,7 +549,9 @@ class Binding(Reducer):
 
     def _set_state(self, p: torch.nn.Parameter, state: State) -> None:
         if state:
-            self._optimizer.state[p].update({PREFIX + key: x for key, x in state.items()})
+            own = self._optimizer.state[p]
+            for key, x in state.items():
+                own[_prefixed(key)] = x
 
     def _pop_state(self, p: torch.nn.Parameter) -> State:
         state = self.state_of(p)

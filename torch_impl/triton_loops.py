@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import triton
 
-from hvd_compress.kernels import Selected, Step
+from hvd_compress.kernels import Column, Selected, Steps
 
 from . import triton_kernels as kernels
 from .backend import from_numpy
@@ -57,14 +57,12 @@ class Selection:
         self._width, self._room = width, room
         self._memory: _Memory | None = None
 
-    def accumulate(
-        self, steps: Sequence[Step], momentum: float | None, nesterov: bool = False
-    ) -> Selected:
-        like = steps[0].gradient
+    def accumulate(self, steps: Steps, momentum: float | None, nesterov: bool = False) -> Selected:
+        like = steps.gradients.arrays[0]
         if self._memory is None or self._memory.device != like.device:
             self._memory = _Memory(self._tensors, self._blocks, self._entries, self._room, like)
         memory = self._memory
-        table = np.array([_addresses(step) for step in steps])
+        table = steps.table()
         memory.addresses = from_numpy(table, like)
         kind = 0 if momentum is None else 2 if nesterov else 1
         with torch.cuda.device_of(like):
@@ -116,7 +114,7 @@ class Selection:
         )
 
     def settle(
-        self, steps: Sequence[Step], indices: np.ndarray, remaining: np.ndarray, masking: bool
+        self, steps: Steps, indices: np.ndarray, remaining: np.ndarray, masking: bool
     ) -> None:
         """As there, with the steps and the indices of the last ``accumulate``, which are on the GPU
         still."""
@@ -175,29 +173,28 @@ class _Memory:
 
 
 def add_up(
-    out: Sequence[torch.Tensor],
+    out: Column,
     indices: Sequence[np.ndarray],
     values: Sequence[np.ndarray],
     size: int,
 ) -> np.ndarray:
     """See :func:`hvd_compress.kernels.add_up`; ``out`` is on one GPU, and the host waits for
     nothing."""
-    bounds = np.cumsum([0, *(x.numel() for x in out)])
-    addresses = np.array([x.data_ptr() for x in out])
-    finite = np.ones(len(out), bool)
+    bounds, addresses, like = np.cumsum([0, *out.sizes]), out.addresses, out.arrays[0]
+    finite = np.ones(len(out.sizes), bool)
     places = []
     for own, theirs in zip(indices, values, strict=True):
         if own.size and (own[0] < 0 or own[-1] >= bounds[-1] or (own[1:] <= own[:-1]).any()):
             raise ValueError("indices must be ascending and in range")
-        tensors = np.repeat(np.arange(len(out)), np.diff(np.searchsorted(own, bounds)))
+        tensors = np.repeat(np.arange(len(out.sizes)), np.diff(np.searchsorted(own, bounds)))
         finite[tensors[~np.isfinite(theirs)]] = False
         places.append(addresses[tensors] + 4 * (own - bounds[tensors]))
-    torch._foreach_zero_(list(out))
+    torch._foreach_zero_(list(out.arrays))
     if entries := sum(own.size for own in places):
-        everything = from_numpy(np.concatenate(values), out[0])
+        everything = from_numpy(np.concatenate(values), like)
         # A stable sort leaves those of one address in the order of the ranks.
-        ascending, order = from_numpy(np.concatenate(places), out[0]).sort(stable=True)
-        with torch.cuda.device_of(out[0]):
+        ascending, order = from_numpy(np.concatenate(places), like).sort(stable=True)
+        with torch.cuda.device_of(like):
             kernels.add_sorted[(triton.cdiv(entries, _ENTRIES),)](
                 *(ascending, order, everything, entries, len(values), float(size)),
                 width=_ENTRIES,
@@ -213,8 +210,8 @@ def stream(arrays: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) ->
     tensors = [
         (row[0].numel(), 0, first, 0) for row, first in zip(arrays, _starts(blocks), strict=True)
     ]
-    addresses = [_addresses(Step(g, v, v, u, u)) for g, u, v in arrays]
-    tables = (np.array(addresses), np.array(tensors), np.repeat(np.arange(len(arrays)), blocks))
+    steps = Steps.of((g, v, v, u, u) for g, u, v in arrays)
+    tables = (steps.table(), np.array(tensors), np.repeat(np.arange(len(arrays)), blocks))
     with torch.cuda.device_of(like):
         kernels.stream[(sum(blocks),)](
             *(from_numpy(table, like) for table in tables), width=WIDTH, num_warps=8
@@ -227,8 +224,3 @@ def _padded(n: int) -> int:
 
 def _starts(sizes: Sequence[int]) -> np.ndarray:
     return np.cumsum([0, *sizes[:-1]])
-
-
-def _addresses(step: Step) -> list[int]:
-    arrays = step.gradient, step.velocity, step.residual, step.new_velocity, step.new_residual
-    return [0 if x is None else x.data_ptr() for x in arrays]

@@ -158,6 +158,12 @@ class Backend(Protocol):
 class EagerBackend(Backend, Protocol):
     """Arrays that have values."""
 
+    def are_flat(
+        self, arrays: Sequence[Array], sizes: Sequence[int], dtype: str, device: Any
+    ) -> bool:
+        """Return whether arrays are contiguous and have these sizes, this dtype and this device
+        (``None`` where arrays have none)."""
+
     def kth_largest(self, x: Array, k: int) -> Array:
         """The k-th largest value (k from 1) along the last axis: of a flat array a scalar, of a
         matrix one for each row.  NaN counts as larger than everything."""

@@ -207,6 +207,13 @@ def address(x: Array) -> int | None:
     return x.__array_interface__["data"][0] if x.flags.c_contiguous else None
 
 
+def are_flat(arrays: Sequence[Array], sizes: Sequence[int], dtype: str, device: Any) -> bool:
+    return len(arrays) == len(sizes) and all(
+        x.size == n and x.dtype == dtype and x.flags.c_contiguous
+        for x, n in zip(arrays, sizes, strict=True)
+    )
+
+
 def loops(x: Array) -> str | None:
     return None if address(x) is None else "hvd_compress.kernels"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Exchange, Gather, Outcome
+from hvd_compress.base import Array, Exchange, Gather
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import (
     BucketExchange,
@@ -132,17 +133,20 @@ class Buckets:
         if self._sent:
             self._engine().poll()
 
-    def finish(self, like: Array) -> dict[str, Outcome]:
-        """Send all remaining buckets, wait for all, and return the outcomes by name.
+    def finish(self, like: Array) -> list[Any]:
+        """Send all remaining buckets, wait for all, and return what their exchanges return: for
+        those of members the outcomes by name.
 
         Args:
             like: an array; messages in which rank 0 sends its order are arrays of this kind.
         """
         engine = self._engine()
-        names = list(self._started) if self._same_order else self._sorted()
+        # Where everything has left already, the order does not matter here.
+        is_open = len(self._sent) < len(self._started)
+        names = self._sorted() if is_open else list(self._started)
         self._begin(n for n in names if n not in self._members and n not in self._repeated)
         engine.check_step(
-            lambda: [f"{name} by {self._first(name)}" for name in names],
+            lambda: [f"{name} by {self._first(name)}" for name in self._sorted()],
             planned=all(name in self._bucket_of for name in names),
         )
         for bucket in self.plan[self._next :]:  # some of it did not come in this step
@@ -150,22 +154,21 @@ class Buckets:
             self._send([name for name in left if not self._members[name].look.together])
         for bucket in self._split([name for name in names if name not in self._sent]):
             self._send(bucket)
-        outcomes: dict[str, Outcome] = {}
         with phase("wait"):
             parts = engine.finish()
-        for part in parts.values():
-            outcomes |= part
         if len(self._repeated) < len(self._planned) or self._members:
             looks = {name: self._look(name) for name in names}
             kinds = {name: look.kind for name, look in looks.items()}
             if kinds != {name: look.kind for name, look in self._planned.items()}:
                 self._planned = looks
-                self._make_plan(engine, names, like)
+                self._make_plan(engine, self._sorted(), like)
         self._reset()
-        return outcomes
+        return list(parts.values())
 
     def _sorted(self) -> list[str]:
-        """The same order on all ranks."""
+        """What was started, in the same order on all ranks."""
+        if self._same_order:
+            return list(self._started)
         last = len(self._places)
         return sorted(self._started, key=lambda name: (self._places.get(name, last), name))
 

@@ -16,8 +16,6 @@ import itertools
 from collections.abc import Generator, Hashable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from hvd_compress.aggregators.sparse_vectors import cut
 from hvd_compress.backends import backend_of
 from hvd_compress.base import (
@@ -39,6 +37,7 @@ from hvd_compress.base import (
     Sum,
 )
 from hvd_compress.engines.base import LENGTH, itemsize, payload_bytes
+from hvd_compress.engines.counting import divided, share_out
 from hvd_compress.errors import PayloadError
 from hvd_compress.stats import Record
 from hvd_compress.times import phase
@@ -326,33 +325,18 @@ def run_form(
     """Run the common exchange of a bucket, and return what it returns; its bytes are counted to all
     tensors by their weights."""
     record = Record()
-    common = Member("", form.function(arguments), record)
+    outcome = yield from run_counted(form.function(arguments), record, rank, size)
+    share_out(record, records, form.weights)
+    return outcome
+
+
+def run_counted(
+    exchange: Generator[Request, Any, Any], record: Record, rank: int, size: int
+) -> Generator[Collective, Any, Any]:
+    """Run the common exchange of a bucket, and return what it returns."""
+    common = Member("", exchange, record)
     yield from joined([common], rank, size)
-    bounds = [0, *itertools.accumulate(form.weights)]
-    sent, received = (_shares(n, bounds) for n in (record.bytes_sent, record.bytes_received))
-    for own, its_sent, its_received in zip(records, sent, received, strict=True):
-        own.bytes_sent = _plus(own.bytes_sent, its_sent)
-        own.bytes_received = _plus(own.bytes_received, its_received)
     return common.outcome
-
-
-def _plus(count: Any, n: Any) -> Any:
-    """Return the sum.  A symbol is not added to 0, since each sum would be a node of its graph."""
-    return n if isinstance(count, int) and count == 0 else count + n
-
-
-def _shares(n: Any, bounds: Sequence[int]) -> Sequence[Any]:
-    """Return the parts of ``n`` between the bounds, of which the last one is the whole."""
-    if isinstance(n, int):
-        return [divided(n, bounds[-1], start, stop) for start, stop in itertools.pairwise(bounds)]
-    parts = divided(n, bounds[-1], np.array(bounds[:-1]), np.array(bounds[1:]))
-    return backend_of(n).unstack(parts)  # a symbol: a few operations for all
-
-
-def divided(n: Any, whole: int, start: Any, stop: Any) -> Any:
-    """Return the part of ``n`` that belongs to ``start`` to ``stop`` of ``whole``; the parts of
-    neighbours add up to all."""
-    return n * stop // whole - n * start // whole if whole else n
 
 
 _ROUNDS = {

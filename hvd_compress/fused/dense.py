@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Hashable, Iterable, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,50 +53,74 @@ class FusedSum:
         return Joint(self, Tensor(gradient, x, state, scratch), weight=xp.size(x), key=key)
 
     def again(
-        self, tensors: Iterable[Repeated], key: Hashable, context: Context
-    ) -> list[Tensor] | None:
+        self, tensors: Repeated, key: Hashable, context: Context
+    ) -> Generator[Request, Any, tuple[list[Array], Sequence[State]]] | None:
         """See :class:`hvd_compress.chain.Fused`."""
-        found = []
-        for gradient, state, _, scratch in tensors:
-            if self.before or _key(gradient) != key:
-                return None
-            own = {} if self.momentum is None else {"velocity": state["velocity"]}
-            x = backend_of(gradient).widen(gradient)
-            found.append(Tensor(gradient, x, own, scratch))
-        return found
+        xp = backend_of(tensors.gradients[0])
+        if self.before or not isinstance(key, _Key):
+            return None
+        if not xp.are_flat(tensors.gradients, tensors.weights, key.dtype, key.device):
+            return None
+        return self._again(tensors)
+
+    def _again(
+        self, tensors: Repeated
+    ) -> Generator[Request, Any, tuple[list[Array], Sequence[State]]]:
+        xp, sizes = backend_of(tensors.gradients[0]), list(tensors.weights)
+        parts = [xp.widen(x) for x in tensors.gradients]
+        _, mean = yield from self._mean(xp, parts, sizes)
+        direction, states = mean, [dict[str, Array]()] * len(sizes)
+        if self.momentum is not None:
+            direction, states = self._moved(xp, mean, tensors.states, sizes, tensors.scratch)
+        cuts = zip(xp.split(direction, sizes), tensors.gradients, strict=True)
+        return [xp.restore(x, gradient) for x, gradient in cuts], states
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         xp = backend_of(tensors[0].x)
         sizes = [xp.size(t.x) for t in tensors]
-        parts = [t.x for t in tensors]
-        own = _joined(xp, parts)
-        fine = xp.all_finite(own)
-        if xp.traces or not fine:  # of such a tensor the others must see nothing else
-            own = xp.choose(fine, lambda x=own: x, lambda x=own: _made_nan(xp, x, sizes))
-            parts = xp.split(own, sizes)
-        request = Sum(own, self.wire, self.algorithm, owned=len(tensors) > 1)
-        mean = (yield request) / self.size
+        parts, mean = yield from self._mean(xp, [t.x for t in tensors], sizes)
         means = xp.split(mean, sizes)
         sent = [xp.round_to(x, self.wire) for x in parts]
-        if self.momentum is None:
-            updates: Sequence[Any] = [None] * len(tensors)
-            states = [t.state for t in tensors]
-        else:
-            direction, velocity = self._step(xp, mean, self._velocity(xp, tensors), sizes)
-            updates = [
-                xp.restore(x, t.gradient)
-                for x, t in zip(xp.split(direction, sizes), tensors, strict=True)
-            ]
-            new = xp.split(velocity, sizes)
-            states = [{"velocity": x} for x in new]
-            if not xp.traces:
-                tensors[0].scratch["velocities"] = velocity, new
+        states: Sequence[State] = [t.state for t in tensors]
+        updates: Sequence[Any] = [None] * len(tensors)
+        if self.momentum is not None:
+            scratch = tensors[0].scratch
+            direction, states = self._moved(xp, mean, states, sizes, scratch)
+            cuts = zip(xp.split(direction, sizes), tensors, strict=True)
+            updates = [xp.restore(x, t.gradient) for x, t in cuts]
         return [
             Outcome(xp.restore(mean, tensor.gradient), sent_, state, update)
             for tensor, mean, sent_, state, update in zip(
                 tensors, means, sent, states, updates, strict=True
             )
         ]
+
+    def _mean(
+        self, xp: Any, parts: list[Array], sizes: list[int]
+    ) -> Generator[Request, Any, tuple[list[Array], Array]]:
+        """Return what was sent of each tensor, before it was rounded, and the mean of all."""
+        own = _joined(xp, parts)
+        fine = xp.all_finite(own)
+        if xp.traces or not fine:  # of such a tensor the others must see nothing else
+            own = xp.choose(fine, lambda x=own: x, lambda x=own: _made_nan(xp, x, sizes))
+            parts = xp.split(own, sizes)
+        total = yield Sum(own, self.wire, self.algorithm, owned=len(parts) > 1)
+        return parts, total / self.size
+
+    def _moved(
+        self,
+        xp: Any,
+        mean: Array,
+        states: Sequence[Mapping[str, Array]],
+        sizes: list[int],
+        scratch: dict[str, Any],
+    ) -> tuple[Array, list[State]]:
+        """Return the direction and the new states."""
+        direction, velocity = self._step(xp, mean, self._velocity(xp, states, scratch), sizes)
+        new = xp.split(velocity, sizes)
+        if not xp.traces:
+            scratch["velocities"] = velocity, new
+        return direction, [{"velocity": x} for x in new]
 
     def _step(self, xp: Any, mean: Array, old: Array, sizes: list[int]) -> tuple[Array, Array]:
         """Return the direction and the new velocity; where a tensor's mean is not finite, the mean
@@ -117,22 +141,32 @@ class FusedSum:
 
         return xp.choose(xp.all_finite(mean), settled, restored)
 
-    def _velocity(self, xp: Any, tensors: Sequence[Tensor]) -> Array:
+    def _velocity(
+        self, xp: Any, states: Sequence[Mapping[str, Array]], scratch: dict[str, Any]
+    ) -> Array:
         """The velocities end to end, which they are already unless a checkpoint was loaded."""
-        kept, parts = tensors[0].scratch.get("velocities", (None, ()))
-        own = [t.state["velocity"] for t in tensors]
+        kept, parts = scratch.get("velocities", (None, ()))
+        own = [state["velocity"] for state in states]
         if len(parts) == len(own) and all(a is b for a, b in zip(own, parts, strict=True)):
             return kept
         return _joined(xp, own)
 
 
-def _key(gradient: Array) -> Hashable:
-    """What tensors of a bucket have in common; ``None`` if one is in none."""
+class _Key(NamedTuple):
+    """What tensors of a bucket have in common."""
+
+    backend: str
+    dtype: str
+    device: Any
+
+
+def _key(gradient: Array) -> _Key | None:
+    """Return the key of a tensor; ``None`` if it is in no bucket."""
     xp = backend_of(gradient)
     dtype = xp.dtype(gradient)
     if dtype not in ("float32", "float64") or not xp.size(gradient):
         return None
-    return xp.__name__, dtype, getattr(gradient, "device", None)
+    return _Key(xp.__name__, dtype, getattr(gradient, "device", None))
 
 
 def _joined(xp: Any, arrays: Sequence[Array]) -> Array:

@@ -13,7 +13,8 @@ that a step needs no fresh memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Hashable, Iterable
+import operator
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from hvd_compress.chain import Repeated, Transform, in_range
 from hvd_compress.codecs import logarithmic
 from hvd_compress.fused.messages import message_of
 from hvd_compress.fused.on_host import Memory, exchange_on_host
-from hvd_compress.kernels import Step, loops_of, merge
+from hvd_compress.kernels import Column, Steps, loops_of, merge
 from hvd_compress.operators import top_k
 from hvd_compress.times import phase
 from hvd_compress.wire import sparse_size
@@ -92,28 +93,52 @@ class FusedTopK:
         tensor = Tensor(gradient, x, state, k, context.scratch, context.in_place, context.sparse)
         return Joint(self, tensor, weight=k, key=key)
 
-    def again(
-        self, tensors: Iterable[Repeated], key: Hashable, context: Context
-    ) -> list[Tensor] | None:
-        """See :class:`hvd_compress.chain.Fused`."""
-        if self.before:
-            return None
-        keys, found = (_R,) if self.momentum is None else (_R, _V), []
-        in_place, sparse = context.in_place, context.sparse
-        for gradient, state, k, scratch in tensors:
-            x = backend_of(gradient).widen(gradient)
-            if _key(gradient, x) != key:
-                return None
-            own = {key: state[key] for key in keys}
-            found.append(Tensor(gradient, x, own, k, scratch, in_place, sparse))
-        return found
-
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
-        xp = backend_of(tensors[0].x)
+        xp, like = backend_of(tensors[0].x), tensors[0].x
         if xp.traces:
             return (yield from self._on_host(tensors))
         bucket = self._bucket(tensors)
-        steps = bucket.steps(tensors)
+        bucket.begin([t.state for t in tensors])
+        gradients = Column([t.x for t in tensors])
+        indices, sent, theirs = yield from self._entries(bucket, gradients)
+        with phase("add_up"):
+            if tensors[0].sparse:
+                means, finite = self._sparse(bucket, like, theirs)
+            else:
+                means, finite = self._dense(bucket, tensors, theirs)
+        places = xp.split(xp.from_numpy(indices - bucket.shifts, like), bucket.counts)
+        own = map(Sparse, places, xp.split(xp.from_numpy(sent, like), bucket.counts))
+        return list(map(Outcome, means, own, bucket.settle(finite)))
+
+    def again(
+        self, tensors: Repeated, key: Hashable, context: Context
+    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], list[State]]] | None:
+        """See :class:`hvd_compress.chain.Fused`."""
+        bucket = tensors.scratch.get("bucket")
+        if self.before or bucket is None or not bucket.is_of(tensors):
+            return None
+        return self._again(bucket, tensors, context.sparse)
+
+    def _again(
+        self, bucket: _Bucket, tensors: Repeated, sparse: bool
+    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], list[State]]]:
+        gradients, directions = Column(tensors.gradients), tensors.gradients
+        bucket.begin(tensors.states)
+        _, _, theirs = yield from self._entries(bucket, gradients)
+        with phase("add_up"):
+            if sparse:
+                directions, finite = self._sparse(bucket, gradients.arrays[0], theirs)
+            else:
+                indices, values = zip(*theirs, strict=True)
+                finite = bucket.loops.add_up(gradients, indices, values, self.size)
+        return directions, bucket.settle(finite)
+
+    def _entries(
+        self, bucket: _Bucket, gradients: Column
+    ) -> Generator[Request, Any, tuple[np.ndarray, np.ndarray, list[Entries]]]:
+        """Send the largest elements; return the indices and values of those that this rank has
+        sent, as the others see them, and the entries of all ranks."""
+        xp, steps = backend_of(gradients.arrays[0]), bucket.steps(gradients)
         with phase("search"):
             indices, values, _ = bucket.selection.accumulate(steps, self.momentum, self.nesterov)
         with phase("encode"):
@@ -122,22 +147,12 @@ class FusedTopK:
             bucket.selection.settle(steps, indices, values - sent, self.masking)
         # In host memory, where it was made, and where the replies are read.
         frames = yield Gather(xp.from_numpy(frame, None), bucket.message.size is not None)
-
         with phase("add_up"):
             theirs = [
                 bucket.message.decode(xp.to_numpy(frame), f"rank {rank}")
                 for rank, frame in enumerate(frames)
             ]
-            add_up = self._sparse if tensors[0].sparse else self._dense
-            means, finite = add_up(bucket, tensors, theirs)
-        counts, like = bucket.form[1], tensors[0].x
-        places = xp.split(xp.from_numpy(indices - bucket.shifts, like), counts)
-        mine = map(Sparse, places, xp.split(xp.from_numpy(sent, like), counts))
-        outcomes = []
-        for i, (mean, own, fine) in enumerate(zip(means, mine, finite.tolist(), strict=True)):
-            old = tensors[i].state
-            outcomes.append(Outcome(mean, own, bucket.swap(i, old) if fine else in_range(old)))
-        return outcomes
+        return indices, sent, theirs
 
     def _dense(
         self, bucket: _Bucket, tensors: list[Tensor], theirs: list[Entries]
@@ -146,24 +161,24 @@ class FusedTopK:
         xp = backend_of(tensors[0].x)
         means = [t.x if t.in_place else bucket.empty(t.x) for t in tensors]
         indices, values = zip(*theirs, strict=True)
-        finite = loops_of(tensors[0].x).add_up(means, indices, values, self.size)
+        finite = bucket.loops.add_up(Column(means), indices, values, self.size)
         for i, (tensor, mean) in enumerate(zip(tensors, means, strict=True)):
             in_gradient = xp.address(mean) == xp.address(tensor.gradient)
             means[i] = tensor.gradient if in_gradient else xp.restore(mean, tensor.gradient)
         return means, finite
 
     def _sparse(
-        self, bucket: _Bucket, tensors: list[Tensor], theirs: list[Entries]
+        self, bucket: _Bucket, like: Array, theirs: list[Entries]
     ) -> tuple[list[Sparse], np.ndarray]:
         """The same, with each mean as the elements that any rank has sent."""
-        xp = backend_of(tensors[0].x)
+        xp = backend_of(like)
         indices, values = zip(*theirs, strict=True)
         places, mean = merge(indices, values, self.size)
         cuts = np.searchsorted(places, [*bucket.starts, sum(bucket.sizes)])
         means, finite = [], np.isfinite(mean)
         for start, a, b in zip(bucket.starts, cuts, cuts[1:], strict=False):
             own = places[a:b] - start, mean[a:b]
-            means.append(Sparse(*(xp.from_numpy(part, tensors[0].x) for part in own)))
+            means.append(Sparse(*(xp.from_numpy(part, like) for part in own)))
         return means, np.logical_and.reduceat(finite, cuts[:-1])
 
     def _on_host(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
@@ -183,55 +198,105 @@ class FusedTopK:
 
     def _bucket(self, tensors: list[Tensor]) -> _Bucket:
         """What is kept of a bucket between steps, in the first tensor's scratch."""
-        size = backend_of(tensors[0].x).size
+        size, scratch = backend_of(tensors[0].x).size, tensors[0].scratch
         sizes, counts = [size(t.x) for t in tensors], [t.k for t in tensors]
-        bucket = tensors[0].scratch.get("bucket")
-        form = sizes, counts, _device(tensors[0].x)
-        if bucket is None or bucket.form != form:
-            bucket = _Bucket(sizes, counts, tensors, self.values, self.indices)
-            tensors[0].scratch["bucket"] = bucket
+        bucket, device = scratch.get("bucket"), _device(tensors[0].x)
+        if bucket is None or (bucket.sizes, bucket.counts, bucket.device) != (
+            *(sizes, counts),
+            device,
+        ):
+            keys = (_R,) if self.momentum is None else (_R, _V)
+            message = message_of(self.values, self.indices, sum(sizes), counts)
+            bucket = _Bucket(sizes, counts, keys, message, tensors[0].x, scratch.get("memory"))
+            scratch["bucket"] = bucket
         return bucket
 
 
 class _Bucket:
+    """What is kept of a bucket.  The new state is written to other arrays than the old one: those
+    of the step before last."""
+
     def __init__(
         self,
         sizes: list[int],
         counts: list[int],
-        tensors: list[Tensor],
-        values: str | logarithmic,
-        indices: str,
+        keys: tuple[str, ...],
+        message: Any,
+        like: Array,
+        memory: Memory | None,
     ) -> None:
-        self.sizes, self.form = sizes, (sizes, counts, _device(tensors[0].x))
-        self.message = message_of(values, indices, sum(sizes), counts)
-        self.selection = loops_of(tensors[0].x).Selection(sizes, counts)
+        self.sizes, self.counts, self.message = sizes, counts, message
+        self.device, self.loops = _device(like), loops_of(like)
+        self.selection = self.loops.Selection(sizes, counts)
         self.starts = np.cumsum([0, *sizes[:-1]])
         #: what is taken off an index into all tensors, by entry
         self.shifts = np.repeat(self.starts, counts)
-        self._memory: Memory | None = tensors[0].scratch.get("memory")
-        if self._memory is None:
-            self._spare = self._fresh(tensors)
+        self._keys, self._memory = keys, memory
+        self._old: _States | None = None
+        self._new: _States | None = None
+
+    def is_of(self, tensors: Repeated) -> bool:
+        """Return whether these may be the bucket's tensors, in arrays that loops take."""
+        return (
+            self._memory is None
+            and self.counts == list(tensors.weights)
+            and backend_of(tensors.gradients[0]).are_flat(
+                tensors.gradients, self.sizes, "float32", self.device
+            )
+        )
 
     def empty(self, like: Array) -> Array:
         """Return memory for a result."""
         n, xp = backend_of(like).size(like), backend_of(like)
         return xp.zeros(n, like) if self._memory is None else self._memory.take(n)
 
-    def _fresh(self, tensors: list[Tensor]) -> list[State]:
-        return [{key: self.empty(x) for key, x in t.state.items()} for t in tensors]
+    def begin(self, states: Sequence[Mapping[str, Array]]) -> None:
+        """Begin a step from these states, which most often are those that the last one returned."""
+        old = self._old
+        if old is None or not old.is_of(states):
+            self._old = old = _States(self._keys, states)
+            self._new = None
+        if self._new is None or self._memory is not None:  # others may still look at the old state
+            fresh = [{key: self.empty(state[key]) for key in self._keys} for state in states]
+            self._new = _States(self._keys, fresh)
 
-    def steps(self, tensors: list[Tensor]) -> list[Step]:
-        if self._memory is not None:  # others may still look at the old state
-            self._spare = self._fresh(tensors)
-        return [
-            Step(t.x, t.state[_R], new[_R], t.state.get(_V), new.get(_V))
-            for t, new in zip(tensors, self._spare, strict=True)
-        ]
+    def steps(self, gradients: Column) -> Steps:
+        assert self._old is not None
+        assert self._new is not None
+        old, new = self._old.columns, self._new.columns
+        return Steps(gradients, old[_R], new[_R], old.get(_V), new.get(_V))
 
-    def swap(self, i: int, old: State) -> State:
-        """Return the new state of tensor ``i``; the old one's memory is that of the next."""
-        new, self._spare[i] = self._spare[i], {} if self._memory else old
-        return new
+    def settle(self, finite: np.ndarray) -> list[State]:
+        """Return the states after the step, of which a tensor that is not finite has no part."""
+        assert self._old is not None
+        assert self._new is not None
+        old, new = self._old, self._new
+        self._old, self._new = new, old
+        if not finite.all():
+            kept = [
+                its_new if fine else in_range(its_old)
+                for its_old, its_new, fine in zip(old.states, new.states, finite, strict=True)
+            ]
+            self._old, self._new = _States(self._keys, kept), None
+        states = [*map(dict, self._old.states)]
+        if self._memory is not None:
+            self._old = self._new = None
+        return states
+
+
+class _States:
+    """The states of the tensors of a bucket, and as columns by key."""
+
+    def __init__(self, keys: Sequence[str], states: Sequence[Mapping[str, Array]]) -> None:
+        self.states: list[State] = [{key: state[key] for key in keys} for state in states]
+        self.columns = {key: Column([state[key] for state in states]) for key in keys}
+
+    def is_of(self, states: Sequence[Mapping[str, Array]]) -> bool:
+        """Return whether these are the same arrays."""
+        return all(
+            all(map(operator.is_, column.arrays, [state[key] for state in states]))
+            for key, column in self.columns.items()
+        )
 
 
 def _key(gradient: Array, x: Array) -> Hashable:

@@ -20,7 +20,7 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.kernels import reference
-from hvd_compress.kernels.arrays import Array, Selected, Step
+from hvd_compress.kernels.arrays import Array, Column, Selected, Steps
 
 native: Any
 try:
@@ -29,9 +29,10 @@ except ImportError:
     native = None
 
 __all__ = [
+    "Column",
     "Selected",
     "Selection",
-    "Step",
+    "Steps",
     "add_up",
     "elias_pack",
     "elias_unpack",
@@ -82,28 +83,26 @@ class Selection:
     def __init__(self, sizes: Sequence[int], counts: Sequence[int]) -> None:
         loops = native if is_compiled() else reference
         self._selection = loops.Selection(list(sizes), list(counts))
-        self._rows: tuple[Sequence[Step], np.ndarray] | None = None  # the last steps' addresses
+        self._last: tuple[Steps, np.ndarray] | None = None  # the steps' table of addresses
 
-    def accumulate(
-        self, steps: Sequence[Step], momentum: float | None, nesterov: bool = False
-    ) -> Selected:
+    def accumulate(self, steps: Steps, momentum: float | None, nesterov: bool = False) -> Selected:
         if not is_compiled():
-            return self._selection.accumulate(_on_host(steps), momentum, nesterov)
+            return self._selection.accumulate(steps.on_host(), momentum, nesterov)
         kind = 0 if momentum is None else 2 if nesterov else 1
-        self._rows = steps, _addresses(steps)
+        self._last = steps, steps.table()
         return Selected(
-            *self._selection.accumulate(self._rows[1], kind, momentum or 0.0, threads())
+            *self._selection.accumulate(self._last[1], kind, momentum or 0.0, threads())
         )
 
     def settle(
-        self, steps: Sequence[Step], indices: np.ndarray, remaining: np.ndarray, masking: bool
+        self, steps: Steps, indices: np.ndarray, remaining: np.ndarray, masking: bool
     ) -> None:
         if not is_compiled():
-            self._selection.settle(_on_host(steps), indices, remaining, masking)
+            self._selection.settle(steps.on_host(), indices, remaining, masking)
             return
-        known, self._rows = self._rows, None
-        rows = known[1] if known is not None and known[0] is steps else _addresses(steps)
-        self._selection.settle(rows, indices, remaining, masking)
+        last, self._last = self._last, None
+        table = last[1] if last is not None and last[0] is steps else steps.table()
+        self._selection.settle(table, indices, remaining, masking)
 
 
 def loops_of(x: Array) -> Any:
@@ -117,17 +116,15 @@ _module = functools.cache(importlib.import_module)
 
 
 def add_up(
-    out: Sequence[Array],
+    out: Column,
     indices: Sequence[np.ndarray],
     values: Sequence[np.ndarray],
     size: int,
 ) -> np.ndarray:
-    """See :func:`hvd_compress.kernels.reference.add_up`; ``out`` may be arrays of any library."""
+    """See :func:`hvd_compress.kernels.reference.add_up`; ``out`` may have arrays of any library."""
     if not is_compiled():
-        return reference.add_up([backend_of(x).to_numpy(x) for x in out], indices, values, size)
-    addresses = np.array([backend_of(x).address(x) for x in out])
-    sizes = [backend_of(x).size(x) for x in out]
-    return native.add_up(addresses, sizes, indices, values, size, threads())
+        return reference.add_up(out.on_host(), indices, values, size)
+    return native.add_up(out.addresses, out.sizes, indices, values, size, threads())
 
 
 def merge(
@@ -180,26 +177,3 @@ def rice_pack(gaps: np.ndarray, b: int, out: np.ndarray) -> None:
 def rice_unpack(code: np.ndarray, count: int, b: int, n: int) -> np.ndarray:
     """See :func:`hvd_compress.kernels.reference.rice_unpack`."""
     return (native or reference).rice_unpack(code, count, b, n)
-
-
-def _addresses(steps: Sequence[Step]) -> np.ndarray:
-    """A row for each tensor, as native.cpp wants them."""
-    address = backend_of(steps[0].gradient).address
-    rows = []
-    for step in steps:
-        has_velocity = step.velocity is not None
-        rows.append(
-            (
-                address(step.gradient),
-                address(step.velocity) if has_velocity else 0,
-                address(step.residual),
-                address(step.new_velocity) if has_velocity else 0,
-                address(step.new_residual),
-            )
-        )
-    return np.array(rows, np.int64)
-
-
-def _on_host(steps: Sequence[Step]) -> list[Step]:
-    to_numpy = backend_of(steps[0].gradient).to_numpy
-    return [Step(*(None if x is None else to_numpy(x) for x in step)) for step in steps]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvd_compress.kernels.arrays import Selected, Step
+from hvd_compress.kernels.arrays import Column, Selected, Steps
 from hvd_compress.kernels.bitpacking import full_bytes, pack_fields, unpack_fields
 
 #: elements that are added up in one go
@@ -25,7 +25,7 @@ class Selection:
         self._counts = list(counts)
         self._offsets = np.cumsum([0, *sizes[:-1]])
 
-    def accumulate(self, steps: Sequence[Step], momentum: float | None, nesterov: bool) -> Selected:
+    def accumulate(self, steps: Steps, momentum: float | None, nesterov: bool) -> Selected:
         """Write the new velocity and residual of each tensor before anything is sent, and return
         the ``count`` largest elements of the new residual, of equal ones the first::
 
@@ -35,20 +35,21 @@ class Selection:
 
         Of a tensor with a NaN or Inf, NaN is selected at the first places."""
         indices, values, finite = [], [], []
-        for step, count, offset in zip(steps, self._counts, self._offsets, strict=True):
+        for row, count, offset in zip(steps.rows(), self._counts, self._offsets, strict=True):
+            gradient, residual, new_residual, velocity, new_velocity = row
             with np.errstate(over="ignore", invalid="ignore"):
-                direction = step.gradient
+                direction = gradient
                 if momentum is not None:
-                    velocity = step.velocity + step.gradient if nesterov else step.velocity
-                    velocity = velocity * np.float32(momentum)
+                    u = velocity + gradient if nesterov else velocity
+                    u = u * np.float32(momentum)
                     if not nesterov:
-                        velocity += step.gradient
-                    direction = velocity + step.gradient if nesterov else velocity
-                    step.new_velocity[:] = velocity
-                np.add(direction, step.residual, out=step.new_residual)
-            if fine := bool(np.isfinite(step.new_residual).all()):
-                places = np.sort(np.argsort(-np.abs(step.new_residual), kind="stable")[:count])
-                values.append(step.new_residual[places])
+                        u += gradient
+                    direction = u + gradient if nesterov else u
+                    new_velocity[:] = u
+                np.add(direction, residual, out=new_residual)
+            if fine := bool(np.isfinite(new_residual).all()):
+                places = np.sort(np.argsort(-np.abs(new_residual), kind="stable")[:count])
+                values.append(new_residual[places])
             else:
                 places = np.arange(count)
                 values.append(np.full(count, np.nan, np.float32))
@@ -57,20 +58,21 @@ class Selection:
         return Selected(np.concatenate(indices), np.concatenate(values), np.array(finite))
 
     def settle(
-        self, steps: Sequence[Step], indices: np.ndarray, remaining: np.ndarray, masking: bool
+        self, steps: Steps, indices: np.ndarray, remaining: np.ndarray, masking: bool
     ) -> None:
         """Write what remains of the selected elements into the new residuals; with ``masking``, put
         the new velocities there to zero."""
         bounds = np.cumsum(self._counts)[:-1]
         parts = zip(np.split(indices, bounds), np.split(remaining, bounds), strict=True)
-        for step, offset, (places, left) in zip(steps, self._offsets, parts, strict=True):
-            step.new_residual[places - offset] = left
+        for row, offset, (places, left) in zip(steps.rows(), self._offsets, parts, strict=True):
+            _, _, new_residual, _, new_velocity = row
+            new_residual[places - offset] = left
             if masking:
-                step.new_velocity[places - offset] = 0
+                new_velocity[places - offset] = 0
 
 
 def add_up(
-    out: Sequence[np.ndarray],
+    out: Column,
     indices: Sequence[np.ndarray],
     values: Sequence[np.ndarray],
     size: int,
@@ -79,20 +81,20 @@ def add_up(
     of ``out`` whether the values that belong there are finite.
 
     Args:
-        out: arrays (1-D, float32), which the vectors span end to end; what is in them is lost.
+        out: flat arrays, which the vectors span end to end; what is in them is lost.
         indices, values: of each vector, ascending indices (int64) and float32.  They are added in
             this order.
     """
-    bounds = np.cumsum([x.size for x in out])
+    bounds = np.cumsum(out.sizes)
     total = np.zeros(bounds[-1], np.float32)
-    finite = np.ones(len(out), bool)
+    finite = np.ones(bounds.size, bool)
     with np.errstate(over="ignore", invalid="ignore"):
         for own, theirs in zip(indices, values, strict=True):
             total[own] += theirs
             tensors = np.searchsorted(bounds, own, side="right")
             finite[tensors[~np.isfinite(theirs)]] = False
         total /= np.float32(size)
-    for x, part in zip(out, np.split(total, bounds[:-1]), strict=True):
+    for x, part in zip(out.arrays, np.split(total, bounds[:-1]), strict=True):
         x[:] = part
     return finite
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_compress import kernels
-from hvd_compress.kernels import Step, reference
+from hvd_compress.kernels import Column, Steps, reference
 
 SIZES = st.one_of(st.integers(1, 300), st.sampled_from([511, 4096, 65_536, 65_537, 100_000]))
 #: of elements that sizes alone would seldom meet
@@ -37,17 +37,17 @@ def unaligned(x, offset):
 
 
 def steps_of(random, sizes, kind, offset, *, momentum):
-    steps = []
+    rows = []
     for n in sizes:
         arrays = [unaligned(drawn(random, n, kind), offset) for _ in range(3)]
         new = [unaligned(np.full(n, 7.0, np.float32), offset) for _ in range(2)]
-        velocities = (arrays[2], new[1]) if momentum else (None, None)
-        steps.append(Step(arrays[0], arrays[1], new[0], *velocities))
-    return steps
+        velocities = (arrays[2], new[1]) if momentum else ()
+        rows.append((arrays[0], arrays[1], new[0], *velocities))
+    return Steps.of(rows)
 
 
 def copied(steps):
-    return [Step(*(None if x is None else x.copy() for x in step)) for step in steps]
+    return Steps(*(c and Column([x.copy() for x in c.arrays]) for c in steps))
 
 
 def bits(x):
@@ -86,12 +86,13 @@ def test_selections_are_those_of_numpy(sizes, kind, momentum, nesterov, density,
         masking = momentum is not None and bool(random.integers(2))
         fast.settle(steps, own.indices, remaining, masking)
         plain.settle(theirs, own.indices, remaining, masking)
-        for ours, other in zip(steps, theirs, strict=True):
-            np.testing.assert_array_equal(ours.new_residual, other.new_residual)
+        for ours, other in zip(steps.rows(), theirs.rows(), strict=True):
+            gradient, residual, new_residual, _, new_velocity = other
+            np.testing.assert_array_equal(ours[2], new_residual)
             if momentum is not None:
-                np.testing.assert_array_equal(ours.new_velocity, other.new_velocity)
-            assert bits(ours.gradient) == bits(other.gradient)
-            assert bits(ours.residual) == bits(other.residual)
+                np.testing.assert_array_equal(ours[4], new_velocity)
+            assert bits(ours[0]) == bits(gradient)
+            assert bits(ours[1]) == bits(residual)
 
 
 @settings(max_examples=60, deadline=None)
@@ -106,11 +107,12 @@ def test_a_wrong_prediction_changes_nothing(scales, n, seed):
     k = n // 100
     fast = kernels.Selection([n], [k])
     for scale in scales:
-        (step,) = steps_of(random, [n], "normal", 0, momentum=False)
-        step.gradient[:] *= np.float32(scale)
-        step.residual[:] = 0
-        own = fast.accumulate([step], None)
-        expected = np.sort(np.argsort(-np.abs(step.gradient), kind="stable")[:k])
+        steps = steps_of(random, [n], "normal", 0, momentum=False)
+        ((gradient, residual, *_),) = steps.rows()
+        gradient[:] *= np.float32(scale)
+        residual[:] = 0
+        own = fast.accumulate(steps, None)
+        expected = np.sort(np.argsort(-np.abs(gradient), kind="stable")[:k])
         np.testing.assert_array_equal(own.indices, expected)
 
 
@@ -125,7 +127,7 @@ def test_threads_change_nothing(threads, monkeypatch):
         for _ in range(3):
             steps = steps_of(random, sizes, "ties", 0, momentum=True)
             own = selection.accumulate(steps, 0.9)
-            found.append([bits(x) for x in own] + [bits(x) for step in steps for x in step])
+            found.append([bits(x) for x in own] + [bits(x) for row in steps.rows() for x in row])
     assert found[:3] == found[3:]
 
 
@@ -145,8 +147,8 @@ def test_sums_are_those_of_numpy(sizes, ranks, kind, density, size, seed):
     values = [drawn(random, own.size, kind) for own in indices]
     out = [np.full(n, 9.0, np.float32) for n in sizes]
     expected = [x.copy() for x in out]
-    finite = kernels.add_up(out, indices, values, size)
-    np.testing.assert_array_equal(finite, reference.add_up(expected, indices, values, size))
+    finite = kernels.add_up(Column(out), indices, values, size)
+    np.testing.assert_array_equal(finite, reference.add_up(Column(expected), indices, values, size))
     for own, theirs in zip(out, expected, strict=True):
         np.testing.assert_array_equal(own, theirs)
 
@@ -168,7 +170,7 @@ def test_merged_vectors_are_those_of_numpy_and_of_dense_sums(n, ranks, kind, den
     np.testing.assert_array_equal(places, expected[0])
     np.testing.assert_array_equal(mean, expected[1])
     dense = [np.empty(n, np.float32)]
-    reference.add_up(dense, indices, values, size)
+    reference.add_up(Column(dense), indices, values, size)
     np.testing.assert_array_equal(mean, dense[0][places])
     assert not np.delete(dense[0], places).any()
 
@@ -177,7 +179,7 @@ def test_merged_vectors_are_those_of_numpy_and_of_dense_sums(n, ranks, kind, den
 def test_indices_are_checked_before_they_are_used(wrong):
     out = [np.zeros(6, np.float32), np.zeros(4, np.float32)]
     with pytest.raises(ValueError, match="ascending"):
-        kernels.add_up(out, [np.array(wrong)], [np.ones(2, np.float32)], 2)
+        kernels.add_up(Column(out), [np.array(wrong)], [np.ones(2, np.float32)], 2)
 
 
 @settings(max_examples=150, deadline=None)
@@ -228,12 +230,12 @@ def test_without_a_compiler_numpy_serves_and_says_so_once(monkeypatch, caplog):
             for _ in range(2):
                 selection = kernels.Selection([6], [2])
                 x = np.array([1, -5, 2, 0, 4, 3], np.float32)
-                found = selection.accumulate([Step(x, np.zeros_like(x), x.copy())], None)
+                found = selection.accumulate(Steps.of([(x, np.zeros_like(x), x.copy())]), None)
         (record,) = caplog.records
         assert "install a C++ compiler" in record.getMessage()
         assert found.indices.tolist() == [1, 4]
         out = [np.empty(6, np.float32)]
-        assert kernels.add_up(out, [found.indices], [found.values], 1).all()
+        assert kernels.add_up(Column(out), [found.indices], [found.values], 1).all()
         assert out[0].tolist() == [0, -5, 0, 0, 4, 0]
         code = np.zeros(8, np.uint8)
         kernels.rice_pack(np.array([1, 2]), 1, code)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_compress import DGC, Outcome, Sparse, TopK
-from hvd_compress.kernels import Step, reference
+from hvd_compress.kernels import Column, Steps, reference
 from hvd_compress.torch import backend
 from tests.kernels.test_kernels import drawn, steps_of, unaligned
 
@@ -78,7 +78,7 @@ def test_selections_are_those_of_numpy(
     fast, plain = loops.Selection(sizes, counts, *form), reference.Selection(sizes, counts)
     for _ in range(3):
         theirs = steps_of(random, sizes, kind, 0, momentum=momentum is not None)
-        steps = [Step(*(None if x is None else on_device(x, offset) for x in s)) for s in theirs]
+        steps = Steps(*(c and Column([on_device(x, offset) for x in c.arrays]) for c in theirs))
         own = fast.accumulate(steps, momentum, nesterov)
         expected = plain.accumulate(theirs, momentum, nesterov)
         np.testing.assert_array_equal(own.indices, expected.indices)
@@ -88,7 +88,7 @@ def test_selections_are_those_of_numpy(
         masking = momentum is not None and bool(random.integers(2))
         fast.settle(steps, own.indices, remaining, masking)
         plain.settle(theirs, own.indices, remaining, masking)
-        for ours, other in zip(steps, theirs, strict=True):
+        for ours, other in zip(steps.rows(), theirs.rows(), strict=True):
             for x, y in zip(ours, other, strict=True):
                 if x is not None:
                     assert_same(x, y)
@@ -109,7 +109,7 @@ def test_a_wrong_prediction_changes_nothing(loops, scales, form, n, seed):
     for scale in scales:
         gradient = random.standard_normal(n).astype(np.float32) * np.float32(scale)
         x = on_device(gradient)
-        own = fast.accumulate([Step(x, torch.zeros_like(x), torch.empty_like(x))], None)
+        own = fast.accumulate(Steps.of([(x, torch.zeros_like(x), torch.empty_like(x))]), None)
         expected = np.sort(np.argsort(-np.abs(gradient), kind="stable")[:k])
         np.testing.assert_array_equal(own.indices, expected)
 
@@ -121,7 +121,7 @@ def test_predictions_are_met(loops):
     selection = loops.Selection([2000], [20], 64, 16)
     for _ in range(2):
         x = on_device(random.standard_normal(2000).astype(np.float32))
-        selection.accumulate([Step(x, torch.zeros_like(x), torch.empty_like(x))], None)
+        selection.accumulate(Steps.of([(x, torch.zeros_like(x), torch.empty_like(x))]), None)
     assert 20 <= selection._memory.found[0].item() < 1000
 
 
@@ -141,8 +141,8 @@ def test_sums_are_those_of_numpy(loops, sizes, ranks, kind, density, size, seed)
     values = [drawn(random, own.size, kind) for own in indices]
     expected = [np.full(n, 9.0, np.float32) for n in sizes]
     out = [on_device(x) for x in expected]
-    finite = loops.add_up(out, indices, values, size)
-    np.testing.assert_array_equal(finite, reference.add_up(expected, indices, values, size))
+    finite = loops.add_up(Column(out), indices, values, size)
+    np.testing.assert_array_equal(finite, reference.add_up(Column(expected), indices, values, size))
     for own, theirs in zip(out, expected, strict=True):
         assert_same(own, theirs)
 
@@ -151,7 +151,7 @@ def test_sums_are_those_of_numpy(loops, sizes, ranks, kind, density, size, seed)
 def test_indices_are_checked_before_they_are_used(loops, wrong):
     out = [torch.zeros(n, device=DEVICE) for n in (6, 4)]
     with pytest.raises(ValueError, match="ascending"):
-        loops.add_up(out, [np.array(wrong)], [np.ones(2, np.float32)], 2)
+        loops.add_up(Column(out), [np.array(wrong)], [np.ones(2, np.float32)], 2)
 
 
 METHODS = [
@@ -241,7 +241,7 @@ def test_the_host_waits_once_for_a_bucket(loops):
     sizes, random = [500, 70], np.random.default_rng(0)
     selection = loops.Selection(sizes, [5, 1])
     gradients = [on_device(random.standard_normal(n).astype(np.float32)) for n in sizes]
-    steps = [Step(x, *(torch.zeros_like(x) for _ in range(4))) for x in gradients]
+    steps = Steps.of((x, *(torch.zeros_like(x) for _ in range(4))) for x in gradients)
 
     def select():
         own = selection.accumulate(steps, 0.9)
@@ -250,7 +250,8 @@ def test_the_host_waits_once_for_a_bucket(loops):
 
     own = select()  # which makes the memory
     assert waits_of(select) == 1
-    assert waits_of(lambda: loops.add_up(gradients, [own.indices] * 2, [own.values] * 2, 2)) == 0
+    out, entries = Column(gradients), ([own.indices] * 2, [own.values] * 2)
+    assert waits_of(lambda: loops.add_up(out, *entries, 2)) == 0
 
 
 _TYPES = {
