@@ -13,6 +13,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense.direct_allreduce import direct
 from hvd_compress.mpi.dense.halving_doubling import REMAINDERS, halving_doubling
 from hvd_compress.mpi.dense.native import at_once, native
+from hvd_compress.mpi.dense.plans import LARGEST, plan_of
 from hvd_compress.mpi.dense.ring import ring
 from hvd_compress.mpi.transport.arrays import HALVES, Flat, describe, flatten
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes
@@ -195,18 +196,32 @@ def _reduce(
     chunk: int,
 ) -> Any:
     call = Call(flat, op, name)
-    return into(out, x, flat, lambda result: start(comm, call, algorithm, flat, result, op, chunk))
+
+    def run(result: Any) -> None:
+        if _is_repeated(algorithm, flat, comm, chunk):
+            plan_of(comm, name, algorithm, op, flat).run(flat.array, result, call)
+        else:
+            start(comm, call, algorithm, flat, result, op, chunk).wait()
+
+    return into(out, x, flat, run)
 
 
-def into(out: Any, x: Any, flat: Flat, begin: Callable[[Any], Work]) -> Any:
-    """Put the result of ``begin(result).wait()`` into ``out``, or into a new array if that is
-    ``None``; ``flat`` is ``x`` flat, and ``result`` an array to make the result in."""
+def _is_repeated(algorithm: Algorithm, flat: Flat, comm: Communicator, chunk: int) -> bool:
+    """Return whether arrays of this kind have a plan, the same on all ranks."""
+    if algorithm is native or comm.size == 1 or not isinstance(flat.array, np.ndarray):
+        return False
+    return 0 < flat.array.nbytes <= min(LARGEST, chunk)
+
+
+def into(out: Any, x: Any, flat: Flat, run: Callable[[Any], object]) -> Any:
+    """Put what ``run(result)`` makes in the array ``result`` into ``out``, or into a new array if
+    that is ``None``; ``flat`` is ``x`` flat."""
     target = flat if out is x else _target(out, flat)
     if target is not flat and _overlap(target.array, flat.array):
         # A view of the whole of x is x.
         is_x = is_same(target.array, flat.array)
         target = flat if is_x else _target(None, flat)
-    begin(target.array).wait()
+    run(target.array)
     done = target.give_back(target.array)
     return done if out is None else _assign(out, done)
 

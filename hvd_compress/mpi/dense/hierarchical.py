@@ -80,7 +80,7 @@ def hierarchical_allreduce(
         out,
         x,
         flat,
-        lambda result: start(communicator, nodes, call, algorithm, flat, result, op, chunk),
+        lambda result: start(communicator, nodes, call, algorithm, flat, result, op, chunk).wait(),
     )
 
 

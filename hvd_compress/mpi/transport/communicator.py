@@ -60,6 +60,7 @@ class Communicator:
         cost_model: the :class:`.CostModel` by which "auto" chooses; ``None`` until it is measured.
             Duplicates have the same.
         choices: what "auto" chose, by kind of array, see :func:`.allreduce`.
+        plans: what small arrays repeat, by kind, see :func:`.plan_of`; the last used one is last.
         bytes_sent: payload of all messages that this rank sent through this package so far.
     """
 
@@ -110,6 +111,7 @@ class Communicator:
         self.notes: list[Any] = []
         self._tuning = _Tuning()
         self._nodes: Any = None  # see nodes.py
+        self.plans: dict[Any, Any] = {}
         self._problem: str | None = None
         self._lost: list[Any] = []
         #: what is not over: MPI writes to its buffers, even if nobody waits for it
@@ -172,6 +174,8 @@ class Communicator:
             if self._problem is None and not self.under_way:
                 for nodes in (self._nodes or {}).values():
                     nodes.free()
+                for plan in self.plans.values():
+                    plan.free()
                 self.mpi.Free()
 
     # -- messages ----------------------------------------------------------------------------

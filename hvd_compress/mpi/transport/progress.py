@@ -298,6 +298,15 @@ def complete(comm: Any, request: Any, what: str, call: Callable[[], object]) -> 
     Work(comm, call(), [_one(wait)]).wait()
 
 
+def complete_wait(comm: Any, wait: Wait, call: object) -> None:
+    """Wait for messages: with nothing but looks, as long as it does not take long and nothing else
+    is under way."""
+    for _ in range(0 if comm.under_way else _LOOKS_AT_ONE):
+        if wait.is_over():
+            return
+    Work(comm, call, [_one(wait)]).wait()
+
+
 def _one(wait: Wait) -> Algorithm:
     yield wait
 
