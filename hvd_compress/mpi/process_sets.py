@@ -80,7 +80,9 @@ def init(comm: MPI.Comm | None = None) -> None:
     if global_process_set.comm is None:
         global_process_set.comm = Communicator(comm)
         ranks = global_process_set.comm
-        _node.append(Communicator(ranks.mpi.Split_type(MPI.COMM_TYPE_SHARED)))
+        node = ranks.mpi.Split_type(MPI.COMM_TYPE_SHARED)
+        _node.append(Communicator(node))  # which has a duplicate
+        node.Free()
 
 
 def shutdown() -> None:

@@ -191,12 +191,15 @@ class LeaderServer:
 
     def end(self) -> np.ndarray:
         """Return the last frame: the mean of the workers' last parameters, of those that left
-        without an error, and the statistics.  If there are none, the last leader's stand for it."""
-        found = [own for _, own in sorted(self._last.items())]
+        without an error, and the statistics.  Workers with a NaN or Inf are left out, and counted.
+        If nobody is left, the last leader's parameters stand for the mean."""
+        everyone = [own for _, own in sorted(self._last.items())]
+        found = [own for own in everyone if all(np.isfinite(x).all() for x in own.values())]
+        self.stats.non_finite += len(everyone) - len(found)
         if not found and self._leader:
             last = max(self._leader.values(), key=lambda leader: leader.number)
             found = [_arrays(last.parts, self._shapes, "the leader")]
-        found = found or [self._shapes]
+        found = found or everyone or [self._shapes]
         parts = [self.stats.to_bytes()]
         for name in self._shapes:
             total = found[0][name]

@@ -35,7 +35,8 @@ class ServerStats:
     Attributes:
         updates: steps of the optimizer.
         pushes: gradients that arrived, of which ``dropped`` came too late, by worker, and
-            ``non_finite`` were NaN or Inf; neither was used.
+            ``non_finite`` were NaN or Inf; neither was used.  Of Leader SGD, ``non_finite`` are the
+            workers that ended so, which are not in the mean.
         staleness: numbers of gradients by the updates between their parameters and their use.
         ahead: the most steps that a worker that went on was ahead of the slowest.
         bytes_up, bytes_down: of all messages with gradients, and with parameters.

@@ -116,6 +116,17 @@ def test_a_leader_that_goes_is_replaced_and_the_end_is_the_mean():
     assert link.parameters["x"] == pytest.approx([2.5])
 
 
+@pytest.mark.parametrize(("bad", "mean"), [((2,), 1.5), ((0, 1, 2), np.nan)])
+def test_who_ends_with_nan_is_not_in_the_mean(bad, mean):
+    workers = Workers([1, 2, 3], **one(1), gradient=lambda x: 0 * x)
+    for worker, link in enumerate(workers.links):
+        link.push({"x": np.array([np.nan if worker in bad else workers.x[worker][0]])}, 1.0)
+        workers.server.receive(worker, link.leave())
+    assert workers.links[0].receive(workers.server.end())
+    np.testing.assert_allclose(workers.links[0].parameters["x"], [mean])
+    assert workers.links[0].stats.non_finite == len(bad)
+
+
 def test_only_leaders_send_parameters():
     rules = LeaderRules(**one(2))
     x = {"w": np.ones(1000)}
