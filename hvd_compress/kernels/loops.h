@@ -90,9 +90,9 @@ INLINE void step(T gradient, T velocity, T residual, float m, T& new_velocity, T
   new_residual = direction + residual;
 }
 
-// A whole block; returns the largest magnitude of its new residuals.
+// A whole block; returns the largest magnitudes of its new residuals.
 template <Momentum kind, bool streamed>
-INLINE Bits accumulate_block(const Tensor& t, Index at, float m) {
+INLINE Ints accumulate_block(const Tensor& t, Index at, float m) {
   Ints largest = {};
   const auto store = [](float* to, Floats x) __attribute__((always_inline)) {
     if constexpr (streamed) stream(to, x); else std::memcpy(to, &x, sizeof x);
@@ -106,7 +106,7 @@ INLINE Bits accumulate_block(const Tensor& t, Index at, float m) {
     const Ints bits = magnitudes(residual);
     largest = bits > largest ? bits : largest;
   }
-  return largest_lane(largest);
+  return largest;
 }
 
 // Elements start..stop-1 of a tensor.
@@ -114,25 +114,29 @@ template <Momentum kind>
 void accumulate(const Tensor& t, Index start, Index stop, float m, Bits least, bool streamed,
                 Found& found) {
   Bits most = 0;
+  Ints most_of_lanes = {};
+  const std::int32_t below = least > kMagnitude ? kMagnitude : least - 1;
   // A short first block, so that others are aligned.
   const auto address = reinterpret_cast<std::uintptr_t>(t.new_residual + start);
   Index n = streamed && address % 64 ? (64 - address % 64) / sizeof(float) : kBlock;
   for (Index at = start; at < stop; at += n, n = kBlock) {
     n = std::min(n, stop - at);
-    Bits largest = 0;
     if (n == kBlock) {
-      largest = streamed ? accumulate_block<kind, true>(t, at, m)
-                         : accumulate_block<kind, false>(t, at, m);
+      const Ints largest = streamed ? accumulate_block<kind, true>(t, at, m)
+                                    : accumulate_block<kind, false>(t, at, m);
+      most_of_lanes = largest > most_of_lanes ? largest : most_of_lanes;
+      if (!set_lanes(largest > below)) continue;
     } else {
+      Bits largest = 0;
       for (Index i = at; i < at + n; ++i) {
         float velocity = kind == kNone ? 0 : t.velocity[i];
         step<kind, float>(t.gradient[i], velocity, t.residual[i], m, velocity, t.new_residual[i]);
         if (kind != kNone) t.new_velocity[i] = velocity;
         largest = std::max(largest, magnitude(t.new_residual[i]));
       }
+      most = std::max(most, largest);
+      if (largest < least) continue;
     }
-    most = std::max(most, largest);
-    if (largest < least) continue;
     // What was streamed is in no cache, but what it was made of is.
     float residuals[kBlock];
     for (Index i = at; i < at + n; ++i) {
@@ -141,7 +145,7 @@ void accumulate(const Tensor& t, Index start, Index stop, float m, Bits least, b
     }
     search_block(residuals, n, at - start, least, found);
   }
-  found.largest = most;
+  found.largest = std::max(most, largest_lane(most_of_lanes));
 }
 
 const Loops loops{{accumulate<kNone>, accumulate<kPlain>, accumulate<kNesterov>}, search};
