@@ -88,6 +88,26 @@ class Request:
         return True
 
 
+class Persistent(Request):
+    """Of a message that is posted at every start."""
+
+    def __init__(self, simulation: Simulation, post: Callable[[Request, Any], Any]) -> None:
+        super().__init__(simulation)
+        self._post, self._opening, self._starts = post, simulation.opening, 0
+        self.is_done = True
+
+    def Start(self) -> None:  # noqa: N802
+        if not self.is_done:
+            raise SimulationError("a request was started whose message is in flight")
+        self.is_done, self.error, self.count, self.watch = False, 0, 0, None
+        self._starts += 1
+        self._post(self, (self._opening, self._starts))
+
+    def Free(self) -> None:  # noqa: N802
+        if not self.is_done:
+            raise SimulationError("a request was freed whose message is in flight")
+
+
 class TruncatedError(Exception):
     """A message was longer than the buffer for it."""
 
@@ -147,10 +167,18 @@ class Comm:
     # -- messages ------------------------------------------------------------------------------
 
     def Isend(self, message: Any, to: int, tag: int = 0) -> Request:  # noqa: N802
-        return self.simulation.post(self, message, self.rank, to, tag, is_send=True)
+        return self.simulation.post(self, message, self.rank, to, tag, True)
 
     def Irecv(self, message: Any, source: int, tag: int = 0) -> Request:  # noqa: N802
-        return self.simulation.post(self, message, source, self.rank, tag, is_send=False)
+        return self.simulation.post(self, message, source, self.rank, tag, False)
+
+    def Send_init(self, message: Any, to: int, tag: int = 0) -> Persistent:  # noqa: N802
+        post = functools.partial(self.simulation.post, self, message, self.rank, to, tag)
+        return Persistent(self.simulation, functools.partial(post, True))
+
+    def Recv_init(self, message: Any, source: int, tag: int = 0) -> Persistent:  # noqa: N802
+        post = functools.partial(self.simulation.post, self, message, source, self.rank, tag)
+        return Persistent(self.simulation, functools.partial(post, False))
 
     def Send(self, message: Any, to: int, tag: int = 0) -> None:  # noqa: N802
         self.Isend(message, to, tag).Wait()
@@ -277,7 +305,7 @@ class Simulation:
         self._arriving: list[tuple[_Message, _Message]] = []
         self._unmatched: dict[Any, collections.deque[tuple[bool, _Message]]] = {}
         self._openings: collections.Counter[Any] = collections.Counter()
-        self._opening: Any = None  # of the channel that posts messages just now
+        self.opening: Any = None  # of the channel that posts messages just now
         self._error: tuple[int, BaseException] | None = None
         self._lull = 0.1
         self._worlds: list[Comm] = []
@@ -344,11 +372,19 @@ class Simulation:
     # -- messages ------------------------------------------------------------------------------
 
     def post(
-        self, comm: Comm, message: Any, source: int, to: int, tag: int, *, is_send: bool
+        self,
+        comm: Comm,
+        message: Any,
+        source: int,
+        to: int,
+        tag: int,
+        is_send: bool,
+        request: Request | None = None,
+        opening: Any = None,
     ) -> Request:
         array, size = (message[0], message[1]) if isinstance(message, list) else (message, None)
-        request = Request(self)
-        half = _Message(request, array, self._opening)
+        request = request or Request(self)
+        half = _Message(request, array, opening or self.opening)
         if size is not None and size != half.array.nbytes:
             raise SimulationError(f"{size} bytes are announced of {half.array.nbytes}")
         if is_send:
@@ -502,11 +538,11 @@ class Simulation:
 
         def of_channel(method: Callable[..., Any]) -> Callable[..., Any]:
             def posting(channel: Any, array: Any, peer: int) -> Any:
-                self._opening = channel.opening
+                self.opening = channel.opening
                 try:
                     return method(channel, array, peer)
                 finally:
-                    self._opening = None
+                    self.opening = None
 
             return posting
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+import functools
 import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.dense import plans
+from hvd_compress.mpi.dense.allreduce import start
+from hvd_compress.mpi.dense.direct_allreduce import direct
+from hvd_compress.mpi.dense.halving_doubling import halving_doubling
+from hvd_compress.mpi.dense.ring import ring
+from hvd_compress.mpi.transport.arrays import flatten
 from tests.mpi_scenarios.common import (
     FLOATS,
     INTEGERS,
@@ -27,7 +29,12 @@ from tests.mpi_scenarios.common import (
 SIZES = (0, 1, 2, world.size, world.size + 1, 1000, 10007)
 if world.size > 8:  # more ranks than cores take their time
     SIZES = (0, 1, world.size + 1, 2003)
-REPEATED = ("direct", "ring", "binary blocks", "fold")
+REPEATED = {
+    "direct": direct,
+    "ring": ring,
+    "binary blocks": halving_doubling,
+    "fold": functools.partial(halving_doubling, remainder="fold"),
+}
 CHUNK = 1024  # bytes: several blocks, the last one not full
 
 
@@ -84,30 +91,20 @@ def what_is_repeated_has_the_bits_of_the_algorithm() -> None:
     for name, n, dtype in itertools.product(REPEATED, sizes, ("float16", "int32")):
         allreduce = dict(dense_algorithms())[name]
         x = [(random.standard_normal(n) * 100).astype(dtype) for _ in range(2)]
-        start = comm.bytes_sent
-        with planned_up_to(0):
-            expected = [allreduce(own, comm=comm) for own in x]
-        sent = comm.bytes_sent - start
+        begin, expected = comm.bytes_sent, [np.empty_like(own) for own in x]
+        for own, out in zip(x, expected, strict=True):
+            start(comm, "once", REPEATED[name], flatten(own), out, "sum").wait()
+        sent = comm.bytes_sent - begin
         for own, want in zip(x, expected, strict=True):
             untouched = own.copy()
             np.testing.assert_array_equal(allreduce(own, comm=comm), want)
             np.testing.assert_array_equal(own, untouched)
             allreduce(own, out=own, comm=comm)
             np.testing.assert_array_equal(own, want)
-        assert comm.bytes_sent - start == 3 * sent
+        assert comm.bytes_sent - begin == 3 * sent
     kinds = len(REPEATED) * len(sizes) * 2
     assert len(comm.plans) == (0 if world.size == 1 else min(kinds, plans.KINDS))
     comm.free()
-
-
-@contextlib.contextmanager
-def planned_up_to(nbytes: int) -> Iterator[None]:
-    module: Any = importlib.import_module("hvd_compress.mpi.dense.allreduce")
-    largest, module.LARGEST = module.LARGEST, nbytes
-    try:
-        yield
-    finally:
-        module.LARGEST = largest
 
 
 def in_place_and_into_another_array() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.mpi.transport.arrays import Flat
-from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes
+from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.progress import Message, Wait, complete_wait
 from hvd_compress.mpi.transport.reduction import Reduction
 
@@ -48,10 +48,11 @@ class Plan:
             self._steps.append(functools.partial(self._await, wait))
         self._start(channel)
         self._requests, self._bytes = channel.requests, channel.bytes_sent
+        comm.bytes_sent -= self._bytes  # nothing has been sent yet
 
     def _start(self, channel: _Recorder) -> None:
         if started := channel.started():
-            self._steps.append(functools.partial(MPI.Prequest.Startall, started))
+            self._steps += [request.Start for request in started]
 
     def _await(self, wait: Wait) -> None:
         complete_wait(self._comm, wait, self._call)
@@ -88,16 +89,9 @@ class _Recorder(Channel):
         new, self._started = self.requests[self._started :], len(self.requests)
         return new
 
-    def send(self, array: Any, to: int) -> Message:
-        self.bytes_sent += nbytes(array)
-        return self._noted(self._start(self.comm.mpi.Send_init, array, nbytes(array), to, False))
-
-    def receive(self, array: Any, source: int) -> Message:
-        self.bytes_received += nbytes(array)
-        size = nbytes(array)
-        return self._noted(self._start(self.comm.mpi.Recv_init, array, size, source, True))
-
-    def _noted(self, message: Message) -> Message:
+    def _start(self, begin: Any, array: Any, size: int, peer: int, incoming: bool) -> Message:
+        begin = self.comm.mpi.Recv_init if incoming else self.comm.mpi.Send_init
+        message = super()._start(begin, array, size, peer, incoming)
         self.requests += message.requests
         return message
 
