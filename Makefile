@@ -30,7 +30,7 @@ demo: setup ## train on four processes; FRAMEWORK=tensorflow, METHODS="none topk
 # Status 5: ARGS chose no test.
 PYTEST := pytest -n logical --maxprocesses 8
 
-test: lint ## lint, then the tests, about 45 minutes on two cores; make test ARGS="-k dgc"
+test: lint ## lint, then the tests, half an hour on two cores; make test ARGS="-k dgc"
 	@$(RUN) $(PYTEST) $(ARGS) || [ $$? = 5 ]
 
 test-all: lint ## the same with large arrays, many ranks, clusters, and training of all methods

@@ -203,8 +203,8 @@ def on_host(
 
 
 def pack_sizes(arrays: Sequence[Array]) -> Array:
-    sizes = torch.tensor([x.numel() for x in arrays], dtype=torch.int64)
-    return sizes.view(torch.uint8).to(arrays[0].device)
+    sizes = np.array([x.numel() for x in arrays], np.int64).view(np.uint8)
+    return torch.from_numpy(sizes).to(arrays[0].device)
 
 
 def unpack_sizes(table: Array, count: int) -> list[int]:

@@ -41,11 +41,29 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
         self._hvd = hvd
         # Two optimizers may be in the middle of a step at once.
         key = tuple(process_set.ranks or ()) if process_set.process_set_id else None
-        number = self._made[key]
-        self.prefix = "hvd_compress" if number == 0 else f"hvd_compress.{number}"
+        self._number = self._made[key]
         self._made[key] += 1
 
+    @property
+    def prefix(self) -> str:  # type: ignore[override]
+        """Names the size, since a collective that was never done when a worker died stays in
+        Horovod's queue, and must not be taken for one of the workers that go on."""
+        return f"hvd_compress.{self._number}.of{self.size}"
+
     def _launch(self, op: Op) -> Any:
+        # Horovod's thread locks its table of process sets when it ends, and then needs Python's
+        # lock for each tensor that it drops.  To submit is to want the table with Python's lock in
+        # hand, after which neither would move on; to ask first waits for the table without it.
+        self._check_is_running()
+        try:
+            return self._submit_to_horovod(op)
+        except ValueError as error:
+            if "same name" not in str(error):
+                raise
+            # Left behind by a set of workers of the same size: elastic training makes another.
+            raise self._hvd.mpi_ops.HorovodInternalError(error) from None
+
+    def _submit_to_horovod(self, op: Op) -> Any:
         hvd, common = self._hvd, {"name": op.name, "process_set": self._set}
         if op.splits is not None:
             return hvd.alltoall_async(op.tensor, op.splits, **common)
@@ -58,7 +76,26 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
         return hvd.allgather_async(op.tensor, **common)
 
     def _wait(self, handle: Any) -> Any:
+        if not self._hvd.poll(handle):
+            try:
+                self._check_is_running()
+            except self._hvd.mpi_ops.HorovodInternalError:
+                # What came in just after Horovod's thread had emptied its queue is never done.
+                if not self._hvd.poll(handle):
+                    raise
         return self._hvd.synchronize(handle)
+
+    def _check_is_running(self) -> None:
+        """Raise ``HorovodInternalError`` if Horovod's thread has ended, as it does when a worker
+        dies: it makes all process sets void."""
+        horovod = self._hvd.mpi_ops
+        try:
+            horovod._basics._get_process_set_ids_and_ranks()
+        except (ValueError, RuntimeError):
+            raise horovod.HorovodInternalError(
+                "Horovod is no longer running: a worker ended, which hvd.elastic.run can do without,"
+                " or hvd.shutdown() was called, after which hvd.init() starts it again"
+            ) from None
 
     def _sum_bfloat16(self, array: torch.Tensor, name: str) -> Generator[Op, Any, torch.Tensor]:
         """Sum a bfloat16 array.  Horovod cannot add these, but it can carry their bits: every rank

@@ -22,6 +22,7 @@ A receiver checks everything before a byte of it is used as an index.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import zlib
@@ -41,6 +42,11 @@ START = HEADER.size + 4
 MAGIC, VERSION, _SPARSE, _DENSE = b"HC", 3, 1, 2
 VALUES = {"float32": 1, "float16": 2, "float64": 3}
 _INDICES = {"none": 0, "int32": 1, "int64": 2, "packed": 3}
+
+
+@functools.cache  # NumPy makes a name anew each time, which takes longer than to look one up
+def _name_of(dtype: np.dtype) -> str:
+    return dtype.name
 
 
 def index_dtype(n: int) -> str:
@@ -82,7 +88,7 @@ def encode_sparse(
     and never more bytes than without.  ``whole``: elements of the vector that these ``n`` are a
     region of; receivers must expect the same."""
     check_choice("codec", codec, CODECS)
-    count, size = indices.size, sparse_size(indices.size, n, values.dtype.name)
+    count, size = indices.size, sparse_size(indices.size, n, _name_of(values.dtype))
     if codec == "packed":
         gaps = gaps_of(indices, index_dtype(n))
         if count and gaps.min() < 0:
@@ -118,7 +124,7 @@ def _sealed(
 ) -> np.ndarray:
     if count >= 2**32:
         raise PayloadError(f"{count} entries do not fit in one frame; split the tensor")
-    codes = VALUES[values.dtype.name], _INDICES[indices]
+    codes = VALUES[_name_of(values.dtype)], _INDICES[indices]
     return seal(frame, HEADER.pack(MAGIC, VERSION, kind, *codes, length_tag(n), count))
 
 

@@ -43,6 +43,33 @@ def test_elastic_training_outlives_a_worker(tmp_path, worker, last_step):
     assert {n["step"] for n in events["done"]} == {last_step}
 
 
+AFTER_THE_END = """
+import horovod.torch as hvd
+import torch
+from hvd_compress.engines.named import Op
+from torch_impl.engine import HorovodEngine
+
+hvd.init()
+engine = HorovodEngine(hvd, hvd.global_process_set)
+assert engine.prefix.endswith(".of1"), engine.prefix
+handle = engine._launch(Op("sum", "before", torch.ones(2)))
+assert engine._wait(handle).tolist() == [1, 1]
+hvd.shutdown()
+for call in (lambda: engine._launch(Op("sum", "after", torch.ones(2))), lambda: engine._wait(-1)):
+    hvd.poll = lambda handle: False  # as for what came into Horovod's queue too late
+    try:
+        call()
+    except hvd.mpi_ops.HorovodInternalError as error:
+        assert "hvd.init()" in str(error), error
+    else:
+        raise SystemExit("no error")
+"""
+
+
+def test_nothing_waits_for_horovod_after_its_thread_has_ended():
+    jobs.run([sys.executable, "-c", AFTER_THE_END], timeout=60)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("controller", ["mpi", "gloo"])
