@@ -93,8 +93,8 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
             horovod._basics._get_process_set_ids_and_ranks()
         except (ValueError, RuntimeError):
             raise horovod.HorovodInternalError(
-                "Horovod is no longer running: a worker ended, which hvd.elastic.run can do without,"
-                " or hvd.shutdown() was called, after which hvd.init() starts it again"
+                "Horovod no longer runs: a worker ended, which hvd.elastic.run can do without, or "
+                "hvd.shutdown() was called, after which hvd.init() starts it again"
             ) from None
 
     def _sum_bfloat16(self, array: torch.Tensor, name: str) -> Generator[Op, Any, torch.Tensor]:
