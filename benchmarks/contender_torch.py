@@ -16,6 +16,7 @@ from model_shapes import Shapes, resnet50
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import hvd_compress.torch as hvd
+import hvd_compress.torch.mpi as over_mpi
 from hvd_compress import kernels
 
 
@@ -25,14 +26,19 @@ class Contender:
     of the optimizer's steps that follow."""
 
     def __init__(
-        self, name: str, compression: object, shapes: Shapes | None = None, **options: object
+        self,
+        name: str,
+        compression: object,
+        shapes: Shapes | None = None,
+        over: Any = hvd,
+        **options: object,
     ) -> None:
         self.name, self.seconds, self.steps, self.python = name, [], [], []
         self.parameters = {
             key: torch.nn.Parameter(torch.zeros(shape))
             for key, shape in (shapes or resnet50()).items()
         }
-        self.optimizer = hvd.DistributedOptimizer(
+        self.optimizer = over.DistributedOptimizer(
             torch.optim.SGD(self.parameters.values(), lr=0.01, momentum=0.9),
             named_parameters=[(f"{name}.{key}", p) for key, p in self.parameters.items()],
             compression=compression,

@@ -55,6 +55,7 @@ def main() -> None:
         "fp16": hvd.FP16,
         "dgc": hvd.DGC(density=options.density),
         "dgc, sparse step": hvd.DGC(density=options.density),
+        "dgc over MPI": hvd.DGC(density=options.density),
         "dgc compact": hvd.DGC.compact(density=options.density),
         "topk": hvd.TopK(density=options.density),
         "powersgd": hvd.PowerSGD(rank=2),
@@ -63,7 +64,7 @@ def main() -> None:
     hooks = {"DDP": None, "DDP fp16": "fp16", "DDP powersgd": "powersgd"} if is_torch else {}
     known = [*methods, *hooks]
     if not is_torch:
-        known.remove("dgc, sparse step")
+        known = [name for name in known if name not in ("dgc, sparse step", "dgc over MPI")]
     usual = [name for name in known if name not in ("none", "fp16", "powersgd", "topk")]
     chosen = options.methods or usual
     if unknown := [name for name in chosen if name not in known]:
@@ -74,6 +75,9 @@ def main() -> None:
             contenders.append(backend.DDP(name, hooks[name]))
         else:
             more = {"sparse_step": True} if "sparse step" in name else {}
+            if "over MPI" in name:
+                backend.over_mpi.init()
+                more["over"] = backend.over_mpi
             contenders.append(Contender(name, methods[name], **more))
     rate = stream = backward = None
     if is_torch:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_compress import mpi
+from hvd_compress import Sparse, mpi
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.tuning.cost_model import DENSE, SPARSE
 from tests.simulated_mpi import ORDERS, Simulation
@@ -189,3 +189,41 @@ def test_a_read_only_array_is_not_written_to():
                 mpi.allreduce(np.ones(6), algorithm="mpi", out=x, comm=comm)
 
     Simulation(2).run(rank)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("codec", ["int32", "packed"])
+def test_a_sparse_sum_goes_by_the_largest_number_of_entries_of_the_call_before(order, codec):
+    """Few entries are fastest by recursive doubling, many by an allgather; ranks bring different
+    numbers of them, and none."""
+    size, n, few, many = 4, 100_000, 10, 3000
+    seconds = dict.fromkeys(SPARSE, ((few, 3.0), (many, 3.0)))
+    seconds["recursive_doubling"] = ((few, 1.0), (many, 2.0))
+    seconds["allgather"] = ((few, 2.0), (many, 1.0))
+    counts = (few, few, many, many, few, few)
+
+    def brought(rank, call):
+        places = np.arange(counts[call] * rank // (size - 1)) * 7 + rank
+        return Sparse(places, np.ones(places.size, np.float32))
+
+    def rank():
+        comm = mpi.Communicator(checks=0)
+        comm.cost_model = mpi.CostModel(size, 1e-4, 1e-8, 1e-9, 1e-5, sparse_points=seconds)
+        sent, announced = [], 8 * (size - 1)
+        for call in range(len(counts)):
+            mine, before = brought(comm.rank, call), comm.bytes_sent
+            total = mpi.sparse_allreduce(mine, n, comm=comm, indices=codec).dense(n)
+            want = np.zeros(n)
+            for other in range(size):
+                want[brought(other, call).indices] += 1
+            np.testing.assert_array_equal(total, want)
+            sent.append(comm.bytes_sent - before - announced)
+        for call, name in enumerate(("doubling", "doubling", "doubling", "all", "all", "doubling")):
+            name = {"all": "allgather", "doubling": "recursive_doubling"}[name]
+            before = comm.bytes_sent
+            mpi.sparse_allreduce(
+                brought(comm.rank, call), n, comm=comm, indices=codec, algorithm=name
+            )
+            assert comm.bytes_sent - before == sent[call], (call, name)
+
+    Simulation(size, order).run(rank)

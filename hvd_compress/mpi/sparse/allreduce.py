@@ -21,7 +21,7 @@ from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.sparse.recursive_doubling import recursive_doubling
 from hvd_compress.mpi.sparse.split_allgather import split_allgather
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, others
-from hvd_compress.mpi.transport.progress import Algorithm, Wait
+from hvd_compress.mpi.transport.progress import Algorithm, Message, Wait
 from hvd_compress.mpi.tuning.cost_model import CostModel
 from hvd_compress.mpi.tuning.measuring import model_of
 
@@ -32,6 +32,10 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "recursive_doubling": recursive_doubling,
     "split_allgather": split_allgather,
 }
+
+
+#: forms of calls whose number of entries a communicator remembers
+_FORMS = 256
 
 
 class Reduced(NamedTuple):
@@ -114,7 +118,8 @@ def sparse_allreduce(
         op: "sum" or "mean".
         algorithm: "allgather", "recursive_doubling", "split_allgather", or "auto": what a model
             measured on this communicator expects to be fastest for the largest number of entries
-            that a rank has, see :class:`.CostModel`.
+            that a rank had in the last such call, or has if it is the first; see
+            :class:`.CostModel`.
         values: a narrower dtype for values on the wire.  What rounding takes off is in
             ``dropped``, on the rank that rounded; otherwise ``dropped`` is empty.  Values too
             large for it become its largest number.
@@ -135,8 +140,7 @@ def sparse_allreduce(
     def start() -> Algorithm:
         if algorithm != "auto":
             return ALGORITHMS[algorithm](communicator.channel(), brought, form)
-        model = model_of(communicator)
-        return fastest(communicator.channel(), brought, form, model)
+        return fastest_as_before(communicator, brought, form, model_of(communicator))
 
     call = f"sparse_allreduce({form}, {algorithm})"
     total, lost = run(communicator, call, start)
@@ -166,17 +170,51 @@ def fastest(
     channel: Channel, mine: Sparse, form: Format, model: CostModel
 ) -> Generator[Wait, None, tuple[Vector, Sparse]]:
     """Run the algorithm that a model expects to be fastest for the largest number of entries."""
-    counts = np.full(channel.size, mine.indices.size, "<i8")
-    own = counts[channel.rank : channel.rank + 1].copy()
-    messages = []
-    for peer in others(channel.rank, channel.size):
-        messages.append(channel.receive(counts[peer : peer + 1], peer))
-        messages.append(channel.send(own, peer))
-    if messages:
-        yield Wait(messages, "numbers of entries")
-    k = int(counts.max())
-    if not 0 <= k <= form.n:
-        raise PayloadError(f"ranks announce {counts.tolist()} entries of {form.n}")
+    announced = _Announced(channel, mine, form)
+    yield from announced.arrive()
+    return (yield from _chosen(model, announced.largest(), form)(channel, mine, form))
+
+
+def fastest_as_before(
+    comm: Communicator, mine: Sparse, form: Format, model: CostModel
+) -> Generator[Wait, None, tuple[Vector, Sparse]]:
+    """Run the algorithm that would have been fastest in the last call of this form: ranks announce
+    how many entries they have while it runs, so that nothing waits for that."""
+    announced = _Announced(comm.channel(), mine, form)
+    if (largest := comm.entries.get(form)) is None:
+        yield from announced.arrive()
+        largest = announced.largest()
+    result = yield from _chosen(model, largest, form)(comm.channel(), mine, form)
+    yield from announced.arrive()
+    if len(comm.entries) >= _FORMS:
+        comm.entries.clear()
+    comm.entries[form] = announced.largest()
+    return result
+
+
+def _chosen(model: CostModel, k: int, form: Format) -> Callable[..., Any]:
     pair, item = form.bytes_per_entry(k), np.dtype(form.wire).itemsize
-    name = model.fastest_sparse(k, form.n, pair=pair, item=item)
-    return (yield from ALGORITHMS[name](channel, mine, form))
+    return ALGORITHMS[model.fastest_sparse(k, form.n, pair=pair, item=item)]
+
+
+class _Announced:
+    """How many entries each rank has, as every rank tells every other."""
+
+    def __init__(self, channel: Channel, mine: Sparse, form: Format) -> None:
+        self._counts, self._n = np.full(channel.size, mine.indices.size, "<i8"), form.n
+        own = self._counts[channel.rank : channel.rank + 1].copy()
+        self._messages: list[Message] = []
+        for peer in others(channel.rank, channel.size):
+            self._messages.append(channel.receive(self._counts[peer : peer + 1], peer))
+            self._messages.append(channel.send(own, peer))
+
+    def arrive(self) -> Algorithm:
+        messages, self._messages = self._messages, []
+        if messages:
+            yield Wait(messages, "numbers of entries")
+
+    def largest(self) -> int:
+        k = int(self._counts.max())
+        if not 0 <= k <= self._n:
+            raise PayloadError(f"ranks announce {self._counts.tolist()} entries of {self._n}")
+        return k

@@ -60,6 +60,7 @@ class Communicator:
         cost_model: the :class:`.CostModel` by which "auto" chooses; ``None`` until it is measured.
             Duplicates have the same.
         choices: what "auto" chose, by kind of array, see :func:`.allreduce`.
+        entries: the most entries of a rank in the last sparse allreduce by "auto", by its form.
         plans: what small arrays repeat, by kind, see :func:`.plan_of`; the last used one is last.
         bytes_sent: payload of all messages that this rank sent through this package so far.
     """
@@ -111,6 +112,7 @@ class Communicator:
         self.notes: list[Any] = []
         self._tuning = _Tuning()
         self._nodes: Any = None  # see nodes.py
+        self.entries: dict[Any, int] = {}
         self.plans: dict[Any, Any] = {}
         self._problem: str | None = None
         self._lost: list[Any] = []
@@ -156,6 +158,7 @@ class Communicator:
     def cost_model(self, model: Any) -> None:
         self._tuning.model = model
         self._tuning.choices.clear()
+        self.entries.clear()
 
     @property
     def choices(self) -> dict[Any, str]:
