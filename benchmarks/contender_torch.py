@@ -16,7 +16,7 @@ from model_shapes import Shapes, resnet50
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import hvd_compress.torch as hvd
-import hvd_compress.torch.mpi as over_mpi
+import hvd_compress.torch.mpi as over_mpi  # noqa: F401  the other one that a contender may use
 from hvd_compress import kernels
 
 
@@ -30,7 +30,7 @@ class Contender:
         name: str,
         compression: object,
         shapes: Shapes | None = None,
-        over: Any = hvd,
+        over: Any = hvd,  # or ``over_mpi``
         **options: object,
     ) -> None:
         self.name, self.seconds, self.steps, self.python = name, [], [], []
@@ -38,6 +38,7 @@ class Contender:
             key: torch.nn.Parameter(torch.zeros(shape))
             for key, shape in (shapes or resnet50()).items()
         }
+        over.init()
         self.optimizer = over.DistributedOptimizer(
             torch.optim.SGD(self.parameters.values(), lr=0.01, momentum=0.9),
             named_parameters=[(f"{name}.{key}", p) for key, p in self.parameters.items()],

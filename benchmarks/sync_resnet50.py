@@ -76,7 +76,6 @@ def main() -> None:
         else:
             more = {"sparse_step": True} if "sparse step" in name else {}
             if "over MPI" in name:
-                backend.over_mpi.init()
                 more["over"] = backend.over_mpi
             contenders.append(Contender(name, methods[name], **more))
     rate = stream = backward = None
