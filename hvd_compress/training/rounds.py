@@ -42,7 +42,8 @@ class Rounds(TrainingMethod):
     from x0 along their average.
 
     If the average is NaN or Inf, because a rank's parameters are, the round is lost: all ranks go
-    back to x0.
+    back to x0.  So does what the rank has of NaN and Inf in other fragments, which would lead there
+    again.
     """
 
     #: the model is divided into so many parts, each with exchanges of its own
@@ -113,8 +114,11 @@ class Rounds(TrainingMethod):
                 own = like(anchor, own)
             mixed = anchor + (widened(own) - anchor) * self.mix if self.mix else anchor
             # The anchor must stay as it is when the parameter is changed in place.
-            is_shared = mixed is anchor and like(mixed, own) is mixed
-            parameters[name] = backend_of(own).copy(mixed) if is_shared else like(mixed, own)
+            parameters[name] = _apart(mixed, own) if mixed is anchor else like(mixed, own)
+        if is_lost:
+            for name in parameters.keys() - means.keys():
+                if not all_finite({name: (own := parameters[name])}):
+                    parameters[name] = _apart(state["anchor"][name], own)
         return parameters, state
 
     def _names(self, parameters: Arrays, fragment: int) -> list[str]:
@@ -122,6 +126,12 @@ class Rounds(TrainingMethod):
         names = list(parameters)
         begin, end = list(itertools.pairwise(cuts(sizes, self.fragments)))[fragment]
         return names[begin:end]
+
+
+def _apart(anchor: Array, own: Array) -> Array:
+    """Return the anchor like a parameter, in memory of its own."""
+    x = like(anchor, own)
+    return backend_of(own).copy(x) if x is anchor else x
 
 
 def cuts(sizes: Sequence[int], parts: int) -> list[int]:

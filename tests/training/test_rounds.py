@@ -188,6 +188,27 @@ def test_a_round_with_nan_is_lost_on_all_ranks(method):
     assert np.isfinite(ranks.run(4)).all()
 
 
+@pytest.mark.parametrize(("delay", "mix"), [(0, 0.0), (1, 0.0), (0, 0.5)])
+def test_nan_in_all_fragments_is_lost_at_once(delay, mix):
+    """Or each fragment would make the others NaN again before it is their turn."""
+    method = DiLoCo(PLAIN, sync_every=4, fragments=2, delay=delay, mix=mix)
+    names, world = ("a", "b"), World(method, 2)
+    x, lost = [{n: np.zeros(3) for n in names} for _ in range(2)], []
+    for step in range(16):
+        x = world.before_step(x, rates=dict.fromkeys(names, 0.1))
+        # Each gradient depends on all parameters, as those of a network do.
+        x = [{n: own[n] + 0.1 + 0 * sum(map(np.sum, own.values())) for n in names} for own in x]
+        if step == 4:
+            x[1] = {n: np.full(3, np.nan) for n in names}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            x = world.after_step(x)
+        lost += [step] * bool(caught)
+    # With a delay the other fragment was on its way already.
+    assert lost == [5 + delay]
+    assert all(np.isfinite(own[n]).all() and (own[n] > 0).all() for own in x for n in names)
+
+
 @pytest.mark.parametrize("make", ["SGD", "AdamW"])
 def test_momentum_that_is_nan_is_lost_with_its_round(make):
     """Or all later rounds would be lost, too."""
