@@ -26,7 +26,6 @@ from hvd_compress.mpi.dense.allreduce import (
     allreduce,
     direct_allreduce,
     halving_doubling_allreduce,
-    recursive_doubling_allreduce,
     ring_allreduce,
 )
 from hvd_compress.mpi.dense.hierarchical import hierarchical_allreduce
@@ -61,7 +60,6 @@ __all__ = [
     "hierarchical_sparse_allreduce",
     "measure",
     "quantized_allreduce",
-    "recursive_doubling_allreduce",
     "ring_allreduce",
     "sparse_allgather",
     "sparse_allreduce",

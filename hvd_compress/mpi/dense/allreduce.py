@@ -14,7 +14,6 @@ from hvd_compress.mpi.dense.direct_allreduce import direct
 from hvd_compress.mpi.dense.halving_doubling import REMAINDERS, halving_doubling
 from hvd_compress.mpi.dense.native import at_once, native
 from hvd_compress.mpi.dense.plans import LARGEST, plan_of
-from hvd_compress.mpi.dense.recursive_doubling import recursive_doubling
 from hvd_compress.mpi.dense.ring import ring
 from hvd_compress.mpi.transport.arrays import HALVES, Flat, describe, flatten
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes
@@ -30,7 +29,6 @@ ALGORITHMS: dict[str, Algorithm] = {
     "direct": direct,
     "halving_doubling": halving_doubling,
     "mpi": native,
-    "recursive_doubling": recursive_doubling,
     "ring": ring,
 }
 #: bytes of one message, and the number of blocks of an array that are in flight at once
@@ -55,9 +53,8 @@ def allreduce(
             same on all ranks; float16, bfloat16, float32, float64 or integers.  Half precisions
             are added in float32 and rounded once.
         op: "sum", "mean" (floats only) or "max" (NaN counts as largest).
-        algorithm: "ring", "halving_doubling", "recursive_doubling", "direct", "mpi" (MPI's own), or
-            "auto": the one that a model measured on this communicator expects to be fastest, see
-            :class:`.CostModel`.
+        algorithm: "ring", "halving_doubling", "direct", "mpi" (MPI's own), or "auto": the one that
+            a model measured on this communicator expects to be fastest, see :class:`.CostModel`.
         out: the array for the result, of the shape and dtype of ``x``; ``out=x`` works in place,
             and ``None`` makes a new array.
         comm: the communicator; ``None`` for all ranks.
@@ -151,14 +148,6 @@ def halving_doubling_allreduce(
     algorithm = functools.partial(halving_doubling, remainder=remainder)
     name = f"halving_doubling, {remainder}"
     return _run(algorithm, name, x, op, out, Communicator.of(comm), chunk)
-
-
-def recursive_doubling_allreduce(
-    x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
-) -> Any:
-    """Run :func:`allreduce` by recursive doubling: log2 P rounds, each rank sends n log2 P bytes;
-    elements are always added in the same order."""
-    return _run(recursive_doubling, "recursive_doubling", x, op, out, Communicator.of(comm), chunk)
 
 
 def direct_allreduce(
@@ -260,8 +249,6 @@ def start(
     if algorithm is native:
         # Counts of MPI-3 are 32-bit integers; and what is copied should be small.
         per_block = max(1, 16 * chunk // itemsize) if out is x or reduce.widens else 2**30
-    elif algorithm is recursive_doubling:
-        per_block = max(1, chunk // itemsize)
     elif algorithm not in (ring, direct):
         per_block = max(1, 2 * chunk // itemsize)  # the first message is half of a block
     blocks = shards_of(len(x), -(-len(x) // per_block))

@@ -112,9 +112,6 @@ class _Recorded(Reduction):
     def merge(self, partial: Any, other: Any) -> None:
         self._steps.append(functools.partial(self._real.merge, partial, other))
 
-    def add(self, first: Any, second: Any, out: Any) -> None:
-        self._steps.append(functools.partial(self._real.add, first, second, out))
-
     def complete(self, partial: Any, x: Any, out: Any) -> None:
         self._steps.append(functools.partial(self._real.complete, partial, x, out))
 
