@@ -73,6 +73,16 @@ def floats_are_near_the_exact_sum() -> None:
                 np.testing.assert_array_equal(largest, np.max(everyones, 0))
 
 
+def nan_has_the_same_bits_everywhere() -> None:
+    """Each rank brings a NaN of its own, and partners see two of them."""
+    for _, allreduce in dense_algorithms():
+        for op in ("sum", "max"):
+            x = np.full(SIZES[-1], 0x7FC00001 + world.rank, np.uint32).view(np.float32)
+            got = allreduce(x, op=op, chunk=CHUNK)
+            assert np.isnan(got).all()
+            assert_same_everywhere(got)
+
+
 def direct_adds_in_rank_order() -> None:
     for dtype in ("float32", "float64"):
         everyones = arrays(3001, dtype)
