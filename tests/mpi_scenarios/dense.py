@@ -74,8 +74,11 @@ def floats_are_near_the_exact_sum() -> None:
 
 
 def nan_has_the_same_bits_everywhere() -> None:
-    """Each rank brings a NaN of its own, and partners see two of them."""
-    for _, allreduce in dense_algorithms():
+    """Each rank brings a NaN of its own, and partners see two of them.  Which one is left when MPI
+    adds up is up to MPI, and under MPICH to the rank."""
+    for name, allreduce in dense_algorithms():
+        if name == "mpi":
+            continue
         for op in ("sum", "max"):
             x = np.full(SIZES[-1], 0x7FC00001 + world.rank, np.uint32).view(np.float32)
             got = allreduce(x, op=op, chunk=CHUNK)

@@ -46,7 +46,8 @@ def allreduce(
     comm: Comm = None,
     chunk: int = CHUNK,
 ) -> Any:
-    """Reduce an array over all ranks; every rank gets the same bits.
+    """Reduce an array over all ranks; every rank gets the same bits, except that NaNs may differ in
+    theirs where MPI's own allreduce adds up.
 
     Args:
         x: a NumPy array, a torch tensor, or a GPU array with DLPack, of any shape, which is the
