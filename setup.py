@@ -37,7 +37,7 @@ class build_all(build):
 
 native = Pybind11Extension(
     "hvd_compress.kernels.native",
-    [f"hvd_compress/kernels/{name}.cpp" for name in ("native", "codecs", "halves")],
+    [f"hvd_compress/kernels/{name}.cpp" for name in ("native", "codecs", "halves", "plans")],
     depends=[f"hvd_compress/kernels/{name}.h" for name in ("common", "loops", "codecs", "halves")],
     cxx_std=17,
     extra_compile_args=["-O3", "-ffp-contract=off", "-pthread"],

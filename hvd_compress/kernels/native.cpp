@@ -630,6 +630,7 @@ void stream(const Array<Index>& addresses, const std::vector<Index>& sizes, int 
 
 void add_codecs(py::module_& m);  // of codecs.cpp
 void add_halves(py::module_& m);  // of halves.cpp
+void add_plans(py::module_& m);   // of plans.cpp
 
 PYBIND11_MODULE(native, m) {
   py::class_<Selection>(m, "Selection")
@@ -649,4 +650,6 @@ PYBIND11_MODULE(native, m) {
   add_codecs(codecs);
   auto halves = m.def_submodule("halves");
   add_halves(halves);
+  auto plans = m.def_submodule("plans");
+  add_plans(plans);
 }

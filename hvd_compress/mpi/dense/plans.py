@@ -3,11 +3,13 @@ algorithm does with arrays of one kind is recorded once, and repeated.
 
 A plan has buffers of its own, and MPI's persistent requests for the messages between them.  It
 makes the same additions in the same order as the algorithm, and a call copies the array in, starts
-and awaits the requests, and copies the result out.
+and awaits the requests, and copies the result out.  Where the loops are compiled, they take the
+steps, see kernels/plans.cpp, until a message takes long.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from hvd_compress import kernels
 from hvd_compress.mpi.transport.arrays import Flat
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.progress import Message, Wait, complete_wait
@@ -40,22 +43,42 @@ class Plan:
         self._comm = comm
         self._call: object = None
         self._steps: list[Callable[[], object]] = []
-        reduction = _Recorded(self._steps, op, dtype, comm.size)
+        self._waits: dict[int, Wait] = {}  # by step
+        #: the same steps, which is faster; it leaves to Python those that it cannot take
+        self._program = _new_program()
+        reduction = _Recorded(self._compute, op, dtype, comm.size)
         self._x, self._out = reduction.scratch_of_dtype(n), reduction.scratch_of_dtype(n)
         channel = _Recorder(comm, comm.tags - _TAG)
         for wait in algorithm(channel, self._x, self._out, reduction):
             self._start(channel)
-            self._steps.append(functools.partial(self._await, wait))
+            self._await(wait)
         self._start(channel)
         self._requests, self._bytes = channel.requests, channel.bytes_sent
         comm.bytes_sent -= self._bytes  # nothing has been sent yet
 
     def _start(self, channel: _Recorder) -> None:
-        if started := channel.started():
-            self._steps += [request.Start for request in started]
+        if requests := channel.started():
+            self._steps.append(functools.partial(MPI.Prequest.Startall, requests))
+            if self._program is not None:
+                self._program.start(list(map(MPI._addressof, requests)))
 
     def _await(self, wait: Wait) -> None:
+        self._waits[len(self._steps)] = wait
+        self._steps.append(functools.partial(self._complete, wait))
+        if self._program is not None:
+            self._program.wait(
+                list(map(MPI._addressof, wait.requests)),
+                [size if m.incoming else -1 for m in wait.messages for size in m.sizes],
+                list(map(MPI._addressof, wait.statuses)),
+            )
+
+    def _complete(self, wait: Wait) -> None:
         complete_wait(self._comm, wait, self._call)
+
+    def _compute(self, step: Callable[[], object], compiled: tuple[Any, ...] | None) -> None:
+        self._steps.append(step)
+        if self._program is not None:
+            self._program.leave() if compiled is None else self._program.compute(*compiled)
 
     def run(self, x: np.ndarray, out: np.ndarray, call: object) -> None:
         """Reduce ``x`` into ``out``, which may be ``x``; ``call`` is for messages."""
@@ -63,17 +86,54 @@ class Plan:
         self._call = call
         self._x[:] = x
         try:
-            for step in self._steps:
-                step()
+            self._run()
         except BaseException as error:  # MPI may go on writing to the buffers
             self._comm.give_up(f"{call}: {error!r}", [self])
             raise
         self._comm.bytes_sent += self._bytes
         out[:] = self._out
 
+    def _run(self) -> None:
+        at, end = 0, len(self._steps)
+        while at < end:
+            # A program moves nothing on but its own messages.
+            if self._program is not None and not self._comm.under_way:
+                at = self._program.run(at)
+                if self._program.failed:
+                    self._fail(at)
+                if at == end:
+                    return
+            self._steps[at]()
+            at += 1
+
+    def _fail(self, at: int) -> None:
+        """Raise what was wrong in a step of the program."""
+        error = MPI.Exception(self._program.error) if self._program.error else None
+        if at in self._waits:
+            self._waits[at].end(error)
+        elif error is not None:
+            raise error
+
     def free(self) -> None:
         for request in self._requests:
             request.Free()
+
+
+@functools.cache
+def _mpi() -> tuple[Any, ...] | None:
+    """Return what a program needs to call MPI, or ``None`` where that is not to be found."""
+    names = "MPI_Startall", "MPI_Testall", "MPI_Get_count"
+    try:
+        library = ctypes.CDLL(MPI.__file__)
+        functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
+    except (AttributeError, OSError):
+        return None
+    return functions, MPI._addressof(MPI.BYTE), MPI._sizeof(MPI.Request), MPI._sizeof(MPI.Status)
+
+
+def _new_program() -> Any:
+    mpi = None if kernels.native is None else _mpi()
+    return None if mpi is None else kernels.native.plans.Program(*mpi)
 
 
 class _Recorder(Channel):
@@ -97,26 +157,42 @@ class _Recorder(Channel):
 
 
 class _Recorded(Reduction):
-    """Notes what is to be computed."""
+    """Notes what is to be computed: a step for Python, and the arguments of a program's, or ``None``
+    where it has no such step."""
 
-    def __init__(self, steps: list[Callable[[], object]], op: str, dtype: str, size: int) -> None:
+    def __init__(self, note: Callable[..., None], op: str, dtype: str, size: int) -> None:
         super().__init__(op, dtype, size)
-        self._steps, self._real = steps, Reduction(op, dtype, size)
+        self._note, self._real = note, Reduction(op, dtype, size)
+        self._is_compiled = dtype in ("float32", "float64") and op != "max"
+        self._divisor = size if op == "mean" else 1
 
     def widen(self, x: Any, out: Any) -> None:
-        self._steps.append(functools.partial(self._real.widen, x, out))
+        self._compute(functools.partial(self._real.widen, x, out), out, x)
 
     def combine(self, partial: Any, x: Any) -> None:
-        self._steps.append(functools.partial(self._real.combine, partial, x))
+        self._compute(functools.partial(self._real.combine, partial, x), partial, partial, x)
 
     def merge(self, partial: Any, other: Any) -> None:
-        self._steps.append(functools.partial(self._real.merge, partial, other))
+        step = functools.partial(self._real.merge, partial, other)
+        self._compute(step, partial, partial, other)
 
     def complete(self, partial: Any, x: Any, out: Any) -> None:
-        self._steps.append(functools.partial(self._real.complete, partial, x, out))
+        step = functools.partial(self._real.complete, partial, x, out)
+        self._compute(step, out, partial, x, self._divisor)
 
     def finish(self, partial: Any, out: Any) -> None:
-        self._steps.append(functools.partial(self._real.finish, partial, out))
+        step = functools.partial(self._real.finish, partial, out)
+        self._compute(step, out, partial, None, self._divisor)
+
+    def _compute(
+        self, step: Callable[[], object], out: Any, x: Any, y: Any = None, by: int = 1
+    ) -> None:
+        """Note ``out = (x + y) / by``."""
+        compiled = None
+        if self._is_compiled:
+            others = 0 if y is None else y.ctypes.data
+            compiled = out.ctypes.data, x.ctypes.data, others, by, len(out), out.itemsize
+        self._note(step, compiled)
 
 
 def plan_of(

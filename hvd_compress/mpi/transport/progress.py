@@ -90,13 +90,20 @@ class Wait:
             if not MPI.Request.Testall(self.requests, self.statuses):
                 return False
         except MPI.Exception as error:
+            self.end(error)
+        self.end()
+        return True
+
+    def end(self, error: MPI.Exception | None = None) -> None:
+        """Raise if MPI said ``error``, or if a message had another size, by the statuses."""
+        if error is not None:
             bad = {
                 peer
                 for peer, _, status in self._arrived()
                 if MPI.Get_error_class(status.Get_error()) == MPI.ERR_TRUNCATE
             }
             if not bad:
-                raise
+                raise error
             raise MismatchError(
                 f"{_ranks(sorted(bad))} sent more than was expected in {self.phase}: {_DIFFER}"
             ) from error
@@ -106,7 +113,6 @@ class Wait:
                     f"rank {peer} sent {status.Get_count(MPI.BYTE)} bytes where {size} were "
                     f"expected in {self.phase}: {_DIFFER}"
                 )
-        return True
 
     def _arrived(self) -> Iterator[tuple[int, int, Any]]:
         """Yield (rank, bytes expected, status) of the pieces that come in."""
