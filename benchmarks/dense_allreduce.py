@@ -55,6 +55,7 @@ def contenders(x: np.ndarray, out: np.ndarray) -> dict[str, Callable[[], object]
         "MPI_Iallreduce": lambda: mpi.allreduce(x, algorithm="mpi", out=out, comm=comm),
         "ring": lambda: mpi.ring_allreduce(x, out=out, comm=comm),
         "halving-doubling": lambda: mpi.halving_doubling_allreduce(x, out=out, comm=comm),
+        "recursive doubling": lambda: mpi.recursive_doubling_allreduce(x, out=out, comm=comm),
         "direct": lambda: mpi.direct_allreduce(x, out=out, comm=comm),
         "auto": lambda: mpi.allreduce(x, out=out, comm=comm),
     }

@@ -66,7 +66,7 @@ from hvd_compress.stats import human_bytes
 from mpi_examples.report import save
 
 comm = mpi.Communicator(checks=0)  # which are for the first steps of a training
-ALGORITHMS = ("direct", "halving_doubling", "ring", "mpi")
+ALGORITHMS = ("direct", "halving_doubling", "recursive_doubling", "ring", "mpi")
 COLORS = dict(zip(ALGORITHMS, plt.colormaps["tab10"].colors, strict=False))
 
 

@@ -50,6 +50,7 @@ def sizes_differ() -> None:
     functions: dict[str, Callable[..., Any]] = {
         "ring": mpi.ring_allreduce,
         "direct": mpi.direct_allreduce,
+        "recursive_doubling": mpi.recursive_doubling_allreduce,
         "halving_doubling": mpi.halving_doubling_allreduce,
         # Short columns, since the padding of frames may hide small differences.
         "quantized": lambda x, comm: mpi.quantized_allreduce(

@@ -35,7 +35,7 @@ from unittest import mock
 import mpi4py
 import numpy as np
 
-from hvd_compress.mpi.dense import native
+from hvd_compress.mpi.dense import native, plans
 from hvd_compress.mpi.transport import communicator, nodes, progress
 from hvd_compress.mpi.tuning import measuring
 
@@ -565,6 +565,7 @@ class Simulation:
             ),
             mock.patch.multiple(communicator, _alive=alive, _keyvals=[]),
             mock.patch.object(native, "_op", lambda name: name),
+            mock.patch.object(plans, "_new_program", return_value=None),  # it calls the real MPI
             # Nothing is measured here; constants are needed all the same, of few messages.
             mock.patch.multiple(measuring, _CHUNK=256, _CHUNKS=2, _SIZES=(8, 64), _COUNTS=(16, 32)),
             mock.patch.object(

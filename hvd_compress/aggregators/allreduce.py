@@ -16,7 +16,10 @@ from hvd_compress.operators import random_k
 from hvd_compress.transforms import momentum_after_averaging
 
 #: how arrays are added up, over MPI
-ALGORITHMS = (None, "auto", "direct", "halving_doubling", "hierarchical", "ring")
+ALGORITHMS = (
+    *(None, "auto", "direct", "halving_doubling", "hierarchical"),
+    *("recursive_doubling", "ring"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +33,10 @@ class allreduce(Aggregator, name="allreduce"):
             does (``top_k``) is a TypeError: sums of different coordinates mean nothing.
         unbiased: scale what was selected by n/k, so that its expectation is the gradient.  Not to
             be combined with error feedback, which needs the unscaled elements.
-        algorithm: over MPI "direct", "ring", "halving_doubling", "hierarchical", which adds up
-            inside of nodes first, or "auto", what a model measured on the communicator expects to
-            be fastest.  ``None`` takes the engine's own: "direct" over MPI, and what the library
-            chooses elsewhere.
+        algorithm: over MPI "direct", "ring", "halving_doubling", "recursive_doubling",
+            "hierarchical", which adds up inside of nodes first, or "auto", what a model measured on
+            the communicator expects to be fastest.  ``None`` takes the engine's own: "direct" over
+            MPI, and what the library chooses elsewhere.
     """
 
     wire: str | None = None

@@ -13,8 +13,7 @@ namespace {
 
 using Address = std::uintptr_t;
 
-constexpr int kLooks = 2000;    // at one wait: most small messages come sooner
-constexpr int kImpatient = 20;  // looks after which other processes may have the core
+constexpr int kPatience = 20;  // looks at one wait before other processes may have the core
 
 // Handles are integers in some MPIs and pointers in others, so they are bytes here.  Calls return
 // 0 if they succeed.  A datatype that is an integer is passed as a pointer's lower half, which is the
@@ -78,14 +77,15 @@ class Program {
   void leave() { steps_.push_back(Step{kLeave}); }
 
   // Run the steps from `first` on, and return the number of the step that is left to the caller:
-  // one of its own, or a wait that takes long or has failed; that of the steps at the end.
-  int run(int first) {
+  // one of its own, or a wait that has failed or is not over after so many looks; that of the steps
+  // at the end.
+  int run(int first, int looks) {
     py::gil_scoped_release release;
     failed_ = false;
     error_ = 0;
     const int end = static_cast<int>(steps_.size());
     for (int i = std::max(first, 0); i < end; ++i)
-      if (!take(steps_[i])) return i;
+      if (!take(steps_[i], looks)) return i;
     return end;
   }
 
@@ -120,14 +120,14 @@ class Program {
     return handles;
   }
 
-  bool take(Step& step) {
+  bool take(Step& step, int looks) {
     switch (step.kind) {
       case kStart:
         error_ = mpi_.startall(step.count, step.handles.data());
         failed_ = error_ != 0;
         return !failed_;
       case kWait:
-        return await(step);
+        return await(step, looks);
       case kCompute:
         step.itemsize == 4 ? reduce<float>(step) : reduce<double>(step);
         return true;
@@ -137,13 +137,13 @@ class Program {
     return false;
   }
 
-  bool await(Step& step) {
-    for (int look = 0; look < kLooks; ++look) {
+  bool await(Step& step, int looks) {
+    for (int look = 0; look < looks; ++look) {
       int done = 0;
       error_ = mpi_.testall(step.count, step.handles.data(), &done, step.found.data());
       if (error_ || (done && !all_arrived(step))) return fail(step);
       if (done) return true;
-      if (look >= kImpatient) sched_yield();
+      if (look >= kPatience) sched_yield();
     }
     return false;
   }
@@ -170,7 +170,8 @@ class Program {
     T* out = reinterpret_cast<T*>(step.out);
     const T *x = reinterpret_cast<const T*>(step.x), *y = reinterpret_cast<const T*>(step.y);
     if (y)
-      for (Index i = 0; i < step.n; ++i) out[i] = x[i] + y[i];
+      // Of two NaNs the first is left, as in NumPy; a compiler may take the operands in any order.
+      for (Index i = 0; i < step.n; ++i) out[i] = x[i] != x[i] ? x[i] + T(0) : x[i] + y[i];
     else if (x != out)
       std::memmove(out, x, static_cast<std::size_t>(step.n) * sizeof(T));
     if (step.by != 1)

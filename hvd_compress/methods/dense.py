@@ -40,8 +40,8 @@ class NoCompression(_Dense, name="none"):
     """The average as it is: 32 bits an element, 16 of half-precision gradients.  No state.
 
     Options:
-        algorithm: over MPI "ring", "halving_doubling", "direct", "hierarchical" or "auto"; ``None``
-            leaves it to the engine.
+        algorithm: over MPI "ring", "halving_doubling", "recursive_doubling", "direct",
+            "hierarchical" or "auto"; ``None`` leaves it to the engine.
         rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
             :mod:`hvd_compress.rows`.
     """
@@ -56,8 +56,8 @@ class FP16(_Dense, name="fp16"):
     Values beyond 65504 become Inf on every rank, below 6e-8 zero: use loss scaling.
 
     Options:
-        algorithm: over MPI "ring", "halving_doubling", "direct", "hierarchical" or "auto"; ``None``
-            leaves it to the engine.
+        algorithm: over MPI "ring", "halving_doubling", "recursive_doubling", "direct",
+            "hierarchical" or "auto"; ``None`` leaves it to the engine.
         rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
             :mod:`hvd_compress.rows`.
     """
@@ -75,8 +75,8 @@ class BF16(_Dense, name="bf16"):
     significand.  No state.
 
     Options:
-        algorithm: over MPI "ring", "halving_doubling", "direct", "hierarchical" or "auto"; ``None``
-            leaves it to the engine.
+        algorithm: over MPI "ring", "halving_doubling", "recursive_doubling", "direct",
+            "hierarchical" or "auto"; ``None`` leaves it to the engine.
         rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
             :mod:`hvd_compress.rows`.
     """

@@ -26,6 +26,7 @@ from hvd_compress.mpi.dense.allreduce import (
     allreduce,
     direct_allreduce,
     halving_doubling_allreduce,
+    recursive_doubling_allreduce,
     ring_allreduce,
 )
 from hvd_compress.mpi.dense.hierarchical import hierarchical_allreduce
@@ -60,6 +61,7 @@ __all__ = [
     "hierarchical_sparse_allreduce",
     "measure",
     "quantized_allreduce",
+    "recursive_doubling_allreduce",
     "ring_allreduce",
     "sparse_allgather",
     "sparse_allreduce",

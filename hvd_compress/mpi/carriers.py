@@ -113,7 +113,7 @@ def _allreduce(
         name = "auto"
     if name == "auto":
         name = model_of(comm).fastest(nbytes, flat.dtype, among=_DENSE)
-    cuts = 1 if name == "halving_doubling" else comm.size
+    cuts = 1 if "doubling" in name else comm.size
     chunk = max(CHUNK, -(-nbytes // (cuts * _BLOCKS)))
     return start(comm, call, ALGORITHMS[name], flat, flat.array, op, chunk, channel=channel)
 

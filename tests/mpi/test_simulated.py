@@ -95,6 +95,7 @@ def dense(vector, n, dtype="float64"):
 
 DENSE = {
     "direct": mpi.direct_allreduce,
+    "recursive doubling": mpi.recursive_doubling_allreduce,
     "ring": mpi.ring_allreduce,
     "binary blocks": mpi.halving_doubling_allreduce,
     "fold": functools.partial(mpi.halving_doubling_allreduce, remainder="fold"),
@@ -112,7 +113,7 @@ DENSE = {
     chunk=st.sampled_from([64, 256, 4096]),
     segment=st.sampled_from([0, 24]),
     in_place=st.booleans(),
-    across=st.sampled_from(["ring", "direct", "halving_doubling", "mpi"]),
+    across=st.sampled_from(["ring", "direct", "halving_doubling", "recursive_doubling", "mpi"]),
     ranks_per_node=st.integers(1, 7),
 )
 def test_dense_sums(

@@ -12,7 +12,10 @@ from hvd_compress.mpi import carriers
 from tests.mpi_scenarios.common import assert_same_everywhere, raises, world
 
 SHAPES = {"w1": (40, 30), "b1": (30,), "w2": (300, 20), "one": (1,), "none": (0,)}
-DENSE = (None, "auto", "direct", "halving_doubling", "hierarchical", "ring")
+DENSE = (
+    *(None, "auto", "direct", "halving_doubling", "hierarchical"),
+    *("recursive_doubling", "ring"),
+)
 SPARSE = ("allgather", "auto", "hierarchical", "recursive_doubling", "split_allgather")
 
 

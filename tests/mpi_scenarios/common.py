@@ -40,6 +40,7 @@ def assert_same_everywhere(*values: Any) -> None:
 def dense_algorithms() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every dense allreduce, with its name."""
     yield "direct", mpi.direct_allreduce
+    yield "recursive doubling", mpi.recursive_doubling_allreduce
     yield "ring", mpi.ring_allreduce
     yield "binary blocks", mpi.halving_doubling_allreduce
     yield (

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 
 import numpy as np
 
-from hvd_compress import mpi
+from hvd_compress import kernels, mpi
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.dense import plans
 from hvd_compress.mpi.dense.allreduce import start
 from hvd_compress.mpi.dense.direct_allreduce import direct
 from hvd_compress.mpi.dense.halving_doubling import halving_doubling
+from hvd_compress.mpi.dense.recursive_doubling import recursive_doubling
 from hvd_compress.mpi.dense.ring import ring
 from hvd_compress.mpi.transport.arrays import flatten
 from tests.mpi_scenarios.common import (
@@ -31,6 +33,7 @@ if world.size > 8:  # more ranks than cores take their time
     SIZES = (0, 1, world.size + 1, 2003)
 REPEATED = {
     "direct": direct,
+    "recursive doubling": recursive_doubling,
     "ring": ring,
     "binary blocks": halving_doubling,
     "fold": functools.partial(halving_doubling, remainder="fold"),
@@ -117,6 +120,40 @@ def what_is_repeated_has_the_bits_of_the_algorithm() -> None:
         assert comm.bytes_sent - begin == 3 * sent
     kinds = len(REPEATED) * len(sizes) * 2
     assert len(comm.plans) == (0 if world.size == 1 else min(kinds, plans.KINDS))
+    comm.free()
+
+
+def programs_take_the_steps_that_python_takes() -> None:
+    """With a NaN of each rank's own, if a rank is late, and if other messages are under way."""
+    comm = mpi.Communicator(checks=0)
+    random, everything = np.random.default_rng(world.rank), np.ones(200_000)
+    for name, dtype, op in itertools.product(REPEATED, ("float32", "float64"), ("sum", "mean")):
+        allreduce, x = dict(dense_algorithms())[name], random.standard_normal(301).astype(dtype)
+        x[::7] = np.array(0x7FC00001 + world.rank, np.uint32).view(np.float32)
+        want, got = np.empty_like(x), np.empty_like(x)
+        start(comm, "once", REPEATED[name], flatten(x), want, op).wait()
+
+        def is_good() -> None:
+            allreduce(x, op=op, out=got, comm=comm)  # noqa: B023
+            np.testing.assert_array_equal(got, want)  # noqa: B023
+            assert_same_everywhere(got)  # noqa: B023
+
+        is_good()
+        if world.size == 1:
+            continue
+        plan = next(reversed(comm.plans.values()))
+        program = plan._program
+        assert (program is not None) == kernels.is_compiled()
+        for plan._program in (None, program):
+            is_good()
+        if world.rank == world.size - 1:
+            time.sleep(0.01)  # programs do not look for so long
+        is_good()
+        sums = everything.copy()
+        other = start(comm, "meanwhile", ring, flatten(everything), sums, "sum")
+        is_good()
+        other.wait()
+        assert (sums == world.size).all()
     comm.free()
 
 

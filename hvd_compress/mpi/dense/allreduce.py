@@ -13,7 +13,8 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense.direct_allreduce import direct
 from hvd_compress.mpi.dense.halving_doubling import REMAINDERS, halving_doubling
 from hvd_compress.mpi.dense.native import at_once, native
-from hvd_compress.mpi.dense.plans import LARGEST, plan_of
+from hvd_compress.mpi.dense.plans import LARGEST, known_plan, plan_of
+from hvd_compress.mpi.dense.recursive_doubling import recursive_doubling
 from hvd_compress.mpi.dense.ring import ring
 from hvd_compress.mpi.transport.arrays import HALVES, Flat, describe, flatten
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes
@@ -29,12 +30,13 @@ ALGORITHMS: dict[str, Algorithm] = {
     "direct": direct,
     "halving_doubling": halving_doubling,
     "mpi": native,
+    "recursive_doubling": recursive_doubling,
     "ring": ring,
 }
 #: bytes of one message, and the number of blocks of an array that are in flight at once
 CHUNK, DEPTH = 512 * 1024, 4
-#: kinds of arrays whose algorithm is remembered, and the mark of those that MPI takes as they are
-_KINDS, _AT_ONCE = 4096, "mpi, at once"
+#: kinds of arrays whose algorithm is remembered
+_KINDS = 4096
 
 
 def allreduce(
@@ -54,8 +56,9 @@ def allreduce(
             same on all ranks; float16, bfloat16, float32, float64 or integers.  Half precisions
             are added in float32 and rounded once.
         op: "sum", "mean" (floats only) or "max" (NaN counts as largest).
-        algorithm: "ring", "halving_doubling", "direct", "mpi" (MPI's own), or "auto": the one that
-            a model measured on this communicator expects to be fastest, see :class:`.CostModel`.
+        algorithm: "ring", "halving_doubling", "recursive_doubling", "direct", "mpi" (MPI's own), or
+            "auto": the one that a model measured on this communicator expects to be fastest, see
+            :class:`.CostModel`.
         out: the array for the result, of the shape and dtype of ``x``; ``out=x`` works in place,
             and ``None`` makes a new array.
         comm: the communicator; ``None`` for all ranks.
@@ -75,13 +78,11 @@ def allreduce(
     if type(x) is np.ndarray and not communicator.checks:
         # What a small array takes is mostly Python, and a kind seen before takes little of it.
         kind = x.dtype, x.shape, op, algorithm, chunk
-        name = communicator.choices.get(kind)
-        if name == _AT_ONCE:
+        name, is_short = communicator.choices.get(kind, (None, False))
+        if name is not None and is_short:
             target = np.empty(x.shape, x.dtype) if out is None else out
-            if _is_plain(x, target):
-                at_once(communicator, x, target, op, lambda: Call(x, op, "mpi"))
+            if _is_plain(x, target) and _at_once(x, target, op, name, communicator):
                 return target
-            name = "mpi"
     if name is None and algorithm != "auto" and algorithm not in ALGORITHMS:
         raise ConfigError(f"algorithm={algorithm!r} is not one of auto, {', '.join(ALGORITHMS)}")
     _check_chunk(chunk)
@@ -93,7 +94,9 @@ def allreduce(
             name = model_of(communicator).fastest(nbytes(flat.array), flat.dtype)
     done = _reduce(ALGORITHMS[name], name, x, flat, op, out, communicator, chunk)
     if kind is not None:
-        _remember(communicator.choices, kind, name, flat)
+        is_mpi = name == "mpi" and 0 < flat.array.nbytes <= 16 * CHUNK
+        is_short = is_mpi or _is_repeated(ALGORITHMS[name], flat, communicator, chunk)
+        _remember(communicator.choices, kind, name, is_short and flat.dtype not in HALVES)
     return done
 
 
@@ -113,11 +116,23 @@ def _is_plain(x: np.ndarray, out: Any) -> bool:
     )
 
 
-def _remember(choices: dict[Any, str], kind: tuple[Any, ...], name: str, flat: Flat) -> None:
+def _at_once(x: np.ndarray, out: np.ndarray, op: str, name: str, comm: Communicator) -> bool:
+    """Reduce with next to nothing around it, and return whether that could be done."""
+    if name == "mpi":
+        at_once(comm, x, out, op, lambda: Call(x, op, name))
+        return True
+    plan = known_plan(comm, (name, op, x.dtype, x.size))
+    if plan is not None:
+        plan.run(x.reshape(-1), out.reshape(-1), Call(x, op, name))
+    return plan is not None
+
+
+def _remember(
+    choices: dict[Any, tuple[str, bool]], kind: tuple[Any, ...], name: str, is_short: bool
+) -> None:
     if len(choices) >= _KINDS:
         choices.clear()
-    is_one_call = 0 < flat.array.nbytes <= 16 * CHUNK and flat.dtype not in HALVES
-    choices[kind] = _AT_ONCE if name == "mpi" and is_one_call else name
+    choices[kind] = name, is_short
 
 
 def ring_allreduce(
@@ -149,6 +164,14 @@ def halving_doubling_allreduce(
     algorithm = functools.partial(halving_doubling, remainder=remainder)
     name = f"halving_doubling, {remainder}"
     return _run(algorithm, name, x, op, out, Communicator.of(comm), chunk)
+
+
+def recursive_doubling_allreduce(
+    x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
+) -> Any:
+    """Run :func:`allreduce` by recursive doubling: log2 P rounds, each rank sends n log2 P bytes;
+    elements are always added in the same order."""
+    return _run(recursive_doubling, "recursive_doubling", x, op, out, Communicator.of(comm), chunk)
 
 
 def direct_allreduce(
@@ -250,6 +273,8 @@ def start(
     if algorithm is native:
         # Counts of MPI-3 are 32-bit integers; and what is copied should be small.
         per_block = max(1, 16 * chunk // itemsize) if out is x or reduce.widens else 2**30
+    elif algorithm is recursive_doubling:
+        per_block = max(1, chunk // itemsize)
     elif algorithm not in (ring, direct):
         per_block = max(1, 2 * chunk // itemsize)  # the first message is half of a block
     blocks = shards_of(len(x), -(-len(x) // per_block))

@@ -18,15 +18,20 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress import kernels
-from hvd_compress.mpi.transport.arrays import Flat
+from hvd_compress.mpi.transport.arrays import HALVES, Flat
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.progress import Message, Wait, complete_wait
 from hvd_compress.mpi.transport.reduction import Reduction
 
 #: the bytes of the largest array, and the number of kinds that a communicator has plans for
 LARGEST, KINDS = 64 * 1024, 64
+#: looks of a program at one wait, before Python waits: most small messages come sooner
+_LOOKS = 2000
 #: counted from the end of a communicator's tags, of which the last one is for notes
 _TAG = 2
+
+#: the algorithm, the operation, the dtype (a text for half precisions), and the number of elements
+Kind = tuple[str, str, Any, int]
 
 
 class Plan:
@@ -58,7 +63,7 @@ class Plan:
 
     def _start(self, channel: _Recorder) -> None:
         if requests := channel.started():
-            self._steps.append(functools.partial(MPI.Prequest.Startall, requests))
+            self._steps.append(functools.partial(_start, requests))
             if self._program is not None:
                 self._program.start(list(map(MPI._addressof, requests)))
 
@@ -96,9 +101,9 @@ class Plan:
     def _run(self) -> None:
         at, end = 0, len(self._steps)
         while at < end:
-            # A program moves nothing on but its own messages.
-            if self._program is not None and not self._comm.under_way:
-                at = self._program.run(at)
+            if self._program is not None:
+                # It moves nothing on but its own messages, and others must not wait for that.
+                at = self._program.run(at, 0 if self._comm.under_way else _LOOKS)
                 if self._program.failed:
                     self._fail(at)
                 if at == end:
@@ -117,6 +122,11 @@ class Plan:
     def free(self) -> None:
         for request in self._requests:
             request.Free()
+
+
+def _start(requests: list[MPI.Prequest]) -> None:
+    for request in requests:
+        request.Start()
 
 
 @functools.cache
@@ -157,8 +167,8 @@ class _Recorder(Channel):
 
 
 class _Recorded(Reduction):
-    """Notes what is to be computed: a step for Python, and the arguments of a program's, or ``None``
-    where it has no such step."""
+    """Notes what is to be computed: a step for Python, and the arguments of a program's, or
+    ``None`` where it has no such step."""
 
     def __init__(self, note: Callable[..., None], op: str, dtype: str, size: int) -> None:
         super().__init__(op, dtype, size)
@@ -175,6 +185,10 @@ class _Recorded(Reduction):
     def merge(self, partial: Any, other: Any) -> None:
         step = functools.partial(self._real.merge, partial, other)
         self._compute(step, partial, partial, other)
+
+    def add(self, first: Any, second: Any, out: Any) -> None:
+        step = functools.partial(self._real.add, first, second, out)
+        self._compute(step, out, first, second)
 
     def complete(self, partial: Any, x: Any, out: Any) -> None:
         step = functools.partial(self._real.complete, partial, x, out)
@@ -199,11 +213,19 @@ def plan_of(
     comm: Communicator, name: str, algorithm: Callable[..., Any], op: str, flat: Flat
 ) -> Plan:
     """Return the plan for arrays like ``flat``, which the first call makes."""
-    kind = name, op, flat.dtype, len(flat.array)
-    plan = comm.plans.pop(kind, None)
+    dtype = flat.dtype if flat.dtype in HALVES else flat.array.dtype
+    kind = name, op, dtype, len(flat.array)
+    plan = known_plan(comm, kind)
     if plan is None:
         if len(comm.plans) >= KINDS:  # the one whose last use is longest ago
             comm.plans.pop(next(iter(comm.plans))).free()
-        plan = Plan(comm, algorithm, op, flat.dtype, len(flat.array))
-    comm.plans[kind] = plan
+        plan = comm.plans[kind] = Plan(comm, algorithm, op, flat.dtype, len(flat.array))
+    return plan
+
+
+def known_plan(comm: Communicator, kind: Kind) -> Plan | None:
+    """Return the plan that was made for a kind of arrays, if it is still there."""
+    plan = comm.plans.pop(kind, None)
+    if plan is not None:
+        comm.plans[kind] = plan
     return plan

@@ -59,7 +59,8 @@ class Communicator:
         tags: the number of tags that are used in turn, one for each algorithm in flight.
         cost_model: the :class:`.CostModel` by which "auto" chooses; ``None`` until it is measured.
             Duplicates have the same.
-        choices: what "auto" chose, by kind of array, see :func:`.allreduce`.
+        choices: by kind of array, the algorithm, and whether it goes without much around it, see
+            :func:`.allreduce`.
         entries: the most entries of a rank in the last sparse allreduce by "auto", by its form.
         plans: what small arrays repeat, by kind, see :func:`.plan_of`; the last used one is last.
         bytes_sent: payload of all messages that this rank sent through this package so far.
@@ -161,7 +162,7 @@ class Communicator:
         self.entries.clear()
 
     @property
-    def choices(self) -> dict[Any, str]:
+    def choices(self) -> dict[Any, tuple[str, bool]]:
         return self._tuning.choices
 
     def duplicate(self) -> Communicator:
@@ -253,7 +254,7 @@ class _Tuning:
 
     def __init__(self) -> None:
         self.model: Any = None
-        self.choices: dict[Any, str] = {}
+        self.choices: dict[Any, tuple[str, bool]] = {}
 
 
 class Channel:

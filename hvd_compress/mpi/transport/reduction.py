@@ -76,6 +76,14 @@ class Reduction:
             with np.errstate(invalid="ignore", over="ignore"):
                 np.add(partial, other, out=partial)
 
+    def add(self, first: Any, second: Any, out: Any) -> None:
+        """Write the sum of two partial results, in this order, into ``out``, which is neither."""
+        if self.op == "max":
+            np.maximum(first, second, out=out)
+        else:
+            with np.errstate(invalid="ignore", over="ignore"):
+                np.add(first, second, out=out)
+
     def complete(self, partial: Any, x: Any, out: Any) -> None:
         """Do the last :meth:`combine`, and :meth:`finish`; ``out`` may be ``x``."""
         if self.widens:
@@ -139,6 +147,10 @@ class DeviceReduction(Reduction):
             self._torch.maximum(partial, other.to(partial.dtype), out=partial)
         else:
             partial.add_(other)
+        self._ready()
+
+    def add(self, first: Any, second: Any, out: Any) -> None:
+        (self._torch.maximum if self.op == "max" else self._torch.add)(first, second, out=out)
         self._ready()
 
     def finish(self, partial: Any, out: Any) -> None:

@@ -10,6 +10,7 @@ with one, in a fan with all at once.  P ranks, n bytes:
 ====================  ==================================================================
 ring                  2 (P-1) alpha + 2 n (P-1)/P beta + n (P-1)/P gamma
 halving_doubling      2 log2(P) alpha + 2 n (P-1)/P beta_pair + n (P-1)/P gamma
+recursive_doubling    log2(P) (alpha + n beta_pair + n gamma)
 direct                2 alpha + 2 (P-2) overhead + 2 n (P-1)/P beta_fan + n (P-1)/P gamma
 mpi                   not modelled but measured
 ====================  ==================================================================
@@ -33,7 +34,7 @@ import numpy as np
 from hvd_compress.config import is_number, is_whole
 from hvd_compress.errors import ConfigError
 
-DENSE = ("direct", "halving_doubling", "mpi", "ring")
+DENSE = ("direct", "halving_doubling", "mpi", "recursive_doubling", "ring")
 #: those that lose nothing
 SPARSE = ("allgather", "recursive_doubling", "split_allgather")
 #: one element in so many is an entry where sparse algorithms are measured
@@ -107,6 +108,11 @@ class CostModel:
         """
         if algorithm == "mpi":
             raise ConfigError("MPI's own allreduce is known for the measured ranks only")
+        if algorithm == "recursive_doubling":
+            doublings = p.bit_length() - 1
+            folds = 1 if p & (p - 1) else 0  # the last ranks' arrays before, and results afterwards
+            sending = self.alpha + n * self._beta("pair")
+            return (doublings + 2 * folds) * sending + (doublings + folds) * n * self.gamma
         share = (p - 1) / p
         adding = n * share * self.gamma
         if algorithm == "ring":
@@ -139,8 +145,8 @@ class CostModel:
                 continue
             # Partial sums of half precisions are sent as float32, in some rounds or in all of them.
             wide = dtype in ("float16", "bfloat16")
-            factor = {"direct": 1.0, "mpi": 2.0}.get(name, 1.5) if wide else 1.0
-            costs[name] = self.seconds(name, int(n * factor))
+            factor = {"direct": 1.0, "mpi": 2.0, "recursive_doubling": 2.0}.get(name, 1.5)
+            costs[name] = self.seconds(name, int(n * factor) if wide else n)
         return min(costs, key=lambda name: (costs[name], name))
 
     def sparse_seconds(

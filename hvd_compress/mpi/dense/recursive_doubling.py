@@ -1,0 +1,45 @@
+"""Recursive doubling: partners at distance 1, 2, 4 ..., each time all of the data.
+
+log2 P rounds of one message out and one in, half as many as any algorithm that first adds up parts,
+and n log2 P bytes from every rank: for arrays so small that rounds count (Thakur, Rabenseifner,
+Gropp, 2005).  For P that is no power of two the last ranks give their array to one of the first
+before, and get the result from it afterwards.
+
+Both partners add the lower rank's partial sums to the higher one's, in this order and into other
+memory, so that all ranks hold the same bits, whatever NaNs are in them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.progress import Algorithm, Wait
+from hvd_compress.mpi.transport.reduction import Reduction
+
+
+def recursive_doubling(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
+    """Reduce the flat ``x`` into ``out``, which may be ``x``."""
+    rank, n = channel.rank, len(x)
+    rounds = channel.size.bit_length() - 1
+    core, extra = 1 << rounds, channel.size - (1 << rounds)
+    own, theirs, total = (reduction.scratch(n) for _ in range(3))
+    reduction.widen(x, own)
+    if rank >= core:
+        yield Wait([channel.send(own, rank - core)], "arrays of the last ranks")
+        yield Wait([channel.receive(out, rank - core)], "results for the last ranks")
+    else:
+        if rank < extra:
+            yield Wait([channel.receive(theirs, rank + core)], "arrays of the last ranks")
+            reduction.add(own, theirs, total)
+            own, total = total, own
+        for step in range(rounds):
+            peer = rank ^ (1 << step)
+            messages = [channel.receive(theirs, peer), channel.send(own, peer)]
+            yield Wait(messages, "recursive doubling", (step + 1, rounds))
+            reduction.add(*((own, theirs) if rank < peer else (theirs, own)), total)
+            own, total = total, own
+        reduction.finish(own, out)
+        if rank < extra:
+            yield Wait([channel.send(out, rank + core)], "results for the last ranks")
+    reduction.give_back(own, theirs, total)
