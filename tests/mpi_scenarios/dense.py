@@ -143,7 +143,8 @@ def programs_take_the_steps_that_python_takes() -> None:
             continue
         plan = next(reversed(comm.plans.values()))
         program = plan._program
-        assert (program is not None) == kernels.is_compiled()
+        if type(comm.mpi).__module__ == "mpi4py.MPI":  # and not simulated
+            assert (program is not None) == kernels.is_compiled()
         for plan._program in (None, program):
             is_good()
         if world.rank == world.size - 1:
