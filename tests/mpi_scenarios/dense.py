@@ -184,6 +184,10 @@ def shapes_and_views() -> None:
         np.testing.assert_array_equal(mpi.direct_allreduce(x), same)
     with raises(ConfigError, "read-only"):
         mpi.direct_allreduce(base.reshape(6, 10), out=read_only)
+    kept = base.copy()
+    kept.flags.writeable = False
+    with raises(ConfigError, "read-only"):
+        mpi.direct_allreduce(kept, out=kept)
     for _, allreduce in dense_algorithms():
         both = np.concatenate([base, base[:1]])
         total = allreduce(both[:-1].copy())

@@ -33,6 +33,11 @@ ALGORITHMS: dict[str, Algorithm] = {
     "recursive_doubling": recursive_doubling,
     "ring": ring,
 }
+#: with the form of one that has a function only
+_ALL: dict[str, Algorithm] = {
+    **ALGORITHMS,
+    "halving_doubling, fold": functools.partial(halving_doubling, remainder="fold"),
+}
 #: bytes of one message, and the number of blocks of an array that are in flight at once
 CHUNK, DEPTH = 512 * 1024, 4
 #: kinds of arrays whose algorithm is remembered
@@ -83,7 +88,7 @@ def allreduce(
             target = np.empty(x.shape, x.dtype) if out is None else out
             if _is_plain(x, target) and _at_once(x, target, op, name, communicator):
                 return target
-    if name is None and algorithm != "auto" and algorithm not in ALGORITHMS:
+    if name is None and algorithm != "auto" and algorithm not in _ALL:
         raise ConfigError(f"algorithm={algorithm!r} is not one of auto, {', '.join(ALGORITHMS)}")
     _check_chunk(chunk)
     flat = flatten(x)
@@ -92,10 +97,10 @@ def allreduce(
         name = algorithm
         if name == "auto":
             name = model_of(communicator).fastest(nbytes(flat.array), flat.dtype)
-    done = _reduce(ALGORITHMS[name], name, x, flat, op, out, communicator, chunk)
+    done = _reduce(_ALL[name], name, x, flat, op, out, communicator, chunk)
     if kind is not None:
         is_mpi = name == "mpi" and 0 < flat.array.nbytes <= 16 * CHUNK
-        is_short = is_mpi or _is_repeated(ALGORITHMS[name], flat, communicator, chunk)
+        is_short = is_mpi or _is_repeated(_ALL[name], flat, communicator, chunk)
         _remember(communicator.choices, kind, name, is_short and flat.dtype not in HALVES)
     return done
 
@@ -142,7 +147,7 @@ def ring_allreduce(
 
     The order of additions of an element depends on its place in the array.
     """
-    return _run(ring, "ring", x, op, out, Communicator.of(comm), chunk)
+    return allreduce(x, op=op, algorithm="ring", out=out, comm=comm, chunk=chunk)
 
 
 def halving_doubling_allreduce(
@@ -161,9 +166,8 @@ def halving_doubling_allreduce(
     """
     if remainder not in REMAINDERS:
         raise ConfigError(f"remainder={remainder!r} is not one of {', '.join(REMAINDERS)}")
-    algorithm = functools.partial(halving_doubling, remainder=remainder)
-    name = f"halving_doubling, {remainder}"
-    return _run(algorithm, name, x, op, out, Communicator.of(comm), chunk)
+    name = "halving_doubling, fold" if remainder == "fold" else "halving_doubling"
+    return allreduce(x, op=op, algorithm=name, out=out, comm=comm, chunk=chunk)
 
 
 def recursive_doubling_allreduce(
@@ -171,7 +175,7 @@ def recursive_doubling_allreduce(
 ) -> Any:
     """Run :func:`allreduce` by recursive doubling: log2 P rounds, each rank sends n log2 P bytes;
     elements are always added in the same order."""
-    return _run(recursive_doubling, "recursive_doubling", x, op, out, Communicator.of(comm), chunk)
+    return allreduce(x, op=op, algorithm="recursive_doubling", out=out, comm=comm, chunk=chunk)
 
 
 def direct_allreduce(
@@ -179,7 +183,7 @@ def direct_allreduce(
 ) -> Any:
     """Run :func:`allreduce` with two rounds of messages from each rank to each other; elements are
     always added in the order of the ranks."""
-    return _run(direct, "direct", x, op, out, Communicator.of(comm), chunk)
+    return allreduce(x, op=op, algorithm="direct", out=out, comm=comm, chunk=chunk)
 
 
 class Call(NamedTuple):
@@ -197,16 +201,6 @@ class Call(NamedTuple):
 def _check_chunk(chunk: int) -> None:
     if chunk < 64:
         raise ConfigError(f"chunk={chunk} bytes: at least 64")
-
-
-def _run(
-    algorithm: Algorithm, name: str, x: Any, op: str, out: Any, comm: Communicator, chunk: int
-) -> Any:
-    """Check, agree and reduce."""
-    _check_chunk(chunk)
-    flat = flatten(x)
-    comm.agree(Call(flat, op, name))
-    return _reduce(algorithm, name, x, flat, op, out, comm, chunk)
 
 
 def _reduce(
@@ -240,6 +234,8 @@ def _is_repeated(algorithm: Algorithm, flat: Flat, comm: Communicator, chunk: in
 def into(out: Any, x: Any, flat: Flat, run: Callable[[Any], object]) -> Any:
     """Put what ``run(result)`` makes in the array ``result`` into ``out``, or into a new array if
     that is ``None``; ``flat`` is ``x`` flat."""
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ConfigError("out is read-only: pass an array that can be written, or out=None")
     target = flat if out is x else _target(out, flat)
     if target is not flat and _overlap(target.array, flat.array):
         # A view of the whole of x is x.
@@ -298,8 +294,6 @@ def _target(out: Any, like: Flat) -> Flat:
             np.empty_like(array) if isinstance(array, np.ndarray) else array.new_empty(len(array))
         )
         return like._replace(array=fresh)
-    if isinstance(out, np.ndarray) and not out.flags.writeable:
-        raise ConfigError("out is read-only: pass an array that can be written, or out=None")
     target = flatten(out)
     if (target.dtype, target.shape) != (like.dtype, like.shape):
         raise ConfigError(
