@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import inspect
 import io
 import itertools
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import threading
 import warnings
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -688,3 +690,17 @@ def backward_passes_on_several_threads() -> None:
         assert not problems, problems
         optimizer.step()
     assert_same_everywhere(parts)
+
+
+def what_is_dropped_is_freed() -> None:
+    """Models that were optimised once do not stay in memory."""
+    for method in (SPARSE, NoCompression, PowerSGD):
+        model = make_model()
+        optimizer = distribute(sgd(model), model, method)
+        train(model, optimizer, range(3))
+        tensors = [*model.parameters(), *(p.grad for p in model.parameters())]
+        entries = [x for own in optimizer.state.values() for x in own.values()]
+        held = [weakref.ref(x) for x in (optimizer, optimizer.compression, *tensors, *entries)]
+        del model, optimizer, tensors, entries
+        gc.collect()
+        assert not [own() for own in held if own() is not None], method

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 import hvd_compress.torch.mpi as hvd
 from hvd_compress.errors import CompressionError
 from hvd_compress.torch import backend
-from tests.scenarios.common import loss_of, make_model, sgd
+from hvd_compress.torch.ddp import DDPState, ddp_hook
+from tests.scenarios.common import batch, loss_of, make_model, sgd
 
 hvd.init()
 
@@ -358,6 +359,23 @@ def test_what_is_dropped_is_freed(method):
         gc.enable()
     loss_of(model, 0, 1).backward()  # into nobody's hooks
     del model
+    gc.collect()
+    assert [reference() for reference in held] == [None] * len(held)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("method", ["none", "dgc:density=0.05,momentum=0.9", "powersgd", "onebit"])
+def test_what_a_hook_of_ddp_has_seen_is_freed(method, mesh):
+    model = make_model()
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    state = DDPState(method, parallel)
+    parallel.register_comm_hook(state, ddp_hook)
+    for step in range(3):
+        x, _ = batch(0, step)
+        parallel(x).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    held = [weakref.ref(x) for x in (parallel, state, *model.parameters(), *gradients)]
+    del model, parallel, state, gradients
     gc.collect()
     assert [reference() for reference in held] == [None] * len(held)
 
