@@ -471,3 +471,15 @@ def test_the_models_zero_grad_does_not_stop_what_is_under_way(method, set_to_non
         optimizer.step()
     assert optimizer.compression.step == 3
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_parameters_that_are_added_later_are_taken_over_too():
+    first_model, model = make_model(1), make_model(2)
+    first = distributed(first_model, "topk:density=0.05")
+    second = distributed(model, "topk:density=0.05")
+    second.add_param_group({"params": list(first_model.parameters())})
+    (loss_of(model, 0, 0) + loss_of(first_model, 0, 0)).backward()
+    second.step()
+    assert len(second.compression.stats().layers) == 12
+    with pytest.raises(hvd.ConfigError, match="taken them over"):
+        first.step()
