@@ -28,6 +28,7 @@ from hvd_compress.decentralized.matrices import check_symmetric
 from hvd_compress.decentralized.topologies import Topology
 from hvd_compress.training.base import (
     Arrays,
+    Mean,
     State,
     StepContext,
     Steps,
@@ -179,7 +180,8 @@ class DecentralizedMethod(TrainingMethod):
         yield
 
     def after_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
-        if not parameters:  # all are frozen
+        if not parameters:  # all are frozen, which other ranks learn by this
+            yield Mean({})
             return parameters, {}
         vectors = {key: _joined(arrays, parameters) for key, arrays in state.items()}
         x, local = vectors.pop(_ORIGIN), _joined(parameters, parameters)
