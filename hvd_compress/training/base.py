@@ -158,11 +158,13 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
 
 
 def as_training_method(method: Any) -> TrainingMethod:
-    """Return a method from an instance, or from a class, which gets its defaults.
+    """Return a method from an instance, or from a class or a function of its name that makes
+    optimizers, which get their defaults.
 
     Raises:
         ConfigError: it is neither.
     """
+    method = getattr(method, "training_method", method)
     if isinstance(method, type) and issubclass(method, TrainingMethod):
         return method()
     if not isinstance(method, TrainingMethod):
