@@ -11,9 +11,15 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.codecs import uniform_dithering
 from hvd_compress.codecs.base import Codec
-from hvd_compress.codecs.plain import plain
 from hvd_compress.config import check_choice, check_fraction, check_seed, converted, is_number
-from hvd_compress.decentralized.base import DecentralizedMethod, Network, Update, Vectors, mix
+from hvd_compress.decentralized.base import (
+    DecentralizedMethod,
+    Network,
+    Update,
+    Vectors,
+    as_codec,
+    mix,
+)
 from hvd_compress.decentralized.proximal import Proximal
 from hvd_compress.decentralized.topologies import Cycle, Topology, as_topology
 from hvd_compress.errors import ConfigError, UnsupportedError
@@ -33,9 +39,7 @@ def blockwise(bits: int, block: int = 256) -> Codec:
 
 
 def _as_codec(codec: Any) -> Codec:
-    found = plain() if codec is None else codec
-    if not isinstance(found, Codec):
-        raise ConfigError(f"codec must be a codec, for instance blockwise(2), or None: {codec!r}")
+    found = as_codec(codec)
     if not _is_unbiased(found):
         raise ConfigError(
             f"codec={found!r} is biased, or not known to be unbiased, and LEAD diverges with such "
