@@ -316,10 +316,9 @@ def a_checkpoint_of_one_rank_serves_all() -> None:
     model, other = make_model(), make_model(seed=1)
     optimizer = _wrapped(method, model)
     _train(model, optimizer, range(9))
-    if hvd.size() > 1:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            optimizer.consolidate_state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.consolidate_state_dict()
     again = _wrapped(method, other)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -334,8 +333,6 @@ def a_checkpoint_of_one_rank_serves_all() -> None:
 
 
 def a_checkpoint_is_not_saved_in_the_middle_of_an_exchange() -> None:
-    if hvd.size() == 1:
-        return  # alone, nothing is under way
     model = make_model()
     optimizer = _wrapped(training.DiLoCo(sync_every=4, delay=2), model)
     _train(model, optimizer, range(4))
