@@ -1,6 +1,7 @@
 """What pyproject.toml cannot say: where packages live in the repository, the compiled loops, and
 the start-up file."""
 
+from glob import glob
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension
@@ -37,8 +38,8 @@ class build_all(build):
 
 native = Pybind11Extension(
     "hvd_compress.kernels.native",
-    [f"hvd_compress/kernels/{name}.cpp" for name in ("native", "codecs", "halves", "plans")],
-    depends=[f"hvd_compress/kernels/{name}.h" for name in ("common", "loops", "codecs", "halves")],
+    sorted(glob("hvd_compress/kernels/*.cpp")),
+    depends=sorted(glob("hvd_compress/kernels/*.h")),
     cxx_std=17,
     extra_compile_args=["-O3", "-ffp-contract=off", "-pthread"],
     extra_link_args=["-pthread"],

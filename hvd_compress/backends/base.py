@@ -34,8 +34,9 @@ class Backend(Protocol):
     #: operations on stacks of small arrays take less time than one after the other
     batches: bool
 
-    def check_gradient(self, x: Array) -> None:
-        """Raise ``UnsupportedError`` unless ``x`` is a dense array of floats."""
+    def check_gradient(self, x: Array, in_place: bool = False) -> None:
+        """Raise ``UnsupportedError`` unless ``x`` is a dense array of floats, into which, with
+        ``in_place``, results can be written."""
 
     def widen(self, x: Array) -> Array:
         """Flat and in a dtype to accumulate in: half precisions become float32."""
@@ -161,8 +162,8 @@ class EagerBackend(Backend, Protocol):
     def are_flat(
         self, arrays: Sequence[Array], sizes: Sequence[int], dtype: str, device: Any
     ) -> bool:
-        """Return whether arrays are contiguous and have these sizes, this dtype and this device
-        (``None`` where arrays have none)."""
+        """Return whether arrays are contiguous, can be written to, and have these sizes, this dtype
+        and this device (``None`` where arrays have none)."""
 
     def kth_largest(self, x: Array, k: int) -> Array:
         """The k-th largest value (k from 1) along the last axis: of a flat array a scalar, of a
