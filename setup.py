@@ -1,7 +1,6 @@
 """What pyproject.toml cannot say: where packages live in the repository, the compiled loops, and
 the start-up file."""
 
-from glob import glob
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension
@@ -36,10 +35,11 @@ class build_all(build):
     sub_commands = [*build.sub_commands, ("build_start_up", None)]
 
 
+KERNELS = Path("hvd_compress/kernels")
 native = Pybind11Extension(
     "hvd_compress.kernels.native",
-    sorted(glob("hvd_compress/kernels/*.cpp")),
-    depends=sorted(glob("hvd_compress/kernels/*.h")),
+    sorted(map(str, KERNELS.glob("*.cpp"))),
+    depends=sorted(map(str, KERNELS.glob("*.h"))),
     cxx_std=17,
     extra_compile_args=["-O3", "-ffp-contract=off", "-pthread"],
     extra_link_args=["-pthread"],
