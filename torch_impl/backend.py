@@ -15,6 +15,8 @@ import torch
 from hvd_compress.backends import EagerBackend, HostFunction, Output
 from hvd_compress.errors import UnsupportedError
 
+from .plain import check_plain
+
 Array = torch.Tensor
 
 logger = logging.getLogger("hvd_compress")
@@ -27,6 +29,7 @@ _GRADIENTS = (*_HALF, torch.float32, torch.float64)
 
 
 def check_gradient(x: Array, in_place: bool = False) -> None:
+    check_plain(x)
     if x.layout is not torch.strided:
         raise UnsupportedError(f"cannot compress a {x.layout} tensor: pass sparse_as_dense=True")
     if x.dtype not in _GRADIENTS:
@@ -232,12 +235,22 @@ def address(x: Array) -> int | None:
     return x.data_ptr() if x.device.type in ("cpu", "cuda") and x.is_contiguous() else None
 
 
-def are_flat(arrays: Sequence[Array], sizes: Sequence[int], dtype: str, device: Any) -> bool:
+def addresses(
+    arrays: Sequence[Array], sizes: Sequence[int], dtype: str, device: Any
+) -> list[int] | None:
     kind = getattr(torch, dtype)
-    return len(arrays) == len(sizes) and all(
-        x.dtype is kind and x.numel() == n and x.device == device and x.is_contiguous()
+    found = [
+        x.data_ptr()
         for x, n in zip(arrays, sizes, strict=True)
-    )
+        if x.dtype is kind and x.numel() == n and x.device == device and x.is_contiguous()
+    ]
+    # Null: the storage was freed under the tensor.
+    return found if len(found) == len(arrays) and all(found) else None
+
+
+def divide_into(out: Sequence[Array], x: Array, divisor: float) -> None:
+    for array, part in zip(out, torch.split(x, [array.numel() for array in out]), strict=True):
+        torch.div(part, divisor, out=array.view(-1))
 
 
 def loops(x: Array) -> str | None:

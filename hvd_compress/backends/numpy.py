@@ -213,11 +213,20 @@ def address(x: Array) -> int | None:
     return x.__array_interface__["data"][0] if fits else None
 
 
-def are_flat(arrays: Sequence[Array], sizes: Sequence[int], dtype: str, device: Any) -> bool:
-    return len(arrays) == len(sizes) and all(
-        x.size == n and x.dtype == dtype and x.flags.carray
+def addresses(
+    arrays: Sequence[Array], sizes: Sequence[int], dtype: str, device: Any
+) -> list[int] | None:
+    found = [
+        x.__array_interface__["data"][0]
         for x, n in zip(arrays, sizes, strict=True)
-    )
+        if x.size == n and x.dtype == dtype and x.flags.c_contiguous and x.flags.aligned
+    ]
+    return found if len(found) == len(arrays) else None
+
+
+def divide_into(out: Sequence[Array], x: Array, divisor: float) -> None:
+    for array, part in zip(out, split(x, [array.size for array in out]), strict=True):
+        np.divide(part, x.dtype.type(divisor), out=array.reshape(-1))
 
 
 def loops(x: Array) -> str | None:

@@ -32,8 +32,9 @@ INLINE float number(Bits bits) {
   return x;
 }
 
-float* floats_at(Index address) {
-  if (address % alignof(float)) throw std::invalid_argument("an address that no float32 has");
+float* floats_at(Index address, bool is_used = true) {
+  if (address % alignof(float) || (is_used && !address))
+    throw std::invalid_argument("an address that no float32 has");
   return reinterpret_cast<float*>(address);
 }
 
@@ -132,8 +133,13 @@ class Selection {
   }
 
   // See Selection.accumulate of reference.py; `addresses` has a row for each tensor.
-  py::tuple accumulate(const Array<Index>& addresses, int kind, float momentum, int threads) {
-    set_addresses(addresses);
+  py::tuple accumulate(const Array<Index>& addresses, int kind, const Array<float>& momenta,
+                       int threads) {
+    if (kind < kNone || kind > kNesterov) throw std::invalid_argument("no such momentum");
+    set_addresses(addresses, kind != kNone);
+    if (momenta.size() != static_cast<Index>(tensors_.size()))
+      throw std::invalid_argument("one momentum for each tensor");
+    const auto* momentum = momenta.data();
     Array<Index> indices(entries_);
     Array<float> values(entries_);
     py::array_t<bool> finite(static_cast<Index>(tensors_.size()));
@@ -148,8 +154,8 @@ class Selection {
         Chunk& chunk = chunks_[c];
         const Tensor& t = tensors_[chunk.tensor];
         chunk.found.candidates.clear();
-        run(t, chunk.start, chunk.stop, momentum, predictions_[chunk.tensor].threshold,
-            streamed && is_streamable(t), chunk.found);
+        run(t, chunk.start, chunk.stop, momentum[chunk.tensor],
+            predictions_[chunk.tensor].threshold, streamed && is_streamable(t), chunk.found);
 #if defined(__x86_64__)
         _mm_sfence();
 #endif
@@ -165,7 +171,7 @@ class Selection {
   // See Selection.settle of reference.py.
   void settle(const Array<Index>& addresses, const Array<Index>& indices,
               const Array<float>& remaining, bool masking) {
-    set_addresses(addresses);
+    set_addresses(addresses, masking);
     if (indices.size() != entries_ || remaining.size() != entries_)
       throw std::invalid_argument("one number for each entry");
     const Index* at = indices.data();
@@ -193,12 +199,15 @@ class Selection {
     float last = 0, margin = 0.95f;
   };
 
-  void set_addresses(const Array<Index>& addresses) {
+  void set_addresses(const Array<Index>& addresses, bool with_velocities) {
     const Index count = static_cast<Index>(tensors_.size());
     if (addresses.ndim() != 2 || addresses.shape(0) != count || addresses.shape(1) != 5)
       throw std::invalid_argument("addresses of five arrays of each tensor");
     for (Index t = 0; t < count; ++t) {
-      const auto at = [&](int i) { return floats_at(*addresses.data(t, i)); };
+      const auto at = [&](int i) {
+        const bool is_velocity = i == 1 || i == 3;
+        return floats_at(*addresses.data(t, i), with_velocities || !is_velocity);
+      };
       Tensor& tensor = tensors_[t];
       tensor.gradient = at(0);
       tensor.velocity = at(1);
@@ -354,7 +363,7 @@ py::array_t<bool> add_up(const Array<Index>& addresses, const std::vector<Index>
     elements += n;
   }
   std::vector<float*> results;
-  for (Index t = 0; t < count; ++t) results.push_back(floats_at(addresses.data()[t]));
+  for (Index t = 0; t < count; ++t) results.push_back(floats_at(addresses.data()[t], sizes[t] > 0));
   std::vector<Entries> ranks;
   for (std::size_t r = 0; r < indices.size(); ++r) {
     ranks.push_back({indices[r].data(), values[r].data(), indices[r].size()});
