@@ -6,6 +6,7 @@ and every Python that the tests start takes them from there.  Arguments are pyte
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
 import platform
 import shlex
@@ -21,7 +22,7 @@ COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 SITE = """import importlib.util, pathlib, sys
 
 name = "hvd_compress.kernels.native"
-[file] = pathlib.Path(__file__).parent.glob("hvd_compress/kernels/native.*")
+file = pathlib.Path(__file__).parent / "MODULE"
 spec = importlib.util.spec_from_file_location(name, file)
 sys.modules[name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules[name])
@@ -41,7 +42,7 @@ class Kind(NamedTuple):
     flags: str
     library: str
     options: dict[str, str]
-    tests: list[str]
+    tests: str
 
 
 KINDS = {
@@ -50,20 +51,20 @@ KINDS = {
         "libasan.so",
         # Python and its packages end with memory that they have not given back.
         {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
-        ["tests/kernels", "tests/codecs", "tests/wire", "tests/backends", "tests/mpi/test_plans.py"],
+        "tests/kernels tests/codecs tests/wire tests/backends tests/mpi/test_plans.py",
     ),
     "thread": Kind(
         "-fsanitize=thread",
         "libtsan.so",
         {"TSAN_OPTIONS": "halt_on_error=1 report_signal_unsafe=0"},
-        ["tests/kernels/test_kernels.py", "tests/kernels/test_codecs.py", "-k", "threads"],
+        "tests/kernels/test_kernels.py tests/kernels/test_codecs.py -k threads",
     ),
 }
 
 
 def main() -> None:
     for name, kind in KINDS.items():
-        # Python is not C++: without its library the first one cannot tell how exceptions are thrown.
+        # Python is not C++: without its library the first one does not know how to throw.
         libraries = [library(kind.library), library("libstdc++.so")]
         folder = build(name, kind.flags)
         environment = {
@@ -76,10 +77,20 @@ def main() -> None:
         # Reports are written past Python, which must not keep them.
         pytest = [sys.executable, "-m", "pytest", "-q", "-n", "logical", "--maxprocesses", "8"]
         pytest += ["--capture=sys"]
-        print(f"sanitize: {kind.flags}", flush=True)
         # Where a program lies differs from start to start, which one of them cannot always take.
         fixed = ["setarch", platform.machine(), "-R"] if name == "thread" else []
-        command = [*fixed, *pytest, *kind.tests, *sys.argv[1:]]
+        print(f"sanitize: {kind.flags}", flush=True)
+        where = "from hvd_compress.kernels import native; print(native.__file__)"
+        said = subprocess.run(
+            [*fixed, sys.executable, "-c", where],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        if not Path(said.stdout.strip()).is_relative_to(folder):
+            sys.exit(f"sanitize: error: Python does not take the loops from {folder}")
+        command = [*fixed, *pytest, *kind.tests.split(), *sys.argv[1:]]
         status = subprocess.run(command, cwd=ROOT, env=environment).returncode
         if status not in (0, 5):  # 5: the arguments chose no test
             sys.exit(f"sanitize: error: {kind.flags} found something, or a test failed")
@@ -104,7 +115,13 @@ def build(name: str, flags: str) -> Path:
     command = [sys.executable, "setup.py", "-q", "build_ext"]
     command += ["--build-lib", str(folder), "--build-temp", str(folder / "objects")]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    (folder / "sitecustomize.py").write_text(SITE)
+    # Without the module installations go on, and so does this command.
+    module = f"hvd_compress/kernels/native{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    sources = (ROOT / "hvd_compress" / "kernels").glob("*.[ch]*")
+    made = folder / module
+    if not made.exists() or made.stat().st_mtime < max(x.stat().st_mtime for x in sources):
+        sys.exit(f"sanitize: error: {made} could not be built")
+    (folder / "sitecustomize.py").write_text(SITE.replace("MODULE", module))
     return folder
 
 
