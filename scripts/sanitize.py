@@ -13,10 +13,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "sanitize"
+_NO_TESTS = 5  # pytest's status where its arguments have chosen none
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 #: Python imports it at its start, before anything can import the usual module
 SITE = """import importlib.util, pathlib, sys
@@ -64,36 +65,34 @@ KINDS = {
 
 def main() -> None:
     for name, kind in KINDS.items():
-        # Python is not C++: without its library the first one does not know how to throw.
-        libraries = [library(kind.library), library("libstdc++.so")]
         folder = build(name, kind.flags)
-        environment = {
-            **os.environ,
-            **kind.options,
-            "LD_PRELOAD": " ".join(libraries),
-            "PYTHONPATH": str(folder),
-            "PYTHONMALLOC": "malloc",
-        }
-        # Reports are written past Python, which must not keep them.
-        pytest = [sys.executable, "-m", "pytest", "-q", "-n", "logical", "--maxprocesses", "8"]
-        pytest += ["--capture=sys"]
-        # Where a program lies differs from start to start, which one of them cannot always take.
-        fixed = ["setarch", platform.machine(), "-R"] if name == "thread" else []
         print(f"sanitize: {kind.flags}", flush=True)
         where = "from hvd_compress.kernels import native; print(native.__file__)"
-        said = subprocess.run(
-            [*fixed, sys.executable, "-c", where],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        if not Path(said.stdout.strip()).is_relative_to(folder):
+        told = python(name, kind, folder, "-c", where, stdout=subprocess.PIPE, text=True).stdout
+        if not Path(told.strip()).is_relative_to(folder):
             sys.exit(f"sanitize: error: Python does not take the loops from {folder}")
-        command = [*fixed, *pytest, *kind.tests.split(), *sys.argv[1:]]
-        status = subprocess.run(command, cwd=ROOT, env=environment).returncode
-        if status not in (0, 5):  # 5: the arguments chose no test
+        # Reports are written past Python, which must not keep them.
+        options = ["-q", "-n", "logical", "--maxprocesses", "8", "--capture=sys"]
+        tests = [*options, *kind.tests.split(), *sys.argv[1:]]
+        if python(name, kind, folder, "-m", "pytest", *tests).returncode not in (0, _NO_TESTS):
             sys.exit(f"sanitize: error: {kind.flags} found something, or a test failed")
+
+
+def python(name: str, kind: Kind, folder: Path, *arguments: str, **options: Any) -> Any:
+    """Run Python with the loops of a folder; return what ``subprocess.run`` does."""
+    # Python is not C++: without its library the first one does not know how to throw.
+    libraries = library(kind.library), library("libstdc++.so")
+    environment = {
+        **os.environ,
+        **kind.options,
+        "LD_PRELOAD": " ".join(libraries),
+        "PYTHONPATH": str(folder),
+        "PYTHONMALLOC": "malloc",
+    }
+    # Where a program lies differs from start to start, which one of them cannot always take.
+    fixed = ["setarch", platform.machine(), "-R"] if name == "thread" else []
+    command = [*fixed, sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, **options)
 
 
 def library(name: str) -> str:
@@ -117,9 +116,10 @@ def build(name: str, flags: str) -> Path:
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     # Without the module installations go on, and so does this command.
     module = f"hvd_compress/kernels/native{importlib.machinery.EXTENSION_SUFFIXES[0]}"
-    sources = (ROOT / "hvd_compress" / "kernels").glob("*.[ch]*")
+    sources = (ROOT / "hvd_compress" / "kernels").iterdir()
+    changed = max(x.stat().st_mtime for x in sources if x.suffix in (".cpp", ".h"))
     made = folder / module
-    if not made.exists() or made.stat().st_mtime < max(x.stat().st_mtime for x in sources):
+    if not made.exists() or made.stat().st_mtime < changed:
         sys.exit(f"sanitize: error: {made} could not be built")
     (folder / "sitecustomize.py").write_text(SITE.replace("MODULE", module))
     return folder
