@@ -35,10 +35,11 @@ class build_all(build):
     sub_commands = [*build.sub_commands, ("build_start_up", None)]
 
 
+KERNELS = Path("hvd_compress/kernels")
 native = Pybind11Extension(
     "hvd_compress.kernels.native",
-    [f"hvd_compress/kernels/{name}.cpp" for name in ("native", "codecs", "halves", "plans")],
-    depends=[f"hvd_compress/kernels/{name}.h" for name in ("common", "loops", "codecs", "halves")],
+    sorted(map(str, KERNELS.glob("*.cpp"))),
+    depends=sorted(map(str, KERNELS.glob("*.h"))),
     cxx_std=17,
     extra_compile_args=["-O3", "-ffp-contract=off", "-pthread"],
     extra_link_args=["-pthread"],
