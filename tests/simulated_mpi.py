@@ -222,10 +222,10 @@ class Comm:
         call = self.group.calls[number]
         call[self.rank] = (source, total, request)
         if len(call) == self.size:
-            arrays = [call[rank][0] for rank in range(self.size)]
+            arrays = [np.asarray(call[rank][0]).reshape(-1) for rank in range(self.size)]
             result = np.max(arrays, 0) if op == "max" else np.sum(arrays, 0, arrays[0].dtype)
             for _, out, theirs in call.values():
-                out[...] = result
+                np.asarray(out).reshape(-1)[...] = result
                 theirs.complete()
         return request
 

@@ -213,7 +213,7 @@ def plan_of(
     comm: Communicator, name: str, algorithm: Callable[..., Any], op: str, flat: Flat
 ) -> Plan:
     """Return the plan for arrays like ``flat``, which the first call makes."""
-    dtype = flat.dtype if flat.dtype in HALVES else flat.array.dtype
+    dtype = flat.dtype if flat.dtype in HALVES else np.dtype(flat.dtype)
     kind = name, op, dtype, len(flat.array)
     plan = known_plan(comm, kind)
     if plan is None:

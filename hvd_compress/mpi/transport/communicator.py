@@ -4,19 +4,26 @@ all ranks make the same calls."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from hvd_compress.errors import CollectiveTimeout, ConfigError, MismatchError, SetupError
+from hvd_compress.errors import (
+    CollectiveTimeout,
+    CompressionError,
+    ConfigError,
+    MismatchError,
+    SetupError,
+)
 from hvd_compress.mpi.transport.progress import Algorithm, Job, Message, Wait, Work
 
 logger = logging.getLogger("hvd_compress")
@@ -157,9 +164,12 @@ class Communicator:
 
     @cost_model.setter
     def cost_model(self, model: Any) -> None:
-        self._tuning.model = model
-        self._tuning.choices.clear()
+        self._tuning.set(model)
         self.entries.clear()
+
+    def named(self, algorithm: str) -> str:
+        """Return what ranks compare of an algorithm: of "auto" also what chooses."""
+        return self._tuning.auto if algorithm == "auto" else algorithm
 
     @property
     def choices(self) -> dict[Any, tuple[str, bool]]:
@@ -207,16 +217,33 @@ class Communicator:
             CollectiveTimeout: some rank makes no call at all, or the communicator is broken.
         """
         self.check()
-        if self.size == 1 or self.checks == 0:
+        if (comparison := self._begin_to_compare(call)) is None:
             return
-        self.checks -= 1 if self.checks > 0 else 0
-        calls = self.run(call, self._compare(str(call)))[0]
+        (calls,) = comparison.wait()
         if len(set(calls)) > 1:
             who: dict[str, list[int]] = {}
             for rank, theirs in enumerate(calls):
                 who.setdefault(theirs, []).append(rank)
             lines = [f"  rank {', '.join(map(str, r))}: {theirs}" for theirs, r in who.items()]
             raise MismatchError("the ranks make different calls:\n" + "\n".join(lines))
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Tell the other ranks of an error in this context, where they :meth:`agree`: what is wrong
+        on this rank alone is an error on all."""
+        try:
+            yield
+        except CompressionError as error:
+            if self._problem is None and self.mpi != MPI.COMM_NULL:
+                self._begin_to_compare(f"{type(error).__name__}: {error}")
+            raise
+
+    def _begin_to_compare(self, call: object) -> Work | None:
+        """Send ``call`` to all ranks, which returns theirs; ``None`` if that is not due."""
+        if self.size == 1 or self.checks == 0:
+            return None
+        self.checks -= 1 if self.checks > 0 else 0
+        return Work(self, call, [self._compare(str(call))])
 
     def _compare(self, call: str) -> Algorithm:
         text = call.encode()
@@ -253,8 +280,14 @@ class _Tuning:
     """What a communicator and its duplicates know of the speed of collectives."""
 
     def __init__(self) -> None:
-        self.model: Any = None
         self.choices: dict[Any, tuple[str, bool]] = {}
+        self.set(None)
+
+    def set(self, model: Any) -> None:
+        self.model = model
+        known = "" if model is None else f" by model {zlib.crc32(repr(model).encode()):08x}"
+        self.auto = f"auto{known}"
+        self.choices.clear()
 
 
 class Channel:
