@@ -86,6 +86,17 @@ def a_rank_does_not_come_to_mpis_own() -> None:
     raise report("mpi", lambda: mpi.allreduce(x, algorithm="mpi", comm=comm))
 
 
+def a_rank_does_not_come_to_make_one() -> None:
+    """Of a communicator of the user's, and of ours, where we may say who is missing."""
+    comm, theirs = mpi.Communicator(timeout=TIMEOUT), mpi.MPI.COMM_WORLD.Dup()
+    if comm.rank == CULPRIT:
+        time.sleep(300)
+    report("the first", lambda: mpi.Communicator(theirs, timeout=TIMEOUT))
+    report("an engine", lambda: mpi.MpiEngine(comm))
+    time.sleep(2)  # until the other one has reported
+    sys.exit(1)
+
+
 def a_rank_is_killed() -> None:
     comm = mpi.Communicator(timeout=TIMEOUT)
     x = np.ones(4_000_000, np.float32)
@@ -157,6 +168,7 @@ CASES: dict[str, Callable[[], None]] = {
     "sleeps": lambda: a_rank_sleeps(checks=20),
     "sleeps-unchecked": lambda: a_rank_sleeps(checks=0),
     "sleeps-mpi": a_rank_does_not_come_to_mpis_own,
+    "sleeps-making": a_rank_does_not_come_to_make_one,
     "killed": a_rank_is_killed,
     "broken": broken_is_broken,
     "error": a_rank_has_an_error_of_its_own,

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import os
 import sys
 import time
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,7 +26,15 @@ from hvd_compress.errors import (
     MismatchError,
     SetupError,
 )
-from hvd_compress.mpi.transport.progress import Algorithm, Job, Message, Wait, Work
+from hvd_compress.mpi.transport.handles import Handles, family_of
+from hvd_compress.mpi.transport.progress import (
+    Algorithm,
+    Message,
+    RollCall,
+    Wait,
+    Work,
+    wait_for,
+)
 
 logger = logging.getLogger("hvd_compress")
 
@@ -46,7 +56,8 @@ class Communicator:
 
     Args:
         comm: an intracommunicator; ``None`` means ``MPI.COMM_WORLD``.  It is duplicated, so that
-            no message of this package is taken for one of the caller's.
+            no message of this package is taken for one of the caller's.  The duplicate is freed by
+            :meth:`free`, or after all ranks have dropped this object, when the next one is made.
         timeout: seconds without any progress after which a call raises ``CollectiveTimeout``;
             ``$HVD_COMPRESS_TIMEOUT`` or 600.  A warning comes after a tenth of it.
         checks: the number of calls, from the first on, that all ranks compare before they run
@@ -95,6 +106,7 @@ class Communicator:
             )
         if not isinstance(comm, MPI.Comm) or comm == MPI.COMM_NULL or comm.Is_inter():
             raise ConfigError(f"comm={comm!r}: an intracommunicator is needed")
+        self._problem: str | None = None
         self.timeout = _number("timeout", timeout, "HVD_COMPRESS_TIMEOUT", 600.0)
         if not self.timeout > 0:
             raise ConfigError(f"timeout={self.timeout}: seconds, more than 0")
@@ -105,28 +117,28 @@ class Communicator:
             "checks": self.checks,
             "segment": segment,
         }
-        self.mpi = comm.Dup()
-        self.mpi.Set_errhandler(MPI.ERRORS_RETURN)
-        self.rank, self.size = self.mpi.rank, self.mpi.size
+        self.rank, self.size = comm.rank, comm.size
         largest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         bits = (largest + 1).bit_length() - 1
         self.tags = 1 << min(bits, _TAG_BITS)
         self.size_bits = max(0, min(bits - _TAG_BITS, _SIZE_BITS))
         self.bytes_sent = 0
         self.segment = int(_number("segment", segment, "HVD_COMPRESS_SEGMENT", -1))
-        self._settle()
         self.calls = 0
         self.collectives = 0  # of MPI's own, whose ranks say that they wait with notes
-        self.notes: list[Any] = []
         self._tuning = _Tuning()
         self._nodes: Any = None  # see nodes.py
         self.entries: dict[Any, int] = {}
         self.plans: dict[Any, Any] = {}
-        self._problem: str | None = None
-        self._lost: list[Any] = []
-        #: what is not over: MPI writes to its buffers, even if nobody waits for it
-        self.under_way: set[Job] = set()
-        _alive.append(self)
+        self._made_from: Communicator | None = None  # which lives as long as this one
+        self._family = family_of(comm)
+        self.handles = Handles(comm)  # until there is a duplicate
+        dropped = self._settle()
+        self._family.free(dropped)
+        self.handles = Handles(self.run("Communicator()", _duplicated(comm))[0])
+        self.mpi.Set_errhandler(MPI.ERRORS_RETURN)
+        self._adopt()
+        _alive.add(self)
 
     @classmethod
     def of(cls, comm: MPI.Comm | Communicator | None) -> Communicator:
@@ -142,18 +154,35 @@ class Communicator:
             comm.Set_attr(_keyval(), found)
         return found
 
-    def _settle(self) -> None:
-        """Compare the options that must be the same on all ranks."""
+    def _adopt(self) -> None:
+        """See to it that the duplicate is freed in the end."""
+        self._family.add(self, self.handles)
+
+    def _settle(self) -> set[int]:
+        """Compare the options that must be the same on all ranks, and return the numbers of the
+        communicators that all ranks have dropped."""
         has_rdma = any(Path("/sys/class/infiniband").glob("*"))
-        mine = (self.checks, self.segment), MPI.Get_processor_name(), has_rdma
-        everyones = self.mpi.allgather(mine)
-        if len({options for options, _, _ in everyones}) > 1:
-            found = [f"rank {r}: {o}" for r, (o, _, _) in enumerate(everyones)]
+        host, options = MPI.Get_processor_name(), [self.checks, self.segment]
+        mine = json.dumps([options, host, has_rdma, self._family.dropped()])
+        (texts,) = self.run("Communicator()", _texts_of_all(self.mpi, mine))
+        everyones = list(map(json.loads, texts))
+        if any(theirs != options for theirs, *_ in everyones):
+            found = [f"rank {r}: {theirs}" for r, (theirs, *_) in enumerate(everyones)]
             raise MismatchError(f"ranks differ in (checks, segment): {', '.join(found)}")
         if self.segment < 0:
-            same_host = len({host for _, host, _ in everyones}) == 1
-            is_whole = same_host or any(rdma for _, _, rdma in everyones)
+            same_host = len({host for _, host, *_ in everyones}) == 1
+            is_whole = same_host or any(rdma for _, _, rdma, _ in everyones)
             self.segment = 0 if is_whole else _SEGMENT
+        return set.intersection(*(set(dropped) for *_, dropped in everyones))
+
+    @property
+    def mpi(self) -> MPI.Comm:
+        return self.handles.mpi
+
+    @property
+    def under_way(self) -> set[Any]:
+        """The jobs that are not over: MPI writes to their buffers, even if nobody waits."""
+        return self.handles.under_way
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
@@ -175,22 +204,25 @@ class Communicator:
     def choices(self) -> dict[Any, tuple[str, bool]]:
         return self._tuning.choices
 
-    def duplicate(self) -> Communicator:
-        """Return another communicator of the same ranks with the same options and cost model."""
+    def duplicate(self, what: str = "another communicator") -> Communicator:
+        """Return another communicator of the same ranks with the same options and cost model; a
+        collective.  It is freed some time after it was dropped by all ranks.
+
+        Args:
+            what: it is for, which the ranks compare.
+        """
+        self.agree(what, always=True)
         other = Communicator(self.mpi, **self._options)
-        other._tuning = self._tuning
+        other._tuning, other._made_from = self._tuning, self
         return other
 
     def free(self) -> None:
-        """Free the duplicate; this is a collective."""
-        if self in _alive:
-            _alive.remove(self)
-            if self._problem is None and not self.under_way:
-                for nodes in (self._nodes or {}).values():
-                    nodes.free()
-                for plan in self.plans.values():
-                    plan.free()
-                self.mpi.Free()
+        """Free the duplicate now; this is a collective."""
+        if self._problem is None and self.mpi != MPI.COMM_NULL:
+            wait_for(self, list(self.under_way))
+            self._family.remove(self.handles)
+            self.plans.clear()
+            self.handles.free()
 
     # -- messages ----------------------------------------------------------------------------
 
@@ -209,15 +241,16 @@ class Communicator:
 
     # -- agreement ---------------------------------------------------------------------------
 
-    def agree(self, call: object) -> None:
-        """Check that all ranks are about to make the same ``call``, by its text.
+    def agree(self, call: object, *, always: bool = False) -> None:
+        """Check that all ranks are about to make the same ``call``, by its text; also after as many
+        calls as are checked, if that is to be so ``always``.
 
         Raises:
             MismatchError: on every rank, if they are not.
             CollectiveTimeout: some rank makes no call at all, or the communicator is broken.
         """
         self.check()
-        if (comparison := self._begin_to_compare(call)) is None:
+        if (comparison := self._begin_to_compare(call, always)) is None:
             return
         (calls,) = comparison.wait()
         if len(set(calls)) > 1:
@@ -238,11 +271,11 @@ class Communicator:
                 self._begin_to_compare(f"{type(error).__name__}: {error}")
             raise
 
-    def _begin_to_compare(self, call: object) -> Work | None:
+    def _begin_to_compare(self, call: object, always: bool = False) -> Work | None:
         """Send ``call`` to all ranks, which returns theirs; ``None`` if that is not due."""
-        if self.size == 1 or self.checks == 0:
+        if self.size == 1 or not (self.checks or always):
             return None
-        self.checks -= 1 if self.checks > 0 else 0
+        self.checks -= 1 if self.checks > 0 and not always else 0
         return Work(self, call, [self._compare(str(call))])
 
     def _compare(self, call: str) -> Algorithm:
@@ -260,6 +293,11 @@ class Communicator:
         yield Wait(messages, "comparing calls")
         return [row.tobytes().decode(errors="replace").rstrip() for row in everything]
 
+    def collective(self, request: Any, what: str) -> Wait:
+        """Return what waits for one of MPI's own collectives on this communicator."""
+        self.collectives += 1
+        return Wait([Message.collective(request)], what, roll=RollCall(self, self.collectives))
+
     # -- the end -----------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -272,8 +310,10 @@ class Communicator:
     def give_up(self, problem: str, lost: Iterable[Any]) -> None:
         """Nothing can be received reliably any more; ``lost`` still owns buffers that MPI may
         write to."""
-        self._problem = self._problem or problem
-        self._lost += lost
+        if self._problem is None:
+            self._problem, self.handles.is_broken = problem, True
+            _broken.append(self)
+        self.handles.kept += lost
 
 
 class _Tuning:
@@ -353,7 +393,27 @@ def _number(option: str, value: float | None, variable: str, default: float) -> 
     return default if value is None else value
 
 
-_alive: list[Communicator] = []
+def _duplicated(comm: MPI.Comm) -> Algorithm:
+    duplicate, request = comm.Idup()
+    yield Wait([Message.collective(request)], "MPI_Comm_idup")
+    return duplicate
+
+
+def _texts_of_all(comm: MPI.Comm, text: str) -> Algorithm:
+    """Return the texts of all ranks.  By MPI's own collectives, whose messages are not taken for
+    the caller's on the caller's communicator."""
+    own = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.empty(comm.size, "<i8")
+    request = comm.Iallgather(np.array([own.size], "<i8"), sizes)
+    yield Wait([Message.collective(request)], "comparing options")
+    everything = np.empty(sizes.sum(), np.uint8)
+    request = comm.Iallgatherv([own, MPI.BYTE], [everything, sizes.tolist(), MPI.BYTE])
+    yield Wait([Message.collective(request)], "comparing options")
+    return [part.tobytes().decode() for part in np.split(everything, np.cumsum(sizes)[:-1])]
+
+
+_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_broken: list[Communicator] = []
 _keyvals: list[int] = []
 
 
@@ -373,11 +433,16 @@ def _leave() -> None:
     """MPI_Finalize would wait for ranks that do not answer, and after an error of this rank alone
     the others would wait for it until the time-out.  Others may be about to report too, and most
     launchers end the whole job when the first process goes."""
-    is_broken = any(comm._problem is not None for comm in _alive)
+    is_broken = bool(_broken)
     ends_by_error = hasattr(sys, "last_value") and not hasattr(sys, "ps1")  # and not interactive
     if is_broken or (ends_by_error and any(comm.size > 1 for comm in _alive)):
         sys.stdout.flush()
         sys.stderr.flush()
         logging.shutdown()
-        time.sleep(min(5.0 if is_broken else 1.0, max(comm.timeout for comm in _alive) / 2))
+        time.sleep(
+            min(
+                5.0 if is_broken else 1.0,
+                max(comm.timeout for comm in _alive | weakref.WeakSet(_broken)) / 2,
+            )
+        )
         os._exit(1)

@@ -162,7 +162,7 @@ class RollCall:
         if self._note is None:
             self._note = np.array([self._number], "<i8")
             for peer in peers:
-                comm.notes.append(comm.mpi.Isend([self._note, 8, MPI.BYTE], peer, tag))
+                comm.handles.kept.append(comm.mpi.Isend([self._note, 8, MPI.BYTE], peer, tag))
             return []
         absent = []
         for peer in peers:
@@ -292,16 +292,15 @@ def complete(comm: Any, request: Any, what: str, call: Callable[[], object]) -> 
         what: the name of the collective.
         call: a function that returns what the user called, for messages.
     """
-    comm.collectives += 1
     try:
         for _ in range(_LOOKS_AT_ONE):
             if request.Test():
+                comm.collectives += 1
                 return
     except BaseException as error:
         comm.give_up(f"{call()}: {error!r}", [request])
         raise
-    wait = Wait([Message.collective(request)], what, roll=RollCall(comm, comm.collectives))
-    Work(comm, call(), [_one(wait)]).wait()
+    Work(comm, call(), [_one(comm.collective(request, what))]).wait()
 
 
 def complete_wait(comm: Any, wait: Wait, call: object) -> None:
