@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from hvd_compress.backends import halves
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense.direct_allreduce import direct
 from hvd_compress.mpi.dense.halving_doubling import REMAINDERS, halving_doubling
@@ -19,7 +20,7 @@ from hvd_compress.mpi.dense.ring import ring
 from hvd_compress.mpi.transport.arrays import HALVES, Flat, describe, flatten, from_host, to_host
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes
 from hvd_compress.mpi.transport.progress import Work
-from hvd_compress.mpi.transport.reduction import reduction
+from hvd_compress.mpi.transport.reduction import Reduction, reduction
 from hvd_compress.mpi.tuning.measuring import model_of
 from hvd_compress.sharding import shards_of
 
@@ -272,7 +273,10 @@ def start(
     channel: Callable[[], Channel] | None = None,
 ) -> Work:
     """Start the allreduce of a flat array, and return it as work under way; ``channel`` opens a
-    channel for each block."""
+    channel for each block.
+
+    A float32 array of a half precision is sent in that: blocks are rounded on their way.
+    """
     channel = channel or comm.channel
     x, reduce = flat.array, reduction(op, flat, comm.size)
     if comm.size == 1 and out is not x:
@@ -280,6 +284,9 @@ def start(
     if comm.size == 1 or not len(x):
         return Work(comm, call, ())
     itemsize = nbytes(x[:1]) or 1
+    is_rounded = reduce.widens and itemsize == 4
+    if is_rounded:
+        itemsize = 2
     per_block = max(1, chunk // itemsize) * comm.size
     if algorithm is native:
         # The same on ranks that reduce in place and on those that do not: every block is a call.
@@ -289,6 +296,8 @@ def start(
     elif algorithm not in (ring, direct):
         per_block = max(1, 2 * chunk // itemsize)  # the first message is half of a block
     blocks = shards_of(len(x), -(-len(x) // per_block))
+    if is_rounded:
+        algorithm = functools.partial(_rounded, algorithm)
     return Work(
         comm,
         call,
@@ -299,6 +308,17 @@ def start(
         ],
         DEPTH,
     )
+
+
+def _rounded(
+    algorithm: Algorithm, channel: Channel, x: np.ndarray, out: np.ndarray, reduction: Reduction
+) -> Any:
+    """Reduce float32 in a half precision."""
+    half = reduction.scratch_of_dtype(len(x))
+    halves.narrow(x, half, threads=1)
+    yield from algorithm(channel, half, half, reduction)
+    halves.widen(half, out, threads=1)
+    reduction.give_back_of_dtype(half)
 
 
 def _target(out: Any, like: Flat) -> Flat:
