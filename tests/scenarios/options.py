@@ -580,6 +580,17 @@ def one_instance_may_serve_two_optimizers() -> None:
     assert copy.deepcopy(method) == method
 
 
+@horovod_only
+def optimizers_may_be_made_in_another_order_or_on_one_rank_alone() -> None:
+    """Over Horovod, where making one is no collective: the order of their use counts."""
+    models = [make_model(seed) for seed in range(4)]
+    order = (3, 2, 0, 1) if hvd.rank() == 0 else range(3)
+    made = {n: distribute(sgd(models[n]), models[n], TopK(density=0.1)) for n in order}
+    for number in range(3):
+        train(models[number], made[number], range(2))
+        assert_same_everywhere(models[number])
+
+
 def empty_parameters() -> None:
     for compression in (DGC(density=0.5, min_size=0), TopK(density=0.5), NoCompression(), "bf16"):
         model = torch.nn.ParameterList([torch.zeros(0, 3), torch.zeros(()), torch.zeros(1, 1)])
