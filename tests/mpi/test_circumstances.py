@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from hvd_compress import Sparse, mpi
 from hvd_compress.errors import CompressionError, ConfigError, MismatchError
-from hvd_compress.mpi.transport import arrays
+from hvd_compress.mpi.dense import native
+from hvd_compress.mpi.transport import arrays, communicator
 from tests.mpi.test_simulated import assert_same, entries, numbers, orders
-from tests.simulated_mpi import Simulation
+from tests.simulated_mpi import Comm, Simulation
 
 SHAPE = 3, 5
 
@@ -197,3 +198,40 @@ def test_the_others_hear_what_is_wrong_on_one():
     for error in (first, third):
         assert isinstance(error, MismatchError)
         assert "rank 1: ConfigError: out is read-only" in str(error)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_what_is_on_a_device_is_waited_for_before_each_message(name):
+    """Kernels may still be writing what MPI is about to send."""
+    ready, sent = [], 0
+
+    def wait(x):
+        ready.append(x)
+
+    def watched(method, arrays_of):
+        def call(self, *args):
+            nonlocal sent
+            for x in filter(torch.is_tensor, arrays_of(*args)):
+                assert any(x is each for each in ready), "nobody has waited for its device"
+                sent += 1
+            ready.clear()
+            return method(self, *args)
+
+        return call
+
+    def rank():
+        comm = mpi.Communicator(checks=0)
+        for n in (3, 300, 40_000):
+            DENSE[name](torch.ones(n, dtype=torch.float16), comm=comm)
+            DENSE[name](torch.ones(n), comm=comm)
+
+    posted = watched(Simulation.post, lambda _, message, *more: message[:1])
+    reduced = watched(Comm.Iallreduce, lambda x, out, op: [x, out])
+    with (
+        mock.patch.object(Simulation, "post", posted),
+        mock.patch.object(Comm, "Iallreduce", reduced),
+        mock.patch.object(communicator, "before_message", wait),
+        mock.patch.object(native, "before_message", wait),
+    ):
+        Simulation(3).run(rank)
+    assert sent

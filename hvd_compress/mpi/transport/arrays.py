@@ -149,6 +149,13 @@ def from_host(array: np.ndarray, like: Any) -> Any:
     return torch.from_numpy(array).to(like.device)
 
 
+def before_message(array: Any) -> None:
+    """Wait until a device has done what it was told to do with an array: MPI, which is about to
+    read it or to write to it, knows nothing of streams."""
+    if not isinstance(array, np.ndarray) and array.is_cuda:
+        sys.modules["torch"].cuda.current_stream(array.device).synchronize()
+
+
 def describe(flat: Flat) -> str:
     """Return dtype and shape as text, such as float32[3, 4]."""
     return f"{flat.dtype}{list(flat.shape)}"

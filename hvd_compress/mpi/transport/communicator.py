@@ -26,6 +26,7 @@ from hvd_compress.errors import (
     MismatchError,
     SetupError,
 )
+from hvd_compress.mpi.transport.arrays import before_message
 from hvd_compress.mpi.transport.handles import Handles, family_of
 from hvd_compress.mpi.transport.progress import (
     Algorithm,
@@ -351,6 +352,7 @@ class Channel:
         return self._start(self.comm.mpi.Irecv, array, size, source, incoming=True)
 
     def _start(self, begin: Any, array: Any, size: int, peer: int, incoming: bool) -> Message:
+        before_message(array)
         segment = self.comm.segment
         if not segment or size <= segment:
             request = begin([array, size, MPI.BYTE], peer, self._tag(size))

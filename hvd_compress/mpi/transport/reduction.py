@@ -135,10 +135,6 @@ class DeviceReduction(Reduction):
     def combine(self, partial: Any, x: Any) -> None:
         self.merge(partial, x)
 
-    def _ready(self) -> None:
-        if self._like.is_cuda:  # MPI knows nothing of streams
-            self._torch.cuda.current_stream(self._like.device).synchronize()
-
     def _new(self, n: int) -> Any:
         return self._like.new_empty(n, dtype=self._torch.float32 if self.widens else None)
 
@@ -151,24 +147,20 @@ class DeviceReduction(Reduction):
 
     def widen(self, x: Any, out: Any) -> None:
         out.copy_(x)
-        self._ready()
 
     def merge(self, partial: Any, other: Any) -> None:
         if self.op == "max":
             self._torch.maximum(partial, other.to(partial.dtype), out=partial)
         else:
             partial.add_(other)
-        self._ready()
 
     def add(self, first: Any, second: Any, out: Any) -> None:
         (self._torch.maximum if self.op == "max" else self._torch.add)(first, second, out=out)
-        self._ready()
 
     def finish(self, partial: Any, out: Any) -> None:
         if self.op == "mean":
             partial.div_(self.size)
         out.copy_(partial)
-        self._ready()
 
 
 def reduction(op: str, flat: Flat, size: int) -> Reduction:
