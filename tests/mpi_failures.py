@@ -20,6 +20,7 @@ import numpy as np
 
 from hvd_compress import mpi
 from hvd_compress.decentralized import Diffusion, train
+from hvd_compress.reducer import Reducer
 
 TIMEOUT = 3.0
 #: the rank that does what it should not
@@ -163,6 +164,39 @@ def a_rank_takes_fewer_steps() -> None:
     stay_until_all_have_reported()
 
 
+def a_rank_goes_on_with_something_else() -> None:
+    """After fewer batches: it evaluates, or makes another optimizer, or ends."""
+    engine = mpi.MpiEngine(mpi.Communicator(timeout=TIMEOUT))
+    reducer, everyone = Reducer("none", engine), mpi.Communicator(timeout=TIMEOUT)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            reducer.reduce({"w": np.ones(10)})
+
+    if engine.rank == CULPRIT:
+        steps(25)
+        report("evaluate", lambda: mpi.allreduce(np.ones(3), comm=everyone))
+    else:
+        report("train", lambda: steps(30))
+    stay_until_all_have_reported()
+
+
+def a_rank_ends_early() -> None:
+    """With objects that are gone by then."""
+
+    def steps(count: int) -> None:
+        reducer = mpi.Reducer("none", comm=mpi.Communicator(timeout=600))
+        for _ in range(count):
+            reducer.reduce({"w": np.ones(10)})
+
+    if mpi.MPI.COMM_WORLD.rank == CULPRIT:
+        steps(25)
+        return
+    report("train", lambda: steps(30))
+    time.sleep(2)  # until the other one has reported
+    sys.exit(1)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "sizes": sizes_differ,
     "sleeps": lambda: a_rank_sleeps(checks=20),
@@ -173,6 +207,8 @@ CASES: dict[str, Callable[[], None]] = {
     "broken": broken_is_broken,
     "error": a_rank_has_an_error_of_its_own,
     "node": a_node_breaks_the_whole,
+    "elsewhere": a_rank_goes_on_with_something_else,
+    "ends-early": a_rank_ends_early,
     "fewer-steps": a_rank_takes_fewer_steps,
 }
 

@@ -36,7 +36,7 @@ import mpi4py
 import numpy as np
 
 from hvd_compress.mpi.dense import native, plans
-from hvd_compress.mpi.transport import communicator, handles, nodes, progress
+from hvd_compress.mpi.transport import communicator, handles, nodes, notes, progress
 from hvd_compress.mpi.tuning import measuring
 
 ORDERS = ("first", "last", "random", "slow")
@@ -584,6 +584,8 @@ class Simulation:
             ),
             mock.patch.multiple(communicator, _broken=broken, _keyvals=[]),
             mock.patch.object(handles, "_keyvals", []),
+            # All ranks are in one process, which does not end between them.
+            mock.patch.multiple(notes, leave=mock.DEFAULT, read=lambda comm: {}),
             mock.patch.object(native, "_op", lambda name: name),
             mock.patch.object(plans, "_new_program", return_value=None),  # it calls the real MPI
             # Nothing is measured here; constants are needed all the same, of few messages.
@@ -609,4 +611,4 @@ class Simulation:
         return Patched()
 
 
-_USERS = (mpi4py, communicator, handles, nodes, progress)
+_USERS = (mpi4py, communicator, handles, nodes, notes, progress)

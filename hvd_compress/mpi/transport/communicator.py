@@ -26,8 +26,9 @@ from hvd_compress.errors import (
     MismatchError,
     SetupError,
 )
+from hvd_compress.mpi.transport import notes
 from hvd_compress.mpi.transport.arrays import before_message
-from hvd_compress.mpi.transport.handles import Handles, family_of
+from hvd_compress.mpi.transport.handles import TAG_BITS, Handles, family_of, tags, unfreed
 from hvd_compress.mpi.transport.progress import (
     Algorithm,
     Message,
@@ -39,8 +40,6 @@ from hvd_compress.mpi.transport.progress import (
 
 logger = logging.getLogger("hvd_compress")
 
-#: as many tags as are used in turn at most, in bits; every MPI has 2**15
-_TAG_BITS = 20
 #: further bits of a tag say which size the message has, if MPI has tags of so many bits
 _SIZE_BITS = 8
 #: below the size from which MPIs announce a message over TCP before they send it, 64 KiB mostly
@@ -121,12 +120,13 @@ class Communicator:
         self.rank, self.size = comm.rank, comm.size
         largest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         bits = (largest + 1).bit_length() - 1
-        self.tags = 1 << min(bits, _TAG_BITS)
-        self.size_bits = max(0, min(bits - _TAG_BITS, _SIZE_BITS))
+        self.tags = tags()
+        self.size_bits = max(0, min(bits - TAG_BITS, _SIZE_BITS))
         self.bytes_sent = 0
         self.segment = int(_number("segment", segment, "HVD_COMPRESS_SEGMENT", -1))
         self.calls = 0
         self.collectives = 0  # of MPI's own, whose ranks say that they wait with notes
+        self.notes: dict[int, str] = {}  # by the rank that has left it, see notes.py
         self._tuning = _Tuning()
         self._nodes: Any = None  # see nodes.py
         self.entries: dict[Any, int] = {}
@@ -138,6 +138,7 @@ class Communicator:
         self._family.free(dropped)
         self.handles = Handles(self.run("Communicator()", _duplicated(comm))[0])
         self.mpi.Set_errhandler(MPI.ERRORS_RETURN)
+        unfreed.add(self.handles)
         self._adopt()
         _alive.add(self)
 
@@ -219,7 +220,7 @@ class Communicator:
 
     def free(self) -> None:
         """Free the duplicate now; this is a collective."""
-        if self._problem is None and self.mpi != MPI.COMM_NULL:
+        if self.is_usable:
             wait_for(self, list(self.under_way))
             self._family.remove(self.handles)
             self.plans.clear()
@@ -268,7 +269,7 @@ class Communicator:
         try:
             yield
         except CompressionError as error:
-            if self._problem is None and self.mpi != MPI.COMM_NULL:
+            if self.is_usable:
                 self._begin_to_compare(f"{type(error).__name__}: {error}")
             raise
 
@@ -293,6 +294,10 @@ class Communicator:
             messages.append(channel.send(everything[self.rank], other))
         yield Wait(messages, "comparing calls")
         return [row.tobytes().decode(errors="replace").rstrip() for row in everything]
+
+    @property
+    def is_usable(self) -> bool:
+        return self._problem is None and self.mpi != MPI.COMM_NULL
 
     def collective(self, request: Any, what: str) -> Wait:
         """Return what waits for one of MPI's own collectives on this communicator."""
@@ -441,10 +446,8 @@ def _leave() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         logging.shutdown()
-        time.sleep(
-            min(
-                5.0 if is_broken else 1.0,
-                max(comm.timeout for comm in _alive | weakref.WeakSet(_broken)) / 2,
-            )
-        )
+        shortest = min((comm.timeout for comm in [*_alive, *_broken]), default=1.0) / 2
+        time.sleep(min(5.0 if is_broken else 1.0, shortest))
         os._exit(1)
+    if not MPI.Is_finalized():
+        notes.leave_for_good(unfreed)

@@ -15,8 +15,14 @@ from typing import Any
 
 from mpi4py import MPI
 
+#: as many tags as are used in turn at most, in bits; every MPI has 2**15
+TAG_BITS = 20
 #: so many that are in use let the garbage be collected before more are made
 _MANY = 64
+
+
+#: of all duplicates that are not freed, also of those that this rank has dropped
+unfreed: weakref.WeakSet[Handles] = weakref.WeakSet()
 
 
 class Handles:
@@ -48,6 +54,7 @@ class Handles:
                 request.Free()
         self.requests.clear()
         self.mpi.Free()
+        unfreed.discard(self)
 
 
 class Family:
@@ -96,6 +103,12 @@ def family_of(comm: MPI.Comm) -> Family:
         found = Family()
         comm.Set_attr(_key(), found)
     return found
+
+
+def tags() -> int:
+    """Return the number of tags that a communicator uses, 0 and up."""
+    largest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    return 1 << min((largest + 1).bit_length() - 1, TAG_BITS)
 
 
 _keyvals: list[int] = []
