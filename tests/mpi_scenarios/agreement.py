@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import numpy as np
@@ -90,11 +91,13 @@ def a_dropped_one_is_in_use_until_all_have_dropped_it() -> None:
     if world.rank == 0:
         handles = first.handles
         del first
+        gc.collect()
     second = mpi.Communicator(world)
     if world.rank == 0:
         assert handles.mpi != mpi.MPI.COMM_NULL
     else:
         del first
+        gc.collect()
     third = mpi.Communicator(world)
     if world.rank == 0:
         assert handles.mpi == mpi.MPI.COMM_NULL

@@ -441,7 +441,7 @@ def single_tensors_take_methods_without_state() -> None:
         assert found.dtype == torch.float32
         assert found.tolist()[:2] == (mean * hvd.size()).tolist()[:2]
         assert torch.isinf(found[2]), "it travelled in half precision"
-    for method in (DGC, TopK(density=0.5), "bf16"):
+    for method in (DGC, TopK(density=0.5), "bf16", "qsgd", "natural"):
         with raises(UnboundError, "hvd.FP16"):
             hvd.allreduce(x, compression=method)
 
