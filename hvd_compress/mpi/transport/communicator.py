@@ -219,7 +219,10 @@ class Communicator:
         return other
 
     def free(self) -> None:
-        """Free the duplicate now; this is a collective."""
+        """Free the duplicate now; this is a collective.  A broken one is not freed, and its rank
+        may end like others."""
+        if self in _broken:
+            _broken.remove(self)
         if self.is_usable:
             wait_for(self, list(self.under_way))
             self._family.remove(self.handles)
