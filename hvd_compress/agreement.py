@@ -26,6 +26,21 @@ Terms = Mapping[str, "str | Sequence[str]"]
 _ENTRIES, _LETTERS = 3, 400
 
 
+#: why a rank may be somewhere else than the others, and what to do
+UNEVEN = (
+    "one had fewer batches than others, left the loop, or loaded another checkpoint. Give all "
+    "ranks equally many batches, with DistributedSampler and drop_last=True, or steps_per_epoch in "
+    "Keras; or train without a compression over Horovod and call hvd.join()"
+)
+_LOAD = (
+    "Load a checkpoint on all ranks; or load it on one and broadcast it, in PyTorch by "
+    "broadcast_optimizer_state(), in Keras by BroadcastGlobalVariablesCallback"
+)
+_SAME = f"Make the optimizer with the same model and options on all ranks. {_LOAD}"
+#: terms by which ranks differ that are not equally far
+_PROGRESS = {"step", "epoch"}
+
+
 def agreement(terms: Terms, like: Array) -> Exchange:
     """Compare ``terms`` over the ranks.
 
@@ -64,26 +79,22 @@ def listed(shapes: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
 def differences(everyone: Sequence[bytes]) -> str:
     """The message that shows the encoded terms of all ranks, as far as they differ."""
     terms = [json.loads(text) for text in everyone]
-    lines = []
+    lines, differing = [], set()
     for what in dict.fromkeys(key for own in terms for key in own):
         values = [own.get(what, "nothing") for own in terms]
         if all(value == values[0] for value in values):
             continue
+        differing.add(what)
         if all(isinstance(value, list) for value in values):
             values = _unequal_entries(values)
         lines.append(f"  {what}")
         for value in dict.fromkeys(map(_shortened, values)):
             ranks = [str(r) for r, theirs in enumerate(values) if _shortened(theirs) == value]
             lines.append(f"    rank {', '.join(ranks)}: {value}")
-    return "\n".join(
-        [
-            "the ranks differ in what must be the same:",
-            *lines,
-            "Make the optimizer with the same model and options on all ranks, and load a "
-            "checkpoint on all of them; or load it on one and broadcast it, in PyTorch by "
-            "broadcast_optimizer_state(), in Keras by BroadcastGlobalVariablesCallback",
-        ]
-    )
+    advice = _SAME
+    if differing <= _PROGRESS:
+        advice = f"Not all ranks are equally far: {UNEVEN}. {_LOAD}"
+    return "\n".join(["the ranks differ in what must be the same:", *lines, advice])
 
 
 def _unequal_entries(lists: list[list[str]]) -> list[str]:

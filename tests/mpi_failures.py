@@ -20,6 +20,7 @@ import numpy as np
 
 from hvd_compress import mpi
 from hvd_compress.decentralized import Diffusion, train
+from hvd_compress.reducer import Reducer
 
 TIMEOUT = 3.0
 #: the rank that does what it should not
@@ -84,6 +85,17 @@ def a_rank_does_not_come_to_mpis_own() -> None:
     if comm.rank == CULPRIT:
         time.sleep(300)
     raise report("mpi", lambda: mpi.allreduce(x, algorithm="mpi", comm=comm))
+
+
+def a_rank_does_not_come_to_make_one() -> None:
+    """Of a communicator of the user's, and of ours, where we may say who is missing."""
+    comm, theirs = mpi.Communicator(timeout=TIMEOUT), mpi.MPI.COMM_WORLD.Dup()
+    if comm.rank == CULPRIT:
+        time.sleep(300)
+    report("the first", lambda: mpi.Communicator(theirs, timeout=TIMEOUT))
+    report("an engine", lambda: mpi.MpiEngine(comm))
+    time.sleep(2)  # until the other one has reported
+    sys.exit(1)
 
 
 def a_rank_is_killed() -> None:
@@ -152,15 +164,51 @@ def a_rank_takes_fewer_steps() -> None:
     stay_until_all_have_reported()
 
 
+def a_rank_goes_on_with_something_else() -> None:
+    """After fewer batches: it evaluates, or makes another optimizer, or ends."""
+    engine = mpi.MpiEngine(mpi.Communicator(timeout=TIMEOUT))
+    reducer, everyone = Reducer("none", engine), mpi.Communicator(timeout=TIMEOUT)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            reducer.reduce({"w": np.ones(10)})
+
+    if engine.rank == CULPRIT:
+        steps(25)
+        report("evaluate", lambda: mpi.allreduce(np.ones(3), comm=everyone))
+    else:
+        report("train", lambda: steps(30))
+    stay_until_all_have_reported()
+
+
+def a_rank_ends_early() -> None:
+    """With objects that are gone by then."""
+
+    def steps(count: int) -> None:
+        reducer = mpi.Reducer("none", comm=mpi.Communicator(timeout=600))
+        for _ in range(count):
+            reducer.reduce({"w": np.ones(10)})
+
+    if mpi.MPI.COMM_WORLD.rank == CULPRIT:
+        steps(25)
+        return
+    report("train", lambda: steps(30))
+    time.sleep(2)  # until the other one has reported
+    sys.exit(1)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "sizes": sizes_differ,
     "sleeps": lambda: a_rank_sleeps(checks=20),
     "sleeps-unchecked": lambda: a_rank_sleeps(checks=0),
     "sleeps-mpi": a_rank_does_not_come_to_mpis_own,
+    "sleeps-making": a_rank_does_not_come_to_make_one,
     "killed": a_rank_is_killed,
     "broken": broken_is_broken,
     "error": a_rank_has_an_error_of_its_own,
     "node": a_node_breaks_the_whole,
+    "elsewhere": a_rank_goes_on_with_something_else,
+    "ends-early": a_rank_ends_early,
     "fewer-steps": a_rank_takes_fewer_steps,
 }
 

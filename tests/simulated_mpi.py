@@ -36,7 +36,7 @@ import mpi4py
 import numpy as np
 
 from hvd_compress.mpi.dense import native, plans
-from hvd_compress.mpi.transport import communicator, nodes, progress
+from hvd_compress.mpi.transport import communicator, handles, nodes, notes, progress
 from hvd_compress.mpi.tuning import measuring
 
 ORDERS = ("first", "last", "random", "slow")
@@ -151,7 +151,7 @@ class Comm:
     """One rank's handle of a communicator."""
 
     _keys = itertools.count()
-    _forget: dict[int, Callable[..., None]] = {}
+    _forget: dict[int, Any] = {}
 
     def __init__(self, simulation: Simulation, group: _Group) -> None:
         self.simulation, self.group = simulation, group
@@ -216,16 +216,43 @@ class Comm:
     def Barrier(self) -> None:  # noqa: N802
         self.allgather(None)
 
-    def Iallreduce(self, source: np.ndarray, total: np.ndarray, op: str) -> Request:  # noqa: N802
+    def Iallreduce(self, source: Any, total: Any, op: str) -> Request:  # noqa: N802
+        def reduce(own: dict[int, Any]) -> np.ndarray:
+            arrays = [np.asarray(own[rank]).reshape(-1) for rank in range(self.size)]
+            return np.max(arrays, 0) if op == "max" else np.sum(arrays, 0, arrays[0].dtype)
+
+        def put(result: np.ndarray) -> None:
+            np.asarray(total).reshape(-1)[...] = result
+
+        return self._together(source, reduce, put)
+
+    def Iallgather(self, own: np.ndarray, everything: np.ndarray) -> Request:  # noqa: N802
+        return self._gather(own, everything)
+
+    def Iallgatherv(self, own: list[Any], everything: list[Any]) -> Request:  # noqa: N802
+        return self._gather(own[0], everything[0])
+
+    def _gather(self, own: np.ndarray, everything: np.ndarray) -> Request:
+        def concatenate(own: dict[int, np.ndarray]) -> np.ndarray:
+            return np.concatenate([own[rank] for rank in range(self.size)])
+
+        def put(result: np.ndarray) -> None:
+            everything[...] = result
+
+        return self._together(own, concatenate, put)
+
+    def _together(
+        self, own: Any, make: Callable[[dict[int, Any]], Any], take: Callable[[Any], None]
+    ) -> Request:
+        """A collective whose ranks ``take`` what the last one to come makes of what all bring."""
         number, self.calls = self.calls, self.calls + 1
         request = Request(self.simulation)
         call = self.group.calls[number]
-        call[self.rank] = (source, total, request)
+        call[self.rank] = own, take, request
         if len(call) == self.size:
-            arrays = [call[rank][0] for rank in range(self.size)]
-            result = np.max(arrays, 0) if op == "max" else np.sum(arrays, 0, arrays[0].dtype)
-            for _, out, theirs in call.values():
-                out[...] = result
+            result = make({rank: brought for rank, (brought, _, _) in call.items()})
+            for _, take_it, theirs in call.values():
+                take_it(result)
                 theirs.complete()
         return request
 
@@ -240,15 +267,18 @@ class Comm:
         group = self.group.made.setdefault((number, color), _Group(members))
         return Comm(self.simulation, group)
 
-    def Dup(self) -> Comm:  # noqa: N802
-        return self.Split(0)
+    def Idup(self) -> tuple[Comm, Request]:  # noqa: N802
+        number = self.calls
+        group = self.group.made.setdefault(number, _Group(self.group.members))
+        return Comm(self.simulation, group), self._together(None, dict, lambda _: None)
 
     def Split_type(self, kind: int, key: int = 0) -> Comm:  # noqa: N802
         return self.Split(self.simulation.machine_of(self.group.members[self.rank]))
 
     def Free(self) -> None:  # noqa: N802
         for key, value in self.attributes.items():
-            self._forget[key](self, key, value)
+            if self._forget[key] is not None:
+                self._forget[key](self, key, value)
         self.is_freed = True
 
     def Is_inter(self) -> bool:  # noqa: N802
@@ -258,7 +288,7 @@ class Comm:
         pass
 
     @classmethod
-    def Create_keyval(cls, *, delete_fn: Callable[..., None]) -> int:  # noqa: N802
+    def Create_keyval(cls, *, delete_fn: Any = None) -> int:  # noqa: N802
         key = next(cls._keys)
         cls._forget[key] = delete_fn
         return key
@@ -463,7 +493,7 @@ class Simulation:
         threads = [
             threading.Thread(target=rank, args=(me,), daemon=True) for me in range(self.size)
         ]
-        with self._in_place_of_mpi() as alive:
+        with self._in_place_of_mpi() as broken:
             for thread in threads:
                 thread.start()
             self._pass_on()
@@ -474,8 +504,8 @@ class Simulation:
             me, error = self._error
             error.add_note(f"on rank {me} of {self.size}, order {self.order!r}")
             raise error
-        broken = {comm.mpi.group for comm in alive if comm._problem is not None}
-        left = [key for key in self._unmatched if key[0] not in broken]
+        given_up = {comm.mpi.group for comm in broken}
+        left = [key for key in self._unmatched if key[0] not in given_up]
         if left and not may_leave:
             raise SimulationError(
                 "messages that have no counterpart: "
@@ -500,7 +530,7 @@ class Simulation:
         return self._worlds[self.current]
 
     def _in_place_of_mpi(self) -> ExitStack:
-        """The patches; what is entered are all communicators of the package that are made."""
+        """The patches; what is entered are the communicators of the package that are given up."""
         simulation = self
 
         class Library:
@@ -546,24 +576,16 @@ class Simulation:
 
             return posting
 
-        class Ever(list[Any]):
-            """Keeps those that are freed, too."""
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.made: list[Any] = []
-
-            def append(self, comm: Any) -> None:
-                self.made.append(comm)
-                super().append(comm)
-
-        alive = Ever()
+        broken: list[Any] = []
         patches = [mock.patch.object(module, "MPI", library) for module in _USERS]
         patches += [
             mock.patch.multiple(
                 progress, time=clock, os=system, _OTHERS_EVERY=1, _LOOKS=1, _LOOKS_AT_ONE=1
             ),
-            mock.patch.multiple(communicator, _alive=alive, _keyvals=[]),
+            mock.patch.multiple(communicator, _broken=broken, _keyvals=[]),
+            mock.patch.object(handles, "_keyvals", []),
+            # All ranks are in one process, which does not end between them.
+            mock.patch.multiple(notes, leave=mock.DEFAULT, read=lambda comm: {}),
             mock.patch.object(native, "_op", lambda name: name),
             mock.patch.object(plans, "_new_program", return_value=None),  # it calls the real MPI
             # Nothing is measured here; constants are needed all the same, of few messages.
@@ -584,9 +606,9 @@ class Simulation:
                 super().__enter__()
                 for patch in patches:
                     self.enter_context(patch)
-                return alive.made
+                return broken
 
         return Patched()
 
 
-_USERS = (mpi4py, communicator, nodes, progress)
+_USERS = (mpi4py, communicator, handles, nodes, notes, progress)

@@ -23,7 +23,8 @@ class HorovodEngine(ProcessSetEngine):
     """Collectives become nodes of the graph.
 
     Args:
-        prefix: of their names.
+        prefix: of their names.  Several engines may have the same one if it ends in ".*", for which
+            a number is put in.
         process_set, predivide: as for :class:`ProcessSetEngine`.
         agreed: a scalar that is true as soon as collectives may start; ``None``: at once.
     """
@@ -34,8 +35,13 @@ class HorovodEngine(ProcessSetEngine):
         self, process_set: Any, predivide: float, prefix: str, agreed: tf.Tensor | None = None
     ) -> None:
         super().__init__(process_set, predivide)
-        self.prefix = prefix
+        self._prefix = prefix
         self._agreed = agreed
+
+    @property
+    def prefix(self) -> str:  # type: ignore[override]
+        beginning = self._prefix.removesuffix(".*")
+        return beginning if beginning == self._prefix else self._numbered(beginning)
 
     def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
         """Do nothing, since a graph cannot wait while it is traced."""

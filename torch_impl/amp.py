@@ -4,48 +4,74 @@ Residuals are kept without the loss scale: the scale of a ``GradScaler`` changes
 residuals must not change with it.  So methods that keep a state get the gradient divided by the
 scale, and the average is multiplied by it, for ``scaler.unscale_`` to divide it again.  PyTorch
 tells neither gradients nor optimizers of the scale; ``grad_scaler.py`` notes it here.
+
+A scale belongs to one backward pass, and a step to one thread: others may train meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-#: scale of the backward pass that is running, if that is scaled
-_running: float | None = None
 
-#: a ``GradScaler`` lets an optimizer step, and has averaged before
-_steps = False
+class _Pass(NamedTuple):
+    """A backward pass, by its scale and the thread in which its loss is."""
+
+    scale: float
+    thread: int
+
+
+#: those that run, and are scaled, by PyTorch's number of the pass
+_running: dict[int, _Pass] = {}
+
+
+class _Steps(threading.local):
+    is_scalers = False
+
+
+#: a ``GradScaler`` lets an optimizer step in this thread, and has averaged before
+_steps = _Steps()
 
 
 def running_scale() -> float | None:
     """Return the loss scale of the backward pass whose hooks run now, or ``None`` without one."""
-    return _running
+    number = _current_pass() if _running else -1
+    if number < 0:
+        return None
+    if (found := _running.get(number)) is None:
+        # A pass inside of another, as checkpoints with use_reentrant=True begin one.
+        here = threading.get_ident()
+        found = next((each for each in reversed(_running.values()) if each.thread == here), None)
+    return None if found is None else found.scale
 
 
 def forget_scale() -> None:
-    """Note that no backward pass runs: one that ended with an error did not say so."""
-    _leave()
+    """Note that no backward pass runs in this thread: one that ended with an error did not say
+    so."""
+    here = threading.get_ident()
+    for number, each in list(_running.items()):
+        if each.thread == here:
+            _leave(number)
 
 
 def scaler_steps() -> bool:
     """Return whether a ``GradScaler`` calls the ``optimizer.step()`` that runs now."""
-    return _steps
+    return _steps.is_scalers
 
 
 @contextlib.contextmanager
 def scaler_step() -> Iterator[None]:
     """Mark, for as long as the context lasts, that a ``GradScaler`` calls ``optimizer.step()``."""
-    global _steps
-    _steps = True
+    _steps.is_scalers = True
     try:
         yield
     finally:
-        _steps = False
+        _steps.is_scalers = False
 
 
 def note_scale(outputs: Any, factor: float) -> Any:
@@ -71,11 +97,15 @@ def _hang_hook(loss: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _enter(factor: float, _: torch.Tensor) -> None:
-    global _running
-    _running = factor
-    torch.autograd.Variable._execution_engine.queue_callback(_leave)
+    number = _current_pass()
+    _running[number] = _Pass(factor, threading.get_ident())
+    torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_leave, number))
 
 
-def _leave() -> None:
-    global _running
-    _running = None
+def _leave(number: int) -> None:
+    _running.pop(number, None)
+
+
+def _current_pass() -> int:
+    """Return PyTorch's number of the backward pass whose hooks run now; -1 outside of one."""
+    return torch._C._current_graph_task_id()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Generator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -32,23 +31,13 @@ class TorchEngine(NamedEngine):
 class HorovodEngine(TorchEngine, ProcessSetEngine):
     """Collectives of ``horovod.torch``, which is ``hvd``; see :class:`ProcessSetEngine`."""
 
-    #: engines made so far, by process set; in the same order on all of its ranks.  By the ranks of
-    #: a set, since the number of one that was removed is given to another.
-    _made: ClassVar[Counter[Any]] = Counter()
-
     def __init__(self, hvd: Any, process_set: Any, predivide: float = 1.0) -> None:
         super().__init__(process_set, predivide)
         self._hvd = hvd
-        # Two optimizers may be in the middle of a step at once.
-        key = tuple(process_set.ranks or ()) if process_set.process_set_id else None
-        self._number = self._made[key]
-        self._made[key] += 1
 
     @property
     def prefix(self) -> str:  # type: ignore[override]
-        """Names the size, since a collective that was never done when a worker died stays in
-        Horovod's queue, and must not be taken for one of the workers that go on."""
-        return f"hvd_compress.{self._number}.of{self.size}"
+        return self._numbered("hvd_compress")
 
     def _launch(self, op: Op) -> Any:
         # Horovod's thread locks its table of process sets when it ends, and then needs Python's

@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 
 
-def narrow(x: np.ndarray, out: np.ndarray) -> None:
+def narrow(x: np.ndarray, out: np.ndarray, threads: int | None = None) -> None:
     """Write to ``out`` (float16, or uint16 for the bits of bfloat16) the numbers nearest to ``x``
-    (float32), of two equally near ones the even one.  NaN stays NaN, of any bits."""
+    (float32), of two equally near ones the even one.  NaN stays NaN, of any bits.
+
+    ``threads`` is their number at most, ``None`` for the usual one: whoever has messages under way
+    does better without any, since the last one to get a processor is waited for.
+    """
     if (native := _compiled(x, out)) is not None:
-        native.narrow(x, out.dtype == np.uint16, out.view(np.uint16), _threads())
+        native.narrow(x, out.dtype == np.uint16, out.view(np.uint16), threads or _threads())
     elif out.dtype == np.uint16:
         bits = x.view(np.uint32)
         rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
@@ -21,11 +25,11 @@ def narrow(x: np.ndarray, out: np.ndarray) -> None:
             out[:] = x
 
 
-def widen(x: np.ndarray, out: np.ndarray, add: bool = False) -> None:
+def widen(x: np.ndarray, out: np.ndarray, add: bool = False, threads: int | None = None) -> None:
     """Write to ``out`` (float32) the numbers that ``x`` holds, float16 or the bits of bfloat16; or
-    add them."""
+    add them.  ``threads`` as for :func:`narrow`."""
     if (native := _compiled(x, out)) is not None:
-        native.widen(x.view(np.uint16), x.dtype == np.uint16, out, add, _threads())
+        native.widen(x.view(np.uint16), x.dtype == np.uint16, out, add, threads or _threads())
         return
     if x.dtype == np.uint16:  # the upper half of float32
         x = np.left_shift(x, 16, dtype=np.uint32).view(np.float32)

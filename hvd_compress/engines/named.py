@@ -277,17 +277,36 @@ class NamedEngine(abc.ABC):
         return (yield Op("sum", name, array))
 
 
+class _Generation:
+    """The engines over one set of workers, as far as they have been used."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.used = size, 0
+
+
 class ProcessSetEngine(NamedEngine):
     """Carries out exchanges over one process set of Horovod.
+
+    Names tell engines apart by numbers, which all ranks must give alike.  What is the same on all
+    of them is the order in which engines are first used, since that is a collective; the order of
+    their making is not, and some may be made on one rank alone.  Elastic training adds workers that
+    have used none: so another number of workers counts from the beginning, and is part of the name.
+    That also keeps apart what a worker that died has left in Horovod's queue.
 
     Args:
         process_set: the ranks that take part; this rank must be one of them.
         predivide: sums are scaled by 1 / predivide before and by predivide after adding.
     """
 
+    #: by the beginning of the name and the ranks, since another process set may get the number of
+    #: one that was removed
+    _generations: ClassVar[dict[Any, _Generation]] = {}
+
     def __init__(self, process_set: Any, predivide: float = 1.0) -> None:
         super().__init__()
         self._set = process_set
+        self._generation: _Generation | None = None
+        self._number = 0  # in that
         scales = {"prescale_factor": 1 / predivide, "postscale_factor": predivide}
         self._scales = scales if predivide != 1 else {}
 
@@ -299,6 +318,18 @@ class ProcessSetEngine(NamedEngine):
     @property
     def size(self) -> int:
         return self._set.size()
+
+    def _numbered(self, beginning: str) -> str:
+        """Return the beginning of the names of this engine's collectives."""
+        size = self.size
+        key = beginning, tuple(self._set.ranks or ()) if self._set.process_set_id else None
+        current = self._generations.get(key)
+        if current is None or current.size != size:
+            current = self._generations[key] = _Generation(size)
+        if self._generation is not current:
+            self._generation, self._number = current, current.used
+            current.used += 1
+        return f"{beginning}.{self._number}.of{size}"
 
     def _global_rank(self, rank: int) -> int:
         """Return a rank of the set as Horovod's broadcast wants it, which counts all ranks."""

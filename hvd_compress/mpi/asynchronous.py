@@ -60,9 +60,7 @@ class AsynchronousLeaderSGD(Serving):
         shapes = [f"{name} {x.dtype.name}{list(x.shape)}" for name, x in parameters.items()]
         ranks.agree(f"AsynchronousLeaderSGD({self.rules!r}, {shapes})")
         super().__init__(ranks, 1, worker_timeout)
-        self.parameters = {name: np.array(x) for name, x in parameters.items()}
-        for x in self.parameters.values():
-            ranks.mpi.Bcast(x, 0)
+        self._begin(ranks, parameters)
         groups = self._groups(ranks)
         self._tag = self.rules.tag
         self._links = [LeaderLink(self.parameters, self.rules)]

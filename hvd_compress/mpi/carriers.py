@@ -29,6 +29,7 @@ from hvd_compress.base import (
     Sum,
 )
 from hvd_compress.config import check_choice
+from hvd_compress.engines.base import itemsize
 from hvd_compress.mpi.dense import hierarchical
 from hvd_compress.mpi.dense.allgather import gather
 from hvd_compress.mpi.dense.allreduce import ALGORITHMS, CHUNK, start
@@ -39,7 +40,7 @@ from hvd_compress.mpi.sparse.allreduce import ALGORITHMS as SPARSE
 from hvd_compress.mpi.sparse.allreduce import fastest
 from hvd_compress.mpi.sparse.hierarchical import by_nodes
 from hvd_compress.mpi.sparse.messages import Format
-from hvd_compress.mpi.transport.arrays import Flat
+from hvd_compress.mpi.transport.arrays import HALVES, Flat
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.nodes import Nodes, nodes_of
 from hvd_compress.mpi.transport.progress import Wait, Work
@@ -84,12 +85,21 @@ def _reduce(
     algorithm = (isinstance(request, Sum) and request.algorithm) or "direct"
     scale = predivide if is_sum else 1.0
     owned = isinstance(request, Sum) and request.owned
-    total = _on_wire(array, dtype, scale, owned)
-    flat = Flat(total, dtype, total.shape, lambda done: done)
-    work = _allreduce(algorithm, flat, "sum" if is_sum else "max", comm, channel)
+    # Rounding is left to the blocks on their way, which are in the cache, while others are sent.
+    is_rounded_late = (
+        dtype in HALVES
+        and xp.dtype(array) == "float32"
+        and algorithm != "hierarchical"
+        and str(getattr(array, "device", "cpu")) == "cpu"
+    )
+    sent_from = "float32" if is_rounded_late else dtype
+    own, is_ours = _on_wire(array, sent_from, scale)
+    total = own if owned or is_ours else np.empty_like(own)
+    flat = Flat(own, dtype, own.shape, lambda done: done)
+    work = _allreduce(algorithm, flat, total, "sum" if is_sum else "max", comm, channel)
 
     def reply() -> Any:
-        result = from_bfloat16(total) if dtype == "bfloat16" else total
+        result = from_bfloat16(total) if sent_from == "bfloat16" else total
         summed = xp.cast(xp.from_numpy(result, array), xp.dtype(array))
         summed = xp.reshape(summed, xp.shape(array))
         return summed * scale if scale != 1 else summed
@@ -98,24 +108,29 @@ def _reduce(
 
 
 def _allreduce(
-    name: str, flat: Flat, op: str, comm: Communicator, channel: Callable[..., Channel]
+    name: str,
+    flat: Flat,
+    out: np.ndarray,
+    op: str,
+    comm: Communicator,
+    channel: Callable[..., Channel],
 ) -> Work:
-    """Start an allreduce in place."""
+    """Start an allreduce into ``out``."""
     check_choice("algorithm", name, ("auto", "hierarchical", *_DENSE))
-    call, nbytes = f"{op} of gradients", flat.array.nbytes
+    call, nbytes = f"{op} of gradients", len(flat.array) * itemsize(flat.dtype)
     if name == "hierarchical":
         nodes = nodes_of(comm)
         if not nodes.is_flat and nbytes:
             chunk = max(CHUNK, -(-nbytes // _BLOCKS))
             return hierarchical.start(
-                comm, nodes, call, "direct", flat, flat.array, op, chunk, channel=channel
+                comm, nodes, call, "direct", flat, out, op, chunk, channel=channel
             )
         name = "auto"
     if name == "auto":
         name = model_of(comm).fastest(nbytes, flat.dtype, among=_DENSE)
     cuts = 1 if "doubling" in name else comm.size
     chunk = max(CHUNK, -(-nbytes // (cuts * _BLOCKS)))
-    return start(comm, call, ALGORITHMS[name], flat, flat.array, op, chunk, channel=channel)
+    return start(comm, call, ALGORITHMS[name], flat, out, op, chunk, channel=channel)
 
 
 def _sparse_sum(request: SparseSum, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
@@ -187,7 +202,8 @@ def _neighbors(request: Neighbors, comm: Communicator, channel: Callable[..., Ch
 
 def _broadcast(request: Broadcast, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
     xp, array = backend_of(request.array), request.array
-    buffer = _on_wire(array, xp.dtype(array), 1.0, owned=False)
+    buffer, is_ours = _on_wire(array, xp.dtype(array), 1.0)
+    buffer = buffer if is_ours else buffer.copy()
     algorithm = broadcast(channel(), buffer.view(np.uint8), request.root)
     work = Work(comm, f"broadcast from rank {request.root}", [algorithm])
 
@@ -206,14 +222,13 @@ _CARRIERS: dict[type[Collective], Callable[..., Carried]] = {
 }
 
 
-def _on_wire(array: Any, dtype: str, predivide: float, owned: bool) -> np.ndarray:
-    """Return a flat array in host memory, as it is sent, bfloat16 as its bits: a copy, unless the
-    array itself is ``owned``."""
+def _on_wire(array: Any, dtype: str, predivide: float) -> tuple[np.ndarray, bool]:
+    """Return a flat array in host memory, as it is sent, bfloat16 as its bits; and whether it is
+    ours: a new one, and not the memory of ``array``."""
     if predivide != 1:
         array = array / predivide
     xp = backend_of(array)
     if dtype == "bfloat16":
-        return to_bfloat16(xp.to_numpy(xp.cast(array, "float32")).reshape(-1))
+        return to_bfloat16(xp.to_numpy(xp.cast(array, "float32")).reshape(-1)), True
     cast = xp.cast(array, dtype)
-    own = xp.to_numpy(cast).reshape(-1)
-    return own if owned or predivide != 1 or cast is not array else own.copy()
+    return xp.to_numpy(cast).reshape(-1), predivide != 1 or cast is not array

@@ -32,7 +32,8 @@ _PAUSE = 1e-4
 
 class MpiEngine:
     """Carries out exchanges over a communicator.  Making one duplicates the communicator, which is
-    a collective.
+    a collective; :meth:`close` frees the duplicate, as the making of another one does after all
+    ranks have dropped this.
 
     Args:
         comm: ``None`` for all ranks.
@@ -45,7 +46,7 @@ class MpiEngine:
     def __init__(
         self, comm: MPI.Comm | Communicator | None = None, *, predivide: float = 1.0
     ) -> None:
-        self.comm = Communicator.of(comm).duplicate()
+        self.comm = Communicator.of(comm).duplicate("a new optimizer, reducer or engine")
         self.predivide = predivide
         self._agreement: _InFlight | None = None
         self._in_flight: dict[str, _InFlight] = {}

@@ -13,7 +13,7 @@ from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.mpi.dense.allgather import allgather
 from hvd_compress.mpi.process_sets import ProcessSet, global_process_set
 from hvd_compress.mpi.transport.communicator import Communicator
-from hvd_compress.mpi.transport.progress import Algorithm, Message, Wait
+from hvd_compress.mpi.transport.progress import Algorithm
 
 
 def gather_bytes(raw: np.ndarray, kind: str, process_set: ProcessSet) -> list[np.ndarray]:
@@ -57,7 +57,7 @@ def _broadcast(comm: Communicator, raw: np.ndarray, root: int) -> Algorithm:
     """Broadcast by MPI's own collective, in pieces that its counts can express."""
     for first in range(0, raw.size, 2**30):
         request = comm.mpi.Ibcast(raw[first : first + 2**30], root)
-        yield Wait([Message.collective(request)], "MPI_Ibcast")
+        yield comm.collective(request, "MPI_Ibcast")
 
 
 def allgather_object(
@@ -92,4 +92,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def _barrier(comm: Communicator) -> Algorithm:
-    yield Wait([Message.collective(comm.mpi.Ibarrier())], "MPI_Ibarrier")
+    yield comm.collective(comm.mpi.Ibarrier(), "MPI_Ibarrier")

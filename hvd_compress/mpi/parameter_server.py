@@ -80,9 +80,7 @@ class ParameterServer(Serving):
                 raise UnsupportedError(f"{name!r} is {x.dtype}: float32 or float64 are needed")
         shapes = [f"{name} {x.dtype.name}{list(x.shape)}" for name, x in parameters.items()]
         ranks.agree(f"ParameterServer({self.rules!r}, servers={servers}, seed={seed}, {shapes})")
-        self.parameters = {name: np.array(x) for name, x in parameters.items()}
-        for x in self.parameters.values():
-            ranks.mpi.Bcast(x, 0)
+        self._begin(ranks, parameters)
         super().__init__(ranks, servers, worker_timeout)
         self._tag = self.rules.tag
         self.taken = True

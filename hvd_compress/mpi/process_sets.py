@@ -133,6 +133,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ConfigError(
             f"process set with rank {bad[0]}: there are ranks 0 to {everyone.size - 1}"
         )
+    everyone.agree(f"add_process_set({members})", always=True)  # what follows has no time-out
     color = 0 if everyone.rank in members else MPI.UNDEFINED
     part = everyone.mpi.Split(color, everyone.rank)
     if part != MPI.COMM_NULL:

@@ -33,7 +33,7 @@ from hvd_compress.mpi.dense import alltoall as messages
 from hvd_compress.mpi.dense.allgather import gather
 from hvd_compress.mpi.dense.allreduce import Comm, direct_allreduce
 from hvd_compress.mpi.quantized_state import Plan, QuantizedState
-from hvd_compress.mpi.transport.arrays import describe, flatten
+from hvd_compress.mpi.transport.arrays import describe, flatten, from_host, to_host
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.transport.reduction import Reduction
@@ -80,22 +80,23 @@ def quantized_allreduce(
             no residual changes; if it was one from an owner, only the receiver does.
         MismatchError, CollectiveTimeout: see :func:`allreduce`.
     """
-    if bits not in _BITS:
-        raise ConfigError(f"bits={bits!r} is not one of {', '.join(map(str, _BITS))}")
-    if op not in ("mean", "sum"):
-        raise ConfigError(f"op={op!r} is not one of mean, sum")
     communicator = Communicator.of(comm)
-    flat = flatten(x)
-    if "int" in flat.dtype:
-        raise UnsupportedError(f"cannot quantise {flat.dtype}: pass floats, or use allreduce")
-    plan = Plan.of(flat.shape, columns)
-    rounding = Reduction("sum", flat.dtype, communicator.size)
-    total = rounding.scratch(plan.n)
-    worker, owner = state.prepare(flat, total.dtype, columns, communicator, plan)
+    with communicator.told():
+        if bits not in _BITS:
+            raise ConfigError(f"bits={bits!r} is not one of {', '.join(map(str, _BITS))}")
+        if op not in ("mean", "sum"):
+            raise ConfigError(f"op={op!r} is not one of mean, sum")
+        flat = flatten(x)
+        if "int" in flat.dtype:
+            raise UnsupportedError(f"cannot quantise {flat.dtype}: pass floats, or use allreduce")
+        plan = Plan.of(flat.shape, columns)
+        rounding = Reduction("sum", flat.dtype, communicator.size)
+        total = rounding.scratch(plan.n)
+        worker, owner = state.prepare(flat, total.dtype, columns, communicator, plan)
     call = f"quantized_allreduce({describe(flat)}, {op}, bits={bits}, columns={columns})"
     communicator.agree(call)
     with np.errstate(over="ignore"):
-        rounding.widen(plan.flatten(_to_host(flat.array).reshape(flat.shape)), total)
+        rounding.widen(plan.flatten(to_host(flat.array).reshape(flat.shape)), total)
         total += plan.flatten(worker)
     if not np.isfinite(total).all():
         total[:] = np.nan  # for the owners of all shards to see
@@ -116,7 +117,7 @@ def quantized_allreduce(
     else:
         rounding.finish(np.full_like(result, np.nan), out)
     done = np.ascontiguousarray(plan.restore(out)).reshape(-1)
-    return flat.give_back(_from_host(done, flat.array))
+    return flat.give_back(from_host(done, flat.array))
 
 
 def consolidate(state: QuantizedState, *, comm: Comm = None) -> None:
@@ -166,26 +167,3 @@ def _exchange(
     except StopIteration as stop:
         done = stop.value
     return done.mean, done.sent, done.state["owner_residual"][shard]
-
-
-def _to_host(array: Any) -> np.ndarray:
-    """Return a flat array in host memory; bfloat16 as uint16."""
-    if isinstance(array, np.ndarray):
-        return array
-    host = array.detach().cpu()
-    if str(host.dtype) == "torch.bfloat16":
-        import torch
-
-        return host.view(torch.int16).numpy().view(np.uint16)
-    return host.numpy()
-
-
-def _from_host(array: np.ndarray, like: Any) -> Any:
-    """Undo :func:`_to_host`, on the device of ``like``."""
-    if isinstance(like, np.ndarray):
-        return array
-    import torch
-
-    if array.dtype == np.uint16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(like.device)
-    return torch.from_numpy(array).to(like.device)

@@ -8,13 +8,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from hvd_compress.config import is_number, is_whole
 from hvd_compress.errors import CollectiveTimeout, ConfigError
+from hvd_compress.mpi.dense.broadcast import broadcast
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.mailbox import Mailbox
 from hvd_compress.parameter_server.messages import Kind, Message, encode
@@ -71,6 +72,7 @@ class Serving:
     _server: ServerEnd
     _links: Sequence[WorkerEnd]
     _tag: int
+    parameters: dict[str, np.ndarray]
 
     def __init__(self, ranks: Communicator, servers: int, worker_timeout: float) -> None:
         if not is_whole(servers) or not 1 <= servers < ranks.size:
@@ -80,11 +82,18 @@ class Serving:
             )
         if not is_number(worker_timeout) or not worker_timeout > 0:
             raise ConfigError(f"worker_timeout={worker_timeout!r} must be seconds, more than 0")
-        self.comm, self.servers = ranks.duplicate(), servers
+        self.comm, self.servers = ranks.duplicate(type(self).__name__), servers
         self.worker_timeout = float(worker_timeout)
         self.is_server = ranks.rank < servers
         self.rank, self.size = ranks.rank - servers, ranks.size - servers
         self._box, self._early = Mailbox(self.comm), set[int]()
+
+    def _begin(self, ranks: Communicator, parameters: Mapping[str, np.ndarray]) -> None:
+        """Take copies of the parameters of the first rank."""
+        self.parameters = {name: np.array(x, order="C") for name, x in parameters.items()}
+        for name, x in self.parameters.items():
+            bytes_of_all = broadcast(ranks.channel(), x.reshape(-1).view(np.uint8), 0)
+            ranks.run(f"{type(self).__name__}(), parameter {name!r}", bytes_of_all)
 
     def _assemble(self) -> None:
         """Take over what the links have received."""

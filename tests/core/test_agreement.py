@@ -77,3 +77,21 @@ def test_digests_differ_and_fit():
     assert digest(encode(TERMS)) != digest(encode({**TERMS, "step": "4"}))
     assert 0 <= digest(encode(TERMS)) < 2**63
     assert listed([("w", (3, 4)), ("scalar", ())]) == ["w [3, 4]", "scalar []"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_progress"),
+    [
+        ({"step": "9"}, True),
+        ({"step": "9", "epoch": "1.0"}, True),
+        ({"step": "9", "method": "DGC()"}, False),
+        ({"tensors": ["w [3, 4]"]}, False),
+    ],
+)
+def test_the_way_out_is_that_of_what_differs(changed, is_progress):
+    """Ranks at other steps or epochs had other numbers of batches; their model is the same."""
+    terms = {**TERMS, "epoch": "0.0"}
+    for message in errors_of([terms, {**terms, **changed}]):
+        assert ("drop_last=True" in message) == is_progress
+        assert ("the same model and options" in message) != is_progress
+        assert "broadcast_optimizer_state()" in message

@@ -63,6 +63,47 @@ def test_arrays_of_different_size_are_an_error_on_every_rank(launcher, tmp_path)
 
 
 @pytest.mark.timeout(120)
+def test_a_rank_that_makes_no_communicator_is_waited_for_no_longer_than_others(launcher, tmp_path):
+    job = Job(launcher, "sleeps-making", tmp_path)
+    assert job.status != 0
+    for rank in OTHERS:
+        (_, *first), (_, *engine) = job.found[rank]
+        for error, message, seconds in (first, engine):
+            assert error == "CollectiveTimeout"
+            assert TIMEOUT <= seconds < TIMEOUT + SLACK
+            assert "HVD_COMPRESS_TIMEOUT" in message
+        assert "in Communicator(); waits for the other ranks (comparing options)" in first[1]
+        assert "in a new optimizer, reducer or engine; waits for" in engine[1]
+        assert f"a message from rank {CULPRIT} " in engine[1]
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_waits_elsewhere_says_where(launcher, tmp_path):
+    job = Job(launcher, "elsewhere", tmp_path)
+    for rank in range(RANKS):
+        ((_, error, message, _),) = job.found[rank]
+        assert error == "CollectiveTimeout"
+        if rank == CULPRIT:
+            assert "rank 0 waits in exchange of gradients" in message
+        else:
+            assert f"rank {CULPRIT} waits in allreduce(float64[3], sum, auto)" in message
+        assert "fewer batches" in message
+        assert "drop_last" in message
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_has_ended_is_waited_for_no_longer(launcher, tmp_path):
+    """Long before the time-out, which is ten minutes here."""
+    job = Job(launcher, "ends-early", tmp_path)
+    for rank in OTHERS:
+        ((_, error, message, seconds),) = job.found[rank]
+        assert error == "MismatchError", message
+        assert f"rank {CULPRIT} has ended its program: one had fewer batches" in message
+        assert "drop_last" in message
+        assert seconds < SLACK
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", ["sleeps", "sleeps-unchecked", "sleeps-mpi"])
 def test_a_rank_that_makes_no_call_is_named(launcher, case, tmp_path):
     job = Job(launcher, case, tmp_path)

@@ -398,8 +398,9 @@ def test_gradients_by_way_of_machines(size, method, order, ranks_per_machine):
 
 # -- every scenario --------------------------------------------------------------------------------
 
-#: patch what all threads of a process share
+#: patch what all threads of a process share, or count it
 OF_PROCESSES = {
+    "agreement.what_all_have_dropped_is_freed",
     "algorithms.by_way_of_nodes",
     "hierarchical.parts_are_made_once_and_freed_with_the_whole",
     "sparse.damage_is_noticed_by_all_who_read_it",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import numpy as np
@@ -62,3 +63,43 @@ def names_are_unique_to_ours() -> None:
     world.Send(np.full(5, world.rank, float), right, 0)
     request.Wait()
     assert (theirs == left).all()
+
+
+def what_all_have_dropped_is_freed() -> None:
+    """Reducers, of which each rank drops some at times of its own."""
+    kept: list[mpi.Reducer] = []
+    counts = []
+    for number in range(200):
+        reducer = mpi.Reducer("none")
+        counts.append(len(reducer.engine.comm._family._handles))
+        if number % 100 == 0:
+            total = reducer.reduce({"w": np.full(3, world.rank, np.float32)})["w"]
+            assert (total == (world.size - 1) / 2).all()
+            mpi.hierarchical_allreduce(np.ones(9), comm=reducer.engine.comm, ranks_per_node=2)
+        kept.append(reducer)
+        if number % (7 + world.rank) == 0:  # each at times of its own
+            del kept[:-1]
+        del reducer
+    assert max(counts) < 150, max(counts)
+    kept.clear()
+
+
+def a_dropped_one_is_in_use_until_all_have_dropped_it() -> None:
+    if world.size == 1:
+        return
+    first = mpi.Communicator(world)
+    if world.rank == 0:
+        handles = first.handles
+        del first
+        gc.collect()
+    second = mpi.Communicator(world)
+    if world.rank == 0:
+        assert handles.mpi != mpi.MPI.COMM_NULL
+    else:
+        del first
+        gc.collect()
+    third = mpi.Communicator(world)
+    if world.rank == 0:
+        assert handles.mpi == mpi.MPI.COMM_NULL
+    for comm in (second, third):
+        comm.free()

@@ -441,7 +441,7 @@ def single_tensors_take_methods_without_state() -> None:
         assert found.dtype == torch.float32
         assert found.tolist()[:2] == (mean * hvd.size()).tolist()[:2]
         assert torch.isinf(found[2]), "it travelled in half precision"
-    for method in (DGC, TopK(density=0.5), "bf16"):
+    for method in (DGC, TopK(density=0.5), "bf16", "qsgd", "natural"):
         with raises(UnboundError, "hvd.FP16"):
             hvd.allreduce(x, compression=method)
 
@@ -578,6 +578,17 @@ def one_instance_may_serve_two_optimizers() -> None:
     with raises(UnboundError, "2 optimizers"):
         method.stats()
     assert copy.deepcopy(method) == method
+
+
+@horovod_only
+def optimizers_may_be_made_in_another_order_or_on_one_rank_alone() -> None:
+    """Over Horovod, where making one is no collective: the order of their use counts."""
+    models = [make_model(seed) for seed in range(4)]
+    order = (3, 2, 0, 1) if hvd.rank() == 0 else range(3)
+    made = {n: distribute(sgd(models[n]), models[n], TopK(density=0.1)) for n in order}
+    for number in range(3):
+        train(models[number], made[number], range(2))
+        assert_same_everywhere(models[number])
 
 
 def empty_parameters() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from hvd_compress.engines.base import Engine
@@ -13,16 +12,14 @@ from .codistillation import codistillation_over
 from .local_training import factories
 
 _MODULE = "hvd_compress.tensorflow.keras"
-_numbers = itertools.count()
 
 
 def _of_arrays(process_set: Any) -> Engine:
-    return engine_of(process_set, f"hvd_compress.local_steps.{next(_numbers)}")
+    return engine_of(process_set, "hvd_compress.local_steps.*")
 
 
 def _of_tensors(process_set: Any) -> Engine:
-    prefix = f"hvd_compress.codistillation.{next(_numbers)}"
-    return engine_of(process_set, prefix, HorovodEngine)
+    return engine_of(process_set, "hvd_compress.codistillation.*", HorovodEngine)
 
 
 Codistillation = codistillation_over(_of_tensors, _MODULE)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from hvd_compress.backends import halves
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense.direct_allreduce import direct
 from hvd_compress.mpi.dense.halving_doubling import REMAINDERS, halving_doubling
@@ -16,10 +17,10 @@ from hvd_compress.mpi.dense.native import at_once, native
 from hvd_compress.mpi.dense.plans import LARGEST, known_plan, plan_of
 from hvd_compress.mpi.dense.recursive_doubling import recursive_doubling
 from hvd_compress.mpi.dense.ring import ring
-from hvd_compress.mpi.transport.arrays import HALVES, Flat, describe, flatten
+from hvd_compress.mpi.transport.arrays import HALVES, Flat, describe, flatten, from_host, to_host
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes
 from hvd_compress.mpi.transport.progress import Work
-from hvd_compress.mpi.transport.reduction import reduction
+from hvd_compress.mpi.transport.reduction import Reduction, reduction
 from hvd_compress.mpi.tuning.measuring import model_of
 from hvd_compress.sharding import shards_of
 
@@ -88,18 +89,24 @@ def allreduce(
             target = np.empty(x.shape, x.dtype) if out is None else out
             if _is_plain(x, target) and _at_once(x, target, op, name, communicator):
                 return target
-    if name is None and algorithm != "auto" and algorithm not in _ALL:
-        raise ConfigError(f"algorithm={algorithm!r} is not one of auto, {', '.join(ALGORITHMS)}")
-    _check_chunk(chunk)
-    flat = flatten(x)
-    communicator.agree(Call(flat, op, algorithm))
+    with communicator.told():
+        if name is None and algorithm != "auto" and algorithm not in _ALL:
+            raise ConfigError(
+                f"algorithm={algorithm!r} is not one of auto, {', '.join(ALGORITHMS)}"
+            )
+        check_chunk(chunk)
+        flat = flatten(x)
+        target = target_of(out, x, flat)
+    cut = "" if chunk == CHUNK else f", chunk={chunk}"
+    communicator.agree(Call(flat, op, communicator.named(algorithm) + cut))
     if name is None:
         name = algorithm
         if name == "auto":
             name = model_of(communicator).fastest(nbytes(flat.array), flat.dtype)
-    done = _reduce(_ALL[name], name, x, flat, op, out, communicator, chunk)
+    _reduce(_ALL[name], name, flat, target.array, op, communicator, chunk)
+    done = put(target, out)
     if kind is not None:
-        is_mpi = name == "mpi" and 0 < flat.array.nbytes <= 16 * CHUNK
+        is_mpi = name == "mpi" and 0 < flat.array.nbytes <= 16 * chunk
         is_short = is_mpi or _is_repeated(_ALL[name], flat, communicator, chunk)
         _remember(communicator.choices, kind, name, is_short and flat.dtype not in HALVES)
     return done
@@ -198,7 +205,8 @@ class Call(NamedTuple):
         return f"allreduce({describe(x)}, {self.op}, {self.algorithm})"
 
 
-def _check_chunk(chunk: int) -> None:
+def check_chunk(chunk: int) -> None:
+    """Raise ``ConfigError`` unless messages may have so many bytes."""
     if chunk < 64:
         raise ConfigError(f"chunk={chunk} bytes: at least 64")
 
@@ -206,34 +214,37 @@ def _check_chunk(chunk: int) -> None:
 def _reduce(
     algorithm: Algorithm,
     name: str,
-    x: Any,
     flat: Flat,
+    result: Any,
     op: str,
-    out: Any,
     comm: Communicator,
     chunk: int,
-) -> Any:
+) -> None:
     call = Call(flat, op, name)
-
-    def run(result: Any) -> None:
-        if _is_repeated(algorithm, flat, comm, chunk):
-            plan_of(comm, name, algorithm, op, flat).run(flat.array, result, call)
-        else:
-            start(comm, call, algorithm, flat, result, op, chunk).wait()
-
-    return into(out, x, flat, run)
+    if not _is_repeated(algorithm, flat, comm, chunk):
+        start(comm, call, algorithm, flat, result, op, chunk).wait()
+        return
+    plan, host = plan_of(comm, name, algorithm, op, flat), to_host(flat.array)
+    if host is flat.array:
+        plan.run(host, result, call)
+    else:
+        plan.run(host, host, call)
+        result.copy_(from_host(host, result))
 
 
 def _is_repeated(algorithm: Algorithm, flat: Flat, comm: Communicator, chunk: int) -> bool:
-    """Return whether arrays of this kind have a plan, the same on all ranks."""
-    if algorithm is native or comm.size == 1 or not isinstance(flat.array, np.ndarray):
+    """Return whether arrays of this kind have a plan, wherever a rank has them."""
+    if algorithm is native or comm.size == 1:
         return False
-    return 0 < flat.array.nbytes <= min(LARGEST, chunk)
+    return 0 < nbytes(flat.array) <= min(LARGEST, chunk)
 
 
-def into(out: Any, x: Any, flat: Flat, run: Callable[[Any], object]) -> Any:
-    """Put what ``run(result)`` makes in the array ``result`` into ``out``, or into a new array if
-    that is ``None``; ``flat`` is ``x`` flat."""
+def target_of(out: Any, x: Any, flat: Flat) -> Flat:
+    """Return the array that the result is made in; ``flat`` is ``x`` flat.
+
+    Raises:
+        ConfigError: ``out`` cannot be written, or differs from ``x`` in shape or dtype.
+    """
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ConfigError("out is read-only: pass an array that can be written, or out=None")
     target = flat if out is x else _target(out, flat)
@@ -241,7 +252,12 @@ def into(out: Any, x: Any, flat: Flat, run: Callable[[Any], object]) -> Any:
         # A view of the whole of x is x.
         is_x = is_same(target.array, flat.array)
         target = flat if is_x else _target(None, flat)
-    run(target.array)
+    return target
+
+
+def put(target: Flat, out: Any) -> Any:
+    """Return the result that was made in ``target``, in ``out`` or as a new array if that is
+    ``None``."""
     done = target.give_back(target.array)
     return done if out is None else _assign(out, done)
 
@@ -257,7 +273,10 @@ def start(
     channel: Callable[[], Channel] | None = None,
 ) -> Work:
     """Start the allreduce of a flat array, and return it as work under way; ``channel`` opens a
-    channel for each block."""
+    channel for each block.
+
+    A float32 array of a half precision is sent in that: blocks are rounded on their way.
+    """
     channel = channel or comm.channel
     x, reduce = flat.array, reduction(op, flat, comm.size)
     if comm.size == 1 and out is not x:
@@ -265,15 +284,20 @@ def start(
     if comm.size == 1 or not len(x):
         return Work(comm, call, ())
     itemsize = nbytes(x[:1]) or 1
+    is_rounded = reduce.widens and itemsize == 4
+    if is_rounded:
+        itemsize = 2
     per_block = max(1, chunk // itemsize) * comm.size
     if algorithm is native:
-        # Counts of MPI-3 are 32-bit integers; and what is copied should be small.
-        per_block = max(1, 16 * chunk // itemsize) if out is x or reduce.widens else 2**30
+        # The same on ranks that reduce in place and on those that do not: every block is a call.
+        per_block = max(1, 16 * chunk // itemsize)
     elif algorithm is recursive_doubling:
         per_block = max(1, chunk // itemsize)
     elif algorithm not in (ring, direct):
         per_block = max(1, 2 * chunk // itemsize)  # the first message is half of a block
     blocks = shards_of(len(x), -(-len(x) // per_block))
+    if is_rounded:
+        algorithm = functools.partial(_rounded, algorithm)
     return Work(
         comm,
         call,
@@ -286,6 +310,17 @@ def start(
     )
 
 
+def _rounded(
+    algorithm: Algorithm, channel: Channel, x: np.ndarray, out: np.ndarray, reduction: Reduction
+) -> Any:
+    """Reduce float32 in a half precision."""
+    half = reduction.scratch_of_dtype(len(x))
+    halves.narrow(x, half, threads=1)
+    yield from algorithm(channel, half, half, reduction)
+    halves.widen(half, out, threads=1)
+    reduction.give_back_of_dtype(half)
+
+
 def _target(out: Any, like: Flat) -> Flat:
     """Return the array that the result is made in: ``out`` itself where that is possible."""
     if out is None:
@@ -295,6 +330,8 @@ def _target(out: Any, like: Flat) -> Flat:
         )
         return like._replace(array=fresh)
     target = flatten(out)
+    if isinstance(target.array, np.ndarray) != isinstance(like.array, np.ndarray):
+        raise ConfigError("out and x must be on the same device")
     if (target.dtype, target.shape) != (like.dtype, like.shape):
         raise ConfigError(
             f"out is {describe(target)} and x is {describe(like)}: they must be alike"

@@ -32,6 +32,9 @@ def direct(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorith
     for peer in range(1, size):
         reduction.combine(total, arriving[peer])
     reduction.finish(total, out[parts[rank]])
+    reduction.give_back(total)
+    del arriving[rank]
+    reduction.give_back_of_dtype(*arriving.values())
 
     messages = [channel.receive(out[parts[peer]], peer) for peer in others(rank, size)]
     messages += [channel.send(out[parts[rank]], peer) for peer in others(rank, size)]

@@ -21,14 +21,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvd_compress.errors import ConfigError
+from hvd_compress.config import check_choice
 from hvd_compress.mpi.dense.allreduce import (
     ALGORITHMS,
     CHUNK,
     DEPTH,
     Comm,
     allreduce,
-    into,
+    check_chunk,
+    put,
+    target_of,
 )
 from hvd_compress.mpi.transport.arrays import Flat, describe, flatten
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes, others
@@ -63,25 +65,21 @@ def hierarchical_allreduce(
     Raises:
         ConfigError, UnsupportedError, MismatchError, CollectiveTimeout: see :func:`allreduce`.
     """
-    if algorithm != "auto" and algorithm not in ALGORITHMS:
-        raise ConfigError(f"algorithm={algorithm!r} is not one of auto, {', '.join(ALGORITHMS)}")
-    if chunk < 64:
-        raise ConfigError(f"chunk={chunk} bytes: at least 64")
     communicator = Communicator.of(comm)
-    flat = flatten(x)
-    name = f"{algorithm} across nodes"
+    with communicator.told():
+        check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
+        check_chunk(chunk)
+        flat = flatten(x)
+        target = target_of(out, x, flat)
+    name = f"{communicator.named(algorithm)} across nodes"
     name += f" of {ranks_per_node}" if ranks_per_node is not None else ""
     call = f"hierarchical_allreduce({describe(flat)}, {op}, {name})"
     communicator.agree(call)
     nodes = nodes_of(communicator, ranks_per_node)
     if nodes.is_flat or not len(flat.array):
         return allreduce(x, op=op, algorithm=algorithm, out=out, comm=communicator, chunk=chunk)
-    return into(
-        out,
-        x,
-        flat,
-        lambda result: start(communicator, nodes, call, algorithm, flat, result, op, chunk).wait(),
-    )
+    start(communicator, nodes, call, algorithm, flat, target.array, op, chunk).wait()
+    return put(target, out)
 
 
 def start(

@@ -10,8 +10,9 @@ import numpy as np
 from mpi4py import MPI
 from mpi4py.util.dtlib import to_numpy_dtype
 
+from hvd_compress.mpi.transport.arrays import before_message
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
-from hvd_compress.mpi.transport.progress import Algorithm, Message, RollCall, Wait, complete
+from hvd_compress.mpi.transport.progress import Algorithm, complete
 from hvd_compress.mpi.transport.reduction import Reduction
 
 
@@ -42,10 +43,10 @@ def native(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorith
         reduction.widen(x, source)
     if reduction.widens:
         total = reduction.scratch(len(x))
+    for array in (source, total):
+        before_message(array)
     request = channel.comm.mpi.Iallreduce(source, total, _op(reduction.op))
-    channel.comm.collectives += 1
-    roll = RollCall(channel.comm, channel.comm.collectives)
-    yield Wait([Message.collective(request)], "MPI_Iallreduce", roll=roll)
+    yield channel.comm.collective(request, "MPI_Iallreduce")
     if reduction.widens or reduction.op == "mean":
         reduction.finish(total, out)
 

@@ -59,6 +59,7 @@ class Plan:
             self._await(wait)
         self._start(channel)
         self._requests, self._bytes = channel.requests, channel.bytes_sent
+        comm.handles.requests[id(self._requests)] = self._requests
         comm.bytes_sent -= self._bytes  # nothing has been sent yet
 
     def _start(self, channel: _Recorder) -> None:
@@ -120,7 +121,7 @@ class Plan:
             raise error
 
     def free(self) -> None:
-        for request in self._requests:
+        for request in self._comm.handles.requests.pop(id(self._requests)):
             request.Free()
 
 
@@ -213,7 +214,7 @@ def plan_of(
     comm: Communicator, name: str, algorithm: Callable[..., Any], op: str, flat: Flat
 ) -> Plan:
     """Return the plan for arrays like ``flat``, which the first call makes."""
-    dtype = flat.dtype if flat.dtype in HALVES else flat.array.dtype
+    dtype = flat.dtype if flat.dtype in HALVES else np.dtype(flat.dtype)
     kind = name, op, dtype, len(flat.array)
     plan = known_plan(comm, kind)
     if plan is None:

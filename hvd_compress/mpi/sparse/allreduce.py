@@ -89,9 +89,10 @@ def sparse_allgather(
         PayloadError: a message was damaged on its way.
     """
     communicator = Communicator.of(comm)
-    mine, like = take_in(sparse, n)
-    form = Format.of(n, mine.values.dtype.name, values, indices, "sum", communicator.size)
-    brought, _ = form.bring(mine)
+    with communicator.told():
+        mine, like = take_in(sparse, n)
+        form = Format.of(n, mine.values.dtype.name, values, indices, "sum", communicator.size)
+        brought, _ = form.bring(mine)
     lengths = [form.n] * communicator.size
 
     def start() -> Algorithm:
@@ -131,18 +132,19 @@ def sparse_allreduce(
         MismatchError: ranks differ in n, dtype or options.
         PayloadError: a message was damaged on its way.
     """
-    check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
     communicator = Communicator.of(comm)
-    mine, like = take_in(sparse, n)
-    form = Format.of(n, mine.values.dtype.name, values, indices, op, communicator.size, True)
-    brought, rounded_off = form.bring(mine)
+    with communicator.told():
+        check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
+        mine, like = take_in(sparse, n)
+        form = Format.of(n, mine.values.dtype.name, values, indices, op, communicator.size, True)
+        brought, rounded_off = form.bring(mine)
 
     def start() -> Algorithm:
         if algorithm != "auto":
             return ALGORITHMS[algorithm](communicator.channel(), brought, form)
         return fastest_as_before(communicator, brought, form, model_of(communicator))
 
-    call = f"sparse_allreduce({form}, {algorithm})"
+    call = f"sparse_allreduce({form}, {communicator.named(algorithm)})"
     total, lost = run(communicator, call, start)
     return reduced(form, total, [rounded_off, lost], like)
 

@@ -53,11 +53,12 @@ def gtop_k_allreduce(
         MismatchError: ranks differ in n, k, dtype or options.
         PayloadError: a message was damaged on its way.
     """
-    if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
-        raise ConfigError(f"k must be an integer, 1 or more; got {k!r}")
     communicator = Communicator.of(comm)
-    mine, like = take_in(sparse, n)
-    form = Format.of(n, mine.values.dtype.name, None, indices, op, communicator.size)
+    with communicator.told():
+        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+            raise ConfigError(f"k must be an integer, 1 or more; got {k!r}")
+        mine, like = take_in(sparse, n)
+        form = Format.of(n, mine.values.dtype.name, None, indices, op, communicator.size)
     merging = Merging(
         communicator.rank, communicator.size, form.n, min(int(k), form.n), form.wide, codec=indices
     )

@@ -58,12 +58,13 @@ def hierarchical_sparse_allreduce(
 
     float16 is added in float32 on both levels and rounded once; ``dropped`` is empty.
     """
-    check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
     communicator = Communicator.of(comm)
-    mine, like = take_in(sparse, n)
-    dtype = mine.values.dtype.name
-    form = Format.of(n, dtype, None, indices, op, communicator.size, True)
-    name = f"{algorithm} across nodes"
+    with communicator.told():
+        check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
+        mine, like = take_in(sparse, n)
+        dtype = mine.values.dtype.name
+        form = Format.of(n, dtype, None, indices, op, communicator.size, True)
+    name = f"{communicator.named(algorithm)} across nodes"
     name += f" of {ranks_per_node}" if ranks_per_node is not None else ""
     call = f"hierarchical_sparse_allreduce({form}, {name})"
     communicator.agree(call)

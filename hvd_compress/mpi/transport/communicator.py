@@ -4,25 +4,42 @@ all ranks make the same calls."""
 from __future__ import annotations
 
 import atexit
+import contextlib
+import json
 import logging
 import os
 import sys
 import time
+import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from hvd_compress.errors import CollectiveTimeout, ConfigError, MismatchError, SetupError
-from hvd_compress.mpi.transport.progress import Algorithm, Job, Message, Wait, Work
+from hvd_compress.errors import (
+    CollectiveTimeout,
+    CompressionError,
+    ConfigError,
+    MismatchError,
+    SetupError,
+)
+from hvd_compress.mpi.transport import notes
+from hvd_compress.mpi.transport.arrays import before_message
+from hvd_compress.mpi.transport.handles import TAG_BITS, Handles, family_of, tags, unfreed
+from hvd_compress.mpi.transport.progress import (
+    Algorithm,
+    Message,
+    RollCall,
+    Wait,
+    Work,
+    wait_for,
+)
 
 logger = logging.getLogger("hvd_compress")
 
-#: as many tags as are used in turn at most, in bits; every MPI has 2**15
-_TAG_BITS = 20
 #: further bits of a tag say which size the message has, if MPI has tags of so many bits
 _SIZE_BITS = 8
 #: below the size from which MPIs announce a message over TCP before they send it, 64 KiB mostly
@@ -39,7 +56,8 @@ class Communicator:
 
     Args:
         comm: an intracommunicator; ``None`` means ``MPI.COMM_WORLD``.  It is duplicated, so that
-            no message of this package is taken for one of the caller's.
+            no message of this package is taken for one of the caller's.  The duplicate is freed by
+            :meth:`free`, or after all ranks have dropped this object, when the next one is made.
         timeout: seconds without any progress after which a call raises ``CollectiveTimeout``;
             ``$HVD_COMPRESS_TIMEOUT`` or 600.  A warning comes after a tenth of it.
         checks: the number of calls, from the first on, that all ranks compare before they run
@@ -88,6 +106,7 @@ class Communicator:
             )
         if not isinstance(comm, MPI.Comm) or comm == MPI.COMM_NULL or comm.Is_inter():
             raise ConfigError(f"comm={comm!r}: an intracommunicator is needed")
+        self._problem: str | None = None
         self.timeout = _number("timeout", timeout, "HVD_COMPRESS_TIMEOUT", 600.0)
         if not self.timeout > 0:
             raise ConfigError(f"timeout={self.timeout}: seconds, more than 0")
@@ -98,28 +117,30 @@ class Communicator:
             "checks": self.checks,
             "segment": segment,
         }
-        self.mpi = comm.Dup()
-        self.mpi.Set_errhandler(MPI.ERRORS_RETURN)
-        self.rank, self.size = self.mpi.rank, self.mpi.size
+        self.rank, self.size = comm.rank, comm.size
         largest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         bits = (largest + 1).bit_length() - 1
-        self.tags = 1 << min(bits, _TAG_BITS)
-        self.size_bits = max(0, min(bits - _TAG_BITS, _SIZE_BITS))
+        self.tags = tags()
+        self.size_bits = max(0, min(bits - TAG_BITS, _SIZE_BITS))
         self.bytes_sent = 0
         self.segment = int(_number("segment", segment, "HVD_COMPRESS_SEGMENT", -1))
-        self._settle()
         self.calls = 0
         self.collectives = 0  # of MPI's own, whose ranks say that they wait with notes
-        self.notes: list[Any] = []
+        self.notes: dict[int, str] = {}  # by the rank that has left it, see notes.py
         self._tuning = _Tuning()
         self._nodes: Any = None  # see nodes.py
         self.entries: dict[Any, int] = {}
         self.plans: dict[Any, Any] = {}
-        self._problem: str | None = None
-        self._lost: list[Any] = []
-        #: what is not over: MPI writes to its buffers, even if nobody waits for it
-        self.under_way: set[Job] = set()
-        _alive.append(self)
+        self._made_from: Communicator | None = None  # which lives as long as this one
+        self._family = family_of(comm)
+        self.handles = Handles(comm)  # until there is a duplicate
+        dropped = self._settle()
+        self._family.free(dropped)
+        self.handles = Handles(self.run("Communicator()", _duplicated(comm))[0])
+        self.mpi.Set_errhandler(MPI.ERRORS_RETURN)
+        unfreed.add(self.handles)
+        self._adopt()
+        _alive.add(self)
 
     @classmethod
     def of(cls, comm: MPI.Comm | Communicator | None) -> Communicator:
@@ -135,18 +156,35 @@ class Communicator:
             comm.Set_attr(_keyval(), found)
         return found
 
-    def _settle(self) -> None:
-        """Compare the options that must be the same on all ranks."""
+    def _adopt(self) -> None:
+        """See to it that the duplicate is freed in the end."""
+        self._family.add(self, self.handles)
+
+    def _settle(self) -> set[int]:
+        """Compare the options that must be the same on all ranks, and return the numbers of the
+        communicators that all ranks have dropped."""
         has_rdma = any(Path("/sys/class/infiniband").glob("*"))
-        mine = (self.checks, self.segment), MPI.Get_processor_name(), has_rdma
-        everyones = self.mpi.allgather(mine)
-        if len({options for options, _, _ in everyones}) > 1:
-            found = [f"rank {r}: {o}" for r, (o, _, _) in enumerate(everyones)]
+        host, options = MPI.Get_processor_name(), [self.checks, self.segment]
+        mine = json.dumps([options, host, has_rdma, self._family.dropped()])
+        (texts,) = self.run("Communicator()", _texts_of_all(self.mpi, mine))
+        everyones = list(map(json.loads, texts))
+        if any(theirs != options for theirs, *_ in everyones):
+            found = [f"rank {r}: {theirs}" for r, (theirs, *_) in enumerate(everyones)]
             raise MismatchError(f"ranks differ in (checks, segment): {', '.join(found)}")
         if self.segment < 0:
-            same_host = len({host for _, host, _ in everyones}) == 1
-            is_whole = same_host or any(rdma for _, _, rdma in everyones)
+            same_host = len({host for _, host, *_ in everyones}) == 1
+            is_whole = same_host or any(rdma for _, _, rdma, _ in everyones)
             self.segment = 0 if is_whole else _SEGMENT
+        return set.intersection(*(set(dropped) for *_, dropped in everyones))
+
+    @property
+    def mpi(self) -> MPI.Comm:
+        return self.handles.mpi
+
+    @property
+    def under_way(self) -> set[Any]:
+        """The jobs that are not over: MPI writes to their buffers, even if nobody waits."""
+        return self.handles.under_way
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
@@ -157,30 +195,39 @@ class Communicator:
 
     @cost_model.setter
     def cost_model(self, model: Any) -> None:
-        self._tuning.model = model
-        self._tuning.choices.clear()
+        self._tuning.set(model)
         self.entries.clear()
+
+    def named(self, algorithm: str) -> str:
+        """Return what ranks compare of an algorithm: of "auto" also what chooses."""
+        return self._tuning.auto if algorithm == "auto" else algorithm
 
     @property
     def choices(self) -> dict[Any, tuple[str, bool]]:
         return self._tuning.choices
 
-    def duplicate(self) -> Communicator:
-        """Return another communicator of the same ranks with the same options and cost model."""
+    def duplicate(self, what: str = "another communicator") -> Communicator:
+        """Return another communicator of the same ranks with the same options and cost model; a
+        collective.  It is freed some time after it was dropped by all ranks.
+
+        Args:
+            what: it is for, which the ranks compare.
+        """
+        self.agree(what, always=True)
         other = Communicator(self.mpi, **self._options)
-        other._tuning = self._tuning
+        other._tuning, other._made_from = self._tuning, self
         return other
 
     def free(self) -> None:
-        """Free the duplicate; this is a collective."""
-        if self in _alive:
-            _alive.remove(self)
-            if self._problem is None and not self.under_way:
-                for nodes in (self._nodes or {}).values():
-                    nodes.free()
-                for plan in self.plans.values():
-                    plan.free()
-                self.mpi.Free()
+        """Free the duplicate now; this is a collective.  A broken one is not freed, and its rank
+        may end like others."""
+        if self in _broken:
+            _broken.remove(self)
+        if self.is_usable:
+            wait_for(self, list(self.under_way))
+            self._family.remove(self.handles)
+            self.plans.clear()
+            self.handles.free()
 
     # -- messages ----------------------------------------------------------------------------
 
@@ -199,24 +246,42 @@ class Communicator:
 
     # -- agreement ---------------------------------------------------------------------------
 
-    def agree(self, call: object) -> None:
-        """Check that all ranks are about to make the same ``call``, by its text.
+    def agree(self, call: object, *, always: bool = False) -> None:
+        """Check that all ranks are about to make the same ``call``, by its text; also after as many
+        calls as are checked, if that is to be so ``always``.
 
         Raises:
             MismatchError: on every rank, if they are not.
             CollectiveTimeout: some rank makes no call at all, or the communicator is broken.
         """
         self.check()
-        if self.size == 1 or self.checks == 0:
+        if (comparison := self._begin_to_compare(call, always)) is None:
             return
-        self.checks -= 1 if self.checks > 0 else 0
-        calls = self.run(call, self._compare(str(call)))[0]
+        (calls,) = comparison.wait()
         if len(set(calls)) > 1:
             who: dict[str, list[int]] = {}
             for rank, theirs in enumerate(calls):
                 who.setdefault(theirs, []).append(rank)
             lines = [f"  rank {', '.join(map(str, r))}: {theirs}" for theirs, r in who.items()]
             raise MismatchError("the ranks make different calls:\n" + "\n".join(lines))
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Tell the other ranks of an error in this context, where they :meth:`agree`: what is wrong
+        on this rank alone is an error on all."""
+        try:
+            yield
+        except CompressionError as error:
+            if self.is_usable:
+                self._begin_to_compare(f"{type(error).__name__}: {error}")
+            raise
+
+    def _begin_to_compare(self, call: object, always: bool = False) -> Work | None:
+        """Send ``call`` to all ranks, which returns theirs; ``None`` if that is not due."""
+        if self.size == 1 or not (self.checks or always):
+            return None
+        self.checks -= 1 if self.checks > 0 and not always else 0
+        return Work(self, call, [self._compare(str(call))])
 
     def _compare(self, call: str) -> Algorithm:
         text = call.encode()
@@ -233,6 +298,15 @@ class Communicator:
         yield Wait(messages, "comparing calls")
         return [row.tobytes().decode(errors="replace").rstrip() for row in everything]
 
+    @property
+    def is_usable(self) -> bool:
+        return self._problem is None and self.mpi != MPI.COMM_NULL
+
+    def collective(self, request: Any, what: str) -> Wait:
+        """Return what waits for one of MPI's own collectives on this communicator."""
+        self.collectives += 1
+        return Wait([Message.collective(request)], what, roll=RollCall(self, self.collectives))
+
     # -- the end -----------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -245,16 +319,24 @@ class Communicator:
     def give_up(self, problem: str, lost: Iterable[Any]) -> None:
         """Nothing can be received reliably any more; ``lost`` still owns buffers that MPI may
         write to."""
-        self._problem = self._problem or problem
-        self._lost += lost
+        if self._problem is None:
+            self._problem, self.handles.is_broken = problem, True
+            _broken.append(self)
+        self.handles.kept += lost
 
 
 class _Tuning:
     """What a communicator and its duplicates know of the speed of collectives."""
 
     def __init__(self) -> None:
-        self.model: Any = None
         self.choices: dict[Any, tuple[str, bool]] = {}
+        self.set(None)
+
+    def set(self, model: Any) -> None:
+        self.model = model
+        known = "" if model is None else f" by model {zlib.crc32(repr(model).encode()):08x}"
+        self.auto = f"auto{known}"
+        self.choices.clear()
 
 
 class Channel:
@@ -278,6 +360,7 @@ class Channel:
         return self._start(self.comm.mpi.Irecv, array, size, source, incoming=True)
 
     def _start(self, begin: Any, array: Any, size: int, peer: int, incoming: bool) -> Message:
+        before_message(array)
         segment = self.comm.segment
         if not segment or size <= segment:
             request = begin([array, size, MPI.BYTE], peer, self._tag(size))
@@ -320,7 +403,27 @@ def _number(option: str, value: float | None, variable: str, default: float) -> 
     return default if value is None else value
 
 
-_alive: list[Communicator] = []
+def _duplicated(comm: MPI.Comm) -> Algorithm:
+    duplicate, request = comm.Idup()
+    yield Wait([Message.collective(request)], "MPI_Comm_idup")
+    return duplicate
+
+
+def _texts_of_all(comm: MPI.Comm, text: str) -> Algorithm:
+    """Return the texts of all ranks.  By MPI's own collectives, whose messages are not taken for
+    the caller's on the caller's communicator."""
+    own = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.empty(comm.size, "<i8")
+    request = comm.Iallgather(np.array([own.size], "<i8"), sizes)
+    yield Wait([Message.collective(request)], "comparing options")
+    everything = np.empty(sizes.sum(), np.uint8)
+    request = comm.Iallgatherv([own, MPI.BYTE], [everything, sizes.tolist(), MPI.BYTE])
+    yield Wait([Message.collective(request)], "comparing options")
+    return [part.tobytes().decode() for part in np.split(everything, np.cumsum(sizes)[:-1])]
+
+
+_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_broken: list[Communicator] = []
 _keyvals: list[int] = []
 
 
@@ -340,11 +443,14 @@ def _leave() -> None:
     """MPI_Finalize would wait for ranks that do not answer, and after an error of this rank alone
     the others would wait for it until the time-out.  Others may be about to report too, and most
     launchers end the whole job when the first process goes."""
-    is_broken = any(comm._problem is not None for comm in _alive)
+    is_broken = bool(_broken)
     ends_by_error = hasattr(sys, "last_value") and not hasattr(sys, "ps1")  # and not interactive
     if is_broken or (ends_by_error and any(comm.size > 1 for comm in _alive)):
         sys.stdout.flush()
         sys.stderr.flush()
         logging.shutdown()
-        time.sleep(min(5.0 if is_broken else 1.0, max(comm.timeout for comm in _alive) / 2))
+        shortest = min((comm.timeout for comm in [*_alive, *_broken]), default=1.0) / 2
+        time.sleep(min(5.0 if is_broken else 1.0, shortest))
         os._exit(1)
+    if not MPI.Is_finalized():
+        notes.leave_for_good(unfreed)

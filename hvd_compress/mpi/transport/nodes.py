@@ -20,8 +20,11 @@ class Part(Communicator):
     """
 
     def __init__(self, whole: Communicator, comm: MPI.Comm, members: tuple[int, ...]) -> None:
-        super().__init__(comm, timeout=whole.timeout, checks=0, segment=whole.segment)
         self.whole, self.members = whole, members
+        super().__init__(comm, timeout=whole.timeout, checks=0, segment=whole.segment)
+
+    def _adopt(self) -> None:
+        self.whole.handles.parts.append(self.handles)  # and is freed with the whole
 
     def channel(self, tag: int | None = None) -> Channel:
         return _PartChannel(self, super().channel(tag).tag)
@@ -44,7 +47,7 @@ class _PartChannel(Channel):
 
 
 class Nodes:
-    """The machines that a communicator runs on.  Making and freeing one are collectives.
+    """The machines that a communicator runs on.  Making one is a collective.
 
     Args:
         comm: the communicator.
@@ -78,11 +81,6 @@ class Nodes:
             self.across = _part(comm, place, peers)
         else:
             _part(comm, MPI.UNDEFINED, ())
-
-    def free(self) -> None:
-        for part in (self.inside, self.across):
-            if part is not None:
-                part.free()
 
 
 def _part(comm: Communicator, color: int, members: tuple[int, ...]) -> Part | None:

@@ -18,6 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.errors import CollectiveTimeout, CompressionError, MismatchError
+from hvd_compress.mpi.transport import notes
 
 logger = logging.getLogger("hvd_compress")
 
@@ -30,6 +31,8 @@ _SPIN, _SPIN_BULK = 5e-4, 5e-5
 _BULK = 32 * 1024
 #: seconds of a sleep, and the part of the time already waited that it may take when that is more
 _NAP, _NAP_SHARE = 5e-5, 2e-4
+#: seconds that a rank waits for what one may have sent whose program has ended
+_LATE = 1.0
 #: looks after which all other works are moved on too, since other ranks may wait for them
 _OTHERS_EVERY = 16
 
@@ -162,7 +165,7 @@ class RollCall:
         if self._note is None:
             self._note = np.array([self._number], "<i8")
             for peer in peers:
-                comm.notes.append(comm.mpi.Isend([self._note, 8, MPI.BYTE], peer, tag))
+                comm.handles.kept.append(comm.mpi.Isend([self._note, 8, MPI.BYTE], peer, tag))
             return []
         absent = []
         for peer in peers:
@@ -292,16 +295,15 @@ def complete(comm: Any, request: Any, what: str, call: Callable[[], object]) -> 
         what: the name of the collective.
         call: a function that returns what the user called, for messages.
     """
-    comm.collectives += 1
     try:
         for _ in range(_LOOKS_AT_ONE):
             if request.Test():
+                comm.collectives += 1
                 return
     except BaseException as error:
         comm.give_up(f"{call()}: {error!r}", [request])
         raise
-    wait = Wait([Message.collective(request)], what, roll=RollCall(comm, comm.collectives))
-    Work(comm, call(), [_one(wait)]).wait()
+    Work(comm, call(), [_one(comm.collective(request, what))]).wait()
 
 
 def complete_wait(comm: Any, wait: Wait, call: object) -> None:
@@ -349,7 +351,7 @@ def _linger(comm: Any, works: Sequence[Job]) -> None:
         for _ in range(_LOOKS):
             if _poll(works):
                 return
-    start, looks, warned = time.monotonic(), 0, False
+    start, looks, warned, since_end = time.monotonic(), 0, False, None
     while not _poll(works) and not any(work.is_over for work in works):
         looks += 1
         if looks % _OTHERS_EVERY == 0:
@@ -360,10 +362,15 @@ def _linger(comm: Any, works: Sequence[Job]) -> None:
             os.sched_yield()
             continue
         time.sleep(max(_NAP, min(_NAP_SHARE * idle, 20 * _NAP)))
+        if since_end is None and looks % _OTHERS_EVERY == 0 and notes.has_lost(comm):
+            since_end = idle
+        if since_end is not None and idle > since_end + _LATE:
+            _end(comm, works)
         if idle > comm.timeout:
             _give_up(comm, works)
         if idle > comm.patience and not warned:
             warned = True
+            notes.leave_elsewhere(comm, works[0].call)
             logger.warning("%s", _report(comm, works[0], comm.patience))
 
 
@@ -374,11 +381,21 @@ def _report(comm: Any, work: Job, seconds: float) -> str:
     )
 
 
+def _end(comm: Any, works: Sequence[Job]) -> None:
+    message = (
+        f"rank {comm.rank} of {comm.size} cannot go on in {works[0].call}; "
+        f"{works[0].describe()}{notes.told(comm)}"
+    )
+    comm.give_up(message, works)
+    raise MismatchError(message)
+
+
 def _give_up(comm: Any, works: Sequence[Job]) -> None:
     message = (
-        f"{_report(comm, works[0], comm.timeout)}. That rank or the network to it is down or very "
-        "slow, or it waits elsewhere: look for its own message; or its arrays have other sizes. A "
-        "longer time-out: HVD_COMPRESS_TIMEOUT=seconds, or Communicator(timeout=...)"
+        f"{_report(comm, works[0], comm.timeout)}{notes.told(comm)}. That rank or the network to "
+        "it is down or very slow, or it waits elsewhere: look for its own message; or its arrays "
+        "have other sizes. A longer time-out: HVD_COMPRESS_TIMEOUT=seconds, or "
+        "Communicator(timeout=...)"
     )
     comm.give_up(message, works)
     raise CollectiveTimeout(message)

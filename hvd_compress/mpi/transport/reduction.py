@@ -32,7 +32,8 @@ class Reduction:
                 f'the mean of {dtype} is not an integer: use op="sum" and divide, or float arrays'
             )
         self.op, self.dtype, self.size = op, dtype, size
-        self._free: dict[int, list[Any]] = {}
+        self._free: dict[int, list[Any]] = {}  # partial results, by their number
+        self._free_of_dtype: dict[int, list[Any]] = {}
         self.widens = dtype in ("float16", "bfloat16")
 
     def scratch(self, n: int) -> Any:
@@ -46,24 +47,34 @@ class Reduction:
         for array in arrays:
             self._free.setdefault(len(array), []).append(array)
 
+    def scratch_of_dtype(self, n: int) -> Any:
+        """Return an array for ``n`` elements of the array's own dtype, with any contents; after
+        :meth:`give_back_of_dtype` it is used again."""
+        free = self._free_of_dtype.get(n)
+        return free.pop() if free else self._new_of_dtype(n)
+
+    def give_back_of_dtype(self, *arrays: Any) -> None:
+        """Do what :meth:`give_back` does, with arrays of :meth:`scratch_of_dtype`."""
+        for array in arrays:
+            self._free_of_dtype.setdefault(len(array), []).append(array)
+
     def _new(self, n: int) -> Any:
         return np.empty(n, self._wide)
 
-    def scratch_of_dtype(self, n: int) -> Any:
-        """Return an array for ``n`` elements of the array's own dtype, with any contents."""
+    def _new_of_dtype(self, n: int) -> Any:
         return np.empty(n, self._narrow)
 
     def widen(self, x: Any, out: Any) -> None:
         """Write the elements ``x`` into ``out``, as partial results."""
         if self.widens:
-            halves.widen(x, out)
+            halves.widen(x, out, threads=1)
         else:
             out[:] = x
 
     def combine(self, partial: Any, x: Any) -> None:
         """Add elements as they came to partial results, in place."""
         if self.widens and self.op != "max":
-            halves.widen(x, partial, add=True)
+            halves.widen(x, partial, add=True, threads=1)
         else:
             self.merge(partial, halves.from_bfloat16(x) if self.dtype == "bfloat16" else x)
 
@@ -100,7 +111,7 @@ class Reduction:
         if self.op == "mean":
             np.divide(partial, self.size, out=partial)
         if self.widens:
-            halves.narrow(partial, out)
+            halves.narrow(partial, out, threads=1)
         else:
             out[:] = partial
 
@@ -124,10 +135,6 @@ class DeviceReduction(Reduction):
     def combine(self, partial: Any, x: Any) -> None:
         self.merge(partial, x)
 
-    def _ready(self) -> None:
-        if self._like.is_cuda:  # MPI knows nothing of streams
-            self._torch.cuda.current_stream(self._like.device).synchronize()
-
     def _new(self, n: int) -> Any:
         return self._like.new_empty(n, dtype=self._torch.float32 if self.widens else None)
 
@@ -135,29 +142,25 @@ class DeviceReduction(Reduction):
         self.combine(partial, x)
         self.finish(partial, out)
 
-    def scratch_of_dtype(self, n: int) -> Any:
+    def _new_of_dtype(self, n: int) -> Any:
         return self._like.new_empty(n)
 
     def widen(self, x: Any, out: Any) -> None:
         out.copy_(x)
-        self._ready()
 
     def merge(self, partial: Any, other: Any) -> None:
         if self.op == "max":
             self._torch.maximum(partial, other.to(partial.dtype), out=partial)
         else:
             partial.add_(other)
-        self._ready()
 
     def add(self, first: Any, second: Any, out: Any) -> None:
         (self._torch.maximum if self.op == "max" else self._torch.add)(first, second, out=out)
-        self._ready()
 
     def finish(self, partial: Any, out: Any) -> None:
         if self.op == "mean":
             partial.div_(self.size)
         out.copy_(partial)
-        self._ready()
 
 
 def reduction(op: str, flat: Flat, size: int) -> Reduction:

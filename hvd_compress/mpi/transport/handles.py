@@ -1,0 +1,120 @@
+"""What MPI keeps for a communicator, and when it is given back.
+
+Freeing a communicator is a collective, and the end of an object is not: ranks collect garbage at
+times of their own.  So what a :class:`.Communicator` has of MPI's lives here, and outlives it.
+When another one is made from the same communicator, which is a collective, the ranks tell each
+other what they have dropped, and free what all have.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from mpi4py import MPI
+
+#: as many tags as are used in turn at most, in bits; every MPI has 2**15
+TAG_BITS = 20
+#: so many that are in use let the garbage be collected before more are made
+_MANY = 64
+
+
+#: of all duplicates that are not freed, also of those that this rank has dropped
+unfreed: weakref.WeakSet[Handles] = weakref.WeakSet()
+
+
+class Handles:
+    """What one communicator has of MPI's.
+
+    Attributes:
+        mpi: the communicator, an ``MPI.Comm``.
+        requests: lists of persistent requests, by the id of whoever has made them.
+        parts: the handles of communicators of some of its ranks, in the order of their making.
+        under_way: jobs whose buffers MPI reads from or writes to; they keep their owner alive.
+        kept: further objects that MPI may still use.
+        is_broken: messages may arrive at any time, so nothing is freed.
+    """
+
+    def __init__(self, mpi: MPI.Comm) -> None:
+        self.mpi = mpi
+        self.requests: dict[int, list[Any]] = {}
+        self.parts: list[Handles] = []
+        self.under_way: set[Any] = set()
+        self.kept: list[Any] = []
+        self.is_broken = False
+
+    def free(self) -> None:
+        """Give everything back; a collective."""
+        for part in self.parts:
+            part.free()
+        for requests in self.requests.values():
+            for request in requests:
+                request.Free()
+        self.requests.clear()
+        self.mpi.Free()
+        unfreed.discard(self)
+
+
+class Family:
+    """The communicators that were made from one, numbered in the order of their making, which is
+    the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, Handles] = {}
+        self._dropped: set[int] = set()
+        self._made, self._many = 0, _MANY
+
+    def add(self, owner: object, handles: Handles) -> None:
+        """Note a new one, which ``owner`` uses as long as it lives."""
+        self._handles[self._made] = handles
+        # It runs in the midst of anything, so it calls nothing of MPI.
+        weakref.finalize(owner, self._dropped.add, self._made).atexit = False
+        self._made += 1
+
+    def remove(self, handles: Handles) -> None:
+        """Forget one that its owners free themselves, on all ranks."""
+        self._handles = {n: each for n, each in self._handles.items() if each is not handles}
+        self._dropped.intersection_update(self._handles)  # the set that finalizers know
+
+    def dropped(self) -> list[int]:
+        """Return the numbers of those that this rank does not use any more."""
+        if len(self._handles) - len(self._dropped) >= self._many:
+            gc.collect()  # reducers and engines are parts of cycles
+            self._many = max(_MANY, 2 * (len(self._handles) - len(self._dropped)))
+        self._dropped.intersection_update(self._handles)  # the set that finalizers know
+        return sorted(n for n in self._dropped if not self._handles[n].is_broken)
+
+    def free(self, numbers: Iterable[int]) -> None:
+        """Free those that all ranks have dropped, and what was made from them: whoever is made from
+        another keeps that alive, so all ranks have dropped it too.  A collective."""
+        for number in sorted(numbers):
+            handles = self._handles.pop(number)
+            made = family_of(handles.mpi)
+            made.free(list(made._handles))
+            handles.free()
+
+
+def family_of(comm: MPI.Comm) -> Family:
+    """Return the family of the communicators that were made from ``comm``."""
+    found: Any = comm.Get_attr(_key())
+    if found is None:
+        found = Family()
+        comm.Set_attr(_key(), found)
+    return found
+
+
+def tags() -> int:
+    """Return the number of tags that a communicator uses, 0 and up."""
+    largest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    return 1 << min((largest + 1).bit_length() - 1, TAG_BITS)
+
+
+_keyvals: list[int] = []
+
+
+def _key() -> int:
+    if not _keyvals:
+        _keyvals.append(MPI.Comm.Create_keyval())
+    return _keyvals[0]

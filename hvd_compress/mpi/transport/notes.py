@@ -1,0 +1,65 @@
+"""Notes that ranks leave for each other, where one may wait for the other: that a rank waits
+somewhere else meanwhile, and that its program has ended.
+
+A rank that had fewer batches than the others goes on with something else, and the others wait for
+it; then each can say where the other one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_compress.agreement import UNEVEN
+from hvd_compress.mpi.transport.handles import Handles, tags, unfreed
+
+#: counted from the end of a communicator's tags, behind those of roll calls and plans
+_TAG = 3
+_BYTES = 200
+_ENDED = "has ended its program"
+
+
+def leave(places: Iterable[Handles], text: str) -> None:
+    """Tell all ranks of these communicators what is true of this one, such as "waits in f()"."""
+    note = np.frombuffer(text.encode()[:_BYTES].ljust(_BYTES), np.uint8)
+    for place in places:
+        rank, size = place.mpi.rank, place.mpi.size
+        for peer in range(size) if not place.is_broken else ():
+            if peer != rank:
+                send = place.mpi.Isend([note, _BYTES, MPI.BYTE], peer, tags() - _TAG)
+                place.kept.append(send)  # which has the note
+
+
+def leave_for_good(places: Iterable[Handles]) -> None:
+    """Tell all ranks of these communicators that this program ends."""
+    leave(places, _ENDED)
+
+
+def leave_elsewhere(comm: Any, call: object) -> None:
+    """Tell whoever may wait on other communicators that this rank waits on this one."""
+    leave([each for each in unfreed if each is not comm.handles], f"waits in {call}")
+
+
+def read(comm: Any) -> dict[int, str]:
+    """Return the last note of each rank that has left one on this communicator."""
+    status, tag = MPI.Status(), tags() - _TAG
+    while comm.mpi.Iprobe(MPI.ANY_SOURCE, tag, status):
+        note = np.empty(_BYTES, np.uint8)
+        comm.mpi.Recv([note, _BYTES, MPI.BYTE], status.Get_source(), tag)
+        comm.notes[status.Get_source()] = note.tobytes().decode(errors="replace").rstrip()
+    return comm.notes
+
+
+def told(comm: Any) -> str:
+    """Return what other ranks have said of themselves, as the end of a message."""
+    members = getattr(comm, "members", range(comm.size))
+    said = [f"rank {members[rank]} {note}" for rank, note in sorted(read(comm).items())]
+    return f". But {', '.join(said)}: {UNEVEN}" if said else ""
+
+
+def has_lost(comm: Any) -> bool:
+    """Return whether the program of a rank has ended."""
+    return _ENDED in read(comm).values()
