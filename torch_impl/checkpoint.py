@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hvd_compress.base import State
+from hvd_compress.engines.named import ProcessSetEngine
 from hvd_compress.integrations.checkpoints import (
     check_array,
     refused,
@@ -319,7 +320,25 @@ def elastic_handler(base: type[Any]) -> type[Any]:
 
         def sync(self) -> None:
             _abandon(self.value)
+            ProcessSetEngine.begin_generation()
             broadcast(self.value, root_rank=0)
             self.save()
 
     return CompressedOptimizerHandler
+
+
+def local_elastic_handler(base: type[Any]) -> type[Any]:
+    """Return a handler for ``hvd.elastic.TorchState`` of optimizers with local steps.
+
+    Args:
+        base: Horovod's ``OptimizerStateHandler``.
+    """
+
+    class LocalStepsHandler(base):
+        """Horovod's own, but that workers count their engines anew."""
+
+        def sync(self) -> None:
+            ProcessSetEngine.begin_generation()
+            super().sync()
+
+    return LocalStepsHandler

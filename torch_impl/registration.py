@@ -61,5 +61,7 @@ def register(hvd: Any) -> None:
 
     state = hvd.elastic.state
     handler = checkpoint.elastic_handler(state.StateHandler)
-    state.set_handler_registry([(CompressedOptimizer, handler), *state.get_handler_registry()])
+    local_handler = checkpoint.local_elastic_handler(state.OptimizerStateHandler)
+    handlers = [(CompressedOptimizer, handler), (LocalStepsOptimizer, local_handler)]
+    state.set_handler_registry([*handlers, *state.get_handler_registry()])
     watch_grad_scaler()

@@ -310,6 +310,12 @@ class ProcessSetEngine(NamedEngine):
         scales = {"prescale_factor": 1 / predivide, "postscale_factor": predivide}
         self._scales = scales if predivide != 1 else {}
 
+    @classmethod
+    def begin_generation(cls) -> None:
+        """Count engines from the beginning: a set of workers meets, of as many as before, maybe,
+        of which some have used none.  What they share is the order of uses from now on."""
+        cls._generations.clear()
+
     # Elastic training changes both between steps.
     @property
     def rank(self) -> int:
