@@ -21,7 +21,7 @@ from hvd_compress.decentralized import (
     simulate,
     theory,
 )
-from hvd_compress.decentralized.topologies import as_topology
+from hvd_compress.decentralized.topologies import Weights, as_topology
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import PayloadError
 from hvd_compress.training import Coordinator
@@ -32,6 +32,7 @@ EXACT = (
     *(ExactDiffusion("line"), NIDS("line"), EXTRA("line"), LEAD("line", codec=None)),
     *(GradientTracking("line"), GradientTracking("line", form="atc"), PushDIGing("line")),
 )
+OWN = Weights([[0.5, 0.5, 0], [0.5, 0.2, 0.3], [0, 0.3, 0.7]])
 EVERY = (*EXACT, Diffusion("line"), CTADiffusion("line"), DGD("line"), ChocoSGD("line"))
 
 
@@ -114,6 +115,15 @@ def test_push_diging_over_a_graph_that_is_not_balanced():
     pairs = ((0, 1), (1, 2), (2, 0), (0, 2))
     method = PushDIGing(as_topology("edges:directed_edges=True").__class__(pairs, True))
     np.testing.assert_allclose(iterates(method, 800, mu=0.05)[-1], 1, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [ExactDiffusion, NIDS, EXTRA, GradientTracking, PushDIGing, LEAD])
+def test_a_matrix_of_ones_own(kind):
+    """It leads to the same minimum, on a way of its own."""
+    options = {"codec": None} if kind is LEAD else {}
+    own, line = (iterates(kind(graph, **options), 800, mu=0.05) for graph in (OWN, "line"))
+    np.testing.assert_allclose(own[-1], 1, atol=1e-9)
+    assert abs(own[2] - line[2]).max() > 1e-3
 
 
 def test_graphs_that_change():
@@ -303,7 +313,7 @@ def test_numbers_of_ranks_that_cannot_be_are_found_at_once():
         (lambda: LEAD(alpha=2.0), "alpha"),
         (lambda: LEAD(gamma=0.0), "gamma"),
         (lambda: LEAD(codec="topk"), "codec"),
-        (lambda: LEAD(prox=3), "prox"),
+        *((lambda kind=kind: kind(prox=3), "prox") for kind in (LEAD, ExactDiffusion, NIDS, EXTRA)),
         (lambda: simulate(DGD(), pull, np.zeros((3, 1)), 1, 0.0), "rate"),
         (lambda: simulate(DGD(), pull, np.zeros((3, 1)), -1, 0.1), "steps"),
     ],
