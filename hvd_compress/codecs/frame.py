@@ -4,7 +4,7 @@ All numbers are little-endian::
 
     offset  type    field
     0       u8[2]   b"HC"
-    2       u8      version, 2
+    2       u8      version, 3
     3       u8      kind: 3 = coded
     4       u8      dtype of the decoded values: 1 = float32, 3 = float64
     5       u8      1 = the values are not finite, plus 2 = indices are packed; 4 = no values, since
