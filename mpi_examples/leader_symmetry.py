@@ -74,7 +74,7 @@ def main() -> None:
         axis.set(title=f"{name} on $(x^2 - 1)^2$", xlabel="step")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("x; the minima are at 1 and -1")
-    axes[0].legend()
+    axes[0].legend(loc=(0.6, 0.65))
     save(figure, options.output)
     print(f"picture: {options.output.resolve()}")
 
