@@ -297,6 +297,15 @@ def test_the_order_of_parameters_in_a_checkpoint_does_not_matter():
         np.testing.assert_array_equal(one, two)
 
 
+def test_a_state_of_another_version_is_refused():
+    world = World(ExactDiffusion("line"), 2)
+    x = world.after_step(world.before_step([{"a": np.ones(2)}] * 2))
+    for state in world.states:
+        state["psi"] = state.pop("correction")
+    with pytest.raises(ConfigError, match="begins anew"):
+        world.after_step(world.before_step(x))
+
+
 def test_numbers_of_ranks_that_cannot_be_are_found_at_once():
     for method, words in ((Diffusion("grid:rows=2"), "rows=2"), (Diffusion([(0, 3)]), "beyond")):
         with pytest.raises(ConfigError, match=words):
