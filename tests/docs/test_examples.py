@@ -430,7 +430,7 @@ def test_parameter_server(tmp_path):
     picture = tmp_path / "new folder" / "server.png"
     options = ["--workers", "2", "--epochs", "1", "--seeds", "1", "--straggler", "0.01"]
     modes = ["sync", "sync, 1 backup", "async, compensate", "sync, top-k both"]
-    modes += ["sync, lgc up", "leaders, groups of 2"]
+    modes += ["sync, lgc up", "leaders, groups of 2", "easgd"]
     options += ["--modes", *modes]
     output = start("train_parameter_server", *options, "--output", str(picture))
     assert picture.read_bytes().startswith(PNG)
