@@ -177,6 +177,20 @@ def test_the_design_knows_all_packages_and_all_that_knows_a_request():
                 assert f"`{prefix}{file.relative_to(ROOT / folder)}`" in request
 
 
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [("decentralized.md", "ExactDiffusion"), ("training/parameter-server.md", "parameter_server")],
+)
+def test_pages_say_which_frameworks_they_serve(page, name):
+    import hvd_compress.tensorflow.keras.mpi as of_keras
+    import hvd_compress.torch.mpi as of_torch
+
+    text = (ROOT / "docs" / page).read_text()
+    first, _, rest = re.search(r"\*\*Frameworks:\*\*(.*?)\n\n", text, re.DOTALL)[1].partition(".")
+    assert ("PyTorch" in first, "Keras" in first) == (hasattr(of_torch, name), False)
+    assert ("for Keras" in rest) == (not hasattr(of_keras, name))
+
+
 def test_the_readme_and_the_page_have_figures_of_one_run():
     row = re.search(
         r"^\| 102,000,000 \| (.*) \|$", (ROOT / "docs/mpi.md").read_text(), re.MULTILINE
