@@ -43,7 +43,7 @@ class Rates(NamedTuple):
 
 RATES = {
     "digits": Rates("a convolutional network on digits", 0.03, 0.001),
-    "lstm": Rates("an LSTM on English text", 4.0, 0.003, clip=0.25),
+    "lstm": Rates("an LSTM on text", 4.0, 0.003, clip=0.25),
 }
 
 
