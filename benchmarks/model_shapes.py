@@ -98,6 +98,31 @@ def alexnet(classes: int = 1000) -> Shapes:
     return shapes
 
 
+def deep_speech(outputs: int = 29, width: int = 1500, layers: int = 5) -> Shapes:
+    """The speech model of Lin et al. (2018) for LibriSpeech, after Deep Speech 2: two convolutions
+    over spectrograms of 161 frequencies, five bidirectional GRU layers of 1500 units whose
+    directions are added up, and 29 characters.
+
+    The paper says no more than the number, kind and size of the layers.  Assumed: kernels of
+    41 x 11 and 21 x 11 with 32 channels, strides of 2 over the frequencies and no padding; batch
+    normalisation behind the convolutions, before each GRU but the first and before the last layer;
+    two bias vectors a gate; a last layer without bias.  The gradient then has 488.08 MiB, where the
+    paper has 488 MB.
+    """
+    shapes: Shapes = {"conv1.weight": (32, 1, 41, 11), "conv1.bias": (32,), **_norm("bn1", 32)}
+    shapes |= {"conv2.weight": (32, 32, 21, 11), "conv2.bias": (32,), **_norm("bn2", 32)}
+    inputs = 32 * 21  # channels times the frequencies that are left
+    for layer in range(layers):
+        if layer:
+            shapes |= _norm(f"rnn{layer}.norm", width)
+        for name in (f"rnn{layer}", f"rnn{layer}.reverse"):
+            for side, columns in (("ih", inputs), ("hh", width)):
+                shapes[f"{name}.weight_{side}"] = (3 * width, columns)
+                shapes[f"{name}.bias_{side}"] = (3 * width,)
+        inputs = width
+    return shapes | _norm("fc.norm", width) | {"fc.weight": (outputs, width)}
+
+
 def ptb_lstm(vocabulary: int = 10_000, width: int = 1500, layers: int = 2) -> Shapes:
     """The word model of Lin et al. (2018) for the Penn Treebank: LSTM layers of 1500 units with
     two bias vectors each, and a decoder that shares the embedding's matrix.  That of Vogels et al.

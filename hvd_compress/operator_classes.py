@@ -9,10 +9,12 @@ classes, beside the unbiased ones; see :class:`Classes`.  Operators say what the
 from __future__ import annotations
 
 import math
+import statistics
 from typing import NamedTuple
 
 import numpy as np
 
+from hvd_compress.config import check_choice, check_fraction
 from hvd_compress.errors import ConfigError
 
 
@@ -68,6 +70,29 @@ class Classes(NamedTuple):
 
 #: of what arrives as it was
 IDENTITY = Classes.unbiased(1.0)
+
+
+def kept_by_top_k(density: float, inputs: str) -> float:
+    """Return E|top_k(x)|^2 / E|x|^2 for many independent elements: at least ``density``, which is
+    the worst case and what elements at random keep.  With the share rho and the threshold t::
+
+        "normal"       2 (t phi(t) + Q(t)),    Q(t) = rho / 2
+        "exponential"  rho (1 + t + t^2 / 2),  t = log(1 / rho)
+        "uniform"      1 - (1 - rho)^3
+
+    >>> [round(kept_by_top_k(0.01, x), 3) for x in ("normal", "exponential", "uniform")]
+    [0.084, 0.162, 0.03]
+    """
+    check_fraction("density", density)
+    check_choice("inputs", inputs, ("normal", "exponential", "uniform"))
+    if inputs == "uniform":
+        return 1 - (1 - density) ** 3
+    if inputs == "exponential":
+        t = -math.log(density)
+        return density * (1 + t + t * t / 2)
+    normal = statistics.NormalDist()
+    t = -normal.inv_cdf(density / 2)
+    return 2 * t * normal.pdf(t) + density
 
 
 class EF21Constants(NamedTuple):

@@ -161,7 +161,8 @@ def table(runs: dict[str, list[Run]], dense: int) -> str:
 def picture(runs: dict[str, list[Run]]) -> None:
     """Test accuracy over bytes; bars are of one standard deviation."""
     figure, axes = plt.subplots(figsize=(11, 7), layout="constrained")
-    points = {}
+    points: dict[tuple[float, float], str] = {}
+    deviations: dict[tuple[float, float], float] = {}
     for color, (family, says) in zip(plt.colormaps["tab10"].colors, FAMILIES.items(), strict=False):
         for name, group in runs.items():
             if SYSTEMS[name].family != family:
@@ -177,12 +178,13 @@ def picture(runs: dict[str, list[Run]]) -> None:
                 sent, mean, deviation, fmt="o", color=color, capsize=2, lw=0.7, label=says
             )
             says, place = None, (sent, mean)
+            deviations[place] = max(deviation, deviations.get(place, 0.0))
             points[place] = f"{points[place]}, {name}" if place in points else name
     axes.set(xscale="log", xlabel="sent by a rank [KiB a step]", ylabel="test accuracy [%]")
     axes.set_title(f"Digits, {world.size} ranks, {options.steps} steps: accuracy against bytes")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", loc="lower right")
-    label(axes, points)
+    label(axes, points, deviations)
     save(figure, options.output)
 
 

@@ -33,14 +33,18 @@ METHODS = ("dense", "dgc", "diloco", "diloco+dgc", "demo", "leader_sgd")
 
 
 class Rates(NamedTuple):
-    """Learning rates of a task: of SGD with Nesterov momentum 0.9, and of DeMo."""
+    """What a task is, and its learning rates: of SGD with Nesterov momentum 0.9, and of DeMo."""
 
+    what: str
     sgd: float
     demo: float
     clip: float | None = None  # the largest norm of a gradient, of SGD
 
 
-RATES = {"digits": Rates(0.03, 0.001), "lstm": Rates(4.0, 0.003, clip=0.25)}
+RATES = {
+    "digits": Rates("a convolutional network on digits", 0.03, 0.001),
+    "lstm": Rates("an LSTM on text", 4.0, 0.003, clip=0.25),
+}
 
 
 def arguments() -> argparse.Namespace:
@@ -173,7 +177,8 @@ def picture(runs: dict[str, dict[str, list[Run]]]) -> None:
             )
             sent = np.mean([run.sent for run in group], axis=0)[window - 1 :] / 2**20
             axes.plot(sent[sent > 0], losses[sent > 0], label=method)
-        axes.set(xscale="log", xlabel="sent by one rank [MiB]", ylabel="training loss", title=name)
+        axes.set(xscale="log", xlabel="sent by one rank [MiB]", ylabel="training loss")
+        axes.set_title(f"Loss over bytes: {RATES[name].what}, {world.size} ranks")
         axes.grid(alpha=0.3)
         axes.legend()
     save(figure, options.output)

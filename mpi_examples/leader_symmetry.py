@@ -71,10 +71,10 @@ def main() -> None:
         print(f"{name}: workers {one:.4f} and {other:.4f}, tested {tested:.4f}, f {f(tested):.4f}")
         axis.plot(path[:, :2], label=["worker 0", "worker 1"])
         axis.plot(path[:, 2], "--", color="black", label="what is tested")
-        axis.set(title=name, xlabel="step")
+        axis.set(title=f"{name} on $(x^2 - 1)^2$", xlabel="step")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("x; the minima are at 1 and -1")
-    axes[0].legend()
+    axes[0].legend(loc=(0.6, 0.65))
     save(figure, options.output)
     print(f"picture: {options.output.resolve()}")
 

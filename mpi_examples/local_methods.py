@@ -40,6 +40,7 @@ def wrapped(
         "diloco+dgc": lambda: hvd.DiLoCo(
             sgd, sync_every=every, compression=f"dgc:density={density}"
         ),
+        "streaming_diloco": lambda: hvd.DiLoCo(sgd, sync_every=every, fragments=2, delay=1),
         "easgd": lambda: hvd.EASGD(sgd, every),
         "eamsgd": lambda: hvd.EAMSGD(sgd, every),
         "leader_sgd": lambda: hvd.LeaderSGD(sgd, **one),
@@ -63,9 +64,12 @@ def over_a_graph(
     codec = blockwise(bits)
     makers: dict[str, Callable[[], Any]] = {
         "diffusion": lambda: hvd.Diffusion(graph),
+        "cta_diffusion": lambda: hvd.CTADiffusion(graph),
         "exact_diffusion": lambda: hvd.ExactDiffusion(graph),
         "nids": lambda: hvd.NIDS(graph),
+        "extra": lambda: hvd.EXTRA(graph),
         "gradient_tracking": lambda: hvd.GradientTracking(graph),
+        "push_diging": lambda: hvd.PushDIGing(graph),
         "choco_sgd": lambda: hvd.ChocoSGD(graph, codec),
         "lead": lambda: hvd.LEAD(graph, codec),
         "prox_lead": lambda: hvd.LEAD(graph, codec, prox=l1(1e-4)),

@@ -23,8 +23,12 @@ from PIL import Image
 from hvd_compress.stats import human_bytes
 from mpi_examples.budget import reason
 
-# Where to write beside a point: right, left, above and below it, then at its corners.
-_DIRECTIONS = np.array([(1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1)])
+# Where to write beside a point: right, left, above and below it, at its corners, then between.
+_DIRECTIONS = np.array(
+    [(1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1)]
+    + [(x, y) for x in (1, -1) for y in (0.5, -0.5)]
+    + [(x, y) for x in (0.5, -0.5) for y in (1, -1)]
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,12 +209,24 @@ def _ends(groups: dict[str, list[Run]]) -> plt.Figure:
     return figure
 
 
-def label(axes: plt.Axes, names: dict[tuple[float, float], str]) -> list[plt.Annotation]:
-    """Write a name beside each point, as near as it can be without covering a point or a name."""
+def label(
+    axes: plt.Axes,
+    names: dict[tuple[float, float], str],
+    deviations: dict[tuple[float, float], float] | None = None,
+) -> list[plt.Annotation]:
+    """Write a name beside each point, as near as it can be without covering a point, a name, the
+    legend or an error bar; where there is no such place, as near as it can be on an error bar."""
     axes.figure.draw_without_rendering()  # until then nothing has its place
     pixels = axes.figure.dpi / 72  # of a point, the unit of lengths in print
     spots = {place: axes.transData.transform(place) for place in names}
     taken = [Bbox([spot - 4 * pixels, spot + 4 * pixels]) for spot in spots.values()]
+    if (legend := axes.get_legend()) is not None:
+        taken.append(legend.get_window_extent())
+    ends = [
+        axes.transData.transform([(x, y - own), (x, y + own)])
+        for (x, y), own in (deviations or {}).items()
+    ]
+    bars = [Bbox([low - 3 * pixels, high + 3 * pixels]) for low, high in ends]
     labels = []
     for place, name in sorted(names.items()):
         text = axes.annotate(
@@ -224,13 +240,22 @@ def label(axes: plt.Axes, names: dict[tuple[float, float], str]) -> list[plt.Ann
             arrowprops={"arrowstyle": "-", "color": "gray", "lw": 0.5},
         )
         size = np.array(Text.get_window_extent(text).size) + 2 * pixels
-        for distance, direction in itertools.product(range(5, 120, 5), _DIRECTIONS):
-            offset = direction * (size / 2 + distance * pixels)
-            box = Bbox.from_bounds(*(spots[place] + offset - size / 2), *size)
-            inside = axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max)
-            if inside and not box.count_overlaps(taken):
-                text.set_position(offset / pixels)
-                break
+        around = itertools.product(range(5, 160, 5), _DIRECTIONS)
+        offsets = [direction * (size / 2 + distance * pixels) for distance, direction in around]
+        boxes = [
+            (offset, Bbox.from_bounds(*(spots[place] + offset - size / 2), *size))
+            for offset in offsets
+        ]
+        free = [
+            (offset, box)
+            for offset, box in boxes
+            if axes.bbox.contains(*box.min)
+            and axes.bbox.contains(*box.max)
+            and not box.count_overlaps(taken)
+        ]
+        clear = [(offset, box) for offset, box in free if not box.count_overlaps(bars)]
+        offset, box = (clear or free or boxes)[0]
+        text.set_position(offset / pixels)
         taken.append(box)
         labels.append(text)
     return labels

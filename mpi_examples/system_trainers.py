@@ -143,6 +143,7 @@ def _optimizer(system: System, model: torch.nn.Module, freeze: int) -> torch.opt
         "LARS": {"momentum": 0.9, "trust_coefficient": 0.01},
         "LAMB": {},
         "OneBitAdam": {"freeze_step": freeze},
+        "OneBitLAMB": {"freeze_step": freeze, "eps": 1e-3},
         # With its default local_step_scaler it would synchronize in each of so few steps.
         "ZeroOneAdam": {"var_freeze_step": freeze, "local_step_scaler": freeze},
         "DeMo": {},

@@ -51,7 +51,7 @@ class System:
 #: and how points of the picture are called
 FAMILIES = {
     "compression": "gradients, compressed",
-    "adam": "1-bit Adam and DeMo",
+    "adam": "1-bit Adam, 1-bit LAMB and DeMo",
     "large": "large batch",
     "local": "local steps",
     "graph": "neighbours of a graph",
@@ -94,6 +94,7 @@ SYSTEMS = {
         lambda steps: f"lgc:density={DENSITY},learn={steps // 8},code={steps * 2 // 3}",
     ),
     "onebit_adam": System("dense, then signs of the momentum", "adam", "OneBitAdam", 1e-3),
+    "onebit_lamb": System("the same", "adam", "OneBitLAMB", 0.01),
     "zero_one_adam": System("the same at ever fewer steps", "adam", "ZeroOneAdam", 1e-3),
     "demo": System("largest cosine coefficients of the momentum", "adam", "DeMo", 1e-3),
     "large_batch": System("gradients of 4 batches", "large", "SGD", 0.1, 4),
@@ -104,6 +105,7 @@ SYSTEMS = {
     "slowmo": System("parameters, every 8 steps", "local", "slowmo"),
     "diloco": System("changes of parameters, every 8 steps", "local", "diloco"),
     "diloco+dgc": System("largest 1 % of these changes", "local", "diloco+dgc"),
+    "streaming_diloco": System("the same, a half every 4 steps", "local", "streaming_diloco"),
     "easgd": System("distances from the centre, every 8 steps", "local", "easgd"),
     "eamsgd": System("distances from the centre, every 8 steps", "local", "eamsgd"),
     "leader_sgd": System("the leader's parameters, every 8 steps", "local", "leader_sgd"),

@@ -32,6 +32,7 @@ METHODS = (
     "diloco",
     "diloco+topk",
     "diloco+dgc",
+    "streaming_diloco",
     "easgd",
     "eamsgd",
     "leader_sgd",

@@ -1,4 +1,4 @@
-"""Train on digits with a parameter server: synchronous, asynchronous, by asynchronous Leader SGD.
+"""Train on digits with a parameter server: synchronous, asynchronous, by Leader SGD and EASGD.
 
     python -m mpi_examples.train_parameter_server
     python -m mpi_examples.train_parameter_server --straggler 0.02
@@ -40,10 +40,17 @@ MODES: dict[str, dict[str, Any]] = {
     "sync, lgc up": {"compression": LGC},
     "async, top-k both": {"mode": "async", "compression": TOP_K, "compression_down": TOP_K},
 }
-#: these take local steps: the server names leaders
-LEADERS: dict[str, dict[str, Any]] = {
-    "leaders, one": {"local_every": 4, "global_every": 4, "local_pull": 0, "local_drift": 0},
-    "leaders, groups of 2": {"local_every": 4, "global_every": 8, "groups": 2},
+#: these take local steps: the server names leaders, or has a centre; all with one server here
+LOCAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "leaders, one": (
+        "AsynchronousLeaderSGD",
+        {"local_every": 4, "global_every": 4, "local_pull": 0, "local_drift": 0},
+    ),
+    "leaders, groups of 2": (
+        "AsynchronousLeaderSGD",
+        {"local_every": 4, "global_every": 8, "groups": 2},
+    ),
+    "easgd": ("AsynchronousEASGD", {"sync_every": 4}),
 }
 
 
@@ -51,7 +58,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    modes = [*MODES, *LEADERS]
+    modes = [*MODES, *LOCAL]
     parser.add_argument("--modes", nargs="+", choices=modes, default=modes, metavar="MODE")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3, help="runs per mode")
@@ -66,9 +73,9 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     check_counts(parser, options, "epochs", "seeds", "batch_size", "workers", "servers")
     if options.servers > 1 and options.modes == modes:
-        options.modes = list(MODES)  # leaders have one server
+        options.modes = list(MODES)
     if options.servers > 1 and not MODES.keys() >= {*options.modes}:
-        parser.error("leaders need --servers 1")
+        parser.error("leaders and easgd need --servers 1")
     if options.straggler < 0 or options.lr <= 0:
         parser.error("--straggler must be 0 or more, and --lr more than 0")
     return options
@@ -113,8 +120,9 @@ def train(mode: str, seed: int, bar: tqdm) -> Run:
     )
     sgd = torch.optim.SGD(model.parameters(), lr=options.lr)
     worker: Any
-    if mode in LEADERS:
-        worker = hvd.AsynchronousLeaderSGD(model, sgd, **LEADERS[mode])
+    if mode in LOCAL:
+        name, own_options = LOCAL[mode]
+        worker = getattr(hvd, name)(model, sgd, **own_options)
     else:
         worker = hvd.parameter_server(model, sgd, servers=options.servers, seed=seed, **MODES[mode])
     count = len(x) // worker.size // options.batch_size
@@ -132,7 +140,7 @@ def train(mode: str, seed: int, bar: tqdm) -> Run:
                 sgd.zero_grad()
                 loss = functional.cross_entropy(model(x[batch]), y[batch])
                 loss.backward()
-                worker.step(*[loss.detach()] * (mode in LEADERS))
+                worker.step(*[loss.detach()] * (mode in LOCAL))
         own = time.perf_counter() - start
     seconds = statistics.median(world.allgather(own)[options.servers :])
     with torch.no_grad():

@@ -23,7 +23,7 @@ from hvd_compress.integrations.exports import *  # noqa: F403
 from hvd_compress.integrations.exports import __all__ as _common
 from hvd_compress.integrations.horovod import load_horovod, names_of, rest_of, show_log
 from hvd_compress.integrations.launch import find_mpi
-from hvd_compress.training import CoordinatedSampler, Decay, OuterSGD, Ramp
+from hvd_compress.training import CoordinatedSampler, Decay, OuterSGD, Ramp, WeightDecay
 
 from .ddp import DDPState, ddp_hook
 from .demo import DeMo
@@ -73,6 +73,7 @@ __all__ = [
     "OneBitLAMB",
     "OuterSGD",
     "Ramp",
+    "WeightDecay",
     "ZeroOneAdam",
     "average_parameters",
     "ddp_hook",

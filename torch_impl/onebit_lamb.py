@@ -49,10 +49,11 @@ class OneBitLAMB(OneBitAdam):
         factor_range: of r.
         factor_threshold: from one step to the next r changes by this share at most.
 
-    The formulas and defaults are recalled from the released code, and were not compared with the
-    paper.  Differs from that code in: the differences of ``OneBitAdam``; a begins as the first c
-    and not as 0; each tensor has a scale of its own in the message, where that code scales the
-    momenta of all layers to the same magnitude to give them one scale in common.
+    The formulas and defaults are those of the released code, DeepSpeed's ``OnebitLamb``.  Differs
+    from it in: the differences of ``OneBitAdam``; a begins as the first c and not as 0, and takes
+    in a c of exactly 1, too; where v is 0, r does not look; each tensor has a scale of its own in
+    the message, where that code scales the momenta of all layers to the same magnitude to give them
+    one scale in common.
 
     Raises:
         ConfigError: an option makes no sense.

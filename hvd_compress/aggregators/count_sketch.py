@@ -40,7 +40,7 @@ class count_sketch(Aggregator, name="count_sketch"):
     Reference: Ivkin, Rothchild et al., Communication-efficient distributed SGD with sketching,
     NeurIPS 2019.  Differs from it in: the signs and cells of elements change at every step, so two
     elements that fall on each other now will not do so next time.  See also
-    ``operators/count_sketch.py``.
+    ``aggregators/sketching.py``.
     """
 
     density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))

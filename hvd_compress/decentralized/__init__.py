@@ -29,6 +29,7 @@ from hvd_compress.decentralized.topologies import (
     StaticExponential,
     Topology,
     Torus,
+    Weights,
     as_topology,
     edges_from_file,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "StaticExponential",
     "Topology",
     "Torus",
+    "Weights",
     "as_topology",
     "blockwise",
     "box",

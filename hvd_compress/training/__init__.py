@@ -17,6 +17,7 @@ from hvd_compress.training.codistillation import (
     CoordinatedSampler,
     Decay,
     Ramp,
+    WeightDecay,
 )
 from hvd_compress.training.coordinator import Coordinator
 from hvd_compress.training.diloco import DiLoCo
@@ -46,5 +47,6 @@ __all__ = [
     "Start",
     "StepContext",
     "TrainingMethod",
+    "WeightDecay",
     "World",
 ]

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from hvd_compress.decentralized import (
+    EXTRA,
     LEAD,
     LSVRG,
+    NIDS,
     SAGA,
     ExactDiffusion,
     blockwise,
@@ -22,6 +24,7 @@ from hvd_compress.decentralized import (
 from hvd_compress.training.world import World
 
 N, ROWS, D, RIDGE = 8, 15, 10, 0.05
+WEIGHT = 0.05  # of |x|_1
 
 
 @functools.cache
@@ -65,11 +68,15 @@ def errors(method, steps, weight=0.0, dtype=np.float64, **options):
     return np.array(found)
 
 
-def test_without_compression_it_is_exact_diffusion():
+@pytest.mark.parametrize("prox", [None, l1(0.05), box(-0.4, 0.9)], ids=repr)
+def test_without_compression_it_is_exact_diffusion(prox):
+    """With a prox P2D2."""
     for alpha in (0.3, 1.0):
         pairs = [[], []]
         for method, rows in zip(
-            (LEAD(codec=None, alpha=alpha), ExactDiffusion()), pairs, strict=True
+            (LEAD(codec=None, alpha=alpha, prox=prox), ExactDiffusion(prox=prox)),
+            pairs,
+            strict=True,
         ):
             rate = 0.5 / problem()[2]
             start = np.random.default_rng(1).standard_normal((N, D))
@@ -86,11 +93,37 @@ def test_two_bits_are_about_as_good_as_all():
         assert np.argmax(two < level) < 2 * np.argmax(plain < level)
 
 
-def test_prox_lead_reaches_the_sparse_solution():
-    weight = 0.05
-    found = errors(LEAD(codec=blockwise(2), prox=l1(weight)), 500, weight)
+@pytest.mark.parametrize(
+    "method",
+    [
+        LEAD(codec=blockwise(2), prox=l1(WEIGHT)),
+        *(kind(prox=l1(WEIGHT)) for kind in (ExactDiffusion, NIDS, EXTRA)),
+    ],
+    ids=repr,
+)
+def test_prox_lead_and_its_comparators_reach_the_sparse_solution(method):
+    found = errors(method, 500, WEIGHT)
     assert found[99] < 1e-3
     assert found[499] < 1e-10
+
+
+def test_pg_extra_is_the_papers_recursion():
+    """In stacked matrices, with what the last step was kept as it is."""
+    prox, mu, w = l1(WEIGHT), 0.5 / problem()[2], EXTRA().topology.weights(N)
+    x = np.random.default_rng(1).standard_normal((N, D))
+
+    def g(x):
+        return np.stack([gradient(rank, row, 0) for rank, row in enumerate(x)])
+
+    half, expected, found = w @ x - mu * g(x), [], []
+    last, x = x, prox(half, mu)
+    for _ in range(20):
+        expected.append(x)
+        half = w @ x + half - (last + w @ last) / 2 - mu * (g(x) - g(last))
+        last, x = x, prox(half, mu)
+    start = np.random.default_rng(1).standard_normal((N, D))
+    simulate(EXTRA(prox=prox), gradient, start, 20, mu, observe=lambda _, x: found.append(x))
+    np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
 def test_the_range_of_alpha():

@@ -22,7 +22,7 @@ from hvd_compress.decentralized import (
     simulate,
     theory,
 )
-from hvd_compress.decentralized.topologies import as_topology
+from hvd_compress.decentralized.topologies import Weights, as_topology
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import PayloadError
 from hvd_compress.training import Coordinator
@@ -33,6 +33,7 @@ EXACT = (
     *(ExactDiffusion("line"), NIDS("line"), EXTRA("line"), LEAD("line", codec=None)),
     *(GradientTracking("line"), GradientTracking("line", form="atc"), PushDIGing("line")),
 )
+OWN = Weights([[0.5, 0.5, 0], [0.5, 0.2, 0.3], [0, 0.3, 0.7]])
 EVERY = (*EXACT, Diffusion("line"), CTADiffusion("line"), DGD("line"), ChocoSGD("line"))
 
 
@@ -115,6 +116,15 @@ def test_push_diging_over_a_graph_that_is_not_balanced():
     pairs = ((0, 1), (1, 2), (2, 0), (0, 2))
     method = PushDIGing(as_topology("edges:directed_edges=True").__class__(pairs, True))
     np.testing.assert_allclose(iterates(method, 800, mu=0.05)[-1], 1, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [ExactDiffusion, NIDS, EXTRA, GradientTracking, PushDIGing, LEAD])
+def test_a_matrix_of_ones_own(kind):
+    """It leads to the same minimum, on a way of its own."""
+    options = {"codec": None} if kind is LEAD else {}
+    own, line = (iterates(kind(graph, **options), 800, mu=0.05) for graph in (OWN, "line"))
+    np.testing.assert_allclose(own[-1], 1, atol=1e-9)
+    assert abs(own[2] - line[2]).max() > 1e-3
 
 
 def test_graphs_that_change():
@@ -288,6 +298,15 @@ def test_the_order_of_parameters_in_a_checkpoint_does_not_matter():
         np.testing.assert_array_equal(one, two)
 
 
+def test_a_state_of_another_version_is_refused():
+    world = World(ExactDiffusion("line"), 2)
+    x = world.after_step(world.before_step([{"a": np.ones(2)}] * 2))
+    for state in world.states:
+        state["psi"] = state.pop("correction")
+    with pytest.raises(ConfigError, match="begins anew"):
+        world.after_step(world.before_step(x))
+
+
 def test_numbers_of_ranks_that_cannot_be_are_found_at_once():
     for method, words in ((Diffusion("grid:rows=2"), "rows=2"), (Diffusion([(0, 3)]), "beyond")):
         with pytest.raises(ConfigError, match=words):
@@ -306,7 +325,7 @@ def test_numbers_of_ranks_that_cannot_be_are_found_at_once():
         (lambda: LEAD(codec="topk"), "codec must be a codec"),
         (lambda: ChocoSGD(codec="topk"), "codec must be a codec"),
         (lambda: ChocoSGD(codec=inceptionn()), "of one size"),
-        (lambda: LEAD(prox=3), "prox"),
+        *((lambda kind=kind: kind(prox=3), "prox") for kind in (LEAD, ExactDiffusion, NIDS, EXTRA)),
         (lambda: simulate(DGD(), pull, np.zeros((3, 1)), 1, 0.0), "rate"),
         (lambda: simulate(DGD(), pull, np.zeros((3, 1)), -1, 0.1), "steps"),
     ],

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+import torch
 
 from hvd_compress import ConfigError, from_config
 from hvd_compress.decentralized import (
     Complete,
     Cycle,
+    Diffusion,
     Edges,
     ErdosRenyi,
     ExactDiffusion,
     Grid,
     Line,
     OnePeerExponential,
+    PushDIGing,
     Star,
     StaticExponential,
     Torus,
+    Weights,
     as_topology,
     edges_from_file,
     eigenvalues,
@@ -89,9 +95,54 @@ def test_texts_pairs_and_files(tmp_path):
         edges_from_file(path)
 
 
+#: rank 0 does not hear rank 2, and takes more of itself than the others do
+OWN = np.array([[0.75, 0.25, 0], [0.25, 0.25, 0.5], [0, 0.5, 0.5]])
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy, np.ndarray.tolist])
+def test_a_matrix_of_ones_own(make):
+    topology = Weights(make(OWN))
+    assert topology == from_config(json.loads(json.dumps(topology.to_config())))
+    np.testing.assert_array_equal(topology.weights(3), OWN)
+    np.testing.assert_array_equal(topology.push_weights(3), OWN)
+    assert not topology.graph(3).is_directed()
+    network = Diffusion(topology).network(0, 3, 1)
+    assert (network.own, network.targets, network.sources) == (0.75, (1,), (1,))
+    assert network.weights == (0.25,)
+    ExactDiffusion(topology).check_ranks(3)
+    if make is not np.ndarray.tolist:  # of which lists are pairs
+        assert as_topology(make(OWN)) == topology
+
+
+def test_a_directed_matrix_of_ones_own():
+    """Column stochastic: rank 0 sends to both others, and hears rank 2."""
+    c = np.array([[0.5, 0, 0.5], [0.25, 0.5, 0], [0.25, 0.5, 0.5]])
+    network = PushDIGing(c).network(0, 3, 1)
+    assert (network.own, network.targets, network.sources) == (0.5, (1, 2), (2,))
+    with pytest.raises(ConfigError, match="doubly stochastic"):
+        Diffusion(c).check_ranks(3)
+    with pytest.raises(ConfigError, match="columns add up to 1"):
+        PushDIGing(c.T).check_ranks(3)
+    turn = (np.eye(3) + np.roll(np.eye(3), 1, axis=0)) / 2
+    Diffusion(turn).check_ranks(3)
+    with pytest.raises(ConfigError, match="undirected"):
+        ExactDiffusion(turn).check_ranks(3)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (lambda: Weights(), "square"),
+        (lambda: Weights(OWN[:2]), "square"),
+        (lambda: Weights([[0.5, 0.5], [1.0]]), "square"),
+        (lambda: Weights("cycle"), "square"),
+        (lambda: Weights([[1.5, -0.5], [-0.5, 1.5]]), "less than 0"),
+        (lambda: Weights([[np.nan, 1], [1, 0]]), "finite"),
+        (lambda: Weights(OWN).weights(4), "for 3 ranks, and there are 4"),
+        (lambda: Weights(np.eye(2)).weights(2), "not connected"),
+        (lambda: Weights([[0, 1], [1, 0]]).weights(2), "never brings"),
+        (lambda: Weights(np.full((3, 3), 1 / 3, np.float32)).weights(3), "float64"),
+        (lambda: Weights([[0.5, 0.4], [0.4, 0.5]]).weights(2), "doubly stochastic"),
         (lambda: Edges(((0, 1), (2, 3))).weights(4), "not connected"),
         (lambda: Edges(((0, 1),)).weights(1), "beyond the 1 ranks"),
         (lambda: Edges(((0, 1), (1, 0), (1, 2), (2, 0)), True).weights(3), "PushDIGing"),

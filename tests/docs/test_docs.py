@@ -148,6 +148,58 @@ def test_links_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_files_that_are_named_exist():
+    """In docstrings and comments, by the end of their paths."""
+    packages = ("hvd_compress", "torch_impl", "tf")
+    sources = [file for part in packages for file in (ROOT / part).rglob("*.py")]
+    named = {
+        name: source
+        for source in sources
+        for name in re.findall(r"`([\w/-]+/[\w-]+\.(?:py|cpp|h|md))`", source.read_text())
+    }
+    folders = (*packages, "docs", "mpi_examples", "benchmarks", "tests")
+    known = [f"/{file.relative_to(ROOT)}" for part in folders for file in (ROOT / part).rglob("*")]
+    assert len(named) > 10
+    for name, source in named.items():
+        assert any(path.endswith(f"/{name}") for path in known), f"{source}: {name}"
+
+
+def test_the_design_knows_all_packages_and_all_that_knows_a_request():
+    page = (ROOT / "docs/design.md").read_text()
+    packages = {file.parent.name for file in (ROOT / "hvd_compress").glob("*/__init__.py")}
+    table = page.partition("\n## Decisions")[0]
+    assert packages <= {name.rstrip("/") for name in re.findall(r"`(\w+/)`", table)}
+    request = re.search(r"\*\*A new kind of request\*\*(.*?)\n\n", page, re.DOTALL)[1]
+    kinds = [re.compile(rf"\b{kind}\b") for kind in ("Alltoall", "Neighbors", "Broadcast")]
+    for folder, prefix in (("hvd_compress", ""), ("torch_impl", "torch_impl/"), ("tf", "tf/")):
+        for file in (ROOT / folder).rglob("*.py"):
+            if all(kind.search(file.read_text()) for kind in kinds):
+                assert f"`{prefix}{file.relative_to(ROOT / folder)}`" in request
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [("decentralized.md", "ExactDiffusion"), ("training/parameter-server.md", "parameter_server")],
+)
+def test_pages_say_which_frameworks_they_serve(page, name):
+    import hvd_compress.tensorflow.keras.mpi as of_keras
+    import hvd_compress.torch.mpi as of_torch
+
+    text = (ROOT / "docs" / page).read_text()
+    first, _, rest = re.search(r"\*\*Frameworks:\*\*(.*?)\n\n", text, re.DOTALL)[1].partition(".")
+    assert ("PyTorch" in first, "Keras" in first) == (hasattr(of_torch, name), False)
+    assert ("for Keras" in rest) == (not hasattr(of_keras, name))
+
+
+def test_the_readme_and_the_page_have_figures_of_one_run():
+    row = re.search(
+        r"^\| 102,000,000 \| (.*) \|$", (ROOT / "docs/mpi.md").read_text(), re.MULTILINE
+    )
+    of_mpi, _, ring, *_ = row[1].split(" | ")
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"takes {ring} by the ring and {of_mpi} by `MPI_Allreduce`" in readme
+
+
 def sent_for_resnet50(method):
     """The bytes of a rank in a step, counted from its messages."""
     from benchmarks.model_shapes import resnet50

@@ -165,6 +165,9 @@ REFUSED = [
     ("sparse_allgather", "--density", "1.5", "--density must be 0 to 1"),
     ("biased_compression", "--rates", "-1", "--l2 and --rates must be positive"),
     ("biased_compression", "--density", "0", "--density must be in"),
+    ("compressed_inputs", "--elements", "10", "--elements must be 1000 or more"),
+    ("prox_lead", "--topology", "exponential", "undirected"),
+    ("prox_lead", "--lr", "0", "--l2 and --lr must be more than 0"),
     ("bytes_and_loss", "--steps", "0", "--steps must be 1 or more"),
     ("all_systems", "--steps", "8", "--steps must be a multiple of 16"),
     ("cost_model", "--bytes", "0", "--bytes and --predict must be 4"),
@@ -427,7 +430,7 @@ def test_parameter_server(tmp_path):
     picture = tmp_path / "new folder" / "server.png"
     options = ["--workers", "2", "--epochs", "1", "--seeds", "1", "--straggler", "0.01"]
     modes = ["sync", "sync, 1 backup", "async, compensate", "sync, top-k both"]
-    modes += ["sync, lgc up", "leaders, groups of 2"]
+    modes += ["sync, lgc up", "leaders, groups of 2", "easgd"]
     options += ["--modes", *modes]
     output = start("train_parameter_server", *options, "--output", str(picture))
     assert picture.read_bytes().startswith(PNG)
@@ -551,11 +554,13 @@ def test_biased_compression(tmp_path):
     assert tables[0] == tables[1], "the same, bit for bit, in lockstep and over MPI"
     rows = tables[0]
     assert len(rows) == 13
-    # Bytes a step: a frame is a header of 16 bytes, indices, values, and padding to 8 bytes.
+    # Bytes a step: a frame is a header of 16 bytes, indices, values, and padding to 8 bytes; packed
+    # indices take 5 to 8 bits each.
     sent = {name: int(row[1].replace(",", "")) for name, row in rows.items()}
     assert sent["dense"] == 4 * 650
-    assert sent["EF top-k"] == 16 + 33 * 8
-    assert sent["EF top-k + dithering"] == 16 + 33 * 4 + 28  # norm and 33 digits: 21, padded
+    assert 16 + 33 * (4 + 5 / 8) < sent["EF top-k"] < 16 + 33 * (4 + 1) + 16
+    # A norm and 33 digits are 21 bytes.
+    assert 16 + 21 + 33 * 5 / 8 < sent["EF top-k + dithering"] < 16 + 21 + 33 + 16
     assert sent["EF random-k"] == 33 * 4
     assert sent["random-k, own draws"] == 16 + 33 * 4 + 4
     to_a_hundredth = {name: float(row[2].replace("-", "inf")) for name, row in rows.items()}
@@ -671,6 +676,30 @@ def test_training_of_embeddings():
     # Of a row 8 + 64 and 8 + 32 bytes, and two messages of 24 bytes more a step.
     assert short / whole == pytest.approx(40 / 72, rel=0.01)
     assert top / whole == pytest.approx(1 / 2, rel=0.02)
+
+
+def test_prox_lead(tmp_path):
+    """Two bits cost no step, batches stay in a ball, and estimators leave it."""
+    options = ["--methods", "p2d2", "lead", "lead+batches", "lead+lsvrg", "--steps", "200"]
+    _, output = jobs.run([*program("prox_lead"), *options, "--nodes", "4"], timeout=60)
+    rows = re.findall(r"^(P.*?)  +[\d.e-]+ +[\d.e-]+ +([\d.e-]+) +([\d,]+)$", output, re.MULTILINE)
+    error = {name: float(last) for name, last, _ in rows}
+    sent = {name: int(count.replace(",", "")) for name, *_, count in rows}
+    assert len(error) == 4, output
+    assert error["Prox-LEAD"] == pytest.approx(error["P2D2"], rel=0.5)
+    assert error["Prox-LEAD, LSVRG"] == pytest.approx(error["P2D2"], rel=0.5)
+    assert error["Prox-LEAD, batches"] > 5 * error["P2D2"]
+    assert sent["P2D2"] > 20 * sent["Prox-LEAD"]
+
+
+def test_compressed_inputs(tmp_path):
+    picture = tmp_path / "inputs.png"
+    options = ["--elements", "5000", "--draws", "2", "--steps", "5", "--output", str(picture)]
+    _, output = jobs.run([*program("compressed_inputs"), *options], timeout=60)
+    rows = {line[:28].strip(): line[35:].split() for line in output.splitlines()}
+    measured, expected = rows["top-k 10.0%"], rows["top-k 10.0%, in theory"]
+    np.testing.assert_allclose(np.array(measured[:3], float), np.array(expected, float), atol=0.04)
+    assert picture.read_bytes().startswith(PNG)
 
 
 def test_leader_symmetry(tmp_path):

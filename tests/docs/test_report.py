@@ -7,6 +7,7 @@ import itertools
 import matplotlib.pyplot as plt
 import pytest
 from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 from mpi_examples.report import PERPLEXITY, Run, behind, label, table
 
@@ -35,6 +36,24 @@ def test_names_cover_neither_points_nor_each_other(names):
         assert axes.bbox.contains(*box.min)
         assert axes.bbox.contains(*box.max)
         assert not any(box.contains(*axes.transData.transform(place)) for place in names)
+    plt.close(figure)
+
+
+def test_names_cover_neither_error_bars_nor_the_legend():
+    names = {(10.0 * 1.5**i, 50.0): f"method {i}" for i in range(10)}
+    deviations = dict.fromkeys(names, 20.0)
+    figure, axes = plt.subplots(figsize=(11, 6.5), layout="constrained")
+    for place, own in deviations.items():
+        axes.errorbar(*place, own, fmt="o", label=names[place])
+    axes.set(xscale="log", xlim=(1, 5000), ylim=(0, 100))
+    legend = axes.legend(loc="upper center", ncols=5)
+    labels = label(axes, names, deviations)
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in labels]
+    assert not any(box.overlaps(legend.get_window_extent()) for box in boxes)
+    for x, y in names:
+        bar = Bbox(axes.transData.transform([(x, y - 20), (x, y + 20)]))
+        assert not any(bar.padded(1).overlaps(box) for box in boxes)
     plt.close(figure)
 
 

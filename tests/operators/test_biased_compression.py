@@ -34,7 +34,7 @@ from hvd_compress.blocks import (
 )
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.operator_classes import ef21_constants, ef21_step_size
+from hvd_compress.operator_classes import ef21_constants, ef21_step_size, kept_by_top_k
 from tests.codecs.test_codecs import random, through
 from tests.operator_classes import adversaries, check_constants
 
@@ -632,3 +632,20 @@ def test_a_shared_minimiser_is_reached_linearly(via):
     first, half, end = errors[50], errors[275], errors[-1]
     assert half < first / 50
     assert end < half / 50, "no floor in sight"
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 1.0])
+def test_what_top_k_keeps_of_inputs_as_they_are(density):
+    random, n = np.random.default_rng(0), 400_000
+    inputs = {
+        "normal": random.standard_normal(n),
+        "exponential": random.standard_exponential(n),
+        "uniform": random.uniform(-1, 1, n),
+    }
+    for name, x in inputs.items():
+        world = World(chain(via=allgather(top_k(density))), 1)
+        kept = (world.exchange([x])[0].mean ** 2).sum() / (x @ x)
+        assert kept_by_top_k(density, name) == pytest.approx(kept, rel=0.03)
+        assert kept_by_top_k(density, name) > 0.999 * density  # the worst case
+    with pytest.raises(ConfigError, match="inputs"):
+        kept_by_top_k(density, "cauchy")

@@ -422,6 +422,26 @@ def samplers_of_groups() -> None:
     assert len(list(codistillation.sampler(range(10)))) == 10
 
 
+def weight_decay_follows_its_schedule() -> None:
+    """As if the user had set it; of groups without, and over a checkpoint, it stays as it was."""
+    schedule = hvd.WeightDecay(values=(0.5, 0.25, 0.0), at_steps=(2, 4))
+    model = make_model()
+    first, *rest = model.parameters()
+    groups = [{"params": rest}, {"params": [first], "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=LR, weight_decay=0.5)
+    codistillation = hvd.Codistillation(model, every=3, weight_decay=schedule)
+    found = []
+    for step in range(6):
+        loss, logits, x = _task(model, hvd.rank(), step)
+        codistillation.loss(loss, logits, x)
+        codistillation.set_weight_decay(optimizer)
+        found.append([group["weight_decay"] for group in optimizer.param_groups])
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert found == [[decay, 0.0] for decay in (0.5, 0.5, 0.25, 0.25, 0.0, 0.0)]
+    with raises(ConfigError, "no schedule"):
+        hvd.Codistillation(model).set_weight_decay(optimizer)
+
+
 def options_are_checked() -> None:
     with raises(ConfigError, "model must be a torch.nn.Module"):
         hvd.Codistillation([torch.nn.Linear(1, 1)])

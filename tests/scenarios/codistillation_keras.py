@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.errors import ConfigError, MismatchError
+from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
+from hvd_compress.training import WeightDecay
 from hvd_compress.training.codistillation import losses as in_numpy
 from tests.scenarios.driver import raises
 from tests.scenarios.driver_tensorflow import hvd_keras as hvd
@@ -197,6 +198,8 @@ def a_run_goes_on_from_its_state() -> None:
 
 def ranks_and_options_that_do_not_fit() -> None:
     model, (x, _) = _model(0), _batch(hvd.rank(), 0)
+    with raises(UnsupportedError, "weight_decay is for PyTorch"):
+        hvd.Codistillation(_model(0), weight_decay=WeightDecay((0.1, 0.0), (5,)))
     with raises(ConfigError, "model must be a keras.Model"):
         hvd.Codistillation([1])
     with raises(ConfigError, r"codistillation.loss\(task, logits, x\)"):

@@ -19,6 +19,7 @@ METHODS = (
     *(hvd.ExactDiffusion("line"), hvd.NIDS("cycle"), hvd.PushDIGing("exponential")),
     *(hvd.GradientTracking("one_peer"), hvd.GradientTracking("line", form="atc")),
     *(hvd.ChocoSGD("line"), hvd.LEAD("cycle"), hvd.LEAD("line", codec=None, prox=l1(0.01))),
+    *(hvd.ExactDiffusion("line", prox=l1(0.01)), hvd.EXTRA("cycle", prox=l1(0.01))),
 )
 D, RATE = 7, 0.125  # a product with a power of two has no rounding
 
@@ -55,7 +56,9 @@ def every_method_gives_the_bits_of_the_simulation() -> None:
     def gradient(rank: int, x: np.ndarray, step: int) -> np.ndarray:
         return x - targets[rank]
 
-    for method in METHODS:
+    size = hvd.size()
+    w = torch.eye(size, dtype=torch.float64) / 2 + 1 / (2 * size)  # a matrix of one's own
+    for method in (*METHODS, hvd.ExactDiffusion(w)):
         found, optimizer = _quadratics(method, 6)
         state = {
             key: arrays["allreduce.noname.0.0"].numpy()

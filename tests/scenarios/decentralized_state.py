@@ -41,8 +41,8 @@ def a_checkpoint_of_another_rank_is_refused() -> None:
             optimizer.load_state_dict(saved)
         now = optimizer.state_dict()
         assert now["training"]["step"] == before["training"]["step"]
-        for name, x in before["training"]["state"]["psi"].items():
-            assert torch.equal(x, now["training"]["state"]["psi"][name])
+        for name, x in before["training"]["state"]["correction"].items():
+            assert torch.equal(x, now["training"]["state"]["correction"][name])
     # What the message says helps.
     del saved["training"]
     hvd.average_parameters(model.parameters())

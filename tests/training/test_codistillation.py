@@ -11,7 +11,14 @@ from hvd_compress import from_config
 from hvd_compress.engines import lockstep
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError, MismatchError, PayloadError
-from hvd_compress.training import Codistillation, Codistiller, CoordinatedSampler, Decay, Ramp
+from hvd_compress.training import (
+    Codistillation,
+    Codistiller,
+    CoordinatedSampler,
+    Decay,
+    Ramp,
+    WeightDecay,
+)
 from hvd_compress.training.codistillation.exchanges import (
     Counterparts,
     exchange_checkpoints,
@@ -108,6 +115,7 @@ def test_when_what_happens():
         ({"loss": "l2"}, "loss must be one of"),
         ({"values": "int8"}, "values must be one of None, 'float16'"),
         ({"groups": [[0, 1], [1]]}, "groups must be None for a model on each rank"),
+        ({"weight_decay": 5e-4}, "weight_decay must be WeightDecay"),
         ({"every": 4, "delay": 4}, "delay=4 must be less than every=4"),
         ({"exchange": "predictions", "delay": 1}, "delay is for exchange='checkpoints'"),
     ],
@@ -123,6 +131,9 @@ def test_bad_schedules_are_refused():
         (lambda: Ramp(to=-1), "to"),
         (lambda: Decay(factor=-1), "factor"),
         (lambda: Decay(at_steps=(0,)), "at_steps"),
+        (lambda: WeightDecay(), "at_steps"),
+        (lambda: WeightDecay((0.1, 0.2, 0.3), (5, 4)), "ascending"),
+        (lambda: WeightDecay((0.1, -1.0), (5,)), "values"),
     ):
         with pytest.raises(ConfigError, match=words):
             make()
@@ -132,6 +143,7 @@ def test_options_survive_json_and_repr():
     for method in (
         Codistillation(),
         Codistillation("predictions", weight=Ramp(0.5, 7), groups=[[0, 1], [2, 3]]),
+        Codistillation(weight_decay=WeightDecay([0.1, 0.0], at_steps=[7])),
         Codistillation(weight=Decay(1, 0.5, [3, 4]), groups=2, values="float16", every=5, delay=2),
     ):
         assert from_config(json.loads(json.dumps(method.to_config()))) == method

@@ -1,7 +1,9 @@
 """The frame: its bytes, its size, and that no damage to it goes unnoticed."""
 
+import re
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_compress import DGC, ConfigError, Context, Gather, PayloadError, TopK
+from hvd_compress.codecs import frame as codecs_frame
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.wire import (
     decode,
@@ -17,11 +20,18 @@ from hvd_compress.wire import (
     dense_is_shorter,
     encode_dense,
     encode_sparse,
+    frame,
     sparse_size,
 )
 from hvd_compress.wire.frame import CODECS, index_dtype
 
 VALUES = ("float16", "float32", "float64")
+
+
+def test_pages_have_the_version_of_the_frames():
+    page = (Path(__file__).parents[2] / "docs/wire-format.md").read_text()
+    texts = (page, frame.__doc__, codecs_frame.__doc__)
+    assert [re.search(r"version, (\d+)", text)[1] for text in texts] == [str(frame.VERSION)] * 3
 
 
 def frame_of(indices, values, n, dtype="float32", codec="int32"):

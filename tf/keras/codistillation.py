@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvd_compress import training
 from hvd_compress.engines.base import Engine
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.training import Codistiller
 from hvd_compress.training.base import Arrays
 from hvd_compress.training.codistillation.facade import ModelWithTeachers, documented
@@ -190,6 +190,11 @@ def codistillation_over(
             if not isinstance(model, keras.Model):
                 raise ConfigError(
                     f"model must be a keras.Model of Keras 3, not {type(model).__name__}"
+                )
+            if method.weight_decay is not None:
+                raise UnsupportedError(
+                    "weight_decay is for PyTorch: Keras reads an optimizer's when it traces a "
+                    "graph. Leave it out, and let weight=Decay(...) fall with the learning rate"
                 )
             engine = make_engine(process_set)
             super().__init__(model, Codistiller(method, engine, like=tf.zeros(0)))

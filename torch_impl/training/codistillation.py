@@ -87,6 +87,19 @@ class TorchModelWithTeachers(ModelWithTeachers):
         loss = LOSSES[self.method.loss]
         return task + codistiller.weight * loss.distance(z, target(loss.view, outputs))
 
+    def set_weight_decay(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer the weight decay of this step, in those of its groups that began with
+        one.
+
+        Raises:
+            ConfigError: there is no schedule, ``weight_decay=WeightDecay(...)``.
+        """
+        decay = self.weight_decay
+        for group in optimizer.param_groups:
+            # Kept in checkpoints, as torch's schedulers keep "initial_lr".
+            if group.setdefault("initial_weight_decay", group["weight_decay"]):
+                group["weight_decay"] = decay
+
     @torch.no_grad()
     def _outputs(
         self, z: torch.Tensor, inputs: tuple[Any, ...], named: dict[str, Any]

@@ -13,7 +13,7 @@ from hvd_compress.training.codistillation.losses import LOSSES
 from hvd_compress.training.codistillation.method import Codistillation
 from hvd_compress.training.codistillation.owner import Codistiller
 from hvd_compress.training.codistillation.sampling import CoordinatedSampler
-from hvd_compress.training.codistillation.weights import Decay, Ramp
+from hvd_compress.training.codistillation.weights import Decay, Ramp, WeightDecay
 
 __all__ = [
     "LOSSES",
@@ -23,4 +23,5 @@ __all__ = [
     "Counterparts",
     "Decay",
     "Ramp",
+    "WeightDecay",
 ]

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping, Sized
 from typing import Any
 
+from hvd_compress.errors import ConfigError
 from hvd_compress.stats import Stats
 from hvd_compress.training.base import Arrays
 from hvd_compress.training.codistillation.method import Codistillation
@@ -29,7 +30,11 @@ _MORE = """
             begin with other values or see other data.
         process_set: the ranks that take part; ``None`` for all.
 
-    Attributes: ``weight``, alpha of this step; ``step``; ``exchanges``; ``method``, the options.
+    With ``weight_decay=WeightDecay(...)`` call ``set_weight_decay(optimizer)`` behind ``loss``
+    (PyTorch).
+
+    Attributes: ``weight``, alpha of this step, and ``weight_decay``; ``step``; ``exchanges``;
+    ``method``, the options.
 """
 
 
@@ -55,6 +60,20 @@ class ModelWithTeachers(abc.ABC):
     @property
     def exchanges(self) -> int:
         return self._codistiller.exchanges
+
+    @property
+    def weight_decay(self) -> float:
+        """The optimizers' weight decay in this step.
+
+        Raises:
+            ConfigError: there is no schedule, ``weight_decay=WeightDecay(...)``.
+        """
+        if self.method.weight_decay is None:
+            raise ConfigError(
+                "there is no schedule of the weight decay: make Codistillation(model, "
+                "weight_decay=WeightDecay(values=(5e-4, 1e-5, 0.0), at_steps=(3000, 6000)))"
+            )
+        return self.method.weight_decay.at(self.step)
 
     @abc.abstractmethod
     def _arrays(self) -> Arrays:

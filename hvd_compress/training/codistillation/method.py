@@ -10,7 +10,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.training.base import check_whole
 from hvd_compress.training.codistillation.exchanges import Counterparts
 from hvd_compress.training.codistillation.losses import LOSSES
-from hvd_compress.training.codistillation.weights import Weight, as_weight
+from hvd_compress.training.codistillation.weights import Weight, WeightDecay, as_weight
 from hvd_compress.training.groups import Groups, checked_groups, groups_of
 
 EXCHANGES = ("checkpoints", "predictions")
@@ -49,6 +49,7 @@ class Codistillation(Configurable, kind="codistillation", name="codistillation")
         values: "float16" to send floats in 16 bits; ``None`` for their own dtype.
         delay: the number of steps that an exchange of checkpoints may travel, less than T, while
             the previous ones are used; teachers are at most T - 1 + ``delay`` steps old.
+        weight_decay: a :class:`WeightDecay`, of the optimizers; ``None`` to leave theirs alone.
 
     Differs from the papers in: predictions may be exchanged in every T-th step only; 16 bits on the
     wire; a warm start of the weight.
@@ -64,6 +65,7 @@ class Codistillation(Configurable, kind="codistillation", name="codistillation")
     )
     values: str | None = None
     delay: int = 0
+    weight_decay: WeightDecay | None = None
 
     reference = "Anil et al., ICLR 2018; Sodhani et al., 2020"
 
@@ -76,6 +78,11 @@ class Codistillation(Configurable, kind="codistillation", name="codistillation")
         check_choice("loss", self.loss, tuple(LOSSES))
         check_choice("values", self.values, (None, "float16"))
         check_whole("delay", self.delay, 0)
+        if self.weight_decay is not None and not isinstance(self.weight_decay, WeightDecay):
+            raise ConfigError(
+                "weight_decay must be WeightDecay(values=(5e-4, 1e-5, 0.0), at_steps=(3000, 6000)) "
+                f"or None; got {self.weight_decay!r}"
+            )
         if self.delay and self.exchange == "predictions":
             raise ConfigError(
                 "delay is for exchange='checkpoints': predictions are needed in the step that they "

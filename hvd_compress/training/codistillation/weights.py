@@ -1,4 +1,4 @@
-"""Schedules of the weight of the distillation loss."""
+"""Schedules of the weight of the distillation loss, and of the weight decay beside it."""
 
 from __future__ import annotations
 
@@ -69,6 +69,39 @@ class Decay(Weight, name="decay"):
 
     def at(self, step: int, burn_in: int) -> float:
         return self.start * self.factor ** sum(step > drop for drop in self.at_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightDecay(Configurable, kind="weight decay", name="weight_decay"):
+    """The weight decay of the optimizers beside codistillation, which regularises itself: the first
+    of ``values``, and the next one after each of the steps ``at_steps``, those at which the
+    learning rate drops.
+
+    >>> decay = WeightDecay(at_steps=(3000, 6000))
+    >>> [decay.at(step) for step in (3000, 3001, 6001)]
+    [0.0005, 1e-05, 0.0]
+
+    Reference: Sodhani et al., 2020, who lower it, and lower it again when the learning rate drops.
+    The default values are recalled.
+    """
+
+    values: tuple[float, ...] = (5e-4, 1e-5, 0.0)
+    at_steps: tuple[int, ...] = dataclasses.field(default=(), metadata=converted(_milestones))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "values", tuple(self.values))
+        for value in self.values:
+            check_between("values", value, 0)
+        if len(self.values) != len(self.at_steps) + 1 or [*self.at_steps] != sorted(self.at_steps):
+            raise ConfigError(
+                f"WeightDecay needs a step in at_steps, ascending, for each of values but the "
+                f"first; got values={self.values!r}, at_steps={self.at_steps!r}"
+            )
+
+    def at(self, step: int) -> float:
+        """Return the weight decay in a step, counted from 1."""
+        return self.values[sum(step > drop for drop in self.at_steps)]
 
 
 def as_weight(value: Any) -> float | Weight:
