@@ -32,7 +32,6 @@ INPUTS = [
     "hvd_compress/kernels/codecs.h",
     "hvd_compress/kernels/halves.cpp",
     "hvd_compress/kernels/halves.h",
-    "hvd_compress_open_mpi.pth",
     "constraints.txt",
     "constraints-mpich.txt",
     "constraints-triton.txt",
@@ -74,7 +73,7 @@ def main() -> None:
         install_pytorch(pip, install)
     logged("3/7", "the other pinned packages", [*install, *pinned, "constraints.txt"])
     # What it needs is there, but for the libraries of a CUDA build of PyTorch.
-    extras = "torch,tensorflow,horovod,examples,dev"
+    extras = "torch,tensorflow-cpu,horovod,examples,dev"
     ours = ["--no-build-isolation", "--editable", f".[{extras}]"]
     logged("4/7", "hvd_compress", [*install, *ours])
     if not is_installed("mpich", "constraints-mpich.txt", MPICH):

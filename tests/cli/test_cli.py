@@ -132,6 +132,7 @@ def test_doctor_finds_all_well():
             assert "MPI yes, Gloo yes" in rows[f"horovod.{name}"]
             assert environment.version_of(name) in rows[name]
     assert "an allreduce under mpirun works" in done.stdout
+    assert "MPI starts without mpirun" in done.stdout
 
 
 def test_doctor_names_cures(bare):
@@ -171,9 +172,7 @@ def test_doctor_judges_by_what_is_wanted(mpi_only):
 
 def test_doctor_notices_a_wrong_prefix_of_open_mpi(tmp_path):
     done = command("doctor", **AS_ROOT, OPAL_PREFIX=str(tmp_path))
-    assert (
-        f"-> export OPAL_PREFIX={sys.prefix}" in done.stdout or "unset OPAL_PREFIX" in done.stdout
-    )
+    assert f"-> OPAL_PREFIX is {tmp_path}; try: unset OPAL_PREFIX" in done.stdout
 
 
 def test_horovod_needs_a_framework(bare):

