@@ -51,11 +51,12 @@ class Finding:
     fix: str = ""
 
 
-def doctor(wanted: Sequence[str] = ()) -> int:
+def doctor(wanted: Sequence[str] = (), as_json: bool = False) -> int:
     """Print the report, and return 1 if there is a problem, else 0.
 
     Args:
         wanted: of ``WANTED``, what has to work; if empty, all that is installed, or else PyTorch.
+        as_json: print one object, when all is known, in place of lines.
     """
     goal = Goal(wanted)
     sections = [("Packages", _packages), ("Horovod", _horovod), ("MPI", _mpi)]
@@ -63,13 +64,19 @@ def doctor(wanted: Sequence[str] = ()) -> int:
         sections.append(("To build Horovod", _build_tools))
     findings = []
     for title, section in sections:
-        print(title, flush=True)
+        if not as_json:
+            print(title, flush=True)
         for finding in section(goal):
-            findings.append(finding)
+            findings.append({"section": title, **dataclasses.asdict(finding)})
+            if as_json:
+                continue
             print(f"  {finding.mark:<8} {finding.name:<18} {finding.text}".rstrip(), flush=True)
             if finding.fix:
                 print(f"  {'':<8} {'':<18} -> {finding.fix}")
-    problems = sum(finding.mark == "problem" for finding in findings)
+    problems = sum(finding["mark"] == "problem" for finding in findings)
+    if as_json:
+        print(json.dumps({"for": goal.names, "problems": problems, "findings": findings}, indent=2))
+        return 1 if problems else 0
     verdict = f"{problems} problem{'s' * (problems != 1)}" if problems else "all is well"
     print(f"{verdict} for {', '.join(goal.names)}")
     return 1 if problems else 0

@@ -114,6 +114,11 @@ def _is_rank() -> bool:
     return any(name in os.environ for name in _RANK_VARIABLES)
 
 
+def is_first() -> bool:
+    """Return whether this process is rank 0, or no rank, as far as variables tell."""
+    return all(os.environ.get(name, "0") == "0" for name in _RANK_VARIABLES)
+
+
 def _find(program: str) -> str | None:
     """Return the path of a program: of the MPI that mpi4py was told to use, else in this
     environment, else on PATH."""
