@@ -90,11 +90,12 @@ class Transform(Configurable, kind="block"):
 
 class Repeated(NamedTuple):
     """The tensors of a bucket in a step like the one before: gradients, states, in which there may
-    be other entries as well, the weights of their requests, and the scratch of the first tensor
-    (see :class:`Context`)."""
+    be other entries as well, the optimizer's momentum for each, the weights of their requests, and
+    the scratch of the first tensor (see :class:`Context`)."""
 
     gradients: Sequence[Array]
     states: Sequence[Mapping[str, Array]]
+    momenta: Sequence[float]
     weights: Sequence[int]
     scratch: dict[str, Any]
 
@@ -173,8 +174,8 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
 
     def fused(self, transforms: Sequence[Transform], context: Context) -> Fused | None:
         """Return what a chain of ``transforms`` and this aggregator is for whole buckets, if there
-        is such a form.  It may depend on the context's momentum and number of ranks, and on nothing
-        else of it."""
+        is such a form.  It may depend on the context's Nesterov flag and number of ranks, and on
+        nothing else of it: momentum is a number that may change in every step."""
         return None
 
     def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
@@ -327,7 +328,7 @@ class Chain(Compressor, name="chain"):
         return Outcome(mean, aggregated.sent, new_state, update, additive)
 
     def _fused(self, context: Context) -> Fused | None:
-        token = context.momentum, context.nesterov, context.size
+        token = context.nesterov, context.size
         if token not in self._forms:
             self._forms[token] = self.via.fused(self.transforms, context)
         return self._forms[token]

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import State
+from hvd_compress.base import Array, State
 from hvd_compress.errors import ConfigError
 
-#: keys, shapes, dtypes and devices; empty if a tensor has nothing in common with others
-Look = tuple[Hashable, ...]
+
+class Look(NamedTuple):
+    """What an array looks like; the device is ``None`` where arrays have none."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: Any
+
+
+#: the keys and looks of entries; empty if a tensor has nothing in common with others
+Kind = tuple[tuple[str, Look], ...]
 
 
 class Homes:
@@ -28,18 +38,18 @@ class Homes:
         self, names: Callable[[], Iterable[str]], state_of: Callable[[str], State]
     ) -> None:
         self._names, self._state_of = names, state_of
-        self._looks: dict[str, Look] = {}
+        self._looks: dict[str, Kind] = {}
         self._keys: dict[str, frozenset[str]] = {}
         self.forget()
 
     def forget(self) -> None:
         """Search for all homes again: states may have been replaced."""
-        self._found: dict[Look, str | None] = {}
+        self._found: dict[Kind, str | None] = {}
         self.begin()
 
     def begin(self) -> None:
         """A step begins."""
-        self._taken: set[Look] = set()
+        self._taken: set[Kind] = set()
 
     def hand(self, name: str, common: Callable[[], State]) -> State:
         """Return the entries that tensor ``name`` shares, for its exchange; none as long as nobody
@@ -98,16 +108,17 @@ class Homes:
         return {key: x for key, x in state.items() if key not in keys}
 
 
-def look_of(state: State) -> Look:
+def look_of(state: State) -> Kind:
     """Return the keys, shapes, dtypes and devices of a state."""
 
-    def look(key: str) -> Hashable:
-        x = state[key]
-        xp = backend_of(x)
-        device = None if xp.traces else str(getattr(x, "device", None))
-        return key, tuple(xp.shape(x)), xp.dtype(x), device
+    return tuple((key, look(state[key])) for key in sorted(state))
 
-    return tuple(map(look, sorted(state)))
+
+def look(x: Array) -> Look:
+    """Return what an array looks like."""
+    xp = backend_of(x)
+    device = None if xp.traces else getattr(x, "device", None)
+    return Look(tuple(xp.shape(x)), xp.dtype(x), device)
 
 
 def _of(keys: Iterable[str], state: State) -> State:

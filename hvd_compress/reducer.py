@@ -33,7 +33,7 @@ from hvd_compress.engines.counting import Tally
 from hvd_compress.engines.joining import BucketExchange, Form, Member, run_counted
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
-from hvd_compress.homes import Homes
+from hvd_compress.homes import Homes, Look, look
 from hvd_compress.integrations.checkpoints import check_array, entry, epoch_in, refused, whole
 from hvd_compress.integrations.optimizers import check_one_momentum
 from hvd_compress.methods import as_compressor
@@ -140,9 +140,11 @@ class Reducer:
         self._deferred: dict[str, Array] = {}  # gradients, until the norm of all is known
         self._in_flight: dict[str, Array] = {}  # gradients
         self._whole_norm: Any = None  # of all gradients, for methods that need it
-        self._shapes: dict[str, tuple[int, ...]] = {}  # shapes that fit the states
+        #: what gradients look like, and the entries of states that fit them
+        self._looks: dict[str, tuple[Look, dict[str, Look]]] = {}
         self._scratch: dict[str, dict[str, Any]] = {}  # see Context
         self._plan: list[tuple[str, ...]] | None = None  # the buckets that it was made for
+        self._planned_for = engine.size  # ranks for which the buckets were planned
         self._homes = Homes(lambda: self._names(), lambda name: self._state_of(name))
         self._agrees = False  # the ranks have begun to compare terms in this step
         if engine.is_collective:
@@ -167,6 +169,11 @@ class Reducer:
         for names, tally in self._tallies.items():
             tally.settle(names, self._records)
         return self._records
+
+    def _close_tallies(self) -> None:
+        for names, tally in self._tallies.items():
+            tally.settle(names, self._records)
+        self._tallies.clear()
 
     def reduce(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
         """Average gradients, and return the direction of the optimizer's step by name: the average,
@@ -193,14 +200,30 @@ class Reducer:
                 f"the density of {self.method.name} goes by epochs: call {self._set_epoch} at the "
                 "start of every epoch"
             )
-        if not self._in_flight and not self._deferred:
-            self._current = self.engine
-            self._now = self._circumstances()
+        self._begin_step()
         self._begin_agreement(next(iter(gradients.values()), _NOTHING))
         if self.method.needs_gradient_norm:
             self._deferred.update(gradients)
         else:
             self._launch(gradients, None)
+
+    def _begin_step(self) -> None:
+        """Prepare a step, unless it has begun."""
+        if self._in_flight or self._deferred or self._agrees:
+            return
+        self._current = self.engine
+        if self._current.size != self._planned_for:  # which ranks see in the same step
+            self._planned_for = self._current.size
+            self.forget_plan()
+        self._now = self._circumstances()
+
+    def forget_plan(self) -> None:
+        """Plan the buckets anew after the next step.  To be called on all ranks at the same time,
+        for instance when they have exchanged their states: ranks that have come later have no plan.
+        """
+        self.buckets.forget()
+        self._close_tallies()
+        self._plan, self._scratch, self._before = None, {}, None
 
     #: the call that error messages tell users to write
     _set_epoch = "set_epoch(epoch)"
@@ -217,6 +240,7 @@ class Reducer:
     def _finish(self) -> dict[str, Array]:
         self.clock.awaited()
         try:
+            self._begin_step()
             self._begin_agreement(_NOTHING)  # other ranks may have started something
             if self._deferred:
                 deferred, self._deferred = self._deferred, {}
@@ -318,7 +342,7 @@ class Reducer:
         if not self.method.is_steady or not self.in_place:
             return None
         schedules = [schedule(self.step, self.epoch) for schedule in schedules_of(self.method)]
-        return self.engine.size, self.momentum, self.nesterov, self.sums, *schedules
+        return self.engine.size, self.nesterov, self.sums, *schedules
 
     def _again(self, names: Sequence[str], form: Form) -> BucketExchange | None:
         """Return the exchange of a bucket that is like that of the step before, without asking the
@@ -339,11 +363,11 @@ class Reducer:
         """Return the tensors of a bucket that may be sent like in the step before, ``None`` if one
         differs."""
         gradients = [self._in_flight[name] for name in names]
-        for name, gradient in zip(names, gradients, strict=True):
-            if self._shapes.get(name) != backend_of(gradient).shape(gradient):
-                return None
+        if any(name not in self.states for name in names):
+            return None
         states = [self.states[name] for name in names]
-        return Repeated(gradients, states, weights, self._kept(names[0]))
+        momenta = [self._momentum_of(name)[0] for name in names]
+        return Repeated(gradients, states, momenta, weights, self._kept(names[0]))
 
     def _kept(self, name: str) -> dict[str, Any]:
         """Return what is kept for a tensor beside its state; see :class:`Context`."""
@@ -378,7 +402,10 @@ class Reducer:
             "seed": str(self.seed),
             "step": str(self.step),
             "epoch": str(self.epoch),
-            "tensors so far": listed(sorted(self._shapes.items())),
+            "buckets": self.buckets.digest,
+            "tensors so far": listed(
+                (n, seen.shape) for n, (seen, _) in sorted(self._looks.items())
+            ),
         }
 
     def _for_messages(self, like: Array) -> Array:
@@ -416,9 +443,12 @@ class Reducer:
         if name not in self.states:
             self.states[name] = method.init(gradient)
             self._per_rank[name] = method.per_rank(gradient)
-        if self._shapes.get(name) != xp.shape(gradient):
-            self._check_state(name, gradient)
-            self._shapes[name] = xp.shape(gradient)
+        is_new, state = name not in self._looks, self.states[name]
+        expected = self._expected(name, method, gradient)
+        if is_new and (shared := method.common(gradient)).keys() & state.keys():
+            expected = expected | {key: look(x) for key, x in shared.items()}
+        keys = state.keys() if is_new else expected.keys() & state.keys()
+        self._check_state(name, gradient, {key: state[key] for key in keys}, expected)
         common = self._homes.hand(name, lambda: method.common(gradient))
         return method.exchange(gradient, {**self.states[name], **common}, context)
 
@@ -437,14 +467,24 @@ class Reducer:
         for name, state in zip(names, states, strict=True):
             self._keep(name, state)
 
-    def _check_state(self, name: str, gradient: Array) -> None:
-        xp = backend_of(gradient)
-        method = self.method.for_tensor(name, xp.shape(gradient))
-        state, fresh, common = self.states[name], method.init(gradient), method.common(gradient)
-        if problem := _misfit(state, fresh | (common if common.keys() & state.keys() else {})):
+    def _expected(self, name: str, method: Compressor, gradient: Array) -> dict[str, Look]:
+        """Return what the entries of a state look like that fits a gradient."""
+        seen = look(gradient)
+        if name not in self._looks or self._looks[name][0] != seen:
+            fresh = method.init(gradient)
+            self._looks[name] = seen, {key: look(x) for key, x in fresh.items()}
+        return self._looks[name][1]
+
+    def _check_state(
+        self, name: str, gradient: Array, state: State, expected: Mapping[str, Look]
+    ) -> None:
+        """Raise ``ConfigError`` unless a state looks as expected: users may have given its arrays
+        other memory since the last step."""
+        if problem := _misfit({key: look(x) for key, x in state.items()}, expected):
             raise ConfigError(
-                f"the gradient of {name!r} has {xp.size(gradient)} elements, and of its state "
-                f"{problem}: one name belongs to one tensor, and a state to its model and options"
+                f"the gradient of {name!r} has {backend_of(gradient).size(gradient)} elements, and "
+                f"of its state {problem}: one name belongs to one tensor, and a state to its model "
+                "and options"
             )
 
     def stats(self) -> Stats:
@@ -459,13 +499,22 @@ class Reducer:
         """Begin at zero with all that :meth:`stats` counts: called after every step, it makes them
         those of one step."""
         self._check_at_rest("reset_stats()")
-        self.records.clear()
         self._tallies.clear()
+        self._records.clear()
         self.clock.reset()
 
+    def is_under_way(self) -> bool:
+        """Return whether gradients were started since the last :meth:`finish`."""
+        return bool(self._in_flight or self._deferred)
+
+    #: the call that error messages tell users to write
+    _finishing = "finish()"
+
     def _check_at_rest(self, call: str) -> None:
-        if self._in_flight or self._deferred:
-            raise ConfigError(f"gradients are under way: call finish() before {call}")
+        """Raise ``ConfigError`` if gradients are under way: another exchange cannot come in
+        between."""
+        if self.is_under_way():
+            raise ConfigError(f"gradients are under way: call {self._finishing} before {call}")
 
     def set_epoch(self, epoch: float) -> None:
         """Announce the epoch, which may be fractional such as 2.5, for schedules by epoch."""
@@ -516,7 +565,7 @@ class Reducer:
         per_rank, states = self._loaded(state_dict)
         self.abandon()
         self.step, self.epoch, self.seed = step, epoch, seed
-        self._per_rank, self.states, self._shapes = per_rank, states, {}
+        self._per_rank, self.states, self._looks = per_rank, states, {}
 
     def _loaded(
         self, state_dict: Mapping[str, Any]
@@ -537,9 +586,9 @@ class Reducer:
                 check_array(f"{key!r} of {name!r}", x)
                 states[name][key] = backend_of(x).copy(x)
             per_rank[name] = frozenset(keys)
-        for name in self._shapes:  # other states are checked with their first gradient
-            loaded, here = entry(states, name, dict), self.states[name]
-            if problem := _misfit(self._homes.own(name, loaded), self._homes.own(name, here)):
+        for name, (_, expected) in self._looks.items():  # others: with their first gradient
+            loaded = self._homes.own(name, entry(states, name, dict))
+            if problem := _misfit({key: look(x) for key, x in loaded.items()}, expected):
                 raise refused(f"of {name!r} {problem}")
         return per_rank, states
 
@@ -559,28 +608,33 @@ class Reducer:
             return Outcome(total / size, x, {})
 
         outcomes = self._run(
-            [Member(name, averaged(x), Record(), x.nbytes) for name, x in sorted(arrays.items())]
+            [Member(name, averaged(x), Record(), x.nbytes) for name, x in sorted(arrays.items())],
+            next(iter(arrays.values()), _NOTHING),
         )
         return {name: outcomes[name].mean for name in arrays}
 
-    def _run(self, members: Sequence[Member]) -> dict[str, Outcome]:
-        """Run exchanges between steps, in the same order on all ranks; return outcomes by name."""
-        by_name = {member.name: member for member in members}
+    def _run(self, members: Sequence[Member], like: Array) -> dict[str, Outcome]:
+        """Run exchanges between steps, in the same order on all ranks, of arrays like ``like``;
+        return outcomes by name."""
+        self._check_at_rest("an average between steps")
+        by_name, like = {member.name: member for member in members}, self._for_messages(like)
         buckets = Buckets(
             lambda: self.engine, lambda names: [by_name[n] for n in names], same_order=True
         )
         buckets.start(by_name)
-        return {name: x for part in buckets.finish(_NOTHING) for name, x in part.items()}
+        return {name: x for part in buckets.finish(like) for name, x in part.items()}
 
 
-def _misfit(state: State, fresh: State) -> str:
-    """Return how a state differs from ``fresh``, a new one; an empty text if it fits."""
-    if state.keys() != fresh.keys():
-        return f"there is {sorted(map(str, state))} where {sorted(fresh)} was expected"
-    for key, like in fresh.items():
-        here, there = (
-            f"{backend_of(x).dtype(x)}{list(backend_of(x).shape(x))}" for x in (state[key], like)
-        )
+def _misfit(state: Mapping[str, Look], expected: Mapping[str, Look]) -> str:
+    """Return how what a state looks like differs from what was expected; an empty text if it
+    fits."""
+    if state.keys() != expected.keys():
+        return f"there is {sorted(map(str, state))} where {sorted(expected)} was expected"
+    for key, there in expected.items():
+        here = state[key]
+        if here[:2] != there[:2]:
+            kinds = (f"{seen.dtype}{list(seen.shape)}" for seen in (here, there))
+            return f"{key!r} is {' instead of '.join(kinds)}"
         if here != there:
-            return f"{key!r} is {here} instead of {there}"
+            return f"{key!r} is on {here.device} instead of {there.device}"
     return ""

@@ -22,7 +22,7 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import BucketExchange
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
-from hvd_compress.homes import Look, look_of
+from hvd_compress.homes import Kind, look_of
 from hvd_compress.integrations.checkpoints import (
     check_array,
     entry,
@@ -545,7 +545,7 @@ class Binding(tf.Module):
         """What variables have in common has a place before it is known which have gradients: it is
         in the state of the first."""
         states: dict[str, dict[str, tf.Variable]] = {}
-        homes: dict[Look, int] = {}
+        homes: dict[Kind, int] = {}
         self._home_of: tuple[int, ...] = ()
         self.sharing: frozenset[int] = frozenset()
         for i, slot in enumerate(self.slots):

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_compress.base import Outcome
+from hvd_compress.base import Array, Outcome
 from hvd_compress.engines.named import Op, ProcessSetEngine
 
 _OPS = {"sum": mpi_ops.Sum, "max": mpi_ops.Max}
@@ -37,7 +37,7 @@ class HorovodEngine(ProcessSetEngine):
         self.prefix = prefix
         self._agreed = agreed
 
-    def check_step(self, describe: Callable[[], list[str]], planned: bool) -> None:
+    def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
         """Do nothing, since a graph cannot wait while it is traced."""
 
     def _launch(self, op: Op) -> Any:

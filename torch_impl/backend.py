@@ -27,6 +27,7 @@ _GRADIENTS = (*_HALF, torch.float32, torch.float64)
 
 
 def check_gradient(x: Array) -> None:
+    check_plain(x)
     if x.layout is not torch.strided:
         raise UnsupportedError(f"cannot compress a {x.layout} tensor: pass sparse_as_dense=True")
     if x.dtype not in _GRADIENTS:
@@ -34,6 +35,26 @@ def check_gradient(x: Array) -> None:
             f"cannot compress a tensor of {x.dtype}: gradients must be float16, bfloat16, float32 "
             "or float64"
         )
+
+
+def check_plain(x: Array) -> None:
+    """Raise ``UnsupportedError`` unless the elements of ``x`` are in memory of its own."""
+    kind: Any = type(x)
+    # Subclasses that see every operation, of which DTensor is one, have their elements elsewhere.
+    sees_operations = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if not (sees_operations or x.is_meta or x.is_quantized or _is_wrapped(x)):
+        return
+    what = f"a {kind.__name__}" if kind not in (Array, torch.nn.Parameter) else "no plain tensor"
+    what += " on the device meta" if x.is_meta else " of quantised elements" * x.is_quantized
+    raise UnsupportedError(
+        f"cannot compress what is {what}: parameters and gradients must be plain tensors, whole on "
+        "every rank. Instead of fully_shard or tensor parallelism, wrap the model in "
+        "DistributedDataParallel and give it the hook of hvd_compress.torch.ddp; outside of "
+        "torch.func, FakeTensorMode and the device meta, make the optimizer of the real model"
+    )
+
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 # These two are called for every tensor of a step, and any operation, even one that changes nothing,
@@ -246,12 +267,17 @@ def address(x: Array) -> int | None:
     return x.data_ptr() if x.device.type in ("cpu", "cuda") and x.is_contiguous() else None
 
 
-def are_flat(arrays: Sequence[Array], sizes: Sequence[int], dtype: str, device: Any) -> bool:
+def addresses(
+    arrays: Sequence[Array], sizes: Sequence[int], dtype: str, device: Any
+) -> list[int] | None:
     kind = getattr(torch, dtype)
-    return len(arrays) == len(sizes) and all(
-        x.dtype is kind and x.numel() == n and x.device == device and x.is_contiguous()
+    found = [
+        x.data_ptr()
         for x, n in zip(arrays, sizes, strict=True)
-    )
+        if x.dtype is kind and x.numel() == n and x.device == device and x.is_contiguous()
+    ]
+    # Null: the storage was freed under the tensor.
+    return found if len(found) == len(arrays) and all(found) else None
 
 
 def loops(x: Array) -> str | None:

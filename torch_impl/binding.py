@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import logging
@@ -95,7 +94,9 @@ class Binding(Reducer):
         seed: int,
         sparse_step: bool,
     ) -> None:
-        self._optimizer, self.hvd = optimizer, hvd
+        # The optimizer ends when its owner drops it, and with it the exchanges of its gradients,
+        # not when the collector comes, which on other ranks may be in another step.
+        self._reference, self.hvd = weakref.ref(optimizer), hvd
         self.sparse: set[torch.nn.Parameter] = set()
         #: averages over the ranks of what differs, if they are those of the last step
         self.consolidated: dict[torch.nn.Parameter, State] = {}
@@ -104,14 +105,13 @@ class Binding(Reducer):
         self._last_scale: float | None = None
         self._saw_backward = False  # since the last exchange
         self._true_units: list[torch.nn.Parameter] = []  # whose gradients carry no scale
-        self._complete: set[str] = set()  # whose states have all keys of the method
         self._stateful: dict[str, bool] = {}
         self._assigned: list[tuple[torch.nn.Parameter, weakref.ref[torch.Tensor]]] = []
         self._is_plain_sgd = torch.optim.SGD in type(optimizer).__bases__
         self._has_decayed: bool | None = None  # None: not known
         self._name_by_id: dict[int, str] = {}  # to hash a parameter takes long
         self._parameters: dict[str, torch.nn.Parameter] = {}
-        self._last_list: tuple[list[bool], list[str]] | None = None  # who was trained, and the text
+        self._last_list: tuple[list[Any], list[str]] | None = None  # of which parameters, the text
         self._gradients: dict[str, _Gradient] = {}
         self._last_gradients: dict[str, _Gradient] = {}
         self._ready: list[torch.nn.Parameter] = []  # whose exchange has not begun
@@ -128,6 +128,12 @@ class Binding(Reducer):
             sparse=sparse_step,
         )
         self.momentum_side = Momentum(optimizer, method, tells=self.engine.rank == 0)
+
+    @property
+    def _optimizer(self) -> Any:
+        if (optimizer := self._reference()) is None:
+            raise ConfigError("the optimizer of this compressor is gone: keep a reference to it")
+        return optimizer
 
     def _names_of_groups(self) -> list[list[str]] | None:
         groups = self._optimizer.groups_of_parameters()
@@ -147,9 +153,14 @@ class Binding(Reducer):
         return Stats(self.records, self.clock.times)
 
     def report_at_exit(self) -> None:
-        """Log one line of statistics when the program ends, on rank 0."""
+        """Log one line of statistics, on rank 0, when the program ends or drops the optimizer."""
         if self.engine.rank == 0:
-            atexit.register(lambda: logger.info("%s: %s", self.method.name, self.stats().line()))
+            weakref.finalize(self._optimizer, self._report)
+
+    def _report(self) -> None:
+        is_there = self._reference() is not None
+        stats = self.stats() if is_there else Stats(self.records, self.clock.times)
+        logger.info("%s: %s", self.method.name, stats.line())
 
     def state_dict(self, *, consolidate: bool = True) -> dict[str, Any]:
         raise UnsupportedError("the state of a compressor is in optimizer.state_dict()")
@@ -201,11 +212,10 @@ class Binding(Reducer):
             if p.grad is None:  # other ranks may have one
                 p.grad = self._no_gradient(p)
             gradient = p.grad
+            name = self._name_of(p)
+            _check_gradient(name, gradient, p)
             if gradient.requires_grad:
                 gradient = gradient.detach()
-            if not gradient.is_sparse:
-                backend.check_gradient(gradient)
-            name = self._name_of(p)
             self._parameters[name] = p
             gradients[name] = gradient
         self._start_together(gradients)
@@ -256,7 +266,6 @@ class Binding(Reducer):
         self._gradients.clear()
         self._ready.clear()
         self._scale = self._has_decayed = None
-        self._complete.clear()
         self.consolidated, self.is_consolidated = {}, False
 
     def _terms(self) -> Terms:
@@ -273,6 +282,7 @@ class Binding(Reducer):
             "seed": str(self.seed),
             "step": str(self.step),
             "epoch": str(self.epoch),
+            "buckets": self.buckets.digest,
             "parameters": self._listed,
         }
 
@@ -280,14 +290,14 @@ class Binding(Reducer):
     def _listed(self) -> list[str]:
         """The parameters with their shapes, and which of them are trained."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        trained = [p.requires_grad for p in parameters]
-        if self._last_list is None or self._last_list[0] != trained:
+        now = [(p.requires_grad, p.shape) for p in parameters]
+        if self._last_list is None or self._last_list[0] != now:
             names = self._optimizer._parameter_names
             texts = listed(
                 (names[p] if p.requires_grad else f"{names[p]}, frozen,", p.shape)
                 for p in parameters
             )
-            self._last_list = trained, texts
+            self._last_list = now, texts
         return self._last_list[1]
 
     def _for_messages(self, like: Any) -> torch.Tensor:
@@ -304,7 +314,8 @@ class Binding(Reducer):
         differs = self._scale is not None or self.sparse or self.momentum_side.decays_gradients
         if found is None or differs:
             return None
-        return found, *map(self.momentum_side.of_group, self._optimizer.param_groups)
+        groups = map(self.momentum_side.of_group, self._optimizer.param_groups)
+        return found, *(nesterov for _, nesterov in groups)
 
     def _repeated(self, names: Sequence[str], weights: Sequence[int]) -> Repeated | None:
         gradients = [self._in_flight[name] for name in names]
@@ -314,7 +325,8 @@ class Binding(Reducer):
         self._gradients.update(zip(names, last, strict=True))
         # Indexing would make an entry.
         states = [_Own(state.get(each.parameter, {})) for each in last]
-        return Repeated(gradients, states, weights, self._kept(names[0]))
+        momenta = [self.momentum_side.of(each.parameter)[0] for each in last]
+        return Repeated(gradients, states, momenta, weights, self._kept(names[0]))
 
     def _scale_in(
         self, name: str, method: Compressor, p: torch.nn.Parameter, is_rows: bool
@@ -344,10 +356,11 @@ class Binding(Reducer):
             sign = -1 if group["maximize"] else 1
             alpha = sign * group["weight_decay"] / (context.size if self.sums else 1)
             gradient = gradient.add(p.detach(), alpha=alpha)
-        state = self.state_of(p)
-        if name not in self._complete:
+        state, expected = self.state_of(p), self._expected(name, method, gradient)
+        if not expected.keys() <= state.keys():  # the first step, or its owner has cleared it
             state = {**method.init(gradient), **state}
-            self._complete.add(name)
+        own = {key: state[key] for key in expected}
+        self._check_state(name, gradient, own, expected)
         state |= self._homes.hand(name, lambda: method.common(gradient))
         return method.exchange(gradient, state, context)
 
@@ -416,25 +429,21 @@ class Binding(Reducer):
             self._assigned.append((p, weakref.ref(p.grad)))
             return
         gradient = p.grad
-        if direction is gradient:  # it was made there
-            self._assigned.append((p, weakref.ref(gradient)))
-            return
-        if direction.dtype is not gradient.dtype:
-            direction = direction.to(gradient.dtype)
-        if is_rows:
-            p.grad = direction
+        if gradient is None:  # a gradient that is under way arrives, or ranks would differ
+            p.grad = direction.to(p.dtype)
+        elif is_rows:
+            p.grad = direction.to(gradient.dtype)
         elif gradient.is_sparse:  # sparse_as_dense: as sparse as it came
-            p.grad = direction.to_sparse(1)
-        elif not gradient.is_contiguous():
+            p.grad = direction.to(gradient.dtype).to_sparse(1)
+        elif direction is not gradient:
+            # Into its own memory, which may be a part of a larger tensor that others hold.
             gradient.copy_(direction)
-        elif gradient.data_ptr() != direction.data_ptr():  # or it was made there
-            gradient.set_(direction)
         self._assigned.append((p, weakref.ref(p.grad)))
 
-    def _check_at_rest(self, call: str) -> None:
-        if self._ready:
-            self._begin_ready()
-        super()._check_at_rest(call)
+    _finishing = "optimizer.step() or optimizer.synchronize()"
+
+    def is_under_way(self) -> bool:
+        return bool(self._ready) or super().is_under_way()
 
     # -- momentum ----------------------------------------------------------------------------
 
@@ -573,7 +582,7 @@ class Binding(Reducer):
             chain = self.method.chain(x, context)
             exchange = chain.exchange(x, states[p], context)
             members.append(Member(context.name, exchange, record, x.nbytes))
-        outcomes = self._run(members)
+        outcomes = self._run(members, next(iter(tensors.values()), None))
         return {p: outcomes[f"buffer.{names[p]}"] for p in tensors}
 
     def per_rank_keys(self, p: torch.nn.Parameter, is_sparse: bool | None = None) -> frozenset[str]:
@@ -583,6 +592,18 @@ class Binding(Reducer):
         if p in self.sparse if is_sparse is None else is_sparse:
             return frozenset({"residual"} if keeps_residual(method) else ())
         return method.per_rank(p.detach())
+
+
+def _check_gradient(name: str, gradient: torch.Tensor, p: torch.nn.Parameter) -> None:
+    """Raise unless a gradient can be exchanged and belongs to its parameter."""
+    if not gradient.is_sparse:
+        backend.check_gradient(gradient)
+    if gradient.shape != p.shape or gradient.device != p.device:
+        raise ConfigError(
+            f"the gradient of {name!r} is {list(gradient.shape)} on {gradient.device}, and the "
+            f"parameter {list(p.shape)} on {p.device}: after changing .data of a parameter, set "
+            "its .grad to None"
+        )
 
 
 def _as_coo(direction: Sparse, p: torch.Tensor) -> torch.Tensor:

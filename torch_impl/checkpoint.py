@@ -98,6 +98,7 @@ def consolidate_state_dict(self: Any) -> None:
 
     This is a collective: call it on every rank.  Training goes on with each rank's own state.
     """
+    self.check_at_rest("optimizer.consolidate_state_dict()")
     binding = self.compression
     own = {
         (p, key): binding.state_of(p)[key]
@@ -120,8 +121,10 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
         exact: take residuals as they are, whichever rank they come from.
 
     Raises:
-        ConfigError: it belongs to another model, or it is damaged; then nothing has changed.
+        ConfigError: it belongs to another model, or it is damaged, or gradients are under way; then
+            nothing has changed.
     """
+    self.check_at_rest("optimizer.load_state_dict()")
     binding, parameters = self.compression, _parameters(self)
     saved = checked_header(state_dict.get(KEY) if isinstance(state_dict, Mapping) else None)
     plain, ours = checked_entries(self, state_dict)
@@ -235,6 +238,7 @@ def broadcast(optimizer: Any, root_rank: int) -> None:
         index, key = name.split(".", 1)
         payload["state"][int(index)][PREFIX + key] = mean / count if count else mean
     load_state_dict(optimizer, payload, exact=True)
+    binding.forget_plan()  # a worker that has just come has none
 
 
 class _Slot(NamedTuple):
@@ -285,6 +289,12 @@ def _map(function: Any, value: Any) -> Any:
     return value
 
 
+def _abandon(optimizer: Any) -> None:
+    """Discard what is under way: the workers that it was shared with are no longer those."""
+    optimizer.compression.abandon()
+    optimizer.reset_hooks()
+
+
 def elastic_handler(base: type[Any]) -> type[Any]:
     """Return a handler for ``hvd.elastic.TorchState``.
 
@@ -303,9 +313,11 @@ def elastic_handler(base: type[Any]) -> type[Any]:
             self._saved = copy.deepcopy(local_state_dict(self.value, own=True))
 
         def restore(self) -> None:
+            _abandon(self.value)
             load_state_dict(self.value, copy.deepcopy(self._saved), exact=True)
 
         def sync(self) -> None:
+            _abandon(self.value)
             broadcast(self.value, root_rank=0)
             self.save()
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +26,8 @@ from .binding import Binding
 from .momentum import check_group
 from .parameters import Groups, Parameter, split_into_groups
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 @dataclasses.dataclass(eq=False)
 class _Watched:
@@ -33,6 +37,18 @@ class _Watched:
     parameter: Parameter
     passes: int = 0
     is_started: bool = False
+
+
+def _locked(method: F) -> F:
+    """Autograd calls the hooks of parameters on several devices, or of several backward passes at
+    once, from several threads: one at a time may come in."""
+
+    @functools.wraps(method)
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return alone  # type: ignore[return-value]
 
 
 class CompressedOptimizer(torch.optim.Optimizer):
@@ -67,8 +83,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.process_set = process_set
         self._parameter_names = names
         self._synchronized, self._should_synchronize = False, True
+        self._lock = threading.RLock()
+        self._heir: type[Any] | None = None  # of the optimizer that has taken the parameters over
         # Those with a hook, by id: to hash a parameter takes long.
         self._watched: dict[int, _Watched] = {}
+        self._hooks: list[Any] = []
+        weakref.finalize(self, _remove, self._hooks).atexit = False
         self._saw_passes = False  # backward passes since the last exchange
         self._groups = split_into_groups(groups, self._trained())
         self._group_of = {p: group for group in self._groups or () for p in group}
@@ -86,22 +106,58 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     def _watch(self, p: Parameter) -> None:
-        watched = self._watched[id(p)] = _Watched(p)
         if self._groups is not None and p not in self._group_of:  # it has come later
             self._group_of[p] = (p,)
             self._groups.append((p,))
-        reference = weakref.ref(self)  # nothing would ever collect what a tensor's hook holds
+        # Nothing would ever collect what a tensor's hook holds, the tensor itself included.
+        reference, place = weakref.ref(self), id(p)
 
         def hook(_: Any) -> None:
             if (optimizer := reference()) is not None:
-                optimizer._is_ready(watched)
+                optimizer._is_ready(place)
 
-        p.register_post_accumulate_grad_hook(hook)
+        self._watched[place] = _Watched(p)
+        self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
-    def _is_ready(self, watched: _Watched) -> None:
+    def retire(self, heir: type[Any]) -> None:
+        """Exchange no gradients any more, since an optimizer of class ``heir`` does that for one of
+        the parameters.
+
+        Raises:
+            ConfigError: gradients are under way.
+        """
+        self.check_at_rest("making another DistributedOptimizer of the same parameters")
+        self._heir = heir
+        _remove(self._hooks)
+        self._watched.clear()
+
+    def watches(self, parameters: Iterable[Parameter]) -> bool:
+        """Return whether this optimizer exchanges the gradient of one of them."""
+        return any(id(p) in self._watched for p in parameters)
+
+    def _check_in_charge(self) -> None:
+        if self._heir is not None:
+            raise ConfigError(
+                f"another DistributedOptimizer, a {self._heir.__name__}, was made of parameters of "
+                "this one, and has taken them over: use that one, or make optimizers of different "
+                "parameters"
+            )
+
+    def check_at_rest(self, call: str) -> None:
+        """Raise ``ConfigError`` if gradients are under way, or are being added up."""
+        if self._saw_passes or self.compression.is_under_way():
+            raise ConfigError(
+                "gradients are under way: call optimizer.step() or optimizer.synchronize() before "
+                f"{call}"
+            )
+
+    @_locked
+    def _is_ready(self, place: int) -> None:
         """Count a backward pass that has added to the gradient, and start the exchange of the
         parameter with its group if it was the last.  Raise ``AssertionError`` if it is one too
         many."""
+        if (watched := self._watched.get(place)) is None:
+            return
         needed, gradient = self.backward_passes_per_step, watched.parameter.grad
         if watched.is_started or watched.passes >= needed:
             raise AssertionError(
@@ -157,8 +213,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Return whether no gradient is new since the last exchange."""
         return self._synchronized and not self._saw_passes and self.compression.untouched()
 
+    @_locked
     def synchronize(self) -> None:
         """Finish all exchanges; afterwards every ``p.grad`` holds the average."""
+        self._check_in_charge()
         if self._holds_averages():
             return  # they must not be averaged again
         alone = self.compression.engine.size == 1
@@ -192,6 +250,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients unless told otherwise, then let the user's optimizer step."""
         loss = None
+        self._check_in_charge()
         if closure is not None:
             # Inside the user's step() the gradients would be used before they are averaged.
             with torch.enable_grad():
@@ -261,6 +320,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self.reset_hooks()
         self._synchronized, self._should_synchronize = False, True
+
+
+def _remove(hooks: Iterable[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def take_over(distributed: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:

@@ -116,6 +116,9 @@ def distribute(
     )
     engine = make_engine(process_set, gradient_predivide_factor)
     binding = Binding(distributed, method, hvd, op == hvd.Sum, engine, seed, sparse_step)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    for earlier in [o for o in bound_optimizers if o.watches(trained)]:
+        earlier.retire(user_class)  # gradients would be exchanged twice until it is collected
     distributed.begin(binding)
     bound_optimizers.add(distributed)
     return distributed

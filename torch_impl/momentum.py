@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -35,11 +36,15 @@ class Momentum:
     """
 
     def __init__(self, optimizer: Any, method: Compressor, tells: bool) -> None:
-        self._optimizer, self._method = optimizer, method
+        self._reference, self._method = weakref.ref(optimizer), method
         self._groups: dict[int, dict[str, Any]] = {}  # by id: to hash a parameter takes long
         self.is_taken = method.takes_momentum and isinstance(optimizer, torch.optim.SGD)
         if method.takes_momentum and tells:
             self._tell()
+
+    @property
+    def _optimizer(self) -> Any:
+        return self._reference()  # which owns the owner of this
 
     def _tell(self) -> None:
         optimizer, own = self._optimizer, self._method.momentum

@@ -11,6 +11,8 @@ import torch
 
 from hvd_compress.errors import ConfigError
 
+from . import backend
+
 Parameter = torch.nn.Parameter
 Groups = int | list[list[Parameter]] | None
 
@@ -28,7 +30,10 @@ def names_of_parameters(
 
     Raises:
         ConfigError: a name is given twice, or a parameter of the optimizer has none.
+        UnsupportedError: a parameter is no plain tensor.
     """
+    for p in (p for group in param_groups for p in group["params"]):
+        backend.check_plain(p)
     if named_parameters is None:
         return {
             p: f"allreduce.noname.{i}.{j}"

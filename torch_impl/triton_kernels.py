@@ -38,17 +38,17 @@ def magnitudes(x):
 
 
 @triton.jit
-def _updated(addresses, t, at, inside, momentum, kind: tl.constexpr, aligned: tl.constexpr):
+def _updated(addresses, t, at, inside, momenta, kind: tl.constexpr, aligned: tl.constexpr):
     """Write the new state of the elements ``at``; return their new residual."""
     gradient = tl.load(_pointer(addresses, t, _GRADIENT, aligned) + at, mask=inside)
     direction = gradient
     if kind != 0:
         velocity = tl.load(_pointer(addresses, t, _VELOCITY, aligned) + at, mask=inside)
         if kind == 1:
-            velocity = momentum * velocity + gradient
+            velocity = tl.load(momenta + t) * velocity + gradient
             direction = velocity
         else:
-            velocity = momentum * (velocity + gradient)
+            velocity = tl.load(momenta + t) * (velocity + gradient)
             direction = velocity + gradient
         tl.store(_pointer(addresses, t, _NEW_VELOCITY, aligned) + at, velocity, mask=inside)
     residual = tl.load(_pointer(addresses, t, _RESIDUAL, aligned) + at, mask=inside)
@@ -67,7 +67,7 @@ def _block(tensors, owners, width: tl.constexpr):
 
 @triton.jit
 def accumulate(
-    addresses, tensors, owners, thresholds, found, largest, counts, kept, momentum,
+    addresses, tensors, owners, thresholds, found, largest, counts, kept, momenta,
     kind: tl.constexpr, aligned: tl.constexpr, width: tl.constexpr, room: tl.constexpr,
 ):  # fmt: skip
     """Write the new state of a block, and keep the places of its candidates: as many as there is
@@ -78,9 +78,9 @@ def accumulate(
     at = start + lane
     inside = at < n
     if start + width <= n:
-        x = _updated(addresses, t, at, None, momentum, kind, aligned)
+        x = _updated(addresses, t, at, None, momenta, kind, aligned)
     else:
-        x = _updated(addresses, t, at, inside, momentum, kind, aligned)
+        x = _updated(addresses, t, at, inside, momenta, kind, aligned)
     bits = tl.where(inside, magnitudes(x), 0)
     hits = bits >= tl.load(thresholds + t)  # which is at least 1
     count = tl.sum(hits.to(tl.int32))

@@ -19,6 +19,7 @@ import torch
 import triton
 
 from hvd_compress.kernels import Column, Selected, Steps
+from hvd_compress.kernels.arrays import Momentum, momenta_of
 
 from . import triton_kernels as kernels
 from .backend import from_numpy
@@ -57,7 +58,7 @@ class Selection:
         self._width, self._room = width, room
         self._memory: _Memory | None = None
 
-    def accumulate(self, steps: Steps, momentum: float | None, nesterov: bool = False) -> Selected:
+    def accumulate(self, steps: Steps, momentum: Momentum, nesterov: bool = False) -> Selected:
         like = steps.gradients.arrays[0]
         if self._memory is None or self._memory.device != like.device:
             self._memory = _Memory(self._tensors, self._blocks, self._entries, self._room, like)
@@ -65,8 +66,9 @@ class Selection:
         table = steps.table()
         memory.addresses = from_numpy(table, like)
         kind = 0 if momentum is None else 2 if nesterov else 1
+        momenta = from_numpy(momenta_of(momentum, len(table)), like)
         with torch.cuda.device_of(like):
-            self._select(memory, kind, momentum or 0.0, not (table % 16).any())
+            self._select(memory, kind, momenta, not (table % 16).any())
         memory.on_host.copy_(memory.selected)  # the only thing that the host waits for
         values, places, most = memory.parts(memory.on_host)
         return Selected(
@@ -75,14 +77,14 @@ class Selection:
             most.numpy() < kernels.INFINITY.value,
         )
 
-    def _select(self, memory: _Memory, kind: int, momentum: float, aligned: bool) -> None:
+    def _select(self, memory: _Memory, kind: int, momenta: torch.Tensor, aligned: bool) -> None:
         blocks, tensors = (self._blocks.size,), (len(self._tensors),)
         form = {"width": self._width, "room": self._room}
         tables = memory.addresses, memory.tensors, memory.blocks
         candidates = memory.found, memory.largest, memory.counts, memory.kept
         memory.counters.zero_()
         kernels.accumulate[blocks](
-            *(*tables, memory.thresholds, *candidates, momentum),
+            *(*tables, memory.thresholds, *candidates, momenta),
             **form,
             kind=kind,
             aligned=aligned,

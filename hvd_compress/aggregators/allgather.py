@@ -143,11 +143,11 @@ class allgather(Aggregator, name="allgather"):
         if not (isinstance(self.select, top_k) and isinstance(self.values, str | logarithmic)):
             return None
         *before, last = transforms or (None,)
-        momentum, nesterov, masking = None, False, False
-        if before and isinstance(correction := before[-1], momentum_correction):
+        correction, nesterov = None, False
+        if before and isinstance(last_before := before[-1], momentum_correction):
+            correction = last_before
             del before[-1]
-            momentum, nesterov = correction.in_use(context)
-            masking = correction.masking
+            _, nesterov = correction.in_use(context)
         if self.algorithm != "allgather" or type(last) is not error_feedback:
             return None
         if any(t.keys for t in before) or last.units != "gradient":
@@ -155,9 +155,8 @@ class allgather(Aggregator, name="allgather"):
         return FusedTopK(
             tuple(before),
             self.select,
-            momentum,
+            correction,
             nesterov,
-            masking,
             self.values,
             self.indices,
             context.size,

@@ -65,16 +65,16 @@ class allreduce(Aggregator, name="allreduce"):
         if self.select is not None:
             return None
         before = list(transforms)
-        momentum, in_use = None, (0.0, False)
-        if before and isinstance(before[-1], momentum_after_averaging):
-            momentum = before[-1]
-            in_use = momentum.in_use(context)
+        momentum, nesterov = None, False
+        if before and isinstance(last := before[-1], momentum_after_averaging):
+            momentum = last
             del before[-1]
+            _, nesterov = momentum.in_use(context)
         if any(type(t).finish is not Transform.finish or t.keys for t in before):
             return None
         # Of half precisions, which take another way, only the aggregator knows what is sent.
         wire = None if self.wire == "gradient" else self.wire
-        return FusedSum(tuple(before), momentum, in_use, wire, self.algorithm, context.size)
+        return FusedSum(tuple(before), momentum, nesterov, wire, self.algorithm, context.size)
 
     def _wire(self, context: Context) -> str | None:
         if self.wire != "gradient":

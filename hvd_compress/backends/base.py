@@ -158,11 +158,12 @@ class Backend(Protocol):
 class EagerBackend(Backend, Protocol):
     """Arrays that have values."""
 
-    def are_flat(
+    def addresses(
         self, arrays: Sequence[Array], sizes: Sequence[int], dtype: str, device: Any
-    ) -> bool:
-        """Return whether arrays are contiguous and have these sizes, this dtype and this device
-        (``None`` where arrays have none)."""
+    ) -> list[int] | None:
+        """Return where arrays are that are contiguous and have these sizes, all above zero, this
+        dtype and this device (``None`` where arrays have none); ``None`` if one differs.  An array
+        may be given other memory at any time, so nobody keeps what this returns."""
 
     def kth_largest(self, x: Array, k: int) -> Array:
         """The k-th largest value (k from 1) along the last axis: of a flat array a scalar, of a

@@ -207,11 +207,15 @@ def address(x: Array) -> int | None:
     return x.__array_interface__["data"][0] if x.flags.c_contiguous else None
 
 
-def are_flat(arrays: Sequence[Array], sizes: Sequence[int], dtype: str, device: Any) -> bool:
-    return len(arrays) == len(sizes) and all(
-        x.size == n and x.dtype == dtype and x.flags.c_contiguous
+def addresses(
+    arrays: Sequence[Array], sizes: Sequence[int], dtype: str, device: Any
+) -> list[int] | None:
+    found = [
+        x.__array_interface__["data"][0]
         for x, n in zip(arrays, sizes, strict=True)
-    )
+        if x.size == n and x.dtype == dtype and x.flags.c_contiguous
+    ]
+    return found if len(found) == len(arrays) else None
 
 
 def loops(x: Array) -> str | None:

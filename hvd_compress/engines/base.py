@@ -64,13 +64,14 @@ class Engine(Protocol):
         ``finish`` raises ``MismatchError`` before anything else if they differ.  ``like`` is one of
         the arrays that will be exchanged."""
 
-    def check_step(self, describe: Callable[[], list[str]], planned: bool) -> None:
+    def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
         """Raise ``MismatchError`` if the ranks are known to describe this step's tensors in
         different words; engines that cannot wait for each other do nothing.
 
         Args:
             describe: returns a text for each tensor.
             planned: the ranks know which tensors make a bucket.
+            like: as in :meth:`agree`.
         """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -82,6 +83,7 @@ class Buckets:
         self._groups = groups
         self._same_order = same_order
         self.plan: list[tuple[str, ...]] = []
+        self._digest: str | None = None
         self._bucket_of: dict[str, int] = {}
         self._planned: dict[str, Look] = {}
         self._places = {name: i for i, name in enumerate(names)}
@@ -95,6 +97,14 @@ class Buckets:
         self._missing = [len(bucket) for bucket in self.plan]
         self._unready = list(self._missing)
         self._next = 0  # bucket of the plan
+
+    @property
+    def digest(self) -> str:
+        """What must be the same on all ranks about the plan, as text."""
+        if self._digest is None:
+            text = repr(self.plan).encode()
+            self._digest = f"{len(self.plan)}, {hashlib.sha256(text).hexdigest()[:8]}"
+        return self._digest
 
     @property
     def in_flight(self) -> bool:
@@ -148,6 +158,7 @@ class Buckets:
         engine.check_step(
             lambda: [f"{name} by {self._first(name)}" for name in self._sorted()],
             planned=all(name in self._bucket_of for name in names),
+            like=like,
         )
         for bucket in self.plan[self._next :]:  # some of it did not come in this step
             left = [name for name in bucket if name in self._members]
@@ -172,8 +183,15 @@ class Buckets:
         last = len(self._places)
         return sorted(self._started, key=lambda name: (self._places.get(name, last), name))
 
+    def forget(self) -> None:
+        """Forget the plan: to be called at the same time on all ranks, since ranks with a plan and
+        ranks without one submit different collectives."""
+        self.plan, self._bucket_of, self._planned, self._digest = [], {}, {}, None
+        self._forms.clear()
+        self._reset()
+
     def abandon(self) -> None:
-        """Discard everything in flight."""
+        """Discard everything in flight.  The plan stays: the other ranks may have theirs still."""
         self._reset()
         self._engine().abandon()
 
@@ -222,7 +240,7 @@ class Buckets:
             engine.start(_PLAN, _order_of_rank_0([names.index(n) for n in self._started], like))
             names = [names[i] for i in engine.finish()[_PLAN]]
         self._forms.clear()
-        self.plan = self._split(names)
+        self.plan, self._digest = self._split(names), None
         self._bucket_of = {name: i for i, bucket in enumerate(self.plan) for name in bucket}
 
     def _split(self, names: Sequence[str]) -> list[tuple[str, ...]]:

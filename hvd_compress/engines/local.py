@@ -36,5 +36,5 @@ class LocalEngine:
     def agree(self, terms: Terms, like: Array) -> None:
         pass
 
-    def check_step(self, describe: Callable[[], list[str]], planned: bool) -> None:
+    def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
         pass

@@ -73,7 +73,6 @@ class NamedEngine(abc.ABC):
     def __init__(self) -> None:
         self._agreement: _InFlight | None = None
         self._agreed_once = False
-        self._like: Array = None  # an array of the kind in which comparisons are sent
         self._in_flight: dict[str, _InFlight] = {}
 
     @property
@@ -98,21 +97,20 @@ class NamedEngine(abc.ABC):
         The first time it comes in at once: ranks that differ from the start would submit what
         others never will, and nothing can call that back.
         """
-        self._like = like
         self._agreement = self._submit("agreement", agreement(terms, like))
         if not self._agreed_once:
             self._bring_in_agreement()
             self._agreed_once = True
 
-    def check_step(self, describe: Callable[[], list[str]], planned: bool) -> None:
+    def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
         """Compare the ranks where tensors have no buckets yet: ranks that would make other buckets
         would submit what others never will.  Later names pair what belongs together."""
-        if planned or self._like is None or self.size == 1:
+        if planned or self.size == 1:
             return
         self._bring_in_agreement()
         terms = {"exchange of": describe()}
         try:
-            self._bring_in([self._submit("tensors", agreement(terms, self._like))])
+            self._bring_in([self._submit("tensors", agreement(terms, like))])
         except MismatchError as error:
             raise MismatchError(f"{error}\n{SAME_TENSORS}") from None
 

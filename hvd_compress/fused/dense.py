@@ -15,11 +15,13 @@ from hvd_compress.chain import Repeated, Transform, in_range
 
 
 class Tensor(NamedTuple):
-    """One tensor of a bucket in one step; ``x`` is the flat gradient."""
+    """One tensor of a bucket in one step; ``x`` is the flat gradient, and ``momentum`` that of the
+    optimizer, which may change from step to step and from tensor to tensor."""
 
     gradient: Array
     x: Array
     state: State
+    momentum: float
     scratch: dict[str, Any]
 
 
@@ -30,14 +32,14 @@ class FusedSum:
     Attributes:
         before: transforms without a state that come first.
         momentum: a transform that applies momentum to the average, or ``None``.
-        in_use: its momentum and Nesterov flag.
+        nesterov: the flag in use.
         wire, algorithm: of the sum.
         size: the number of ranks.
     """
 
     before: tuple[Transform, ...]
     momentum: Any
-    in_use: tuple[float, bool]
+    nesterov: bool
     wire: str | None
     algorithm: str | None
     size: int
@@ -50,16 +52,23 @@ class FusedSum:
         x = xp.widen(gradient)
         for transform in self.before:
             x, _ = transform.update(x, {}, context)
-        return Joint(self, Tensor(gradient, x, state, scratch), weight=xp.size(x), key=key)
+        tensor = Tensor(gradient, x, state, context.momentum, scratch)
+        return Joint(self, tensor, weight=xp.size(x), key=key)
 
     def again(
         self, tensors: Repeated, key: Hashable, context: Context
     ) -> Generator[Request, Any, tuple[list[Array], Sequence[State]]] | None:
         """See :class:`hvd_compress.chain.Fused`."""
-        xp = backend_of(tensors.gradients[0])
+        find = backend_of(tensors.gradients[0]).addresses
         if self.before or not isinstance(key, _Key):
             return None
-        if not xp.are_flat(tensors.gradients, tensors.weights, key.dtype, key.device):
+        columns = [tensors.gradients]
+        if self.momentum is not None:
+            columns.append([state.get("velocity") for state in tensors.states])
+            if any(x is None for x in columns[1]):
+                return None
+        kind = tensors.weights, key.dtype, key.device
+        if any(find(arrays, *kind) is None for arrays in columns):
             return None
         return self._again(tensors)
 
@@ -71,7 +80,8 @@ class FusedSum:
         _, mean = yield from self._mean(xp, parts, sizes)
         direction, states = mean, [dict[str, Array]()] * len(sizes)
         if self.momentum is not None:
-            direction, states = self._moved(xp, mean, tensors.states, sizes, tensors.scratch)
+            old = self._velocity(xp, tensors.states, sizes, tensors.scratch)
+            direction, states = self._moved(xp, mean, old, sizes, tensors.momenta, tensors.scratch)
         cuts = zip(xp.split(direction, sizes), tensors.gradients, strict=True)
         return [xp.restore(x, gradient) for x, gradient in cuts], states
 
@@ -84,8 +94,9 @@ class FusedSum:
         states: Sequence[State] = [t.state for t in tensors]
         updates: Sequence[Any] = [None] * len(tensors)
         if self.momentum is not None:
-            scratch = tensors[0].scratch
-            direction, states = self._moved(xp, mean, states, sizes, scratch)
+            scratch, momenta = tensors[0].scratch, [t.momentum for t in tensors]
+            old = self._velocity(xp, states, sizes, scratch)
+            direction, states = self._moved(xp, mean, old, sizes, momenta, scratch)
             cuts = zip(xp.split(direction, sizes), tensors, strict=True)
             updates = [xp.restore(x, t.gradient) for x, t in cuts]
         return [
@@ -111,23 +122,35 @@ class FusedSum:
         self,
         xp: Any,
         mean: Array,
-        states: Sequence[Mapping[str, Array]],
+        old: Array,
         sizes: list[int],
+        momenta: Sequence[float],
         scratch: dict[str, Any],
     ) -> tuple[Array, list[State]]:
-        """Return the direction and the new states."""
-        direction, velocity = self._step(xp, mean, self._velocity(xp, states, scratch), sizes)
-        new = xp.split(velocity, sizes)
+        """Return the direction and the new states, from the old velocity."""
+        direction, velocity = self._step(xp, mean, old, sizes, momenta)
         if not xp.traces:
-            scratch["velocities"] = velocity, new
-        return direction, [{"velocity": x} for x in new]
+            scratch["velocity"] = velocity
+        return direction, [{"velocity": x} for x in xp.split(velocity, sizes)]
 
-    def _step(self, xp: Any, mean: Array, old: Array, sizes: list[int]) -> tuple[Array, Array]:
+    def _step(
+        self, xp: Any, mean: Array, old: Array, sizes: list[int], momenta: Sequence[float]
+    ) -> tuple[Array, Array]:
         """Return the direction and the new velocity; where a tensor's mean is not finite, the mean
         and the old velocity."""
 
         def settled() -> tuple[Array, Array]:
-            direction, velocity = self.momentum.step(mean, old, *self.in_use)
+            own = self.momentum.momentum
+            of_each = momenta if own is None else [own]
+            if len({*of_each}) == 1:
+                direction, velocity = self.momentum.step(mean, old, of_each[0], self.nesterov)
+            else:
+                cuts = xp.split(mean, sizes), xp.split(old, sizes), of_each
+                moved = [
+                    self.momentum.step(x, u, m, self.nesterov)
+                    for x, u, m in zip(*cuts, strict=True)
+                ]
+                direction, velocity = (xp.concat([*parts]) for parts in zip(*moved, strict=True))
             if direction is velocity:  # the owner of a gradient may clip it in place
                 direction = xp.copy(direction)
             return direction, velocity
@@ -142,13 +165,21 @@ class FusedSum:
         return xp.choose(xp.all_finite(mean), settled, restored)
 
     def _velocity(
-        self, xp: Any, states: Sequence[Mapping[str, Array]], scratch: dict[str, Any]
+        self,
+        xp: Any,
+        states: Sequence[Mapping[str, Array]],
+        sizes: list[int],
+        scratch: dict[str, Any],
     ) -> Array:
-        """The velocities end to end, which they are already unless a checkpoint was loaded."""
-        kept, parts = scratch.get("velocities", (None, ()))
-        own = [state["velocity"] for state in states]
-        if len(parts) == len(own) and all(a is b for a, b in zip(own, parts, strict=True)):
-            return kept
+        """The velocities end to end, which they are already unless a checkpoint was loaded or they
+        were given other memory."""
+        kept, own = scratch.get("velocity"), [state["velocity"] for state in states]
+        if kept is not None and xp.size(kept) == sum(sizes):
+            kind = xp.dtype(kept), getattr(kept, "device", None)
+            places = (xp.addresses(arrays, sizes, *kind) for arrays in (own, xp.split(kept, sizes)))
+            of_own, of_kept = places
+            if of_own is not None and of_own == of_kept:
+                return kept
         return _joined(xp, own)
 
 

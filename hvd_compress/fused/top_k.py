@@ -7,13 +7,13 @@ sparse frame of all its tensors end to end.
 
 The new state is written to other arrays than the old one, which takes no more time than to write it
 in place, and survives a step in which a NaN or Inf shows up on any rank.  The two take turns, so
-that a step needs no fresh memory.
+that a step needs no fresh memory.  Users see both, and may give either other memory between two
+steps: then there is fresh memory for the new state.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,11 +23,13 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Gather, Joint, Outcome, Request, Sparse, State
 from hvd_compress.chain import Repeated, Transform, in_range
 from hvd_compress.codecs import logarithmic
+from hvd_compress.errors import CompressionError
 from hvd_compress.fused.messages import message_of
 from hvd_compress.fused.on_host import Memory, exchange_on_host
-from hvd_compress.kernels import Column, Steps, loops_of, merge
+from hvd_compress.kernels import Column, Steps, addresses, loops_of, merge
 from hvd_compress.operators import top_k
 from hvd_compress.times import phase
+from hvd_compress.transforms import momentum_correction
 from hvd_compress.wire import sparse_size
 
 _MOST_ELEMENTS = 2**32
@@ -38,14 +40,15 @@ Entries = tuple[np.ndarray, np.ndarray]
 
 
 class Tensor(NamedTuple):
-    """One tensor of a bucket in one step: the gradient as it was given, flat as ``x``, and how many
-    elements are selected; the rest is as in :class:`hvd_compress.base.Context`, and the same for
-    all tensors."""
+    """One tensor of a bucket in one step: the gradient as it was given, flat as ``x``, how many
+    elements are selected, and the momentum, which may change from step to step and from tensor to
+    tensor; the rest is as in :class:`hvd_compress.base.Context`, and the same for all tensors."""
 
     gradient: Array
     x: Array
     state: State
     k: int
+    momentum: float
     scratch: dict[str, Any]
     in_place: bool
     sparse: bool
@@ -58,17 +61,16 @@ class FusedTopK:
     Attributes:
         before: transforms without a state that come first.
         select: says how many elements of a tensor are sent.
-        momentum: ``None`` without momentum correction.
-        nesterov, masking: its options.
+        correction: applies momentum; ``None`` without momentum correction.
+        nesterov: the flag in use.
         values, indices: of the message.
         size: the number of ranks.
     """
 
     before: tuple[Transform, ...]
     select: top_k
-    momentum: float | None
+    correction: momentum_correction | None
     nesterov: bool
-    masking: bool
     values: str | logarithmic
     indices: str
     size: int
@@ -90,17 +92,27 @@ class FusedTopK:
             x, _ = transform.update(x, {}, context)
         if (key := _key(gradient, x)) is None:
             return None
-        tensor = Tensor(gradient, x, state, k, context.scratch, context.in_place, context.sparse)
+        momentum = self._momentum(context.momentum)
+        tensor = Tensor(
+            *(gradient, x, state, k, momentum),
+            *(context.scratch, context.in_place, context.sparse),
+        )
         return Joint(self, tensor, weight=k, key=key)
+
+    def _momentum(self, given: float) -> float:
+        """Return the momentum of a tensor, of whose optimizer it is ``given``."""
+        own = None if self.correction is None else self.correction.momentum
+        return given if own is None else own
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         xp, like = backend_of(tensors[0].x), tensors[0].x
         if xp.traces:
             return (yield from self._on_host(tensors))
         bucket = self._bucket(tensors)
-        bucket.begin([t.state for t in tensors])
-        gradients = Column([t.x for t in tensors])
-        indices, sent, theirs = yield from self._entries(bucket, gradients)
+        gradients = Column([t.x for t in tensors], bucket.sizes)
+        steps = bucket.begin(gradients, [t.state for t in tensors])
+        momenta = [t.momentum for t in tensors]
+        indices, sent, theirs = yield from self._entries(bucket, steps, momenta)
         with phase("add_up"):
             if tensors[0].sparse:
                 means, finite = self._sparse(bucket, like, theirs)
@@ -122,29 +134,31 @@ class FusedTopK:
     def _again(
         self, bucket: _Bucket, tensors: Repeated, sparse: bool
     ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], list[State]]]:
-        gradients, directions = Column(tensors.gradients), tensors.gradients
-        bucket.begin(tensors.states)
-        _, _, theirs = yield from self._entries(bucket, gradients)
+        directions = tensors.gradients
+        steps = bucket.begin(Column(directions, bucket.sizes), tensors.states)
+        momenta = [*map(self._momentum, tensors.momenta)]
+        _, _, theirs = yield from self._entries(bucket, steps, momenta)
         with phase("add_up"):
             if sparse:
-                directions, finite = self._sparse(bucket, gradients.arrays[0], theirs)
+                directions, finite = self._sparse(bucket, directions[0], theirs)
             else:
-                indices, values = zip(*theirs, strict=True)
-                finite = bucket.loops.add_up(gradients, indices, values, self.size)
+                finite = bucket.add_up(directions, theirs, self.size)
         return directions, bucket.settle(finite)
 
     def _entries(
-        self, bucket: _Bucket, gradients: Column
+        self, bucket: _Bucket, steps: Steps, momenta: list[float]
     ) -> Generator[Request, Any, tuple[np.ndarray, np.ndarray, list[Entries]]]:
         """Send the largest elements; return the indices and values of those that this rank has
         sent, as the others see them, and the entries of all ranks."""
-        xp, steps = backend_of(gradients.arrays[0]), bucket.steps(gradients)
+        xp, correction = backend_of(steps.gradients.arrays[0]), self.correction
+        momentum = None if correction is None else momenta
+        masking = correction is not None and correction.masking
         with phase("search"):
-            indices, values, _ = bucket.selection.accumulate(steps, self.momentum, self.nesterov)
+            indices, values, _ = bucket.selection.accumulate(steps, momentum, self.nesterov)
         with phase("encode"):
             frame, sent = bucket.message.encode(indices, values)
         with phase("search"), np.errstate(invalid="ignore"):  # of a non-finite step
-            bucket.selection.settle(steps, indices, values - sent, self.masking)
+            bucket.selection.settle(steps, indices, values - sent, masking)
         # In host memory, where it was made, and where the replies are read.
         frames = yield Gather(xp.from_numpy(frame, None), bucket.message.size is not None)
         with phase("add_up"):
@@ -160,8 +174,7 @@ class FusedTopK:
         """Return the mean of each tensor, and whether all ranks' values of it are finite."""
         xp = backend_of(tensors[0].x)
         means = [t.x if t.in_place else bucket.empty(t.x) for t in tensors]
-        indices, values = zip(*theirs, strict=True)
-        finite = bucket.loops.add_up(Column(means), indices, values, self.size)
+        finite = bucket.add_up(means, theirs, self.size)
         for i, (tensor, mean) in enumerate(zip(tensors, means, strict=True)):
             in_gradient = xp.address(mean) == xp.address(tensor.gradient)
             means[i] = tensor.gradient if in_gradient else xp.restore(mean, tensor.gradient)
@@ -205,7 +218,7 @@ class FusedTopK:
             *(sizes, counts),
             device,
         ):
-            keys = (_R,) if self.momentum is None else (_R, _V)
+            keys = (_R,) if self.correction is None else (_R, _V)
             message = message_of(self.values, self.indices, sum(sizes), counts)
             bucket = _Bucket(sizes, counts, keys, message, tensors[0].x, scratch.get("memory"))
             scratch["bucket"] = bucket
@@ -213,8 +226,7 @@ class FusedTopK:
 
 
 class _Bucket:
-    """What is kept of a bucket.  The new state is written to other arrays than the old one: those
-    of the step before last."""
+    """What is kept of a bucket."""
 
     def __init__(
         self,
@@ -232,39 +244,44 @@ class _Bucket:
         #: what is taken off an index into all tensors, by entry
         self.shifts = np.repeat(self.starts, counts)
         self._keys, self._memory = keys, memory
+        #: the states of the tensors, and where the next ones are written: the states before
         self._old: _States | None = None
         self._new: _States | None = None
 
     def is_of(self, tensors: Repeated) -> bool:
         """Return whether these may be the bucket's tensors, in arrays that loops take."""
-        return (
-            self._memory is None
-            and self.counts == list(tensors.weights)
-            and backend_of(tensors.gradients[0]).are_flat(
-                tensors.gradients, self.sizes, "float32", self.device
-            )
-        )
+        if self._memory is not None or self.counts != list(tensors.weights):
+            return False
+        columns = [[state.get(key) for state in tensors.states] for key in self._keys]
+        return all(self._are_flat(arrays) for arrays in (tensors.gradients, *columns))
+
+    def _are_flat(self, arrays: Sequence[Array | None]) -> bool:
+        if any(x is None for x in arrays):
+            return False
+        find = backend_of(arrays[0]).addresses
+        return find(arrays, self.sizes, "float32", self.device) is not None
 
     def empty(self, like: Array) -> Array:
         """Return memory for a result."""
         n, xp = backend_of(like).size(like), backend_of(like)
         return xp.zeros(n, like) if self._memory is None else self._memory.take(n)
 
-    def begin(self, states: Sequence[Mapping[str, Array]]) -> None:
-        """Begin a step from these states, which most often are those that the last one returned."""
-        old = self._old
-        if old is None or not old.is_of(states):
-            self._old = old = _States(self._keys, states)
-            self._new = None
-        if self._new is None or self._memory is not None:  # others may still look at the old state
+    def begin(self, gradients: Column, states: Sequence[Mapping[str, Array]]) -> Steps:
+        """Return the step from these states, which most often are those that the last one
+        returned."""
+        old = _States.of(states, self._keys, self.sizes)
+        is_known = self._old is not None and old.is_where(self._old)
+        if not is_known or self._new is None or not self._new.is_there(self.sizes):
             fresh = [{key: self.empty(state[key]) for key in self._keys} for state in states]
-            self._new = _States(self._keys, fresh)
+            self._new = _States.of(fresh, self._keys, self.sizes)
+        self._old = old
+        new = self._new.columns
+        return Steps(gradients, old.columns[_R], new[_R], old.columns.get(_V), new.get(_V))
 
-    def steps(self, gradients: Column) -> Steps:
-        assert self._old is not None
-        assert self._new is not None
-        old, new = self._old.columns, self._new.columns
-        return Steps(gradients, old[_R], new[_R], old.get(_V), new.get(_V))
+    def add_up(self, out: Sequence[Array], theirs: list[Entries], size: int) -> np.ndarray:
+        """Write the mean of all ranks' entries, and return of which tensors it is finite."""
+        indices, values = zip(*theirs, strict=True)
+        return self.loops.add_up(Column(out, self.sizes), indices, values, size)
 
     def settle(self, finite: np.ndarray) -> list[State]:
         """Return the states after the step, of which a tensor that is not finite has no part."""
@@ -277,26 +294,48 @@ class _Bucket:
                 its_new if fine else in_range(its_old)
                 for its_old, its_new, fine in zip(old.states, new.states, finite, strict=True)
             ]
-            self._old, self._new = _States(self._keys, kept), None
+            self._old, self._new = _States.of(kept, self._keys, self.sizes), None
         states = [*map(dict, self._old.states)]
-        if self._memory is not None:
+        if self._memory is not None:  # others may still look at the old state
             self._old = self._new = None
         return states
 
 
-class _States:
+class _States(NamedTuple):
     """The states of the tensors of a bucket, and as columns by key."""
 
-    def __init__(self, keys: Sequence[str], states: Sequence[Mapping[str, Array]]) -> None:
-        self.states: list[State] = [{key: state[key] for key in keys} for state in states]
-        self.columns = {key: Column([state[key] for state in states]) for key in keys}
+    states: list[State]
+    columns: dict[str, Column]
 
-    def is_of(self, states: Sequence[Mapping[str, Array]]) -> bool:
-        """Return whether these are the same arrays."""
+    @classmethod
+    def of(
+        cls, states: Sequence[Mapping[str, Array]], keys: Sequence[str], sizes: list[int]
+    ) -> _States:
+        columns = {key: _column([state[key] for state in states], sizes) for key in keys}
+        rows = zip(*(column.arrays for column in columns.values()), strict=True)
+        return cls([dict(zip(keys, row, strict=True)) for row in rows], columns)
+
+    def is_where(self, other: _States) -> bool:
+        """Return whether these are the other's memory."""
         return all(
-            all(map(operator.is_, column.arrays, [state[key] for state in states]))
+            np.array_equal(column.addresses, other.columns[key].addresses)
             for key, column in self.columns.items()
         )
+
+    def is_there(self, sizes: list[int]) -> bool:
+        """Return whether the memory is still where it was."""
+        now = (addresses(column.arrays, sizes) for column in self.columns.values())
+        return all(
+            found is not None and np.array_equal(found, column.addresses)
+            for found, column in zip(now, self.columns.values(), strict=True)
+        )
+
+
+def _column(arrays: Sequence[Array], sizes: list[int]) -> Column:
+    try:
+        return Column(arrays, sizes)
+    except CompressionError:  # one may have been given memory with other strides
+        return Column([backend_of(x).copy(x) for x in arrays], sizes)
 
 
 def _key(gradient: Array, x: Array) -> Hashable:

@@ -20,7 +20,15 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.kernels import reference
-from hvd_compress.kernels.arrays import Array, Column, Selected, Steps
+from hvd_compress.kernels.arrays import (
+    Array,
+    Column,
+    Momentum,
+    Selected,
+    Steps,
+    addresses,
+    momenta_of,
+)
 
 native: Any
 try:
@@ -34,12 +42,14 @@ __all__ = [
     "Selection",
     "Steps",
     "add_up",
+    "addresses",
     "elias_pack",
     "elias_unpack",
     "index_bits",
     "is_compiled",
     "loops_of",
     "merge",
+    "momenta_of",
     "placed",
     "quotients",
     "rice_pack",
@@ -85,14 +95,13 @@ class Selection:
         self._selection = loops.Selection(list(sizes), list(counts))
         self._last: tuple[Steps, np.ndarray] | None = None  # the steps' table of addresses
 
-    def accumulate(self, steps: Steps, momentum: float | None, nesterov: bool = False) -> Selected:
+    def accumulate(self, steps: Steps, momentum: Momentum, nesterov: bool = False) -> Selected:
         if not is_compiled():
             return self._selection.accumulate(steps.on_host(), momentum, nesterov)
         kind = 0 if momentum is None else 2 if nesterov else 1
         self._last = steps, steps.table()
-        return Selected(
-            *self._selection.accumulate(self._last[1], kind, momentum or 0.0, threads())
-        )
+        momenta = momenta_of(momentum, len(self._last[1]))
+        return Selected(*self._selection.accumulate(self._last[1], kind, momenta, threads()))
 
     def settle(
         self, steps: Steps, indices: np.ndarray, remaining: np.ndarray, masking: bool

@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
+from hvd_compress.errors import CompressionError
 
 Array = Any
 
 
 class Column:
-    """An array of each tensor of a bucket: float32, contiguous, and of the tensor's size in any
-    shape.  Its addresses are looked up once, so who keeps arrays from step to step keeps a column.
+    """An array of each tensor of a bucket, and where it is now: float32, contiguous, and of the
+    tensor's size in any shape.
+
+    An array is not its memory: between two steps, its owner may give it other memory, and free the
+    old.  So a column is made anew wherever loops begin, and never kept.
+
+    Args:
+        arrays: of one library, on one device.
+        sizes: of the tensors; ``None`` takes those of the arrays.
+
+    Raises:
+        CompressionError: an array is of another kind or size.
     """
 
-    def __init__(self, arrays: Sequence[Array]) -> None:
+    def __init__(self, arrays: Sequence[Array], sizes: Sequence[int] | None = None) -> None:
+        xp = backend_of(arrays[0])
         self.arrays = arrays
-
-    @functools.cached_property
-    def addresses(self) -> np.ndarray:
-        address = backend_of(self.arrays[0]).address
-        return np.array([address(x) for x in self.arrays], np.int64)
-
-    @functools.cached_property
-    def sizes(self) -> list[int]:
-        size = backend_of(self.arrays[0]).size
-        return [size(x) for x in self.arrays]
+        self.sizes = [xp.size(x) for x in arrays] if sizes is None else sizes
+        found = addresses(arrays, self.sizes)
+        if found is None:
+            raise CompressionError(
+                "the memory of a tensor was changed while it was being exchanged: change .data of "
+                "gradients and states between optimizer.step() and loss.backward() only"
+            )
+        self.addresses = found
 
     def on_host(self) -> Column:
         """Return the same memory as flat arrays of NumPy."""
         to_numpy = backend_of(self.arrays[0]).to_numpy
-        return Column([to_numpy(x).reshape(-1) for x in self.arrays])
+        return Column([to_numpy(x).reshape(-1) for x in self.arrays], self.sizes)
+
+
+def addresses(arrays: Sequence[Array], sizes: Sequence[int]) -> np.ndarray | None:
+    """Return where float32 arrays of these sizes are (int64), which share a device and are
+    contiguous; ``None`` if one is not such an array."""
+    xp, device = backend_of(arrays[0]), getattr(arrays[0], "device", None)
+    found = xp.addresses(arrays, sizes, "float32", device)
+    return None if found is None else np.array(found, np.int64)
 
 
 class Steps(NamedTuple):
@@ -73,6 +90,15 @@ class Steps(NamedTuple):
             if (column := self[place]) is not None:
                 table[:, i] = column.addresses
         return table
+
+
+#: of all tensors of a bucket, or of each; ``None``: there are no velocities
+Momentum = float | Sequence[float] | None
+
+
+def momenta_of(momentum: Momentum, count: int) -> np.ndarray:
+    """Return the momentum of each of ``count`` tensors (float32)."""
+    return np.broadcast_to(np.array(momentum or 0.0, np.float32), count).copy()
 
 
 class Selected(NamedTuple):

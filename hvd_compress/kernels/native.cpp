@@ -127,8 +127,12 @@ class Selection {
   }
 
   // See Selection.accumulate of reference.py; `addresses` has a row for each tensor.
-  py::tuple accumulate(const Array<Index>& addresses, int kind, float momentum, int threads) {
+  py::tuple accumulate(const Array<Index>& addresses, int kind, const Array<float>& momenta,
+                       int threads) {
     set_addresses(addresses);
+    if (momenta.size() != static_cast<Index>(tensors_.size()))
+      throw std::invalid_argument("one momentum for each tensor");
+    const auto* momentum = momenta.data();
     Array<Index> indices(entries_);
     Array<float> values(entries_);
     py::array_t<bool> finite(static_cast<Index>(tensors_.size()));
@@ -143,8 +147,8 @@ class Selection {
         Chunk& chunk = chunks_[c];
         const Tensor& t = tensors_[chunk.tensor];
         chunk.found.candidates.clear();
-        run(t, chunk.start, chunk.stop, momentum, predictions_[chunk.tensor].threshold,
-            streamed && is_streamable(t), chunk.found);
+        run(t, chunk.start, chunk.stop, momentum[chunk.tensor],
+            predictions_[chunk.tensor].threshold, streamed && is_streamable(t), chunk.found);
 #if defined(__x86_64__)
         _mm_sfence();
 #endif

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvd_compress.kernels.arrays import Column, Selected, Steps
+from hvd_compress.kernels.arrays import Column, Momentum, Selected, Steps, momenta_of
 from hvd_compress.kernels.bitpacking import full_bytes, pack_fields, unpack_fields
 
 #: elements that are added up in one go
@@ -25,7 +25,7 @@ class Selection:
         self._counts = list(counts)
         self._offsets = np.cumsum([0, *sizes[:-1]])
 
-    def accumulate(self, steps: Steps, momentum: float | None, nesterov: bool) -> Selected:
+    def accumulate(self, steps: Steps, momentum: Momentum, nesterov: bool) -> Selected:
         """Write the new velocity and residual of each tensor before anything is sent, and return
         the ``count`` largest elements of the new residual, of equal ones the first::
 
@@ -33,15 +33,19 @@ class Selection:
             u = m (u + g);  v = v + u + g       with Nesterov's
             v = v + g                           if momentum is None
 
-        Of a tensor with a NaN or Inf, NaN is selected at the first places."""
+        ``momentum`` is one number, or one for each tensor.  Of a tensor with a NaN or Inf, NaN is
+        selected at the first places."""
         indices, values, finite = [], [], []
-        for row, count, offset in zip(steps.rows(), self._counts, self._offsets, strict=True):
+        momenta = momenta_of(momentum, len(self._counts))
+        for row, count, offset, m in zip(
+            steps.rows(), self._counts, self._offsets, momenta, strict=True
+        ):
             gradient, residual, new_residual, velocity, new_velocity = row
             with np.errstate(over="ignore", invalid="ignore"):
                 direction = gradient
                 if momentum is not None:
                     u = velocity + gradient if nesterov else velocity
-                    u = u * np.float32(momentum)
+                    u = u * m
                     if not nesterov:
                         u += gradient
                     direction = u + gradient if nesterov else u

@@ -65,7 +65,7 @@ class MpiEngine:
         # In host memory, wherever the gradients are.
         self._agreement = self._launch("agreement", agreement(terms, np.empty(0)))
 
-    def check_step(self, describe: Callable[[], list[str]], planned: bool) -> None:
+    def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
         """Compare the ranks, for as many steps as the communicator checks calls."""
         self._bring_in_agreement()
         if not self.comm.checks:

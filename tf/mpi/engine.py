@@ -17,6 +17,7 @@ from hvd_compress.agreement import Terms
 from hvd_compress.backends import Output
 from hvd_compress.base import (
     Alltoall,
+    Array,
     Broadcast,
     Collective,
     Gather,
@@ -67,7 +68,7 @@ class MpiGraphEngine:
     def agree(self, terms: Terms, like: Any) -> None:
         """Do nothing, since the graph has compared everything."""
 
-    def check_step(self, describe: Callable[[], list[str]], planned: bool) -> None:
+    def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
         """Do nothing, since a graph cannot wait while it is traced."""
 
     def start(self, name: str, exchange: Generator[Any, Any, Any]) -> None:
