@@ -1,4 +1,5 @@
-"""Elastic training of a small model; the worker on the second host kills itself in mid-training."""
+"""Elastic training of a small model, of which workers join and die: ``elastic_worker.py FOLDER
+METHOD``.  The hosts that there are stand in a file of the folder, which the workers change."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -13,37 +15,70 @@ import torch
 import hvd_compress.torch as hvd
 from tests.scenarios.common import assert_same_everywhere, distribute, loss_of, make_model, sgd
 
-STEPS, LAST_BEFORE = 12, 5
-folder = Path(sys.argv[1])
+#: the hosts of each phase, and the number of workers; in the last, one is started again
+PHASES = [
+    ("localhost:1", 1),
+    ("localhost:2", 2),
+    ("localhost:2\n127.0.0.1:1", 3),
+    ("localhost:2\n127.0.0.1:1", 3),
+]
+STEPS, MOST = 4, 600
+folder, method = Path(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 hvd.init()
 model = make_model()
-optimizer = distribute(sgd(model), model, hvd.DGC(density=0.05))
-state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
+if method == "diloco":
+    optimizer = hvd.DiLoCo(sgd(model), named_parameters=model.named_parameters(), sync_every=2)
+else:
+    optimizer = distribute(sgd(model), model, method)
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, phase=0)
 
 
-def residual() -> torch.Tensor:
-    return optimizer.compression.state_of(model[0].weight)["residual"]
+def kept() -> list[torch.Tensor]:
+    """What all must begin with that meet anew."""
+    own = [] if method == "diloco" else [optimizer.compression.state_of(model[0].weight)]
+    return [*model.parameters(), *(x for entries in own for _, x in sorted(entries.items()))]
+
+
+def write(hosts: str) -> None:
+    new = folder / "hosts.new"
+    new.write_text(hosts + "\n")
+    new.rename(folder / "hosts")
 
 
 @hvd.elastic.run
 def train(state):
-    if state.step:  # a new set of workers: all start from one mean residual
-        assert_same_everywhere([*model.parameters(), residual()])
-        assert residual().abs().sum() > 0
-        note(event="resumed", step=state.step, residual=residual().norm().item())
-    while state.step < STEPS:
-        # Before backward, which sends: the others cannot finish this step.
-        if state.step == LAST_BEFORE and os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
-            note(event="dies", step=state.step)
-            os.kill(os.getpid(), signal.SIGKILL)
+    assert_same_everywhere(kept())
+    if state.step and method != "diloco":
+        assert kept()[-1].abs().sum() > 0
+    note(event="meets", step=state.step, phase=state.phase)
+    taken = 0
+    for _ in range(MOST):
+        if state.phase == len(PHASES):
+            break
+        hosts, size = PHASES[state.phase]
+        if state.phase == 3 and not (folder / "dead").exists():
+            if os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
+                (folder / "dead").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif hvd.size() != size:
+            if hvd.rank() == 0 and (folder / "hosts").read_text().strip() != hosts:
+                write(hosts)
+            time.sleep(0.1)
+        else:
+            taken += 1
         optimizer.zero_grad()
         loss_of(model, hvd.rank(), state.step).backward()
         optimizer.step()
         state.step += 1
+        if taken == STEPS:
+            state.phase, taken = state.phase + 1, 0
         state.commit()
+    assert state.phase == len(PHASES), state.phase
+    if method == "diloco":
+        optimizer.synchronize_parameters()
     assert_same_everywhere(model)
-    note(event="done", step=state.step, exchanges=optimizer.compression.step)
+    note(event="done", step=state.step, phase=state.phase)
 
 
 def note(**fields):

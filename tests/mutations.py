@@ -37,6 +37,8 @@ def _change(parent: Any, key: Any, draw: random.Random) -> str:
         ways += ["remove", "rename"]
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         ways += ["spoil", "cut", "stretch", "turn", "scalar", "integers"]
+        if hasattr(value, "to_sparse") and value.numel():
+            ways += ["sparse", "nowhere"]
     way = draw.choice(ways)
     if way == "remove":
         del parent[key]
@@ -52,6 +54,10 @@ def _change(parent: Any, key: Any, draw: random.Random) -> str:
 
 def _array(x: Any, way: str, draw: random.Random) -> Any:
     """An array of the same library."""
+    if way == "sparse":
+        return x.to_sparse()
+    if way == "nowhere":
+        return x.to("meta")
     plain = np.array(x.detach() if hasattr(x, "detach") else x)
     if way == "spoil" and plain.size:
         plain = plain.astype(np.float32)

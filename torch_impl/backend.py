@@ -15,6 +15,8 @@ import torch
 from hvd_compress.backends import EagerBackend, HostFunction, Output
 from hvd_compress.errors import UnsupportedError
 
+from .plain import check_plain
+
 Array = torch.Tensor
 
 logger = logging.getLogger("hvd_compress")
@@ -35,26 +37,6 @@ def check_gradient(x: Array) -> None:
             f"cannot compress a tensor of {x.dtype}: gradients must be float16, bfloat16, float32 "
             "or float64"
         )
-
-
-def check_plain(x: Array) -> None:
-    """Raise ``UnsupportedError`` unless the elements of ``x`` are in memory of its own."""
-    kind: Any = type(x)
-    # Subclasses that see every operation, of which DTensor is one, have their elements elsewhere.
-    sees_operations = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if not (sees_operations or x.is_meta or x.is_quantized or _is_wrapped(x)):
-        return
-    what = f"a {kind.__name__}" if kind not in (Array, torch.nn.Parameter) else "no plain tensor"
-    what += " on the device meta" if x.is_meta else " of quantised elements" * x.is_quantized
-    raise UnsupportedError(
-        f"cannot compress what is {what}: parameters and gradients must be plain tensors, whole on "
-        "every rank. Instead of fully_shard or tensor parallelism, wrap the model in "
-        "DistributedDataParallel and give it the hook of hvd_compress.torch.ddp; outside of "
-        "torch.func, FakeTensorMode and the device meta, make the optimizer of the real model"
-    )
-
-
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 # These two are called for every tensor of a step, and any operation, even one that changes nothing,
@@ -278,6 +260,11 @@ def addresses(
     ]
     # Null: the storage was freed under the tensor.
     return found if len(found) == len(arrays) and all(found) else None
+
+
+def divide_into(out: Sequence[Array], x: Array, divisor: float) -> None:
+    for array, part in zip(out, torch.split(x, [array.numel() for array in out]), strict=True):
+        torch.div(part, divisor, out=array.view(-1))
 
 
 def loops(x: Array) -> str | None:

@@ -131,5 +131,7 @@ def _check_buffers(p: torch.Tensor, entries: Mapping[str, Any]) -> None:
 
 def _is_number(value: Any) -> bool:
     """Return whether ``value`` is a finite number, or a tensor of one."""
-    is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
-    return (is_tensor or is_number(value)) and math.isfinite(value)
+    if isinstance(value, torch.Tensor):
+        has_one = value.numel() == 1 and value.layout is torch.strided and not value.is_meta
+        return has_one and bool(value.isfinite())
+    return is_number(value) and math.isfinite(value)

@@ -177,9 +177,10 @@ def _loaded_state(
             continue
         if not isinstance(x, torch.Tensor):
             raise refused(f"{key!r} of {name!r} is {x!r} where a tensor was expected")
-        like = templates[key]
+        like, what = templates[key], f"{key!r} of {name!r}"
+        check_array(what, x, like.numel())
         loaded = x.detach().to(like.device, like.dtype, copy=True)
-        state[key] = check_array(f"{key!r} of {name!r}", loaded, like.numel()).view(like.shape)
+        state[key] = check_array(what, loaded).view(like.shape)  # which may have less room
         if key in per_rank:
             state[key] *= factor
     # Even if it is this rank's own: that of others may be lost.

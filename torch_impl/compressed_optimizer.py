@@ -26,6 +26,9 @@ from .binding import Binding
 from .momentum import check_group
 from .parameters import Groups, Parameter, split_into_groups
 
+#: optimizers that exchange gradients; as many as there are references to them elsewhere
+bound_optimizers: weakref.WeakSet[CompressedOptimizer] = weakref.WeakSet()
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -96,14 +99,23 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def begin(self, compression: Binding) -> None:
         """Exchange gradients from now on."""
         self.compression = compression
+        self._take_charge(self._trained())
         checkpoint.adopt_momentum_buffers(self)
-        for p in self._trained():
-            self._watch(p)
+        bound_optimizers.add(self)
 
     # -- gradients that are ready ------------------------------------------------------------
 
     def _trained(self) -> list[Parameter]:
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def _take_charge(self, parameters: Iterable[Parameter]) -> None:
+        """Watch parameters, instead of any optimizer that was made of one of them before: both would
+        exchange its gradient until the other is collected."""
+        parameters = list(parameters)
+        for other in [o for o in bound_optimizers if o is not self and o._watches(parameters)]:
+            other._retire(type(self))
+        for p in parameters:
+            self._watch(p)
 
     def _watch(self, p: Parameter) -> None:
         if self._groups is not None and p not in self._group_of:  # it has come later
@@ -119,7 +131,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._watched[place] = _Watched(p)
         self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
-    def retire(self, heir: type[Any]) -> None:
+    def _retire(self, heir: type[Any]) -> None:
         """Exchange no gradients any more, since an optimizer of class ``heir`` does that for one of
         the parameters.
 
@@ -131,7 +143,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         _remove(self._hooks)
         self._watched.clear()
 
-    def watches(self, parameters: Iterable[Parameter]) -> bool:
+    def _watches(self, parameters: Iterable[Parameter]) -> bool:
         """Return whether this optimizer exchanges the gradient of one of them."""
         return any(id(p) in self._watched for p in parameters)
 
@@ -222,7 +234,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         alone = self.compression.engine.size == 1
         for p in self._trained():
             if id(p) not in self._watched:
-                self._watch(p)  # unfrozen after the optimizer was made
+                self._take_charge([p])  # unfrozen after the optimizer was made
             if self._watched[id(p)].is_started or (alone and p.grad is None):
                 continue
             together = self._together(p)
@@ -230,7 +242,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 together = tuple(q for q in together if q.grad is not None)
             for q in together:
                 if id(q) not in self._watched:
-                    self._watch(q)
+                    self._take_charge([q])
                 self._watched[id(q)].is_started = True
             self.compression.exchange_gradients(together)
         self.compression.finish()
@@ -301,8 +313,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         index = len(self.param_groups) - 1
         for j, p in enumerate(self.param_groups[index]["params"]):
             self._parameter_names[p] = f"added.{index}.{j}"
-            if p.requires_grad:
-                self._watch(p)
+        self._take_charge(p for p in self.param_groups[index]["params"] if p.requires_grad)
         self.compression.forget_groups()
 
     # -- checkpoints -------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,9 +23,6 @@ from .momentum import check_group, check_sparse_step
 from .parameters import Groups, Parameter, check_groups, names_of_parameters
 from .training.by_method import distribute_by_method
 from .training.optimizer import LocalStepsOptimizer
-
-#: those that are alive
-bound_optimizers: weakref.WeakSet[CompressedOptimizer] = weakref.WeakSet()
 
 
 def wrap_factory(
@@ -116,11 +112,7 @@ def distribute(
     )
     engine = make_engine(process_set, gradient_predivide_factor)
     binding = Binding(distributed, method, hvd, op == hvd.Sum, engine, seed, sparse_step)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    for earlier in [o for o in bound_optimizers if o.watches(trained)]:
-        earlier.retire(user_class)  # gradients would be exchanged twice until it is collected
     distributed.begin(binding)
-    bound_optimizers.add(distributed)
     return distributed
 
 

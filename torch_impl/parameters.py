@@ -11,7 +11,7 @@ import torch
 
 from hvd_compress.errors import ConfigError
 
-from . import backend
+from .plain import check_plain
 
 Parameter = torch.nn.Parameter
 Groups = int | list[list[Parameter]] | None
@@ -33,7 +33,7 @@ def names_of_parameters(
         UnsupportedError: a parameter is no plain tensor.
     """
     for p in (p for group in param_groups for p in group["params"]):
-        backend.check_plain(p)
+        check_plain(p)
     if named_parameters is None:
         return {
             p: f"allreduce.noname.{i}.{j}"

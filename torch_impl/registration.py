@@ -16,8 +16,8 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.horovod import checked_join, take_stateless
 
 from . import checkpoint
-from .compressed_optimizer import CompressedOptimizer
-from .distributed_optimizer import bound_optimizers, wrap_factory
+from .compressed_optimizer import CompressedOptimizer, bound_optimizers
+from .distributed_optimizer import wrap_factory
 from .engine import HorovodEngine
 from .grad_scaler import watch_grad_scaler
 from .training.optimizer import LocalStepsOptimizer, broadcast_training_state

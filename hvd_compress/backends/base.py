@@ -165,6 +165,10 @@ class EagerBackend(Backend, Protocol):
         dtype and this device (``None`` where arrays have none); ``None`` if one differs.  An array
         may be given other memory at any time, so nobody keeps what this returns."""
 
+    def divide_into(self, out: Sequence[Array], x: Array, divisor: float) -> None:
+        """Write the flat ``x``, divided by a number, into contiguous arrays of its dtype, which it
+        spans end to end."""
+
     def kth_largest(self, x: Array, k: int) -> Array:
         """The k-th largest value (k from 1) along the last axis: of a flat array a scalar, of a
         matrix one for each row.  NaN counts as larger than everything."""

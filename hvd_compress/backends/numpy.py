@@ -218,6 +218,11 @@ def addresses(
     return found if len(found) == len(arrays) else None
 
 
+def divide_into(out: Sequence[Array], x: Array, divisor: float) -> None:
+    for array, part in zip(out, split(x, [array.size for array in out]), strict=True):
+        np.divide(part, x.dtype.type(divisor), out=array.reshape(-1))
+
+
 def loops(x: Array) -> str | None:
     return None if address(x) is None else "hvd_compress.kernels"
 

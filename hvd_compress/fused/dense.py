@@ -77,18 +77,22 @@ class FusedSum:
     ) -> Generator[Request, Any, tuple[list[Array], Sequence[State]]]:
         xp, sizes = backend_of(tensors.gradients[0]), list(tensors.weights)
         parts = [xp.widen(x) for x in tensors.gradients]
-        _, mean = yield from self._mean(xp, parts, sizes)
-        direction, states = mean, [dict[str, Array]()] * len(sizes)
-        if self.momentum is not None:
-            old = self._velocity(xp, tensors.states, sizes, tensors.scratch)
-            direction, states = self._moved(xp, mean, old, sizes, tensors.momenta, tensors.scratch)
+        _, total = yield from self._total(xp, parts, sizes)
+        if self.momentum is None:
+            xp.divide_into(tensors.gradients, total, self.size)
+            return [*tensors.gradients], [{}] * len(sizes)
+        old = self._velocity(xp, tensors.states, sizes, tensors.scratch)
+        direction, states = self._moved(
+            xp, total / self.size, old, sizes, tensors.momenta, tensors.scratch
+        )
         cuts = zip(xp.split(direction, sizes), tensors.gradients, strict=True)
         return [xp.restore(x, gradient) for x, gradient in cuts], states
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         xp = backend_of(tensors[0].x)
         sizes = [xp.size(t.x) for t in tensors]
-        parts, mean = yield from self._mean(xp, [t.x for t in tensors], sizes)
+        parts, total = yield from self._total(xp, [t.x for t in tensors], sizes)
+        mean = total / self.size
         means = xp.split(mean, sizes)
         sent = [xp.round_to(x, self.wire) for x in parts]
         states: Sequence[State] = [t.state for t in tensors]
@@ -106,17 +110,17 @@ class FusedSum:
             )
         ]
 
-    def _mean(
+    def _total(
         self, xp: Any, parts: list[Array], sizes: list[int]
     ) -> Generator[Request, Any, tuple[list[Array], Array]]:
-        """Return what was sent of each tensor, before it was rounded, and the mean of all."""
+        """Return what was sent of each tensor, before it was rounded, and the sum of all ranks."""
         own = _joined(xp, parts)
         fine = xp.all_finite(own)
         if xp.traces or not fine:  # of such a tensor the others must see nothing else
             own = xp.choose(fine, lambda x=own: x, lambda x=own: _made_nan(xp, x, sizes))
             parts = xp.split(own, sizes)
         total = yield Sum(own, self.wire, self.algorithm, owned=len(parts) > 1)
-        return parts, total / self.size
+        return parts, total
 
     def _moved(
         self,

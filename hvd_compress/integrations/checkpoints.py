@@ -82,6 +82,10 @@ def check_array(what: str, x: Any, n: int | None = None) -> Array:
             f"{what} has {size} elements instead of {n}: it belongs to another model, or to other "
             "options"
         )
+    try:
+        xp.check_gradient(x)
+    except UnsupportedError:  # sparse, quantised, or without memory, as on the device "meta"
+        raise refused(f"{what} is no plain dense array: {_look(x)}") from None
     if not bool(xp.all_finite(x)):
         raise refused(f"{what} has elements that are NaN or Inf")
     return x

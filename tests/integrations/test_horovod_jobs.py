@@ -12,27 +12,44 @@ import pytest
 from tests import jobs
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("worker", "last_step"),
-    [
-        ("elastic_worker.py", 12),
-        pytest.param("elastic_keras_worker.py", 13, marks=pytest.mark.full),
-    ],
-)
-def test_elastic_training_outlives_a_worker(tmp_path, worker, last_step):
-    """Keras begins the epoch that was under way again, which is one step more."""
-    discover = tmp_path / "discover.sh"
-    discover.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:1\n")
+def elastic(folder, worker, *arguments, hosts, most=3, timeout=240):
+    """Run a worker on the hosts that stand in a file of the folder; what its processes noted."""
+    (folder / "hosts").write_text(hosts + "\n")
+    discover = folder / "discover.sh"
+    discover.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     discover.chmod(0o755)
-    log = tmp_path / "log"
-    log.mkdir()
-    command = ["horovodrun", "--gloo", "-np", "3", "--min-np", "2", "--max-np", "3"]
-    command += ["--host-discovery-script", str(discover)]
-    command += [sys.executable, str(jobs.TESTS / worker), str(log)]
-    # The exit status of horovodrun counts the killed worker as a failure of its own.
-    _, output = jobs.run(command, timeout=240, check=False, HOROVOD_ELASTIC="1")
-    notes = [json.loads(line) for file in log.iterdir() for line in file.read_text().splitlines()]
+    count = sum(int(line.split(":")[1]) for line in hosts.splitlines())
+    command = ["horovodrun", "--gloo", "-np", str(count), "--min-np", "1", "--max-np", str(most)]
+    command += ["--network-interfaces", "lo", "--host-discovery-script", str(discover)]
+    command += ["--blacklist-cooldown-range", "1", "2"]
+    command += [sys.executable, str(jobs.TESTS / worker), str(folder), *arguments]
+    # The exit status of horovodrun counts a killed worker as a failure of its own.
+    _, output = jobs.run(command, timeout=timeout, check=False, HOROVOD_ELASTIC="1")
+    logs = [file.read_text() for file in folder.iterdir() if file.name.isdecimal()]
+    return [json.loads(line) for log in logs for line in log.splitlines()], output
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("method", ["dgc:density=0.05", "diloco"])
+def test_workers_join_an_elastic_job_die_and_are_started_again(tmp_path, method):
+    """From one to two and three, and from three to two and three."""
+    notes, output = elastic(tmp_path, "elastic_worker.py", method, hosts="localhost:1", timeout=350)
+    meetings = [n for n in notes if n["event"] == "meets"]
+    assert {1, 2, 3} <= {n["size"] for n in meetings}, output
+    assert (tmp_path / "dead").exists(), output
+    done = [n for n in notes if n["event"] == "done"]
+    assert sorted(n["rank"] for n in done) == [0, 1, 2], output
+    assert len({n["step"] for n in done}) == 1
+    again = [n for n in meetings if n["phase"] == 3 and n["size"] == 3 and n["rank"] == 2]
+    assert again, output
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_elastic_training_with_keras_outlives_a_worker(tmp_path):
+    """The epoch that was under way begins again, which is one step more."""
+    hosts = "localhost:2\n127.0.0.1:1"
+    notes, output = elastic(tmp_path, "elastic_keras_worker.py", hosts=hosts)
     events = {
         event: [n for n in notes if n["event"] == event] for event in ("dies", "resumed", "done")
     }
@@ -40,7 +57,7 @@ def test_elastic_training_outlives_a_worker(tmp_path, worker, last_step):
     assert [n["size"] for n in events["resumed"]] == [2, 2], output
     assert {n["step"] for n in events["resumed"]} == {5}
     assert sorted(n["rank"] for n in events["done"]) == [0, 1], output
-    assert {n["step"] for n in events["done"]} == {last_step}
+    assert {n["step"] for n in events["done"]} == {13}
 
 
 AFTER_THE_END = """

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import inspect
 import io
+import itertools
 import logging
 import sys
 import tempfile
+import threading
 import warnings
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -595,3 +599,108 @@ def a_name_for_every_collective() -> None:
     assert_same_everywhere(model)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def one_rank_loads_its_own_state_again() -> None:
+    """Or clears it: which collectives there are does not depend on what a rank remembers."""
+    weights = []
+    changes = [lambda _: None, lambda o: o.load_state_dict(o.state_dict()), _clear]
+    for method, change in itertools.product([SPARSE, TopK(density=0.05)], changes):
+        if method is SPARSE and change is _clear:  # the momentum of what is sent whole is common
+            continue
+        model = make_model()
+        optimizer = distribute(sgd(model, momentum=0.9 if method is SPARSE else 0), model, method)
+        train(model, optimizer, range(3))
+        if hvd.rank() == 0:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                change(optimizer)
+        train(model, optimizer, range(3, 6))
+        assert_same_everywhere(model)
+        weights.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[2], weights[3])
+    assert not torch.equal(weights[3], weights[4])
+
+
+def _clear(optimizer) -> None:
+    optimizer.state.clear()
+
+
+def nothing_comes_between_backward_and_step() -> None:
+    """Refused on all ranks, and the optimizer goes on."""
+    weights = []
+    for tries in (False, True):
+        model = make_model()
+        optimizer = distribute(sgd(model), model, SPARSE)
+        train(model, optimizer, range(2))
+        saved = local_state_dict(optimizer)
+        for step in range(2, 5):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            if tries:
+                for call in (
+                    lambda o=optimizer, s=saved: o.load_state_dict(s),
+                    optimizer.consolidate_state_dict,
+                    lambda o=optimizer: broadcast(o, 0),
+                    lambda m=model: distribute(sgd(m), m, TopK),
+                ):
+                    with raises(ConfigError, "under way"):
+                        call()
+            optimizer.step()
+        assert_same_everywhere(model)
+        weights.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert torch.equal(*weights)
+
+
+def a_second_optimizer_takes_over() -> None:
+    """Also where the first is alive on one rank only, as if the collector had not come there."""
+    model = make_model()
+    first = distribute(sgd(model), model, SPARSE)
+    train(model, first, range(2))
+    kept = [first] if hvd.rank() == 0 else []
+    del first
+    second = distribute(sgd(model), model, TopK(density=0.05))
+    train(model, second, range(2, 5))
+    assert_same_everywhere(model)
+    for optimizer in kept:
+        with raises(ConfigError, "taken them over"):
+            optimizer.step()
+
+
+def backward_passes_on_several_threads() -> None:
+    """Each on a part of the model, in any order."""
+    parts = torch.nn.ModuleList(make_model(seed) for seed in range(3))
+    optimizer = distribute(sgd(parts), parts, SPARSE)
+    problems = []
+
+    def work(part, step):
+        try:
+            loss_of(part, hvd.rank(), step).backward()
+        except Exception as error:  # told below, since a thread has nobody to tell
+            problems.append(error)
+
+    for step in range(10):
+        optimizer.zero_grad()
+        threads = [threading.Thread(target=work, args=(part, step)) for part in parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not problems, problems
+        optimizer.step()
+    assert_same_everywhere(parts)
+
+
+def what_is_dropped_is_freed() -> None:
+    """Models that were optimised once do not stay in memory."""
+    for method in (SPARSE, NoCompression, PowerSGD):
+        model = make_model()
+        optimizer = distribute(sgd(model), model, method)
+        train(model, optimizer, range(3))
+        tensors = [*model.parameters(), *(p.grad for p in model.parameters())]
+        entries = [x for own in optimizer.state.values() for x in own.values()]
+        held = [weakref.ref(x) for x in (optimizer, optimizer.compression, *tensors, *entries)]
+        del model, optimizer, tensors, entries
+        gc.collect()
+        assert not [own() for own in held if own() is not None], method

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 import hvd_compress.torch.mpi as hvd
 from hvd_compress.errors import CompressionError
 from hvd_compress.torch import backend
-from tests.scenarios.common import loss_of, make_model, sgd
+from hvd_compress.torch.ddp import DDPState, ddp_hook
+from tests.scenarios.common import batch, loss_of, make_model, sgd
 
 hvd.init()
 
@@ -362,6 +363,23 @@ def test_what_is_dropped_is_freed(method):
     assert [reference() for reference in held] == [None] * len(held)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("method", ["none", "dgc:density=0.05,momentum=0.9", "powersgd", "onebit"])
+def test_what_a_hook_of_ddp_has_seen_is_freed(method, mesh):
+    model = make_model()
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    state = DDPState(method, parallel)
+    parallel.register_comm_hook(state, ddp_hook)
+    for step in range(3):
+        x, _ = batch(0, step)
+        parallel(x).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    held = [weakref.ref(x) for x in (parallel, state, *model.parameters(), *gradients)]
+    del model, parallel, state, gradients
+    gc.collect()
+    assert [reference() for reference in held] == [None] * len(held)
+
+
 def test_a_second_optimizer_takes_over():
     """Whether the first was collected or not."""
     model = make_model()
@@ -453,3 +471,15 @@ def test_the_models_zero_grad_does_not_stop_what_is_under_way(method, set_to_non
         optimizer.step()
     assert optimizer.compression.step == 3
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_parameters_that_are_added_later_are_taken_over_too():
+    first_model, model = make_model(1), make_model(2)
+    first = distributed(first_model, "topk:density=0.05")
+    second = distributed(model, "topk:density=0.05")
+    second.add_param_group({"params": list(first_model.parameters())})
+    (loss_of(model, 0, 0) + loss_of(first_model, 0, 0)).backward()
+    second.step()
+    assert len(second.compression.stats().layers) == 12
+    with pytest.raises(hvd.ConfigError, match="taken them over"):
+        first.step()

@@ -329,3 +329,4 @@ def broadcast_training_state(hvd: Any, optimizer: LocalStepsOptimizer, root_rank
     if state is not None and optimizer.training.method.state_is_own:
         state[KEY]["state"] = {}
     optimizer.load_state_dict(broadcast_tree(hvd, state, root_rank))
+    optimizer.training.reducer.forget_plan()  # a worker that has just come has none

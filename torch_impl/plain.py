@@ -1,0 +1,32 @@
+"""Which tensors have their elements in memory of their own, where exchanges look for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hvd_compress.errors import UnsupportedError
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def check_plain(x: torch.Tensor) -> None:
+    """Raise ``UnsupportedError`` unless the elements of ``x`` are in memory of its own."""
+    kind: Any = type(x)
+    # Subclasses that see every operation, of which DTensor is one, have their elements elsewhere.
+    sees_operations = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if not (sees_operations or x.is_meta or x.is_quantized or _is_wrapped(x)):
+        return
+    what = (
+        f"a {kind.__name__}"
+        if kind not in (torch.Tensor, torch.nn.Parameter)
+        else "no plain tensor"
+    )
+    what += " on the device meta" if x.is_meta else " of quantised elements" * x.is_quantized
+    raise UnsupportedError(
+        f"cannot compress what is {what}: parameters and gradients must be plain tensors, whole on "
+        "every rank. Instead of fully_shard or tensor parallelism, wrap the model in "
+        "DistributedDataParallel and give it the hook of hvd_compress.torch.ddp; outside of "
+        "torch.func, FakeTensorMode and the device meta, make the optimizer of the real model"
+    )
