@@ -17,8 +17,8 @@ _PREFIX_VARIABLE = "OPAL_PREFIX"
 # Its folder, in a line of a process's map of memory.
 _OPEN_MPI = re.compile(r" (/.*)/libopen-pal\.so", re.MULTILINE)
 _TAG = re.compile(rb"\[(?:\d+,)?\d+\]<std(?:out|err)>: ?")
-# Set by horovodrun, Open MPI's mpirun, MPICH's and Slurm's starters.
-_RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+#: set by horovodrun, Open MPI's mpirun, MPICH's and Slurm's starters.
+RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 @contextlib.contextmanager
@@ -111,12 +111,12 @@ def _this_program() -> list[str]:
 
 
 def _is_rank() -> bool:
-    return any(name in os.environ for name in _RANK_VARIABLES)
+    return any(name in os.environ for name in RANK_VARIABLES)
 
 
 def is_first() -> bool:
     """Return whether this process is rank 0, or no rank, as far as variables tell."""
-    return all(os.environ.get(name, "0") == "0" for name in _RANK_VARIABLES)
+    return all(os.environ.get(name, "0") == "0" for name in RANK_VARIABLES)
 
 
 def _find(program: str) -> str | None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import venv
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import mpi4py
@@ -19,6 +20,8 @@ import hvd_compress
 from hvd_compress import config, methods
 from hvd_compress.cli import environment
 from hvd_compress.cli.main import main
+from hvd_compress.cli.options import picture_file
+from hvd_compress.integrations import launch
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -153,6 +156,22 @@ def test_wrong_usage(wrong, capsys):
     text = capsys.readouterr().err
     assert "usage: hvd-compress" in text
     assert "_positive" not in text
+
+
+def test_only_the_first_rank_looks_at_the_folder_of_a_picture(tmp_path, monkeypatch):
+    """Others may be on other hosts."""
+    missing = str(tmp_path / "missing" / "a.png")
+    for name in launch.RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for rank in (None, "0", "1"):
+        if rank is not None:
+            monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
+        if rank == "1":
+            assert picture_file(missing) == Path(missing)
+        else:
+            with pytest.raises(ArgumentTypeError, match="there is no folder"):
+                picture_file(missing)
+    assert picture_file(str(tmp_path / "a.SVG")) == tmp_path / "a.SVG"
 
 
 def test_loads_no_framework():
