@@ -12,7 +12,7 @@ DEMO_tensorflow := train_digits_keras
 RUN := env PATH="$(CURDIR)/.venv/bin:$$PATH" TF_CPP_MIN_LOG_LEVEL=3 \
 	OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
-.PHONY: help setup demo test test-all lint clean
+.PHONY: help setup demo test test-all sanitize lint clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -33,8 +33,11 @@ PYTEST := pytest -n logical --maxprocesses 8
 test: lint ## lint, then the tests, half an hour on two cores; make test ARGS="-k dgc"
 	@$(RUN) $(PYTEST) $(ARGS) || [ $$? = 5 ]
 
-test-all: lint ## the same with large arrays, many ranks, clusters, and training of all methods
+test-all: lint sanitize ## the same with large arrays, many ranks, clusters, and training of all methods
 	@$(RUN) $(PYTEST) --full $(ARGS) || [ $$? = 5 ]
+
+sanitize: setup ## tests of the compiled loops under address, undefined-behaviour and thread sanitizers
+	@$(RUN) python scripts/sanitize.py $(ARGS)
 
 lint: setup ## ruff and mypy
 	@$(RUN) ruff check .

@@ -1,12 +1,15 @@
 """What pyproject.toml cannot say: where packages live in the repository, and the compiled loops."""
 
+from pathlib import Path
+
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import find_packages, setup
 
+KERNELS = Path("hvd_compress/kernels")
 native = Pybind11Extension(
     "hvd_compress.kernels.native",
-    [f"hvd_compress/kernels/{name}.cpp" for name in ("native", "codecs", "halves", "plans")],
-    depends=[f"hvd_compress/kernels/{name}.h" for name in ("common", "loops", "codecs", "halves")],
+    sorted(map(str, KERNELS.glob("*.cpp"))),
+    depends=sorted(map(str, KERNELS.glob("*.h"))),
     cxx_std=17,
     extra_compile_args=["-O3", "-ffp-contract=off", "-pthread"],
     extra_link_args=["-pthread"],

@@ -275,7 +275,7 @@ class Chain(Compressor, name="chain"):
 
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
         xp = backend_of(gradient)
-        xp.check_gradient(gradient)
+        xp.check_gradient(gradient, context.in_place)
         # Bindings keep arrays of their own beside these.
         old = {key: state[key] for part in self._parts for key in part.keys}
         form = None if context.scratch is None else self._fused(context)

@@ -365,6 +365,8 @@ class Reducer:
         gradients = [self._in_flight[name] for name in names]
         if any(name not in self.states for name in names):
             return None
+        for gradient in gradients:
+            backend_of(gradient).check_gradient(gradient, self.in_place)
         states = [self.states[name] for name in names]
         momenta = [self._momentum_of(name)[0] for name in names]
         return Repeated(gradients, states, momenta, weights, self._kept(names[0]))

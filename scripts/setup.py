@@ -22,16 +22,12 @@ TRITON = VENV / "triton"
 STAMP = VENV / "setup.stamp"
 LOG = VENV / "setup.log"
 OLDEST, NEWEST = (3, 10), (3, 13)
+#: files, and patterns of files, that the environment depends on
 INPUTS = [
     "pyproject.toml",
     "setup.py",
-    "hvd_compress/kernels/native.cpp",
-    "hvd_compress/kernels/loops.h",
-    "hvd_compress/kernels/common.h",
-    "hvd_compress/kernels/codecs.cpp",
-    "hvd_compress/kernels/codecs.h",
-    "hvd_compress/kernels/halves.cpp",
-    "hvd_compress/kernels/halves.h",
+    "hvd_compress/kernels/*.cpp",
+    "hvd_compress/kernels/*.h",
     "constraints.txt",
     "constraints-mpich.txt",
     "constraints-triton.txt",
@@ -144,8 +140,12 @@ def install_pytorch(pip: list, install: list) -> None:
 
 def digest_of_inputs() -> str:
     digest = hashlib.sha256(version().encode())
-    for name in INPUTS:
-        digest.update((ROOT / name).read_bytes())
+    for pattern in INPUTS:
+        files = sorted(ROOT.glob(pattern))
+        if not files:
+            fail(f"{pattern} is missing: the checkout is not whole")
+        for file in files:
+            digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

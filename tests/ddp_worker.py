@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import inspect
 import sys
 import warnings
@@ -34,8 +35,8 @@ from tests.ring_method import Ring
 from tests.scenarios import run_all
 
 STEPS = 6
-#: made before there is a process group
-EARLY = DDPState("topk:density=0.05")
+#: one that was made before there is a process group
+EARLY: list[DDPState] = []
 
 
 def _model() -> torch.nn.Module:
@@ -213,7 +214,8 @@ def a_state_may_be_made_before_its_model() -> None:
     method = DGC(density=StagedWarmup("epoch", 1, (0.5, 0.05)), momentum=0.9, min_size=0)
     model, state = _distributed(method)
     early = DDPState(method)
-    assert early.stats().layers == {}
+    with pytest.warns(RuntimeWarning, match="has got no gradients"):
+        assert early.stats().layers == {}
     late_model = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
     late_model.register_comm_hook(early, ddp_hook)
     for each in (state, early):
@@ -244,10 +246,42 @@ def a_state_may_be_made_before_its_model() -> None:
 def a_state_may_be_made_before_the_process_group() -> None:
     model, _ = _distributed("topk:density=0.05")
     other = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
-    other.register_comm_hook(EARLY, ddp_hook)
+    other.register_comm_hook(EARLY[0], ddp_hook)
     for each in (model, other):
         _train(each, range(STEPS))
     _assert_equal(model, other)
+
+
+def an_exception_in_the_middle_of_backward_ends_one_model_and_no_state() -> None:
+    """Plain DDP says "Expected to have finished reduction" then; a new one goes on."""
+    for early in (False, True):
+        model = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
+        state = DDPState("topk:density=0.05", None if early else model)
+        model.register_comm_hook(state, ddp_hook)
+        _train(model, range(2 - early))  # before any, or after some
+
+        def fail(gradient):
+            raise RuntimeError("in the middle")
+
+        hook = model.module[0].weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            _train(model, range(1))
+        hook.remove()
+        assert state._buckets, "some were on their way"
+        residuals = {n: dict(s) for n, s in state.reducer.states.items()}
+        inner = model.module
+        inner.zero_grad()
+        del model, hook
+        gc.collect()  # with its hooks
+        again = DistributedDataParallel(inner, bucket_cap_mb=0.005)
+        again.register_comm_hook(state, ddp_hook)
+        _train(again, range(2, 5))
+        _same_everywhere(again)
+        other, _ = _distributed("topk:density=0.05")
+        _train(other, range(2 - early))
+        _train(other, range(2, 5))
+        _assert_close(again, other)
+        assert residuals.keys() <= state.reducer.states.keys()
 
 
 def a_state_dict_of_other_names_is_refused() -> None:
@@ -287,6 +321,7 @@ def mistakes_are_errors() -> None:
 def main() -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    EARLY.append(DDPState("topk:density=0.05"))
     dist.init_process_group("gloo")
     run_all(sys.argv[1], dist.get_rank(), SCENARIOS, dist.barrier)
     dist.destroy_process_group()

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ def stops(worker: mpi.ParameterServer, step: int) -> None:
 def dies(worker: mpi.ParameterServer, step: int) -> None:
     if (worker.rank, step) == (1, 2):
         os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.15)  # the others go on for longer than the time-out
 
 
 def pauses(worker: mpi.ParameterServer, step: int) -> None:
@@ -110,6 +112,12 @@ def pauses(worker: mpi.ParameterServer, step: int) -> None:
         time.sleep(2 * TIMEOUT)
     elif worker.rank != 1:
         time.sleep(0.25)
+
+
+def pauses_with_all(worker: mpi.ParameterServer, step: int) -> None:
+    """All validate, one longer than the other."""
+    if step == 2:
+        time.sleep(1.5 * TIMEOUT + 0.2 * worker.rank)
 
 
 def ends_early() -> None:
@@ -171,6 +179,19 @@ def asynchronous(make: Callable[..., Any], **options: Any) -> None:
     found_by(worker, done)
 
 
+def nan_at_the_centre() -> None:
+    """Worker 0 is NaN when it meets the centre, and goes on from there."""
+    worker, recovered = mpi.AsynchronousEASGD(start(), sync_every=2), []
+    with worker, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for step in worker.batches(range(STEPS)):
+            lost = np.float32(np.nan if (worker.rank, step) == (0, 1) else 1)
+            worker.step({k: lost * np.float32(0.9) * x for k, x in worker.parameters.items()})
+            recovered += [step] * worker.recovered
+    assert recovered == ([1] if worker.rank == 0 else []), recovered
+    found_by(worker)
+
+
 def all_well() -> None:
     """One after the other in one job, each with a folder of its own."""
     outer = FOLDER[0]
@@ -184,7 +205,8 @@ def all_well() -> None:
 WELL = (
     *("sync", "sync-2", "sync-both-ways", "learned", "backup", "async", "bounded"),
     "compensated",
-    *("ends-early", "pauses", "leaders", "leaders-of-groups", "elastic"),
+    *("ends-early", "pauses", "all-pause", "short-time-out"),
+    *("leaders", "leaders-of-groups", "elastic", "elastic-nan"),
 )
 CASES: dict[str, Callable[[], None]] = {
     "sync": lambda: synchronous(1),
@@ -202,13 +224,16 @@ CASES: dict[str, Callable[[], None]] = {
     "ends-early": ends_early,
     "leaves": lambda: train(leaves),
     "stops": lambda: train(stops, worker_timeout=TIMEOUT),
-    "dies": lambda: train(dies, worker_timeout=TIMEOUT, mode="async"),
+    "dies": lambda: train(dies, steps=20, worker_timeout=TIMEOUT, mode="async"),
     "pauses": lambda: train(pauses, steps=20, worker_timeout=TIMEOUT, mode="async"),
+    "all-pause": lambda: train(pauses_with_all, worker_timeout=TIMEOUT),
+    "short-time-out": lambda: train(comm=mpi.Communicator(timeout=20)),
     "leaders": lambda: asynchronous(mpi.AsynchronousLeaderSGD, local_every=4),
     "leaders-of-groups": lambda: asynchronous(
         mpi.AsynchronousLeaderSGD, local_every=4, global_every=8, groups=2
     ),
     "elastic": lambda: asynchronous(mpi.AsynchronousEASGD, sync_every=2, alpha=0.2),
+    "elastic-nan": nan_at_the_centre,
     "well": all_well,
     "damaged": damaged,
     "server-hangs": a_server_hangs,

@@ -137,9 +137,39 @@ def learned_compression_trains() -> None:
     assert worker.stats()[0].updates == 200
 
 
+def a_layer_that_is_not_used_stays() -> None:
+    """Momentum and weight decay move only what has a gradient, as without servers."""
+    for make in (sgd, adamw):
+        model, reference = network(), network()
+        optimizer, its = make(model.parameters()), make(reference.parameters())
+        with hvd.parameter_server(model, optimizer) as worker:
+            for step in worker.batches(range(4)):
+                optimizer.zero_grad()
+                used = model if step == 1 else model[:1]
+                loss(used, batch(worker.rank, step)).backward()
+                worker.step()
+        for step in range(4):
+            its.zero_grad()
+            used = reference if step == 1 else reference[:1]
+            loss(used, torch.cat([batch(r, step) for r in range(worker.size)])).backward()
+            its.step()
+        torch.testing.assert_close(flat(model), flat(reference), rtol=1e-4, atol=1e-6)
+
+
 def what_cannot_be() -> None:
     model = network()
     plain = torch.optim.SGD(model.parameters(), 0.1)
+    for distributed in (hvd.DiLoCo(plain), hvd.DistributedOptimizer(plain)):
+        for make in (hvd.parameter_server, hvd.AsynchronousEASGD):
+            with pytest.raises(ConfigError, match=r"torch\.optim\.SGD\(\.\.\.\)"):
+                make(model, distributed)
+    with pytest.raises(ConfigError, match=r"must be a torch\.optim\.Optimizer, not DiLoCo"):
+        hvd.parameter_server(model, hvd.DiLoCo())
+    frozen = network().requires_grad_(False)
+    with pytest.raises(ConfigError, match="no parameter of the optimizer is trained"):
+        hvd.parameter_server(frozen, torch.optim.SGD(frozen.parameters(), 0.1))
+    with pytest.raises(ConfigError, match="backup=7 of 2 workers"):
+        hvd.parameter_server(model, plain, backup=7)
     with pytest.raises(ConfigError, match="servers=3 of 3 ranks"):
         hvd.parameter_server(model, plain, servers=3)
     with pytest.raises(ConfigError, match="worker_timeout=0"):
@@ -187,6 +217,7 @@ trained(sgd, 5, before=3, servers=2, decay=0.8)
 trained(adamw, 4, servers=2)
 trained(adagrad, 4, before=2)
 half_precision_keeps_its_parameters_on_the_server()
+a_layer_that_is_not_used_stays()
 momentum_moves_to_the_workers()
 asynchronous_methods_train()
 learned_compression_trains()

@@ -22,7 +22,7 @@ batches = True
 _HALF = (tf.float16, tf.bfloat16)
 
 
-def check_gradient(x: Array) -> None:
+def check_gradient(x: Array, in_place: bool = False) -> None:
     if x.dtype not in (*_HALF, tf.float32, tf.float64):
         raise UnsupportedError(
             f"cannot compress a tensor of {x.dtype.name}: gradients must be float16, bfloat16, "

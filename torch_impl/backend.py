@@ -28,7 +28,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _GRADIENTS = (*_HALF, torch.float32, torch.float64)
 
 
-def check_gradient(x: Array) -> None:
+def check_gradient(x: Array, in_place: bool = False) -> None:
     check_plain(x)
     if x.layout is not torch.strided:
         raise UnsupportedError(f"cannot compress a {x.layout} tensor: pass sparse_as_dense=True")

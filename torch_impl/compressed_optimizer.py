@@ -109,8 +109,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     def _take_charge(self, parameters: Iterable[Parameter]) -> None:
-        """Watch parameters, instead of any optimizer that was made of one of them before: both would
-        exchange its gradient until the other is collected."""
+        """Watch parameters, instead of any optimizer that was made of one of them before: both
+        would exchange its gradient until the other is collected."""
         parameters = list(parameters)
         for other in [o for o in bound_optimizers if o is not self and o._watches(parameters)]:
             other._retire(type(self))

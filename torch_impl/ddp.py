@@ -13,6 +13,8 @@ it is sent; exchanges of several rounds finish after the last bucket was sent.
 import atexit
 import functools
 import time
+import warnings
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -41,11 +43,15 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 class ProcessGroupEngine(TorchEngine):
     """Exchanges over a process group of ``torch.distributed``, which all ranks start in the same
     order.
+
+    Args:
+        group: the process group; ``None`` for the default one.
+        device: that of the gradients.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any, device: torch.device) -> None:
         super().__init__()
-        self._group = group
+        self._group, self._device = group, device
 
     @property
     def rank(self) -> int:
@@ -58,8 +64,7 @@ class ProcessGroupEngine(TorchEngine):
     def _launch(self, op: Op) -> Any:
         """Submit a collective, and return it, the tensor that its result will be in, and what to
         wait for."""
-        if dist.get_backend(self._group) == dist.Backend.NCCL:  # which reads a GPU's memory only
-            op = op._replace(tensor=op.tensor.cuda())
+        op = op._replace(tensor=self._reachable(op.tensor, dist.get_backend(self._group)))
         if op.arriving is not None:
             return self._alltoall_single(op, op.arriving.tolist())
         if op.splits is not None:
@@ -83,6 +88,12 @@ class ProcessGroupEngine(TorchEngine):
         size = torch.tensor([tensor.numel()], device=tensor.device)
         sizes = size.new_empty(self.size)
         return op, sizes, self._all_gather(sizes, size)
+
+    def _reachable(self, tensor: torch.Tensor, backend: str) -> torch.Tensor:
+        """Return a tensor where the library can read it: NCCL reads a GPU's memory only."""
+        if backend == dist.Backend.NCCL and not tensor.is_cuda:
+            return tensor.to(self._device)
+        return tensor
 
     def _alltoall_single(self, op: Op, mine: list[int]) -> Any:
         received = op.tensor.new_empty(sum(mine))
@@ -128,11 +139,38 @@ class _Bucket(NamedTuple):
     future: torch.futures.Future[torch.Tensor]
 
 
+class _Use:
+    """Whether a state has ever got a bucket; it outlives the state, which may end unused."""
+
+    def __init__(self) -> None:
+        self.has_begun = self.was_looked_at = False
+
+    def look(self) -> None:
+        """Warn at the first look at what nothing has come of."""
+        if not self.was_looked_at:
+            self.was_looked_at = True
+            self.warn()
+
+    def warn(self) -> None:
+        if not self.has_begun:
+            warnings.warn(
+                "this DDPState has got no gradients: so far nothing is compressed. Register it "
+                "by model.register_comm_hook(state, ddp_hook), and check that the framework does "
+                "so where it trains: Lightning leaves hooks out without a GPU",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
 class DDPState:
     """The state of :func:`ddp_hook`; each model needs its own.
 
     It may be made before the model and the process group, as Lightning does; then the first
-    gradients that the hook gets bind it.
+    gradients that the hook gets bind it.  If none ever come, because the hook was not registered, a
+    ``RuntimeWarning`` says so at the first look at statistics or state, and at the end.
+
+    After an exception in the middle of a backward pass, which DistributedDataParallel itself does
+    not survive, the state serves a new one around the same model, if all ranks have had it.
 
     Args:
         compression: a method, its class, its name, or a text such as "dgc:density=0.01".
@@ -182,15 +220,17 @@ class DDPState:
         self._loaded: dict[str, Any] | None = None
         self._is_bound = False
         self._buckets: list[_Bucket] = []
+        self._use = _Use()
         if model is not None:
             inner = model.module if isinstance(model, DistributedDataParallel) else model
             self._names = {p: name for name, p in inner.named_parameters()}
-            if dist.is_initialized():
-                self._bind()
+            if dist.is_initialized() and self._names:
+                self._bind(next(iter(self._names)).device)
+        weakref.finalize(self, self._use.warn)
 
-    def _bind(self) -> None:
+    def _bind(self, device: torch.device) -> None:
         epoch = self.reducer.epoch
-        self.reducer = self._make(ProcessGroupEngine(self._group))
+        self.reducer = self._make(ProcessGroupEngine(self._group, device))
         self.reducer.epoch = epoch
         self._is_bound = True
         if self._loaded is not None:
@@ -199,6 +239,7 @@ class DDPState:
 
     def stats(self) -> Stats:
         """Return the exact bytes so far and the residuals' norm, by parameter and in total."""
+        self._use.look()
         return self.reducer.stats()
 
     def reset_stats(self) -> None:
@@ -213,6 +254,7 @@ class DDPState:
         """Return the state for ``torch.save``.  This is a collective unless ``consolidate`` is
         false: residuals are averaged over the ranks, so that any number of ranks can load rank 0's
         state dict."""
+        self._use.look()
         return self.reducer.state_dict(consolidate=consolidate)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -236,6 +278,10 @@ class DDPState:
             state.update({key: x.to(devices[name]) for key, x in state.items()})
 
     def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self._use.has_begun = True
+        if bucket.index() == 0 and self._buckets:  # an exception has ended the last backward pass
+            self._buckets.clear()
+            self.reducer.abandon()
         buffer, parameters = bucket.buffer(), bucket.parameters()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
@@ -249,13 +295,13 @@ class DDPState:
         self._buckets.append(_Bucket(buffer, parameters, bucket.gradients(), future))
         if self._names:
             if not self._is_bound:
-                self._bind()
+                self._bind(buffer.device)
             self.reducer.start_together(self._gradients(self._buckets[-1]))
         elif bucket.is_last():
             # DDP's first buckets go through the model from its end to its beginning.
             everyone = [p for each in reversed(self._buckets) for p in each.parameters]
             self._names = {p: f"parameter.{i}" for i, p in enumerate(everyone)}
-            self._bind()
+            self._bind(buffer.device)
             for each in self._buckets:
                 self.reducer.start_together(self._gradients(each))
         if bucket.is_last():

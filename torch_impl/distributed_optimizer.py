@@ -22,7 +22,7 @@ from .compressed_optimizer import CompressedOptimizer, check_passes
 from .momentum import check_group, check_sparse_step
 from .parameters import Groups, Parameter, check_groups, names_of_parameters
 from .training.by_method import distribute_by_method
-from .training.optimizer import LocalStepsOptimizer
+from .training.optimizer import is_distributed
 
 
 def wrap_factory(
@@ -140,8 +140,7 @@ def _check_optimizer(optimizer: Any, method: Compressor) -> None:
         raise UnsupportedError(
             "LBFGS evaluates gradients inside step(), where they cannot be averaged"
         )
-    is_local = isinstance(optimizer, LocalStepsOptimizer)
-    if is_local or hasattr(optimizer, "skip_synchronize"):  # ours, or Horovod's own
+    if is_distributed(optimizer):
         raise ConfigError(
             "this optimizer is distributed already; pass the one that it was made from"
         )

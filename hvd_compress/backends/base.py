@@ -34,8 +34,9 @@ class Backend(Protocol):
     #: operations on stacks of small arrays take less time than one after the other
     batches: bool
 
-    def check_gradient(self, x: Array) -> None:
-        """Raise ``UnsupportedError`` unless ``x`` is a dense array of floats."""
+    def check_gradient(self, x: Array, in_place: bool = False) -> None:
+        """Raise ``UnsupportedError`` unless ``x`` is a dense array of floats, into which, with
+        ``in_place``, results can be written."""
 
     def widen(self, x: Array) -> Array:
         """Flat and in a dtype to accumulate in: half precisions become float32."""

@@ -21,11 +21,16 @@ batches = False
 _HALVES = {np.dtype(np.float16), np.dtype(np.float32)}
 
 
-def check_gradient(x: Array) -> None:
-    if x.dtype.kind != "f" or x.dtype.itemsize > 8:
+def check_gradient(x: Array, in_place: bool = False) -> None:
+    if x.dtype.kind != "f" or x.dtype.itemsize > 8 or not x.dtype.isnative:
         raise UnsupportedError(
             f"cannot compress an array of {x.dtype}: gradients must be float16, float32 or "
-            "float64; convert it with .astype('float32')"
+            "float64 in this machine's byte order; convert it with .astype('float32')"
+        )
+    if in_place and not x.flags.writeable:
+        raise UnsupportedError(
+            "in_place=True writes results into gradients, and one is read-only: pass a copy of it, "
+            "map its file with mode='r+' or 'c', or leave in_place out"
         )
 
 
@@ -166,7 +171,7 @@ def round_to(x: Array, wire: str | None, saturate: bool = False) -> Array:
 
 
 def dtype(x: Array) -> str:
-    return x.dtype.name
+    return x.dtype.name if x.dtype.isnative else x.dtype.str
 
 
 def to_bytes(x: Array) -> Array:
@@ -204,7 +209,8 @@ def to_numpy(x: Array) -> Array:
 
 
 def address(x: Array) -> int | None:
-    return x.__array_interface__["data"][0] if x.flags.c_contiguous else None
+    fits = x.flags.c_contiguous and x.flags.aligned and x.dtype.isnative
+    return x.__array_interface__["data"][0] if fits else None
 
 
 def addresses(
@@ -213,7 +219,7 @@ def addresses(
     found = [
         x.__array_interface__["data"][0]
         for x, n in zip(arrays, sizes, strict=True)
-        if x.size == n and x.dtype == dtype and x.flags.c_contiguous
+        if x.size == n and x.dtype == dtype and x.flags.c_contiguous and x.flags.aligned
     ]
     return found if len(found) == len(arrays) else None
 

@@ -109,7 +109,7 @@ def _packages(goal: Goal) -> Iterator[Finding]:
     if kernels.native is not None:
         yield Finding("ok", "loops", "compiled")
     else:
-        text = "not compiled: NumPy serves, several times as slow"
+        text = f"not compiled ({kernels.problem}): NumPy serves, several times as slow"
         yield Finding("note", "loops", text, kernels.INSTALL)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from hvd_compress.codecs.base import Codec
 from hvd_compress.kernels import is_compiled
-from hvd_compress.kernels.codecs import Loops
+from hvd_compress.kernels.codecs import Loops, as_loops_take
 
 
 class Compiled(Codec):
@@ -40,7 +40,7 @@ class Compiled(Codec):
 
     def encode_to(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
         if (loops := self._loops) and is_compiled():
-            loops.encode(np.require(x, requirements=["C", "A"]), random, out)
+            loops.encode(as_loops_take(x), random, out)
         else:
             out[:] = self._to_bytes(x, random)
 

@@ -4,7 +4,7 @@ All numbers are little-endian::
 
     offset  type    field
     0       u8[2]   b"HC"
-    2       u8      version, 2
+    2       u8      version, 3
     3       u8      kind: 3 = coded
     4       u8      dtype of the decoded values: 1 = float32, 3 = float64
     5       u8      1 = the values are not finite, plus 2 = indices are packed; 4 = no values, since
@@ -160,11 +160,15 @@ def decode_coded(
 
     if frame.size < START:
         raise fail(f"{frame.size} bytes are less than a header")
+    if not is_sealed(frame):  # before it says how large anything is
+        raise fail("its checksum does not match")
     if count is None:
         count = int.from_bytes(frame[8:12].tobytes(), "little")
     if isinstance(codec, Codec) and codec.varies:
         size = padded(frame.size - START)
         codes = frame.size - START
+        if count > 8 * codes:  # not even a bit for each
+            raise fail(f"{codes} bytes of codes are no {count} values")
     else:
         size = coded_size(codec, count, dtype, n, row)
         codes = codec.size(count, dtype)
@@ -177,8 +181,6 @@ def decode_coded(
             raise fail(f"{frame.size} bytes are no {count} values with packed indices")
     elif frame.size != size:
         raise fail(f"{frame.size} bytes where {size} were expected")
-    if not is_sealed(frame):
-        raise fail("its checksum does not match")
     expected = _header(codec, count, dtype, status)
     if frame[: HEADER.size].tobytes() != expected or status > _DAMAGED:
         raise fail(f"no header of {count} values by {codec!r} at its start")

@@ -48,7 +48,7 @@ class logarithmic(Codec, name="logarithmic"):
         return _OfParts(self, counts)
 
     def size(self, n: int, dtype: np.dtype) -> int:
-        return self.of_parts([n] if n else []).size(n, dtype)
+        return _size(n, int(n > 0), dtype, self.levels)
 
     def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         return self.of_parts([x.size] if x.size else []).encode(x, random)
@@ -72,12 +72,8 @@ class _OfParts(Codec):
     def __repr__(self) -> str:
         return self._repr
 
-    @property
-    def _base(self) -> int:
-        return 2 * self._levels + 1
-
     def size(self, n: int, dtype: np.dtype) -> int:
-        return 2 * self._counts.size * dtype.itemsize + digits_size(n, self._base)
+        return _size(n, self._counts.size, dtype, self._levels)
 
     def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         if not x.size:
@@ -92,12 +88,12 @@ class _OfParts(Codec):
                 level += magnitude > limit[self._part]
         digits = np.where(x < 0, self._levels - level, self._levels + level).astype(np.uint8)
         head = pairs.astype(x.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
-        return np.concatenate([head, pack_digits(digits, self._base)])
+        return np.concatenate([head, pack_digits(digits, _base(self._levels))])
 
     def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
         split = 2 * self._counts.size * dtype.itemsize
         pairs = code[:split].view(dtype.newbyteorder("<")).astype(dtype).reshape(-1, 2)
-        digits = unpack_digits(code[split:], n, self._base)
+        digits = unpack_digits(code[split:], n, _base(self._levels))
         ladders = self._ladders(pairs)
         table = np.concatenate([-ladders[:, :0:-1], ladders], axis=1)
         with np.errstate(over="ignore"):  # of a damaged code
@@ -128,3 +124,11 @@ class _OfParts(Codec):
             for j in range(2, self._levels + 1):
                 ladders[:, j] = ladders[:, j - 1] * ratio
         return np.minimum(ladders, np.finfo(pairs.dtype).max)
+
+
+def _base(levels: int) -> int:
+    return 2 * levels + 1
+
+
+def _size(n: int, parts: int, dtype: np.dtype, levels: int) -> int:
+    return 2 * parts * dtype.itemsize + digits_size(n, _base(levels))

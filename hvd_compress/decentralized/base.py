@@ -26,8 +26,10 @@ from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.plain import plain
 from hvd_compress.decentralized.matrices import check_symmetric
 from hvd_compress.decentralized.topologies import Topology
+from hvd_compress.errors import ConfigError
 from hvd_compress.training.base import (
     Arrays,
+    Mean,
     State,
     StepContext,
     Steps,
@@ -41,6 +43,23 @@ Vectors = dict[str, Array]
 Update = Generator[Neighbors, Any, tuple[Array, Vectors]]
 
 _PLAIN = plain()
+
+
+def as_codec(codec: Any) -> Codec:
+    """Return an option ``codec`` for messages to neighbours; ``None`` for numbers as they are.
+
+    Raises:
+        ConfigError: it is no codec, or one whose messages differ in size.
+    """
+    found = _PLAIN if codec is None else codec
+    if not isinstance(found, Codec):
+        raise ConfigError(f"codec must be a codec, for instance blockwise(2), or None: {codec!r}")
+    if found.varies:
+        raise ConfigError(
+            f"codec={found!r}: messages to neighbours are of one size, which its codes are not; "
+            "use for instance blockwise(2)"
+        )
+    return found
 
 
 class Network(NamedTuple):
@@ -179,7 +198,8 @@ class DecentralizedMethod(TrainingMethod):
         yield
 
     def after_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
-        if not parameters:  # all are frozen
+        if not parameters:  # all are frozen, which other ranks learn by this
+            yield Mean({})
             return parameters, {}
         vectors = {key: _joined(arrays, parameters) for key, arrays in state.items()}
         x, local = vectors.pop(_ORIGIN), _joined(parameters, parameters)

@@ -10,7 +10,14 @@ from hvd_compress.base import Array
 from hvd_compress.codecs import uniform_dithering
 from hvd_compress.codecs.base import Codec
 from hvd_compress.config import check_fraction, check_seed, converted
-from hvd_compress.decentralized.base import DecentralizedMethod, Network, Update, Vectors, mix
+from hvd_compress.decentralized.base import (
+    DecentralizedMethod,
+    Network,
+    Update,
+    Vectors,
+    as_codec,
+    mix,
+)
 from hvd_compress.decentralized.topologies import Cycle, Topology, as_topology
 from hvd_compress.errors import ConfigError
 
@@ -28,7 +35,7 @@ class ChocoSGD(DecentralizedMethod, name="choco_sgd"):
 
     Args:
         topology: undirected; see :class:`Diffusion`.
-        codec: Q; by default 5 levels, 2.4 bits an element.
+        codec: Q, biased or not; by default 5 levels, 2.4 bits an element.
         gamma: how far to mix, up to 1: less for coarser codecs.
         seed: of codecs that draw.
     """
@@ -37,7 +44,9 @@ class ChocoSGD(DecentralizedMethod, name="choco_sgd"):
     symmetric = True
 
     topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
-    codec: Codec = dataclasses.field(default=uniform_dithering(2, 256, "max"))
+    codec: Codec = dataclasses.field(
+        default=uniform_dithering(2, 256, "max"), metadata=converted(as_codec)
+    )
     gamma: float = 0.5
     seed: int = 0
 

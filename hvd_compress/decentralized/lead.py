@@ -11,12 +11,18 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.codecs import uniform_dithering
 from hvd_compress.codecs.base import Codec
-from hvd_compress.codecs.plain import plain
 from hvd_compress.config import check_choice, check_fraction, check_seed, converted, is_number
-from hvd_compress.decentralized.base import DecentralizedMethod, Network, Update, Vectors, mix
+from hvd_compress.decentralized.base import (
+    DecentralizedMethod,
+    Network,
+    Update,
+    Vectors,
+    as_codec,
+    mix,
+)
 from hvd_compress.decentralized.proximal import Proximal
 from hvd_compress.decentralized.topologies import Cycle, Topology, as_topology
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, UnsupportedError
 
 
 def blockwise(bits: int, block: int = 256) -> Codec:
@@ -33,10 +39,20 @@ def blockwise(bits: int, block: int = 256) -> Codec:
 
 
 def _as_codec(codec: Any) -> Codec:
-    found = plain() if codec is None else codec
-    if not isinstance(found, Codec):
-        raise ConfigError(f"codec must be a codec, for instance blockwise(2), or None: {codec!r}")
+    found = as_codec(codec)
+    if not _is_unbiased(found):
+        raise ConfigError(
+            f"codec={found!r} is biased, or not known to be unbiased, and LEAD diverges with such "
+            "codecs: use for instance blockwise(2) or natural(); ChocoSGD takes biased ones"
+        )
     return found
+
+
+def _is_unbiased(codec: Codec) -> bool:
+    try:
+        return codec.classes(1024).zeta is not None
+    except UnsupportedError:
+        return False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,12 +30,6 @@ from hvd_compress.kernels.arrays import (
     momenta_of,
 )
 
-native: Any
-try:
-    native = importlib.import_module("hvd_compress.kernels.native")
-except ImportError:
-    native = None
-
 __all__ = [
     "Column",
     "Selected",
@@ -59,8 +53,28 @@ __all__ = [
 ]
 
 #: what helps where there are no compiled loops
-INSTALL = "install a C++ compiler, then pip install --force-reinstall --no-deps hvd_compress"
+INSTALL = (
+    "install a C++ compiler, then pip install --force-reinstall --no-deps hvd_compress, or in a "
+    "checkout make setup"
+)
+#: of what is called in the compiled module, and how; common.h has the same number
+INTERFACE = 1
 logger = logging.getLogger("hvd_compress")
+
+
+def _load() -> tuple[Any, str]:
+    """Return the compiled module, or ``None`` and why there is none."""
+    try:
+        module = importlib.import_module("hvd_compress.kernels.native")
+    except ImportError as error:
+        return None, str(error)
+    if (found := getattr(module, "INTERFACE", None)) != INTERFACE:
+        problem = f"{module.__file__} is of another version (interface {found}, not {INTERFACE})"
+        return None, problem
+    return module, ""
+
+
+native, problem = _load()
 
 
 @functools.cache
@@ -68,8 +82,8 @@ def is_compiled() -> bool:
     """Return whether the loops are compiled.  The first call logs a warning if they are not."""
     if native is None:
         logger.warning(
-            "the compiled loops of hvd_compress are missing, and NumPy serves, several times as "
-            "slow: %s",
+            "hvd_compress has no compiled loops (%s), and NumPy serves, several times as slow: %s",
+            problem,
             INSTALL,
         )
     return native is not None

@@ -18,7 +18,8 @@ class Column:
     tensor's size in any shape.
 
     An array is not its memory: between two steps, its owner may give it other memory, and free the
-    old.  So a column is made anew wherever loops begin, and never kept.
+    old.  So a column is made anew in each step, and one that is kept is compared with where its
+    arrays are before it is used again.
 
     Args:
         arrays: of one library, on one device.

@@ -394,8 +394,9 @@ void natural(const T* x, Index n, const Draws& draws, std::uint8_t* out, int thr
   parallel(pieces(n, kTaken), threads, [&](Index c) {
     std::uint64_t words[kDrawn / 2 + 16];
     float room[kDrawn];
-    for (Index at = c * kTaken; at < std::min(n, (c + 1) * kTaken); at += kDrawn) {
-      const Index count = std::min(kDrawn, n - at);
+    const Index stop = std::min(n, (c + 1) * kTaken);
+    for (Index at = c * kTaken; at < stop; at += kDrawn) {
+      const Index count = std::min(kDrawn, stop - at);
       loops->of(T()).natural(x + at, count, draws.at(at, count, words, room), out + at);
       loops->of(T()).signs[kNegative][false](x + at, count, out + n + at / 8);
     }
@@ -413,14 +414,15 @@ void from_natural(const std::uint8_t* code, Index n, T* out, bool add, int threa
   });
 }
 
-// -- for Python: arrays are flat, contiguous and aligned, of float or double ----------------------
+// -- for Python: arrays are contiguous and aligned, of float or double ----------------------------
 
 template <class Work>
 auto with_type(const py::array& x, const Work& work) {
-  if (!(x.flags() & py::array::c_style) || x.dtype().kind() != 'f' ||
-      (x.itemsize() != 4 && x.itemsize() != 8))
-    throw std::invalid_argument("an array of float32 or float64, contiguous");
-  return x.itemsize() == 4 ? work(float()) : work(double());
+  const bool is_float = py::isinstance<Array<float>>(x);  // which other byte orders are not
+  if ((!is_float && !py::isinstance<Array<double>>(x)) ||
+      reinterpret_cast<std::uintptr_t>(x.data()) % x.itemsize())
+    throw std::invalid_argument("an array of float32 or float64, contiguous and aligned");
+  return is_float ? work(float()) : work(double());
 }
 
 template <class T>
@@ -448,7 +450,9 @@ Draws draws_of(const py::object& draws, Philox& stream, Index n) {
     stream.first = first;
     found.stream = &stream;
   } else if (!draws.is_none()) {
-    const auto numbers = draws.cast<Array<float>>();
+    // Not a copy that would be gone with this block.
+    check(py::isinstance<Array<float>>(draws));
+    const auto numbers = py::reinterpret_borrow<Array<float>>(draws);
     check(numbers.size() == n);
     found.given = numbers.data();
   }
@@ -527,7 +531,7 @@ void from_bits_(const Array<std::uint8_t>& code, Index length, bool big, const p
   with_type(out, [&](auto t) {
     const Index n = out.size(), runs = length ? pieces(n, length) : n > 0;
     check(length >= 0 && code.size() == (n + 7) / 8 && levels.size() >= 2 * runs &&
-          levels.itemsize() == out.itemsize() && (levels.flags() & py::array::c_style));
+          py::isinstance<Array<decltype(t)>>(levels));
     const auto* from = code.data();
     const auto* own = data(levels, t);
     auto* to = room(out, t);
@@ -592,8 +596,9 @@ void uniforms_(const py::tuple& draws, Array<float>& out, int threads) {
   py::gil_scoped_release release;
   parallel(pieces(n, kTaken), threads, [&](Index c) {
     std::uint64_t words[kDrawn / 2 + 16];
-    for (Index at = c * kTaken; at < std::min(n, (c + 1) * kTaken); at += kDrawn)
-      loops->uniforms(stream, at, std::min(kDrawn, n - at), words, to + at);
+    const Index stop = std::min(n, (c + 1) * kTaken);
+    for (Index at = c * kTaken; at < stop; at += kDrawn)
+      loops->uniforms(stream, at, std::min(kDrawn, stop - at), words, to + at);
   });
 }
 
@@ -634,18 +639,21 @@ void copy_(const Array<std::uint8_t>& from, Array<std::uint8_t>& to, int threads
 void add_codecs(py::module_& m) {
   py::class_<Rule>(m, "Rule")
       .def(py::init<int, int, int, Index, bool, double, int, int, std::vector<double>>());
-  m.def("encode", encode_);
-  m.def("decode", decode_);
+  // What is written to is never a copy.
+  const auto out = py::arg().noconvert();
+  const py::arg in;
+  m.def("encode", encode_, in, in, in, out, in);
+  m.def("decode", decode_, in, in, in, in, in, in, out, in, in);
   m.def("sum", sum_);
-  m.def("signs", signs_);
-  m.def("halves", halves_);
-  m.def("from_bits", from_bits_);
-  m.def("natural", natural_);
-  m.def("from_natural", from_natural_);
+  m.def("signs", signs_, in, in, in, in, out, in);
+  m.def("halves", halves_, in, in, out, in);
+  m.def("from_bits", from_bits_, in, in, in, in, out, in, in);
+  m.def("natural", natural_, in, in, out, in);
+  m.def("from_natural", from_natural_, in, out, in, in);
   m.def("philox", philox_);
   m.def("all_finite", all_finite_);
-  m.def("uniforms", uniforms_);
-  m.def("copy", copy_);
+  m.def("uniforms", uniforms_, in, out, in);
+  m.def("copy", copy_, in, out, in);
   m.def("use_instructions", [](int set) {
     const auto* found = loops_for(set);
     if (found) loops = found;

@@ -186,13 +186,17 @@ def _put_signs(x: np.ndarray, out: np.ndarray, sign: str, term: str | None = Non
     return native.codecs.signs(x, _SIGNS.index(sign), False, terms, out, threads())
 
 
+def as_loops_take(x: np.ndarray) -> np.ndarray:
+    """Return ``x`` contiguous, aligned, and in this machine's byte order."""
+    return np.require(x, x.dtype.newbyteorder("="), ["C", "A"])
+
+
 def total(x: np.ndarray, term: str, shift: float = 0.0) -> float:
     """Return the sum (float64) of all elements, "plain", of their "magnitude", or of the "square"
     of what they differ by from ``shift``, in the order of
     :func:`hvd_compress.kernels.reference.sums`."""
     if is_compiled():
-        x = np.require(x, requirements=["C", "A"])
-        return native.codecs.sum(x, _TERMS.index(term), shift, threads())
+        return native.codecs.sum(as_loops_take(x), _TERMS.index(term), shift, threads())
     terms = x.astype(np.float64)
     if term == "magnitude":
         terms = np.abs(terms)
@@ -204,8 +208,7 @@ def total(x: np.ndarray, term: str, shift: float = 0.0) -> float:
 def all_finite(x: np.ndarray) -> bool:
     """Return whether no element of ``x`` (float32 or float64) is NaN or Inf."""
     if is_compiled():
-        x = np.require(x, requirements=["C", "A"])
-        return native.codecs.all_finite(x, threads())
+        return native.codecs.all_finite(as_loops_take(x), threads())
     return bool(np.isfinite(x).all())
 
 

@@ -9,6 +9,8 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -29,10 +31,14 @@ using Bits = std::uint32_t;
 template <class T>
 using Array = py::array_t<T, py::array::c_style>;
 
+// Of what Python calls, and how: kernels/__init__.py has the same number.
+constexpr int kInterface = 1;
+
 constexpr Index kStreamed = 1 << 21;  // results of more bytes go around the caches
 
-// Run work(i) for all i in 0..count-1 on several threads.  What is computed must not depend on
-// which thread takes which i.
+// Run work(i) for all i in 0..count-1 on several threads, on fewer if there are no more to be had.
+// What is computed must not depend on which thread takes which i.  If work throws, what has begun is
+// finished, and the first exception comes out.
 template <class Work>
 void parallel(Index count, int threads, const Work& work) {
   threads = static_cast<int>(std::min<Index>(threads, count));
@@ -41,11 +47,24 @@ void parallel(Index count, int threads, const Work& work) {
     return;
   }
   std::atomic<Index> next{0};
-  const auto loop = [&] {
-    for (Index i; (i = next.fetch_add(1)) < count;) work(i);
+  std::exception_ptr problem;
+  std::mutex lock;
+  const auto loop = [&]() noexcept {
+    try {
+      for (Index i; (i = next.fetch_add(1)) < count;) work(i);
+    } catch (...) {
+      next = count;
+      const std::lock_guard<std::mutex> own(lock);
+      if (!problem) problem = std::current_exception();
+    }
   };
   std::vector<std::thread> others;
-  for (int t = 1; t < threads; ++t) others.emplace_back(loop);
+  try {
+    others.reserve(threads - 1);
+    while (static_cast<int>(others.size()) < threads - 1) others.emplace_back(loop);
+  } catch (const std::exception&) {  // those that there are do it
+  }
   loop();
   for (auto& other : others) other.join();
+  if (problem) std::rethrow_exception(problem);
 }

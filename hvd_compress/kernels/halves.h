@@ -3,6 +3,7 @@
 
 typedef float Floats __attribute__((vector_size(32)));
 typedef std::int32_t Ints __attribute__((vector_size(32)));
+typedef std::uint32_t Words __attribute__((vector_size(32)));
 typedef std::uint16_t Halves __attribute__((vector_size(16)));
 
 INLINE Ints bits_of(Floats x) { return reinterpret_cast<Ints>(x); }
@@ -12,8 +13,9 @@ template <Form form>
 INLINE Ints narrowed(Floats x) {
   const Ints bits = bits_of(x), size = bits & 0x7fffffff, sign = (bits >> 16) & 0x8000;
   if constexpr (form == kBfloat16) {
-    const Ints rounded = (size + 0x7fff + ((size >> 16) & 1)) >> 16;
-    return size > kInfinity ? Ints{} + 0x7fc0 : rounded | sign;
+    const Words words = reinterpret_cast<Words>(size);  // of a NaN the sum may have 32 bits
+    const Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
+    return size > kInfinity ? Ints{} + 0x7fc0 : reinterpret_cast<Ints>(rounded) | sign;
   }
   // Below 2^-14 halves are multiples of 2^-24, to which a sum with 1/2 is rounded.
   const Ints small = bits_of(reinterpret_cast<Floats>(size) + 0.5f) - 0x3f000000;

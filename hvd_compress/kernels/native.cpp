@@ -32,6 +32,12 @@ INLINE float number(Bits bits) {
   return x;
 }
 
+float* floats_at(Index address, bool is_used = true) {
+  if (address % alignof(float) || (is_used && !address))
+    throw std::invalid_argument("an address that no float32 has");
+  return reinterpret_cast<float*>(address);
+}
+
 // -- accumulation and search ----------------------------------------------------------------------
 
 enum Momentum { kNone, kPlain, kNesterov };
@@ -129,7 +135,8 @@ class Selection {
   // See Selection.accumulate of reference.py; `addresses` has a row for each tensor.
   py::tuple accumulate(const Array<Index>& addresses, int kind, const Array<float>& momenta,
                        int threads) {
-    set_addresses(addresses);
+    if (kind < kNone || kind > kNesterov) throw std::invalid_argument("no such momentum");
+    set_addresses(addresses, kind != kNone);
     if (momenta.size() != static_cast<Index>(tensors_.size()))
       throw std::invalid_argument("one momentum for each tensor");
     const auto* momentum = momenta.data();
@@ -164,7 +171,7 @@ class Selection {
   // See Selection.settle of reference.py.
   void settle(const Array<Index>& addresses, const Array<Index>& indices,
               const Array<float>& remaining, bool masking) {
-    set_addresses(addresses);
+    set_addresses(addresses, masking);
     if (indices.size() != entries_ || remaining.size() != entries_)
       throw std::invalid_argument("one number for each entry");
     const Index* at = indices.data();
@@ -192,12 +199,15 @@ class Selection {
     float last = 0, margin = 0.95f;
   };
 
-  void set_addresses(const Array<Index>& addresses) {
+  void set_addresses(const Array<Index>& addresses, bool with_velocities) {
     const Index count = static_cast<Index>(tensors_.size());
     if (addresses.ndim() != 2 || addresses.shape(0) != count || addresses.shape(1) != 5)
       throw std::invalid_argument("addresses of five arrays of each tensor");
     for (Index t = 0; t < count; ++t) {
-      const auto at = [&](int i) { return reinterpret_cast<float*>(*addresses.data(t, i)); };
+      const auto at = [&](int i) {
+        const bool is_velocity = i == 1 || i == 3;
+        return floats_at(*addresses.data(t, i), with_velocities || !is_velocity);
+      };
       Tensor& tensor = tensors_[t];
       tensor.gradient = at(0);
       tensor.velocity = at(1);
@@ -229,6 +239,7 @@ class Selection {
       }
       return false;
     }
+    Prediction& prediction = predictions_[t];
     std::vector<Bits> magnitudes, sample;
     const auto collect = [&] {
       magnitudes.clear();
@@ -237,12 +248,19 @@ class Selection {
           magnitudes.push_back(candidate.bits & kMagnitude);
       return static_cast<Index>(magnitudes.size()) >= k;
     };
+    // All elements of at least this magnitude are candidates.
+    Bits least = largest == 0 ? 1 : prediction.threshold;
     bool predicted = true;
     for (Index wanted = k + k / 4 + 16; !collect(); wanted *= 4) {
+      if (least <= 1) {
+        fill_up(t, k - static_cast<Index>(magnitudes.size()), places, values);
+        predict(prediction, 0, true, false);
+        return true;
+      }
       predicted = false;
-      const Bits least = wanted < tensor.n
-                             ? sampled_threshold(tensor.new_residual, tensor.n, wanted, sample)
-                             : 0;
+      least = 1;
+      if (wanted < tensor.n)
+        least = std::max(least, sampled_threshold(tensor.new_residual, tensor.n, wanted, sample));
       for (auto* chunk = first; chunk != last; ++chunk) {
         chunk->found.candidates.clear();
         loops.search(tensor.new_residual, chunk->start, chunk->stop, least, chunk->found);
@@ -260,9 +278,27 @@ class Selection {
         *values++ = number(candidate.bits);
       }
     }
-    predict(predictions_[t], number(threshold), predicted,
+    predict(prediction, number(threshold), predicted,
             static_cast<Index>(magnitudes.size()) > k + k / 2 + 16);
     return true;
+  }
+
+  // Write all elements that are not zero, which are the candidates, and the first `zeros` others.
+  void fill_up(Index t, Index zeros, Index* places, float* values) {
+    const float* x = tensors_[t].new_residual;
+    for (auto c = first_chunks_[t]; c < first_chunks_[t + 1]; ++c) {
+      const Chunk& chunk = chunks_[c];
+      const auto put = [&](Index i) {
+        *places++ = offsets_[t] + i;
+        *values++ = x[i];
+      };
+      auto next = chunk.found.candidates.begin();
+      for (Index i = chunk.start; zeros && i < chunk.stop; ++i) {
+        put(i);
+        if (magnitude(x[i])) ++next; else --zeros;
+      }
+      for (; next != chunk.found.candidates.end(); ++next) put(chunk.start + next->place);
+    }
   }
 
   static void predict(Prediction& prediction, float now, bool predicted, bool too_low) {
@@ -326,6 +362,8 @@ py::array_t<bool> add_up(const Array<Index>& addresses, const std::vector<Index>
     offsets.push_back(elements);
     elements += n;
   }
+  std::vector<float*> results;
+  for (Index t = 0; t < count; ++t) results.push_back(floats_at(addresses.data()[t], sizes[t] > 0));
   std::vector<Entries> ranks;
   for (std::size_t r = 0; r < indices.size(); ++r) {
     ranks.push_back({indices[r].data(), values[r].data(), indices[r].size()});
@@ -337,11 +375,10 @@ py::array_t<bool> add_up(const Array<Index>& addresses, const std::vector<Index>
   }
   py::array_t<bool> finite(count);
   auto* good = finite.mutable_data();
-  const Index* at = addresses.data();
   {
     py::gil_scoped_release release;
     parallel(count, elements > kChunk ? threads : 1, [&](Index t) {
-      auto* out = reinterpret_cast<float*>(at[t]);
+      float* const out = results[t];
       std::memset(out, 0, sizes[t] * sizeof(float));
       std::vector<Entries> own;
       Bits largest = 0;
@@ -400,29 +437,40 @@ py::tuple merge(const std::vector<Array<Index>>& indices, const std::vector<Arra
 
 // -- Rice codes -----------------------------------------------------------------------------------
 
+// Unsigned, since sums of gaps that no tensor has would overflow.
+std::uint64_t checked(Index gap) {
+  if (gap < 0) throw std::invalid_argument("indices must be ascending");
+  return static_cast<std::uint64_t>(gap);
+}
+
 Index quotients(const Array<Index>& gaps, int b) {
+  if (b < 0 || b > 48) throw std::invalid_argument("b must be from 0 to 48");
   const Index* gap = gaps.data();
-  Index total = 0;
-  for (Index i = 0; i < gaps.size(); ++i) total += gap[i] >> b;
-  return total;
+  std::uint64_t total = 0;
+  for (Index i = 0; i < gaps.size(); ++i) total += checked(gap[i]) >> b;
+  return static_cast<Index>(total);
 }
 
 void rice_pack(const Array<Index>& gaps, int b, Array<std::uint8_t>& out) {
   const Index count = gaps.size(), split = (count * b + 7) / 8;
-  if (b < 0 || b > 48 || out.size() < split + (quotients(gaps, b) + count + 7) / 8)
-    throw std::invalid_argument("no room for the code");
+  const auto fits = [](bool fits) {
+    if (!fits) throw std::invalid_argument("no room for the code");
+  };
+  fits(b >= 0 && b <= 48 && out.size() >= split);
   const Index* gap = gaps.data();
   std::uint8_t* fields = out.mutable_data();
   std::uint8_t* unary = fields + split;
-  std::uint64_t waiting = 0;
+  const std::uint64_t room = 8 * static_cast<std::uint64_t>(out.size() - split);
+  std::uint64_t waiting = 0, place = 0;
   int bits = 0;
-  Index place = -1;
   for (Index i = 0; i < count; ++i) {
-    if (gap[i] < 0) throw std::invalid_argument("indices must be ascending");
-    waiting |= (static_cast<std::uint64_t>(gap[i]) & ((std::uint64_t{1} << b) - 1)) << bits;
+    const std::uint64_t own = checked(gap[i]);
+    waiting |= (own & ((std::uint64_t{1} << b) - 1)) << bits;
     for (bits += b; bits >= 8; bits -= 8, waiting >>= 8) *fields++ = waiting & 0xff;
-    place += (gap[i] >> b) + 1;
+    place += own >> b;
+    fits(place < room);
     unary[place / 8] |= 1 << place % 8;
+    ++place;
   }
   if (bits) *fields = waiting & 0xff;
 }
@@ -434,7 +482,7 @@ Array<Index> rice_unpack(const Array<std::uint8_t>& code, Index count, int b, In
   const auto wrong = [&] {
     return std::invalid_argument("packed indices that are not " + std::to_string(count));
   };
-  if (size < split) throw wrong();
+  if (size < split || count > 8 * (size - split)) throw wrong();
   const std::uint8_t *fields = code.data(), *unary = fields + split;
   const Index words = size - split;
   Array<Index> indices(count);
@@ -475,16 +523,14 @@ py::tuple index_bits(const Array<Index>& gaps, int b) {
   if (b < 1 || b > 47) throw std::invalid_argument("b must have neighbours");
   const Index* gap = gaps.data();
   const Index count = gaps.size();
-  Index below = 0, at = 0, above = 0;
-  for (Index i = 0; i < count; ++i) {
-    below += gap[i] >> (b - 1);
-    at += gap[i] >> b;
-    above += gap[i] >> (b + 1);
-  }
+  std::uint64_t below = 0, at = 0, above = 0;
   Index lengths[64] = {};
   for (Index i = 0; i < count; ++i) {
-    if (gap[i] < 0) throw std::invalid_argument("indices must be ascending");
-    ++lengths[log2_of(gap[i] + 1)];
+    const std::uint64_t own = checked(gap[i]);
+    below += own >> (b - 1);
+    at += own >> b;
+    above += own >> (b + 1);
+    ++lengths[log2_of(own + 1)];
   }
   Index gamma = 0, delta = 0;
   for (int length = 0; length < 64; ++length) {
@@ -554,8 +600,7 @@ void elias_pack(const Array<Index>& gaps, bool nested, Array<std::uint8_t>& out)
   const Index count = gaps.size();
   Index unary = count, inner = 0, outer = 0;
   for (Index i = 0; i < count; ++i) {
-    if (gap[i] < 0) throw std::invalid_argument("indices must be ascending");
-    const int length = log2_of(gap[i] + 1), width = nested ? log2_of(length + 1) : length;
+    const int length = log2_of(checked(gap[i]) + 1), width = nested ? log2_of(length + 1) : length;
     unary += width;
     inner += nested ? width : 0;
     outer += length;
@@ -565,10 +610,11 @@ void elias_pack(const Array<Index>& gaps, bool nested, Array<std::uint8_t>& out)
   BitWriter first(out.mutable_data()), lengths(out.mutable_data() + second),
       fields(out.mutable_data() + third);
   for (Index i = 0; i < count; ++i) {
-    const int length = log2_of(gap[i] + 1), width = nested ? log2_of(length + 1) : length;
+    const std::uint64_t own = checked(gap[i]) + 1;
+    const int length = log2_of(own), width = nested ? log2_of(length + 1) : length;
     first.put(std::uint64_t{1} << width, width + 1);
     if (nested) lengths.put(length + 1, width);
-    fields.put(gap[i] + 1, length);
+    fields.put(own, length);
   }
   first.finish();
   lengths.finish();
@@ -616,7 +662,7 @@ void stream(const Array<Index>& addresses, const std::vector<Index>& sizes, int 
     throw std::invalid_argument("addresses of three arrays of each tensor");
   py::gil_scoped_release release;
   for (std::size_t t = 0; t < sizes.size(); ++t) {
-    const auto at = [&](int i) { return reinterpret_cast<float*>(*addresses.data(t, i)); };
+    const auto at = [&](int i) { return floats_at(*addresses.data(t, i)); };
     const float* __restrict g = at(0);
     float* __restrict u = at(1);
     float* __restrict v = at(2);
@@ -637,6 +683,7 @@ void add_halves(py::module_& m);  // of halves.cpp
 void add_plans(py::module_& m);   // of plans.cpp
 
 PYBIND11_MODULE(native, m) {
+  m.attr("INTERFACE") = kInterface;
   py::class_<Selection>(m, "Selection")
       .def(py::init<const std::vector<Index>&, const std::vector<Index>&>())
       .def("accumulate", &Selection::accumulate)
@@ -645,9 +692,9 @@ PYBIND11_MODULE(native, m) {
   m.def("merge", merge);
   m.def("quotients", quotients);
   m.def("index_bits", index_bits);
-  m.def("elias_pack", elias_pack);
+  m.def("elias_pack", elias_pack, py::arg(), py::arg(), py::arg().noconvert());
   m.def("elias_unpack", elias_unpack);
-  m.def("rice_pack", rice_pack);
+  m.def("rice_pack", rice_pack, py::arg(), py::arg(), py::arg().noconvert());
   m.def("rice_unpack", rice_unpack);
   m.def("stream", stream);
   auto codecs = m.def_submodule("codecs");

@@ -34,9 +34,10 @@ class Program {
  public:
   Program(const std::vector<Address>& functions, Address byte, std::size_t handle,
           std::size_t status)
-      : handle_(handle), status_(status), byte_(read<void*>(byte, handle)) {
-    if (functions.size() != 3 || handle == 0 || handle > sizeof(void*) || status == 0)
+      : handle_(handle), status_(status) {
+    if (functions.size() != 3 || !byte || handle == 0 || handle > sizeof byte_ || status == 0)
       throw std::invalid_argument("MPI_Startall, MPI_Testall, MPI_Get_count, and sizes of handles");
+    std::memcpy(&byte_, reinterpret_cast<const void*>(byte), handle);
     mpi_.startall = function_at<decltype(mpi_.startall)>(functions[0]);
     mpi_.testall = function_at<decltype(mpi_.testall)>(functions[1]);
     mpi_.get_count = function_at<decltype(mpi_.get_count)>(functions[2]);
@@ -106,13 +107,6 @@ class Program {
     int count = 0, itemsize = 0;
   };
 
-  template <class T>
-  static T read(Address from, std::size_t bytes) {
-    T value{};
-    std::memcpy(&value, reinterpret_cast<const void*>(from), std::min(bytes, sizeof value));
-    return value;
-  }
-
   std::vector<char> handles_of(const std::vector<Address>& requests) const {
     std::vector<char> handles(handle_ * requests.size());
     for (std::size_t i = 0; i < requests.size(); ++i)
@@ -172,14 +166,14 @@ class Program {
     if (y)
       // Of two NaNs the first is left, as in NumPy; a compiler may take the operands in any order.
       for (Index i = 0; i < step.n; ++i) out[i] = x[i] != x[i] ? x[i] + T(0) : x[i] + y[i];
-    else if (x != out)
+    else if (x != out && step.n)
       std::memmove(out, x, static_cast<std::size_t>(step.n) * sizeof(T));
     if (step.by != 1)
       for (Index i = 0; i < step.n; ++i) out[i] /= static_cast<T>(step.by);
   }
 
   std::size_t handle_, status_;
-  void* byte_;
+  void* byte_ = nullptr;  // the datatype
   Functions mpi_{};
   std::vector<Step> steps_;
   bool failed_ = false;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.nodes import nodes_of
 from hvd_compress.parameter_server.elastic import ElasticCentre, check_elastic, moved
 from hvd_compress.parameter_server.leaders import LeaderLink, LeaderRules, LeaderServer
+from hvd_compress.parameter_server.pieces import is_finite
 from hvd_compress.training.groups import Groups, groups_of
 
 Arrays = dict[str, np.ndarray]
@@ -39,6 +41,8 @@ class AsynchronousLeaderSGD(Serving):
 
     Attributes:
         parameters, is_server, rank, size: as of :class:`.ParameterServer`.
+        recovered: whether the parameters of the last step had NaN or Inf, and those that were
+            returned are a leader's.
         bytes_sent, bytes_received: of this worker's messages.
     """
 
@@ -86,7 +90,13 @@ class AsynchronousLeaderSGD(Serving):
         self._wait(until_end=False)
         if not link.is_over:
             self.parameters = link.pulled(parameters)
+            if self.recovered:
+                _warn("those of its leader")
         return self.parameters
+
+    @property
+    def recovered(self) -> bool:
+        return self._links[0].recovered
 
     @property
     def bytes_sent(self) -> int:
@@ -109,7 +119,8 @@ class AsynchronousEASGD(ParameterServer):
         x = x - alpha (x - c)        c = c + alpha (x - c), with the old x and c
 
     Behind the statement ``parameters`` are the centre, on all ranks.  With Nesterov momentum in the
-    local steps this is asynchronous EAMSGD.
+    local steps this is asynchronous EAMSGD.  A worker that meets the centre with NaN or Inf goes on
+    from there, with a warning, and ``recovered`` says so.
 
     Args:
         parameters: arrays by name; all ranks begin with those of rank 0, as the centre does.
@@ -132,15 +143,28 @@ class AsynchronousEASGD(ParameterServer):
         super().__init__(parameters, ElasticCentre(alpha), mode="async", **options)
         self.sync_every, self.alpha = sync_every, alpha
         self._steps = 0
+        self.recovered = False
 
     def step(self, parameters: Mapping[str, np.ndarray], loss: float | None = None) -> Arrays:  # type: ignore[override]
         """Take over the parameters after a local step, meet the centre if that is due, and return
         those to go on with."""
         self._steps += 1
-        own = {name: np.array(x) for name, x in parameters.items()}
+        own, self.recovered = {name: np.array(x) for name, x in parameters.items()}, False
         if self._steps % self.sync_every == 0:
+            self.recovered = not is_finite(own)
             centre = super().step(own)
-            if not self.is_over and self.taken:
+            if self.recovered:
+                own = centre
+                _warn("the centre")
+            elif not self.is_over and self.taken:
                 own = {name: moved(x, centre[name], self.alpha) for name, x in own.items()}
         self.parameters = own
         return own
+
+
+def _warn(whither: str) -> None:
+    warnings.warn(
+        f"NaN or Inf in the parameters of this worker: it goes on from {whither}",
+        RuntimeWarning,
+        stacklevel=3,
+    )

@@ -15,7 +15,7 @@ from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.parameter_server.learned import ends_of
 from hvd_compress.parameter_server.link import Link
 from hvd_compress.parameter_server.optimizers import ServerOptimizer, SGDServer
-from hvd_compress.parameter_server.pieces import joined, pieces_of, taken_from
+from hvd_compress.parameter_server.pieces import gradients_of, joined, pieces_of, taken_from
 from hvd_compress.parameter_server.rules import Rules
 
 
@@ -37,8 +37,8 @@ class ParameterServer(Serving):
             0, whose values all ranks get.
         optimizer: steps on the servers' pieces.
         servers: how many ranks serve.
-        worker_timeout: seconds without a gradient after which servers do without a worker; less
-            than the time-out of ``comm``.
+        worker_timeout: seconds for which the others wait for a worker that sends nothing, or go on
+            without it; a pause of all workers may be longer.
         seed: of random numbers of compressions.
         momentum, nesterov: for compressions that take momentum over; ``optimizer`` has none then.
         comm: the ranks; ``None`` for all.
@@ -114,12 +114,13 @@ class ParameterServer(Serving):
         self.epoch = float(epoch)
 
     def step(
-        self, gradients: Mapping[str, np.ndarray], rates: Sequence[float] = ()
+        self, gradients: Mapping[str, np.ndarray | None], rates: Sequence[float] = ()
     ) -> dict[str, np.ndarray]:
         """Send gradients by name, wait until this worker may go on, and return the parameters.
 
         Args:
-            gradients: those at ``parameters``.
+            gradients: those at ``parameters``; ``None`` for a parameter that has none, which stays
+                as it is if no worker has one.
             rates: the learning rate of each group of parameters; none for the optimizer's own.
 
         Raises:
@@ -130,8 +131,13 @@ class ParameterServer(Serving):
             raise ConfigError("a server takes no steps: loop over worker.batches(data)")
         if self.is_over:
             raise ConfigError("the servers have ended: loop over worker.batches(data)")
+        if gradients.keys() != self.parameters.keys():
+            raise ConfigError(
+                f"gradients of {sorted(gradients)}, not of {sorted(self.parameters)}; None stands "
+                "for one that is not there"
+            )
         for server, link in enumerate(self._links):
-            frame = link.push(taken_from(gradients, self._pieces[server]), rates, self.epoch)
+            frame = link.push(gradients_of(gradients, self._pieces[server]), rates, self.epoch)
             self._box.send(frame, server)
         self._wait(until_end=False)
         self._assemble()

@@ -18,6 +18,7 @@ from hvd_compress.errors import CollectiveTimeout, ConfigError
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.mailbox import Mailbox
 from hvd_compress.parameter_server.messages import Kind, Message, encode
+from hvd_compress.parameter_server.patience import Patience
 from hvd_compress.parameter_server.server import Reply, ServerStats
 
 logger = logging.getLogger("hvd_compress")
@@ -63,7 +64,8 @@ class Serving:
     Args:
         ranks: all of them.
         servers: how many serve.
-        worker_timeout: seconds after which servers do without a silent worker.
+        worker_timeout: seconds after which others go on without a silent worker; see
+            :class:`hvd_compress.parameter_server.patience.Patience`.
     """
 
     _server: ServerEnd
@@ -76,11 +78,8 @@ class Serving:
                 f"servers={servers!r} of {ranks.size} ranks: there must be a server and a worker, "
                 "as with mpirun -np 5 and servers=1"
             )
-        if not is_number(worker_timeout) or not 0 < worker_timeout < ranks.timeout:
-            raise ConfigError(
-                f"worker_timeout={worker_timeout!r} must be seconds, more than 0 and less than the "
-                f"{ranks.timeout:g} after which workers give a server up (HVD_COMPRESS_TIMEOUT)"
-            )
+        if not is_number(worker_timeout) or not worker_timeout > 0:
+            raise ConfigError(f"worker_timeout={worker_timeout!r} must be seconds, more than 0")
         self.comm, self.servers = ranks.duplicate(), servers
         self.worker_timeout = float(worker_timeout)
         self.is_server = ranks.rank < servers
@@ -143,36 +142,35 @@ class Serving:
     # -- servers ------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        server, timeout = self._server, self.worker_timeout
-        now = time.monotonic()
-        asked = dict.fromkeys(range(self.size), now)  # when a worker was last replied to
-        beat = now
+        server = self._server
+        beat = time.monotonic()
+        everyone = range(self.size)
+        patience = Patience(everyone, self.worker_timeout, self.comm.timeout, beat)
         while not server.is_over:
             frames = self._box.arrived()
             for rank, frame in frames:
                 if rank < self.servers:  # has ended before this one
                     self._links[rank].receive(frame)
                     continue
-                for worker, reply in server.receive(rank - self.servers, frame):
-                    self._box.send(reply, worker + self.servers)
-                    asked[worker] = time.monotonic()
+                worker = rank - self.servers
+                patience.heard(worker, server.active, server.waiting, time.monotonic())
+                self._reply(server.receive(worker, frame), patience)
+                if worker not in server.active:
+                    patience.left(time.monotonic())
             now = time.monotonic()
-            for worker in sorted(server.active - server.waiting.keys()):
-                if now - asked[worker] > timeout:
-                    logger.warning(
-                        "worker %d has sent nothing for %g s: the others go on without it "
-                        "(worker_timeout= says how long they wait)",
-                        worker,
-                        timeout,
-                    )
-                    for other, reply in server.lose(worker):
-                        self._box.send(reply, other + self.servers)
-                        asked[other] = now
+            for worker, seconds in patience.lost(server.active, server.waiting, now).items():
+                logger.warning(
+                    "worker %d has sent nothing for %.1f s: the others go on without it "
+                    "(worker_timeout= says how long they wait)",
+                    worker,
+                    seconds,
+                )
+                self._reply(server.lose(worker), patience)
             if now - beat > self.comm.timeout / 10:
                 beat = now
                 frame = encode(Message(Kind.BEAT), self._tag)
                 lost = server.stats.lost
-                for worker in {*range(self.size)} - server.active | server.waiting.keys():
+                for worker in {*everyone} - server.active | server.waiting.keys():
                     if worker not in lost:
                         self._box.send(frame, worker + self.servers)
             if not frames:
@@ -181,6 +179,11 @@ class Serving:
             if rank != self.comm.rank:
                 self._box.send(server.end(), rank)
         self._links[self.comm.rank].receive(server.end())
+
+    def _reply(self, replies: Iterable[Reply], patience: Patience) -> None:
+        for worker, reply in replies:
+            self._box.send(reply, worker + self.servers)
+            patience.replied(worker, time.monotonic())
 
     # -- begin and end ------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import numpy as np
 from hvd_compress.config import Configurable, converted
 from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.parameter_server.messages import Kind, Message, decode, encode
-from hvd_compress.parameter_server.pieces import Arrays
+from hvd_compress.parameter_server.pieces import Arrays, is_finite
 from hvd_compress.parameter_server.server import Reply, ServerStats
 from hvd_compress.training.base import check_between, check_whole
 from hvd_compress.training.groups import Groups, checked_groups, groups_of
@@ -194,7 +194,7 @@ class LeaderServer:
         without an error, and the statistics.  Workers with a NaN or Inf are left out, and counted.
         If nobody is left, the last leader's parameters stand for the mean."""
         everyone = [own for _, own in sorted(self._last.items())]
-        found = [own for own in everyone if all(np.isfinite(x).all() for x in own.values())]
+        found = [own for own in everyone if is_finite(own)]
         self.stats.non_finite += len(everyone) - len(found)
         if not found and self._leader:
             last = max(self._leader.values(), key=lambda leader: leader.number)
@@ -267,6 +267,7 @@ class LeaderLink:
     Attributes:
         answer: never any, since the server asks nothing but reports.
         leaders: the last leaders' parameters that this worker knows and is pulled to, by role.
+        recovered: whether the last parameters had NaN or Inf, and were left for a leader's.
         stats: the server's statistics, when all is over; then ``parameters`` are the mean.
     """
 
@@ -279,6 +280,7 @@ class LeaderLink:
         self.leaders: dict[Role, Arrays] = {}
         self.stats: ServerStats | None = None
         self._asked = self._news = Role.NONE
+        self.recovered = False
         self.bytes_sent = self.bytes_received = 0
 
     @property
@@ -323,7 +325,14 @@ class LeaderLink:
         return True
 
     def pulled(self, parameters: Mapping[str, np.ndarray]) -> Arrays:
-        """Return the parameters after the pulls to the leaders."""
+        """Return the parameters after the pulls to the leaders.  With NaN or Inf in them they are
+        those of a leader that is new."""
+        self.recovered = False
+        if self._news and not is_finite(parameters):
+            for role in _each(self._news):
+                if is_finite(self.leaders[role]):
+                    self.recovered = True
+                    return {name: x.copy() for name, x in self.leaders[role].items()}
         found = dict(parameters)
         for role, (pull, drift) in self._rules.pulls.items():
             far = pull if role in self._news else drift

@@ -30,7 +30,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +68,7 @@ def ends_of(rules: Rules, workers: int) -> tuple[type[Server], type[Link]]:
     Raises:
         ConfigError: there are too few workers.
     """
+    rules.check_workers(workers)
     if not isinstance(rules.compression, LGC):
         return Server, Link
     if workers < 2:
@@ -184,6 +185,16 @@ class LearnedLink(Link):
             (True, True): chain(*whole, via=via),
             (False, True): chain(*whole[:-1], via=via),
         }
+
+    def push(
+        self,
+        gradients: Mapping[str, np.ndarray],
+        rates: Sequence[float] = (),
+        epoch: float | None = None,
+    ) -> np.ndarray:
+        """See :class:`Link`; tensors are coded together, so one without gradient sends zeros."""
+        zeros = {n: np.zeros_like(x) for n, x in self.parameters.items() if n not in gradients}
+        return super().push({**gradients, **zeros}, rates, epoch)
 
     def _encoded(self, gradients: Arrays, epoch: float) -> list[np.ndarray]:
         layout, step = self._layout, self._pushes
@@ -316,7 +327,12 @@ class LearnedServer(Server):
     # -- first half of a step -----------------------------------------------------------------
 
     def _decoded(
-        self, worker: int, parts: Iterator[np.ndarray], number: int, sender: str
+        self,
+        worker: int,
+        parts: Iterator[np.ndarray],
+        names: Sequence[str],
+        number: int,
+        sender: str,
     ) -> _Push | None:
         layout, found = self._layout, list(parts)
         if worker not in self.active or self._base[worker] != self._version:
@@ -324,7 +340,7 @@ class LearnedServer(Server):
         if not found:
             return None
         is_whole = self.phase is Phase.WHOLE
-        names = list(self.parameters) if is_whole else layout.whole
+        names = names if is_whole else layout.whole
         is_common = worker == self.common and not is_whole
         if len(found) != len(names) + (not is_whole) + is_common * (1 + self._codes):
             raise PayloadError(f"bad payload from {sender}: {len(found)} parts of a gradient")

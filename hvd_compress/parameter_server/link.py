@@ -66,7 +66,8 @@ class Link:
         rates: Sequence[float] = (),
         epoch: float | None = None,
     ) -> np.ndarray:
-        """Return the frame of a gradient, by the names of the pieces.
+        """Return the frame of a gradient, by the names of the pieces; one that is left out has no
+        gradient.
 
         Args:
             rates: the learning rate of each group of parameters; none for the server's own.
@@ -74,14 +75,16 @@ class Link:
         """
         if self._pending is not None:
             raise ConfigError("a gradient is under way: wait for the reply before the next one")
-        if gradients.keys() != self.parameters.keys():
+        if not gradients.keys() <= self.parameters.keys():
             raise ConfigError(f"gradients of {sorted(gradients)}, not {sorted(self.parameters)}")
         known = math.nan if epoch is None else float(epoch)
-        ordered = {name: gradients[name] for name in self.parameters}
-        head = np.array([known, *rates]).view(np.uint8)
-        parts = [head, *self._encoded(ordered, known)]
+        ordered = {name: gradients[name] for name in self.parameters if name in gradients}
+        parts = [np.array([known, *rates]).view(np.uint8)]
+        if is_partial := len(ordered) < len(self.parameters):
+            parts.append(np.array([name in ordered for name in self.parameters], np.uint8))
+        parts += self._encoded(ordered, known)
         self._pushes += 1
-        return self._sent(Message(Kind.PUSH, number=self._pushes - 1, parts=parts))
+        return self._sent(Message(Kind.PUSH, int(is_partial), self._pushes - 1, parts))
 
     def _encoded(self, gradients: Arrays, epoch: float) -> list[np.ndarray]:
         encoded = self._up.encode(gradients, self.states, self._pushes, epoch)
@@ -125,7 +128,7 @@ class Link:
             self.parameters = self._whole(parts)
         self.taken = bool(message.flag)
         if self._pending is not None and self.taken:
-            self.states = self._pending
+            self.states = {**self.states, **self._pending}
         self._pending = None
         return True
 

@@ -34,7 +34,8 @@ _FIXED = START + 8
 class Kind(enum.IntEnum):
     """What a message is."""
 
-    PUSH = 1  # a gradient, from a worker
+    # A gradient, from a worker; flag 1: its second part says which pieces have one
+    PUSH = 1
     LEAVE = 2  # the worker sends no more; flag 1: because of an error
     PARAMETERS = 3  # the reply; flag 1: the gradient was taken
     END = 4  # all workers have left: the last parameters and the server's statistics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,8 +23,9 @@ class ServerOptimizer(Protocol):
         rates: Sequence[float],
         scale: float = 1.0,
     ) -> None:
-        """Change ``parameters`` in place.  ``rates`` are the worker's learning rates, one for each
-        group of parameters; none means the optimizer's own.  They are multiplied by ``scale``."""
+        """Change ``parameters`` in place, those that have a gradient.  ``rates`` are the worker's
+        learning rates, one for each group of parameters; none means the optimizer's own.  They are
+        multiplied by ``scale``."""
 
 
 @dataclasses.dataclass
@@ -85,7 +87,7 @@ class AdamServer:
         if len(self.betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in self.betas):
             raise ConfigError(f"betas must be two numbers in [0, 1); got {self.betas!r}")
         self._moments: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        self._steps = 0
+        self._steps = Counter[str]()  # a parameter without gradient takes none
 
     def step(
         self,
@@ -94,18 +96,18 @@ class AdamServer:
         rates: Sequence[float],
         scale: float = 1.0,
     ) -> None:
-        self._steps += 1
         lr = scale * (rates[0] if rates else self.lr)
         one, two = self.betas
         for name, g in gradients.items():
-            x = parameters[name]
+            self._steps[name] += 1
+            x, steps = parameters[name], self._steps[name]
             if self.weight_decay:
                 g = g + self.weight_decay * x
             m, v = self._moments.get(name, (np.zeros_like(x), np.zeros_like(x)))
             m, v = one * m + (1 - one) * g, two * v + (1 - two) * g * g
             self._moments[name] = m, v
-            root = np.sqrt(v / (1 - two**self._steps)) + self.eps
-            x -= lr / (1 - one**self._steps) * m / root
+            root = np.sqrt(v / (1 - two**steps)) + self.eps
+            x -= lr / (1 - one**steps) * m / root
 
 
 def _check(option: str, value: Any) -> None:

@@ -60,6 +60,17 @@ def taken_from(arrays: Mapping[str, np.ndarray], pieces: Sequence[Piece]) -> Arr
     }
 
 
+def gradients_of(gradients: Mapping[str, np.ndarray | None], pieces: Sequence[Piece]) -> Arrays:
+    """Return the pieces of gradients, by the name of the piece, without those that are ``None``."""
+    there = {name: x for name, x in gradients.items() if x is not None}
+    return taken_from(there, [piece for piece in pieces if piece.tensor in there])
+
+
+def is_finite(arrays: Mapping[str, np.ndarray]) -> bool:
+    """Return whether no element of the arrays is NaN or Inf."""
+    return all(bool(np.isfinite(x).all()) for x in arrays.values())
+
+
 def joined(
     found: Mapping[str, np.ndarray], pieces: Sequence[Piece], into: Mapping[str, np.ndarray]
 ) -> None:

@@ -121,6 +121,14 @@ class Rules(Configurable, kind="parameter server", name="rules"):
                 f"decoders={method.decoders}: a server has one for each worker; leave it out"
             )
 
+    def check_workers(self, workers: int) -> None:
+        """Raise ``ConfigError`` unless the rules work with so many workers."""
+        if self.backup >= workers:
+            raise ConfigError(
+                f"backup={self.backup} of {workers} workers: a step takes a gradient of one at "
+                f"least, so backup can be up to {workers - 1} here"
+            )
+
     @property
     def needs_copies(self) -> bool:
         """Whether the server keeps what each worker knows of the parameters."""

@@ -6,16 +6,17 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvd_compress.base import Compressor
+from hvd_compress.errors import PayloadError
 from hvd_compress.parameter_server.coding import Coder
 from hvd_compress.parameter_server.messages import Kind, Message, decode, encode
 from hvd_compress.parameter_server.optimizers import ServerOptimizer
-from hvd_compress.parameter_server.pieces import Arrays
+from hvd_compress.parameter_server.pieces import Arrays, is_finite
 from hvd_compress.parameter_server.rules import Rules
 
 _DECAY, _EPS = 0.95, 1e-7  # of the adaptive compensation
@@ -148,7 +149,8 @@ class Server:
         self.stats.pushes += 1
         parts = iter(message.parts)
         self._epoch, *rates = next(parts).view("<f8").tolist()
-        gradients = self._decoded(worker, parts, message.number, sender)
+        names = self._named(next(parts, None) if message.flag else None, sender)
+        gradients = self._decoded(worker, parts, names, message.number, sender)
         if gradients is None:
             self.stats.non_finite += 1
         if worker not in self.active:
@@ -159,12 +161,27 @@ class Server:
             self._apply(worker, gradients, rates)
         return self._due()
 
+    def _named(self, mask: np.ndarray | None, sender: str) -> list[str]:
+        """Return the names of the pieces of which a message has a gradient."""
+        names = list(self.parameters)
+        if mask is None:
+            return names
+        if mask.size != len(names):
+            raise PayloadError(f"bad payload from {sender}: {mask.size} marks for {names}")
+        return [name for name, is_there in zip(names, mask, strict=True) if is_there]
+
     def _decoded(
-        self, worker: int, parts: Iterator[np.ndarray], number: int, sender: str
+        self,
+        worker: int,
+        parts: Iterator[np.ndarray],
+        names: Sequence[str],
+        number: int,
+        sender: str,
     ) -> Any | None:
         """Return a worker's gradients, or ``None`` if they are not finite."""
-        found = self._up[worker].decode(parts, self.parameters, number, self._epoch, sender)
-        return found if all(np.isfinite(g).all() for g in found.values()) else None
+        like = {name: self.parameters[name] for name in names}
+        found = self._up[worker].decode(parts, like, number, self._epoch, sender)
+        return found if is_finite(found) else None
 
     def lose(self, worker: int) -> list[Reply]:
         """Do without a worker that was silent too long; if it comes back, it goes on from the
@@ -210,7 +227,8 @@ class Server:
             self._arrived[worker] = gradients, rates
 
     def _step_together(self) -> None:
-        """Step along the mean of what has arrived, added in the order of the workers."""
+        """Step along the mean of what has arrived, added in the order of the workers.  Where some
+        have no gradient it counts as zero, and where nobody has one there is no step."""
         found = [(g, rates) for _, (g, rates) in sorted(self._arrived.items()) if g is not None]
         self._arrived.clear()
         self._version += 1
@@ -219,10 +237,11 @@ class Server:
         self.stats.staleness[0] += len(found)
         mean = {}
         for name in self.parameters:
-            total = found[0][0][name]
-            for other, _ in found[1:]:
-                total = total + other[name]
-            mean[name] = total / len(found)
+            if own := [gradients[name] for gradients, _ in found if name in gradients]:
+                total = own[0]
+                for other in own[1:]:
+                    total = total + other
+                mean[name] = total / len(found)
         self.optimizer.step(self.parameters, mean, found[0][1])
         self.stats.updates += 1
 

@@ -10,12 +10,19 @@ import numpy as np
 from hvd_compress.errors import ConfigError
 from hvd_compress.parameter_server.learned import ends_of
 from hvd_compress.parameter_server.optimizers import ServerOptimizer
-from hvd_compress.parameter_server.pieces import Arrays, joined, pieces_of, taken_from
+from hvd_compress.parameter_server.pieces import (
+    Arrays,
+    gradients_of,
+    joined,
+    pieces_of,
+    taken_from,
+)
 from hvd_compress.parameter_server.rules import Rules
 from hvd_compress.parameter_server.server import Reply, Server
 
-#: ``gradient(worker, parameters, step)``; a worker's steps count from 0
-Gradient = Callable[[int, Arrays, int], Mapping[str, np.ndarray]]
+#: ``gradient(worker, parameters, step)``; a worker's steps count from 0, and ``None`` stands for a
+#: gradient that is not there
+Gradient = Callable[[int, Arrays, int], Mapping[str, np.ndarray | None]]
 
 
 class Simulation:
@@ -94,7 +101,7 @@ class Simulation:
             for server, link, pieces in zip(
                 self.servers, self.links[worker], self._pieces, strict=True
             ):
-                frame = link.push(taken_from(gradients, pieces))
+                frame = link.push(gradients_of(gradients, pieces))
                 self._deliver(server, server.receive(worker, frame))
 
     def leave(self, worker: int) -> None:

@@ -17,8 +17,11 @@ average over the ranks: :class:`Start` and :class:`Finish` send arrays through t
 from __future__ import annotations
 
 import abc
+import zlib
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Collective, Compressor
@@ -51,6 +54,12 @@ class Mean(NamedTuple):
     arrays: Arrays
 
 
+#: what ranks compare when a state begins, by :meth:`TrainingMethod.in_common`
+WEIGHTS_AT_START = (
+    "weights at the start, which have to be made equal before the first step, in PyTorch by "
+    "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+)
+
 Request = Start | Finish | Mean | Collective
 #: returns the parameters and the state
 Steps = Generator[Request, Any, tuple[Arrays, State]]
@@ -68,6 +77,8 @@ class StepContext(NamedTuple):
         lookahead: by name, by how much a parameter is ahead of the point that momentum moves,
             for methods that ask for it (``needs_lookahead``).
         node: the name of this rank's node.
+        like: an array of the kind that messages are made of, for methods that send something even
+            when no parameter is trained.
     """
 
     step: int = 1
@@ -77,6 +88,7 @@ class StepContext(NamedTuple):
     rates: Mapping[str, float] = {}
     lookahead: Mapping[str, Array] = {}
     node: str = ""
+    like: Array = np.empty(0)
 
 
 class TrainingMethod(Configurable, abc.ABC, kind="training"):
@@ -95,6 +107,9 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
     needs_lookahead: ClassVar[bool] = False
     #: the context needs ``rates``, which must be equal on all ranks
     needs_rates: ClassVar[bool] = False
+    #: a rank with NaN or Inf goes back to parameters without, and the local optimizer has to forget
+    #: what has led there
+    recovers: ClassVar[bool] = False
     #: the method of :class:`Start`
     compression: Compressor = NoCompression()
     #: what happens to the local optimizer's state of parameters that the ranks have averaged:
@@ -111,8 +126,21 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
         return
 
     def init(self, parameters: Arrays) -> State:
-        """Return the state of ``parameters`` before their first local step."""
+        """Return the state of ``parameters`` before their first local step; there may be none of
+        them."""
         return {}
+
+    def in_common(self, state: State) -> list[str]:
+        """Return a text with a checksum for each array of the state that must be the same on all
+        ranks."""
+        if self.state_is_own:
+            return []
+        return [
+            f"{name} ({key}) {_checksum(x):08x}"
+            for key, arrays in state.items()
+            if key not in self.per_rank
+            for name, x in arrays.items()
+        ]
 
     def before_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
         """Run between the computation of gradients and the local step."""
@@ -130,11 +158,13 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
 
 
 def as_training_method(method: Any) -> TrainingMethod:
-    """Return a method from an instance, or from a class, which gets its defaults.
+    """Return a method from an instance, or from a class or a function of its name that makes
+    optimizers, which get their defaults.
 
     Raises:
         ConfigError: it is neither.
     """
+    method = getattr(method, "training_method", method)
     if isinstance(method, type) and issubclass(method, TrainingMethod):
         return method()
     if not isinstance(method, TrainingMethod):
@@ -181,6 +211,12 @@ def copied(x: Array) -> Array:
     return backend_of(x).copy(x) if wide is x else wide
 
 
+def apart(x: Array, other: Array) -> Array:
+    """Return ``x`` in the dtype of ``other``, in memory of its own."""
+    found = like(x, other)
+    return backend_of(found).copy(found) if found is x else found
+
+
 def like(x: Array, other: Array) -> Array:
     """Return ``x`` in the dtype of ``other``."""
     return backend_of(x).cast(x, backend_of(other).dtype(other))
@@ -189,3 +225,8 @@ def like(x: Array, other: Array) -> Array:
 def all_finite(arrays: Arrays) -> bool:
     """Return whether no element of the arrays is NaN or Inf."""
     return all(bool(backend_of(x).all_finite(x)) for x in arrays.values())
+
+
+def _checksum(x: Array) -> int:
+    wide = widened(x)  # NumPy has no bfloat16
+    return zlib.crc32(np.ascontiguousarray(backend_of(wide).to_numpy(wide)).tobytes())

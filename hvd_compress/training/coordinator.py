@@ -19,6 +19,7 @@ from hvd_compress.integrations.checkpoints import check_array, entry, refused, s
 from hvd_compress.reducer import Reducer
 from hvd_compress.stats import Record, Stats
 from hvd_compress.training.base import (
+    WEIGHTS_AT_START,
     Arrays,
     Finish,
     Mean,
@@ -80,7 +81,8 @@ class Coordinator:
         self.record = Record()
         self._losses: deque[Any] = deque(maxlen=max(method.loss_window, 1))
         self._reported = 0  # the step whose loss came last
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._start: list[str] | None = None  # of a state that no ranks have compared yet
         self._rates: Mapping[str, float] = {}
         self._lookahead: Mapping[str, Array] = {}
         self._like, self._node = like, socket.gethostname() if node is None else node
@@ -165,7 +167,8 @@ class Coordinator:
             self._arrived = _without(parameters, self._arrived)
         self.state = {key: _without(parameters, arrays) for key, arrays in self.state.items()}
         self.reducer.forget(parameters)
-        self._shapes, self._consolidated = _without(parameters, self._shapes), None
+        self._shapes = _without(parameters, self._shapes or {})
+        self._consolidated = None
         return result
 
     def average(self, arrays: Arrays) -> Arrays:
@@ -205,7 +208,7 @@ class Coordinator:
                         f"{name!r} has shape {shapes[name]}, and {key!r} of the training method "
                         f"{backend_of(own[name]).shape(own[name])}: it is of another model"
                     )
-        self._shapes = shapes
+        self._shapes, self._start = shapes, self.method.in_common(self.state)
 
     def _stepped(self, function: Callable[..., Any], parameters: Arrays) -> Arrays:
         context = StepContext(
@@ -216,6 +219,7 @@ class Coordinator:
             self._rates,
             self._lookahead,
             self._node,
+            self._message_like(),
         )
         result, self.state = self._driven(function(parameters, self.state, context))
         return result
@@ -249,6 +253,7 @@ class Coordinator:
         if isinstance(request, Mean):
             self._agree({"average of": listed(_shapes_of(request.arrays))})
             means = self.reducer.average(request.arrays)
+            self._start = None
             sent = sum(int(x.nbytes) for x in request.arrays.values())
             self.record.bytes_sent += sent
             self.record.bytes_received += sent if self.engine.size > 1 else 0
@@ -261,13 +266,14 @@ class Coordinator:
         )
         self.engine.start("training", alone)
         (reply,) = self.engine.finish()["training"]["training"]
+        self._start = None
         self.record.dense_bytes += self.record.bytes_sent - before
         return reply
 
     def _bring_in(self) -> None:
         """Wait for what is in flight, before the method asks for it."""
         if self._is_under_way and self._arrived is None:
-            self._arrived = self.reducer.finish()
+            self._arrived, self._start = self.reducer.finish(), None
 
     def _agree(self, more: Terms) -> None:
         self.engine.agree({**self.terms(), **more}, self._message_like())
@@ -278,11 +284,13 @@ class Coordinator:
     def terms(self) -> Terms:
         """Return what must be the same on all ranks, as text."""
         rates = sorted(self._rates.items()) if self.method.needs_rates else []
+        starts = {WEIGHTS_AT_START: self._start} if self._start else {}
         return {
             "training": repr(self.method),
             "local step": str(self.step + 1),
             "learning rates": [f"{name} {rate}" for name, rate in rates],
-            "parameters": listed(self._shapes.items()),
+            "parameters": listed((self._shapes or {}).items()),
+            **starts,
         }
 
     # -- checkpoints -------------------------------------------------------------------------
@@ -336,7 +344,7 @@ class Coordinator:
         round."""
         self.reducer.abandon()
         self.reducer.forget(list(self.reducer.states))
-        self.state, self._shapes = {}, {}
+        self.state, self._shapes, self._start = {}, None, None
         self._is_under_way, self._arrived, self._consolidated = False, None, None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -377,7 +385,7 @@ class Coordinator:
         self._losses.clear()
         self._losses.extend(losses if is_own else ())
         self._consolidated = (step, dict(compression)) if is_mean else None
-        self._shapes, self._has_begun = {}, False
+        self._shapes, self._start, self._has_begun = None, None, False
 
     def _checked(self, state_dict: Mapping[str, Any]) -> tuple[State, Arrays | None]:
         state: State = {}
@@ -389,7 +397,7 @@ class Coordinator:
             }
             for name, x in arrays.items():
                 shape = backend_of(x).shape(x)
-                if self._shapes.get(name, shape) != shape:
+                if (self._shapes or {}).get(name, shape) != shape:
                     raise refused(f"{key!r} of {name!r} has shape {shape}")
         arrived = entry(state_dict, "arrived", object)
         if arrived is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Generator
 from typing import Any
 
@@ -19,6 +20,7 @@ from hvd_compress.training.base import (
     Steps,
     TrainingMethod,
     all_finite,
+    apart,
     check_between,
     check_whole,
     checked_compression,
@@ -39,7 +41,10 @@ class EASGD(TrainingMethod, name="easgd"):
     with alpha = beta / P of P ranks, unless it is given.
 
     State: ``centre`` c, the same on all ranks; it is what is tested.  Sent: x_i - c, through the
-    compression.  If a rank has NaN or Inf, nobody moves in this exchange.
+    compression.
+
+    If a rank has NaN or Inf, the exchange is lost with a warning: nobody moves, and that rank goes
+    on from the centre.
 
     Args:
         sync_every: tau, the number of local steps between exchanges.
@@ -53,6 +58,7 @@ class EASGD(TrainingMethod, name="easgd"):
 
     reference = "Zhang, Choromanska, LeCun, NeurIPS 2015"
     acts_before = True
+    recovers = True
 
     sync_every: int = 10
     beta: float = 0.43
@@ -82,6 +88,12 @@ class EASGD(TrainingMethod, name="easgd"):
         yield Start(differences, rounds - 1)
         means = yield Finish()
         if not all_finite(means):
+            warnings.warn(
+                f"NaN or Inf in the parameters of a rank: the exchange of step {context.step} is "
+                "lost, and that rank goes on from the centre",
+                RuntimeWarning,
+                stacklevel=2,
+            )
             return parameters, state
         alpha = self.beta / context.size if self.alpha is None else self.alpha
         moved = {
@@ -89,6 +101,14 @@ class EASGD(TrainingMethod, name="easgd"):
         }
         after = {name: centre[name] + mean * self.beta for name, mean in means.items()}
         return {**parameters, **moved}, {"centre": {**centre, **after}}
+
+    def after_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
+        # The gradients of before the step are NaN, too, so it would have led there again.
+        if context.step % self.sync_every == 0 and not all_finite(parameters):
+            centre = state["centre"]
+            parameters = {name: apart(centre[name], x) for name, x in parameters.items()}
+        return parameters, state
+        yield
 
     def _pulled(self, name: str, x: Array, context: StepContext) -> Array:
         """Return the point that the force acts on."""

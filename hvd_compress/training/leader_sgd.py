@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
+import warnings
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from hvd_compress.training.base import (
     StepContext,
     Steps,
     TrainingMethod,
+    all_finite,
+    apart,
     check_between,
     check_whole,
     like,
@@ -32,11 +35,13 @@ _REPORT = struct.Struct("<dq")  # a rank's loss and its node
 
 
 class Leaders(NamedTuple):
-    """The ranks that lead: all ranks, and the group of this rank."""
+    """The ranks that lead: all ranks, and the group of this rank, which nobody ``is_led`` by if the
+    losses of the whole group are NaN or Inf."""
 
     of_all: int
     of_group: int
     group: tuple[int, ...]
+    is_led: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +55,15 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
 
     where ``local_every`` steps l = ``local_pull`` with the z_j of now, and every ``global_every``
     steps g = ``global_pull`` with the z of now.  In all other steps, l = ``local_drift`` /
-    ``local_every`` and g = ``global_drift`` / ``global_every`` with the last z_j and z known.
+    ``local_every`` and g = ``global_drift`` / ``global_every`` with the last z_j and z known.  A
+    leader is not pulled to itself, neither to what it is nor to what it was when it was chosen.
 
-    State: ``leader`` z, the same on all ranks, and ``group_leader`` z_j.  Sent: 16 bytes by each
+    State: ``leader`` z and ``group_leader`` z_j, but not on these ranks.  Sent: 16 bytes by each
     rank every ``local_every`` steps, and then the parameters of the leaders alone.
 
-    A loss that is NaN or Inf does not lead; if all are, nobody is pulled.  Parameters that are NaN
-    stay so on their rank.  Momentum is left alone.
+    A loss that is NaN or Inf does not lead; if all are, nobody is pulled.  A rank whose parameters
+    are NaN or Inf goes on from those of its leader when there is one, with a warning.  Momentum is
+    left alone.
 
     Args:
         global_every, local_every: the periods; the first is a multiple of the second.
@@ -69,13 +76,15 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
     With one group, and where all ranks are on one node, there is one leader, and both pulls are to
     it: ``local_pull=0, local_drift=0`` is Leader SGD with a single leader.
 
-    Differs from the released code in: pulls and gradient are of the same x, as in the paper's
-    formula; ranks do not send their learning rates.
+    Differs from the released code in: pulls and gradient are of the same x, and a leader is not
+    pulled to its own older parameters, both as in the paper's formula; ranks do not send their
+    learning rates.
     """
 
     reference = "Teng et al., NeurIPS 2019"
-    per_rank = frozenset({"group_leader"})
+    per_rank = frozenset({"leader", "group_leader"})
     acts_before = True
+    recovers = True
 
     global_every: int = 16
     local_every: int = 4
@@ -106,13 +115,17 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
     def loss_window(self) -> int:
         return self.local_every if self.average_over is None else self.average_over
 
+    def check_ranks(self, size: int) -> None:
+        if self.groups is not None:
+            groups_of(self.groups, size)
+
     def before_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
         pulls = {
             "group_leader": self.local_drift / self.local_every,
             "leader": self.global_drift / self.global_every,
         }
         if context.step % self.local_every == 0:
-            payload = _message(self._report(context), next(iter(parameters.values())))
+            payload = _message(self._report(context), next(iter(parameters.values()), context.like))
             reports = yield Gather(payload, equal_sizes=True)
             leaders = self._elected([_read(each) for each in reports], context.rank)
             if leaders is None:
@@ -120,13 +133,16 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
             flat, state = pack(parameters), dict(state)
             if self.local_pull or self.local_drift:
                 found = yield from self._from_group(flat, leaders, context.rank)
-                state["group_leader"] = unpack(found, parameters)
-                pulls["group_leader"] = self.local_pull
+                if leaders.is_led:
+                    leads = leaders.of_group == context.rank
+                    _keep(state, "group_leader", None if leads else unpack(found, parameters))
+                    pulls["group_leader"] = self.local_pull
             if context.step % self.global_every == 0 and (self.global_pull or self.global_drift):
                 found = []
                 for part in flat:
                     found.append((yield Broadcast(part, leaders.of_all)))
-                state["leader"] = unpack(found, parameters)
+                leads = leaders.of_all == context.rank
+                _keep(state, "leader", None if leads else unpack(found, parameters))
                 pulls["leader"] = self.global_pull
         pulls = {key: pull for key, pull in pulls.items() if pull and key in state}
         if not pulls:
@@ -141,6 +157,22 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
             )
             pulled[name] = like(wide - change, x)
         return pulled, state
+
+    def after_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
+        # The gradients of before the step are NaN, too, so it would have led there again.
+        if context.step % self.local_every == 0 and not all_finite(parameters):
+            for key in ("group_leader", "leader"):
+                leader = state.get(key, {})
+                if leader.keys() >= parameters.keys() and all_finite(leader):
+                    warnings.warn(
+                        f"NaN or Inf in the parameters of this rank in step {context.step}: it "
+                        "goes on from those of its leader",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+                    return {name: apart(leader[name], x) for name, x in parameters.items()}, state
+        return parameters, state
+        yield
 
     def _report(self, context: StepContext) -> bytes:
         losses = [float(loss) for loss in context.losses]
@@ -159,7 +191,8 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
             group = tuple(r for r in everyone if reports[r][1] == reports[rank][1])
         else:
             group = next(g for g in groups_of(self.groups, len(reports)) if rank in g)
-        return Leaders(of_all, min(group, key=lambda r: (losses[r], r)), group)
+        of_group = min(group, key=lambda r: (losses[r], r))
+        return Leaders(of_all, of_group, group, losses[of_group] != math.inf)
 
     def _from_group(self, flat: Sequence[Array], leaders: Leaders, rank: int) -> Any:
         """Return the parameters of the group's leader."""
@@ -172,6 +205,14 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
             theirs = yield Neighbors(_bytes(wide), targets, sources)
             found.append(part if leads else like(_values(theirs[0], wide), part))
         return found
+
+
+def _keep(state: State, key: str, leader: Arrays | None) -> None:
+    """Keep the parameters of a leader; ``None``: this rank is the leader."""
+    if leader is None:
+        state.pop(key, None)
+    else:
+        state[key] = leader
 
 
 def pack(arrays: Arrays) -> list[Array]:

@@ -21,6 +21,7 @@ from hvd_compress.training.base import (
     Steps,
     TrainingMethod,
     all_finite,
+    apart,
     copied,
     like,
     widened,
@@ -45,6 +46,8 @@ class Rounds(TrainingMethod):
     back to x0.  So does what the rank has of NaN and Inf in other fragments, which would lead there
     again.
     """
+
+    recovers = True
 
     #: the model is divided into so many parts, each with exchanges of its own
     fragments: int = 1
@@ -114,11 +117,11 @@ class Rounds(TrainingMethod):
                 own = like(anchor, own)
             mixed = anchor + (widened(own) - anchor) * self.mix if self.mix else anchor
             # The anchor must stay as it is when the parameter is changed in place.
-            parameters[name] = _apart(mixed, own) if mixed is anchor else like(mixed, own)
+            parameters[name] = apart(mixed, own) if mixed is anchor else like(mixed, own)
         if is_lost:
             for name in parameters.keys() - means.keys():
                 if not all_finite({name: (own := parameters[name])}):
-                    parameters[name] = _apart(state["anchor"][name], own)
+                    parameters[name] = apart(state["anchor"][name], own)
         return parameters, state
 
     def _names(self, parameters: Arrays, fragment: int) -> list[str]:
@@ -128,20 +131,16 @@ class Rounds(TrainingMethod):
         return names[begin:end]
 
 
-def _apart(anchor: Array, own: Array) -> Array:
-    """Return the anchor like a parameter, in memory of its own."""
-    x = like(anchor, own)
-    return backend_of(own).copy(x) if x is anchor else x
-
-
 def cuts(sizes: Sequence[int], parts: int) -> list[int]:
     """Return where to cut a list of tensors into parts of about equally many elements, none of them
-    empty; the first cut is 0, the last one the length.
+    empty unless there are no tensors; the first cut is 0, the last one the length.
 
     >>> cuts([4, 1, 1, 6], 2)
     [0, 3, 4]
     """
     n = len(sizes)
+    if not n:  # all are frozen
+        return [0] * (parts + 1)
     if n < parts:
         raise ConfigError(f"fragments={parts}: there are only {n} parameters to divide")
     ends = [0, *itertools.accumulate(sizes)]

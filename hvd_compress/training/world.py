@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+from hvd_compress.agreement import differences, encode
 from hvd_compress.base import Broadcast
 from hvd_compress.engines import lockstep
 from hvd_compress.engines.base import payload_bytes
 from hvd_compress.engines.lockstep import reply_to
-from hvd_compress.errors import CompressionError
+from hvd_compress.errors import CompressionError, MismatchError
 from hvd_compress.stats import Record
 from hvd_compress.training.base import (
+    WEIGHTS_AT_START,
     Arrays,
     Finish,
     Mean,
@@ -57,6 +59,7 @@ class World:
         nodes: Sequence[str] | None = None,
         seed: int = 0,
     ) -> None:
+        method.check_ranks(size)
         self.method, self.size = method, size
         self.nodes = [""] * size if nodes is None else list(nodes)
         self.states: list[State] = []
@@ -83,6 +86,7 @@ class World:
         but ``rates`` are in rank order."""
         if not self.states:
             self.states = [self.method.init(own) for own in parameters]
+            self._compare_starts()
         window = self.method.loss_window
         for rank in range(self.size if window else 0):
             if losses is None:
@@ -91,6 +95,11 @@ class World:
         self._known = {"rates": rates or {}}
         ahead = [{}] * self.size if lookahead is None else lookahead
         return self._stepped(self.method.before_step, parameters, ahead)
+
+    def _compare_starts(self) -> None:
+        starts = [self.method.in_common(state) for state in self.states]
+        if any(start != starts[0] for start in starts):
+            raise MismatchError(differences([encode({WEIGHTS_AT_START: own}) for own in starts]))
 
     def after_step(self, parameters: Sequence[Arrays]) -> list[Arrays]:
         """Run what the method does after the local step."""

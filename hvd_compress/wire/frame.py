@@ -212,6 +212,8 @@ def _decode(
     )
     if (magic, version) != (MAGIC, VERSION) or kind not in kinds:
         raise fail(f"no header of a sparse frame, version {VERSION}, at its start")
+    if not is_sealed(frame):
+        raise fail("its checksum does not match")
     plain = index_dtype(n)
     allowed = ("none",) if kind == _DENSE else (plain, "packed")
     if value_code != VALUES[values] or index_code not in [_INDICES[name] for name in allowed]:
@@ -230,8 +232,6 @@ def _decode(
         if frame.size != size:
             raise fail(f"{frame.size} bytes where {size} were expected")
         start = START if kind == _DENSE else START + entries * np.dtype(plain).itemsize
-    if not is_sealed(frame):
-        raise fail("its checksum does not match")
     if length != length_tag(whole):
         raise fail(f"it belongs to a vector that has not the {whole} elements of this rank's")
 

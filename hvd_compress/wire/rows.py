@@ -57,11 +57,11 @@ def decode_rows(
 
     if frame.size < START:
         raise fail(f"{frame.size} bytes are less than a header")
+    if not is_sealed(frame):
+        raise fail("its checksum does not match")
     count = int.from_bytes(frame[8:12].tobytes(), "little")
     if frame.size != padded(count * (8 + row)):
         raise fail(f"{frame.size} bytes where {padded(count * (8 + row))} were expected")
-    if not is_sealed(frame):
-        raise fail("its checksum does not match")
     if frame[: HEADER.size].tobytes() != _header(count, row if count else 0, n):
         raise fail(f"no header of {count} rows of a matrix with {n} rows of {row} bytes")
     start = START + 8 * count

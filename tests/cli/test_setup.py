@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -46,6 +47,23 @@ def test_what_is_no_python_is_said_in_one_line(python):
     assert done.returncode == 2
     line, _ = done.stderr.splitlines()  # the other one is make's
     assert line.startswith(f"setup: error: {python} is no Python that runs: make setup PYTHON=")
+
+
+def test_a_change_of_any_source_of_the_compiled_loops_builds_them_again(tmp_path, monkeypatch):
+    for pattern in make.INPUTS:
+        for file in ROOT.glob(pattern):
+            (tmp_path / file.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, tmp_path / file.relative_to(ROOT))
+    monkeypatch.setattr(make, "ROOT", tmp_path)
+    kernels = Path("hvd_compress/kernels")
+    names = {file.name for kind in ("cpp", "h") for file in (ROOT / kernels).glob(f"*.{kind}")}
+    assert names >= {"native.cpp", "plans.cpp", "common.h"}
+    digests = {make.digest_of_inputs()}
+    for name in (*names, "new.cpp", "new.h"):
+        with (tmp_path / kernels / name).open("a") as source:
+            source.write("// changed\n")
+        digests.add(make.digest_of_inputs())
+    assert len(digests) == len(names) + 3
 
 
 @pytest.mark.parametrize("file", FILES)

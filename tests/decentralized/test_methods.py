@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hvd_compress import ConfigError, from_config
+from hvd_compress.codecs import inceptionn
 from hvd_compress.decentralized import (
     DGD,
     EXTRA,
@@ -302,7 +303,9 @@ def test_numbers_of_ranks_that_cannot_be_are_found_at_once():
         (lambda: ChocoSGD(gamma=0.0), "gamma"),
         (lambda: LEAD(alpha=2.0), "alpha"),
         (lambda: LEAD(gamma=0.0), "gamma"),
-        (lambda: LEAD(codec="topk"), "codec"),
+        (lambda: LEAD(codec="topk"), "codec must be a codec"),
+        (lambda: ChocoSGD(codec="topk"), "codec must be a codec"),
+        (lambda: ChocoSGD(codec=inceptionn()), "of one size"),
         (lambda: LEAD(prox=3), "prox"),
         (lambda: simulate(DGD(), pull, np.zeros((3, 1)), 1, 0.0), "rate"),
         (lambda: simulate(DGD(), pull, np.zeros((3, 1)), -1, 0.1), "steps"),

@@ -173,6 +173,14 @@ def test_threads_change_nothing(codec, threads, monkeypatch):
     assert found[0] == found[1]
 
 
+def test_threads_draw_what_the_generator_does(monkeypatch):
+    monkeypatch.setattr(loops, "threads", lambda: 3)
+    own, theirs = generators(5)
+    out = np.zeros(100_000, np.float32)
+    loops.draw(own, out)
+    np.testing.assert_array_equal(out, theirs.random(out.size, np.float32))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     n=SIZES,

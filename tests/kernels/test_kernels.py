@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,13 +21,19 @@ SPECIAL = np.array(
 
 
 def drawn(random, n, kind):
-    """Elements of one kind: without ties, with many, special ones, all equal."""
+    """Elements of one kind: without ties, with many, few that are not zero, special ones, all
+    equal."""
     if kind == "normal":
         return random.standard_normal(n).astype(np.float32)
     if kind == "ties":
         return random.integers(-2, 3, n).astype(np.float32)
     if kind == "zeros":
         return np.zeros(n, np.float32)
+    if kind == "few":
+        x = random.choice(np.array([0.0, -0.0], np.float32), n)
+        places = random.integers(0, n, 1 + n // 2000)
+        x[places] = random.standard_normal(places.size)
+        return x
     finite = SPECIAL[:8] if kind == "finite" else SPECIAL
     return random.choice(finite, n)
 
@@ -62,19 +71,25 @@ def compiled():
 @settings(max_examples=150, deadline=None)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=4),
-    kind=st.sampled_from(["normal", "ties", "zeros", "finite", "special"]),
+    kinds=st.lists(
+        st.sampled_from(["normal", "ties", "zeros", "few", "finite", "special"]),
+        min_size=1,
+        max_size=4,
+    ),
     momentum=st.sampled_from([None, 0.0, 0.9]),
     nesterov=st.booleans(),
     density=st.sampled_from([0.001, 0.1, 1.0]),
     offset=st.integers(0, 5),
     seed=st.integers(0, 1000),
 )
-def test_selections_are_those_of_numpy(sizes, kind, momentum, nesterov, density, offset, seed):
-    """Over several steps, in which thresholds are predicted."""
+def test_selections_are_those_of_numpy(sizes, kinds, momentum, nesterov, density, offset, seed):
+    """Over several steps, in which thresholds are predicted, and elements are of one kind or
+    another."""
     random = np.random.default_rng(seed)
     counts = [max(1, int(n * density)) for n in sizes]
     fast, plain = kernels.Selection(sizes, counts), reference.Selection(sizes, counts)
-    for _ in range(4):
+    for step in range(4):
+        kind = kinds[step % len(kinds)]
         steps = steps_of(random, sizes, kind, offset, momentum=momentum is not None)
         theirs = copied(steps)
         own = fast.accumulate(steps, momentum, nesterov)
@@ -114,6 +129,27 @@ def test_a_wrong_prediction_changes_nothing(scales, n, seed):
         own = fast.accumulate(steps, None)
         expected = np.sort(np.argsort(-np.abs(gradient), kind="stable")[:k])
         np.testing.assert_array_equal(own.indices, expected)
+
+
+@pytest.mark.parametrize("others", [0, 50])
+def test_zeros_are_never_listed(others):
+    """Neither those of a parameter without gradient, nor those beside fewer others than are sent:
+    a list of all would take many times as long as the search, and its memory is kept."""
+    n, k = 4_000_000, 100
+    gradient, residual, new = (np.full(n, x, np.float32) for x in (0, 0, 7))
+    gradient[1::70_000][:others] = 3
+    selection = kernels.Selection([n], [k])
+    before = resident()
+    for _ in range(2):
+        found = selection.accumulate(Steps.of([(gradient, residual, new)]), None)
+        assert resident() - before < 2 * n
+    expected = np.sort(np.argsort(-gradient, kind="stable")[:k])
+    np.testing.assert_array_equal(found.indices, expected)
+
+
+def resident():
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])

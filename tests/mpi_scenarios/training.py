@@ -24,6 +24,7 @@ from hvd_compress.engines import lockstep
 from hvd_compress.engines.joining import Member, joined
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.stats import Record
+from hvd_compress.training import Coordinator, DiLoCo
 from tests.method_table import ROWS
 from tests.mpi_scenarios.common import assert_same_everywhere, raises, world
 
@@ -299,3 +300,46 @@ def refusals_name_the_way_out() -> None:
         mpi.Reducer("topk", bucket_bytes=0)
     with raises(ConfigError, "set_epoch"):
         mpi.Reducer(DGC(density=warmup_to(0.001, epochs=2))).reduce({"w": np.ones((9, 9))})
+
+
+def _local_steps(coordinator: Coordinator, x: dict[str, np.ndarray], steps: int) -> dict:
+    for _ in range(steps):
+        x = coordinator.before_step(x)
+        change = np.float32(0.1 * (world.rank + 1))
+        x = coordinator.after_step({name: own - change for name, own in x.items()})
+    return x
+
+
+def ranks_of_local_steps_that_begin_apart_are_told() -> None:
+    """Also in what they have loaded; not if they go on from a state that is the same."""
+    if world.size == 1:
+        return  # one rank agrees with itself
+    method, shape = DiLoCo(sync_every=2, fragments=2), (3,)
+    start = {name: np.zeros(shape, np.float32) for name in ("a", "b")}
+
+    def made() -> Coordinator:
+        return Coordinator(method, mpi.MpiEngine())
+
+    apart = {"a": start["a"], "b": start["b"] + world.rank}
+    with raises(MismatchError, "weights at the start", r"rank 1: .*b \(anchor\)"):
+        _local_steps(made(), apart, 2)
+    coordinator = made()
+    x = _local_steps(coordinator, start, 5)
+    saved = coordinator.state_dict()
+    again = made()
+    again.load_state_dict(saved)
+    for one, other in zip(
+        _local_steps(coordinator, x, 4).values(), _local_steps(again, x, 4).values(), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    odd = made()
+    odd.load_state_dict(saved)
+    if world.rank == 1:
+        odd.state["velocity"]["a"] = odd.state["velocity"]["a"] + 1  # that of another run
+    with raises(MismatchError, r"a \(velocity\)"):
+        _local_steps(odd, x, 2)
+    # A rank that has begun anew, alone, is noticed, too.
+    if world.rank == 1:
+        again.restart()
+    with raises(MismatchError, "weights at the start", "nothing"):
+        _local_steps(again, x, 2)

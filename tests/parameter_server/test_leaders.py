@@ -75,6 +75,20 @@ def test_the_leader_is_chosen_by_the_mean_loss_and_nan_does_not_lead():
     assert workers.server.leaders == [1]
 
 
+def test_nan_on_a_worker_ends_with_the_next_leader():
+    workers = Workers([2, 3], **one(2))
+    workers.step(0)
+    workers.x[1] = np.array([np.nan])
+    for worker in (1, 0, 1, 0, 0):
+        workers.step(worker)
+    assert workers.server.leaders == [0]
+    found = workers.step(1)
+    assert workers.links[1].recovered
+    assert found == float(workers.links[0].parameters["x"][0])
+    workers.step(1)
+    assert not workers.links[1].recovered
+
+
 def test_no_leader_where_all_losses_are_nan():
     workers = Workers([1, 2], **one(1), f=lambda x: np.nan)
     for worker in (0, 1, 0, 1, 0):

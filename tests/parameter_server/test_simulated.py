@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import numpy as np
@@ -39,6 +40,71 @@ def value(simulation):
 def everything(simulation):
     """All counters of the first server."""
     return simulation.servers[0].stats
+
+
+# -- gradients that are not there -----------------------------------------------------------------
+
+
+OPTIMIZERS = (
+    SGDServer(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    AdamServer(lr=0.1, weight_decay=0.1),
+)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        Rules(),
+        Rules("async", correction="compensate"),
+        Rules("async", compression="topk:density=1.0", compression_down="topk:density=1.0"),
+    ],
+    ids=["sync", "async", "both-ways"],
+)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_parameter_without_gradient_is_where_it_would_be_without_these_steps(
+    optimizer, rules, servers
+):
+    """Momentum and weight decay do not move it, and moments are those of its own steps."""
+
+    def run(steps, there):
+        def gradient(worker, x, step):
+            return {"a": x["a"], "b": x["b"] + 1 if there(step) else None}
+
+        start = {"a": np.full((3, 2), 2.0), "b": np.full(4, 3.0)}
+        made = lambda: copy.deepcopy(optimizer)  # noqa: E731
+        sim = Simulation(start, gradient, 1, rules, made, servers=servers)
+        sim.run([0] * steps)
+        return sim
+
+    with_gaps, without = run(9, lambda step: step % 3 == 0), run(3, lambda step: True)
+    np.testing.assert_array_equal(with_gaps.parameters["b"], without.parameters["b"])
+    np.testing.assert_array_equal(with_gaps.known(0)["b"], without.parameters["b"])
+    assert (with_gaps.parameters["a"] != without.parameters["a"]).all()
+    sim = run(4, lambda step: False)
+    np.testing.assert_array_equal(sim.parameters["b"], np.full(4, 3.0))
+
+
+def test_a_gradient_that_some_have_counts_as_zero_on_the_others():
+    sim = one_number(Rules(), gradient=lambda worker, x, step: {"x": [x["x"], None][worker]})
+    sim.run([0, 1])
+    assert value(sim) == pytest.approx(1 - 0.1 / 2)
+    assert everything(sim).updates == 1
+
+
+def test_marks_of_another_model_are_noticed():
+    rules = Rules()
+    start = {name: np.ones(2) for name in "abc"}
+    server, link = Server(start, SGDServer(), [0], rules), Link({"a": np.ones(2)}, 0, rules)
+    with pytest.raises(PayloadError, match="1 marks for"):
+        server.receive(0, link.push({}))
+
+
+def test_more_backup_workers_than_workers():
+    with pytest.raises(ConfigError, match=r"backup=7 of 2 workers.*up to 1 here"):
+        one_number(Rules(backup=7))
+    with pytest.raises(ConfigError, match="backup=1 of 1 workers"):
+        one_number(Rules(backup=1), workers=1)
 
 
 # -- modes, by hand ----------------------------------------------------------------------------

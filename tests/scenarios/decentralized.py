@@ -143,7 +143,7 @@ def options_of_gradients_are_refused() -> None:
     with raises(ConfigError, "no training method", "ExactDiffusion"):
         distributed("exact_diffusion", model)
     with raises(ConfigError, "no training method"):
-        distributed(hvd.LocalSGD, model)  # which takes an optimizer
+        distributed(hvd.LARS, model)  # a class of another kind
     with raises(UnsupportedError, "LBFGS"):
         distributed(hvd.Diffusion, model, torch.optim.LBFGS(model.parameters()))
     with raises(ConfigError, "rows=7"):

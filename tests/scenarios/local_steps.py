@@ -29,6 +29,12 @@ def _wrapped(method: training.TrainingMethod, model: Any, inner: Any = None, **o
     return hvd.local_steps(inner, method, named_parameters=model.named_parameters(), **options)
 
 
+def _through(method: Any, model: Any) -> Any:
+    """``DistributedOptimizer(method=...)``, which is the same door."""
+    inner = sgd(model, **NESTEROV)
+    return hvd.DistributedOptimizer(inner, model.named_parameters(), method=method)
+
+
 def _reference(method: training.TrainingMethod, steps: int, make: Callable[..., Any]) -> list[Any]:
     """The models of all ranks, trained in this process by plain optimizers and the lockstep
     world."""
@@ -310,10 +316,9 @@ def a_checkpoint_of_one_rank_serves_all() -> None:
     model, other = make_model(), make_model(seed=1)
     optimizer = _wrapped(method, model)
     _train(model, optimizer, range(9))
-    if hvd.size() > 1:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            optimizer.consolidate_state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.consolidate_state_dict()
     again = _wrapped(method, other)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -328,8 +333,6 @@ def a_checkpoint_of_one_rank_serves_all() -> None:
 
 
 def a_checkpoint_is_not_saved_in_the_middle_of_an_exchange() -> None:
-    if hvd.size() == 1:
-        return  # alone, nothing is under way
     model = make_model()
     optimizer = _wrapped(training.DiLoCo(sync_every=4, delay=2), model)
     _train(model, optimizer, range(4))
@@ -369,6 +372,105 @@ def statistics_of_batch_norm_are_those_of_all_data() -> None:
     spread = used.mean(1).var(0, unbiased=False)
     torch.testing.assert_close(model[0].running_var, used.var(1).mean(0) + spread)
     assert_same_everywhere([model[0].running_mean, model[0].running_var])
+
+
+def methods_of_both_doors_are_the_same() -> None:
+    found = []
+    for make in (
+        lambda model: hvd.LocalSGD(sgd(model, **NESTEROV), sync_every=2),
+        lambda model: _through(hvd.LocalSGD(sync_every=2), model),
+        lambda model: _through(hvd.DiLoCo, model),
+        lambda model: hvd.local_steps(sgd(model, **NESTEROV), hvd.DiLoCo),
+    ):
+        model = make_model()
+        optimizer = make(model)
+        _train(model, optimizer, range(3))
+        found.append([optimizer.training.method, *(p.detach() for p in model.parameters())])
+    assert found[1][0] == training.LocalSGD(sync_every=2)
+    assert found[3][0] == training.DiLoCo()
+    for one, other in (found[:2], found[2:]):
+        assert one[0] == other[0]
+        assert all(torch.equal(p, q) for p, q in zip(one[1:], other[1:], strict=True))
+    with raises(ConfigError, "seed= needs an optimizer", r"method=hvd.SlowMo\(...\)"):
+        hvd.SlowMo(seed=3)
+    with raises(ConfigError, "not int"):
+        hvd.LocalSGD(8)
+
+
+def ranks_that_begin_apart_are_told() -> None:
+    """At the first exchange; until then they can still be made equal."""
+    if hvd.size() == 1:
+        return  # one rank agrees with itself
+    for method in (
+        training.DiLoCo(sync_every=2),
+        training.SlowMo(sync_every=2),
+        training.EASGD(sync_every=2),
+        training.LocalSGD(sync_every=2, compression="topk:density=0.1"),
+    ):
+        model = make_model(seed=hvd.rank())
+        optimizer = _wrapped(method, model)
+        with raises(MismatchError, r"broadcast_parameters\(", "rank 0: .*0.weight"):
+            _train(model, optimizer, range(2))
+    model = make_model(seed=hvd.rank())
+    optimizer = hvd.DiLoCo(sgd(model, **NESTEROV), sync_every=2)
+    _train(model, optimizer, range(1))
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    # The first round begins at the parameters of then.
+    optimizer.load_state_dict(sgd(model, **NESTEROV).state_dict())
+    _train(model, optimizer, range(1, 6))
+    assert_same_everywhere(model)
+
+
+def nan_on_a_rank_is_gone_after_an_exchange() -> None:
+    """With momentum, which would lead there again; not if all have it."""
+    leaders = {"local_every": 2, "global_every": 2, "groups": 1}
+    for method in (
+        training.DiLoCo(sync_every=2),
+        training.EASGD(sync_every=2),
+        training.EAMSGD(sync_every=2),
+        *([training.LeaderSGD(**leaders)] if hvd.size() > 1 else []),
+    ):
+        model = make_model()
+        optimizer = _wrapped(method, model)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = loss_of(model, hvd.rank(), step)
+            if step == 2 and hvd.rank() == hvd.size() - 1:
+                loss = loss * float("nan")
+            loss.backward()
+            optimizer.report(loss)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore" if step == 3 else "error")
+                optimizer.step()
+        assert all(torch.isfinite(p).all() for p in model.parameters()), method
+
+
+def without_trained_parameters_nothing_happens() -> None:
+    """From the beginning; if only one rank has none, all say so."""
+    for method in (
+        training.LocalSGD(sync_every=2),
+        training.DiLoCo(sync_every=4, fragments=2, delay=1),
+        training.LeaderSGD(local_every=2, global_every=4),
+        training.EASGD(sync_every=2),
+        hvd.ExactDiffusion("cycle"),
+    ):
+        model = make_model().requires_grad_(False)
+        before = [p.clone() for p in model.parameters()]
+        optimizer = _wrapped(method, model)
+        for _ in range(5):
+            optimizer.report(1.0)
+            optimizer.step()
+        assert optimizer.training.step == 5
+        assert all(torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True))
+        if hvd.size() > 1:
+            model = make_model()
+            if hvd.rank() == 1:
+                model.requires_grad_(False)
+            optimizer = _wrapped(method, model)
+            with raises(MismatchError, "parameters"):
+                for _ in range(5):
+                    optimizer.report(1.0)
+                    optimizer.step()
 
 
 def an_optimizer_is_distributed_once() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress import training
-from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
 from tests.scenarios.driver import raises
 from tests.scenarios.driver_tensorflow import hvd_keras as hvd
 
@@ -134,7 +134,8 @@ def optimizers_and_options_that_do_not_fit() -> None:
     def sgd(**options):
         return keras.optimizers.SGD(RATE, **options)
 
-    wrapped = hvd.LocalSGD(sgd(momentum=0.9), sync_every=2)
+    wrapped = hvd.local_steps(sgd(momentum=0.9), hvd.LocalSGD(sync_every=2))
+    assert wrapped.training.method == training.LocalSGD(sync_every=2)
     assert isinstance(wrapped, keras.optimizers.SGD)
     assert wrapped.momentum == 0.9
     with raises(ConfigError, "distributed already"):
@@ -180,6 +181,7 @@ def loss_scaling_that_keras_adds_is_refused_too() -> None:
 
 def all_steps_are_on_the_same_variables() -> None:
     """Or the first layer's anchor would be taken for that of the second."""
+    keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(4), keras.layers.Dense(4)]
     model = keras.Sequential([keras.Input((4,)), *layers])
     optimizer = hvd.DiLoCo(keras.optimizers.SGD(RATE), sync_every=1)
@@ -207,6 +209,30 @@ def a_graph_needs_the_tensor_of_its_loss() -> None:
     optimizer.report(tf.constant(1.0))
     with raises(ConfigError, r"inside of the tf\.function"):
         step()
+
+
+def ranks_that_begin_apart_are_told() -> None:
+    model = _model()
+    model.set_weights([x + hvd.rank() for x in model.get_weights()])
+    optimizer = hvd.DiLoCo(keras.optimizers.SGD(RATE), sync_every=2)
+    gradients = [tf.zeros(v.shape) for v in model.trainable_variables]
+    optimizer.apply(gradients, model.trainable_variables)
+    if hvd.size() > 1:
+        with raises(MismatchError, "weights at the start", "BroadcastGlobalVariablesCallback"):
+            optimizer.apply(gradients, model.trainable_variables)
+
+
+def nan_that_is_pulled_back_does_not_come_again() -> None:
+    model = _model()
+    optimizer = hvd.EASGD(keras.optimizers.SGD(RATE, momentum=0.9), sync_every=2)
+    for number in range(8):
+        is_spoilt = number == 2 and hvd.rank() == hvd.size() - 1
+        gradient = np.nan if is_spoilt else 1.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if number == 3 else "error")
+            gradients = [gradient + tf.zeros(v.shape) for v in model.trainable_variables]
+            optimizer.apply(gradients, model.trainable_variables)
+    assert all(np.isfinite(x).all() for x in model.get_weights())
 
 
 def a_round_that_nan_has_lost_does_not_lose_those_after_it() -> None:

@@ -5,12 +5,33 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 
+from hvd_compress.torch import DDPState
+from hvd_compress.torch.ddp import ProcessGroupEngine
 from tests import jobs
 from tests.ddp_worker import SCENARIOS
 from tests.scenarios import read
 
 WORKER = jobs.TESTS / "ddp_worker.py"
+
+
+def test_a_state_that_was_never_used_says_so():
+    """At the first look at it, and when it ends."""
+    states = [DDPState("topk", torch.nn.Linear(2, 3))]
+    with pytest.warns(RuntimeWarning, match="Lightning leaves hooks out"):
+        states[0].stats()
+    states[0].state_dict()
+    with pytest.warns(RuntimeWarning, match="has got no gradients"):
+        states.clear()
+
+
+def test_messages_of_nccl_are_where_the_gradients_are():
+    """Not on the current device, which may be another one."""
+    there = torch.device("meta")
+    engine, x = ProcessGroupEngine(None, there), torch.ones(2)
+    assert engine._reachable(x, "nccl").device == there
+    assert engine._reachable(x, "gloo") is x
 
 
 @pytest.fixture(scope="session")

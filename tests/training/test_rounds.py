@@ -249,7 +249,7 @@ def test_nan_reaches_all_ranks_where_there_is_nothing_to_go_back_to():
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_dtypes_are_kept_and_half_precisions_add_up_in_more(dtype):
     world = World(DiLoCo(sync_every=1), 2)
-    x = [{"w": np.full(3, i, dtype)} for i in range(2)]
+    x = [{"w": np.full(3, 1, dtype)} for _ in range(2)]
     x = world.after_step(world.before_step(x))
     assert x[0]["w"].dtype == dtype
     assert world.states[0]["anchor"]["w"].dtype == np.float32

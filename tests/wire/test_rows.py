@@ -53,7 +53,7 @@ def test_every_flipped_bit_is_noticed():
         (encode_rows(INDICES, VALUES, 8), 8, 12, "ascending within 0..7"),
         (encode_rows(INDICES[::-1], VALUES, 10), 10, 12, "ascending"),
         (encode_rows(-INDICES[::-1], VALUES, 10), 10, 12, "ascending"),
-        (encode_rows(INDICES, VALUES, 10)[:-8], 10, 12, "bytes where"),
+        (encode_rows(INDICES, VALUES, 10)[:-8], 10, 12, "checksum"),
         (np.zeros(8, np.uint8), 10, 12, "less than a header"),
     ],
     ids=range(7),

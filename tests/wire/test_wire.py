@@ -332,11 +332,11 @@ def test_what_cannot_be_encoded():
 def test_frames_of_the_wrong_length():
     frame = frame_of([1, 5, 9], [1.0, -2.0, 0.5], 10)
     for size in range(frame.size):
-        with pytest.raises(PayloadError, match="bytes"):
+        with pytest.raises(PayloadError, match=r"less than a header|checksum"):
             decode_sparse(frame[:size], 10, "float32", 3)
     for more in range(1, 20):
         longer = np.concatenate([frame, np.zeros(more, np.uint8)])
-        with pytest.raises(PayloadError, match="bytes where"):
+        with pytest.raises(PayloadError, match="checksum"):
             decode_sparse(longer, 10, "float32", 3)
 
 
@@ -377,7 +377,7 @@ def test_an_entry_count_that_overflows_is_no_trap():
     frame = frame_of([1], [1.0], 10)
     frame[8:12] = np.frombuffer(struct.pack("<I", 2**32 - 1), np.uint8)
     with pytest.raises(PayloadError, match="4294967295 entries where 1"):
-        decode_sparse(frame, 10, "float32", 1)
+        decode_sparse(sealed(frame), 10, "float32", 1)
 
 
 def at_the_gather(methods, gradients):

@@ -18,9 +18,8 @@ import tensorflow as tf
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.training import Coordinator, TrainingMethod
-from hvd_compress.training.base import Arrays
+from hvd_compress.training.base import Arrays, as_training_method
 from hvd_compress.training.factories import factories_of_methods
-from hvd_compress.training.rounds import Rounds
 
 from ..binding import native
 from ..optimizer import CompressedOptimizer, is_in_loss_scaling, is_keras_3, made_like
@@ -127,7 +126,7 @@ class LocalStepsOptimizer:
             arrays = {name: _array(x) for name, x in zip(names, before, strict=True)}
             after = function(dict(arrays), *more)
             changed = [x for name, x in arrays.items() if after[name] is not x]
-            is_lost = isinstance(self.training.method, Rounds) and not all(
+            is_lost = self.training.method.recovers and not all(
                 np.isfinite(x).all() for x in changed
             )
             made = [
@@ -152,7 +151,7 @@ class LocalStepsOptimizer:
         tf.cond(is_lost, self._hvd_forget, lambda: tf.constant(False))
 
     def _hvd_forget(self) -> tf.Tensor:
-        """Begin anew with momentum that is NaN or Inf: it would lead there again, and all rounds
+        """Begin anew with momentum that is NaN or Inf: it would lead there again, and all exchanges
         would be lost."""
         for v in map(native, self.variables):  # type: ignore[attr-defined]
             if v.dtype.is_floating:
@@ -183,9 +182,13 @@ def _array(x: tf.Tensor) -> np.ndarray:
 
 
 def _train_locally(
-    optimizer: Any, method: TrainingMethod, make_engine: Callable[[], Engine], seed: int
+    optimizer: Any,
+    method: TrainingMethod | type[TrainingMethod],
+    make_engine: Callable[[], Engine],
+    seed: int,
 ) -> Any:
     """Return an optimizer like ``optimizer`` that trains by ``method``."""
+    method = as_training_method(method)
     if isinstance(optimizer, CompressedOptimizer | LocalStepsOptimizer):
         raise ConfigError(
             "this optimizer is distributed already; pass the one that it was made from"
@@ -200,12 +203,12 @@ def _train_locally(
         raise UnsupportedError(_NO_SCALING)
     if optimizer.built:
         raise ConfigError("this optimizer has been used already: pass a new one")
-    if getattr(method, "needs_lookahead", False):
+    if method.needs_lookahead:
         raise UnsupportedError(
             f"{type(method).__name__} needs to know the momentum of the local steps, which it gets "
             "in PyTorch only: use hvd.EASGD"
         )
-    if getattr(method, "buffers", "keep") != "keep":
+    if method.buffers != "keep":
         raise UnsupportedError(
             f"buffers={method.buffers!r}: with Keras, ranks keep the state of their local "
             "optimizers; leave it out"
@@ -219,7 +222,8 @@ def _train_locally(
 _MORE = """
 
     The optimizer of this name takes ``optimizer`` first, one of Keras 3, and returns one of a class
-    made from it, with ``training`` as its attribute.  More arguments:
+    made from it, with ``training`` as its attribute.  Without ``optimizer`` it is the method
+    itself, for ``hvd.local_steps(optimizer, method)``.  More arguments:
 
         process_set: the ranks that take part; ``None`` for all.
         seed: for randomness that the ranks share.
@@ -238,7 +242,11 @@ def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
     arrays; they belong to ``module``."""
 
     def local_steps(
-        optimizer: Any, method: TrainingMethod, *, process_set: Any = None, seed: int = 0
+        optimizer: Any,
+        method: TrainingMethod | type[TrainingMethod],
+        *,
+        process_set: Any = None,
+        seed: int = 0,
     ) -> Any:
         """Return an optimizer like ``optimizer``, of Keras 3, that trains by a method of
         ``hvd_compress.training``, such as ``LocalSGD(sync_every=8)``, or one of your own.

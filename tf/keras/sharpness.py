@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.training.large_batch.scaling import check_not_negative, check_positive
-from hvd_compress.training.large_batch.sharpness import TINY
+from hvd_compress.training.large_batch.sharpness import TINY, is_bias
 
 from ..binding import native
 
@@ -99,7 +99,9 @@ class SAM:
             raise ConfigError(
                 "SAM found no gradient: loss_of must compute the loss from these variables"
             )
-        squares = [tf.reduce_sum(tf.square(tf.cast(x, tf.float32))) for _, _, x in found]
+        kinds = {x.dtype for _, _, x in found}
+        wide = tf.float64 if tf.float64 in kinds else tf.float32
+        squares = [tf.reduce_sum(tf.square(tf.cast(x, wide))) for _, _, x in found]
         scale = self.rho / (tf.sqrt(tf.add_n(squares)) + TINY)
         for variable, size, scaled in found:
             variable.assign_add(tf.cast(scale, variable.dtype) * size * scaled)
@@ -107,7 +109,8 @@ class SAM:
 
 class ASAM(SAM):
     """SAM in a ball that follows the scale of each weight: eps = rho T^2 g / ||T g|| with T = |w| +
-    eta, and T = 1 for variables that are named ``bias``, or ``beta`` as those of normalisation.
+    eta, and T = 1 for biases: variables with the word ``bias`` in their name, or ``beta`` as in
+    those of normalisation.
 
     Args:
         rho: radius of the ball, in units of the weights.
@@ -122,9 +125,7 @@ class ASAM(SAM):
 
     def sizes(self, variables: Sequence[Any]) -> list[Any]:
         return [
-            1.0
-            if variable.name in ("bias", "beta")
-            else tf.abs(native(variable).value()) + self.eta
+            1.0 if is_bias(variable.name) else tf.abs(native(variable).value()) + self.eta
             for variable in variables
         ]
 

@@ -29,6 +29,8 @@ class _Asynchronous(OfModel):
         self._optimizer.step()
         self.server.step(self._arrays(), float(torch.as_tensor(loss).detach()))
         self._load()
+        if self.server.recovered:  # momentum would lead to NaN again
+            self._optimizer.state.clear()
 
 
 class AsynchronousLeaderSGD(_Asynchronous):

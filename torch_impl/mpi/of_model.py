@@ -12,6 +12,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.parameter_server import ServerStats
 
 from ..parameters import Parameter, names_of_parameters
+from ..training.optimizer import is_distributed
 
 T = TypeVar("T")
 S = TypeVar("S", bound="OfModel")
@@ -33,6 +34,12 @@ class OfModel:
             raise ConfigError(
                 f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
             )
+        if is_distributed(optimizer):
+            raise ConfigError(
+                "this optimizer is distributed already, and workers meet at the servers: pass the "
+                "one that it was made from, for instance torch.optim.SGD(...); for local steps on "
+                "a server use hvd.AsynchronousEASGD(model, optimizer)"
+            )
         self._optimizer = optimizer
         self._names: Mapping[Parameter, str] = names_of_parameters(
             optimizer.param_groups, model.named_parameters()
@@ -43,6 +50,11 @@ class OfModel:
             for p in group["params"]
             if p.requires_grad
         }
+        if not self._parameters:
+            raise ConfigError(
+                "no parameter of the optimizer is trained: set requires_grad before the workers "
+                "are made, since servers own what is trained then"
+            )
 
     def _arrays(self) -> dict[str, np.ndarray]:
         return {name: as_array(p) for name, p in self._parameters.items()}

@@ -121,12 +121,13 @@ class Worker(OfModel):
 
     def step(self) -> None:
         """Send the gradients of the model's parameters, wait until this worker may go on, and give
-        the model the new parameters.  A parameter without a gradient sends zeros."""
-        gradients = {}
+        the model the new parameters.  A parameter that has no gradient on any worker stays as it
+        is."""
+        gradients: dict[str, np.ndarray | None] = {}
         for name, p in self._parameters.items():
             if p.grad is not None and p.grad.is_sparse:
                 raise UnsupportedError(f"the gradient of {name!r} is sparse: use sparse=False")
-            gradients[name] = np.zeros_like(as_array(p)) if p.grad is None else as_array(p.grad)
+            gradients[name] = None if p.grad is None else as_array(p.grad)
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         self.server.step(gradients, rates)
         self._load()
@@ -160,7 +161,8 @@ class _OnServer:
         if self._copy is None:
             self._copy = self._made(parameters)
         for name, p in self._pieces.items():
-            p.grad = torch.from_numpy(np.ascontiguousarray(gradients[name]))
+            g = gradients.get(name)
+            p.grad = None if g is None else torch.from_numpy(np.ascontiguousarray(g))
         for i, group in enumerate(self._copy.param_groups):
             group["lr"] = scale * (rates[i] if rates else self._theirs.param_groups[i]["lr"])
         self._copy.step()

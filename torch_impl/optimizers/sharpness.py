@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.training.large_batch.scaling import check_not_negative, check_positive
-from hvd_compress.training.large_batch.sharpness import TINY
+from hvd_compress.training.large_batch.sharpness import TINY, is_bias
 
 Average = Callable[..., torch.Tensor]
 
@@ -101,7 +102,7 @@ class SAM:
         if self.average is not None:
             gradients = _averaged(list(named.values()), gradients, self.average)
         found = [
-            (p, size, size * gradient.float())
+            (p, size, size * _wide(gradient))
             for p, size, gradient in zip(named.values(), self.sizes(named), gradients, strict=True)
             if gradient is not None
         ]
@@ -110,7 +111,8 @@ class SAM:
                 "SAM found no gradient: loss_of must compute the loss from the model's parameters"
             )
         norms = [torch.linalg.vector_norm(scaled) for _, _, scaled in found]
-        norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        device, dtype = norms[0].device, _widest(norms)
+        norm = torch.linalg.vector_norm(torch.stack([n.to(device, dtype) for n in norms]))
         scale = self.rho / (norm + TINY)
         for p, size, scaled in found:
             p.add_((size * scaled * scale.to(p.device)).to(p.dtype))
@@ -118,7 +120,8 @@ class SAM:
 
 class ASAM(SAM):
     """SAM in a ball that follows the scale of each weight: eps = rho T^2 g / ||T g|| with T = |w| +
-    eta, and T = 1 for parameters that are named ``bias``.
+    eta, and T = 1 for biases: parameters with the word ``bias`` or ``beta`` in their name, such as
+    ``in_proj_bias`` and ``bias_ih_l0``.
 
     Args:
         model, average: as for :class:`SAM`, which shows how it is used.
@@ -141,9 +144,18 @@ class ASAM(SAM):
 
     def sizes(self, named: Mapping[str, torch.Tensor]) -> list[Any]:
         return [
-            1.0 if name.rpartition(".")[2] == "bias" else p.detach().float().abs() + self.eta
+            1.0 if is_bias(name) else _wide(p.detach()).abs() + self.eta
             for name, p in named.items()
         ]
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in a dtype to compute in: half precisions become float32."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def _widest(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (x.dtype for x in tensors))
 
 
 def _statistics(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -162,10 +174,11 @@ def _averaged(
     """Return averages over the ranks, of one message; what has no gradient here has zeros, since it
     may have one elsewhere."""
     parts = [
-        (torch.zeros_like(p) if g is None else g).reshape(-1).float()
+        _wide((torch.zeros_like(p) if g is None else g).reshape(-1))
         for p, g in zip(weights, gradients, strict=True)
     ]
+    dtype = _widest(parts)
     # A name of its own: ranks may have called nameless collectives in other numbers.
-    mean = average(torch.cat(parts), name="hvd_compress.sharpness")
+    mean = average(torch.cat([x.to(dtype) for x in parts]), name="hvd_compress.sharpness")
     split = mean.split([p.numel() for p in weights])
     return [part.view(p.shape) for part, p in zip(split, weights, strict=True)]

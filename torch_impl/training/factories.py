@@ -35,7 +35,8 @@ DECENTRALIZED: dict[str, type[TrainingMethod]] = {
 _MORE = """
 
     The optimizer of this name takes ``optimizer`` first, of any class, and returns one of a class
-    made from it, with ``training`` as its attribute; a collective.  More arguments:
+    made from it, with ``training`` as its attribute; a collective.  Without ``optimizer`` it is the
+    method itself, for ``hvd.DistributedOptimizer(optimizer, method=...)``.  More arguments:
 
         named_parameters: ``model.named_parameters()``; names appear in statistics.
         process_set: the ranks that take part; ``None`` for all.

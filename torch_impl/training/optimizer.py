@@ -13,7 +13,6 @@ from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.checkpoints import refused
 from hvd_compress.training import Coordinator, TrainingMethod
 from hvd_compress.training.base import as_training_method
-from hvd_compress.training.rounds import Rounds
 
 from ..checkpoint import broadcast_tree
 from ..compressed_optimizer import CompressedOptimizer, take_over
@@ -92,12 +91,12 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
 
         def after_step(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             result = self.training.after_step(parameters)
-            if isinstance(self.training.method, Rounds):
+            if self.training.method.recovers:
                 spoilt.update(n for n, x in parameters.items() if result[n] is not x and _lost(x))
             return result
 
         changed = self._run(after_step)
-        # Momentum that led to NaN would lead there again, and all rounds would be lost.
+        # Momentum that led to NaN would lead there again, and all exchanges would be lost.
         for name in spoilt:
             self.state.pop(changed[name], None)
         buffers = self.training.method.buffers
@@ -292,8 +291,7 @@ def train_locally(
         raise ConfigError(
             f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
         )
-    distributed = (CompressedOptimizer, LocalStepsOptimizer)
-    if isinstance(optimizer, distributed) or hasattr(optimizer, "skip_synchronize"):
+    if is_distributed(optimizer):
         raise ConfigError(
             "this optimizer is distributed already; pass the one that it was made from"
         )
@@ -313,6 +311,12 @@ def train_locally(
     cls = type(user_class.__name__, (LocalStepsOptimizer, user_class), {})
     local: LocalStepsOptimizer = cls(optimizer, names, training)
     return local
+
+
+def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer meets other ranks: one of ours, or Horovod's own."""
+    ours = isinstance(optimizer, CompressedOptimizer | LocalStepsOptimizer)
+    return ours or hasattr(optimizer, "skip_synchronize")
 
 
 def _is_nesterov(optimizer: torch.optim.Optimizer) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,19 @@ TINY = 1e-16
 
 def _norm(arrays: Sequence[np.ndarray]) -> float:
     return float(np.sqrt(sum(float(np.sum(np.square(x, dtype=np.float64))) for x in arrays)))
+
+
+def is_bias(name: str) -> bool:
+    """Return whether a parameter is a bias by its name: "bias", "bias_ih_l0" of an LSTM,
+    "in_proj_bias" of attention, "beta" of normalisation in Keras.
+
+    >>> [is_bias(name) for name in ("0.bias", "lstm.bias_hh_l1", "attention.in_proj_bias")]
+    [True, True, True]
+    >>> [is_bias(name) for name in ("0.weight", "bias.weight", "unbiased")]
+    [False, False, False]
+    """
+    words = re.split(r"[._/]", name.rpartition(".")[2].rpartition("/")[2])
+    return not {"bias", "beta"}.isdisjoint(words)
 
 
 def ascent(gradients: Sequence[np.ndarray], rho: float = 0.05) -> list[np.ndarray]:

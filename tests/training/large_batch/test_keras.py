@@ -207,6 +207,14 @@ def test_asam_leaves_shifts_of_normalisation_alone():
     assert beta == 1.0
 
 
+def test_float64_climbs_in_float64():
+    w = keras.Variable([1.0, 3.0], dtype="float64")
+    _, (gradient,) = hvd.SAM(0.3).gradient(lambda: tf.reduce_sum(tf.square(w.value)), [w])
+    found = np.array([2.0, 6.0])
+    expected = found + 2 * 0.3 * found / np.linalg.norm(found)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-14)
+
+
 def test_a_loss_of_something_else_is_an_error():
     with pytest.raises(ConfigError, match="found no gradient"):
         hvd.SAM().gradient(lambda: tf.constant(1.0), [keras.Variable([1.0])])

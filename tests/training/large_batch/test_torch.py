@@ -189,6 +189,43 @@ def test_a_networks_gradient_is_that_at_the_formulas_point(kind):
         assert torch.equal(b, once), "statistics of one pass"
 
 
+@pytest.mark.parametrize("average", [None, lambda x, name: x], ids=["own", "averaged"])
+@pytest.mark.parametrize("kind", ["sam", "asam"])
+def test_float64_climbs_in_float64(kind, average):
+    x = torch.randn(4, 3, dtype=torch.float64)
+    model, reference = torch.nn.Linear(3, 2).double(), torch.nn.Linear(3, 2).double()
+    reference.load_state_dict(model.state_dict())
+    make = {"sam": hvd.SAM, "asam": hvd.ASAM}[kind]
+    make(model, rho=0.3, average=average).backward(lambda: model(x).square().sum())
+    reference(x).square().sum().backward()
+    found = [p.grad.numpy() for p in reference.parameters()]
+    weights = [p.detach().numpy() for p in reference.parameters()]
+    asam = adaptive_ascent(weights, found, [True, False], rho=0.3)
+    with torch.no_grad():
+        steps = asam if kind == "asam" else ascent(found, rho=0.3)
+        for p, eps in zip(reference.parameters(), steps, strict=True):
+            p.add_(torch.from_numpy(eps))
+    reference.zero_grad()
+    reference(x).square().sum().backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-13, atol=1e-13)
+
+
+def test_asam_knows_biases_of_all_layers():
+    model = torch.nn.ModuleDict(
+        {
+            "lstm": torch.nn.LSTM(2, 3, num_layers=2, bidirectional=True, proj_size=2),
+            "attention": torch.nn.MultiheadAttention(4, 2, add_bias_kv=True),
+            "bias": torch.nn.Linear(2, 3),
+        }
+    )
+    named = dict(model.named_parameters())
+    sizes = zip(named, hvd.ASAM(model).sizes(named), strict=True)
+    scaled = [name for name, size in sizes if isinstance(size, torch.Tensor)]
+    assert scaled == [name for name in named if "weight" in name.rpartition(".")[2]]
+    assert len(scaled) == 3 * 4 + 2 + 1
+
+
 def test_errors_and_nan_leave_weights_as_they_are():
     model = network()
     before = [p.detach().clone() for p in model.parameters()]
