@@ -1,39 +1,9 @@
-"""What pyproject.toml cannot say: where packages live in the repository, the compiled loops, and
-the start-up file."""
+"""What pyproject.toml cannot say: where packages live in the repository, and the compiled loops."""
 
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension
-from setuptools import Command, find_packages, setup
-from setuptools.command.build import build
-
-
-class build_start_up(Command):
-    """Put the ``.pth`` beside the packages, the only place where Python reads it."""
-
-    def initialize_options(self) -> None:
-        self.editable_mode = False
-
-    def finalize_options(self) -> None:
-        if self.editable_mode:  # nothing of build_lib is installed then
-            self.folder = self.get_finalized_command("install").install_lib
-        else:
-            self.folder = self.get_finalized_command("build").build_lib
-
-    def run(self) -> None:
-        self.mkpath(self.folder)
-        self.copy_file("hvd_compress_open_mpi.pth", self.folder)
-
-    def get_source_files(self) -> list[str]:
-        return ["hvd_compress_open_mpi.pth"]
-
-    def get_outputs(self) -> list[str]:
-        return [str(Path(self.folder, "hvd_compress_open_mpi.pth"))]
-
-
-class build_all(build):
-    sub_commands = [*build.sub_commands, ("build_start_up", None)]
-
+from setuptools import find_packages, setup
 
 KERNELS = Path("hvd_compress/kernels")
 native = Pybind11Extension(
@@ -64,5 +34,4 @@ setup(
     package_data={
         "hvd_compress": ["*.in", "cli/*.json", "kernels/*.cpp", "kernels/*.h", "py.typed"],
     },
-    cmdclass={"build": build_all, "build_start_up": build_start_up},
 )

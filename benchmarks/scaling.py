@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from hvd_compress.cli.options import picture_file
 from hvd_compress.integrations.launch import under_mpirun
 
 parser = argparse.ArgumentParser(
@@ -51,7 +52,7 @@ add("--gbits", type=float, help="predict for links of so many Gbit/s")
 add("--latency-us", type=float, help="predict for rounds of so many microseconds")
 add("--load", type=Path, help="what --output wrote: measure nothing")
 add("--output", type=Path, default=Path("results/scaling.json"))
-add("--picture", type=Path, default=Path("results/scaling.png"))
+add("--picture", type=picture_file, default=Path("results/scaling.png"))
 options = parser.parse_args()
 if options.load is None:
     under_mpirun(options.ranks)

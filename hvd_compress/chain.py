@@ -31,7 +31,7 @@ from hvd_compress.base import (
     Sparse,
     State,
 )
-from hvd_compress.config import Configurable, converted
+from hvd_compress.config import Configurable, as_tuple, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.operator_classes import Classes
 
@@ -193,7 +193,9 @@ class Chain(Compressor, name="chain"):
     """A method made of blocks: ``transforms``, in the order in which they are applied to a
     gradient, and then ``via``, an aggregator."""
 
-    transforms: tuple[Transform, ...] = dataclasses.field(metadata=converted(tuple))
+    transforms: tuple[Transform, ...] = dataclasses.field(
+        metadata=converted(as_tuple("transforms"))
+    )
     via: Aggregator
 
     is_steady = True  # as all aggregators are that have a fused form

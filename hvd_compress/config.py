@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 from hvd_compress.errors import ConfigError
@@ -154,6 +154,17 @@ def is_whole(value: Any) -> TypeGuard[int]:
 def is_number(value: Any) -> TypeGuard[float]:
     """Return whether it is an ``int`` or ``float``, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def as_tuple(option: str) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a converter of an option that is a list, for :func:`converted`."""
+
+    def convert(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ConfigError(f"{option} must be a list; got {value!r}")
+        return tuple(value)
+
+    return convert
 
 
 def check_seed(seed: Any) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from hvd_compress.config import (
     Configurable,
+    as_tuple,
     check_choice,
     check_fraction,
     converted,
@@ -80,7 +81,7 @@ class StagedWarmup(_Staged, name="staged"):
     """
 
     densities: tuple[float, ...] = dataclasses.field(
-        default=PAPER_DENSITIES, metadata=converted(tuple)
+        default=PAPER_DENSITIES, metadata=converted(as_tuple("densities"))
     )
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from hvd_compress.cli.options import picture_file
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 from mpi_examples.data import digits
@@ -44,7 +45,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=80, help="of each run, of 64 images each")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each system")
-    parser.add_argument("--output", type=Path, default=Path("results/systems.png"))
+    parser.add_argument("--output", type=picture_file, default=Path("results/systems.png"))
     parser.add_argument("--results", type=Path, help="where to keep runs, as JSON")
     options = parser.parse_args()
     check_counts(parser, options, "steps", "seeds")

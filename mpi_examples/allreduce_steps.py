@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvd_compress.cli.options import picture_file
 from hvd_compress.integrations.launch import under_mpirun
 
 ALGORITHMS = ("ring", "halving_doubling", "fold", "direct")
@@ -42,7 +43,7 @@ def arguments() -> argparse.Namespace:
         "of ranks that are no power of two",
     )
     parser.add_argument("--elements", type=int, default=16, help="of the vector, 8 bytes each")
-    parser.add_argument("--output", type=Path, default=Path("results/allreduce_steps.png"))
+    parser.add_argument("--output", type=picture_file, default=Path("results/allreduce_steps.png"))
     options = parser.parse_args()
     for name, least, most in (("ranks", 1, 32), ("elements", 1, 2**20)):
         if not least <= getattr(options, name) <= most:

@@ -37,6 +37,7 @@ from hvd_compress.blocks import (
     scaled_sign,
     top_k,
 )
+from hvd_compress.cli.options import picture_file
 from hvd_compress.engines.base import payload_bytes, watched
 from hvd_compress.engines.lockstep import World
 from hvd_compress.integrations.launch import under_mpirun
@@ -70,7 +71,9 @@ def arguments() -> argparse.Namespace:
         metavar="R",
         help="step sizes to try, in units of 1 / L",
     )
-    parser.add_argument("--output", type=Path, default=Path("results/biased_compression.png"))
+    parser.add_argument(
+        "--output", type=picture_file, default=Path("results/biased_compression.png")
+    )
     options = parser.parse_args()
     check_counts(parser, options, "ranks", "steps", "levels")
     if not 0 < options.density <= 1:

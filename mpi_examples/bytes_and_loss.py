@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from hvd_compress.cli.options import picture_file
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 from mpi_examples.accuracy import RANKS, TASKS
@@ -58,7 +59,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sync-every", type=int, default=8, help="local steps between exchanges")
     parser.add_argument("--density", type=float, default=0.01, help="of dgc")
     parser.add_argument(
-        "--output", type=Path, default=Path("results/bytes-and-loss.png"), help="the picture"
+        "--output",
+        type=picture_file,
+        default=Path("results/bytes-and-loss.png"),
+        help="the picture",
     )
     options = parser.parse_args()
     check_counts(parser, options, "steps", "seeds", "sync_every")

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from hvd_compress.cli.options import picture_file
 from hvd_compress.integrations.launch import under_mpirun
 
 
@@ -46,7 +47,7 @@ def arguments() -> argparse.Namespace:
         help="sizes to look ahead for, in bytes",
     )
     parser.add_argument("--most-ranks", type=int, default=256, help="to look ahead to")
-    parser.add_argument("--output", type=Path, default=Path("results/cost_model.png"))
+    parser.add_argument("--output", type=picture_file, default=Path("results/cost_model.png"))
     options = parser.parse_args()
     for name, least in (("ranks", 2), ("samples", 1), ("most_ranks", 4)):
         if getattr(options, name) < least:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from hvd_compress import Compressor, ConfigError, as_compressor, warmup_to
+from hvd_compress.cli.options import picture_file
 from mpi_examples.budget import everything
 from mpi_examples.data import cifar10_folder
 from mpi_examples.report import Run, behind, picture, save_runs, table
@@ -45,7 +46,7 @@ def parser_of(doc: str, output: str, *, epochs: int, seeds: int) -> argparse.Arg
     parser.add_argument("--batch-size", type=int, default=16, help="per rank")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--ranks", type=int, default=4, help="when started without a launcher")
-    parser.add_argument("--output", type=Path, default=Path(output), help="the picture")
+    parser.add_argument("--output", type=picture_file, default=Path(output), help="the picture")
     parser.add_argument("--results", type=Path, help="where to write each run's end as JSON")
     return parser
 

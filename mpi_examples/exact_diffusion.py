@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from tqdm import tqdm
 
+from hvd_compress.cli.options import picture_file
 from hvd_compress.decentralized import (
     DecentralizedMethod,
     Diffusion,
@@ -52,7 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--variance", type=float, default=1.0, help="s^2 of the gradients' noise")
     parser.add_argument("--runs", type=int, default=400, help="simulated for each point")
     parser.add_argument("--steps", type=int, default=200, help="until the distance is taken")
-    parser.add_argument("--output", type=Path, default=Path("results/exact-diffusion.png"))
+    parser.add_argument("--output", type=picture_file, default=Path("results/exact-diffusion.png"))
     options = parser.parse_args()
     if options.nodes < 2 or options.runs < 2 or options.steps < 1:
         parser.error("--nodes and --runs must be 2 or more, --steps 1 or more")

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from hvd_compress.cli.options import picture_file
 from hvd_compress.integrations.launch import under_mpirun
 from mpi_examples.data import digits
 from mpi_examples.generalization_report import Study, picture, tables
@@ -56,7 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--grid", choices=GRIDS, default="quick", help="networks to train")
     parser.add_argument("--examples", type=int, default=400, help="digits to train on, of 1797")
     parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
-    parser.add_argument("--output", type=Path, default=Path("results/generalization.png"))
+    parser.add_argument("--output", type=picture_file, default=Path("results/generalization.png"))
     parser.add_argument("--results", type=Path, default=Path("results/generalization.json"))
     parser.add_argument("--load", type=Path, help="results of an earlier study: train nothing")
     options = parser.parse_args()

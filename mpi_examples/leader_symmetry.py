@@ -14,6 +14,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
+from hvd_compress.cli.options import picture_file
 from hvd_compress.training import EASGD, LeaderSGD, TrainingMethod, World
 from mpi_examples.report import save
 
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--rho", type=float, default=1.5, help="strength of the pull")
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--output", type=Path, default=Path("results/leader-symmetry.png"))
+    parser.add_argument("--output", type=picture_file, default=Path("results/leader-symmetry.png"))
     options = parser.parse_args()
     pull = options.lr * options.rho
     if not 0 < pull <= 0.5:

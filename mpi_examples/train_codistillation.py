@@ -20,6 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from hvd_compress.cli.options import picture_file
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 from mpi_examples.data import digits
@@ -53,7 +54,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16, help="per rank")
     parser.add_argument("--lr", type=float, default=0.03)
     parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
-    parser.add_argument("--output", type=Path, help="write a picture of the table to this file")
+    parser.add_argument(
+        "--output", type=picture_file, help="write a picture of the table to this file"
+    )
     options = parser.parse_args()
     check_counts(parser, options, "epochs", "seeds", "every", "rarely", "batch_size", "ranks")
     if options.burn_in < 0 or options.weight < 0:

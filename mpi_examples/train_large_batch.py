@@ -23,6 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 from hvd_compress import as_compressor
+from hvd_compress.cli.options import picture_file
 from hvd_compress.errors import CompressionError
 from hvd_compress.integrations.launch import under_mpirun
 from mpi_examples.data import digits
@@ -48,7 +49,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each")
     parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
     parser.add_argument(
-        "--picture", type=Path, help="train with all batch sizes from --small on, and draw errors"
+        "--picture",
+        type=picture_file,
+        help="train with all batch sizes from --small on, and draw errors",
     )
     options = parser.parse_args()
     check_counts(parser, options, "small", "epochs", "seeds", "ranks")

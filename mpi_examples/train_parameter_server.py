@@ -20,6 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from hvd_compress.cli.options import picture_file
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 from mpi_examples.data import digits
@@ -69,7 +70,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--straggler", type=float, default=0.0, metavar="SECONDS", help="of sleep of worker 0"
     )
-    parser.add_argument("--output", type=Path, default=Path("results/parameter_server.png"))
+    parser.add_argument("--output", type=picture_file, default=Path("results/parameter_server.png"))
     options = parser.parse_args()
     check_counts(parser, options, "epochs", "seeds", "batch_size", "workers", "servers")
     if options.servers > 1 and options.modes == modes:

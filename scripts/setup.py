@@ -28,10 +28,10 @@ INPUTS = [
     "setup.py",
     "hvd_compress/kernels/*.cpp",
     "hvd_compress/kernels/*.h",
-    "hvd_compress_open_mpi.pth",
     "constraints.txt",
     "constraints-mpich.txt",
     "constraints-triton.txt",
+    "constraints-uv.txt",
     "scripts/setup.py",
     "hvd_compress/cli/environment.py",
     "hvd_compress/cli/horovod_build.py",
@@ -68,9 +68,9 @@ def main() -> None:
     pinned = ["--require-hashes", "--no-deps", "--requirement"]
     if not is_installed("torch", "constraints.txt", VENV):
         install_pytorch(pip, install)
-    logged("3/7", "the other pinned packages", [*install, *pinned, "constraints.txt"])
+    install_pinned(pip, install, pinned)
     # What it needs is there, but for the libraries of a CUDA build of PyTorch.
-    extras = "torch,tensorflow,horovod,examples,dev"
+    extras = "torch,tensorflow-cpu,horovod,examples,dev"
     ours = ["--no-build-isolation", "--editable", f".[{extras}]"]
     logged("4/7", "hvd_compress", [*install, *ours])
     if not is_installed("mpich", "constraints-mpich.txt", MPICH):
@@ -91,6 +91,32 @@ def main() -> None:
     if subprocess.run(command, cwd=ROOT).returncode:
         sys.exit(1)
     STAMP.write_text(stamp)
+
+
+def install_pinned(pip: list, install: list, pinned: list) -> None:
+    """Install all that ``constraints.txt`` names: by uv, which takes seconds where pip takes
+    minutes, if it is there or can be had; else, and where that fails, by pip."""
+    what, command = "the other pinned packages", [*pinned, "constraints.txt"]
+    if uv := find_uv(pip, install, pinned):
+        if logged("3/7", f"{what}, by uv", [*uv, *command], is_needed=False):
+            return
+        say("3/7", "pip instead")
+    logged("3/7", what, [*install, *command])
+
+
+def find_uv(pip: list, install: list, pinned: list) -> list:
+    """Return the command by which uv installs into ``.venv``, from the index that pip is told to
+    use; an empty one if there is no uv, or pip is told to use none."""
+    settings = subprocess.run([*pip, "config", "list"], capture_output=True, text=True).stdout
+    if re.search(r"\bno-index=", settings):
+        return []
+    path = os.pathsep.join([str(PYTHON.parent), os.environ.get("PATH", os.defpath)])
+    if not shutil.which("uv", path=path):
+        logged("3/7", "uv", [*install, *pinned, "constraints-uv.txt"], is_needed=False)
+    uv = shutil.which("uv", path=path)
+    index = re.search(r"(?<!extra-)index-url='(.*)'", settings)
+    named = ["--default-index", index[1]] if index else []
+    return [uv, "pip", "install", "--python", str(PYTHON), *named] if uv else []
 
 
 def install_pytorch(pip: list, install: list) -> None:
@@ -147,16 +173,18 @@ def version_of(python: Path) -> str:
     return subprocess.run([str(python), "-c", code], capture_output=True, text=True).stdout.strip()
 
 
-def logged(step: str, what: str, command: list) -> None:
-    """Run a command with its output in the log; show the end of that if it fails."""
+def logged(step: str, what: str, command: list, is_needed: bool = True) -> bool:
+    """Run a command with its output in the log, and return whether it has succeeded; show the end
+    of the log, and end, if it has not and is needed."""
     say(step, what, end=" ... ")
     start = time.monotonic()
     with LOG.open("a") as log:
         done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     print(f"{time.monotonic() - start:.0f} s" if done.returncode == 0 else "failed", flush=True)
-    if done.returncode:
+    if done.returncode and is_needed:
         print("\n".join(LOG.read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
         fail(f"{what} could not be installed; the whole log: {LOG}")
+    return done.returncode == 0
 
 
 def say(step: str, what: str, end: str = "\n") -> None:

@@ -21,7 +21,6 @@ except ImportError as error:
 from hvd_compress.integrations.exports import *  # noqa: F403
 from hvd_compress.integrations.exports import __all__ as _common
 from hvd_compress.integrations.horovod import load_horovod, names_of, rest_of, show_log
-from hvd_compress.integrations.launch import find_mpi
 
 __all__ = [*_common]
 
@@ -32,7 +31,6 @@ def _register(horovod_tensorflow: Any) -> None:
     register(horovod_tensorflow)
 
 
-find_mpi()
 show_log()
 _horovod = load_horovod("horovod.tensorflow", "TensorFlow", _register)
 if not isinstance(_horovod, ImportError):

@@ -22,7 +22,6 @@ from hvd_compress.engines.local import LocalEngine
 from hvd_compress.integrations.exports import *  # noqa: F403
 from hvd_compress.integrations.exports import __all__ as _common
 from hvd_compress.integrations.horovod import load_horovod, names_of, rest_of, show_log
-from hvd_compress.integrations.launch import find_mpi
 from hvd_compress.training import CoordinatedSampler, Decay, OuterSGD, Ramp, WeightDecay
 
 from .ddp import DDPState, ddp_hook
@@ -50,7 +49,6 @@ def _engine(process_set: Any) -> Any:
     return HorovodEngine(_horovod, chosen) if chosen.included() else LocalEngine()
 
 
-find_mpi()
 show_log()
 _horovod = load_horovod("horovod.torch", "PyTorch", _register)
 _factories = factories(_engine, __name__)

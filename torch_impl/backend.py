@@ -200,7 +200,8 @@ def choose(condition: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> An
 def on_host(
     function: HostFunction, inputs: Sequence[Any], outputs: Sequence[Output], like: Array
 ) -> list[Array]:
-    arrays = [to_numpy(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+    theirs = iter(_to_host([x for x in inputs if isinstance(x, torch.Tensor)]))
+    arrays = [next(theirs) if isinstance(x, torch.Tensor) else x for x in inputs]
     # Bytes are messages, which are sent and read in host memory.
     return [from_numpy(x, None if x.dtype == np.uint8 else like) for x in function(*arrays)]
 
@@ -228,7 +229,20 @@ def from_numpy(x: np.ndarray, like: Array | None) -> Array:
 
 
 def to_numpy(x: Array) -> np.ndarray:
-    return x.detach().cpu().numpy()
+    return _to_host([x])[0]
+
+
+def _to_host(tensors: Sequence[Array]) -> list[np.ndarray]:
+    """Return arrays of NumPy: of tensors on a GPU, copies for all of which it is waited once."""
+    copies = [
+        torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+        if x.is_cuda
+        else x.cpu()
+        for x in (x.detach() for x in tensors)
+    ]
+    for device in {x.device for x in tensors if x.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return [x.numpy() for x in copies]
 
 
 def address(x: Array) -> int | None:
@@ -265,7 +279,7 @@ def loops(x: Array) -> str | None:
 
 @functools.cache
 def _has_triton(device: torch.device) -> bool:
-    """Whether Triton makes kernels for a GPU; says once what is missing."""
+    """Whether Triton's kernels run on a GPU, with the right bits; says once what is wrong."""
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (7, 0):
         problem = "Triton's kernels need an NVIDIA GPU of compute capability 7.0 or more"
     elif "tensorflow" in sys.modules and "triton" not in sys.modules:
@@ -274,7 +288,9 @@ def _has_triton(device: torch.device) -> bool:
     elif not hasattr(_triton_language(), "div_rn"):
         problem = "Triton 3.0 or newer is missing: pip install triton"
     else:
-        return True
+        check = importlib.import_module("hvd_compress.torch.triton_check")
+        if (problem := check.problem_of(device)) is None:
+            return True
     logger.warning(
         "top-k on %s takes many passes over memory, and codecs work on the host: %s",
         device,

@@ -155,7 +155,7 @@ class Learned(Aggregator):
         check_fraction("density", self.density)
         check_fraction("rate", self.rate)
         check_choice("autoencoder", self.autoencoder, ("shared", "per_tensor"))
-        assert self._select  # checks the other options
+        _ = self._select  # checks the other options
 
     @property
     def _select(self) -> top_k:

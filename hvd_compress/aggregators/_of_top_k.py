@@ -24,7 +24,7 @@ class OfTopK(Aggregator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self._select  # checks the options
+        _ = self._select  # checks the options
 
     @property
     def _select(self) -> top_k:

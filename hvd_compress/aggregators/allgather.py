@@ -54,7 +54,7 @@ def _as_values(values: Any) -> str | Codec:
             raise ConfigError(f"values={values!r}: its size varies; it can be sent only alone")
         return values
     if not isinstance(values, str):
-        raise TypeError(
+        raise ConfigError(
             f"values must be 'float32', 'float16', '4bit' or a codec such as natural(); got "
             f"{values!r}"
         )

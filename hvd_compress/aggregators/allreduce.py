@@ -46,6 +46,7 @@ class allreduce(Aggregator, name="allreduce"):
 
     def __post_init__(self) -> None:
         check_choice("wire", self.wire, (None, "gradient", "float16", "bfloat16"))
+        check_choice("unbiased", self.unbiased, (True, False))
         check_choice("algorithm", self.algorithm, ALGORITHMS)
         if self.select is not None and not isinstance(self.select, random_k):
             raise TypeError(

@@ -17,7 +17,13 @@ from typing import Any
 from hvd_compress import kernels
 from hvd_compress.cli import environment as env
 from hvd_compress.cli.horovod_build import built_with
-from hvd_compress.cli.horovod_plan import FRAMEWORKS, RUN_NEEDS
+from hvd_compress.cli.horovod_plan import (
+    FIRST_CPP20,
+    FRAMEWORKS,
+    RUN_NEEDS,
+    standard_of,
+    untried,
+)
 from hvd_compress.errors import SetupError
 
 INSTALL = "hvd-compress install-horovod"
@@ -45,11 +51,12 @@ class Finding:
     fix: str = ""
 
 
-def doctor(wanted: Sequence[str] = ()) -> int:
+def doctor(wanted: Sequence[str] = (), as_json: bool = False) -> int:
     """Print the report, and return 1 if there is a problem, else 0.
 
     Args:
         wanted: of ``WANTED``, what has to work; if empty, all that is installed, or else PyTorch.
+        as_json: print one object, when all is known, in place of lines.
     """
     goal = Goal(wanted)
     sections = [("Packages", _packages), ("Horovod", _horovod), ("MPI", _mpi)]
@@ -57,13 +64,19 @@ def doctor(wanted: Sequence[str] = ()) -> int:
         sections.append(("To build Horovod", _build_tools))
     findings = []
     for title, section in sections:
-        print(title, flush=True)
+        if not as_json:
+            print(title, flush=True)
         for finding in section(goal):
-            findings.append(finding)
+            findings.append({"section": title, **dataclasses.asdict(finding)})
+            if as_json:
+                continue
             print(f"  {finding.mark:<8} {finding.name:<18} {finding.text}".rstrip(), flush=True)
             if finding.fix:
                 print(f"  {'':<8} {'':<18} -> {finding.fix}")
-    problems = sum(finding.mark == "problem" for finding in findings)
+    problems = sum(finding["mark"] == "problem" for finding in findings)
+    if as_json:
+        print(json.dumps({"for": goal.names, "problems": problems, "findings": findings}, indent=2))
+        return 1 if problems else 0
     verdict = f"{problems} problem{'s' * (problems != 1)}" if problems else "all is well"
     print(f"{verdict} for {', '.join(goal.names)}")
     return 1 if problems else 0
@@ -84,8 +97,11 @@ def _packages(goal: Goal) -> Iterator[Finding]:
     yield Finding("ok", "Python", f"{platform.python_version()}  {sys.executable}")
     cures = dict(WANTED[name] for name in goal.names)
     for module in ("hvd_compress", "numpy", *FRAMEWORKS, "keras", "mpi4py"):
-        version = env.version_of(module)
-        if version:
+        version, providers = env.version_of(module), env.providers(module)
+        if len(providers) > 1:
+            text = f"{' and '.join(providers)} are installed over each other"
+            yield Finding("problem", module, text, only_one_of(providers))
+        elif version:
             yield Finding("ok", module, version)
         else:
             mark = "problem" if module in cures else "-"
@@ -97,8 +113,15 @@ def _packages(goal: Goal) -> Iterator[Finding]:
         yield Finding("note", "loops", text, kernels.INSTALL)
 
 
+def only_one_of(providers: Sequence[str]) -> str:
+    """Return the command that leaves one of several distributions of one module."""
+    return f"pip uninstall -y {' '.join(providers)} && pip install {min(providers, key=len)}"
+
+
 def _horovod(goal: Goal) -> Iterator[Finding]:
-    version = env.version_of("horovod")
+    version, torch = env.version_of("horovod"), env.version_of("torch")
+    if "torch" in goal.frameworks and torch and _built_against().get("pytorch") != torch:
+        yield from _too_new(torch)
     if version is None:
         if not goal.frameworks:
             yield Finding("-", "horovod", "not installed")
@@ -119,6 +142,11 @@ def _horovod(goal: Goal) -> Iterator[Finding]:
         answers = pool.map(built_with, frameworks)
         for name, answer in zip(frameworks, answers, strict=True):
             yield _binding(name, answer)
+
+
+def _too_new(torch: str) -> Iterator[Finding]:
+    if standard_of(torch) > 17:
+        yield Finding("note", "torch", untried(torch), f'pip install "torch<{FIRST_CPP20}"')
 
 
 def _binding(framework: str, answer: dict[str, bool] | None) -> Finding:
@@ -170,7 +198,8 @@ def _mpi(goal: Goal) -> Iterator[Finding]:
         if allowed:
             yield Finding("ok", "root", "mpirun may run as root")
         else:
-            yield Finding("note", "root", "mpirun refuses to run as root (horovodrun does)", ROOT)
+            text = "mpirun refuses to run as root, unless horovodrun starts it"
+            yield Finding("note", "root", text, ROOT)
 
 
 def _cuda_aware() -> str:
@@ -202,28 +231,33 @@ def _mpi4py(mpirun: str) -> Iterator[Finding]:
         yield Finding("problem", "two ranks", "an allreduce under mpirun failed", _prefix_advice())
         return
     yield Finding("ok", "two ranks", f"an allreduce under mpirun works ({library})")
-    single = [sys.executable, "-c", COUNT_RANKS]
-    if env.output_of(single) is not None:
-        yield Finding("ok", "one process", "MPI starts without mpirun")
-    elif env.output_of(single, OPAL_PREFIX=sys.prefix) is not None:
-        text = "MPI starts without mpirun only if OPAL_PREFIX is set"
-        yield Finding("note", "one process", text, f"export OPAL_PREFIX={sys.prefix}")
-    else:
-        yield Finding("note", "one process", "MPI does not start without mpirun")
+    yield _one_process()
+
+
+def _one_process() -> Finding:
+    if env.output_of([sys.executable, "-c", COUNT_RANKS]) is not None:
+        return Finding("ok", "one process", "MPI starts without mpirun")
+    ours = f"import hvd_compress.mpi\n{COUNT_RANKS}"
+    if env.output_of([sys.executable, "-c", ours]) is not None:
+        text = "MPI starts without mpirun behind `import hvd_compress.mpi`, .torch or .tensorflow"
+        return Finding("ok", "one process", text, "other programs: mpirun -n 1 python ...")
+    return Finding("note", "one process", "MPI does not start without mpirun", _prefix_advice())
 
 
 def _prefix_advice() -> str:
     if "OPAL_PREFIX" in os.environ:
         return f"OPAL_PREFIX is {os.environ['OPAL_PREFIX']}; try: unset OPAL_PREFIX"
-    return "see what it says: mpirun -np 2 hostname"
+    return "see what it says: mpirun -n 2 hostname"
 
 
 def _build_tools(goal: Goal) -> Iterator[Finding]:
     absent: dict[str, Any] = {"mark": "-", "text": "not found (needed only to build Horovod)"}
+    standard = standard_of(env.version_of("torch"))
+    name = f"C++{standard} compiler"
     try:
-        yield Finding("ok", "C++17 compiler", env.compiler_version(env.compiler()))
+        yield Finding("ok", name, env.compiler_version(env.compiler(standard)))
     except SetupError as problem:
-        yield Finding("-", "C++17 compiler", str(problem))
+        yield Finding("-", name, str(problem))
     for name in ("cmake", "make"):
         version = (env.output_of([name, "--version"]) or "").partition("\n")[0]
         yield Finding("ok", name, version) if version else Finding(name=name, **absent)

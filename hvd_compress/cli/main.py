@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import json
+import os
 import shutil
+import signal
 import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from hvd_compress import __version__, methods
 from hvd_compress.base import Compressor
@@ -18,21 +21,32 @@ from hvd_compress.cli.costs import RANKS, SHAPE, costs_of_defaults
 from hvd_compress.cli.doctor import WANTED, doctor
 from hvd_compress.cli.horovod_build import install_horovod
 from hvd_compress.cli.horovod_plan import GPU, VERSION
+from hvd_compress.cli.options import picture_file, positive
 from hvd_compress.cli.stragglers import DISTRIBUTIONS, stragglers
-from hvd_compress.errors import CompressionError, NeedsTuning
+from hvd_compress.errors import CompressionError, ConfigError, NeedsTuning
+
+#: argparse's, too
+WRONG_USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status."""
+    """Run one subcommand and return its exit status: ``WRONG_USAGE`` for what is wrong with the
+    command, 1 for what is wrong with anything else."""
     arguments = vars(_parser().parse_args(argv))
     run = arguments.pop("run")
     try:
-        return run(**arguments) or 0
+        status = run(**arguments) or 0
+        sys.stdout.flush()
     except CompressionError as error:
         print(f"hvd-compress: error: {error}", file=sys.stderr)
-        return 1
+        return WRONG_USAGE if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Who reads has seen enough, as with `| head`.  Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--gpu", choices=GPU, default="none", help="what moves GPU tensors (default: none)"
     )
-    command.add_argument("--jobs", type=_positive, metavar="N", help="default: number of cores")
+    command.add_argument("--jobs", type=positive, metavar="N", help="default: number of cores")
     command.add_argument("--rebuild", action="store_true", help="even if there is a cached wheel")
     command.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
     command.set_defaults(run=install_horovod)
@@ -66,11 +80,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="WHAT",
         help=f"what has to work, of {', '.join(WANTED)} (default: what is installed)",
     )
+    command.add_argument("--json", action="store_true", dest="as_json", help=JSON)
     command.set_defaults(run=doctor)
 
     command = commands.add_parser("methods", help="compression methods, their costs and options")
     command.add_argument("names", nargs="*", metavar="NAME", help="all about these")
     command.add_argument("--wide", action="store_true", help="all columns, however narrow the room")
+    command.add_argument("--json", action="store_true", dest="as_json", help=JSON)
     command.set_defaults(run=list_methods)
 
     command = commands.add_parser(
@@ -81,34 +97,39 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = command.add_argument
-    add("--workers", type=_positive, nargs="+", default=[4, 8, 32], metavar="N", help="in all")
+    add("--workers", type=positive, nargs="+", default=[4, 8, 32], metavar="N", help="in all")
     add("--backup", type=int, default=1, metavar="B", help="workers that are not waited for")
-    add("--local-steps", type=_positive, default=8, metavar="H", help="between meetings")
+    add("--local-steps", type=positive, default=8, metavar="H", help="between meetings")
     add("--distribution", choices=DISTRIBUTIONS, default="exponential", help="of a step's time")
     add("--spread", type=float, default=1.0, help="deviation of a step's time, whose mean is 1")
-    add("--steps", type=_positive, default=4000, help="to simulate")
+    add("--steps", type=positive, default=4000, help="to simulate")
     add("--seed", type=int, default=0, help="of random numbers")
-    add("--picture", type=Path, metavar="FILE", help="draw gradients used by number of workers")
+    add(
+        "--picture",
+        type=picture_file,
+        metavar="FILE",
+        help="draw gradients used by number of workers",
+    )
+    add("--json", action="store_true", dest="as_json", help=JSON)
     command.set_defaults(run=stragglers)
     return parser
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
+#: the help of ``--json``
+JSON = "print JSON, for scripts"
 
 COLUMNS = ("name", "class", "bits sent", "received", "collectives", "state", "reference")
 #: what a narrow terminal does without, in this order
 DISPENSABLE = ("state", "class", "reference", "collectives")
 
 
-def list_methods(names: Sequence[str], wide: bool) -> None:
+def list_methods(names: Sequence[str], wide: bool, as_json: bool) -> None:
     """Print a table of all methods with what they cost, or what is to be known of some."""
     warnings.simplefilter("ignore", NeedsTuning)  # nothing is trained here
     classes = [methods.named(name) for name in names or methods.method_names()]
+    if as_json:
+        print(json.dumps([_facts(cls) for cls in classes], indent=2, default=_as_config))
+        return
     if names:
         for cls in classes:
             _describe(cls)
@@ -150,6 +171,26 @@ def _costs(cls: type[Compressor]) -> tuple[str, str, str, str]:
     found = costs_of_defaults(cls.name)
     state = ", ".join(f"{key} {size:g}" for key, size in found.memory.items()) or "-"
     return f"{found.sent:g}", f"{found.received:g}", ", ".join(found.collectives), state
+
+
+def _facts(cls: type[Compressor]) -> dict[str, Any]:
+    """All that the table and the descriptions say, in one form for scripts."""
+    defaults = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+    facts: dict[str, Any] = {"name": cls.name, "class": cls.__name__, "reference": cls.reference}
+    if cls.name in methods.method_names():
+        costs = costs_of_defaults(cls.name)
+        facts["bits_sent"], facts["bits_received"] = costs.sent, costs.received
+        facts["collectives"], facts["state"] = costs.collectives, costs.memory
+    return facts | {"options": defaults, "text": inspect.getdoc(cls)}
+
+
+def _as_config(thing: Any) -> Any:
+    return thing.to_config()
 
 
 def _describe(cls: type[Compressor]) -> None:

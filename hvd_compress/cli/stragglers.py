@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import json
 import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -115,6 +117,12 @@ class Row:
     idle: float
     staleness: float = 0.0
 
+    def facts(self) -> dict[str, Any]:
+        """The same for JSON, which knows no NaN."""
+        return dataclasses.asdict(self) | {
+            "expected": None if math.isnan(self.expected) else self.expected
+        }
+
 
 def rows_of(
     delays: Delays,
@@ -185,6 +193,7 @@ def stragglers(
     steps: int,
     seed: int,
     picture: Path | None,
+    as_json: bool = False,
 ) -> None:
     """Print a table of what waiting costs."""
     delays = Delays(distribution, spread)
@@ -201,6 +210,18 @@ def stragglers(
         found[n] = rows_of(delays, n, backup, local_steps, steps, seed, show)
     if sys.stderr.isatty():
         print("\r" + " " * 20 + "\r", end="", file=sys.stderr)
+    if as_json:
+        rows = [{"workers": n, **row.facts()} for n, rows in found.items() for row in rows]
+        print(json.dumps(rows, indent=2))
+    else:
+        _print_table(found, delays, steps)
+    if picture is not None:
+        _draw(found, delays, picture)
+        print(f"picture: {picture.resolve()}", file=sys.stderr if as_json else sys.stdout)
+
+
+def _print_table(found: dict[int, list[Row]], delays: Delays, steps: int) -> None:
+    distribution, spread = delays.distribution, delays.spread
     print(f"times of a step: {distribution}, mean 1, deviation {spread:g}; {steps} steps simulated")
     header = (
         f"{'workers':>7}  {'strategy':<15} {'time of a step':>14} {'simulated':>10}"
@@ -219,9 +240,6 @@ def stragglers(
         "step.\nIdle: waited, or computed for nothing. Staleness: updates since a gradient's "
         "parameters."
     )
-    if picture is not None:
-        _draw(found, delays, picture)
-        print(f"picture: {picture.resolve()}")
 
 
 def _draw(found: dict[int, list[Row]], delays: Delays, picture: Path) -> None:
@@ -245,6 +263,5 @@ def _draw(found: dict[int, list[Row]], delays: Delays, picture: Path) -> None:
     axes.set_title(f"{delays.distribution} times of a step, deviation {delays.spread:g}")
     axes.grid(alpha=0.3)
     axes.legend()
-    picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=120)
     plt.close(figure)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.codecs.base import Codec
-from hvd_compress.config import check_choice, converted, is_number
+from hvd_compress.config import as_tuple, check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
 from hvd_compress.operator_classes import Classes
@@ -21,7 +21,12 @@ _LEAST, _MOST = 2.0**-126, float(np.finfo(np.float32).max)
 
 
 def _as_tuple(levels: Any) -> Any:
-    return None if levels is None else tuple(levels)
+    if levels is None:
+        return None
+    found = as_tuple("levels")(levels)
+    if not all(map(is_number, found)):
+        raise ConfigError(f"levels must be numbers, for instance (0.25, 0.5, 1.0); got {levels!r}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from hvd_compress.decentralized.base import (
     mix,
 )
 from hvd_compress.decentralized.topologies import Cycle, Topology, as_topology
+from hvd_compress.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,8 @@ class ChocoSGD(DecentralizedMethod, name="choco_sgd"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.codec, Codec):
+            raise ConfigError(f"codec must be a codec, for instance qsgd(4); got {self.codec!r}")
         check_fraction("gamma", self.gamma)
         check_seed(self.seed)
 

@@ -12,7 +12,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvd_compress.config import Configurable, build, check_fraction, check_seed, is_whole, lookup
+from hvd_compress.config import (
+    Configurable,
+    as_tuple,
+    build,
+    check_choice,
+    check_fraction,
+    check_seed,
+    is_whole,
+    lookup,
+)
 from hvd_compress.decentralized.matrices import (
     check_brings_together,
     check_columns,
@@ -245,7 +254,8 @@ class Edges(Topology, name="edges"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        pairs = tuple(tuple(pair) for pair in self.pairs)
+        check_choice("directed_edges", self.directed_edges, (True, False))
+        pairs = tuple(map(as_tuple("pairs"), as_tuple("pairs")(self.pairs)))
         if any(len(pair) != 2 or not all(is_whole(i) and i >= 0 for i in pair) for pair in pairs):
             raise ConfigError("pairs must be pairs of ranks, for instance ((0, 1), (1, 2))")
         object.__setattr__(self, "pairs", pairs)

@@ -76,8 +76,8 @@ class FusedTopK:
     size: int
 
     def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
-        """See :class:`hvd_compress.chain.Fused`: float32 arrays that there are loops for are taken,
-        of which a part is sent."""
+        """See :class:`hvd_compress.chain.Fused`: arrays are taken that are float32, or half
+        precisions widened to it, that there are loops for, and of which a part is sent."""
         xp = backend_of(gradient)
         n = xp.size(gradient)
         if context.scratch is None or not 0 < n < _MOST_ELEMENTS:
@@ -90,7 +90,7 @@ class FusedTopK:
         x = xp.widen(gradient)
         for transform in self.before:
             x, _ = transform.update(x, {}, context)
-        if (key := _key(gradient, x)) is None:
+        if (key := _key(gradient, x, context)) is None:
             return None
         momentum = self._momentum(context.momentum)
         tensor = Tensor(
@@ -178,6 +178,12 @@ class FusedTopK:
         for i, (tensor, mean) in enumerate(zip(tensors, means, strict=True)):
             in_gradient = xp.address(mean) == xp.address(tensor.gradient)
             means[i] = tensor.gradient if in_gradient else xp.restore(mean, tensor.gradient)
+        narrow = [i for i, mean in enumerate(means) if xp.dtype(mean) != "float32"]
+        # These may have no room for the mean of residuals.  Most often all have some.
+        parts = [xp.reshape(means[i], (-1,)) for i in narrow]
+        if parts and not xp.all_finite(xp.concat(parts)):
+            for i, part in zip(narrow, parts, strict=True):
+                finite[i] &= xp.all_finite(part)
         return means, finite
 
     def _sparse(
@@ -338,11 +344,13 @@ def _column(arrays: Sequence[Array], sizes: list[int]) -> Column:
         return Column([backend_of(x).copy(x) for x in arrays], sizes)
 
 
-def _key(gradient: Array, x: Array) -> Hashable:
+def _key(gradient: Array, x: Array, context: Context) -> Hashable:
     """What tensors of a bucket have in common; ``None`` if one, which is flat ``x``, is in none."""
     xp = backend_of(x)
-    if xp.dtype(gradient) != "float32" or loops_of(x) is None:
+    if xp.dtype(x) != "float32" or loops_of(x) is None:
         return None
+    if xp.dtype(gradient) != "float32" and (xp.traces or context.sparse):
+        return None  # what comes back would be float32
     return xp.__name__, _device(x)
 
 

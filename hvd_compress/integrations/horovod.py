@@ -18,6 +18,7 @@ from typing import Any
 import hvd_compress
 from hvd_compress.base import Compressor
 from hvd_compress.errors import SetupError, UnsupportedError
+from hvd_compress.integrations.launch import starting_mpi
 from hvd_compress.methods import FP16, VARIABLE, NoCompression, as_compressor, from_environment
 
 _log = logging.getLogger("hvd_compress")
@@ -44,12 +45,13 @@ def load_horovod(
         with contextlib.suppress(ImportError, RuntimeError):
             import mpi4py.MPI  # noqa: F401
     try:
-        horovod = importlib.import_module(module)
+        horovod: Any = importlib.import_module(module)
     except ImportError as error:
         return error
     if not hasattr(horovod, "DistributedOptimizer"):
         return ImportError(f"Horovod is installed, but it was built without {framework}")
     register(horovod)
+    horovod.init = starting_mpi(horovod.init)
     return horovod
 
 

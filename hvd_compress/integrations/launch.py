@@ -1,35 +1,67 @@
-"""Starting: find MPI's files, and start ranks of a program that was started as one process."""
+"""Starting: let MPI find its files; start ranks of a program that was started as one process."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-_PREFIX = re.compile(rb"\[(?:\d+,)?\d+\]<std(?:out|err)>: ?")
-# Set by horovodrun, Open MPI's mpirun, MPICH's and Slurm's starters.
-_RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+_PREFIX_VARIABLE = "OPAL_PREFIX"
+# Its folder, in a line of a process's map of memory.
+_OPEN_MPI = re.compile(r" (/.*)/libopen-pal\.so", re.MULTILINE)
+_TAG = re.compile(rb"\[(?:\d+,)?\d+\]<std(?:out|err)>: ?")
+#: set by horovodrun, Open MPI's mpirun, MPICH's and Slurm's starters.
+RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
-def find_mpi() -> None:
-    """Tell Open MPI's wheel where its files are; it finds them itself only under mpirun.
+@contextlib.contextmanager
+def finding_mpi() -> Iterator[None]:
+    """Let MPI start inside: Open MPI's wheel finds its files by itself only under mpirun, and is
+    told here where they are.
 
-    This does nothing if mpi4py was told to use another MPI, and it keeps variables that are set.
-    For scripts that import mpi4py first, ``hvd_compress_open_mpi.pth`` does the same when Python
-    starts, in every environment that this package is installed in; this function is for
-    environments where the package is only on the path.
+    It is told by a variable of the environment, which is gone behind the block: a child of this
+    process may belong to another environment, or be another Open MPI.  Nothing is done where the
+    user has set that variable, and where another MPI is, or will be, loaded.
     """
+    prefix = None if "OMPI_COMM_WORLD_SIZE" in os.environ else _prefix_of_open_mpi()
+    if prefix is None or _PREFIX_VARIABLE in os.environ:
+        yield
+        return
+    os.environ[_PREFIX_VARIABLE] = prefix
+    try:
+        yield
+    finally:
+        del os.environ[_PREFIX_VARIABLE]
+
+
+def _prefix_of_open_mpi() -> str | None:
+    """Return this environment's folder if its own Open MPI, and no other MPI, serves it."""
     library = Path(sys.prefix, "lib")
     chosen = os.environ.get("MPI4PY_LIBMPI")
-    if (
-        (library / "libopen-rte.so.40").exists()
-        and "OMPI_COMM_WORLD_SIZE" not in os.environ
-        and (not chosen or Path(chosen).parent == library)
-    ):
-        os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+    if not (library / "libopen-rte.so.40").exists() or (chosen and Path(chosen).parent != library):
+        return None
+    maps = Path("/proc/self/maps")
+    loaded = set(_OPEN_MPI.findall(maps.read_text())) if maps.exists() else set()
+    own = str((library / "libopen-rte.so.40").resolve().parent)
+    return sys.prefix if loaded <= {own} else None
+
+
+def starting_mpi(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Horovod's ``init``, which may start MPI, with :func:`finding_mpi` around it."""
+
+    @functools.wraps(init)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with finding_mpi():
+            return init(*args, **kwargs)
+
+    return wrapped
 
 
 def under_mpirun(ranks: int) -> None:
@@ -65,7 +97,7 @@ def under_horovodrun(ranks: int, controller: str) -> None:
         assert process.stdout is not None
         # horovodrun puts the rank before every piece of output, which tears progress bars apart.
         while piece := os.read(process.stdout.fileno(), 1 << 16):
-            sys.stdout.buffer.write(_PREFIX.sub(b"", piece))
+            sys.stdout.buffer.write(_TAG.sub(b"", piece))
             sys.stdout.flush()
     sys.exit(process.returncode)
 
@@ -79,7 +111,12 @@ def _this_program() -> list[str]:
 
 
 def _is_rank() -> bool:
-    return any(name in os.environ for name in _RANK_VARIABLES)
+    return any(name in os.environ for name in RANK_VARIABLES)
+
+
+def is_first() -> bool:
+    """Return whether this process is rank 0, or no rank, as far as variables tell."""
+    return all(os.environ.get(name, "0") == "0" for name in RANK_VARIABLES)
 
 
 def _find(program: str) -> str | None:

@@ -48,7 +48,7 @@ class OneChain(Chained):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self._chain  # its blocks check the options
+        _ = self._chain  # its blocks check the options
 
     @functools.cached_property
     @abc.abstractmethod

@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_compress.base import Array, Compressor, Context, Exchange, State
 from hvd_compress.chain import Chain, chain
-from hvd_compress.config import Configurable, converted
+from hvd_compress.config import Configurable, as_tuple, converted, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import Chained
 from hvd_compress.schedules import Start, as_start, started
@@ -34,6 +34,16 @@ class rule(Configurable, kind="block", name="rule"):
     max_size: int | None = None
     ndim: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_method(self.compressor)
+        if not isinstance(self.names, str):
+            raise ConfigError(f"names must be a pattern such as '*.bias'; got {self.names!r}")
+        for option in ("min_size", "max_size", "ndim"):
+            value = getattr(self, option)
+            if not (is_whole(value) and value >= 0) and (value is not None or option == "min_size"):
+                raise ConfigError(f"{option} must be a whole number, 0 or more; got {value!r}")
+
     def fits(self, name: str, shape: tuple[int, ...]) -> bool:
         size = math.prod(shape)
         return (
@@ -42,6 +52,11 @@ class rule(Configurable, kind="block", name="rule"):
             and (self.max_size is None or size <= self.max_size)
             and self.ndim in (None, len(shape))
         )
+
+
+def _check_method(part: Any) -> None:
+    if not isinstance(part, Compressor):
+        raise ConfigError(f"{part!r} is no compression method: write DGC() or partition()")
 
 
 class _Composed(Compressor):
@@ -57,13 +72,13 @@ class _Composed(Compressor):
 
     def _check_parts(self) -> None:
         for part in self._parts:
-            if not isinstance(part, Compressor):
-                raise ConfigError(f"{part!r} is no compression method: write DGC() or partition()")
+            _check_method(part)
             if part.partner is not None:
                 raise ConfigError(f"{part.name} goes with {part.partner} alone, for all tensors")
         for option in ("momentum", "nesterov", "weight_decay"):
             self._common(option)
-        assert all(map(self._with_momentum, self._parts))
+        for part in self._parts:
+            self._with_momentum(part)  # raises where nothing takes it over
 
     def _common(self, option: str) -> Any:
         takers = [part for part in self._parts if part.takes_momentum]
@@ -141,6 +156,11 @@ class MomentumAfter(Chained, name="momentum_after"):
 
     takes_momentum = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.compressor, Chained | Chain):
+            raise ConfigError(f"compressor must be a chain, or made of chains: {self.compressor!r}")
+
     def chain(self, gradient: Array, context: Context) -> Chain:
         return self._chain(self.compressor.chain(gradient, context))
 
@@ -169,7 +189,7 @@ class MomentumAfter(Chained, name="momentum_after"):
 class Partition(_Composed, name="partition"):
     """The first rule that fits a tensor decides on its method; see :func:`partition`."""
 
-    rules: tuple[rule, ...] = dataclasses.field(metadata=converted(tuple))
+    rules: tuple[rule, ...] = dataclasses.field(metadata=converted(as_tuple("rules")))
     otherwise: Compressor
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ class _Dense(SendsRows, Chained):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self._chain  # checks the option
+        _ = self._chain  # its blocks check the option
 
     @functools.cached_property
     def _chain(self) -> Chain:

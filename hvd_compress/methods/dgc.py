@@ -98,7 +98,7 @@ class DGC(SendsRows, OfVelocities, name="dgc"):
                     "clip_norm would clip weight decay, which weight_decay='gradient' makes a part "
                     "of the gradient, as well: weight_decay='separate'"
                 )
-        assert all((self._sparse, self._everything, self._whole))  # checks the other options
+        _ = self._sparse, self._everything, self._whole  # their blocks check the other options
 
     @classmethod
     def compact(cls, **options: Any) -> DGC:

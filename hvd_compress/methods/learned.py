@@ -120,7 +120,7 @@ class LGC(OfVelocities, name="lgc"):
                 f"code={self.code} is before learn={self.learn}: an autoencoder that was not "
                 "trained decodes nonsense; let code be greater than learn"
             )
-        assert self._dense  # checks the other options
+        _ = self._dense, self._server()  # their blocks check the other options
 
     def template(self, gradient: Array) -> Chain:
         shape = backend_of(gradient).shape(gradient)
@@ -148,10 +148,11 @@ class LGC(OfVelocities, name="lgc"):
             "selection": self.selection,
             "autoencoder": self.autoencoder,
         }
-        if self.via == "allreduce":
-            return learned_allreduce(**options)
+        return learned_allreduce(**options) if self.via == "allreduce" else self._server(**options)
+
+    def _server(self, **options: Any) -> learned_server:
         decoders = 1 if self.decoders is None else self.decoders
-        return learned_server(**options, innovation=self.innovation, decoders=decoders)
+        return learned_server(innovation=self.innovation, decoders=decoders, **options)
 
     @functools.cached_property
     def _learned(self) -> Chain:

@@ -98,8 +98,7 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
         super().__post_init__()
         if not is_whole(self.min_size) or self.min_size < 0:
             raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
-        assert self._compressed  # checks the other options
-        assert self._whole
+        _ = self._compressed, self._whole  # their blocks check the other options
 
     def frozen(self, step: int, epoch: int | None) -> bool:
         """Return whether the exchange of that step returns a momentum instead of a gradient."""

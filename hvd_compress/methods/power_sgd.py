@@ -57,7 +57,7 @@ class PowerSGD(Chained, name="powersgd"):
         rate = self.min_compression_rate
         if not is_number(rate) or not rate >= 1:
             raise ConfigError(f"min_compression_rate must be 1 or more; got {rate!r}")
-        assert self._low_rank  # checks the other options
+        _ = self._low_rank  # its blocks check the other options
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor of that shape is ever sent as two factors."""

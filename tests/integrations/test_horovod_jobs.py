@@ -12,6 +12,10 @@ import pytest
 from tests import jobs
 
 
+#: workers that join take long to start where there are few cores
+_SLOW = {"HOROVOD_ELASTIC": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}
+
+
 def elastic(folder, worker, *arguments, hosts, most=3, timeout=240):
     """Run a worker on the hosts that stand in a file of the folder; what its processes noted."""
     (folder / "hosts").write_text(hosts + "\n")
@@ -24,7 +28,7 @@ def elastic(folder, worker, *arguments, hosts, most=3, timeout=240):
     command += ["--blacklist-cooldown-range", "1", "2"]
     command += [sys.executable, str(jobs.TESTS / worker), str(folder), *arguments]
     # The exit status of horovodrun counts a killed worker as a failure of its own.
-    _, output = jobs.run(command, timeout=timeout, check=False, HOROVOD_ELASTIC="1")
+    _, output = jobs.run(command, timeout=timeout, check=False, **_SLOW)
     logs = [file.read_text() for file in folder.iterdir() if file.name.isdecimal()]
     return [json.loads(line) for log in logs for line in log.splitlines()], output
 

@@ -1,4 +1,5 @@
-"""Processes that no starter started: Open MPI's files are found, and another MPI is left alone."""
+"""Processes that no starter started: Open MPI's files are found, another MPI is left alone, and
+children are told nothing."""
 
 from __future__ import annotations
 
@@ -6,40 +7,34 @@ import itertools
 import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
-import mpi4py
 import pytest
 
-from hvd_compress.integrations.launch import find_mpi
+from hvd_compress.integrations.launch import finding_mpi
 
-START_UP = Path(__file__).resolve().parents[2] / "hvd_compress_open_mpi.pth"
 VARIABLES = ("OPAL_PREFIX", "OMPI_COMM_WORLD_SIZE", "MPI4PY_LIBMPI")
+LIBRARY = Path(sys.prefix, "lib", "libopen-rte.so.40")
 
 
-def python_starts():
-    """What ``site`` does with the file: lines that begin with "import" are executed."""
-    _, line = START_UP.read_text().splitlines()
-    assert line.startswith("import ")
-    exec(line)
+def python(code):
+    bare = {key: value for key, value in os.environ.items() if key not in VARIABLES}
+    return subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("find", [find_mpi, python_starts])
 @pytest.mark.parametrize(
     ("in_environment", "prefix", "under_mpirun", "library"),
     list(itertools.product(*[[True, False]] * 3, [None, "own", "other"])),
 )
 def test_the_prefix_is_set_only_where_it_is_needed(
-    tmp_path, monkeypatch, find, in_environment, prefix, under_mpirun, library
+    tmp_path, monkeypatch, in_environment, prefix, under_mpirun, library
 ):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     for name in VARIABLES:
-        monkeypatch.setenv(name, "")  # undone after the test, whatever happens to it
-        monkeypatch.delenv(name)
+        monkeypatch.delenv(name, raising=False)
     (tmp_path / "lib").mkdir()
-    if in_environment:
-        (tmp_path / "lib" / "libopen-rte.so.40").touch()
+    if in_environment:  # the one that other tests may have loaded
+        (tmp_path / "lib" / LIBRARY.name).symlink_to(LIBRARY)
     if prefix:
         monkeypatch.setenv("OPAL_PREFIX", "/chosen")
     if under_mpirun:
@@ -47,28 +42,43 @@ def test_the_prefix_is_set_only_where_it_is_needed(
     if library:
         folder = tmp_path if library == "own" else Path("/usr")
         monkeypatch.setenv("MPI4PY_LIBMPI", str(folder / "lib" / "libmpi.so"))
-    find()
+    before = dict(os.environ)
     needed = in_environment and not under_mpirun and library != "other"
-    expected = "/chosen" if prefix else str(tmp_path) if needed else None
-    assert os.environ.get("OPAL_PREFIX") == expected
+    with finding_mpi():
+        expected = "/chosen" if prefix else str(tmp_path) if needed else None
+        assert os.environ.get("OPAL_PREFIX") == expected
+    assert os.environ == before
 
 
-def test_mpi4py_starts_alone_in_an_environment_with_the_start_up_file(tmp_path):
-    venv.create(tmp_path, with_pip=False, symlinks=True)
-    for folder in ("bin", "etc", "lib", "share"):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        for entry in Path(sys.prefix, folder).iterdir():
-            if not (tmp_path / folder / entry.name).exists():
-                (tmp_path / folder / entry.name).symlink_to(entry)
-    (site,) = tmp_path.glob("lib/python*/site-packages")
-    (site / "mpi4py").symlink_to(Path(mpi4py.__file__).parent)
-    command = [
-        tmp_path / "bin" / "python",
-        "-c",
-        "from mpi4py import MPI; print(MPI.COMM_WORLD.size)",
-    ]
-    bare = {key: value for key, value in os.environ.items() if key not in VARIABLES}
-    assert subprocess.run(command, env=bare, capture_output=True).returncode != 0
-    (site / START_UP.name).symlink_to(START_UP)
-    done = subprocess.run(command, env=bare, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+ALONE = {
+    "mpi": "import hvd_compress.mpi\nfrom mpi4py import MPI\nsize = MPI.COMM_WORLD.size",
+    "torch": "import horovod.torch as hvd, hvd_compress.torch\nhvd.init(); size = hvd.size()",
+    "tensorflow": "import hvd_compress.tensorflow as hvd\nhvd.init(); size = hvd.size()",
+}
+AND_ITS_CHILD = """
+import subprocess, sys
+child = [sys.executable, "-c", "import os; print('OPAL_PREFIX' in os.environ)"]
+print(size, subprocess.run(child, capture_output=True, text=True, check=True).stdout.strip())
+"""
+
+
+@pytest.mark.parametrize("over", ALONE)
+def test_a_process_alone_starts_mpi_and_tells_its_children_nothing(over):
+    done = python(ALONE[over] + AND_ITS_CHILD)
+    assert (done.returncode, done.stdout) == (0, "1 False\n"), done.stderr
+
+
+def test_another_open_mpi_that_is_loaded_is_left_alone(tmp_path):
+    """Horovod may have been built with the cluster's."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / LIBRARY.name).touch()
+    code = f"""
+import os, sys
+import hvd_compress.mpi  # loads that of {sys.prefix}
+from hvd_compress.integrations.launch import finding_mpi
+sys.prefix = {str(tmp_path)!r}
+with finding_mpi():
+    print(os.environ.get("OPAL_PREFIX"))
+"""
+    done = python(code)
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr

@@ -108,6 +108,46 @@ def assert_equal(own, expected):
         np.testing.assert_array_equal(np.asarray(part), np.asarray(other))
 
 
+HALVES = {
+    "numpy float16": lambda x: x.astype(np.float16),
+    "torch float16": lambda x: torch.tensor(x).half(),
+    "torch bfloat16": lambda x: torch.tensor(x).bfloat16(),
+}
+
+
+def wide(outcome):
+    mean = outcome.mean
+    return outcome._replace(mean=mean.float() if isinstance(mean, torch.Tensor) else mean)
+
+
+@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("method", METHODS[:8], ids=repr)
+def test_a_bucket_of_half_precision_is_what_its_tensors_are(kind, method):
+    """Also where the mean of residuals is beyond its range, and where a gradient is NaN."""
+    shapes, random = {"a": (40, 30), "b": (64, 8), "c": (300, 7)}, np.random.default_rng(0)
+    ranks = Ranks(method, shapes, 2, in_place=kind.startswith("torch"))
+    expected, overflowed = one_by_one(method, 2), 0
+    for step in range(5):
+        gradients = [
+            {n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+            for _ in "ab"
+        ]
+        if step == 2:
+            gradients[1]["b"][3, 3] = np.nan
+        if step >= 3:
+            for own in gradients:
+                own["c"][5, 5] = 6e4 if "float16" in kind.split() else 3e38
+        made = [{n: HALVES[kind](x) for n, x in own.items()} for own in gradients]
+        wanted = expected(copy.deepcopy(made))
+        for own, other in zip(ranks.exchange(made), wanted, strict=True):
+            for name in shapes:
+                assert own[name].mean.dtype == other[name].mean.dtype
+                assert_equal(wide(own[name]), wide(other[name]))
+            overflowed += step >= 3 and not np.isfinite(np.asarray(wide(own["c"]).mean)).all()
+    if method == METHODS[2]:  # whose velocity grows, without masking
+        assert overflowed
+
+
 @pytest.mark.parametrize("framework", MAKERS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from mpi4py import MPI
 
 from hvd_compress import kernels
 from hvd_compress.errors import MismatchError
+from hvd_compress.mpi import MPI
 from hvd_compress.mpi.dense import plans
 from hvd_compress.mpi.transport.progress import Message, Wait
 

@@ -208,6 +208,40 @@ def test_a_bucket_is_what_its_tensors_are(loops, by_triton, method, in_place):
                     )
 
 
+def test_selections_are_checked_before_they_are_used(loops, monkeypatch):
+    from hvd_compress.torch import triton_check
+
+    assert triton_check.problem_of(DEVICE) is None
+
+    class Wrong(loops.Selection):
+        def accumulate(self, *args):
+            found = super().accumulate(*args)
+            found.values.view(np.int32)[0] ^= 1
+            return found
+
+    class Failing(loops.Selection):
+        def accumulate(self, *args):
+            raise RuntimeError("no kernel image is available\nfor this device")
+
+    monkeypatch.setattr(loops, "Selection", Wrong)
+    assert "other bits" in triton_check.problem_of(DEVICE)
+    monkeypatch.setattr(loops, "Selection", Failing)
+    problem = triton_check.problem_of(DEVICE)
+    assert problem.endswith("(RuntimeError: no kernel image is available)")
+
+
+def test_the_host_waits_once_for_what_it_looks_at():
+    """Whatever it is made of."""
+    if INTERPRETED:
+        pytest.skip("tensors in host memory are not copied")
+    arrays = [on_device(np.arange(n, dtype=np.float32)) for n in (3, 5, 7)]
+    outputs = [("float32", n) for n in (3, 5, 7)]
+    found = backend.on_host(lambda *given: [x + 1 for x in given], arrays, outputs, arrays[0])
+    for own, x in zip(found, arrays, strict=True):
+        assert torch.equal(own, x + 1)
+    assert waits_of(lambda: backend.on_host(lambda *x: list(x), arrays, outputs, arrays[0])) <= 1
+
+
 class Waits(TorchDispatchMode):
     """Counts operations for which the host would wait, were the tensors on a GPU."""
 
