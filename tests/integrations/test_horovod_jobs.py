@@ -11,7 +11,6 @@ import pytest
 
 from tests import jobs
 
-
 #: workers that join take long to start where there are few cores
 _SLOW = {"HOROVOD_ELASTIC": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}
 
