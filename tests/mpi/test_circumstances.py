@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_compress import Sparse, mpi
+from hvd_compress.backends import halves
 from hvd_compress.errors import CompressionError, ConfigError, MismatchError
 from hvd_compress.mpi.dense import native
+from hvd_compress.mpi.dense.allreduce import ALGORITHMS, start
 from hvd_compress.mpi.transport import arrays, communicator
 from tests.mpi.test_simulated import assert_same, entries, numbers, orders
 from tests.simulated_mpi import Comm, Simulation
@@ -198,6 +200,43 @@ def test_the_others_hear_what_is_wrong_on_one():
     for error in (first, third):
         assert isinstance(error, MismatchError)
         assert "rank 1: ConfigError: out is read-only" in str(error)
+
+
+@pytest.mark.parametrize("name", ["direct", "ring", "halving_doubling", "recursive_doubling"])
+@settings(max_examples=6)
+@given(data=st.data())
+def test_float32_is_rounded_before_or_on_its_way(name, data):
+    """Ranks round whole arrays beforehand, or leave it to the blocks: with the same bits."""
+    size = data.draw(st.sampled_from([1, 2, 3, 5]))
+    n = data.draw(st.sampled_from([0, 1, 17, 200, 1500]))
+    dtype = data.draw(st.sampled_from(["float16", "bfloat16"]))
+    early = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    narrow = np.float16 if dtype == "float16" else np.uint16
+
+    def rank():
+        comm = mpi.Communicator(checks=0)
+        x = np.random.default_rng(comm.rank).standard_normal(n).astype(np.float32)
+        kept, own = x.copy(), x
+        if early[comm.rank]:
+            halves.narrow(x, own := np.empty(n, narrow))
+        out = np.empty_like(own)
+        flat = arrays.Flat(own, dtype, own.shape, lambda done: done)
+        start(comm, "a sum", ALGORITHMS[name], flat, out, "sum", chunk=64).wait()
+        np.testing.assert_array_equal(x, kept)
+        if out.dtype != np.float32:
+            halves.widen(out, wide := np.empty(n, np.float32))
+            return (wide,)
+        return (out,)
+
+    results = Simulation(size, *data.draw(orders)).run(rank)
+    assert_same(results)
+    if size == 1:  # rounded all the same
+        x = np.random.default_rng(0).standard_normal(n).astype("f4")
+        halves.narrow(x, h := np.empty(n, narrow))
+        halves.widen(h, want := np.empty(n, np.float32))
+        np.testing.assert_array_equal(results[0][0], want)
+    exact = sum(np.random.default_rng(r).standard_normal(n).astype("f4") for r in range(size))
+    np.testing.assert_allclose(results[0][0], exact, rtol=0.05, atol=0.05 * size)
 
 
 @pytest.mark.parametrize("name", DENSE)

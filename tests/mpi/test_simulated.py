@@ -398,8 +398,9 @@ def test_gradients_by_way_of_machines(size, method, order, ranks_per_machine):
 
 # -- every scenario --------------------------------------------------------------------------------
 
-#: patch what all threads of a process share, or count it
+#: patch what all threads of a process share, or need its garbage collector
 OF_PROCESSES = {
+    "agreement.a_dropped_one_is_in_use_until_all_have_dropped_it",
     "agreement.what_all_have_dropped_is_freed",
     "algorithms.by_way_of_nodes",
     "hierarchical.parts_are_made_once_and_freed_with_the_whole",

@@ -279,12 +279,15 @@ def start(
     """
     channel = channel or comm.channel
     x, reduce = flat.array, reduction(op, flat, comm.size)
-    if comm.size == 1 and out is not x:
+    itemsize = nbytes(x[:1]) or 1
+    is_rounded = reduce.widens and itemsize == 4
+    if comm.size == 1 and is_rounded:
+        halves.narrow(x, half := reduce.scratch_of_dtype(len(x)))
+        halves.widen(half, out)
+    elif comm.size == 1 and out is not x:
         out[:] = x
     if comm.size == 1 or not len(x):
         return Work(comm, call, ())
-    itemsize = nbytes(x[:1]) or 1
-    is_rounded = reduce.widens and itemsize == 4
     if is_rounded:
         itemsize = 2
     per_block = max(1, chunk // itemsize) * comm.size
