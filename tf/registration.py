@@ -14,7 +14,13 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.integrations.horovod import bind_call, checked_join, take_stateless, with_options
+from hvd_compress.integrations.horovod import (
+    bind_call,
+    checked_join,
+    hand_on,
+    take_stateless,
+    with_options,
+)
 
 from . import elastic
 from .binding import Binding, native
@@ -87,12 +93,15 @@ def _guard(impl: Any) -> None:
     impl.create_distributed_optimizer = create_distributed_optimizer
 
 
-def wrap_optimizer(factory: Callable[..., Any], every_keras: bool = False) -> Callable[..., Any]:
+def wrap_optimizer(
+    factory: Callable[..., Any], for_keras: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """Return Horovod's ``DistributedOptimizer`` that takes this package's compressors as well.
 
     Args:
-        every_keras: optimizers of Keras are all made here, whatever the compression, since
-            Horovod's own do not exchange gradients under Keras 3: for our own modules.
+        for_keras: for our own modules, Horovod's factory of optimizers of Keras, to which
+            ``factory`` hands only some of its options.  It makes those of tf_keras; those of Keras
+            3 are all made here, since Horovod's own do not exchange gradients there.
     """
     signature = with_options(factory, seed=0)
 
@@ -101,16 +110,17 @@ def wrap_optimizer(factory: Callable[..., Any], every_keras: bool = False) -> Ca
         call = bind_call(signature, args, kwargs, runtime.hvd.rank)
         options = dict(call.arguments)
         optimizer = options.pop("optimizer")
-        is_keras = is_keras_3(optimizer) or is_tf_keras(optimizer)
-        if not is_ours(options["compression"]) and not (every_keras and is_keras):
-            return factory(*args, **kwargs)
-        if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-            raise UnsupportedError(
-                "optimizers of tf.compat.v1 are not supported: use keras.optimizers, or "
-                "hvd.DistributedGradientTape"
-            )
-        options.pop("use_locking", None)
-        return distribute(runtime, optimizer, **options)
+        if is_ours(options["compression"]) or (for_keras and is_keras_3(optimizer)):
+            if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+                raise UnsupportedError(
+                    "optimizers of tf.compat.v1 are not supported: use keras.optimizers, or "
+                    "hvd.DistributedGradientTape"
+                )
+            options.pop("use_locking", None)
+            return distribute(runtime, optimizer, **options)
+        if for_keras and is_tf_keras(optimizer):
+            return hand_on(for_keras, call.arguments)
+        return hand_on(factory, call.arguments)
 
     DistributedOptimizer.__signature__ = signature  # type: ignore[attr-defined]
     return DistributedOptimizer

@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -78,6 +78,12 @@ def bind_call(
     none = signature.parameters["compression"].default
     call.arguments["compression"] = chosen(call.arguments["compression"], none, rank)
     return call
+
+
+def hand_on(factory: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Call Horovod's factory with those of the options that it has."""
+    known = inspect.signature(factory).parameters.keys() & options.keys()
+    return factory(**{name: options[name] for name in known})
 
 
 _said: set[str] = set()
