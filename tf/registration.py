@@ -25,7 +25,7 @@ from hvd_compress.integrations.horovod import (
 from . import elastic
 from .binding import Binding, native
 from .optimizer import distribute, is_keras_3, is_tf_keras
-from .over_horovod import runtime
+from .over_horovod import gather_bytes, runtime
 from .tape import binder, is_ours, wrap_allreduce, wrap_tape
 
 _DONE = "__wrapped_by_hvd_compress__"
@@ -40,7 +40,7 @@ def register(hvd: Any) -> None:
     setattr(hvd, _DONE, True)
     hvd.allreduce = wrap_allreduce(runtime, hvd.allreduce, several=False)
     hvd.grouped_allreduce = wrap_allreduce(runtime, hvd.grouped_allreduce, several=True)
-    hvd.DistributedGradientTape = wrap_tape(runtime, hvd.DistributedGradientTape)
+    hvd.DistributedGradientTape = wrap_tape(runtime, hvd.DistributedGradientTape, gather_bytes)
     hvd.DistributedOptimizer = wrap_optimizer(hvd.DistributedOptimizer)
     broadcast = hvd.broadcast_variables
 
@@ -107,7 +107,7 @@ def wrap_optimizer(
 
     @functools.wraps(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        call = bind_call(signature, args, kwargs, runtime.hvd.rank)
+        call = bind_call(signature, args, kwargs, runtime.hvd, gather_bytes)
         options = dict(call.arguments)
         optimizer = options.pop("optimizer")
         if is_ours(options["compression"]) or (for_keras and is_keras_3(optimizer)):

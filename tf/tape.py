@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations import horovod as drop_in
+from hvd_compress.integrations.environment import Gather
 from hvd_compress.integrations.horovod import bind_call, with_options
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import as_compressor
@@ -176,14 +177,14 @@ def _divided(gradient: Any, size: int) -> Any:
     return gradient / size
 
 
-def wrap_tape(runtime: Runtime, factory: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_tape(runtime: Runtime, factory: Callable[..., Any], gather: Gather) -> Callable[..., Any]:
     """Return Horovod's ``DistributedGradientTape``, extended to take this package's compressors."""
     signature = with_options(factory, seed=0)
 
     @functools.wraps(factory)
     @tf.autograph.experimental.do_not_convert
     def DistributedGradientTape(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        call = bind_call(signature, args, kwargs, runtime.hvd.rank)
+        call = bind_call(signature, args, kwargs, runtime.hvd, gather)
         if not is_ours(call.arguments["compression"]):
             return _with_keras_variables(factory(*args, **kwargs))
         return distribute_tape(runtime, call.arguments)

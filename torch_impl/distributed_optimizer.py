@@ -42,13 +42,17 @@ def wrap_factory(
     """
     signature = with_options(factory, seed=0, sparse_step=False, method=None)
 
+    def gather(own: bytes, name: str, process_set: Any) -> bytes:
+        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        return bytes(hvd.allgather(mine, name=name, process_set=process_set).tolist())
+
     @functools.wraps(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("method") is not None:
             given.apply_defaults()
             return distribute_by_method(make_engine, signature, **given.arguments)
-        call = bind_call(signature, args, kwargs, hvd.rank)
+        call = bind_call(signature, args, kwargs, hvd, gather)
         del call.arguments["method"]
         compression = call.arguments["compression"]
         if hasattr(compression, "compress") and not is_ours(compression):
