@@ -18,6 +18,7 @@ from hvd_compress.integrations.horovod import (
     bind_call,
     checked_join,
     hand_on,
+    in_place_of,
     take_stateless,
     with_options,
 )
@@ -105,8 +106,23 @@ def wrap_optimizer(
     """
     signature = with_options(factory, seed=0)
 
-    @functools.wraps(factory)
+    @in_place_of(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
+        """Return a new optimizer like ``optimizer`` that averages gradients over the ranks.
+
+        Args:
+            optimizer: of Keras 3, or of tf_keras.
+            compression: a method such as ``hvd.DGC``, an instance, its name, or a text such as
+                "dgc:density=0.01"; the optimizer is this package's then, as always under Keras 3.
+                With Horovod's own, and with none unless ``HVD_COMPRESSION`` names one, those of
+                tf_keras are Horovod's.
+            seed: for randomness that the ranks share.
+
+        Raises:
+            ConfigError, UnsupportedError: an option has a value that cannot be honoured.
+            MismatchError: the ranks differ in method, options or variables; mostly in the first
+                step, where TensorFlow shows it inside of an error of its own.
+        """
         call = bind_call(signature, args, kwargs, runtime.hvd, gather_bytes)
         options = dict(call.arguments)
         optimizer = options.pop("optimizer")
@@ -122,5 +138,5 @@ def wrap_optimizer(
             return hand_on(for_keras, call.arguments)
         return hand_on(factory, call.arguments)
 
-    DistributedOptimizer.__signature__ = signature  # type: ignore[attr-defined]
+    DistributedOptimizer.__signature__ = signature
     return DistributedOptimizer

@@ -65,6 +65,19 @@ def with_options(factory: Callable[..., Any], **defaults: Any) -> inspect.Signat
     return signature.replace(parameters=[*signature.parameters.values(), *more])
 
 
+def in_place_of(horovods: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """As ``functools.wraps``, but ``help`` shows the description of the function first, which is
+    about what it has beyond Horovod's, and then Horovod's."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        own, theirs = inspect.getdoc(function), inspect.getdoc(inspect.unwrap(horovods))
+        wrapped = functools.wraps(horovods)(function)
+        wrapped.__doc__ = f"{own}\n\nAll else:\n\n{theirs}"
+        return wrapped
+
+    return decorate
+
+
 def bind_call(
     signature: inspect.Signature,
     args: tuple[Any, ...],
