@@ -434,12 +434,37 @@ def loss_scaling() -> None:
 
 
 def loss_scaling_the_other_way_round_is_refused() -> None:
-    for eager in (False, True):
-        inner = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
-        model = model_of("mlp")
-        model.compile(keras.optimizers.LossScaleOptimizer(inner), loss=LOSS, run_eagerly=eager)
+    """Whoever wraps it: the user, or Keras, before the first step."""
+    for options in ({}, {"loss_scale_factor": 8.0}):
+        inner = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1, **options))
         with raises(UnsupportedError, "hvd.DistributedOptimizer", "LossScaleOptimizer"):
+            keras.optimizers.LossScaleOptimizer(inner)
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    finally:
+        keras.config.set_dtype_policy("float32")
+    with raises(UnsupportedError, "set the policy mixed_float16 before"):
+        model.compile(hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE), loss=LOSS)
+
+
+class LossScaleOptimizerTest(keras.optimizers.SGD):
+    """No loss scaling, whatever it is called."""
+
+
+def a_name_means_nothing() -> None:
+    """Neither of an optimizer nor of who calls it."""
+    model = model_of("mlp")
+    optimizer = hvd_keras.DistributedOptimizer(LossScaleOptimizerTest(0.1), compression=SPARSE)
+    model.compile(optimizer, loss=LOSS)
+
+    class LossScaleOptimizerRunner:
+        def run(self):
             model.fit(*_data(1), batch_size=8, verbose=0)
+
+    LossScaleOptimizerRunner().run()
+    optimizer.loss_scale_factor = 2.0
+    assert optimizer.loss_scale_factor == 2.0
 
 
 def branches_of_the_users_own_may_step() -> None:

@@ -116,3 +116,11 @@ def a_callback_for_methods_has_nothing_to_do_without_one() -> None:
     assert_close(weights, oracle.dense(range(6), hvd.size()))
     with raises(ConfigError, "made by hvd.DistributedOptimizer"):
         _fit(_sgd(), callbacks)
+
+
+def loss_scaling_outside_of_it_is_refused() -> None:
+    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=DGC(density=0.05))
+    with raises(UnsupportedError, r"hvd.DistributedOptimizer\(LossScaleOptimizer\(optimizer\)\)"):
+        tf_keras.mixed_precision.LossScaleOptimizer(optimizer)
+    horovods = tf_keras.mixed_precision.LossScaleOptimizer(hvd_keras.DistributedOptimizer(_sgd()))
+    assert_close(_fit(horovods), oracle.dense(range(6), hvd.size()))

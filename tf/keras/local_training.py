@@ -23,7 +23,8 @@ from hvd_compress.training.factories import factories_of_methods
 from hvd_compress.training.rounds import Rounds
 
 from ..binding import native
-from ..optimizer import CompressedOptimizer, is_in_loss_scaling, is_keras_3, made_like
+from ..loss_scaling import NotInLossScaling
+from ..optimizer import CompressedOptimizer, is_keras_3, made_like
 from ..xla import refuse_xla
 
 _NO_SCALING = (
@@ -32,7 +33,7 @@ _NO_SCALING = (
 )
 
 
-class LocalStepsOptimizer:
+class LocalStepsOptimizer(NotInLossScaling):
     """Mixed into the class of an optimizer: ``apply`` is a local step with what a training method
     does around it.  All ranks take equally many steps, and all steps are on the same variables.
 
@@ -42,8 +43,10 @@ class LocalStepsOptimizer:
     """
 
     training: Coordinator
+    _hvd_instead_of_scaling = _NO_SCALING
 
     def _hvd_setup(self, training: Coordinator) -> None:
+        self._hvd_may_be_wrapped = False
         self.training = training
         self._hvd_loss: Any = None
 
@@ -60,8 +63,6 @@ class LocalStepsOptimizer:
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         refuse_xla()
-        if is_in_loss_scaling():
-            raise UnsupportedError(_NO_SCALING)
         variables = self._hvd_built(grads, trainable_variables)
         loss, self._hvd_loss = self._hvd_loss, None
         if self.training.method.loss_window:
