@@ -6,13 +6,13 @@ bucket's message; the second takes the messages of all ranks, and returns averag
 Between the two the exchange, which is that of NumPy arrays, waits for the messages.
 
 Arrays are neither copied on their way in nor out, and a variable that is assigned such a result
-adopts its memory.  Who else refers to it, nobody knows: hence :class:`Memory`.
+adopts its memory.  When it lets go of it, the array itself says: hence :class:`Memory`.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -24,34 +24,39 @@ from hvd_compress.base import Gather, Outcome, Request, Sparse
 _ALIGNMENT = 64  # bytes; libraries copy what does not begin at such an address
 
 
-def _references(arrays: list[np.ndarray], i: int) -> int:
-    return sys.getrefcount(arrays[i])
-
-
-_UNUSED = _references([np.empty(0)], 0)  # when only a list refers to it
-
-
 class Memory:
-    """Float32 arrays that are used again as soon as nothing refers to them any more."""
+    """Float32 arrays whose memory is used again after they, and all views of them, are gone.
+
+    An array that is taken is a new object over known memory, to which it alone leads.  When it is
+    deleted, which views of it prevent, those of libraries included, the memory comes back here.
+
+    Attributes:
+        nbytes: of all that was ever needed at once.
+    """
 
     def __init__(self) -> None:
-        self._arrays: dict[int, list[np.ndarray]] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for known in self._arrays.values() for array in known)
+        self.nbytes = 0
+        self._free: dict[int, deque[np.ndarray]] = {}
+        self._taken: dict[int, weakref.ref[np.ndarray]] = {}
 
     def take(self, n: int) -> np.ndarray:
         """Return an array of ``n`` elements, in which there is anything."""
-        with self._lock:
-            known = self._arrays.setdefault(n, [])
-            for i in range(len(known)):
-                # Views of it count as well, those of libraries included.
-                if _references(known, i) == _UNUSED:
-                    return _aligned(known[i], n)
-            known.append(array := np.empty(n + _ALIGNMENT // 4, np.float32))
-            return _aligned(array, n)
+        free = self._free.setdefault(n, deque())
+        try:
+            known = free.pop()  # in one step, like the append below: there may be several threads
+        except IndexError:
+            whole = np.empty(n + _ALIGNMENT // 4, np.float32)
+            self.nbytes += whole.nbytes
+            known = _aligned(whole, n)
+        taken = np.frombuffer(known.data, np.float32)
+        number = id(taken)
+
+        def give_back(_: Any) -> None:
+            del self._taken[number]
+            free.append(known)
+
+        self._taken[number] = weakref.ref(taken, give_back)
+        return taken
 
 
 def _aligned(array: np.ndarray, n: int) -> np.ndarray:
