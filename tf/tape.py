@@ -278,7 +278,9 @@ def _binding_for(
             )
         name = "allreduce"
     shapes = tuple((tuple(t.shape), t.dtype.name) for t in tensors)
-    key = (runtime, method, name, shapes, repr(sorted(options.items())))
+    # Graphs are of one number of ranks.
+    chosen = options["process_set"] or runtime.hvd.global_process_set
+    key = (runtime, method, name, shapes, repr(sorted(options.items())), chosen.size())
     if key not in _by_name and key not in _stateless:
         slots = [
             Slot(name if len(tensors) == 1 else f"{name}.{i}", tf.TensorShape(t.shape), t.dtype)
@@ -287,10 +289,11 @@ def _binding_for(
         groups = [list(range(len(slots)))] if len(slots) > 1 else None
         with tf.init_scope():
             binding = Binding(runtime, method, slots, groups=groups, **options)
+        # Nothing is in flight between calls: nobody knows whether there will be another.
+        Binding.alive.discard(binding)
         if remembers:
             _by_name[key] = binding
             return binding
-        Binding.alive.discard(binding)
         if len(_stateless) >= 100:  # their graphs are worth keeping, within limits
             _stateless.pop(next(iter(_stateless)))
         _stateless[key] = binding

@@ -20,6 +20,7 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Gather, Outcome, Request, Sparse
+from hvd_compress.weak import weakly
 
 _ALIGNMENT = 64  # bytes; libraries copy what does not begin at such an address
 
@@ -59,6 +60,10 @@ class Memory:
         return taken
 
 
+class _Kept(dict[str, Any]):
+    """What a graph keeps between its calls, for as long as the binding is there."""
+
+
 def _aligned(array: np.ndarray, n: int) -> np.ndarray:
     start = -array.ctypes.data % _ALIGNMENT // array.itemsize
     return array[start : start + n]
@@ -86,24 +91,26 @@ def exchange_on_host(
     xp = backend_of(tensors[0].x)
     keys = [sorted(t.state) for t in tensors]
     shapes = [xp.shape(t.gradient) for t in tensors]
-    scratch = {"memory": tensors[0].scratch.setdefault("memory", Memory())}
-    waiting: list[Generator[Request, Any, list[Outcome]]] = []
+    of_all_graphs = tensors[0].scratch
+    kept = _Kept(memory=of_all_graphs.setdefault("memory", Memory()))
+    of_all_graphs.setdefault("kept", []).append(kept)
+    tensors = [tensor._replace(scratch={}) for tensor in tensors]
 
-    def begin(*arrays: np.ndarray) -> list[np.ndarray]:
+    def begin(kept: _Kept, *arrays: np.ndarray) -> list[np.ndarray]:
         each, own = iter(arrays), []
         for tensor, names, shape in zip(tensors, keys, shapes, strict=True):
             x = next(each)
             state = {key: next(each) for key in names}
-            host = {"gradient": x.reshape(shape), "x": x, "state": state, "scratch": scratch}
+            host = {"gradient": x.reshape(shape), "x": x, "state": state, "scratch": kept}
             own.append(tensor._replace(**host))
-        waiting[:] = [form(own)]  # what waited, if a step has failed, is forgotten
-        request = next(waiting[0])
+        kept["waiting"] = form(own)  # what waited, if a step has failed, is forgotten
+        request = next(kept["waiting"])
         assert isinstance(request, Gather)
         return [request.payload]
 
-    def finish(*messages: np.ndarray) -> list[np.ndarray]:
+    def finish(kept: _Kept, *messages: np.ndarray) -> list[np.ndarray]:
         try:
-            waiting.pop().send(list(messages))
+            kept.pop("waiting").send(list(messages))
         except StopIteration as stop:
             outcomes = stop.value
         return [
@@ -113,14 +120,14 @@ def exchange_on_host(
         ]
 
     arrays = [a for t, names in zip(tensors, keys, strict=True) for a in _inputs(t, names)]
-    (message,) = xp.on_host(begin, arrays, [("uint8", size)], tensors[0].x)
+    (message,) = xp.on_host(weakly(kept, begin), arrays, [("uint8", size)], tensors[0].x)
     messages = yield Gather(message, size is not None)
     outputs = [
         ("float32", shape)
         for tensor, names, gradient in zip(tensors, keys, shapes, strict=True)
         for shape in (gradient, *(xp.shape(tensor.state[key]) for key in names))
     ]
-    results = iter(xp.on_host(finish, messages, outputs, tensors[0].x))
+    results = iter(xp.on_host(weakly(kept, finish), messages, outputs, tensors[0].x))
     of_all = sum(counts)
     indices, values = xp.on_host(
         decode, [message], [("int64", of_all), ("float32", of_all)], tensors[0].x
