@@ -17,6 +17,7 @@ from hvd_compress.base import (
     Neighbors,
     Outcome,
     Sparse,
+    SparseSum,
     Sum,
 )
 from hvd_compress.config import from_config
@@ -41,6 +42,7 @@ __all__ = [
     "Neighbors",
     "Outcome",
     "Sparse",
+    "SparseSum",
     "Sum",
     "from_config",
 ]

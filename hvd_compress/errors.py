@@ -1,5 +1,18 @@
 """Everything that this package raises on purpose; each message says what to write instead."""
 
+__all__ = [
+    "CollectiveTimeout",
+    "CompressionError",
+    "ConfigError",
+    "MismatchError",
+    "NeedsTuning",
+    "PayloadError",
+    "PoorFit",
+    "SetupError",
+    "UnboundError",
+    "UnsupportedError",
+]
+
 
 class CompressionError(Exception):
     """Base class: ``except CompressionError`` catches all errors of this package."""

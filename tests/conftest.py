@@ -60,6 +60,7 @@ def pytest_xdist_make_scheduler(config, log):
 # Programs that are started by tests, with arguments, and what runs inside jobs.
 collect_ignore = [
     *("command_lines.py", "elastic_keras_worker.py", "elastic_worker.py", "train_small.py"),
+    "horovods_own.py",
     *("parameter_server_job.py", "parameter_server_torch_job.py"),
 ]
 collect_ignore_glob = ["scenarios/*", "mpi_scenarios/*"]

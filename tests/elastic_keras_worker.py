@@ -1,4 +1,5 @@
-"""Elastic training with Keras; the worker on the second host kills itself in mid-training."""
+"""Elastic training with Keras, of a job that grows from one worker to three, loses one, and gets
+another.  Rank 0 says which hosts there are; what a host is, is in the test."""
 
 from __future__ import annotations
 
@@ -6,16 +7,18 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
-import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow import keras
 
 import hvd_compress.tensorflow.keras as hvd
 
-EPOCHS, STEPS, LAST_BEFORE = 3, 4, 5
-folder = Path(sys.argv[1])
+#: workers, and the steps before rank 0 asks for another number of them
+SIZES, STEPS = [1, 2, 3, 2, 3], 3
+folder, hosts, *after = map(Path, sys.argv[1:])
 tf.config.threading.set_inter_op_parallelism_threads(2)
 tf.config.threading.set_intra_op_parallelism_threads(1)
 hvd.init()
@@ -26,12 +29,12 @@ optimizer = hvd.DistributedOptimizer(
 )
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(optimizer, loss=loss)
-state = hvd.elastic.KerasState(model, epoch=0, batch=0, step=0)
+state = hvd.elastic.KerasState(model, epoch=0, batch=0, step=0, stage=-1, until=0)
+committed: list[np.ndarray] = []  # this worker's residual; a new one has none
 
 
-def everything() -> np.ndarray:
-    residual = optimizer.compression.states["0"]["residual"].numpy()
-    return np.concatenate([residual, *(w.reshape(-1) for w in model.get_weights())])
+def residual() -> np.ndarray:
+    return optimizer.compression.states["0"]["residual"].numpy()
 
 
 def note(**fields) -> None:
@@ -39,38 +42,50 @@ def note(**fields) -> None:
         print(json.dumps(fields | {"rank": hvd.rank(), "size": hvd.size()}), file=log)
 
 
+def gathered(array: np.ndarray, name: str) -> np.ndarray:
+    return np.asarray(hvd.allgather(array[None], name=name))
+
+
 class Steps(keras.callbacks.Callback):
-    """Counts them, before they are committed; and the death of a worker."""
+    """Counts them before they are committed, and brings about what a stage ends with."""
 
     def on_train_batch_begin(self, batch, logs=None):
-        if state.step == LAST_BEFORE and os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
+        if state.step < state.until:
+            return
+        time.sleep(0.2)  # until others are there
+        if state.stage == 2 and os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
+            time.sleep(2)  # Horovod may wait for ever if it is just then that others submit
             note(event="dies", step=state.step)
             os.kill(os.getpid(), signal.SIGKILL)
+        if hvd.rank() == 0 and state.stage < len(after) and after[state.stage].exists():
+            after[state.stage].replace(hosts)
+        if state.stage == len(SIZES) - 1:
+            self.model.stop_training = True
 
     def on_train_batch_end(self, batch, logs=None):
         state.step += 1
+        committed[:] = [residual()]
 
 
 @hvd.elastic.run
 def train(state):
-    if state.step:  # a new set of workers: all start from one mean residual
-        mine = everything()
-        everyones = hvd.allgather(mine[None], name="everything")
-        assert (np.asarray(everyones) == mine).all()
-        assert np.abs(optimizer.compression.states["0"]["residual"].numpy()).sum() > 0
-        note(event="resumed", step=state.step)
+    # All start from one set of variables, and from the mean residual of those who have one.
+    everything = np.concatenate([residual(), *(w.reshape(-1) for w in model.get_weights())])
+    assert (gathered(everything, "everything") == everything).all()
+    had = gathered(np.float64([bool(committed)]), "had")
+    before = gathered(committed[0] if committed else np.zeros_like(residual()), "before")
+    if state.step:
+        np.testing.assert_allclose(residual(), before.sum(0) / had.sum(), 1e-5, 1e-7)
+        assert np.abs(residual()).sum() > 0
+    state.stage += 1
+    state.until = state.step + STEPS
+    note(event="starts", step=state.step, stage=state.stage, had=int(had.sum()))
     random = np.random.default_rng(hvd.rank())
-    while state.epoch < EPOCHS:
-        x = random.normal(size=(8 * STEPS, 40)).astype("float32")
-        callbacks = [
-            Steps(),
-            hvd.elastic.CommitStateCallback(state),
-            hvd.elastic.UpdateBatchStateCallback(state),
-            hvd.elastic.UpdateEpochStateCallback(state),
-        ]
-        model.fit(x, x[:, :5].argmax(1), batch_size=8, verbose=0, callbacks=callbacks)
+    x = random.normal(size=(8 * 10_000, 40)).astype("float32")
+    callbacks = [Steps(), hvd.elastic.CommitStateCallback(state)]
+    model.fit(x, x[:, :5].argmax(1), batch_size=8, verbose=0, callbacks=callbacks)
     weights = np.concatenate([w.reshape(-1) for w in model.get_weights()])
-    assert (np.asarray(hvd.allgather(weights[None], name="weights")) == weights).all()
+    assert (gathered(weights, "weights") == weights).all()
     note(event="done", step=state.step, exchanges=int(optimizer.compression.step))
 
 

@@ -34,11 +34,11 @@ def _register(horovod_tensorflow: Any) -> None:
 show_log()
 _horovod = load_horovod("horovod.tensorflow", "TensorFlow", _register)
 if not isinstance(_horovod, ImportError):
+    from . import keras  # registers with Horovod, too
     from .registration import bind, wrap_optimizer
 
-    DistributedOptimizer = wrap_optimizer(_horovod.DistributedOptimizer, every_keras=True)
+    DistributedOptimizer = wrap_optimizer(_horovod.DistributedOptimizer, keras.horovods_optimizer)
     __all__ += ["DistributedOptimizer", "bind"]
-    from . import keras  # noqa: F401, which registers with Horovod, too
 
 
 def __getattr__(name: str) -> Any:

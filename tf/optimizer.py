@@ -32,6 +32,7 @@ from hvd_compress.methods import FP16, NoCompression, as_compressor
 from hvd_compress.transforms import momentum_after_averaging
 
 from .binding import Binding, native, places_of_groups, slots_of
+from .loss_scaling import NotInLossScaling
 from .runtime import Runtime
 from .state_on_disk import state_on_disk
 from .tape import is_ours
@@ -192,12 +193,18 @@ def _with_loss_scale(optimizer: Any) -> Any:
     return optimizer
 
 
-class CompressedOptimizer:
+class CompressedOptimizer(NotInLossScaling):
     """``isinstance(optimizer, CompressedOptimizer)``: made by :func:`distribute`.
 
     Attributes:
         compression: a :class:`hvd_compress.tensorflow.binding.Binding`, once it is built.
     """
+
+    _hvd_instead_of_scaling = (
+        "a distributed optimizer inside of a LossScaleOptimizer would step on some ranks only: "
+        "write hvd.DistributedOptimizer(LossScaleOptimizer(optimizer)) before model.compile, or "
+        "set the policy mixed_float16 before hvd.DistributedOptimizer"
+    )
 
     def _hvd_setup(
         self,
@@ -220,6 +227,7 @@ class CompressedOptimizer:
         self._hvd_places: dict[int, int] = {}
         self._hvd_epoch: int | None = None
         self._hvd_built = False
+        self._hvd_may_be_wrapped = False
         self._hvd_check_momentum()
 
     def __getattr__(self, name: str) -> Any:
@@ -404,7 +412,6 @@ class Keras3Optimizer(CompressedOptimizer):
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        _check_place()
         if trainable_variables is None and not self._hvd_built:
             super().apply(grads)  # type: ignore[misc]  # raises
         variables = list(
@@ -470,7 +477,6 @@ class TfKerasOptimizer(CompressedOptimizer):
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_place()
         pairs = list(grads_and_vars)
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
         with tf.init_scope():
@@ -510,25 +516,3 @@ def _plain(gradient: Any) -> Any:
     if gradient is None or isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.convert_to_tensor(gradient)
-
-
-def _check_place() -> None:
-    if is_in_loss_scaling():
-        raise UnsupportedError(
-            "a distributed optimizer stands inside of a LossScaleOptimizer, which lets it step on "
-            "some ranks only: write hvd.DistributedOptimizer(LossScaleOptimizer(optimizer)) before "
-            "model.compile, or set the policy mixed_float16 before hvd.DistributedOptimizer"
-        )
-
-
-def is_in_loss_scaling() -> bool:
-    """Return whether a LossScaleOptimizer calls, which looks for NaN and Inf before gradients are
-    averaged."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        is_scaler = "LossScaleOptimizer" in [cls.__name__[:18] for cls in type(owner).__mro__]
-        if is_scaler and not isinstance(owner, CompressedOptimizer):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

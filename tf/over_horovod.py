@@ -30,4 +30,14 @@ class HorovodRuntime:
         return agreement(terms, counts, name, process_set)
 
 
+def gather_bytes(own: bytes, name: str, process_set: Any) -> bytes:
+    """Return the bytes of all ranks, in their order, whether or not a graph is traced now."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        if not tf.executing_eagerly():  # graphs of TensorFlow 1, which run later
+            return own
+        mine = tf.constant(list(own), tf.uint8)
+        everyones = hvd.allgather(mine, name=name, process_set=process_set)
+        return bytes(everyones.numpy().tolist())
+
+
 runtime: Runtime = HorovodRuntime()

@@ -14,12 +14,19 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.integrations.horovod import bind_call, checked_join, take_stateless, with_options
+from hvd_compress.integrations.horovod import (
+    bind_call,
+    checked_join,
+    hand_on,
+    in_place_of,
+    take_stateless,
+    with_options,
+)
 
 from . import elastic
 from .binding import Binding, native
 from .optimizer import distribute, is_keras_3, is_tf_keras
-from .over_horovod import runtime
+from .over_horovod import gather_bytes, runtime
 from .tape import binder, is_ours, wrap_allreduce, wrap_tape
 
 _DONE = "__wrapped_by_hvd_compress__"
@@ -34,7 +41,7 @@ def register(hvd: Any) -> None:
     setattr(hvd, _DONE, True)
     hvd.allreduce = wrap_allreduce(runtime, hvd.allreduce, several=False)
     hvd.grouped_allreduce = wrap_allreduce(runtime, hvd.grouped_allreduce, several=True)
-    hvd.DistributedGradientTape = wrap_tape(runtime, hvd.DistributedGradientTape)
+    hvd.DistributedGradientTape = wrap_tape(runtime, hvd.DistributedGradientTape, gather_bytes)
     hvd.DistributedOptimizer = wrap_optimizer(hvd.DistributedOptimizer)
     broadcast = hvd.broadcast_variables
 
@@ -87,30 +94,49 @@ def _guard(impl: Any) -> None:
     impl.create_distributed_optimizer = create_distributed_optimizer
 
 
-def wrap_optimizer(factory: Callable[..., Any], every_keras: bool = False) -> Callable[..., Any]:
+def wrap_optimizer(
+    factory: Callable[..., Any], for_keras: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """Return Horovod's ``DistributedOptimizer`` that takes this package's compressors as well.
 
     Args:
-        every_keras: optimizers of Keras are all made here, whatever the compression, since
-            Horovod's own do not exchange gradients under Keras 3: for our own modules.
+        for_keras: for our own modules, Horovod's factory of optimizers of Keras, to which
+            ``factory`` hands only some of its options.  It makes those of tf_keras; those of Keras
+            3 are all made here, since Horovod's own do not exchange gradients there.
     """
     signature = with_options(factory, seed=0)
 
-    @functools.wraps(factory)
+    @in_place_of(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        call = bind_call(signature, args, kwargs, runtime.hvd.rank)
+        """Return a new optimizer like ``optimizer`` that averages gradients over the ranks.
+
+        Args:
+            optimizer: of Keras 3, or of tf_keras.
+            compression: a method such as ``hvd.DGC``, an instance, its name, or a text such as
+                "dgc:density=0.01"; the optimizer is this package's then, as always under Keras 3.
+                With Horovod's own, and with none unless ``HVD_COMPRESSION`` names one, those of
+                tf_keras are Horovod's.
+            seed: for randomness that the ranks share.
+
+        Raises:
+            ConfigError, UnsupportedError: an option has a value that cannot be honoured.
+            MismatchError: the ranks differ in method, options or variables; mostly in the first
+                step, where TensorFlow shows it inside of an error of its own.
+        """
+        call = bind_call(signature, args, kwargs, runtime.hvd, gather_bytes)
         options = dict(call.arguments)
         optimizer = options.pop("optimizer")
-        is_keras = is_keras_3(optimizer) or is_tf_keras(optimizer)
-        if not is_ours(options["compression"]) and not (every_keras and is_keras):
-            return factory(*args, **kwargs)
-        if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-            raise UnsupportedError(
-                "optimizers of tf.compat.v1 are not supported: use keras.optimizers, or "
-                "hvd.DistributedGradientTape"
-            )
-        options.pop("use_locking", None)
-        return distribute(runtime, optimizer, **options)
+        if is_ours(options["compression"]) or (for_keras and is_keras_3(optimizer)):
+            if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+                raise UnsupportedError(
+                    "optimizers of tf.compat.v1 are not supported: use keras.optimizers, or "
+                    "hvd.DistributedGradientTape"
+                )
+            options.pop("use_locking", None)
+            return distribute(runtime, optimizer, **options)
+        if for_keras and is_tf_keras(optimizer):
+            return hand_on(for_keras, call.arguments)
+        return hand_on(factory, call.arguments)
 
-    DistributedOptimizer.__signature__ = signature  # type: ignore[attr-defined]
+    DistributedOptimizer.__signature__ = signature
     return DistributedOptimizer

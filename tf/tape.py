@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 import weakref
@@ -13,7 +12,8 @@ import tensorflow as tf
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations import horovod as drop_in
-from hvd_compress.integrations.horovod import bind_call, with_options
+from hvd_compress.integrations.environment import Gather
+from hvd_compress.integrations.horovod import bind_call, in_place_of, with_options
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import as_compressor
 from hvd_compress.rows import keeps_residual
@@ -176,19 +176,31 @@ def _divided(gradient: Any, size: int) -> Any:
     return gradient / size
 
 
-def wrap_tape(runtime: Runtime, factory: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_tape(runtime: Runtime, factory: Callable[..., Any], gather: Gather) -> Callable[..., Any]:
     """Return Horovod's ``DistributedGradientTape``, extended to take this package's compressors."""
     signature = with_options(factory, seed=0)
 
-    @functools.wraps(factory)
+    @in_place_of(factory)
     @tf.autograph.experimental.do_not_convert
     def DistributedGradientTape(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        call = bind_call(signature, args, kwargs, runtime.hvd.rank)
+        """Return a tape whose ``gradient`` averages over the ranks.
+
+        Args:
+            compression: a method such as ``hvd.DGC(momentum=0.9)``, its class, its name, a text, or
+                what ``hvd.bind`` returned.  With Horovod's own, and with none unless
+                ``HVD_COMPRESSION`` names one, the tape is Horovod's.
+            seed: for randomness that the ranks share.
+
+        Raises:
+            ConfigError, UnsupportedError: an option has a value that cannot be honoured.
+            MismatchError: the ranks differ in method, options or variables.
+        """
+        call = bind_call(signature, args, kwargs, runtime.hvd, gather)
         if not is_ours(call.arguments["compression"]):
             return _with_keras_variables(factory(*args, **kwargs))
         return distribute_tape(runtime, call.arguments)
 
-    DistributedGradientTape.__signature__ = signature  # type: ignore[attr-defined]
+    DistributedGradientTape.__signature__ = signature
     return DistributedGradientTape
 
 
@@ -266,7 +278,9 @@ def _binding_for(
             )
         name = "allreduce"
     shapes = tuple((tuple(t.shape), t.dtype.name) for t in tensors)
-    key = (runtime, method, name, shapes, repr(sorted(options.items())))
+    # Graphs are of one number of ranks.
+    chosen = options["process_set"] or runtime.hvd.global_process_set
+    key = (runtime, method, name, shapes, repr(sorted(options.items())), chosen.size())
     if key not in _by_name and key not in _stateless:
         slots = [
             Slot(name if len(tensors) == 1 else f"{name}.{i}", tf.TensorShape(t.shape), t.dtype)
@@ -275,10 +289,11 @@ def _binding_for(
         groups = [list(range(len(slots)))] if len(slots) > 1 else None
         with tf.init_scope():
             binding = Binding(runtime, method, slots, groups=groups, **options)
+        # Nothing is in flight between calls: nobody knows whether there will be another.
+        Binding.alive.discard(binding)
         if remembers:
             _by_name[key] = binding
             return binding
-        Binding.alive.discard(binding)
         if len(_stateless) >= 100:  # their graphs are worth keeping, within limits
             _stateless.pop(next(iter(_stateless)))
         _stateless[key] = binding
@@ -302,9 +317,19 @@ def wrap_allreduce(
     compressors.  The state of a method is kept by ``name``, shape and dtype of the tensor."""
     signature = inspect.signature(function)
 
-    @functools.wraps(function)
+    @in_place_of(function)
     @tf.autograph.experimental.do_not_convert
     def allreduce(*args: Any, **kwargs: Any) -> Any:
+        """Return the average or the sum over the ranks.
+
+        Args:
+            compression: any method, too.  One that remembers what it did not send keeps that by
+                ``name``, shape and dtype.
+
+        Raises:
+            ConfigError: an option has a value that cannot be honoured; or the method remembers, and
+                there is no name.
+        """
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         options, none = call.arguments, signature.parameters["compression"].default

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
 from hvd_compress.errors import UnsupportedError
 
 
 def refuse_xla() -> None:
-    """Raise if what is being traced will be compiled by XLA.
-
-    TensorFlow tells a traced function nothing of that, but the function that traces it knows.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if getattr(owner, "_jit_compile", None) is True and hasattr(owner, "python_function"):
-            raise UnsupportedError(
-                "gradients cannot be exchanged inside a function that XLA compiles: leave "
-                "jit_compile=True out of tf.function, or write model.compile(..., "
-                "jit_compile=False)"
-            )
-        frame = frame.f_back  # type: ignore[assignment]
+    """Raise if what is being traced will be compiled by XLA, as its graph or one around it says."""
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise UnsupportedError(
+            "gradients cannot be exchanged inside a function that XLA compiles: leave "
+            "jit_compile=True out of tf.function, or write model.compile(..., jit_compile=False)"
+        )

@@ -3,7 +3,6 @@ training method a :class:`LocalStepsOptimizer`."""
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +13,7 @@ from hvd_compress.base import Compressor
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.integrations.horovod import bind_call, is_ours, with_options
+from hvd_compress.integrations.horovod import bind_call, in_place_of, is_ours, with_options
 from hvd_compress.methods import as_compressor
 
 from .binding import Binding
@@ -38,13 +37,35 @@ def wrap_factory(
     """
     signature = with_options(factory, seed=0, sparse_step=False, method=None)
 
-    @functools.wraps(factory)
+    def gather(own: bytes, name: str, process_set: Any) -> bytes:
+        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        return bytes(hvd.allgather(mine, name=name, process_set=process_set).tolist())
+
+    @in_place_of(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
+        """Return an optimizer whose ``step()`` works on the gradients of all ranks, or one that
+        trains by a ``method`` such as ``hvd.ExactDiffusion(topology="cycle")``.
+
+        Args:
+            compression: a method such as ``hvd.DGC``, an instance, its name, or a text such as
+                "dgc:density=0.01"; the optimizer is this package's then.  With Horovod's own, and
+                with none unless ``HVD_COMPRESSION`` names one, it is Horovod's.
+            seed: for randomness that the ranks share.
+            sparse_step: averages of top-k's elements are sparse gradients, so that
+                ``torch.optim.SGD`` writes no other elements of a parameter.
+            method: a training method, which sends no gradients; options of these are left out
+                then.
+
+        Raises:
+            ConfigError, UnsupportedError: an option has a value that cannot be honoured.
+            MismatchError: the ranks differ in method, options or parameters; mostly in the first
+                step.
+        """
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("method") is not None:
             given.apply_defaults()
             return distribute_by_method(make_engine, signature, **given.arguments)
-        call = bind_call(signature, args, kwargs, hvd.rank)
+        call = bind_call(signature, args, kwargs, hvd, gather)
         del call.arguments["method"]
         compression = call.arguments["compression"]
         if hasattr(compression, "compress") and not is_ours(compression):
@@ -52,8 +73,8 @@ def wrap_factory(
             return factory(*args, **kwargs)
         return distribute(hvd, make_engine, **call.arguments)
 
-    DistributedOptimizer.__signature__ = signature  # type: ignore[attr-defined]
-    DistributedOptimizer.__wrapped_by_hvd_compress__ = True  # type: ignore[attr-defined]
+    DistributedOptimizer.__signature__ = signature
+    DistributedOptimizer.__wrapped_by_hvd_compress__ = True
     return DistributedOptimizer
 
 

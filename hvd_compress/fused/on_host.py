@@ -6,13 +6,13 @@ bucket's message; the second takes the messages of all ranks, and returns averag
 Between the two the exchange, which is that of NumPy arrays, waits for the messages.
 
 Arrays are neither copied on their way in nor out, and a variable that is assigned such a result
-adopts its memory.  Who else refers to it, nobody knows: hence :class:`Memory`.
+adopts its memory.  When it lets go of it, the array itself says: hence :class:`Memory`.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -20,38 +20,48 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Gather, Outcome, Request, Sparse
+from hvd_compress.weak import weakly
 
 _ALIGNMENT = 64  # bytes; libraries copy what does not begin at such an address
 
 
-def _references(arrays: list[np.ndarray], i: int) -> int:
-    return sys.getrefcount(arrays[i])
-
-
-_UNUSED = _references([np.empty(0)], 0)  # when only a list refers to it
-
-
 class Memory:
-    """Float32 arrays that are used again as soon as nothing refers to them any more."""
+    """Float32 arrays whose memory is used again after they, and all views of them, are gone.
+
+    An array that is taken is a new object over known memory, to which it alone leads.  When it is
+    deleted, which views of it prevent, those of libraries included, the memory comes back here.
+
+    Attributes:
+        nbytes: of all that was ever needed at once.
+    """
 
     def __init__(self) -> None:
-        self._arrays: dict[int, list[np.ndarray]] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for known in self._arrays.values() for array in known)
+        self.nbytes = 0
+        self._free: dict[int, deque[np.ndarray]] = {}
+        self._taken: dict[int, weakref.ref[np.ndarray]] = {}
 
     def take(self, n: int) -> np.ndarray:
         """Return an array of ``n`` elements, in which there is anything."""
-        with self._lock:
-            known = self._arrays.setdefault(n, [])
-            for i in range(len(known)):
-                # Views of it count as well, those of libraries included.
-                if _references(known, i) == _UNUSED:
-                    return _aligned(known[i], n)
-            known.append(array := np.empty(n + _ALIGNMENT // 4, np.float32))
-            return _aligned(array, n)
+        free = self._free.setdefault(n, deque())
+        try:
+            known = free.pop()  # in one step, like the append below: there may be several threads
+        except IndexError:
+            whole = np.empty(n + _ALIGNMENT // 4, np.float32)
+            self.nbytes += whole.nbytes
+            known = _aligned(whole, n)
+        taken = np.frombuffer(known.data, np.float32)
+        number = id(taken)
+
+        def give_back(_: Any) -> None:
+            del self._taken[number]
+            free.append(known)
+
+        self._taken[number] = weakref.ref(taken, give_back)
+        return taken
+
+
+class _Kept(dict[str, Any]):
+    """What a graph keeps between its calls, for as long as the binding is there."""
 
 
 def _aligned(array: np.ndarray, n: int) -> np.ndarray:
@@ -81,24 +91,26 @@ def exchange_on_host(
     xp = backend_of(tensors[0].x)
     keys = [sorted(t.state) for t in tensors]
     shapes = [xp.shape(t.gradient) for t in tensors]
-    scratch = {"memory": tensors[0].scratch.setdefault("memory", Memory())}
-    waiting: list[Generator[Request, Any, list[Outcome]]] = []
+    of_all_graphs = tensors[0].scratch
+    kept = _Kept(memory=of_all_graphs.setdefault("memory", Memory()))
+    of_all_graphs.setdefault("kept", []).append(kept)
+    tensors = [tensor._replace(scratch={}) for tensor in tensors]
 
-    def begin(*arrays: np.ndarray) -> list[np.ndarray]:
+    def begin(kept: _Kept, *arrays: np.ndarray) -> list[np.ndarray]:
         each, own = iter(arrays), []
         for tensor, names, shape in zip(tensors, keys, shapes, strict=True):
             x = next(each)
             state = {key: next(each) for key in names}
-            host = {"gradient": x.reshape(shape), "x": x, "state": state, "scratch": scratch}
+            host = {"gradient": x.reshape(shape), "x": x, "state": state, "scratch": kept}
             own.append(tensor._replace(**host))
-        waiting[:] = [form(own)]  # what waited, if a step has failed, is forgotten
-        request = next(waiting[0])
+        kept["waiting"] = form(own)  # what waited, if a step has failed, is forgotten
+        request = next(kept["waiting"])
         assert isinstance(request, Gather)
         return [request.payload]
 
-    def finish(*messages: np.ndarray) -> list[np.ndarray]:
+    def finish(kept: _Kept, *messages: np.ndarray) -> list[np.ndarray]:
         try:
-            waiting.pop().send(list(messages))
+            kept.pop("waiting").send(list(messages))
         except StopIteration as stop:
             outcomes = stop.value
         return [
@@ -108,14 +120,14 @@ def exchange_on_host(
         ]
 
     arrays = [a for t, names in zip(tensors, keys, strict=True) for a in _inputs(t, names)]
-    (message,) = xp.on_host(begin, arrays, [("uint8", size)], tensors[0].x)
+    (message,) = xp.on_host(weakly(kept, begin), arrays, [("uint8", size)], tensors[0].x)
     messages = yield Gather(message, size is not None)
     outputs = [
         ("float32", shape)
         for tensor, names, gradient in zip(tensors, keys, shapes, strict=True)
         for shape in (gradient, *(xp.shape(tensor.state[key]) for key in names))
     ]
-    results = iter(xp.on_host(finish, messages, outputs, tensors[0].x))
+    results = iter(xp.on_host(weakly(kept, finish), messages, outputs, tensors[0].x))
     of_all = sum(counts)
     indices, values = xp.on_host(
         decode, [message], [("int64", of_all), ("float32", of_all)], tensors[0].x

@@ -3,34 +3,12 @@
 The building blocks are not among them, since ``hvd.allreduce`` and ``hvd.allgather`` are Horovod's.
 """
 
-from hvd_compress import methods
+from hvd_compress import errors, methods
 from hvd_compress.base import Compressor
-from hvd_compress.errors import (
-    CompressionError,
-    ConfigError,
-    NeedsTuning,
-    PayloadError,
-    PoorFit,
-    SetupError,
-    UnboundError,
-    UnsupportedError,
-)
+from hvd_compress.errors import *  # noqa: F403, errors.__all__ is the list
 from hvd_compress.methods import *  # noqa: F403, methods.__all__ is the list
 from hvd_compress.schedules import After, ExponentialWarmup, StagedWarmup, warmup_to
 
-__all__ = [
-    "After",
-    "CompressionError",
-    "Compressor",
-    "ConfigError",
-    "ExponentialWarmup",
-    "NeedsTuning",
-    "PayloadError",
-    "PoorFit",
-    "SetupError",
-    "StagedWarmup",
-    "UnboundError",
-    "UnsupportedError",
-    "warmup_to",
-]
+__all__ = ["After", "Compressor", "ExponentialWarmup", "StagedWarmup", "warmup_to"]
+__all__ += errors.__all__
 __all__ += methods.__all__

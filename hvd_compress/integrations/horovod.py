@@ -11,17 +11,16 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
 import hvd_compress
 from hvd_compress.base import Compressor
 from hvd_compress.errors import SetupError, UnsupportedError
+from hvd_compress.integrations.environment import Gather, chosen, compare, is_named
 from hvd_compress.integrations.launch import starting_mpi
-from hvd_compress.methods import FP16, VARIABLE, NoCompression, as_compressor, from_environment
-
-_log = logging.getLogger("hvd_compress")
+from hvd_compress.methods import FP16, NoCompression, as_compressor
 
 
 def show_log() -> None:
@@ -68,39 +67,48 @@ def with_options(factory: Callable[..., Any], **defaults: Any) -> inspect.Signat
     return signature.replace(parameters=[*signature.parameters.values(), *more])
 
 
+def in_place_of(horovods: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """As ``functools.wraps``, but ``help`` shows the description of the function first, which is
+    about what it has beyond Horovod's, and then Horovod's."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        own, theirs = inspect.getdoc(function), inspect.getdoc(inspect.unwrap(horovods))
+        wrapped = functools.wraps(horovods)(function)
+        wrapped.__doc__ = f"{own}\n\nAll else:\n\n{theirs}"
+        return wrapped
+
+    return decorate
+
+
 def bind_call(
     signature: inspect.Signature,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    rank: Callable[[], int],
+    hvd: Any,
+    gather: Gather,
 ) -> inspect.BoundArguments:
-    """Return all arguments of a call; if it names no compression, the environment may name one."""
+    """Return all arguments of a call; if it names no compression, the environment may name one.
+
+    Args:
+        hvd: the module of Horovod.
+        gather: a collective of it.
+
+    Raises:
+        MismatchError: the environments of the ranks differ.
+    """
     call = signature.bind(*args, **kwargs)
     call.apply_defaults()
-    none = signature.parameters["compression"].default
-    call.arguments["compression"] = chosen(call.arguments["compression"], none, rank)
+    given, none = call.arguments["compression"], signature.parameters["compression"].default
+    if not is_named(given, none):
+        compare(hvd, call.arguments.get("process_set", hvd.global_process_set), gather)
+    call.arguments["compression"] = chosen(given, none, hvd.rank)
     return call
 
 
-_said: set[str] = set()
-
-
-def chosen(compression: Any, none: Any, rank: Callable[[], int]) -> Any:
-    """Return the compression that a script names, or that of ``HVD_COMPRESSION`` if the script
-    names nothing or ``none``, as Horovod's examples do.  Rank 0 logs once which of the two it
-    is."""
-    method = from_environment()
-    if method is None:
-        return compression
-    named = compression is not None and compression is not none
-    if named:
-        message = f"is not used, since the script names compression={compression!r}"
-    else:
-        message = f"names the compression, since the script names none: {method!r}"
-    if message not in _said and rank() == 0:
-        _said.add(message)
-        _log.info("%s=%s %s", VARIABLE, os.environ[VARIABLE], message)
-    return compression if named else method
+def hand_on(factory: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Call Horovod's factory with those of the options that it has."""
+    known = inspect.signature(factory).parameters.keys() & options.keys()
+    return factory(**{name: options[name] for name in known})
 
 
 def checked_join(join: Callable[..., Any], users: Collection[Any], advice: str) -> Any:

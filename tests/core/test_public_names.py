@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import typing
 from types import ModuleType
 
 import pytest
@@ -15,6 +16,8 @@ MODULES = (
     "hvd_compress.torch.mpi",
     "hvd_compress.tensorflow",
     "hvd_compress.tensorflow.keras",
+    "hvd_compress.tensorflow.mpi",
+    "hvd_compress.tensorflow.keras.mpi",
 )
 #: what is shown as a module
 SUBMODULES = {"blocks", "callbacks", "elastic", "errors", "keras", "mpi", "tensorflow", "testing"}
@@ -51,6 +54,23 @@ def test_a_star_import_gives_what_is_listed(name):
     scope = {}
     exec(f"from {name} import *", scope)
     assert set(importlib.import_module(name).__all__) == scope.keys() - {"__builtins__"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_whoever_can_meet_an_error_can_catch_it(name):
+    """By the name that the module it imports gives it."""
+    errors = importlib.import_module("hvd_compress.errors")
+    raised = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)]
+    assert {e.__name__ for e in raised} == set(errors.__all__)
+    if name != "hvd_compress.blocks":  # which raise at once, where they are written
+        assert set(errors.__all__) <= set(importlib.import_module(name).__all__)
+
+
+def test_who_writes_an_exchange_finds_every_request_beside_the_others():
+    base, front = (importlib.import_module(f"hvd_compress{name}") for name in (".base", ""))
+    requests = typing.get_args(base.Request)
+    assert len(requests) > 8
+    assert {request.__name__ for request in requests} <= set(front.__all__)
 
 
 def test_drop_ins_show_what_is_horovods():

@@ -44,6 +44,7 @@ OVER_MPI = (
     "parity.neighbours_and_broadcasts_follow_the_oracle",
     *("keras_fit.fit_is_the_oracle", "keras_fit.callbacks_of_horovod"),
     *("keras_fit.models_are_saved_and_go_on", "keras_fit.consolidation_keeps_the_sum"),
+    "keras_fit.nothing_stays_of_what_is_gone",
     "local_steps_keras.fit_follows_the_lockstep_world",
     "codistillation_keras.predictions_follow_a_reference",
 )

@@ -47,22 +47,6 @@ def test_workers_join_an_elastic_job_die_and_are_started_again(tmp_path, method)
     assert again, output
 
 
-@pytest.mark.full
-@pytest.mark.timeout(300)
-def test_elastic_training_with_keras_outlives_a_worker(tmp_path):
-    """The epoch that was under way begins again, which is one step more."""
-    hosts = "localhost:2\n127.0.0.1:1"
-    notes, output = elastic(tmp_path, "elastic_keras_worker.py", hosts=hosts)
-    events = {
-        event: [n for n in notes if n["event"] == event] for event in ("dies", "resumed", "done")
-    }
-    assert [n["size"] for n in events["dies"]] == [3], output
-    assert [n["size"] for n in events["resumed"]] == [2, 2], output
-    assert {n["step"] for n in events["resumed"]} == {5}
-    assert sorted(n["rank"] for n in events["done"]) == [0, 1], output
-    assert {n["step"] for n in events["done"]} == {13}
-
-
 AFTER_THE_END = """
 import horovod.torch as hvd
 import torch

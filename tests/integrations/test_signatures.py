@@ -124,6 +124,44 @@ def test_ours_takes_what_horovods_takes(horovods, module, registered):
     assert problems == expected
 
 
+def undescribed(function):
+    """The parameters that ``help(function)`` does not describe."""
+    text = inspect.getdoc(function)
+    names = inspect.signature(function).parameters
+    return {name for name in names if not re.search(rf"^ +.*\b{name}\b.*:", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("module", sorted(set(DROP_INS.values())))
+def test_help_shows_our_options_before_horovods(module):
+    ours, seen = look_up(module), []
+    for name in dir(ours):
+        function = getattr(ours, name)
+        if "All else:" in (text := getattr(function, "__doc__", None) or ""):
+            own, theirs = text.split("All else:")
+            more = set(inspect.signature(function).parameters)
+            more -= set(inspect.signature(inspect.unwrap(function)).parameters)
+            assert undescribed(function) & (more | {"compression"}) == set(), name
+            assert "compression:" in own, name
+            assert inspect.getdoc(inspect.unwrap(function)) in inspect.cleandoc(theirs), name
+            seen.append(name)
+    factories = {"DistributedOptimizer", "DistributedGradientTape", "PartialDistributedOptimizer"}
+    wrapped = factories & {
+        name for name in dir(ours) if hasattr(getattr(ours, name), "__wrapped__")
+    }
+    assert wrapped <= set(seen)
+
+
+@pytest.mark.parametrize("name", ["hvd_compress.torch.mpi", "hvd_compress.tensorflow.mpi"])
+def test_functions_over_mpi_name_their_options(name):
+    module = importlib.import_module(name)
+    for function in ("allreduce", "DistributedOptimizer"):
+        found = inspect.signature(getattr(module, function)).parameters
+        assert {"compression", "op", "process_set"} <= found.keys()
+    if hasattr(module, "allreduce_"):
+        in_place = inspect.signature(module.allreduce_).parameters
+        assert in_place.keys() == inspect.signature(module.allreduce).parameters.keys()
+
+
 def test_every_option_of_the_factories_arrives():
     """Factories hand Horovod's options on by name."""
     import hvd_compress.tensorflow as hvd

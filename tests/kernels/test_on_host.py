@@ -35,6 +35,30 @@ def test_an_array_is_used_again_once_nobody_has_it():
     assert memory.nbytes == 2 * 4 * (10 + 16)
 
 
+def test_what_a_graph_keeps_is_not_used_again():
+    """Variables, and tensors that were read from them, adopt arrays without a copy."""
+    memory, variable = Memory(), tf.Variable(tf.zeros([1000]))
+
+    def fill(number):
+        array = memory.take(1000)
+        array[:] = number
+        return array
+
+    @tf.function
+    def step(number):
+        x = tf.numpy_function(fill, [number], tf.float32)
+        variable.assign(tf.ensure_shape(x, [1000]))
+        return variable.read_value()
+
+    kept = [step(tf.constant(float(number))) for number in range(20)]
+    for number, tensor in enumerate(kept):
+        np.testing.assert_array_equal(tensor, np.full(1000, number, np.float32))
+    all_at_once = memory.nbytes
+    for number in range(200):
+        step(tf.constant(float(number)))
+    assert memory.nbytes <= all_at_once + 2 * 4 * (1000 + 16)
+
+
 def test_other_sizes_have_memory_of_their_own():
     memory = Memory()
     place = address(memory.take(10))

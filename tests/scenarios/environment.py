@@ -18,14 +18,15 @@ class _Lines(logging.Handler):
 
 
 @contextmanager
-def environment(text: str) -> Iterator[list[str]]:
+def environment(text: str | None) -> Iterator[list[str]]:
     handler, logger = _Lines(), logging.getLogger("hvd_compress")
     logger.addHandler(handler)
-    os.environ["HVD_COMPRESSION"] = text
+    if text is not None:
+        os.environ["HVD_COMPRESSION"] = text
     try:
         yield handler.lines
     finally:
-        del os.environ["HVD_COMPRESSION"]
+        os.environ.pop("HVD_COMPRESSION", None)
         logger.removeHandler(handler)
 
 

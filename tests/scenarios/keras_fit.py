@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+import weakref
 from pathlib import Path
 
 import keras
@@ -434,12 +436,37 @@ def loss_scaling() -> None:
 
 
 def loss_scaling_the_other_way_round_is_refused() -> None:
-    for eager in (False, True):
-        inner = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
-        model = model_of("mlp")
-        model.compile(keras.optimizers.LossScaleOptimizer(inner), loss=LOSS, run_eagerly=eager)
+    """Whoever wraps it: the user, or Keras, before the first step."""
+    for options in ({}, {"loss_scale_factor": 8.0}):
+        inner = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1, **options))
         with raises(UnsupportedError, "hvd.DistributedOptimizer", "LossScaleOptimizer"):
+            keras.optimizers.LossScaleOptimizer(inner)
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    finally:
+        keras.config.set_dtype_policy("float32")
+    with raises(UnsupportedError, "set the policy mixed_float16 before"):
+        model.compile(hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE), loss=LOSS)
+
+
+class LossScaleOptimizerTest(keras.optimizers.SGD):
+    """No loss scaling, whatever it is called."""
+
+
+def a_name_means_nothing() -> None:
+    """Neither of an optimizer nor of who calls it."""
+    model = model_of("mlp")
+    optimizer = hvd_keras.DistributedOptimizer(LossScaleOptimizerTest(0.1), compression=SPARSE)
+    model.compile(optimizer, loss=LOSS)
+
+    class LossScaleOptimizerRunner:
+        def run(self):
             model.fit(*_data(1), batch_size=8, verbose=0)
+
+    LossScaleOptimizerRunner().run()
+    optimizer.loss_scale_factor = 2.0
+    assert optimizer.loss_scale_factor == 2.0
 
 
 def branches_of_the_users_own_may_step() -> None:
@@ -767,3 +794,48 @@ def state_of_an_optimizer_that_was_used() -> None:
     new = hvd_keras.DistributedOptimizer(inner, compression=TopK(density=0.1))
     assert int(np.asarray(new.iterations)) == 1
     np.testing.assert_array_equal(np.asarray(new.momentums[0]), np.asarray(inner.momentums[0]))
+
+
+def nothing_stays_of_what_is_gone() -> None:
+    """As without this package: TensorFlow keeps graphs, and functions that they call."""
+    kinds = {
+        "plain": lambda optimizer: optimizer,
+        "dgc": lambda optimizer: hvd_keras.DistributedOptimizer(optimizer, compression=SPARSE),
+        "local steps": lambda optimizer: hvd_keras.LocalSGD(optimizer, sync_every=2),
+    }
+    for kind, of in kinds.items():
+        for fit in (True, False):
+            found = _used(of(_sgd(0.01)), fit)
+            for _ in range(2):
+                gc.collect()
+            assert [what for what, reference in found.items() if reference()] == [], (kind, fit)
+
+
+def _used(optimizer, fit: bool) -> dict[str, weakref.ref]:
+    """What there is of a model and its optimizer after two steps."""
+    model = model_of("mlp")
+    if fit:
+        _fit(optimizer, 2, model=model, jit_compile=False)
+    else:
+
+        @tf.function
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = LOSS(y, model(x, training=True))
+            variables = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+
+        for number in range(2):
+            step(*map(tf.constant, oracle.batch("mlp", hvd.rank(), number)))
+    kept = {"model": model, "optimizer": optimizer, "weight": model.trainable_variables[0]}
+    if binding := getattr(optimizer, "compression", None):
+        kept |= {"binding": binding, **binding.states["0"]}
+        kept |= {key: x for key, x in binding._scratch.items() if key == "memory"}
+    return {what: weakref.ref(x) for what, x in kept.items()}
+
+
+@horovod_only
+def single_tensors_do_not_stand_in_the_way_of_join() -> None:
+    for _ in range(2):
+        hvd.allreduce(tf.ones([100]), name="joining", compression=TopK(density=0.1))
+    assert hvd.join() in range(hvd.size())

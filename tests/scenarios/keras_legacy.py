@@ -10,9 +10,11 @@ import tf_keras
 import hvd_compress.tensorflow as hvd
 import hvd_compress.tensorflow.keras as hvd_keras
 from hvd_compress import DGC, TopK
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.tensorflow.optimizer import CompressedOptimizer
 from tests.scenarios import oracle
 from tests.scenarios.driver import assert_close, assert_same_everywhere, raises
+from tests.scenarios.environment import environment
 
 
 def _model():
@@ -92,6 +94,33 @@ def older_optimizers_are_refused() -> None:
             module.DistributedOptimizer(old, compression=DGC)
 
 
-def horovods_own_still_works() -> None:
-    weights = _fit(horovod.tensorflow.keras.DistributedOptimizer(_sgd()))
+def without_a_method_it_is_horovods_own() -> None:
+    """Whichever import line it comes by; options arrive, also those that the factory of
+    ``horovod.tensorflow`` does not hand on."""
+    plain = type(horovod.tensorflow.keras.DistributedOptimizer(_sgd()))
+    for module in (hvd, hvd_keras, horovod.tensorflow.keras):
+        optimizer = module.DistributedOptimizer(_sgd(), seed=1)
+        assert type(optimizer).__dict__.keys() == plain.__dict__.keys()
+        optimizer = module.DistributedOptimizer(_sgd(), compression=hvd.Compression.fp16)
+        assert type(optimizer).__dict__.keys() == plain.__dict__.keys()
+    halved = tf_keras.optimizers.SGD(oracle.LR / hvd.size(), momentum=0.9)
+    weights = _fit(hvd.DistributedOptimizer(halved, op=hvd.Sum))
     assert_close(weights, oracle.dense(range(6), hvd.size()))
+    with environment("topk:density=0.05"):
+        assert isinstance(hvd_keras.DistributedOptimizer(_sgd()), CompressedOptimizer)
+
+
+def a_callback_for_methods_has_nothing_to_do_without_one() -> None:
+    callbacks = [hvd_keras.callbacks.CompressionCallback()]
+    weights = _fit(hvd_keras.DistributedOptimizer(_sgd()), callbacks)
+    assert_close(weights, oracle.dense(range(6), hvd.size()))
+    with raises(ConfigError, "made by hvd.DistributedOptimizer"):
+        _fit(_sgd(), callbacks)
+
+
+def loss_scaling_outside_of_it_is_refused() -> None:
+    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=DGC(density=0.05))
+    with raises(UnsupportedError, r"hvd.DistributedOptimizer\(LossScaleOptimizer\(optimizer\)\)"):
+        tf_keras.mixed_precision.LossScaleOptimizer(optimizer)
+    horovods = tf_keras.mixed_precision.LossScaleOptimizer(hvd_keras.DistributedOptimizer(_sgd()))
+    assert_close(_fit(horovods), oracle.dense(range(6), hvd.size()))

@@ -15,7 +15,8 @@ import tensorflow as tf
 import hvd_compress.tensorflow as hvd
 import hvd_compress.tensorflow.keras as hvd_keras
 from hvd_compress import DGC, FP16, TopK
-from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
+from hvd_compress.integrations.environment import compared
 from tests.scenarios import oracle
 from tests.scenarios.driver import (
     assert_close,
@@ -269,6 +270,25 @@ def the_environment_names_a_method_for_scripts_that_say_none() -> None:
     )
     optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=none)
     assert optimizer._hvd_method.name == "none", "without the variable nothing changes"
+
+
+def an_environment_of_some_ranks_only_is_an_error_on_all() -> None:
+    """Whoever asks first: an optimizer, or a tape in a graph."""
+    text = "topk:density=0.05" if hvd.rank() == 0 else None
+    variable = tf.Variable(tf.ones([4]))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            y = tf.reduce_sum(variable**2)
+        return hvd.DistributedGradientTape(tape).gradient(y, [variable])
+
+    for begin in (lambda: hvd_keras.DistributedOptimizer(_sgd()), step):
+        compared.clear()
+        words = "rank 0: 'topk:density=0.05'", "rank 1: not set", "-x HVD_COMPRESSION"
+        with environment(text), raises(MismatchError, *words):
+            begin()
+    step()
 
 
 def optimizers_of_keras_2() -> None:

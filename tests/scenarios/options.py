@@ -11,10 +11,12 @@ import horovod.torch
 import torch
 
 from hvd_compress.blocks import allgather, chain, error_feedback, momentum_correction, top_k
+from hvd_compress.integrations.environment import compared
 from hvd_compress.torch import (
     DGC,
     FP16,
     ConfigError,
+    MismatchError,
     NoCompression,
     TopK,
     UnboundError,
@@ -488,6 +490,24 @@ def a_broadcast_before_the_first_step_leaves_gradients_of_zero() -> None:
     assert words.weight.grad.is_sparse
     optimizer.step()
     assert_same_everywhere(words)
+
+
+@horovod_only
+def an_environment_of_some_ranks_only_is_an_error_on_all() -> None:
+    """Rank 0 would wait in an exchange of which the others know nothing."""
+    text = "topk:density=0.05" if hvd.rank() == 0 else None
+    for module in (hvd, horovod.torch):
+        compared.clear()
+        with (
+            environment(text),
+            raises(MismatchError, "rank 0: 'topk:density=0.05'", "1", "not set", "-x HVD_COMPR"),
+        ):
+            module.DistributedOptimizer(sgd(make_model()))
+    model = make_model()
+    with environment(text):
+        optimizer = distribute(sgd(model), model, TopK(density=0.1))
+    train(model, optimizer, range(1))
+    hvd.DistributedOptimizer(sgd(model))
 
 
 def the_environment_names_a_method_for_scripts_that_say_none() -> None:

@@ -68,9 +68,10 @@ if not isinstance(_horovod, ImportError):
     load_model = loader(runtime, __name__)
     if KERAS_3:
         _horovod.load_model = _older.load_model = load_model
-    DistributedOptimizer = wrap_optimizer(_horovod.DistributedOptimizer, every_keras=True)
+    horovods_optimizer: Any = _horovod.DistributedOptimizer
+    DistributedOptimizer = wrap_optimizer(horovods_optimizer, horovods_optimizer)
     PartialDistributedOptimizer = wrap_optimizer(
-        _older.PartialDistributedOptimizer, every_keras=True
+        _older.PartialDistributedOptimizer, _older.PartialDistributedOptimizer
     )
     __all__ += ["PartialDistributedOptimizer", "elastic", "load_model"]
 

@@ -13,7 +13,7 @@ from tensorflow import keras
 from hvd_compress.errors import ConfigError
 
 from ..binding import native
-from ..optimizer import CompressedOptimizer
+from ..optimizer import CompressedOptimizer, is_tf_keras
 
 _Callback: TypeAlias = keras.callbacks.Callback
 
@@ -44,23 +44,27 @@ class CompressionCallback(_Callback):
         self._consolidate = consolidate
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._optimizer().set_compression_epoch(epoch)
+        if optimizer := self._optimizer():
+            optimizer.set_compression_epoch(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._consolidate:
+        if self._consolidate and (optimizer := self._optimizer()):
             self._synchronize()
-            self._optimizer().compression.consolidate()
+            optimizer.compression.consolidate()
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._synchronize()
 
     def _synchronize(self) -> None:
-        if hasattr(optimizer := self._optimizer(), "synchronize_parameters"):
-            optimizer.synchronize_parameters()
+        if synchronize := getattr(self._optimizer(), "synchronize_parameters", None):
+            synchronize()
 
-    def _optimizer(self) -> CompressedOptimizer:
+    def _optimizer(self) -> CompressedOptimizer | None:
+        """Return the optimizer, or ``None`` if it is Horovod's own, which keeps nothing."""
         optimizer = self.model.optimizer
         if not isinstance(optimizer, CompressedOptimizer):
+            if is_tf_keras(optimizer) and hasattr(optimizer, "register_local_var"):
+                return None
             raise ConfigError(
                 "CompressionCallback needs an optimizer made by hvd.DistributedOptimizer of "
                 "hvd_compress.tensorflow.keras"

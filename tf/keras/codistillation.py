@@ -20,6 +20,7 @@ from hvd_compress.training import Codistiller
 from hvd_compress.training.base import Arrays
 from hvd_compress.training.codistillation.facade import ModelWithTeachers, documented
 from hvd_compress.training.codistillation.losses import Loss, target
+from hvd_compress.weak import weakly
 
 from ..binding import native
 from ..xla import refuse_xla
@@ -69,15 +70,15 @@ class KerasModelWithTeachers(ModelWithTeachers):
             )
         flat = [] if inputs is None else tf.nest.flatten(inputs)
 
-        def of_teachers(z: tf.Tensor, *flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def of_teachers(self: Any, z: tf.Tensor, *flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             nest = tf.nest.pack_sequence_as(inputs, flat) if flat else None
             return self._target(z, nest, flat)
 
         if tf.executing_eagerly():
-            goal, weight = of_teachers(tf.stop_gradient(z), *map(tf.convert_to_tensor, flat))
+            goal, weight = of_teachers(self, tf.stop_gradient(z), *map(tf.convert_to_tensor, flat))
         else:
             goal, weight = tf.py_function(
-                of_teachers, [tf.stop_gradient(z), *flat], [z.dtype, z.dtype]
+                weakly(self, of_teachers), [tf.stop_gradient(z), *flat], [z.dtype, z.dtype]
             )
             goal.set_shape(z.shape)
             weight.set_shape([])

@@ -20,9 +20,11 @@ from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.training import Coordinator, TrainingMethod
 from hvd_compress.training.base import Arrays, as_training_method
 from hvd_compress.training.factories import factories_of_methods
+from hvd_compress.weak import weakly
 
 from ..binding import native
-from ..optimizer import CompressedOptimizer, is_in_loss_scaling, is_keras_3, made_like
+from ..loss_scaling import NotInLossScaling
+from ..optimizer import CompressedOptimizer, is_keras_3, made_like
 from ..xla import refuse_xla
 
 _NO_SCALING = (
@@ -31,7 +33,7 @@ _NO_SCALING = (
 )
 
 
-class LocalStepsOptimizer:
+class LocalStepsOptimizer(NotInLossScaling):
     """Mixed into the class of an optimizer: ``apply`` is a local step with what a training method
     does around it.  All ranks take equally many steps, and all steps are on the same variables.
 
@@ -41,8 +43,10 @@ class LocalStepsOptimizer:
     """
 
     training: Coordinator
+    _hvd_instead_of_scaling = _NO_SCALING
 
     def _hvd_setup(self, training: Coordinator) -> None:
+        self._hvd_may_be_wrapped = False
         self.training = training
         self._hvd_loss: Any = None
 
@@ -59,17 +63,17 @@ class LocalStepsOptimizer:
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         refuse_xla()
-        if is_in_loss_scaling():
-            raise UnsupportedError(_NO_SCALING)
         variables = self._hvd_built(grads, trainable_variables)
         loss, self._hvd_loss = self._hvd_loss, None
         if self.training.method.loss_window:
             self._hvd_check(loss)
         # Its input is that of before the local step, and what it returns is stepped from.
         known = [tf.cast(self.learning_rate, tf.float64)]  # type: ignore[attr-defined]
-        self._hvd_run(self._hvd_before, variables, [*known, *([] if loss is None else [loss])])
+        self._hvd_run(
+            LocalStepsOptimizer._hvd_before, variables, [*known, *([] if loss is None else [loss])]
+        )
         super().apply(grads, variables)  # type: ignore[misc]
-        self._hvd_run(self._hvd_after, variables, [])
+        self._hvd_run(LocalStepsOptimizer._hvd_after, variables, [])
 
     def _hvd_built(self, grads: Any, variables: Any) -> list[Any]:
         """Return the variables, for which the optimizer is built if it is not."""
@@ -114,17 +118,20 @@ class LocalStepsOptimizer:
     def _hvd_after(self, parameters: Arrays) -> Arrays:
         return self.training.after_step(parameters)
 
+    def _hvd_consensus(self, parameters: Arrays) -> Arrays:
+        return self.training.consensus(parameters)
+
     def _hvd_run(
         self, function: Callable[..., Arrays], variables: Sequence[Any], known: Sequence[Any]
     ) -> None:
-        """Replace the variables by what the function makes of them."""
+        """Replace the variables by what the function, a method of this class, makes of them."""
         own = [native(v) for v in variables]
         names = [f"{i}.{v.name}" for i, v in enumerate(variables)]
 
-        def run(*inputs: tf.Tensor) -> list[tf.Tensor]:
-            before, more = inputs[: len(own)], inputs[len(own) :]
+        def run(self: LocalStepsOptimizer, *inputs: tf.Tensor) -> list[tf.Tensor]:
+            before, more = inputs[: len(names)], inputs[len(names) :]
             arrays = {name: _array(x) for name, x in zip(names, before, strict=True)}
-            after = function(dict(arrays), *more)
+            after = function(self, dict(arrays), *more)
             changed = [x for name, x in arrays.items() if after[name] is not x]
             is_lost = self.training.method.recovers and not all(
                 np.isfinite(x).all() for x in changed
@@ -137,10 +144,10 @@ class LocalStepsOptimizer:
 
         values = [*(v.value() for v in own), *known]
         if tf.executing_eagerly():
-            is_new, is_lost, *made = run(*map(tf.convert_to_tensor, values))
+            is_new, is_lost, *made = run(self, *map(tf.convert_to_tensor, values))
         else:
             dtypes = [tf.bool, tf.bool, *(v.dtype for v in own)]
-            is_new, is_lost, *made = tf.py_function(run, values, dtypes)
+            is_new, is_lost, *made = tf.py_function(weakly(self, run), values, dtypes)
 
         def assign() -> tf.Tensor:
             for v, x in zip(own, made, strict=True):
@@ -161,7 +168,8 @@ class LocalStepsOptimizer:
     def synchronize_parameters(self) -> None:
         """Give all ranks the parameters that are to be tested: for most methods the average of the
         ranks' own.  A collective, for the end of training, outside of graphs."""
-        self._hvd_run(self.training.consensus, list(self._trainable_variables), [])  # type: ignore[attr-defined]
+        variables = list(self._trainable_variables)  # type: ignore[attr-defined]
+        self._hvd_run(LocalStepsOptimizer._hvd_consensus, variables, [])
 
     @contextlib.contextmanager
     def synchronized_parameters(self) -> Iterator[None]:

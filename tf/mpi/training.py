@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_compress.integrations.horovod import chosen
+from hvd_compress.integrations.environment import chosen
 from hvd_compress.mpi.process_sets import ProcessSet, global_process_set, rank
 
 from .. import optimizer as _optimizer

@@ -98,10 +98,28 @@ def allreduce(
     return (result * postscale_factor if postscale_factor != 1 else result).to(dtype)
 
 
-def allreduce_(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """Do what :func:`allreduce` does, in place."""
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    compression: Any = Compression.none,
+) -> torch.Tensor:
+    """Put the average, the sum or the maximum over the ranks into ``tensor``, and return it.
+
+    Args: as for :func:`allreduce`, in the order of Horovod's ``allreduce_``, which has no
+        ``compression``.
+
+    Raises: what :func:`allreduce` does.
+    """
+    factors = prescale_factor, postscale_factor
     with torch.no_grad():
-        return tensor.copy_(allreduce(tensor, *args, **options))
+        total = allreduce(tensor, average, name, compression, op, *factors, process_set)
+        return tensor.copy_(total)
 
 
 def _checked(op: str | None, average: Any) -> str:

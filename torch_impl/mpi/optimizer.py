@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvd_compress.base import Compressor
-from hvd_compress.integrations.horovod import chosen
+from hvd_compress.integrations.environment import chosen
 from hvd_compress.mpi.process_sets import ProcessSet, engine_over, global_process_set, rank
 from hvd_compress.training import TrainingMethod
 

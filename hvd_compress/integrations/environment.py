@@ -1,0 +1,88 @@
+"""The compression that the environment names, where a script leaves the choice to it.
+
+A rank without ``HVD_COMPRESSION`` gets Horovod's own optimizer, which knows nothing of exchanges
+that others wait for.  So where the variable decides, ranks compare it first, whatever it says, in
+a collective that both ways begin with.
+
+This is not done in elastic jobs: a worker that joins makes its optimizer while the others train.
+All workers of such a job get the environment of the one launcher that starts them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from hvd_compress.errors import MismatchError
+from hvd_compress.methods import VARIABLE, from_environment
+
+_log = logging.getLogger("hvd_compress")
+
+#: gathers bytes of any number over a process set, by name
+Gather = Callable[[bytes, str, Any], bytes]
+
+#: process sets whose ranks were found to agree; the same on all of their ranks
+compared: set[Any] = set()
+_said: set[str] = set()
+
+
+def chosen(compression: Any, none: Any, rank: Callable[[], int]) -> Any:
+    """Return the compression that a script names, or that of ``HVD_COMPRESSION`` if the script
+    names nothing or ``none``, as Horovod's examples do.  Rank 0 logs once which of the two it
+    is."""
+    method = from_environment()
+    if method is None:
+        return compression
+    if is_named(compression, none):
+        message = f"is not used, since the script names compression={compression!r}"
+    else:
+        message = f"names the compression, since the script names none: {method!r}"
+    if message not in _said and rank() == 0:
+        _said.add(message)
+        _log.info("%s=%s %s", VARIABLE, os.environ[VARIABLE], message)
+    return compression if is_named(compression, none) else method
+
+
+def is_named(compression: Any, none: Any) -> bool:
+    return compression is not None and compression is not none
+
+
+def compare(hvd: Any, process_set: Any, gather: Gather) -> None:
+    """Compare the variable over the ranks, the first time that it decides for a process set.
+
+    Args:
+        hvd: a module of Horovod.
+
+    Raises:
+        MismatchError: on every rank, if it is not the same.
+    """
+    if not hvd.is_initialized() or os.environ.get("HOROVOD_ELASTIC", "0") == "1":
+        return
+    if not process_set.included() or process_set.process_set_id is None:
+        return  # Horovod says so, if this is wrong
+    # Numbers may be given again, to sets of others.
+    key = hvd.__name__, process_set.process_set_id, tuple(process_set.ranks)
+    if key in compared or process_set.size() == 1:
+        return
+    own = os.environ.get(VARIABLE, "").strip().encode()
+    parts = gather(own + b"\0", "hvd_compress.environment", process_set).split(b"\0")
+    texts = [part.decode() for part in parts[:-1]]
+    if len(set(texts)) > 1:
+        by_text = {text: [str(r) for r, x in enumerate(texts) if x == text] for text in texts}
+        lines = [
+            f"  rank {', '.join(ranks)}: {repr(text) if text else 'not set'}"
+            for text, ranks in by_text.items()
+        ]
+        raise MismatchError(
+            "\n".join(
+                [
+                    f"the ranks differ in {VARIABLE}, and the script names no compression:",
+                    *lines,
+                    f"Set it on all ranks; mpirun of Open MPI hands it to other hosts only with "
+                    f"-x {VARIABLE}. Or name the compression in the script",
+                ]
+            )
+        )
+    compared.add(key)
