@@ -519,10 +519,10 @@ def vectors_of_other_lengths_are_noticed_without_comparing_calls() -> None:
     """After the calls that ranks compare, or without any, frames tell."""
     if P == 1:
         return
-    odd = RANK == P - 1
-    for algorithm in ALGORITHMS:
-        comm = mpi.Communicator(world, timeout=2, checks=0)
-        n = 100 + odd
+    n = 100 + (RANK == P - 1)
+    # Before any rank is late, since some notice sooner than others.
+    comms = [mpi.Communicator(world, timeout=2, checks=0) for _ in ALGORITHMS]
+    for algorithm, comm in zip(ALGORITHMS, comms, strict=True):
         with raises((PayloadError, CollectiveTimeout)):
             mpi.sparse_allreduce(vector(RANK, n, 10), n, algorithm=algorithm, comm=comm)
         comm.free()
