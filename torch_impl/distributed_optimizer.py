@@ -13,7 +13,7 @@ from hvd_compress.base import Compressor
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.integrations.horovod import bind_call, in_place_of, is_ours, with_options
+from hvd_compress.integrations.horovod import bind_call, hand_on, in_place_of, is_ours, with_options
 from hvd_compress.methods import as_compressor
 
 from .binding import Binding
@@ -69,8 +69,9 @@ def wrap_factory(
         del call.arguments["method"]
         compression = call.arguments["compression"]
         if hasattr(compression, "compress") and not is_ours(compression):
-            kwargs.pop("method", None)
-            return factory(*args, **kwargs)
+            if call.arguments["sparse_step"]:
+                raise ConfigError("sparse_step=True needs one of this package's methods: hvd.TopK")
+            return hand_on(factory, call.arguments)
         return distribute(hvd, make_engine, **call.arguments)
 
     DistributedOptimizer.__signature__ = signature

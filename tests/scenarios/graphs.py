@@ -12,12 +12,27 @@ from hvd_compress import DGC, FP16, GTopK, NoCompression, StagedWarmup, TopK, sw
 from hvd_compress.base import Alltoall, Broadcast, Compressor, Gather, Max, Neighbors, Outcome, Sum
 from hvd_compress.blocks import allgather, chain, error_feedback, top_k
 from hvd_compress.engines.lockstep import World
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, UnsupportedError
+from tests.scenarios import horovod_only
 from tests.scenarios.driver import assert_close, raises
 from tests.scenarios.driver_tensorflow import hvd
 from tests.scenarios.parity import follow_the_oracle
 
 SCHEDULE = StagedWarmup(densities=(1.0, 0.25, 0.05))
+
+
+@horovod_only
+def single_tensors_do_not_stand_in_the_way_of_join() -> None:
+    """Before there is anything else in this process that does."""
+    for _ in range(2):
+        hvd.allreduce(tf.ones([100]), name="joining", compression=TopK(density=0.1))
+    assert hvd.join() in range(hvd.size())
+    variable = tf.Variable(tf.zeros([40]))
+    compression = hvd.bind(TopK, [variable])
+    with raises(UnsupportedError, "join"):
+        hvd.join()
+    del compression, variable
+    assert hvd.join() in range(hvd.size())
 
 
 def feedback_in_units_of_the_step_needs_a_learning_rate() -> None:

@@ -832,10 +832,3 @@ def _used(optimizer, fit: bool) -> dict[str, weakref.ref]:
         kept |= {"binding": binding, **binding.states["0"]}
         kept |= {key: x for key, x in binding._scratch.items() if key == "memory"}
     return {what: weakref.ref(x) for what, x in kept.items()}
-
-
-@horovod_only
-def single_tensors_do_not_stand_in_the_way_of_join() -> None:
-    for _ in range(2):
-        hvd.allreduce(tf.ones([100]), name="joining", compression=TopK(density=0.1))
-    assert hvd.join() in range(hvd.size())

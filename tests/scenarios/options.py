@@ -493,6 +493,17 @@ def a_broadcast_before_the_first_step_leaves_gradients_of_zero() -> None:
 
 
 @horovod_only
+def options_of_ours_beside_horovods_own_compression() -> None:
+    model = make_model()
+    fp16 = hvd.Compression.fp16
+    optimizer = hvd.DistributedOptimizer(sgd(model), compression=fp16, seed=1, sparse_step=False)
+    assert not hasattr(optimizer, "compression")
+    train(model, optimizer, range(1))
+    with raises(ConfigError, "sparse_step=True", "TopK"):
+        hvd.DistributedOptimizer(sgd(make_model()), compression=fp16, sparse_step=True)
+
+
+@horovod_only
 def an_environment_of_some_ranks_only_is_an_error_on_all() -> None:
     """Rank 0 would wait in an exchange of which the others know nothing."""
     text = "topk:density=0.05" if hvd.rank() == 0 else None
