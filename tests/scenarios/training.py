@@ -51,7 +51,7 @@ def all_spellings_work_and_agree() -> None:
 
 @horovod_only
 def everything_of_horovod_is_there() -> None:
-    wrapped = {"DistributedOptimizer", "broadcast_optimizer_state", "join"}
+    wrapped = {"init", "DistributedOptimizer", "broadcast_optimizer_state", "join"}
     wrapped |= {"allreduce", "grouped_allreduce", "reducescatter", "grouped_reducescatter"}
     inside = {"check_extension", "compression", "functions", "mpi_lib_v2", "mpi_ops", "optimizer"}
     inside |= {"sync_batch_norm"}
