@@ -20,6 +20,7 @@ import numpy as np
 
 from hvd_compress import mpi
 from hvd_compress.decentralized import Diffusion, train
+from hvd_compress.mpi.transport.point_to_point import exchange
 from hvd_compress.reducer import Reducer
 
 TIMEOUT = 3.0
@@ -181,6 +182,18 @@ def a_rank_goes_on_with_something_else() -> None:
     stay_until_all_have_reported()
 
 
+def a_rank_that_is_needed_no_more_ends() -> None:
+    """Another one is late, and the third waits for that one."""
+    comm, x = mpi.Communicator(timeout=600, checks=0), np.ones(8)
+    rank = comm.rank
+    if rank == CULPRIT:
+        time.sleep(4)
+    last = 2 if CULPRIT != 2 else 0
+    outgoing = {last: x} if rank == CULPRIT else {}
+    arriving = {CULPRIT: np.empty(8)} if rank == last else {}
+    comm.run("the last call", exchange(comm.channel(), outgoing, arriving, "a message"))
+
+
 def a_rank_ends_early() -> None:
     """With objects that are gone by then."""
 
@@ -209,6 +222,7 @@ CASES: dict[str, Callable[[], None]] = {
     "node": a_node_breaks_the_whole,
     "elsewhere": a_rank_goes_on_with_something_else,
     "ends-early": a_rank_ends_early,
+    "needed-no-more": a_rank_that_is_needed_no_more_ends,
     "fewer-steps": a_rank_takes_fewer_steps,
 }
 

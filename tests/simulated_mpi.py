@@ -69,6 +69,9 @@ class Request:
     def Test(self) -> bool:  # noqa: N802
         return self.is_done
 
+    def Get_status(self) -> bool:  # noqa: N802
+        return self.is_done
+
     def Wait(self) -> None:  # noqa: N802
         while not self.Testall([self], [Status()]):
             self.simulation.pause()

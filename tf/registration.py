@@ -1,7 +1,8 @@
 """Registration with Horovod, so that ``import horovod.tensorflow as hvd`` works with this package.
 
 The public functions that take a compressor are wrapped when this package is imported; calls without
-this package's compressors are passed on unchanged.  No file of Horovod is changed.
+this package's compressors are passed on unchanged, after ranks have compared HVD_COMPRESSION.  No
+file of Horovod is changed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations import horovod as drop_in
 from hvd_compress.integrations.environment import Gather
-from hvd_compress.integrations.horovod import bind_call, in_place_of, with_options
+from hvd_compress.integrations.horovod import bind_call, hand_on, in_place_of, with_options
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import as_compressor
 from hvd_compress.rows import keeps_residual
@@ -197,7 +197,7 @@ def wrap_tape(runtime: Runtime, factory: Callable[..., Any], gather: Gather) -> 
         """
         call = bind_call(signature, args, kwargs, runtime.hvd, gather)
         if not is_ours(call.arguments["compression"]):
-            return _with_keras_variables(factory(*args, **kwargs))
+            return _with_keras_variables(hand_on(factory, call.arguments))
         return distribute_tape(runtime, call.arguments)
 
     DistributedGradientTape.__signature__ = signature

@@ -20,10 +20,12 @@ import torch
 
 
 class _Pass(NamedTuple):
-    """A backward pass, by its scale and the thread in which its loss is."""
+    """A backward pass: its scale, the thread that runs the hooks of its loss, which is PyTorch's
+    own for a GPU, and the owner, the thread that has scaled the loss."""
 
     scale: float
     thread: int
+    owner: int
 
 
 #: those that run, and are scaled, by PyTorch's number of the pass
@@ -55,7 +57,7 @@ def forget_scale() -> None:
     so."""
     here = threading.get_ident()
     for number, each in list(_running.items()):
-        if each.thread == here:
+        if each.owner == here:
             _leave(number)
 
 
@@ -92,13 +94,13 @@ def _for_each(outputs: Any, action: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 def _hang_hook(loss: torch.Tensor, factor: float) -> torch.Tensor:
     if loss.requires_grad:
-        loss.register_hook(functools.partial(_enter, factor))
+        loss.register_hook(functools.partial(_enter, factor, threading.get_ident()))
     return loss
 
 
-def _enter(factor: float, _: torch.Tensor) -> None:
+def _enter(factor: float, owner: int, _: torch.Tensor) -> None:
     number = _current_pass()
-    _running[number] = _Pass(factor, threading.get_ident())
+    _running[number] = _Pass(factor, threading.get_ident(), owner)
     torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_leave, number))
 
 

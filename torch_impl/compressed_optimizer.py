@@ -112,7 +112,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Watch parameters, instead of any optimizer that was made of one of them before: both
         would exchange its gradient until the other is collected."""
         parameters = list(parameters)
-        for other in [o for o in bound_optimizers if o is not self and o._watches(parameters)]:
+        others = [o for o in bound_optimizers if o is not self and o._watches(parameters)]
+        for other in others:
+            other.check_at_rest("making another DistributedOptimizer of the same parameters")
+        for other in others:
             other._retire(type(self))
         for p in parameters:
             self._watch(p)
@@ -133,13 +136,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _retire(self, heir: type[Any]) -> None:
         """Exchange no gradients any more, since an optimizer of class ``heir`` does that for one of
-        the parameters.
-
-        Raises:
-            ConfigError: gradients are under way.
-        """
-        self.check_at_rest("making another DistributedOptimizer of the same parameters")
+        the parameters."""
         self._heir = heir
+        bound_optimizers.discard(self)
         _remove(self._hooks)
         self._watched.clear()
 

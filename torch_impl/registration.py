@@ -1,9 +1,9 @@
 """Registration with Horovod, so that ``import horovod.torch as hvd`` works with this package.
 
-Horovod gives a compressor neither the parameters nor the optimizer, and DGC needs both.  So the
+Horovod gives a compressor neither the parameters nor the optimizer, and DGC needs both. So the
 public functions that take an optimizer are wrapped when this package is imported; calls without
-this package's compressors are passed on unchanged.  No file of Horovod is changed, and nothing
-private of it is used.
+this package's compressors are passed on unchanged, after ranks have compared HVD_COMPRESSION. No
+file of Horovod is changed, and nothing private of it is used.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -301,6 +302,7 @@ class ProcessSetEngine(NamedEngine):
     #: by the beginning of the name and the ranks, since another process set may get the number of
     #: one that was removed
     _generations: ClassVar[dict[Any, _Generation]] = {}
+    _counting: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, process_set: Any, predivide: float = 1.0) -> None:
         super().__init__()
@@ -329,12 +331,13 @@ class ProcessSetEngine(NamedEngine):
         """Return the beginning of the names of this engine's collectives."""
         size = self.size
         key = beginning, tuple(self._set.ranks or ()) if self._set.process_set_id else None
-        current = self._generations.get(key)
-        if current is None or current.size != size:
-            current = self._generations[key] = _Generation(size)
-        if self._generation is not current:
-            self._generation, self._number = current, current.used
-            current.used += 1
+        with self._counting:
+            current = self._generations.get(key)
+            if current is None or current.size != size:
+                current = self._generations[key] = _Generation(size)
+            if self._generation is not current:
+                self._generation, self._number = current, current.used
+                current.used += 1
         return f"{beginning}.{self._number}.of{size}"
 
     def _global_rank(self, rank: int) -> int:

@@ -19,7 +19,7 @@ import hvd_compress
 from hvd_compress.base import Compressor
 from hvd_compress.errors import SetupError, UnsupportedError
 from hvd_compress.integrations.environment import Gather, chosen, compare, is_named
-from hvd_compress.integrations.launch import starting_mpi
+from hvd_compress.integrations.launch import finding_mpi, starting_mpi
 from hvd_compress.methods import FP16, NoCompression, as_compressor
 
 
@@ -41,7 +41,7 @@ def load_horovod(
     if "PMI_RANK" in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ:
         # Started by MPICH, and Horovod may be built with Open MPI: the MPI that is loaded first is
         # the one that mpi4py uses, and with the wrong one every process is rank 0 of 1.
-        with contextlib.suppress(ImportError, RuntimeError):
+        with finding_mpi(), contextlib.suppress(ImportError, RuntimeError):
             import mpi4py.MPI  # noqa: F401
     try:
         horovod: Any = importlib.import_module(module)

@@ -148,6 +148,10 @@ class _InFlight:
     def is_bulk(self) -> bool:
         return self._work is None or self._work.is_bulk
 
+    @property
+    def awaited(self) -> set[int]:
+        return set() if self._work is None else self._work.awaited
+
     def describe(self) -> str:
         what = "waits for nothing" if self._work is None else self._work.describe()
         return f"{what}, with {self._name}"

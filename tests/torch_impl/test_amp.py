@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from hvd_compress.torch import amp
 from hvd_compress.torch.amp import (
     forget_scale,
     note_scale,
@@ -81,3 +82,30 @@ def test_steps_of_a_scaler_are_those_of_its_thread():
         assert scaler_steps()
     assert seen == [False]
     assert not scaler_steps()
+
+
+def test_a_pass_that_failed_on_a_thread_of_its_own_leaves_no_scale():
+    """As a GPU's thread does: whoever has scaled the loss forgets it."""
+    p = torch.nn.Parameter(torch.ones(3))
+
+    def fail(_: torch.Tensor) -> None:
+        raise MemoryError
+
+    p.register_hook(fail)
+    loss = note_scale((p * 2).sum(), 64.0)
+    seen: list[float | None] = []
+
+    def run() -> None:
+        with pytest.raises(MemoryError):
+            loss.backward()
+        forgotten.wait()
+        seen.extend(scales_seen(None))
+
+    forgotten, thread = threading.Event(), threading.Thread(target=run)
+    thread.start()
+    while not amp._running:
+        pass
+    forget_scale()
+    forgotten.set()
+    thread.join(60)
+    assert seen == [None]

@@ -45,6 +45,13 @@ class Handles:
         self.kept: list[Any] = []
         self.is_broken = False
 
+    @property
+    def has_broken(self) -> bool:
+        """Whether it is broken, or what was made from it, which would be freed with it."""
+        return self.is_broken or any(
+            each.has_broken for each in (*self.parts, *family_of(self.mpi)._handles.values())
+        )
+
     def free(self) -> None:
         """Give everything back; a collective."""
         for part in self.parts:
@@ -84,7 +91,7 @@ class Family:
             gc.collect()  # reducers and engines are parts of cycles
             self._many = max(_MANY, 2 * (len(self._handles) - len(self._dropped)))
         self._dropped.intersection_update(self._handles)  # the set that finalizers know
-        return sorted(n for n in self._dropped if not self._handles[n].is_broken)
+        return sorted(n for n in self._dropped if not self._handles[n].has_broken)
 
     def free(self, numbers: Iterable[int]) -> None:
         """Free those that all ranks have dropped, and what was made from them: whoever is made from

@@ -19,7 +19,7 @@ from hvd_compress.mpi.transport.handles import Handles, tags, unfreed
 #: counted from the end of a communicator's tags, behind those of roll calls and plans
 _TAG = 3
 _BYTES = 200
-_ENDED = "has ended its program"
+_ENDED, _GAVE_UP = "has ended its program", "has given up"
 
 
 def leave(places: Iterable[Handles], text: str) -> None:
@@ -43,6 +43,11 @@ def leave_elsewhere(comm: Any, call: object) -> None:
     leave([each for each in unfreed if each is not comm.handles], f"waits in {call}")
 
 
+def take_back(comm: Any) -> None:
+    """Tell those whom :func:`leave_elsewhere` has told that this rank waits there no more."""
+    leave([each for each in unfreed if each is not comm.handles], "")
+
+
 def read(comm: Any) -> dict[int, str]:
     """Return the last note of each rank that has left one on this communicator."""
     status, tag = MPI.Status(), tags() - _TAG
@@ -56,10 +61,16 @@ def read(comm: Any) -> dict[int, str]:
 def told(comm: Any) -> str:
     """Return what other ranks have said of themselves, as the end of a message."""
     members = getattr(comm, "members", range(comm.size))
-    said = [f"rank {members[rank]} {note}" for rank, note in sorted(read(comm).items())]
+    notes = sorted(read(comm).items())
+    said = [f"rank {members[rank]} {note}" for rank, note in notes if note]
     return f". But {', '.join(said)}: {UNEVEN}" if said else ""
 
 
-def has_lost(comm: Any) -> bool:
-    """Return whether the program of a rank has ended."""
-    return _ENDED in read(comm).values()
+def leave_given_up(comm: Any) -> None:
+    """Tell the others of this communicator that this rank goes on no more, since one has ended."""
+    leave([comm.handles], _GAVE_UP)
+
+
+def ended(comm: Any) -> set[int]:
+    """Return the ranks from which nothing will come any more."""
+    return {rank for rank, note in read(comm).items() if note in (_ENDED, _GAVE_UP)}

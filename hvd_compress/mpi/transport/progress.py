@@ -125,10 +125,16 @@ class Wait:
                 if message.incoming:
                     yield message.peer, size, status
 
+    @property
+    def awaited(self) -> set[int]:
+        """The ranks without whose messages it cannot end; empty where MPI alone knows them."""
+        missing = [m for m in self.messages if not _have_ended(m.requests)]
+        return {m.peer for m in missing if m.incoming and m.peer >= 0}
+
     def describe(self) -> str:
         """Return, as text, the ranks that this rank waits for and the place in the algorithm."""
-        missing = [m for m in self.messages if not all(r.Test() for r in m.requests)]
-        sources = sorted({m.peer for m in missing if m.incoming and m.peer >= 0})
+        missing = [m for m in self.messages if not _have_ended(m.requests)]
+        sources = sorted(self.awaited)
         targets = sorted({m.peer for m in missing if not m.incoming and m.peer >= 0})
         parts = []
         if sources:
@@ -140,6 +146,11 @@ class Wait:
         step, steps = self.step
         where = self.phase if steps == 1 else f"{self.phase}, round {step} of {steps}"
         return f"waits {' and '.join(parts) or 'for the other ranks'} ({where})"
+
+
+def _have_ended(requests: Sequence[Any]) -> bool:
+    # A test would take the status, in which the size of what has come in is.
+    return all(request.Get_status() for request in requests)
 
 
 class RollCall:
@@ -264,6 +275,10 @@ class Work:
         wait_for(self.comm, [self])
         return self.results
 
+    @property
+    def awaited(self) -> set[int]:
+        return set[int]().union(*(wait.awaited for _, _, wait in self._active))
+
     def describe(self) -> str:
         return self._active[0][2].describe() if self._active else "waits for nothing"
 
@@ -281,6 +296,9 @@ class Job(Protocol):
 
     @property
     def is_bulk(self) -> bool: ...
+
+    @property
+    def awaited(self) -> set[int]: ...
 
     def describe(self) -> str: ...
 
@@ -362,7 +380,7 @@ def _linger(comm: Any, works: Sequence[Job]) -> None:
             os.sched_yield()
             continue
         time.sleep(max(_NAP, min(_NAP_SHARE * idle, 20 * _NAP)))
-        if since_end is None and looks % _OTHERS_EVERY == 0 and notes.has_lost(comm):
+        if since_end is None and looks % _OTHERS_EVERY == 0 and _waits_in_vain(comm, works):
             since_end = idle
         if since_end is not None and idle > since_end + _LATE:
             _end(comm, works)
@@ -372,6 +390,16 @@ def _linger(comm: Any, works: Sequence[Job]) -> None:
             warned = True
             notes.leave_elsewhere(comm, works[0].call)
             logger.warning("%s", _report(comm, works[0], comm.patience))
+    if warned:
+        notes.take_back(comm)
+
+
+def _waits_in_vain(comm: Any, works: Sequence[Job]) -> bool:
+    """Return whether the program of a rank has ended from which messages are to come; of MPI's own
+    collectives, for whose end ranks may be needed no more, whether all others have."""
+    ended = notes.ended(comm)
+    awaited = set[int]().union(*(work.awaited for work in works))
+    return bool(ended & awaited) or len(ended) == comm.size - 1 > 0
 
 
 def _report(comm: Any, work: Job, seconds: float) -> str:
@@ -386,6 +414,7 @@ def _end(comm: Any, works: Sequence[Job]) -> None:
         f"rank {comm.rank} of {comm.size} cannot go on in {works[0].call}; "
         f"{works[0].describe()}{notes.told(comm)}"
     )
+    notes.leave_given_up(comm)  # some wait for this rank, and not for the one that has ended
     comm.give_up(message, works)
     raise MismatchError(message)
 
