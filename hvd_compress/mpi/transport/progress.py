@@ -397,9 +397,9 @@ def _linger(comm: Any, works: Sequence[Job]) -> None:
 def _waits_in_vain(comm: Any, works: Sequence[Job]) -> bool:
     """Return whether the program of a rank has ended from which messages are to come; of MPI's own
     collectives, for whose end ranks may be needed no more, whether all others have."""
-    ended = notes.ended(comm)
-    awaited = set[int]().union(*(work.awaited for work in works))
-    return bool(ended & awaited) or len(ended) == comm.size - 1 > 0
+    if not (ended := notes.ended(comm)):
+        return False
+    return len(ended) == comm.size - 1 or any(ended & work.awaited for work in works)
 
 
 def _report(comm: Any, work: Job, seconds: float) -> str:
