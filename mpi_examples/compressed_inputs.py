@@ -51,7 +51,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--elements", type=int, default=100_000, help="of an input that is drawn")
     parser.add_argument("--draws", type=int, default=5, help="of each input")
     parser.add_argument("--steps", type=int, default=50, help="before the gradient is taken")
-    parser.add_argument("--output", type=Path, default=Path("results/compressed-inputs.png"))
+    parser.add_argument(
+        "--output", type=picture_file, default=Path("results/compressed-inputs.png")
+    )
     options = parser.parse_args()
     check_counts(parser, options, "draws", "steps")
     if options.elements < 1000:

@@ -44,7 +44,7 @@ def fake_cifar10(folder: Path) -> Path:
     "example", ["train_digits", pytest.param("train_digits_keras", marks=full)]
 )
 def test_digits(tmp_path, example):
-    picture = tmp_path / "new folder" / "digits.png"
+    picture = tmp_path / "digits.png"
     options = ["--ranks", "2", "--epochs", "2", "--seeds", "1", "--warmup-epochs", "1"]
     options += ["--batch-size", "64"]
     options += ["--compression", "none", "dgc:values=float16", "topk", "randomk", "bf16"]
@@ -447,7 +447,7 @@ SUMMARIES = {  # by the number of ranks, in the order of the algorithms
 
 @pytest.mark.timeout(120)
 def test_parameter_server(tmp_path):
-    picture = tmp_path / "new folder" / "server.png"
+    picture = tmp_path / "server.png"
     options = ["--workers", "2", "--epochs", "1", "--seeds", "1", "--straggler", "0.01"]
     modes = ["sync", "sync, 1 backup", "async, compensate", "sync, top-k both"]
     modes += ["sync, lgc up", "leaders, groups of 2", "easgd"]
