@@ -32,6 +32,7 @@ from hvd_compress.blocks import (
     scaled_sign,
     top_k,
 )
+from hvd_compress.cli.options import picture_file
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.operator_classes import kept_by_top_k
 from hvd_compress.reducer import Reducer

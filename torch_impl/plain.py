@@ -18,14 +18,9 @@ def check_plain(x: torch.Tensor) -> None:
     sees_operations = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if not (sees_operations or x.is_meta or x.is_quantized or _is_wrapped(x)):
         return
-    what = (
-        f"a {kind.__name__}"
-        if kind not in (torch.Tensor, torch.nn.Parameter)
-        else "no plain tensor"
-    )
-    what += " on the device meta" if x.is_meta else " of quantised elements" * x.is_quantized
+    detail = " on the device meta" if x.is_meta else " of quantised elements" * x.is_quantized
     raise UnsupportedError(
-        f"cannot compress what is {what}: parameters and gradients must be plain tensors, whole on "
+        f"cannot compress what is a {kind.__name__}{detail}: parameters and gradients must be plain tensors, whole on "
         "every rank. Instead of fully_shard or tensor parallelism, wrap the model in "
         "DistributedDataParallel and give it the hook of hvd_compress.torch.ddp; outside of "
         "torch.func, FakeTensorMode and the device meta, make the optimizer of the real model"
