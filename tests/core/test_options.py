@@ -16,6 +16,7 @@ import hvd_compress.parameter_server
 import hvd_compress.training  # noqa: F401, they register what they have
 from hvd_compress import ConfigError, NeedsTuning
 from hvd_compress.config import lookup, names
+from hvd_compress.decentralized import Weights
 from hvd_compress.methods.composed import rule
 from tests.method_table import ROWS
 
@@ -36,11 +37,13 @@ def parts_of(thing):
 def things():
     """One of each class that has options and is registered under a name: those of the table of
     methods, with all that they are made of, and those that can be made without a word."""
-    found = {type(part): part for row in ROWS.values() for part in parts_of(row.method)}
+    found: dict[type, object] = {Weights: Weights([[0.5, 0.5], [0.5, 0.5]])}
+    found |= {type(part): part for row in ROWS.values() for part in parts_of(row.method)}
     for kind in KINDS:
         for cls in (lookup(kind, name) for name in names(kind) if not name.startswith("test-")):
-            with contextlib.suppress(TypeError):  # an option has no default
-                found.setdefault(cls, cls())
+            if cls not in found:
+                with contextlib.suppress(TypeError):  # an option has no default
+                    found[cls] = cls()
     return found.values()
 
 

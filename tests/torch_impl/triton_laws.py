@@ -292,8 +292,8 @@ _TYPES = {
     "*i64": "addresses tensors owners order above_ends equal_ends",
     "*i32": "thresholds found largest counts kept prefixes missing histograms above equal places "
     "most",
-    "*fp32": "values remaining",
-    "fp32": "momentum size",
+    "*fp32": "values remaining momenta",
+    "fp32": "size",
     "i32": "entries vectors",
 }
 _FORM = {"width": 4096, "room": 256}
