@@ -58,7 +58,7 @@ INSTALL = (
     "checkout make setup"
 )
 #: of what is called in the compiled module, and how; common.h has the same number
-INTERFACE = 1
+INTERFACE = 2
 logger = logging.getLogger("hvd_compress")
 
 
@@ -107,15 +107,16 @@ class Selection:
     def __init__(self, sizes: Sequence[int], counts: Sequence[int]) -> None:
         loops = native if is_compiled() else reference
         self._selection = loops.Selection(list(sizes), list(counts))
-        self._last: tuple[Steps, np.ndarray] | None = None  # the steps' table of addresses
+        self._last: tuple[Steps, tuple[np.ndarray, np.ndarray]] | None = None  # and their tables
 
     def accumulate(self, steps: Steps, momentum: Momentum, nesterov: bool = False) -> Selected:
         if not is_compiled():
             return self._selection.accumulate(steps.on_host(), momentum, nesterov)
         kind = 0 if momentum is None else 2 if nesterov else 1
-        self._last = steps, steps.table()
-        momenta = momenta_of(momentum, len(self._last[1]))
-        return Selected(*self._selection.accumulate(self._last[1], kind, momenta, threads()))
+        tables = steps.table(), steps.sizes()
+        self._last = steps, tables
+        momenta = momenta_of(momentum, len(tables[0]))
+        return Selected(*self._selection.accumulate(*tables, kind, momenta, threads()))
 
     def settle(
         self, steps: Steps, indices: np.ndarray, remaining: np.ndarray, masking: bool
@@ -124,8 +125,11 @@ class Selection:
             self._selection.settle(steps.on_host(), indices, remaining, masking)
             return
         last, self._last = self._last, None
-        table = last[1] if last is not None and last[0] is steps else steps.table()
-        self._selection.settle(table, indices, remaining, masking)
+        if last is not None and last[0] is steps:
+            tables = last[1]
+        else:
+            tables = steps.table(), steps.sizes()
+        self._selection.settle(*tables, indices, remaining, masking)
 
 
 def loops_of(x: Array) -> Any:
@@ -167,9 +171,10 @@ def placed(codec: Any, like: Array) -> Any:
 def stream(arrays: Sequence[tuple[Array, Array, Array]]) -> None:
     """Read three arrays (1-D, float32) of each tensor and write two of them, which is what a step
     with momentum and a residual cannot do without: the floor for benchmarks."""
-    address, size = backend_of(arrays[0][0]).address, backend_of(arrays[0][0]).size
-    table = np.array([[address(x) for x in row] for row in arrays], np.int64)
-    native.stream(table, [size(row[0]) for row in arrays], threads())
+    columns = [Column(list(column)) for column in zip(*arrays, strict=True)]
+    sizes = columns[0].sizes
+    table = np.stack([Column(column.arrays, sizes).addresses for column in columns], 1)
+    native.stream(np.ascontiguousarray(table), sizes, threads())
 
 
 def quotients(gaps: np.ndarray, b: int) -> int:

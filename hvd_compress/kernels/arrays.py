@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,11 +85,18 @@ class Steps(NamedTuple):
     def table(self) -> np.ndarray:
         """Return the addresses of gradient, velocity, residual, new velocity and new residual of
         each tensor (int64, in this order), 0 for those that are not there."""
+        return self._by_tensor(lambda column: column.addresses)
+
+    def sizes(self) -> np.ndarray:
+        """Return the number of elements of the arrays whose addresses are in :meth:`table`."""
+        return self._by_tensor(lambda column: column.sizes)
+
+    def _by_tensor(self, of: Callable[[Column], Sequence[int] | np.ndarray]) -> np.ndarray:
         order = (0, 3, 1, 4, 2)
         table = np.zeros((len(self.gradients.arrays), len(order)), np.int64)
         for i, place in enumerate(order):
             if (column := self[place]) is not None:
-                table[:, i] = column.addresses
+                table[:, i] = of(column)
         return table
 
 

@@ -132,11 +132,12 @@ class Selection {
     first_chunks_.push_back(chunks_.size());
   }
 
-  // See Selection.accumulate of reference.py; `addresses` has a row for each tensor.
-  py::tuple accumulate(const Array<Index>& addresses, int kind, const Array<float>& momenta,
-                       int threads) {
+  // See Selection.accumulate of reference.py; `addresses` and `sizes`, in elements, have a row of
+  // five arrays for each tensor.
+  py::tuple accumulate(const Array<Index>& addresses, const Array<Index>& sizes, int kind,
+                       const Array<float>& momenta, int threads) {
     if (kind < kNone || kind > kNesterov) throw std::invalid_argument("no such momentum");
-    set_addresses(addresses, kind != kNone);
+    set_memory(addresses, sizes, kind != kNone);
     if (momenta.size() != static_cast<Index>(tensors_.size()))
       throw std::invalid_argument("one momentum for each tensor");
     const auto* momentum = momenta.data();
@@ -169,9 +170,9 @@ class Selection {
   }
 
   // See Selection.settle of reference.py.
-  void settle(const Array<Index>& addresses, const Array<Index>& indices,
-              const Array<float>& remaining, bool masking) {
-    set_addresses(addresses, masking);
+  void settle(const Array<Index>& addresses, const Array<Index>& sizes,
+              const Array<Index>& indices, const Array<float>& remaining, bool masking) {
+    set_memory(addresses, sizes, masking);
     if (indices.size() != entries_ || remaining.size() != entries_)
       throw std::invalid_argument("one number for each entry");
     const Index* at = indices.data();
@@ -199,13 +200,18 @@ class Selection {
     float last = 0, margin = 0.95f;
   };
 
-  void set_addresses(const Array<Index>& addresses, bool with_velocities) {
+  void set_memory(const Array<Index>& addresses, const Array<Index>& sizes, bool with_velocities) {
     const Index count = static_cast<Index>(tensors_.size());
-    if (addresses.ndim() != 2 || addresses.shape(0) != count || addresses.shape(1) != 5)
-      throw std::invalid_argument("addresses of five arrays of each tensor");
+    for (const auto* table : {&addresses, &sizes})
+      if (table->ndim() != 2 || table->shape(0) != count || table->shape(1) != 5)
+        throw std::invalid_argument("addresses and sizes of five arrays of each tensor");
     for (Index t = 0; t < count; ++t) {
       const auto at = [&](int i) {
         const bool is_velocity = i == 1 || i == 3;
+        if (*addresses.data(t, i) && *sizes.data(t, i) != tensors_[t].n)
+          throw std::invalid_argument("an array of " + std::to_string(*sizes.data(t, i)) +
+                                      " elements where a tensor has " +
+                                      std::to_string(tensors_[t].n));
         return floats_at(*addresses.data(t, i), with_velocities || !is_velocity);
       };
       Tensor& tensor = tensors_[t];

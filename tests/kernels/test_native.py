@@ -77,7 +77,7 @@ def test_a_change_of_what_is_called_has_a_new_number():
     texts = [getattr(x, "__doc__", None) for place in places for x in vars(place).values()]
     signatures = "\n".join(sorted(text for text in texts if text and "->" in text))
     digest = hashlib.sha256(signatures.encode()).hexdigest()[:16]
-    assert (kernels.INTERFACE, digest) == (1, "13c17aedbce774b2"), (
+    assert (kernels.INTERFACE, digest) == (2, "64f5f6cc4bfeaaba"), (
         "add 1 to INTERFACE of kernels/__init__.py and kInterface of common.h, and write both here"
     )
 
@@ -107,9 +107,9 @@ def test_arrays_at_addresses_that_no_float_has_are_refused():
     odd = np.zeros(x.nbytes + 1, np.uint8)[1:].view(np.float32)
     odd[:] = x
     assert not odd.flags.aligned
-    table = np.full((1, 5), odd.ctypes.data, np.int64)
+    table, sizes = np.full((1, 5), odd.ctypes.data, np.int64), np.full((1, 5), odd.size)
     with pytest.raises(ValueError, match="address"):
-        native.Selection([odd.size], [3]).accumulate(table, 0, 0.0, 1)
+        native.Selection([odd.size], [3]).accumulate(table, sizes, 0, 0.0, 1)
     with pytest.raises(ValueError, match="address"):
         native.add_up(table[:, 0].copy(), [odd.size], [], [], 1.0, 1)
     with pytest.raises(ValueError, match="aligned"):
@@ -121,6 +121,22 @@ def test_arrays_at_addresses_that_no_float_has_are_refused():
             r.reduce({"x": own}) for r, own in zip(reducers, (x.copy(), odd), strict=True)
         )
         np.testing.assert_array_equal(even["x"], found["x"])
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_arrays_of_another_size_than_their_tensor_are_refused(place):
+    """By the loops themselves, which get sizes beside addresses."""
+    arrays = [np.zeros(3001, np.float32) for _ in range(5)]
+    table = np.array([[x.ctypes.data for x in arrays]])
+    sizes = np.full((1, 5), 3001)
+    selection, nothing = native.Selection([3001], [3]), np.zeros(3, np.float32)
+    selection.accumulate(table, sizes, 1, 0.9, 1)
+    selection.settle(table, sizes, np.arange(3), nothing, True)
+    sizes[0, place] = 3000
+    with pytest.raises(ValueError, match="3000 elements where a tensor has 3001"):
+        selection.accumulate(table, sizes, 1, 0.9, 1)
+    with pytest.raises(ValueError, match="3000 elements where a tensor has 3001"):
+        selection.settle(table, sizes, np.arange(3), nothing, True)
 
 
 @pytest.mark.parametrize("method", [TopK(density=0.01), DGC(), PowerSGD(), NoCompression()])
