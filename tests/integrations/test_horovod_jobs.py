@@ -74,6 +74,29 @@ def test_nothing_waits_for_horovod_after_its_thread_has_ended():
     jobs.run([sys.executable, "-c", AFTER_THE_END], timeout=60)
 
 
+UNEVEN = """
+import hvd_compress.torch as hvd
+import torch
+
+hvd.init()
+model = torch.nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), compression=hvd.TopK(density=0.5)
+)
+for _ in range(3 if hvd.rank() else 6):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_rank_with_fewer_batches_ends_the_others_with_a_word():
+    """Horovod's own, or ours: which it is depends on when the first has ended."""
+    command = [*jobs.launcher(2, "mpirun"), sys.executable, "-c", UNEVEN]
+    status, output = jobs.run(command, timeout=100, check=False)
+    assert status != 0
+    assert "fewer batches" in output or "one of the ranks finished execution" in output, output
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("controller", ["mpi", "gloo"])
