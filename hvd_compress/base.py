@@ -205,6 +205,20 @@ Local = Batch | Joint
 Request = Collective | Local
 
 
+class Encoded(NamedTuple):
+    """What a rank sends as one message, and what it keeps.
+
+    Attributes:
+        message: the bytes (1-D, uint8), with a header and a checksum.
+        sent: what receivers read in them: a flat array, or a ``Sparse``.
+        state: the new state.
+    """
+
+    message: Array
+    sent: Array | Sparse
+    state: State = {}
+
+
 class Outcome(NamedTuple):
     """What an exchange returns.
 
@@ -325,6 +339,31 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     @abc.abstractmethod
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
         """Average ``gradient`` over the ranks; see the module's docstring."""
+
+    def encode(self, gradient: Array, state: State, context: Context) -> Encoded:
+        """Return this rank's contribution as a message that stands alone, for a server or a
+        transport of one's own::
+
+            message, sent, state = method.encode(gradient, state, Context(step=step))
+            arrived = method.decode(message, like=gradient, context=Context(step=step))
+
+        What arrives is what :meth:`exchange` would return on a single rank.  In a step that is not
+        finite, neither is what arrives, and the state stays as it was.
+
+        Raises:
+            UnsupportedError: it takes several ranks to know what is sent, or a receiver that keeps
+                a state.
+        """
+        raise UnsupportedError(f"{self.name} takes all ranks to know what is sent")
+
+    def decode(self, message: Array, like: Array, context: Context) -> Array:
+        """Return what a message of :meth:`encode` holds, an array like ``like``; ``context`` is the
+        sender's.
+
+        Raises:
+            PayloadError: the message is damaged, or made with other options.
+        """
+        raise UnsupportedError(f"{self.name} takes all ranks to know what is sent")
 
     @abc.abstractmethod
     def per_rank(self, gradient: Array) -> frozenset[str]:

@@ -24,6 +24,7 @@ from hvd_compress.base import (
     Array,
     Compressor,
     Context,
+    Encoded,
     Exchange,
     Joint,
     Outcome,
@@ -31,6 +32,7 @@ from hvd_compress.base import (
     Sparse,
     State,
 )
+from hvd_compress.coding.base import Coding
 from hvd_compress.config import Configurable, as_tuple, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.operator_classes import Classes
@@ -172,6 +174,14 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
         """Average the flat array ``x`` over the ranks, as a generator of requests.  Neither ``x``
         nor ``state`` may be changed in place.  ``context.shape`` is the shape of the tensor."""
 
+    def coding(self, n: int, context: Context) -> Coding:
+        """Return how a rank's contribution of ``n`` elements becomes a message that stands alone.
+
+        Raises:
+            UnsupportedError: it takes all ranks to know what is sent.
+        """
+        raise UnsupportedError(f"{self.name} takes all ranks to know what is sent")
+
     def fused(self, transforms: Sequence[Transform], context: Context) -> Fused | None:
         """Return what a chain of ``transforms`` and this aggregator is for whole buckets, if there
         is such a form.  It may depend on the context's Nesterov flag and number of ranks, and on
@@ -186,6 +196,17 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
         """Return the constants of the operator that a rank applies to ``d`` elements; ``context``
         is needed if they depend on the step."""
         raise UnsupportedError(f"no constants are known for {self!r}")
+
+
+class _Sending(NamedTuple):
+    """A gradient on its way: what the aggregator gets, flat; its state; the states of the
+    transforms; the state before the step; and the context, with the gradient's dtype and shape."""
+
+    x: Array
+    own: State
+    states: list[State]
+    old: State
+    context: Context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,11 +297,69 @@ class Chain(Compressor, name="chain"):
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
         xp = backend_of(gradient)
         xp.check_gradient(gradient, context.in_place)
-        # Bindings keep arrays of their own beside these.
-        old = {key: state[key] for part in self._parts for key in part.keys}
         form = None if context.scratch is None else self._fused(context)
-        if form is not None and (joint := form.request(gradient, old, context)) is not None:
-            return (yield joint)
+        if form is not None:
+            old = self._of_parts(state)
+            if (joint := form.request(gradient, old, context)) is not None:
+                return (yield joint)
+        sending = self._sending(gradient, state, context)
+        aggregated = yield from self.via.aggregate(sending.x, sending.own, sending.context)
+
+        mean = xp.restore(aggregated.mean, gradient)
+        # A half-precision gradient may have no room for the mean of residuals.
+        is_wide = xp.dtype(mean) == xp.dtype(sending.x)
+        finite = aggregated.finite if is_wide else xp.all_finite(mean)
+        direction = aggregated.mean if aggregated.update is None else aggregated.update
+        new, old = dict(aggregated.state), self._before(sending, aggregated.state)
+
+        def settled() -> tuple[Array, State]:
+            return self._settled(sending, aggregated.sent, new, direction)
+
+        def restored() -> tuple[Array, State]:
+            # If the state overflows while gradients are finite, it would overflow in every step.
+            return aggregated.mean, in_range(old)
+
+        update, new_state = xp.choose(finite, settled, restored)
+        if not self._has_update and aggregated.update is None:
+            return Outcome(mean, aggregated.sent, new_state)
+        update = xp.restore(update, gradient)
+        if not is_wide:  # nor may it have room for the momentum
+            fits = xp.all_finite(update)
+            new_state = xp.choose(fits, lambda: new_state, lambda: old)
+        additive = all(t.additive for t in self.transforms)
+        return Outcome(mean, aggregated.sent, new_state, update, additive)
+
+    def encode(self, gradient: Array, state: State, context: Context) -> Encoded:
+        if self._has_update:
+            raise UnsupportedError("what arrives is a momentum, which receivers would have to keep")
+        xp = backend_of(gradient)
+        xp.check_gradient(gradient)
+        sending = self._sending(gradient, state, context)
+        coding = self.via.coding(xp.size(sending.x), sending.context)
+        message, sent, own = coding.encode(sending.x, sending.own, sending.context)
+        old = self._before(sending, own)
+        values = sent.values if isinstance(sent, Sparse) else sent
+        new_state = xp.choose(
+            xp.all_finite(xp.cast(values, xp.dtype(gradient))),
+            lambda: self._settled(sending, sent, dict(own), sending.x)[1],
+            lambda: in_range(old),
+        )
+        return Encoded(message, sent, new_state)
+
+    def decode(self, message: Array, like: Array, context: Context) -> Array:
+        xp = backend_of(like)
+        x = xp.widen(like)
+        context = context._replace(dtype=xp.dtype(like), shape=xp.shape(like))
+        coding = self.via.coding(xp.size(x), context)
+        return xp.restore(coding.decode([message], x, context).total, like)
+
+    def _of_parts(self, state: State) -> State:
+        # Bindings keep arrays of their own beside these.
+        return {key: state[key] for part in self._parts for key in part.keys}
+
+    def _sending(self, gradient: Array, state: State, context: Context) -> _Sending:
+        """Apply the transforms."""
+        xp = backend_of(gradient)
         x = xp.widen(gradient)
         states = []
         for transform in self.transforms:
@@ -295,37 +374,23 @@ class Chain(Compressor, name="chain"):
         context = context._replace(dtype=xp.dtype(gradient), shape=xp.shape(gradient))
         if any(transform.feeds_back for transform in self.transforms):
             self.via.check_feedback(context.shape, context)
-        aggregated = yield from self.via.aggregate(x, own, context)
+        return _Sending(x, own, states, self._of_parts(state), context)
 
-        mean = xp.restore(aggregated.mean, gradient)
-        # A half-precision gradient may have no room for the mean of residuals.
-        finite = aggregated.finite if xp.dtype(mean) == xp.dtype(x) else xp.all_finite(mean)
+    def _before(self, sending: _Sending, state: State) -> State:
+        """The state before the step, with the entries that the aggregator has returned."""
+        own = sending.own
+        return sending.old | {key: own[key] for key in state if key in own}
 
-        old |= {key: own[key] for key in aggregated.state if key in own}
-
-        direction = aggregated.mean if aggregated.update is None else aggregated.update
-
-        def settled() -> tuple[Array, State]:
-            update, new_state = direction, dict(aggregated.state)
-            for transform, own in zip(reversed(self.transforms), reversed(states), strict=True):
-                own = transform.settle(aggregated.sent, own, context)
-                update, own = transform.finish(update, own, context)
-                new_state.update(own)
-            return update, new_state
-
-        def restored() -> tuple[Array, State]:
-            # If the state overflows while gradients are finite, it would overflow in every step.
-            return aggregated.mean, in_range(old)
-
-        update, new_state = xp.choose(finite, settled, restored)
-        if not self._has_update and aggregated.update is None:
-            return Outcome(mean, aggregated.sent, new_state)
-        update = xp.restore(update, gradient)
-        if xp.dtype(mean) != xp.dtype(x):  # nor may it have room for the momentum
-            fits = xp.all_finite(update)
-            new_state = xp.choose(fits, lambda: new_state, lambda: old)
-        additive = all(t.additive for t in self.transforms)
-        return Outcome(mean, aggregated.sent, new_state, update, additive)
+    def _settled(
+        self, sending: _Sending, sent: Array | Sparse, state: State, update: Array
+    ) -> tuple[Array, State]:
+        """The direction of the step, and the new state: the aggregator's, and the transforms'."""
+        own_states = zip(reversed(self.transforms), reversed(sending.states), strict=True)
+        for transform, own in own_states:
+            own = transform.settle(sent, own, sending.context)
+            update, own = transform.finish(update, own, sending.context)
+            state.update(own)
+        return update, state
 
     def _fused(self, context: Context) -> Fused | None:
         token = context.nesterov, context.size

@@ -28,7 +28,7 @@ from hvd_compress.base import Array, Compressor, Context, Gather, Sparse, State
 from hvd_compress.chain import Chain
 from hvd_compress.config import from_config
 from hvd_compress.engines.lockstep import World, run
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import PayloadError, UnsupportedError
 
 #: scalar, empty, one element, vectors, small and larger matrices, and one beyond the size from
 #: which selection works on a sample
@@ -146,6 +146,8 @@ def check_laws(
                 _check_nonfinite_steps(_Case(*common, seed, context))
                 _check_zeros(_Case(*common, seed, context))
                 _check_strides(_Case(*common, seed, context))
+                if size == sizes[0]:
+                    _check_messages(_Case(*common, seed, context), steps)
                 # Laws of magnitudes, which have nothing to do with the number of ranks.
                 if size != sizes[-1]:
                     continue
@@ -385,6 +387,51 @@ def _check_strides(case: _Case) -> None:
     together = dataclasses.replace(case).exchange(case.arrays(numbers))
     for a, b in zip(together, case.exchange(strided), strict=True):
         case.require(_bits(a.mean) == _bits(b.mean), "strides do not matter")
+
+
+def _check_messages(case: _Case, steps: int) -> None:
+    """Check the messages of a method that stand alone: what arrives is what was sent."""
+    (gradient,) = case.arrays(case.numbers()[:1])
+    state = case.compressor.init(gradient)
+    if math.prod(case.shape) == 0 or case.compressor.common(gradient):
+        return
+    for step in range(steps + 1):
+        numbers = case.numbers()[0]
+        if is_bad := step == steps:
+            numbers.reshape(-1)[case.random.integers(numbers.size)] = np.nan
+        (gradient,) = case.arrays([numbers])
+        xp = backend_of(gradient)
+        context = case.rank_context(0)._replace(size=1, step=step, epoch=step)
+        if case.compressor.needs_gradient_norm:
+            context = context._replace(gradient_norm=xp.norm(gradient))
+        before = _bits(gradient), _state_bits(state)
+        try:
+            message, sent, new = case.compressor.encode(gradient, state, context)
+        except UnsupportedError:
+            return
+        case.require((_bits(gradient), _state_bits(state)) == before, "encode changes no array")
+        case.require(
+            xp.dtype(message) == "uint8" and len(xp.shape(message)) == 1, "a message is bytes"
+        )
+        arrived = case.compressor.decode(message, gradient, context)
+        _check_looks_like(case, arrived, gradient)
+        flat = xp.from_numpy(_dense(sent, gradient), gradient)
+        wide = xp.cast(flat, xp.dtype(xp.widen(gradient)))
+        case.require(
+            np.array_equal(_numbers(arrived), _numbers(xp.restore(wide, gradient)), equal_nan=True),
+            "what arrives is what was sent",
+        )
+        if is_bad:
+            case.require(not np.isfinite(_numbers(arrived)).all(), "NaN arrives")
+            case.require(_state_bits(new) == _state_bits(state), "NaN changes no state")
+        damaged = xp.to_numpy(message).copy()
+        damaged[case.random.integers(damaged.size)] ^= 1 << case.random.integers(8)
+        try:
+            case.compressor.decode(xp.from_numpy(damaged, message), gradient, context)
+        except PayloadError:
+            state = new
+        else:
+            case.require(False, "a damaged message is noticed")
 
 
 def _check_homogeneous(fresh: Callable[[], _Case], steps: int) -> None:

@@ -82,8 +82,8 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
             horovod._basics._get_process_set_ids_and_ranks()
         except (ValueError, RuntimeError):
             raise horovod.HorovodInternalError(
-                "Horovod no longer runs: a rank has ended, perhaps because it had fewer batches (give "
-                "all ranks equally many) or failed (hvd.elastic.run goes on without it); or "
+                "Horovod no longer runs: a rank has ended, perhaps because it had fewer batches "
+                "(give all ranks equally many) or failed (hvd.elastic.run goes on without it); or "
                 "hvd.shutdown() was called, after which hvd.init() starts it again"
             ) from None
 

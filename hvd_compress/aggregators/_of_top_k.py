@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Generator
 from typing import Any
 
+from hvd_compress.aggregators.meetings import summed
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Request, State, Sum
+from hvd_compress.base import Array, Context, Request, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import converted
 from hvd_compress.operators import top_k
@@ -33,12 +34,10 @@ class OfTopK(Aggregator):
     def aggregate(
         self, x: Array, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
-        xp = backend_of(x)
-        k = self._select.count(xp.size(x), context)
-        if k == xp.size(x):
-            total = yield Sum(x)
-            mean = total / context.size
-            return Aggregated(mean, x, xp.all_finite(mean), state)
+        n = backend_of(x).size(x)
+        k = self._select.count(n, context)
+        if k == n:
+            return (yield from summed(x, state, context))
         return (yield from self._aggregate_top_k(x, k, state, context))
 
     @abc.abstractmethod

@@ -10,56 +10,24 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress.aggregators.meetings import gathered, summed, summed_densely
 from hvd_compress.aggregators.sparse_vectors import add_up
 from hvd_compress.backends import backend_of
-from hvd_compress.base import (
-    Array,
-    Context,
-    Gather,
-    Request,
-    Sparse,
-    SparseSum,
-    State,
-    Sum,
-)
+from hvd_compress.base import Array, Context, Encoded, Request, Sparse, SparseSum, State
 from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.codecs import Codec, logarithmic
-from hvd_compress.codecs.base import Coder
-from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
-from hvd_compress.codecs.places import coded
+from hvd_compress.coding import Coding, codes, elements, whole
+from hvd_compress.coding.elements import as_values
 from hvd_compress.config import check_choice, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.fused import FusedTopK, dense_is_less
 from hvd_compress.operator_classes import Classes
 from hvd_compress.operators import Selector, random_k, top_k
-from hvd_compress.operators.random_k import own_generator
 from hvd_compress.transforms import error_feedback, momentum_correction
-from hvd_compress.wire import (
-    decode,
-    decode_sparse,
-    dense_is_shorter,
-    encode_dense,
-    encode_sparse,
-    sparse_size,
-)
-from hvd_compress.wire.frame import CODECS, index_dtype
+from hvd_compress.wire.frame import CODECS
 
 #: how entries are added up
 ALGORITHMS = ("allgather", "auto", "hierarchical", "recursive_doubling", "split_allgather")
-
-
-def _as_values(values: Any) -> str | Codec:
-    if isinstance(values, Codec):
-        if values.varies:
-            raise ConfigError(f"values={values!r}: its size varies; it can be sent only alone")
-        return values
-    if not isinstance(values, str):
-        raise ConfigError(
-            f"values must be 'float32', 'float16', '4bit' or a codec such as natural(); got "
-            f"{values!r}"
-        )
-    check_choice("values", values, ("float32", "float16", "4bit"))
-    return logarithmic(4) if values == "4bit" else values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +53,7 @@ class allgather(Aggregator, name="allgather"):
     """
 
     select: Selector | Codec = top_k()
-    values: str | Codec = dataclasses.field(default="float32", metadata=converted(_as_values))
+    values: str | Codec = dataclasses.field(default="float32", metadata=converted(as_values))
     algorithm: str = "allgather"
     indices: str = "packed"
 
@@ -162,176 +130,52 @@ class allgather(Aggregator, name="allgather"):
             context.size,
         )
 
+    def coding(self, n: int, context: Context) -> Coding:
+        if isinstance(self.select, Codec):
+            return codes(self.select.for_shape(context.shape))
+        if self.select.count(n, context) != n:
+            return self._elements
+        return codes(self.values) if isinstance(self.values, Codec) else whole()
+
+    @functools.cached_property
+    def _elements(self) -> elements:
+        assert isinstance(self.select, Selector)
+        return elements(self.select, self.values, self.indices)
+
     def aggregate(
         self, x: Array, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
-        if isinstance(self.select, Codec):
-            return (yield from _everything(self.select.for_shape(context.shape), x, context))
-        xp = backend_of(x)
-        n = xp.size(x)
-        k = self.select.count(n, context)
-        if k == n and isinstance(self.values, Codec):
-            aggregated = yield from _everything(self.values, x, context)
-            return aggregated._replace(state=state)
-        if k == n:
-            total = yield Sum(x)
-            mean = total / context.size
-            return Aggregated(mean, x, xp.all_finite(mean), state)
-        indices, state = self.select.pick(x, k, state, context)
-        values = xp.take(x, indices)
+        n = backend_of(x).size(x)
+        coding = self.coding(n, context)
+        if isinstance(coding, whole):
+            return (yield from summed(x, state, context))
+        if isinstance(coding, codes):
+            return (yield from gathered(coding, coding.encode(x, state, context), x, context))
+        picked, state = self._elements.pick(x, state, context)
         if self.algorithm != "allgather":
-            wire = None if self.values == "float32" else str(self.values)
-            own = Sparse(indices, values)
-            aggregated = yield from _by_algorithm(x, own, wire, self.algorithm, context.size)
-        elif isinstance(self.values, Codec):
-            aggregated = yield from _coded(
-                self.values, x, indices, values, k, context, self.indices
-            )
-        else:
-            aggregated = yield from _plain(
-                self.values, x, indices, values, k, context, self.indices
-            )
-        return aggregated._replace(state=state)
+            return (yield from self._by_algorithm(x, picked, state, context))
+        k = self._elements.select.count(n, context)
+        is_known = isinstance(self.values, str) and k is not None
+        if is_known and dense_is_less(n, k or 0, str(self.values), context.size):
+            own = self._elements.rounded(picked)
+            return (yield from summed_densely(own, x, state, context))
+        encoded = Encoded(*self._elements.pack(picked, x, context), state)
+        return (yield from gathered(coding, encoded, x, context))
 
+    def _by_algorithm(
+        self, x: Array, own: Sparse, state: State, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
+        """The engine adds vectors up on their way; what it has to round off stays here."""
+        xp = backend_of(x)
+        n, dtype = xp.size(x), xp.dtype(x)
+        wire = None if self.values == "float32" else str(self.values)
+        own = own._replace(values=xp.round_to(own.values, wire, saturate=True))
+        total, dropped, *_ = yield SparseSum(own, n, wire, self.algorithm)
 
-def _by_algorithm(
-    x: Array, own: Sparse, wire: str | None, algorithm: str, size: int
-) -> Generator[Request, Any, Aggregated]:
-    """The engine adds vectors up on their way; what it has to round off stays here."""
-    xp = backend_of(x)
-    n, dtype = xp.size(x), xp.dtype(x)
-    own = own._replace(values=xp.round_to(own.values, wire, saturate=True))
-    total, dropped, *_ = yield SparseSum(own, n, wire, algorithm)
+        def arrived(*parts: np.ndarray) -> list[np.ndarray]:
+            mine, lost = Sparse(*parts[:2]), Sparse(parts[2], -parts[3])
+            return list(add_up([mine, lost], n, dtype))
 
-    def arrived(*parts: np.ndarray) -> list[np.ndarray]:
-        mine, lost = Sparse(*parts[:2]), Sparse(parts[2], -parts[3])
-        return list(add_up([mine, lost], n, dtype))
-
-    looks = [("int64", None), (dtype, None)]
-    indices, values = xp.on_host(arrived, [*own, *dropped], looks, x)
-    return Aggregated(total / size, Sparse(indices, values), xp.all_finite(total))
-
-
-def _plain(
-    dtype: str,
-    x: Array,
-    indices: Array,
-    values: Array,
-    k: int | None,
-    context: Context,
-    codec: str,
-) -> Generator[Request, Any, Aggregated]:
-    xp = backend_of(x)
-    n = xp.size(x)
-    values = xp.round_to(values, dtype, saturate=True)
-    sent = Sparse(indices, values)
-    if k is not None and dense_is_less(n, k, dtype, context.size):
-        total = yield Sum(xp.put(xp.zeros(n, x), indices, values))
-        mean = total / context.size
-        return Aggregated(mean, sent, xp.all_finite(mean))
-    size = None if k is None or codec == "packed" else sparse_size(k, n, dtype)
-    (frame,) = xp.on_host(
-        functools.partial(_encode_plain, n, k, codec),
-        [indices, xp.cast(values, dtype)],
-        [("uint8", size)],
-        x,
-    )
-    frames = yield Gather(frame, equal_sizes=size is not None)
-    parts = xp.on_host(
-        functools.partial(_decode_plain, n, dtype, k),
-        frames,
-        [(index_dtype(n), k), (dtype, k)] * context.size,
-        x,
-    )
-    return _added(x, parts, sent, context)
-
-
-def _coded(
-    codec: Codec,
-    x: Array,
-    indices: Array,
-    values: Array,
-    k: int | None,
-    context: Context,
-    packing: str,
-) -> Generator[Request, Any, Aggregated]:
-    """The values as codes behind their indices."""
-    xp = backend_of(x)
-    n, dtype = xp.size(x), np.dtype(xp.dtype(x))
-    # Where the size may vary, indices may be packed; many of them would outweigh their codes.
-    packed = k is None or packing == "packed"
-
-    def encode(step: int, indices: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
-        random = own_generator(context._replace(step=step))
-        return list(encode_sent(codec, values, random, indices, n, packed=packed))
-
-    def decode(*frames: np.ndarray) -> list[np.ndarray]:
-        parts: list[Any] = []
-        for rank, frame in enumerate(frames):
-            parts += decode_coded(codec, frame, k, dtype, n, sender=f"rank {rank}")
-        return parts
-
-    size = None if k is None or packed else coded_size(codec, k, dtype, n)
-    frame, decoded = xp.on_host(
-        encode, [context.step, indices, values], [("uint8", size), (dtype.name, k)], x
-    )
-    frames = yield Gather(frame, equal_sizes=not packed)
-    parts = xp.on_host(decode, frames, [(index_dtype(n), k), (dtype.name, k)] * context.size, x)
-    return _added(x, parts, Sparse(indices, decoded), context)
-
-
-def _added(x: Array, parts: list[Array], sent: Sparse, context: Context) -> Aggregated:
-    """``parts``: every rank's indices and values in turn."""
-    xp = backend_of(x)
-    mean = xp.zeros(xp.size(x), x)
-    for at, what in zip(parts[::2], parts[1::2], strict=True):
-        mean = xp.add_at(mean, at, xp.cast(what, xp.dtype(x)))
-    # Dividing the few nonzero elements would be cheaper, but they are not unique.
-    mean /= context.size
-    return Aggregated(mean, sent, xp.all_finite(xp.concat(parts[1::2])))
-
-
-def _everything(codec: Codec, x: Array, context: Context) -> Generator[Request, Any, Aggregated]:
-    xp = backend_of(x)
-    n, dtype = xp.size(x), np.dtype(xp.dtype(x))
-
-    def encode(coder: Coder, step: int, x: Array) -> list[Array]:
-        return list(encode_sent(coder, x, own_generator(context._replace(step=step))))
-
-    def add_up(coder: Coder, *frames: np.ndarray) -> list[Array]:
-        total = coder.zeros(n, dtype)
-        for rank, frame in enumerate(frames):
-            decode_coded(coder, frame, n, dtype, sender=f"rank {rank}", out=total, add=True)
-        return [total]
-
-    size = None if codec.varies else coded_size(codec, n, dtype)
-    frame, sent = coded(codec, encode, [context.step, x], [("uint8", size), (dtype.name, n)], x)
-    frames = yield Gather(frame, equal_sizes=size is not None)
-    (total,) = coded(codec, add_up, frames, [(dtype.name, n)], x)
-    mean = total / context.size
-    return Aggregated(mean, sent, xp.all_finite(mean))
-
-
-def _encode_plain(
-    n: int, k: int | None, codec: str, indices: np.ndarray, values: np.ndarray
-) -> list[np.ndarray]:
-    if k is None and dense_is_shorter(indices.size, n, values.dtype.name, codec):
-        dense = np.zeros(n, values.dtype)
-        dense[indices] = values
-        return [encode_dense(dense)]
-    return [encode_sparse(indices, values, n, codec)]
-
-
-def _decode_plain(n: int, values: str, k: int | None, *frames: np.ndarray) -> list[np.ndarray]:
-    """Indices and values of every frame in turn; ``k`` of them, or ``None``."""
-    parts: list[np.ndarray] = []
-    for rank, frame in enumerate(frames):
-        sender = f"rank {rank}"
-        if k is None:
-            indices, decoded = decode(frame, n, values, sender=sender)
-        else:
-            indices, decoded = decode_sparse(frame, n, values, k, sender=sender)
-        if indices is None:
-            indices = np.arange(n)
-        parts += [indices.astype(index_dtype(n), copy=False), decoded]
-    return parts
+        looks = [("int64", None), (dtype, None)]
+        sent = Sparse(*xp.on_host(arrived, [*own, *dropped], looks, x))
+        return Aggregated(total / context.size, sent, xp.all_finite(total), state)

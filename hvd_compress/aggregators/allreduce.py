@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Generator, Sequence
 from typing import Any
 
+from hvd_compress.aggregators.meetings import summed
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
+from hvd_compress.base import Array, Context, Request, State, Sum
 from hvd_compress.chain import Aggregated, Aggregator, Transform
+from hvd_compress.coding import Coding, drawn, whole
 from hvd_compress.config import check_choice
 from hvd_compress.fused import FusedSum
 from hvd_compress.operator_classes import IDENTITY, Classes
@@ -84,20 +86,20 @@ class allreduce(Aggregator, name="allreduce"):
     def aggregate(
         self, x: Array, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
-        xp = backend_of(x)
         wire = self._wire(context)
         if self.select is None:
-            total = yield Sum(x, wire, self.algorithm)
-            mean = total / context.size
-            return Aggregated(mean, xp.round_to(x, wire), xp.all_finite(mean))
-        n = xp.size(x)
-        k = self.select.count(n, context)
-        indices = self.select.select(x, k, context)
-        values = xp.take(x, indices)
-        if self.unbiased and k:
-            values = values * (n / k)
-        total = yield Sum(values, wire, self.algorithm)
+            return (yield from summed(x, state, context, wire, self.algorithm))
+        xp = backend_of(x)
+        own = self._drawn(self.select, None).pick(x, context)
+        total = yield Sum(own.values, wire, self.algorithm)
         values_mean = total / context.size
-        mean = xp.put(xp.zeros(n, x), indices, values_mean)
-        sent = Sparse(indices, xp.round_to(values, wire))
-        return Aggregated(mean, sent, xp.all_finite(values_mean))
+        mean = xp.put(xp.zeros(xp.size(x), x), own.indices, values_mean)
+        sent = own._replace(values=xp.round_to(own.values, wire))
+        return Aggregated(mean, sent, xp.all_finite(values_mean), state)
+
+    def coding(self, n: int, context: Context) -> Coding:
+        wire = self._wire(context)
+        return whole(wire) if self.select is None else self._drawn(self.select, wire)
+
+    def _drawn(self, select: random_k, wire: str | None) -> drawn:
+        return drawn(select, alike=True, unbiased=self.unbiased, wire=wire)

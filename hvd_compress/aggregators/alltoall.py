@@ -15,6 +15,7 @@ from hvd_compress.codecs import Codec
 from hvd_compress.codecs.base import Coder
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.places import coded
+from hvd_compress.coding import Coding, codes
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.random_k import own_generator
 from hvd_compress.sharding import shards_of
@@ -56,6 +57,9 @@ class alltoall(Aggregator, name="alltoall"):
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         xp = backend_of(x)
         return {"owner_residual": xp.zeros(xp.size(x), x)}
+
+    def coding(self, n: int, context: Context) -> Coding:
+        return codes(self.codec.for_shape(context.shape))
 
     def aggregate(
         self, x: Array, state: State, context: Context

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress.aggregators.meetings import summed
 from hvd_compress.aggregators.sketching import Hashes, estimates, sketch
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
@@ -68,9 +69,7 @@ class count_sketch(Aggregator, name="count_sketch"):
         xp = backend_of(x)
         n, k = xp.size(x), self.count(xp.size(x), context)
         if k == n:
-            total = yield Sum(x)
-            mean = total / context.size
-            return Aggregated(mean, x, xp.all_finite(mean))
+            return (yield from summed(x, state, context))
         shape, several = (self.rows, self.width * k), self.candidates * k
 
         def hashes(step: Any) -> Hashes:

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Generator
 from typing import Any
 
-from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Request, State, Sum
+from hvd_compress.aggregators.meetings import summed
+from hvd_compress.base import Array, Context, Request, State
 from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.coding import Coding, whole
 from hvd_compress.config import converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.schedules import Start, as_start, started
@@ -57,7 +58,10 @@ class dense_until(Aggregator, name="dense_until"):
     ) -> Generator[Request, Any, Aggregated]:
         if started(self.start, context.step, context.epoch):
             return (yield from self.via.aggregate(x, state, context))
-        total = yield Sum(x)
-        mean = total / context.size
         own = {key: state[key] for key in self.keys}
-        return Aggregated(mean, x, backend_of(x).all_finite(mean), own)
+        return (yield from summed(x, own, context))
+
+    def coding(self, n: int, context: Context) -> Coding:
+        if started(self.start, context.step, context.epoch):
+            return self.via.coding(n, context)
+        return whole()

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress.aggregators.meetings import gathered, summed, summed_densely
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
+from hvd_compress.base import Array, Context, Encoded, Request, State
 from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.coding import Coding, drawn, whole
 from hvd_compress.config import check_choice
 from hvd_compress.operator_classes import Classes
-from hvd_compress.operators.random_k import own_generator, random_k
-from hvd_compress.wire.frame import decode_dense, encode_dense, padded
+from hvd_compress.operators.random_k import random_k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,48 +59,21 @@ class gather_drawn(Aggregator, name="gather_drawn"):
             return super().classes(d, context)
         return (self.select.scaled_classes if self.unbiased else self.select.classes)(d, context)
 
+    def coding(self, n: int, context: Context) -> Coding:
+        if self.select.count(n, context) == n:
+            return whole()
+        return drawn(self.select, unbiased=self.unbiased, wire=self.wire)
+
     def aggregate(
         self, x: Array, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
-        xp = backend_of(x)
-        n, k = xp.size(x), self.select.count(xp.size(x), context)
-        own, wire = np.dtype(xp.dtype(x)), np.dtype(self.wire or xp.dtype(x))
-        if k == n:
-            total = yield Sum(x)
-            mean = total / context.size
-            return Aggregated(mean, x, xp.all_finite(mean))
-
-        def places(step: Any, rank: int) -> np.ndarray:
-            its = context._replace(step=int(step), rank=rank)
-            return self.select.draw(n, k, own_generator(its))
-
-        (indices,) = xp.on_host(
-            lambda step: [places(step, context.rank)], [context.step], [("int64", k)], x
-        )
-        values = xp.take(x, indices)
-        if self.unbiased:
-            values = values * (n / k)
-        values = xp.round_to(values, wire.name, saturate=True)
-        sent = Sparse(indices, values)
-        if context.size * k * wire.itemsize > 2 * n * own.itemsize:
-            total = yield Sum(xp.put(xp.zeros(n, x), indices, values))
-            mean = total / context.size
-            return Aggregated(mean, sent, xp.all_finite(mean))
-
-        def add_up(step: Any, *frames: np.ndarray) -> list[np.ndarray]:
-            total = np.zeros(n, own)
-            for rank, frame in enumerate(frames):
-                found = decode_dense(frame, k, wire.name, sender=f"rank {rank}")
-                total[places(step, rank)] += found
-            return [total]
-
-        (frame,) = xp.on_host(
-            lambda values: [encode_dense(values)],
-            [xp.cast(values, wire.name)],
-            [("uint8", padded(k * wire.itemsize))],
-            x,
-        )
-        frames = yield Gather(frame, equal_sizes=True)
-        (total,) = xp.on_host(add_up, [context.step, *frames], [(own.name, n)], x)
-        mean = total / context.size
-        return Aggregated(mean, sent, xp.all_finite(mean))
+        xp, coding = backend_of(x), self.coding(backend_of(x).size(x), context)
+        if not isinstance(coding, drawn):
+            return (yield from summed(x, state, context))
+        own = coding.pick(x, context)
+        k, itemsize = xp.size(own.values), np.dtype(xp.dtype(x)).itemsize
+        sent = k * np.dtype(self.wire or xp.dtype(x)).itemsize
+        if context.size * sent > 2 * xp.size(x) * itemsize:
+            return (yield from summed_densely(own, x, state, context))
+        encoded = Encoded(coding.pack(own.values), own, state)
+        return (yield from gathered(coding, encoded, x, context))

@@ -11,6 +11,7 @@ from hvd_compress.aggregators._of_top_k import OfTopK
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregated
+from hvd_compress.coding import Coding, elements, whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,9 @@ class leader_top_k(OfTopK, name="leader_top_k"):
 
     Reference: Chen et al., ScaleCom, NeurIPS 2020, where it is called CLT-k.
     """
+
+    def coding(self, n: int, context: Context) -> Coding:
+        return whole() if self._select.count(n, context) == n else elements(self._select)
 
     def _aggregate_top_k(
         self, x: Array, k: int, state: State, context: Context

@@ -172,7 +172,7 @@ class _Node:
         total = add_up(parts, length, self._dtype, is_full)
         if isinstance(total, Sparse):
             return [encode_sparse(*total, length, self._codec, self._n)]
-        return [encode_dense(total, self._n)]
+        return [encode_dense(total, whole=self._n)]
 
     def assemble(self, own: np.ndarray, *theirs: np.ndarray) -> list[np.ndarray]:
         """Return the sum of all shards."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -12,11 +11,18 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Batch, Context, Request, State, Sum
 from hvd_compress.chain import Aggregated, Aggregator
-from hvd_compress.config import check_choice, is_whole
-from hvd_compress.errors import ConfigError
-from hvd_compress.operators.random_k import shared_generator
+from hvd_compress.coding.factors import (
+    factors,
+    left,
+    matrix_shape,
+    of_unit_length,
+    product,
+    right,
+    without_zeros,
+)
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError, UnsupportedError
 
-_TINY = 1e-30
 #: matrices of so many elements gain more from being multiplied together than copying them costs
 _SMALL = 1 << 14
 
@@ -55,11 +61,8 @@ class power_sgd(Aggregator, name="power_sgd"):
     per_rank = False
 
     def __post_init__(self) -> None:
-        if not is_whole(self.rank) or self.rank < 1:
-            raise ConfigError(f"rank must be a number of columns, 1 or more; got {self.rank!r}")
-        check_choice("warm_start", self.warm_start, (True, False))
+        _ = self._factors  # checks the other options
         check_choice("alternate", self.alternate, (True, False))
-        check_choice("orthogonalise", self.orthogonalise, ("gram_schmidt", "qr"))
         if self.alternate and not self.warm_start:
             raise ConfigError("alternate=True goes on from the step before: warm_start=True")
 
@@ -72,7 +75,7 @@ class power_sgd(Aggregator, name="power_sgd"):
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         xp = backend_of(x)
         n, m = matrix_shape(shape)
-        rank = min(n, m, self.rank)
+        rank = self._factors.rank_of(shape)
         # The same on all ranks, and for all tensors of a shape.
         random = np.random.default_rng(0)
         state = {}
@@ -94,23 +97,29 @@ class power_sgd(Aggregator, name="power_sgd"):
         matrix = xp.reshape(xp.copy(x), (n, m))
         if self.alternate:
             return (yield from self._one_side(xp, matrix, state, context))
-        rank = min(n, m, self.rank)
-        factor = state["factor"] if self.warm_start else _random(x, rank * m, context)
-        old = xp.reshape(factor, (rank, m))
+        old = self._factors.first(x, state, context)
+        rank = xp.shape(old)[0]
         # Its scale means nothing to the result, and could take the product out of range.
-        q = _of_unit_length(xp, old)
-        rows = yield from _product(n * m, _left, q, matrix)
+        q = of_unit_length(xp, old)
+        rows = yield from _product(n * m, left, q, matrix)
         total = yield Sum(xp.reshape(rows, (-1,)))
         p = yield Batch(self._orthonormal, (xp.reshape(total / context.size, (rank, n)),))
-        own = yield from _product(n * m, _right, p, matrix)
+        own = yield from _product(n * m, right, p, matrix)
         total = yield Sum(xp.reshape(own, (-1,)))
         new = xp.reshape(total / context.size, (rank, m))
-        mean = yield from _product(n * m, _whole, p, new)
-        sent = yield from _product(n * m, _whole, p, own)
+        mean = yield from _product(n * m, product, p, new)
+        sent = yield from _product(n * m, product, p, own)
         mean, sent = xp.reshape(mean, (-1,)), xp.reshape(sent, (-1,))
-        if self.warm_start:
-            state = {"factor": xp.reshape(_without_zeros(xp, new, old), (-1,))}
-        return Aggregated(mean, sent, xp.all_finite(mean), state)
+        return Aggregated(mean, sent, xp.all_finite(mean), self._factors.next(new, old, state))
+
+    def coding(self, n: int, context: Context) -> factors:
+        if self.alternate:
+            raise UnsupportedError("with alternate=True a receiver would need the sender's state")
+        return self._factors
+
+    @property
+    def _factors(self) -> factors:
+        return factors(self.rank, self.warm_start, self.orthogonalise)
 
     def _one_side(
         self, xp: Any, matrix: Array, state: State, context: Context
@@ -141,7 +150,7 @@ class power_sgd(Aggregator, name="power_sgd"):
         total = yield Sum(own)
         average = total / context.size
 
-        def product(flat: Array) -> Array:
+        def product_of(flat: Array) -> Array:
             def left() -> Array:
                 new = xp.reshape(flat[: rank * m], (rank, m))
                 return xp.matmul(xp.transpose(self._orthonormal(xp, p)), new)
@@ -152,80 +161,22 @@ class power_sgd(Aggregator, name="power_sgd"):
 
             return xp.reshape(side(left, right), (-1,))
 
-        mean = product(average)
+        mean = product_of(average)
         new_q = side(
-            lambda: _without_zeros(xp, xp.reshape(average[: rank * m], (rank, m)), q), lambda: q
+            lambda: without_zeros(xp, xp.reshape(average[: rank * m], (rank, m)), q), lambda: q
         )
         new_p = side(
-            lambda: p, lambda: _without_zeros(xp, xp.reshape(average[: rank * n], (rank, n)), p)
+            lambda: p, lambda: without_zeros(xp, xp.reshape(average[: rank * n], (rank, n)), p)
         )
         factors = {
             "factor": xp.reshape(new_q, (-1,)),
             "other_factor": xp.reshape(new_p, (-1,)),
         }
-        return Aggregated(mean, product(own), xp.all_finite(mean), factors)
+        return Aggregated(mean, product_of(own), xp.all_finite(mean), factors)
 
     @property
     def _orthonormal(self) -> Callable[[Any, Array], Array]:
-        return _by_qr if self.orthogonalise == "qr" else orthonormal_rows
-
-
-def _random(x: Array, n: int, context: Context) -> Array:
-    """``n`` normal numbers, the same on all ranks, others for every step and tensor."""
-    xp = backend_of(x)
-    dtype = xp.dtype(x)
-
-    def draw(step: Any) -> list[np.ndarray]:
-        random = shared_generator(context._replace(step=int(step)))
-        return [random.standard_normal(n).astype(dtype)]
-
-    return xp.on_host(draw, [context.step], [(dtype, n)], x)[0]
-
-
-def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return (rows, columns) of a tensor as a matrix: its first dimension, for instance the output
-    channels of a convolution, by all others."""
-    return (shape[0] if shape else 1), math.prod(shape[1:])
-
-
-def orthonormal_rows(xp: Any, rows: Array) -> Array:
-    """Return orthonormal rows that span the same space, of a matrix or of each of a stack:
-    Gram-Schmidt, row by row, each row twice, since once is not enough where rows are nearly alike.
-    """
-    basis: list[Array] = []
-    for i in range(xp.shape(rows)[-2]):
-        row = rows[..., i : i + 1, :]
-        for _ in range(2):
-            if basis:
-                known = xp.concat(basis, -2)
-                row = row - xp.matmul(xp.matmul(row, xp.transpose(known)), known)
-            row = _of_unit_length(xp, row)
-        basis.append(row)
-    return xp.concat(basis, -2)
-
-
-def _of_unit_length(xp: Any, rows: Array) -> Array:
-    """Each row of a matrix, or of a stack of them; zeros stay zeros."""
-    wide = xp.cast(rows, "float64")  # squares are in range
-    ones = xp.transpose(xp.full_like(wide[..., :1, :], 1.0))
-    norms = xp.cast(xp.matmul(wide * wide, ones) ** 0.5, xp.dtype(rows))
-    return rows / xp.maximum(norms, xp.full_like(norms, _TINY))
-
-
-def _by_qr(xp: Any, rows: Array) -> Array:
-    return xp.transpose(xp.orthonormal_columns(xp.transpose(rows)))
-
-
-def _left(xp: Any, q: Array, matrix: Array) -> Array:
-    return xp.matmul(q, xp.transpose(matrix))
-
-
-def _right(xp: Any, p: Array, matrix: Array) -> Array:
-    return xp.matmul(p, matrix)
-
-
-def _whole(xp: Any, p: Array, q: Array) -> Array:
-    return xp.matmul(xp.transpose(p), q)
+        return self._factors.orthonormal
 
 
 def _product(
@@ -235,9 +186,3 @@ def _product(
     if size > _SMALL:
         return function(backend_of(x), x, y)
     return (yield Batch(function, (x, y)))
-
-
-def _without_zeros(xp: Any, new: Array, old: Array) -> Array:
-    ones = xp.transpose(xp.full_like(new[:1], 1.0))
-    alive = xp.cast(xp.matmul(xp.abs(new), ones) > 0, xp.dtype(new))
-    return alive * new + (1 - alive) * old

@@ -7,7 +7,7 @@ import functools
 import math
 
 from hvd_compress.aggregators.allreduce import allreduce
-from hvd_compress.base import Array, Compressor, Context, Exchange, State
+from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, State
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
@@ -41,6 +41,12 @@ class Chained(Compressor):
 
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
         return self.chain(gradient, context).exchange(gradient, state, context)
+
+    def encode(self, gradient: Array, state: State, context: Context) -> Encoded:
+        return self.chain(gradient, context).encode(gradient, state, context)
+
+    def decode(self, message: Array, like: Array, context: Context) -> Array:
+        return self.chain(like, context).decode(message, like, context)
 
 
 class OneChain(Chained):

@@ -9,7 +9,7 @@ import functools
 import math
 from typing import Any
 
-from hvd_compress.base import Array, Compressor, Context, Exchange, State
+from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, State
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import Configurable, as_tuple, converted, is_whole
 from hvd_compress.errors import ConfigError
@@ -290,6 +290,13 @@ class Switch(_Composed, name="switch"):
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
         outcome = yield from self._now(context).exchange(gradient, state, context)
         return outcome._replace(state={**state, **outcome.state})
+
+    def encode(self, gradient: Array, state: State, context: Context) -> Encoded:
+        encoded = self._now(context).encode(gradient, state, context)
+        return encoded._replace(state={**state, **encoded.state})
+
+    def decode(self, message: Array, like: Array, context: Context) -> Array:
+        return self._now(context).decode(message, like, context)
 
 
 def partition(*rules: Any, otherwise: Any = "none") -> Partition:

@@ -6,10 +6,10 @@ import dataclasses
 import functools
 
 from hvd_compress.aggregators import allreduce, dense_until, power_sgd
-from hvd_compress.aggregators.power_sgd import matrix_shape
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
+from hvd_compress.coding.factors import matrix_shape
 from hvd_compress.config import check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import Chained

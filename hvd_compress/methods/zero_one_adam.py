@@ -11,11 +11,11 @@ import numpy as np
 
 from hvd_compress.aggregators import allreduce, alltoall
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Compressor, Context, Exchange, Outcome, State, Sum
+from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, Outcome, State, Sum
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign
 from hvd_compress.config import check_choice, is_whole
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods._chained import Chained
 from hvd_compress.methods.composed import Partition, rule
 from hvd_compress.methods.dense import NoCompression
@@ -120,6 +120,9 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
         xp = backend_of(gradient)
         nothing = yield Sum(xp.zeros(0, xp.widen(gradient)))  # of which engines send nothing
         return Outcome(gradient, nothing, state)
+
+    def encode(self, gradient: Array, state: State, context: Context) -> Encoded:
+        raise UnsupportedError(f"{self.name} takes all ranks to know what is sent")
 
     @functools.cached_property
     def _one_bit(self) -> Chain:

@@ -1,25 +1,17 @@
-"""Compression on the way to one receiver, by the methods that are made for collectives.
-
-A sender runs the exchange of each tensor as if it were the only rank, and keeps what it would have
-handed to the collectives.  That is the message.  The receiver runs the same exchange with zeros in
-place of the gradient and the message in place of the collectives' replies: what comes out is the
-average over one rank, bit for bit that of the sender.
-"""
+"""Compression on the way to one receiver: each tensor is a message of its own."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
-from hvd_compress.base import Compressor, Context, Gather, Local, Outcome, State, Sum
-from hvd_compress.engines.base import alone
-from hvd_compress.engines.lockstep import reply_to
-from hvd_compress.errors import ConfigError, PayloadError
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Compressor, Context, Sparse, State
+from hvd_compress.errors import ConfigError, PayloadError, UnsupportedError
 from hvd_compress.parameter_server.pieces import Arrays
 
 
@@ -62,12 +54,12 @@ class Coder:
             method = self._method(name, x)
             state = states.get(name)
             state = method.init(x) if state is None else state
-            exchange = method.exchange(x, state, self._context(name, step, epoch, norm))
-            before = len(parts)
-            outcome = _kept(method, exchange, parts)
-            if len(parts) == before:
-                raise _refused(method, "a single rank sends nothing")
-            values[name], after[name] = outcome.mean, outcome.state
+            try:
+                encoded = method.encode(x, state, self._context(name, step, epoch, norm))
+            except UnsupportedError as error:
+                raise _refused(method, str(error)) from None
+            parts.append(encoded.message)
+            values[name], after[name] = _dense(encoded.sent, x), encoded.state
         return Encoded(parts, values, after)
 
     def decode(
@@ -88,10 +80,13 @@ class Coder:
             if not shape.size:
                 found[name] = shape
                 continue
-            method, zeros = self._method(name, shape), np.zeros_like(shape)
-            context = self._context(name, step, epoch, 1.0)
-            exchange = method.exchange(zeros, method.init(zeros), context)
-            found[name] = _replayed(exchange, parts, f"{sender}, {name!r}").mean
+            if (part := next(parts, None)) is None:
+                raise PayloadError(f"bad payload from {sender}, {name!r}: a part is missing")
+            context = self._context(name, step, epoch, None)
+            try:
+                found[name] = self._method(name, shape).decode(part, shape, context)
+            except PayloadError as error:
+                raise PayloadError(f"{sender}, {name!r}: {error}") from None
         if next(parts, None) is not None:
             raise PayloadError(f"bad payload from {sender}: parts that belong to no parameter")
         return found
@@ -114,74 +109,16 @@ class Coder:
         )
 
 
+def _dense(sent: np.ndarray | Sparse, like: np.ndarray) -> np.ndarray:
+    xp = backend_of(like)
+    if isinstance(sent, Sparse):
+        sent = xp.put(np.zeros(like.size, sent.values.dtype), sent.indices, sent.values)
+    return xp.restore(sent, like)
+
+
 def _refused(method: Compressor, reason: str) -> ConfigError:
     return ConfigError(
         f"compression={method.name!r} cannot be sent to a server: {reason}; use a method whose "
         "messages stand alone, such as 'topk', 'dgc:small=sparse', 'efsignsgd:via=allgather' or "
         "'fp16'"
     )
-
-
-def _kept(
-    method: Compressor, exchange: Generator[Any, Any, Outcome], parts: list[np.ndarray]
-) -> Outcome:
-    """Run an exchange of a single rank, and append what it hands over."""
-    exchange, reply = alone(exchange), None
-    while True:
-        try:
-            request = exchange.send(reply)
-        except StopIteration as stop:
-            outcome: Outcome = stop.value
-            if outcome.update is not None:
-                raise _refused(method, "the server would have to keep its momentum") from None
-            return outcome
-        reply = reply_to([request])
-        if isinstance(request, Gather):
-            parts.append(request.payload)
-        elif isinstance(request, Sum):
-            wire = np.ascontiguousarray(reply).reshape(-1)
-            if request.wire == "bfloat16":
-                wire = to_bfloat16(wire.astype(np.float32, copy=False))
-            elif request.wire:
-                wire = wire.astype(request.wire)
-            parts.append(wire.view(np.uint8))
-        elif not isinstance(request, Local):
-            raise _refused(method, f"it needs a collective ({type(request).__name__})")
-
-
-def _replayed(
-    exchange: Generator[Any, Any, Outcome], parts: Iterator[np.ndarray], sender: str
-) -> Outcome:
-    """Run an exchange with what another one has handed over."""
-    exchange, reply = alone(exchange), None
-    while True:
-        try:
-            request = exchange.send(reply)
-        except StopIteration as stop:
-            outcome: Outcome = stop.value
-            return outcome
-        if isinstance(request, Local):
-            reply = reply_to([request])
-            continue
-        part = next(parts, None)
-        if part is None:
-            raise PayloadError(f"bad payload from {sender}: a part is missing")
-        if isinstance(request, Gather):
-            reply = [part]
-        else:
-            assert isinstance(request, Sum)  # senders refuse the others
-            reply = _summed(request, part, sender)
-
-
-def _summed(request: Sum, part: np.ndarray, sender: str) -> np.ndarray:
-    array = request.array
-    wire = np.dtype("uint16" if request.wire == "bfloat16" else request.wire or array.dtype)
-    if part.nbytes != array.size * wire.itemsize:
-        raise PayloadError(
-            f"bad payload from {sender}: {part.nbytes} bytes where "
-            f"{array.size * wire.itemsize} were expected: the ranks' models or options differ"
-        )
-    values = part.view(wire)
-    if request.wire == "bfloat16":
-        values = from_bfloat16(values)
-    return values.astype(array.dtype).reshape(array.shape)

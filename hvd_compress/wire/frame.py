@@ -6,7 +6,7 @@ All numbers are little-endian::
     0       u8[2]   b"HC"
     2       u8      version, 3
     3       u8      kind: 1 = sparse, 2 = dense; 3 is that of hvd_compress.codecs.frame
-    4       u8      dtype of the values: 1 = float32, 2 = float16, 3 = float64
+    4       u8      dtype of the values: 1 = float32, 2 = float16, 3 = float64, 4 = bfloat16
     5       u8      indices: 0 = none (dense), 1 = int32, 2 = int64, 3 = packed
     6       u16     elements of the vector modulo 65521, so that a frame for a vector of
                     another length is noticed, where lengths differ a little
@@ -29,6 +29,7 @@ import zlib
 
 import numpy as np
 
+from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.wire.indices import best_parameter, gaps_of, pack, unpack
@@ -40,7 +41,7 @@ DTYPES = ("float16", "float32", "float64")
 HEADER = struct.Struct("<2sBBBBHI")
 START = HEADER.size + 4
 MAGIC, VERSION, _SPARSE, _DENSE = b"HC", 3, 1, 2
-VALUES = {"float32": 1, "float16": 2, "float64": 3}
+VALUES = {"float32": 1, "float16": 2, "float64": 3, "bfloat16": 4}
 _INDICES = {"none": 0, "int32": 1, "int64": 2, "packed": 3}
 
 
@@ -88,7 +89,8 @@ def encode_sparse(
     and never more bytes than without.  ``whole``: elements of the vector that these ``n`` are a
     region of; receivers must expect the same."""
     check_choice("codec", codec, CODECS)
-    count, size = indices.size, sparse_size(indices.size, n, _name_of(values.dtype))
+    name = _name_of(values.dtype)
+    count, size = indices.size, sparse_size(indices.size, n, name)
     if codec == "packed":
         gaps = gaps_of(indices, index_dtype(n))
         if count and gaps.min() < 0:
@@ -98,19 +100,28 @@ def encode_sparse(
             frame = np.zeros(packed_size, np.uint8)
             pack(gaps, found[0], frame[START:])
             _put(frame, packed_size - values.nbytes, values)
-            return _sealed(frame, _SPARSE, values, "packed", count, whole or n)
+            return _sealed(frame, _SPARSE, name, "packed", count, whole or n)
     frame = np.zeros(size, np.uint8)
     dtype = index_dtype(n)
     end = _put(frame, START, indices.astype(dtype, copy=False))
     _put(frame, end, values)
-    return _sealed(frame, _SPARSE, values, dtype, count, whole or n)
+    return _sealed(frame, _SPARSE, name, dtype, count, whole or n)
 
 
-def encode_dense(values: np.ndarray, whole: int | None = None) -> np.ndarray:
-    """Return a frame (1-D, uint8) of all ``values`` of a flat array."""
+def encode_dense(
+    values: np.ndarray, dtype: str | None = None, *, whole: int | None = None
+) -> np.ndarray:
+    """Return a frame (1-D, uint8) of all ``values`` of a flat array, in their own ``dtype`` or
+    another one, which may be "bfloat16"."""
+    name = dtype or _name_of(values.dtype)
+    if name == "bfloat16":
+        values = to_bfloat16(values.astype(np.float32, copy=False))
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = values.astype(name, copy=False)
     frame = np.zeros(padded(values.nbytes), np.uint8)
     _put(frame, START, values)
-    return _sealed(frame, _DENSE, values, "none", values.size, whole or values.size)
+    return _sealed(frame, _DENSE, name, "none", values.size, whole or values.size)
 
 
 def _put(frame: np.ndarray, start: int, array: np.ndarray) -> int:
@@ -120,11 +131,11 @@ def _put(frame: np.ndarray, start: int, array: np.ndarray) -> int:
 
 
 def _sealed(
-    frame: np.ndarray, kind: int, values: np.ndarray, indices: str, count: int, n: int
+    frame: np.ndarray, kind: int, values: str, indices: str, count: int, n: int
 ) -> np.ndarray:
     if count >= 2**32:
         raise PayloadError(f"{count} entries do not fit in one frame; split the tensor")
-    codes = VALUES[_name_of(values.dtype)], _INDICES[indices]
+    codes = VALUES[values], _INDICES[indices]
     return seal(frame, HEADER.pack(MAGIC, VERSION, kind, *codes, length_tag(n), count))
 
 
@@ -185,8 +196,10 @@ def decode(
 
 
 def decode_dense(frame: np.ndarray, n: int, values: str, *, sender: str = "a rank") -> np.ndarray:
-    """Return the ``n`` values of a dense frame."""
-    return _decode(frame, n, values, n, sender, (_DENSE,), n)[1]
+    """Return the ``n`` values of a dense frame; those of "bfloat16" as float32."""
+    if values != "bfloat16":
+        return _decode(frame, n, values, n, sender, (_DENSE,), n)[1]
+    return from_bfloat16(_decode(frame, n, values, n, sender, (_DENSE,), n)[1])
 
 
 def _decode(
@@ -222,7 +235,8 @@ def _decode(
     if expected is not None and entries != expected:
         raise fail(f"{entries} entries where {expected} were expected")
 
-    item, is_packed = np.dtype(values).itemsize, index_code == _INDICES["packed"]
+    stored = np.dtype("uint16" if values == "bfloat16" else values)
+    item, is_packed = stored.itemsize, index_code == _INDICES["packed"]
     if is_packed:
         start = frame.size - entries * item
         if start < START or frame.size % 8 or frame.size >= sparse_size(entries, n, values):
@@ -235,7 +249,7 @@ def _decode(
     if length != length_tag(whole):
         raise fail(f"it belongs to a vector that has not the {whole} elements of this rank's")
 
-    decoded = frame[start : start + entries * item].view(f"<{np.dtype(values).str[1:]}")
+    decoded = frame[start : start + entries * item].view(f"<{stored.str[1:]}")
     if kind == _DENSE:
         return None, decoded
     try:

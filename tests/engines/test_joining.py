@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_compress import Broadcast, Context, Gather, Neighbors, Outcome, PowerSGD, Sparse, Sum
-from hvd_compress.aggregators.power_sgd import orthonormal_rows
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Batch, Joint
+from hvd_compress.coding.factors import orthonormal_rows
 from hvd_compress.engines.buckets import Buckets
 from hvd_compress.engines.joining import Member, answer_batches, answers, joined
 from hvd_compress.engines.local import LocalEngine

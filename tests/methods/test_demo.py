@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hvd_compress import ConfigError, Context, DeMoCompression
-from hvd_compress.aggregators.cosines import Chunks, chunks_of, dct_matrix, inverse, transform
 from hvd_compress.blocks import chain, dct_top_k, momentum_correction, momentum_feedback
+from hvd_compress.coding.cosines import Chunks, chunks_of, dct_matrix, inverse, transform
 from hvd_compress.engines.base import payload_bytes, watched
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.operators.top_k import largest_of_rows

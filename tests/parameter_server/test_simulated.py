@@ -370,8 +370,9 @@ def test_bytes_are_those_of_the_messages():
     x = {"x": np.zeros(1000, np.float32)}
     sim = Simulation(x, lambda w, x, s: {"x": x["x"] + 1}, 2, Rules(), SGDServer)
     sim.run([0, 1, 1, 0])
-    # Header and number, the sizes of two parts, the epoch, 4000 bytes.
-    assert everything(sim).bytes_up == everything(sim).bytes_down == 4 * (28 + 4 + 8 * 2 + 8 + 3992)
+    # Header and number, the sizes of two parts, the epoch, 4000 bytes; up in a frame of their own.
+    assert everything(sim).bytes_down == 4 * (16 + 8 + 8 * 2 + 8 + 4000)
+    assert everything(sim).bytes_up == 4 * (16 + 8 + 8 * 2 + 8 + 16 + 4000)
     assert sim.links[0][0].bytes_sent * 2 == everything(sim).bytes_up
 
 
@@ -475,7 +476,7 @@ def test_other_options_are_noticed():
     with pytest.raises(PayloadError, match="other rules"):
         Server(x, SGDServer(), [0], Rules("async")).receive(0, frame)
     larger = {"x": np.arange(9.0)}
-    with pytest.raises(PayloadError, match="64 bytes where 72 were expected"):
+    with pytest.raises(PayloadError, match="8 entries where 9 were expected"):
         Server(larger, SGDServer(), [0], Rules()).receive(0, frame)
     more = {**x, "y": np.ones(2)}
     with pytest.raises(PayloadError, match="a part is missing"):

@@ -146,7 +146,7 @@ class Format:
         """Return a frame of a vector of ``n`` elements, a region of the whole."""
         if isinstance(vector, Sparse):
             return encode_sparse(vector.indices, vector.values, n, self.codec, self.n)
-        return encode_dense(vector, self.n)
+        return encode_dense(vector, whole=self.n)
 
     def decode(self, frame: np.ndarray, n: int, dtype: str, sender: int) -> Vector:
         """Undo :meth:`encode`; raise ``PayloadError`` if the frame is damaged."""

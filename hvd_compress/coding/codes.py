@@ -1,0 +1,57 @@
+"""All values, in the codes of a codec."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array, Context, State
+from hvd_compress.codecs import Codec
+from hvd_compress.codecs.base import Coder
+from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
+from hvd_compress.codecs.places import coded
+from hvd_compress.coding.base import Coding, Decoded, Encoded
+from hvd_compress.errors import ConfigError
+from hvd_compress.operators.random_k import own_generator
+
+
+@dataclasses.dataclass(frozen=True)
+class codes(Coding, name="codes"):
+    """Send all values by ``codec``, in loops of the device where there are some."""
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec):
+            raise ConfigError(f"codes takes a codec such as qsgd(4); got {self.codec!r}")
+
+    def varies(self, n: int, context: Context) -> bool:
+        return self.codec.varies
+
+    def encode(self, x: Array, state: State, context: Context) -> Encoded:
+        xp = backend_of(x)
+        n, dtype = xp.size(x), np.dtype(xp.dtype(x))
+
+        def encode(coder: Coder, step: int, x: Array) -> list[Array]:
+            return list(encode_sent(coder, x, own_generator(context._replace(step=step))))
+
+        size = None if self.codec.varies else coded_size(self.codec, n, dtype)
+        outputs = [("uint8", size), (dtype.name, n)]
+        message, sent = coded(self.codec, encode, [context.step, x], outputs, x)
+        return Encoded(message, sent, state)
+
+    def decode(self, messages: Sequence[Array], like: Array, context: Context) -> Decoded:
+        xp = backend_of(like)
+        n, dtype = xp.size(like), np.dtype(xp.dtype(like))
+
+        def add_up(coder: Coder, *messages: np.ndarray) -> list[Array]:
+            total = coder.zeros(n, dtype)
+            for rank, message in enumerate(messages):
+                decode_coded(coder, message, n, dtype, sender=f"rank {rank}", out=total, add=True)
+            return [total]
+
+        (total,) = coded(self.codec, add_up, messages, [(dtype.name, n)], like)
+        return Decoded(total, xp.all_finite(total))

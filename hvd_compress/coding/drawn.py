@@ -1,0 +1,94 @@
+"""Some elements at places that follow from the seed, and so without indices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array, Context, Sparse, State
+from hvd_compress.coding.base import Coding, Decoded, Encoded
+from hvd_compress.config import check_choice
+from hvd_compress.operators.random_k import own_generator, random_k, shared_generator
+from hvd_compress.wire.frame import decode_dense, encode_dense, padded
+
+
+@dataclasses.dataclass(frozen=True)
+class drawn(Coding, name="drawn"):
+    """Send the values at places that all ranks can draw: they follow from the common seed, the
+    step, the tensor and, unless ``alike``, the rank.
+
+    Options:
+        select: how many elements.
+        alike: the places are the same on all ranks, so that the values can be summed.
+        unbiased: scale the values by n/k, so that their expectation is the array.
+        wire: dtype on the wire: "float16", "bfloat16", or ``None``, the values' own.  Beyond the
+            range of float16 values become its largest, or if ``alike`` Inf, as their sum might.
+    """
+
+    select: random_k
+    alike: bool = False
+    unbiased: bool = False
+    wire: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("wire", self.wire, (None, "float16", "bfloat16"))
+        for option in ("alike", "unbiased"):
+            check_choice(option, getattr(self, option), (True, False))
+
+    def varies(self, n: int, context: Context) -> bool:
+        return False
+
+    def pick(self, x: Array, context: Context) -> Sparse:
+        """Return the elements that are drawn, scaled and rounded as they are sent."""
+        xp = backend_of(x)
+        n = xp.size(x)
+        k = self.select.count(n, context)
+        if self.alike:
+            indices = self.select.select(x, k, context)
+        else:
+            (indices,) = xp.on_host(
+                lambda step: [self._places(n, step, context.rank, context)],
+                [context.step],
+                [("int64", k)],
+                x,
+            )
+        values = xp.take(x, indices)
+        if self.unbiased and k:
+            values = values * (n / k)
+        return Sparse(indices, xp.round_to(values, self.wire, saturate=not self.alike))
+
+    def _places(self, n: int, step: Any, rank: int, context: Context) -> np.ndarray:
+        its = context._replace(step=int(step), rank=rank)
+        random = shared_generator(its) if self.alike else own_generator(its)
+        return self.select.draw(n, self.select.count(n, context), random)
+
+    def encode(self, x: Array, state: State, context: Context) -> Encoded:
+        picked = self.pick(x, context)
+        return Encoded(self.pack(picked.values), picked, state)
+
+    def pack(self, values: Array) -> Array:
+        """Return the message of values that were drawn."""
+        xp = backend_of(values)
+        wire = self.wire or xp.dtype(values)
+        size = padded(xp.size(values) * (2 if self.wire else np.dtype(wire).itemsize))
+        looks = [("uint8", size)]
+        return xp.on_host(lambda own: [encode_dense(own, wire)], [values], looks, values)[0]
+
+    def decode(self, messages: Sequence[Array], like: Array, context: Context) -> Decoded:
+        xp = backend_of(like)
+        n, dtype = xp.size(like), xp.dtype(like)
+        k = self.select.count(n, context)
+
+        def add_up(step: Any, *messages: np.ndarray) -> list[np.ndarray]:
+            total = np.zeros(n, dtype)
+            for rank, message in enumerate(messages):
+                found = decode_dense(message, k, self.wire or dtype, sender=f"rank {rank}")
+                total[self._places(n, step, rank, context)] += found
+            return [total]
+
+        (total,) = xp.on_host(add_up, [context.step, *messages], [(dtype, n)], like)
+        return Decoded(total, xp.all_finite(total))

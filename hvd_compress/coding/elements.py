@@ -1,0 +1,182 @@
+"""Some elements, with their indices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array, Context, Sparse, State
+from hvd_compress.codecs import Codec, logarithmic
+from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
+from hvd_compress.coding.base import Coding, Decoded, Encoded
+from hvd_compress.config import check_choice, converted
+from hvd_compress.errors import ConfigError
+from hvd_compress.operators import Selector
+from hvd_compress.operators.random_k import own_generator
+from hvd_compress.wire import (
+    decode,
+    decode_sparse,
+    dense_is_shorter,
+    encode_dense,
+    encode_sparse,
+    sparse_size,
+)
+from hvd_compress.wire.frame import CODECS, index_dtype
+
+
+def as_values(values: Any) -> str | Codec:
+    """Return how values are sent, of an option ``values``."""
+    if isinstance(values, Codec):
+        if values.varies:
+            raise ConfigError(f"values={values!r}: its size varies; it can be sent only alone")
+        return values
+    if not isinstance(values, str):
+        raise ConfigError(
+            f"values must be 'float32', 'float16', '4bit' or a codec such as natural(); got "
+            f"{values!r}"
+        )
+    check_choice("values", values, ("float32", "float16", "4bit"))
+    return logarithmic(4) if values == "4bit" else values
+
+
+@dataclasses.dataclass(frozen=True)
+class elements(Coding, name="elements"):
+    """Send the elements that ``select`` picks.
+
+    Options:
+        select: an operator such as ``top_k``.
+        values: how the picked values are sent: "float32", "float16" (values beyond its range are
+            sent as its largest), "4bit", which is ``logarithmic(4)``, or another codec.
+        indices: "packed", about log2(n / k) + 1.5 bits each, in messages whose size is not known
+            beforehand; or "int32" (int64 in tensors of more than 2^31 elements).
+    """
+
+    select: Selector
+    values: str | Codec = dataclasses.field(default="float32", metadata=converted(as_values))
+    indices: str = "packed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("indices", self.indices, CODECS)
+
+    @property
+    def keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.select.keys
+
+    def init(self, x: Array) -> State:
+        return self.select.init(x)
+
+    def varies(self, n: int, context: Context) -> bool:
+        return self._packs(self.select.count(n, context))
+
+    def _packs(self, k: int | None) -> bool:
+        # Where the size may vary, indices may be packed; many of them would outweigh their codes.
+        return self.indices == "packed" or k is None
+
+    def pick(self, x: Array, state: State, context: Context) -> tuple[Sparse, State]:
+        """Return the elements that are selected, as they are, and the new state."""
+        xp = backend_of(x)
+        k = self.select.count(xp.size(x), context)
+        indices, state = self.select.pick(x, k, state, context)
+        return Sparse(indices, xp.take(x, indices)), state
+
+    def rounded(self, picked: Sparse) -> Sparse:
+        """Return elements with their values as they are sent, if as numbers."""
+        xp = backend_of(picked.values)
+        return picked._replace(values=xp.round_to(picked.values, self.values, saturate=True))
+
+    def encode(self, x: Array, state: State, context: Context) -> Encoded:
+        picked, state = self.pick(x, state, context)
+        message, sent = self.pack(picked, x, context)
+        return Encoded(message, sent, state)
+
+    def pack(self, picked: Sparse, like: Array, context: Context) -> tuple[Array, Sparse]:
+        """Return the message of elements of an array like ``like``, and the elements in it."""
+        xp = backend_of(like)
+        n, k = xp.size(like), self.select.count(xp.size(like), context)
+        if isinstance(self.values, Codec):
+            return self._coded(self.values, picked, n, k, context)
+        sent = self.rounded(picked)
+        size = None if self._packs(k) else sparse_size(k or 0, n, self.values)
+        (message,) = xp.on_host(
+            functools.partial(_encode_plain, n, k, self.indices),
+            [sent.indices, xp.cast(sent.values, self.values)],
+            [("uint8", size)],
+            like,
+        )
+        return message, sent
+
+    def _coded(
+        self, codec: Codec, picked: Sparse, n: int, k: int | None, context: Context
+    ) -> tuple[Array, Sparse]:
+        xp = backend_of(picked.values)
+        packed, dtype = self._packs(k), np.dtype(xp.dtype(picked.values))
+
+        def encode(step: int, indices: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
+            random = own_generator(context._replace(step=step))
+            return list(encode_sent(codec, values, random, indices, n, packed=packed))
+
+        size = None if packed else coded_size(codec, k or 0, dtype, n)
+        outputs = [("uint8", size), (dtype.name, k)]
+        message, values = xp.on_host(encode, [context.step, *picked], outputs, picked.values)
+        return message, picked._replace(values=values)
+
+    def decode(self, messages: Sequence[Array], like: Array, context: Context) -> Decoded:
+        xp = backend_of(like)
+        n, dtype = xp.size(like), xp.dtype(like)
+        k = self.select.count(n, context)
+        if isinstance(self.values, Codec):
+            read = functools.partial(_decode_coded, n, dtype, k, self.values)
+            values = dtype
+        else:
+            read = functools.partial(_decode_plain, n, self.values, k)
+            values = self.values
+        looks = [(index_dtype(n), k), (values, k)] * len(messages)
+        parts = xp.on_host(read, messages, looks, like)
+        total = xp.zeros(n, like)
+        for at, what in zip(parts[::2], parts[1::2], strict=True):
+            total = xp.add_at(total, at, xp.cast(what, dtype))
+        return Decoded(total, xp.all_finite(xp.concat(parts[1::2])))
+
+
+# Steps on the host; `k` is None if only the sender knows it.
+
+
+def _encode_plain(
+    n: int, k: int | None, codec: str, indices: np.ndarray, values: np.ndarray
+) -> list[np.ndarray]:
+    if k is None and dense_is_shorter(indices.size, n, values.dtype.name, codec):
+        dense = np.zeros(n, values.dtype)
+        dense[indices] = values
+        return [encode_dense(dense)]
+    return [encode_sparse(indices, values, n, codec)]
+
+
+def _decode_plain(n: int, values: str, k: int | None, *messages: np.ndarray) -> list[np.ndarray]:
+    """Indices and values of every message in turn."""
+    parts: list[np.ndarray] = []
+    for rank, message in enumerate(messages):
+        sender = f"rank {rank}"
+        if k is None:
+            indices, decoded = decode(message, n, values, sender=sender)
+        else:
+            indices, decoded = decode_sparse(message, n, values, k, sender=sender)
+        if indices is None:
+            indices = np.arange(n)
+        parts += [indices.astype(index_dtype(n), copy=False), decoded]
+    return parts
+
+
+def _decode_coded(
+    n: int, dtype: str, k: int | None, codec: Codec, *messages: np.ndarray
+) -> list[np.ndarray]:
+    parts: list[Any] = []
+    for rank, message in enumerate(messages):
+        sender = f"rank {rank}"
+        parts += decode_coded(codec, message, k, np.dtype(dtype), n, sender=sender)
+    return parts

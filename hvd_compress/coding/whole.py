@@ -1,0 +1,49 @@
+"""All values as they are, or in half precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array, Context, State
+from hvd_compress.coding.base import Coding, Decoded, Encoded
+from hvd_compress.config import check_choice
+from hvd_compress.wire.frame import decode_dense, encode_dense, padded
+
+
+@dataclasses.dataclass(frozen=True)
+class whole(Coding, name="whole"):
+    """Send all values, in the dtype ``wire``, "float16" or "bfloat16", or in their own."""
+
+    wire: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("wire", self.wire, (None, "float16", "bfloat16"))
+
+    def varies(self, n: int, context: Context) -> bool:
+        return False
+
+    def encode(self, x: Array, state: State, context: Context) -> Encoded:
+        xp = backend_of(x)
+        wire = self.wire or xp.dtype(x)
+        size = padded(xp.size(x) * (2 if self.wire else np.dtype(wire).itemsize))
+        (message,) = xp.on_host(lambda x: [encode_dense(x, wire)], [x], [("uint8", size)], x)
+        return Encoded(message, xp.round_to(x, self.wire), state)
+
+    def decode(self, messages: Sequence[Array], like: Array, context: Context) -> Decoded:
+        xp = backend_of(like)
+        n, dtype = xp.size(like), xp.dtype(like)
+
+        def add_up(*messages: np.ndarray) -> list[np.ndarray]:
+            total = np.zeros(n, dtype)
+            with np.errstate(over="ignore", invalid="ignore"):
+                for rank, message in enumerate(messages):
+                    sender = f"rank {rank}"
+                    total += decode_dense(message, n, self.wire or dtype, sender=sender)
+            return [total]
+
+        (total,) = xp.on_host(add_up, messages, [(dtype, n)], like)
+        return Decoded(total, xp.all_finite(total))
