@@ -12,13 +12,10 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Alltoall, Array, Context, Gather, Request, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.codecs import Codec
-from hvd_compress.codecs.base import Coder
-from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.places import coded
 from hvd_compress.coding import Coding, codes
+from hvd_compress.coding.shards import Shards
 from hvd_compress.errors import ConfigError
-from hvd_compress.operators.random_k import own_generator
-from hvd_compress.sharding import shards_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +64,14 @@ class alltoall(Aggregator, name="alltoall"):
         xp = backend_of(x)
         n, dtype = xp.size(x), np.dtype(xp.dtype(x))
         codec = self.codec.for_shape(context.shape)
-        shards = shards_of(n, context.size, codec.unit(n))
+        shards = Shards.of(codec, n, dtype, context)
+        sizes = shards.sizes(codec)
         # Owners feed back what they leave out, whether a transform does or not.
-        codec.check_feedback(max(s.stop - s.start for s in shards))
-        sizes = [coded_size(codec, s.stop - s.start, dtype) for s in shards]
-        work = _Work(shards, context, n, dtype)
+        codec.check_feedback(max(shard.stop - shard.start for shard in shards.shards))
 
         *frames, sent = coded(
             codec,
-            work.encode,
+            shards.encode,
             [context.step, x, state["owner_residual"]],
             [*(("uint8", size) for size in sizes), (dtype.name, n)],
             x,
@@ -83,67 +79,12 @@ class alltoall(Aggregator, name="alltoall"):
         received = yield Alltoall(frames)
         frame, owner_residual = coded(
             codec,
-            work.add_up,
+            shards.add_up,
             [context.step, state["owner_residual"], *received],
             [("uint8", sizes[context.rank]), (dtype.name, n)],
             x,
         )
         frames = yield Gather(frame, equal_sizes=len(set(sizes)) == 1)
-        (total,) = coded(codec, work.decode, frames, [(dtype.name, n)], x)
+        (total,) = coded(codec, shards.decode, frames, [(dtype.name, n)], x)
         mean = total / context.size
         return Aggregated(mean, sent, xp.all_finite(mean), {"owner_residual": owner_residual})
-
-
-@dataclasses.dataclass(frozen=True)
-class _Work:
-    """What a rank computes where codes are made."""
-
-    shards: list[slice]
-    context: Context
-    n: int
-    dtype: np.dtype
-
-    def _random(self, step: int, turn: int) -> np.random.Generator:
-        return own_generator(self.context._replace(step=step), turn)
-
-    @property
-    def _own(self) -> slice:
-        return self.shards[self.context.rank]
-
-    def _decode(
-        self, coder: Coder, frame: np.ndarray, sender: int, out: Array, add: bool = False
-    ) -> None:
-        """Write what a frame holds to ``out``, or add it."""
-        name, n = f"rank {sender}", backend_of(out).size(out)
-        decode_coded(coder, frame, n, self.dtype, sender=name, out=out, add=add)
-
-    def encode(self, coder: Coder, step: int, x: Array, owner_residual: Array) -> list[Array]:
-        """Return a frame for each rank; and what the frames decode to, less what came from
-        ``owner_residual``."""
-        foreign = backend_of(owner_residual).copy(owner_residual)
-        foreign[self._own] = 0
-        moved = bool(foreign.any())  # the shards did
-        x = x + foreign if moved else x
-        random, sent = self._random(step, 0), coder.zeros(self.n, self.dtype)
-        frames = [encode_coded(coder, x[own], random, sent=sent[own]) for own in self.shards]
-        return [*frames, sent - foreign if moved else sent]
-
-    def add_up(
-        self, coder: Coder, step: int, owner_residual: Array, *frames: np.ndarray
-    ) -> list[Array]:
-        """Return the frame of the sum of the rank's shard; and what the frame leaves out of it."""
-        total = backend_of(owner_residual).copy(owner_residual[self._own])
-        left = coder.zeros(self.n, self.dtype)
-        with np.errstate(over="ignore", invalid="ignore"):  # of a non-finite step
-            for rank, frame in enumerate(frames):
-                self._decode(coder, frame, rank, total, add=True)
-            own = left[self._own]
-            frame = encode_coded(coder, total, self._random(step, 1), sent=own)
-            own[:] = total - own
-        return [frame, left]
-
-    def decode(self, coder: Coder, *frames: np.ndarray) -> list[Array]:
-        total = coder.zeros(self.n, self.dtype)
-        for rank, (shard, frame) in enumerate(zip(self.shards, frames, strict=True)):
-            self._decode(coder, frame, rank, total[shard])
-        return [total]

@@ -56,12 +56,19 @@ class Coding(Configurable, abc.ABC, kind="block"):
         something that is not finite either."""
 
     @abc.abstractmethod
-    def decode(self, messages: Sequence[Array], like: Array, context: Context) -> Decoded:
-        """Return the sum of what messages hold: message i is that of rank i.
+    def decode(
+        self,
+        messages: Sequence[Array],
+        like: Array,
+        context: Context,
+        ranks: Sequence[int] | None = None,
+    ) -> Decoded:
+        """Return the sum of what messages hold, added in their order.
 
         Args:
             messages: 1-D, uint8.
             like: an array of the size, dtype and device of the one that was encoded.
+            ranks: the senders; by default message i is that of rank i.
 
         Raises:
             PayloadError: a message is damaged, or made with other options than this rank's.

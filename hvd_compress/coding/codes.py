@@ -43,13 +43,19 @@ class codes(Coding, name="codes"):
         message, sent = coded(self.codec, encode, [context.step, x], outputs, x)
         return Encoded(message, sent, state)
 
-    def decode(self, messages: Sequence[Array], like: Array, context: Context) -> Decoded:
-        xp = backend_of(like)
+    def decode(
+        self,
+        messages: Sequence[Array],
+        like: Array,
+        context: Context,
+        ranks: Sequence[int] | None = None,
+    ) -> Decoded:
+        xp, senders = backend_of(like), ranks or range(len(messages))
         n, dtype = xp.size(like), np.dtype(xp.dtype(like))
 
         def add_up(coder: Coder, *messages: np.ndarray) -> list[Array]:
             total = coder.zeros(n, dtype)
-            for rank, message in enumerate(messages):
+            for rank, message in zip(senders, messages, strict=True):
                 decode_coded(coder, message, n, dtype, sender=f"rank {rank}", out=total, add=True)
             return [total]
 

@@ -80,11 +80,17 @@ class cosine_elements(Coding, name="cosine_elements"):
         own = xp.put(xp.cast(xp.zeros(n, x), "float64"), indices, xp.cast(values, "float64"))
         return Encoded(message, xp.cast(inverse(own, chunks), xp.dtype(x)), state)
 
-    def decode(self, messages: Sequence[Array], like: Array, context: Context) -> Decoded:
+    def decode(
+        self,
+        messages: Sequence[Array],
+        like: Array,
+        context: Context,
+        ranks: Sequence[int] | None = None,
+    ) -> Decoded:
         xp, n, chunks = backend_of(like), backend_of(like).size(like), self._chunks(context)
         k = self.top_k * chunks.number
         parts = xp.on_host(
-            functools.partial(_decode, n, k, self.values),
+            functools.partial(_decode, ranks or range(len(messages)), n, k, self.values),
             messages,
             [(index_dtype(n), k), (self.values, k)] * len(messages),
             like,
@@ -104,10 +110,12 @@ class cosine_elements(Coding, name="cosine_elements"):
         return Decoded(total, xp.all_finite(xp.concat(parts[1::2])), update)
 
 
-def _decode(n: int, k: int, values: str, *messages: np.ndarray) -> list[np.ndarray]:
+def _decode(
+    senders: Sequence[int], n: int, k: int, values: str, *messages: np.ndarray
+) -> list[np.ndarray]:
     """Indices and values of every message in turn."""
     parts: list[np.ndarray] = []
-    for rank, message in enumerate(messages):
+    for rank, message in zip(senders, messages, strict=True):
         indices, decoded = decode_sparse(message, n, values, k, sender=f"rank {rank}")
         parts += [indices.astype(index_dtype(n), copy=False), decoded]
     return parts

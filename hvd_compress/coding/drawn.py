@@ -78,14 +78,20 @@ class drawn(Coding, name="drawn"):
         looks = [("uint8", size)]
         return xp.on_host(lambda own: [encode_dense(own, wire)], [values], looks, values)[0]
 
-    def decode(self, messages: Sequence[Array], like: Array, context: Context) -> Decoded:
-        xp = backend_of(like)
+    def decode(
+        self,
+        messages: Sequence[Array],
+        like: Array,
+        context: Context,
+        ranks: Sequence[int] | None = None,
+    ) -> Decoded:
+        xp, senders = backend_of(like), ranks or range(len(messages))
         n, dtype = xp.size(like), xp.dtype(like)
         k = self.select.count(n, context)
 
         def add_up(step: Any, *messages: np.ndarray) -> list[np.ndarray]:
             total = np.zeros(n, dtype)
-            for rank, message in enumerate(messages):
+            for rank, message in zip(senders, messages, strict=True):
                 found = decode_dense(message, k, self.wire or dtype, sender=f"rank {rank}")
                 total[self._places(n, step, rank, context)] += found
             return [total]

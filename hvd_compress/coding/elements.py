@@ -126,15 +126,21 @@ class elements(Coding, name="elements"):
         message, values = xp.on_host(encode, [context.step, *picked], outputs, picked.values)
         return message, picked._replace(values=values)
 
-    def decode(self, messages: Sequence[Array], like: Array, context: Context) -> Decoded:
-        xp = backend_of(like)
+    def decode(
+        self,
+        messages: Sequence[Array],
+        like: Array,
+        context: Context,
+        ranks: Sequence[int] | None = None,
+    ) -> Decoded:
+        xp, senders = backend_of(like), ranks or range(len(messages))
         n, dtype = xp.size(like), xp.dtype(like)
         k = self.select.count(n, context)
         if isinstance(self.values, Codec):
-            read = functools.partial(_decode_coded, n, dtype, k, self.values)
+            read = functools.partial(_decode_coded, senders, n, dtype, k, self.values)
             values = dtype
         else:
-            read = functools.partial(_decode_plain, n, self.values, k)
+            read = functools.partial(_decode_plain, senders, n, self.values, k)
             values = self.values
         looks = [(index_dtype(n), k), (values, k)] * len(messages)
         parts = xp.on_host(read, messages, looks, like)
@@ -157,10 +163,12 @@ def _encode_plain(
     return [encode_sparse(indices, values, n, codec)]
 
 
-def _decode_plain(n: int, values: str, k: int | None, *messages: np.ndarray) -> list[np.ndarray]:
+def _decode_plain(
+    senders: Sequence[int], n: int, values: str, k: int | None, *messages: np.ndarray
+) -> list[np.ndarray]:
     """Indices and values of every message in turn."""
     parts: list[np.ndarray] = []
-    for rank, message in enumerate(messages):
+    for rank, message in zip(senders, messages, strict=True):
         sender = f"rank {rank}"
         if k is None:
             indices, decoded = decode(message, n, values, sender=sender)
@@ -173,10 +181,15 @@ def _decode_plain(n: int, values: str, k: int | None, *messages: np.ndarray) -> 
 
 
 def _decode_coded(
-    n: int, dtype: str, k: int | None, codec: Codec, *messages: np.ndarray
+    senders: Sequence[int],
+    n: int,
+    dtype: str,
+    k: int | None,
+    codec: Codec,
+    *messages: np.ndarray,
 ) -> list[np.ndarray]:
     parts: list[Any] = []
-    for rank, message in enumerate(messages):
+    for rank, message in zip(senders, messages, strict=True):
         sender = f"rank {rank}"
         parts += decode_coded(codec, message, k, np.dtype(dtype), n, sender=sender)
     return parts

@@ -91,15 +91,21 @@ class factors(Coding, name="factors"):
         sent = xp.reshape(product(xp, p, own), (-1,))
         return Encoded(message, sent, self.next(own, old, state))
 
-    def decode(self, messages: Sequence[Array], like: Array, context: Context) -> Decoded:
+    def decode(
+        self,
+        messages: Sequence[Array],
+        like: Array,
+        context: Context,
+        ranks: Sequence[int] | None = None,
+    ) -> Decoded:
         xp = backend_of(like)
         n, m = matrix_shape(context.shape)
         if n * m == 0:
-            return whole().decode(messages, like, context)
+            return whole().decode(messages, like, context, ranks)
         rank = self.rank_of(context.shape)
         both, total = xp.zeros(rank * (n + m), like), xp.zeros(n * m, like)
-        for message in messages:
-            found = whole().decode([message], both, context).total
+        for sender, message in zip(ranks or range(len(messages)), messages, strict=True):
+            found = whole().decode([message], both, context, [sender]).total
             p = xp.reshape(xp.copy(found[: rank * n]), (rank, n))
             own = xp.reshape(xp.copy(found[rank * n :]), (rank, m))
             total = total + xp.reshape(product(xp, p, own), (-1,))

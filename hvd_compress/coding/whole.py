@@ -33,14 +33,20 @@ class whole(Coding, name="whole"):
         (message,) = xp.on_host(lambda x: [encode_dense(x, wire)], [x], [("uint8", size)], x)
         return Encoded(message, xp.round_to(x, self.wire), state)
 
-    def decode(self, messages: Sequence[Array], like: Array, context: Context) -> Decoded:
-        xp = backend_of(like)
+    def decode(
+        self,
+        messages: Sequence[Array],
+        like: Array,
+        context: Context,
+        ranks: Sequence[int] | None = None,
+    ) -> Decoded:
+        xp, senders = backend_of(like), ranks or range(len(messages))
         n, dtype = xp.size(like), xp.dtype(like)
 
         def add_up(*messages: np.ndarray) -> list[np.ndarray]:
             total = np.zeros(n, dtype)
             with np.errstate(over="ignore", invalid="ignore"):
-                for rank, message in enumerate(messages):
+                for rank, message in zip(senders, messages, strict=True):
                     sender = f"rank {rank}"
                     total += decode_dense(message, n, self.wire or dtype, sender=sender)
             return [total]

@@ -17,13 +17,11 @@ import functools
 from collections.abc import Generator, Iterable
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Neighbors
+from hvd_compress.base import Array, Context, Neighbors, Sparse
 from hvd_compress.codecs.base import Codec
-from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.plain import plain
+from hvd_compress.coding import Coding, whole
 from hvd_compress.decentralized.matrices import check_symmetric
 from hvd_compress.decentralized.topologies import Topology
 from hvd_compress.errors import ConfigError
@@ -42,7 +40,7 @@ Vectors = dict[str, Array]
 #: returns the new x and the new state
 Update = Generator[Neighbors, Any, tuple[Array, Vectors]]
 
-_PLAIN = plain()
+_WHOLE = whole()
 
 
 def as_codec(codec: Any) -> Codec:
@@ -51,7 +49,7 @@ def as_codec(codec: Any) -> Codec:
     Raises:
         ConfigError: it is no codec, or one whose messages differ in size.
     """
-    found = _PLAIN if codec is None else codec
+    found = plain() if codec is None else codec
     if not isinstance(found, Codec):
         raise ConfigError(f"codec must be a codec, for instance blockwise(2), or None: {codec!r}")
     if found.varies:
@@ -99,7 +97,7 @@ def network_of(topology: Topology, size: int, phase: int, rank: int, push: bool)
 
 
 def mix(
-    x: Array, network: Network, codec: Codec = _PLAIN, random: np.random.Generator | None = None
+    x: Array, network: Network, coding: Coding = _WHOLE, seed: int = 0
 ) -> Generator[Neighbors, Any, tuple[Array, Array]]:
     """Send a flat array to the neighbours, and return it as they saw it, and the weighted sum of
     what all of them and this rank sent.
@@ -107,29 +105,16 @@ def mix(
     Args:
         x: float32 or float64, as long on all ranks.
         network: neighbours and weights.
-        codec: how the values are sent; by default as they are.
-        random: for codecs that draw.
+        coding: how the values are sent; by default as they are.
+        seed: of codings that draw.
     """
-    xp = backend_of(x)
-    n, dtype = xp.size(x), np.dtype(xp.dtype(x))
-
-    def encode(own: np.ndarray) -> list[np.ndarray]:
-        return [encode_coded(codec, own, random or np.random.default_rng(0))]
-
-    def combine(own: np.ndarray, *frames: np.ndarray) -> list[np.ndarray]:
-        if codec is not _PLAIN:
-            _, own = decode_coded(codec, frames[0], n, dtype)
-        total = own * dtype.type(network.own)
-        for source, weight, frame in zip(network.sources, network.weights, frames[1:], strict=True):
-            _, theirs = decode_coded(codec, frame, n, dtype, sender=f"rank {source}")
-            total += theirs * dtype.type(weight)
-        return [own, total]
-
-    size = coded_size(codec, n, dtype)
-    (frame,) = xp.on_host(encode, [x], [("uint8", size)], x)
-    frames = yield Neighbors(frame, network.targets, network.sources)
-    looks = [(dtype.name, n), (dtype.name, n)]
-    seen, total = xp.on_host(combine, [x, frame, *frames], looks, x)
+    context = Context(rank=network.rank, step=network.step, seed=seed)
+    message, seen, _ = coding.encode(x, {}, context)
+    assert not isinstance(seen, Sparse), "codings of all values"
+    messages = yield Neighbors(message, network.targets, network.sources)
+    total = seen * network.own
+    for source, weight, theirs in zip(network.sources, network.weights, messages, strict=True):
+        total = total + coding.decode([theirs], x, context, [source]).total * weight
     return seen, total
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
 from hvd_compress.base import Array
 from hvd_compress.codecs import uniform_dithering
 from hvd_compress.codecs.base import Codec
+from hvd_compress.coding import codes
 from hvd_compress.config import check_fraction, check_seed, converted
 from hvd_compress.decentralized.base import (
     DecentralizedMethod,
@@ -61,7 +60,6 @@ class ChocoSGD(DecentralizedMethod, name="choco_sgd"):
         return {"copy": x * 0, "mixed": x * 0}
 
     def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
-        random = np.random.default_rng([self.seed % 2**64, network.rank, network.step])
-        seen, total = yield from mix(local - state["copy"], network, self.codec, random)
+        seen, total = yield from mix(local - state["copy"], network, codes(self.codec), self.seed)
         copy, mixed = state["copy"] + seen, state["mixed"] + total
         return local + self.gamma * (mixed - copy), {"copy": copy, "mixed": mixed}

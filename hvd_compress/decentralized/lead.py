@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
-
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.codecs import uniform_dithering
 from hvd_compress.codecs.base import Codec
+from hvd_compress.coding import codes
 from hvd_compress.config import check_choice, check_fraction, check_seed, converted, is_number
 from hvd_compress.decentralized.base import Network, Update, Vectors, as_codec, mix
 from hvd_compress.decentralized.proximal import CompositeMethod, Proximal
@@ -102,10 +101,9 @@ class LEAD(CompositeMethod, name="lead"):
 
     def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
         assert self.codec is not None
-        random = np.random.default_rng([self.seed % 2**64, network.rank, network.step])
         h, mixed_h = state["h"], state["mixed_h"]
         z = local - state["dual"]
-        seen, total = yield from mix(z - h, network, self.codec, random)
+        seen, total = yield from mix(z - h, network, codes(self.codec), self.seed)
         apart = (self.gamma / 2) * ((h + seen) - (mixed_h + total))
         new = {
             "dual": state["dual"] + apart,

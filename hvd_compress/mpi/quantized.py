@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.aggregators import alltoall
 from hvd_compress.base import Context
 from hvd_compress.codecs import Codec, column_means, linear
 from hvd_compress.codecs.frame import frame_of_damaged
+from hvd_compress.coding.shards import Shards
 from hvd_compress.errors import ConfigError, PayloadError, UnsupportedError
 from hvd_compress.mpi.dense import alltoall as messages
 from hvd_compress.mpi.dense.allgather import gather
@@ -145,25 +145,18 @@ def _exchange(
     shard = plan.shards(channel.size)[channel.rank]
     residual = np.zeros_like(x)
     residual[shard] = owner
-    context = Context(rank=channel.rank, size=channel.size, shape=x.shape)
-    exchange = alltoall(codec).aggregate(x, {"owner_residual": residual}, context)
+    context = Context(rank=channel.rank, size=channel.size)
+    shards = Shards(plan.shards(channel.size), context, x.size, x.dtype)
+    *payloads, sent = shards.encode(codec, 0, x, residual)
     error = None
 
-    request: Any = next(exchange)
-    sizes = [payload.nbytes for payload in request.payloads]
-    arrived = yield from messages.alltoall(
-        channel, request.payloads, phase="quantised reduce-scatter"
-    )
+    arrived = yield from messages.alltoall(channel, payloads, phase="quantised reduce-scatter")
     try:
-        request = exchange.send(arrived)
-        frame = request.payload
+        frame, left = shards.add_up(codec, 0, residual, *arrived)
     except PayloadError as problem:
         error, frame = problem, frame_of_damaged(codec, shard.stop - shard.start, x.dtype)
-    arrived = yield from gather(channel, frame, sizes, "quantised allgather")
+    arrived = yield from gather(channel, frame, shards.sizes(codec), "quantised allgather")
     if error is not None:
         raise error
-    try:
-        exchange.send(arrived)
-    except StopIteration as stop:
-        done = stop.value
-    return done.mean, done.sent, done.state["owner_residual"][shard]
+    (total,) = shards.decode(codec, *arrived)
+    return total / channel.size, sent, left[shard]
