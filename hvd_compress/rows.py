@@ -91,6 +91,63 @@ class Rows:
         order = np.argsort(-norms, kind="stable")
         return [np.sort(order[: count(len(x), self.density)])]
 
+    def encode(self, indices: Array, values: Array, n: int, dtype: str) -> tuple[Array, Array]:
+        """Return the message (1-D, uint8) of rows at ascending ``indices`` of ``n``, and their
+        values as receivers read them.
+
+        Args:
+            values: shape (m, width), in the dtype in which they are accumulated.
+            dtype: that of the gradient.
+        """
+        xp = backend_of(values)
+        wide, width = xp.dtype(values), math.prod(xp.shape(values)[1:])
+        if (codec := self.codec(width)) is None:
+            narrow = xp.cast(values, self.on_wire(dtype))
+
+            def framed(places: np.ndarray, raw: np.ndarray) -> list[np.ndarray]:
+                return [encode_rows(places, raw, n)]
+
+            inputs = [indices, xp.to_bytes(narrow)]
+            (message,) = xp.on_host(framed, inputs, [("uint8", None)], values)
+            return message, xp.cast(narrow, wide)
+
+        def encoded(places: np.ndarray, flat: np.ndarray) -> list[np.ndarray]:
+            return list(encode_sent(codec, flat, _NEVER_USED, places, n, packed=True, row=width))
+
+        inputs = [indices, xp.reshape(values, (-1,))]
+        message, sent = xp.on_host(encoded, inputs, [("uint8", None), (wide, None)], values)
+        return message, sent
+
+    def decode(
+        self, message: Array, like: Array, n: int, dtype: str, sender: str = "a rank"
+    ) -> tuple[Array, Array]:
+        """Return ``(indices, values)`` of a message, values of shape (m, width).
+
+        Args:
+            like: rows as the sender's, shape (any, width), in the same dtype.
+            dtype: that of the gradient.
+
+        Raises:
+            PayloadError: the message is damaged, or belongs to another matrix or to other options.
+        """
+        xp = backend_of(like)
+        wide, width = xp.dtype(like), math.prod(xp.shape(like)[1:])
+        codec, wire = self.codec(width), self.on_wire(dtype)
+
+        def decoded(message: np.ndarray) -> list[np.ndarray]:
+            if codec is None:
+                return list(decode_rows(message, n, width * itemsize(wire), sender=sender))
+            kind = np.dtype(wide)
+            found, theirs = decode_coded(codec, message, None, kind, n, row=width, sender=sender)
+            assert found is not None
+            return [found.astype(np.int64), theirs]
+
+        looks = [("int64", None), ("uint8" if codec is None else wide, None)]
+        found, theirs = xp.on_host(decoded, [message], looks, like)
+        if codec is None:
+            theirs = xp.cast(xp.from_bytes(theirs, wire, like), wide)
+        return found, xp.reshape(theirs, (xp.size(found), width))
+
 
 @functools.cache
 def as_rows(text: str) -> Rows:
@@ -211,40 +268,11 @@ def exchange_rows(
     if rows.density < 1 and width:
         (chosen,) = xp.on_host(rows.select, [x], [("int64", None)], x)
         places, own = xp.take(indices, chosen), xp.take(x, chosen)
-    wide, codec, wire = xp.dtype(x), rows.codec(width), rows.on_wire(dtype)
-
-    def encoded(places: np.ndarray, flat: np.ndarray) -> list[np.ndarray]:
-        assert codec is not None
-        return list(encode_sent(codec, flat, _NEVER_USED, places, n, packed=True, row=width))
-
-    def framed(places: np.ndarray, raw: np.ndarray) -> list[np.ndarray]:
-        return [encode_rows(places, raw, n)]
-
-    if codec is not None:
-        outputs = [("uint8", None), (wide, None)]
-        frame, sent = xp.on_host(encoded, [places, xp.reshape(own, (-1,))], outputs, own)
-    else:
-        narrow = xp.cast(own, wire)
-        (frame,) = xp.on_host(framed, [places, xp.to_bytes(narrow)], [("uint8", None)], own)
-        sent = xp.cast(narrow, wide)
-    everyones, all_values = [], []
-    for rank, part in enumerate((yield Gather(frame))):
-
-        def decoded(message: np.ndarray, sender: str = f"rank {rank}") -> list[np.ndarray]:
-            if codec is None:
-                return list(decode_rows(message, n, width * itemsize(wire), sender=sender))
-            kind = np.dtype(wide)
-            found, theirs = decode_coded(codec, message, None, kind, n, row=width, sender=sender)
-            assert found is not None
-            return [found.astype(np.int64), theirs]
-
-        kind = "uint8" if codec is None else wide
-        found, theirs = xp.on_host(decoded, [part], [("int64", None), (kind, None)], own)
-        if codec is None:
-            theirs = xp.cast(xp.from_bytes(theirs, wire, own), wide)
-        everyones.append(found)
-        all_values.append(xp.reshape(theirs, (xp.size(found), width)))
-    found, total = merge(xp.concat(everyones), xp.concat(all_values))
+    message, sent = rows.encode(places, own, n, dtype)
+    messages = yield Gather(message)
+    arrived = [rows.decode(x, own, n, dtype, f"rank {i}") for i, x in enumerate(messages)]
+    everyones, theirs = zip(*arrived, strict=True)
+    found, total = merge(xp.concat(list(everyones)), xp.concat(list(theirs)))
     mean = total / context.size
     if waiting is None:
         return Averaged(found, mean, sent, None)
