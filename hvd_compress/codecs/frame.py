@@ -1,17 +1,14 @@
-"""The frame of coded values: a header of 16 bytes, indices if any, codes, padded to 8 bytes.
+"""The frame of coded values: the header, indices if any, codes, padded to 8 bytes.
 
-All numbers are little-endian::
+In the header::
 
-    offset  type    field
-    0       u8[2]   b"HC"
-    2       u8      version, 3
-    3       u8      kind: 3 = coded
-    4       u8      dtype of the decoded values: 1 = float32, 3 = float64
-    5       u8      1 = the values are not finite, plus 2 = indices are packed; 4 = no values, since
-                    what the sender had to add up arrived damaged
-    6       u16     the lowest bits of the CRC-32 of the codec's repr: options must be the same
-    8       u32     number of values
-    12      u32     CRC-32 of the first 12 bytes and of all behind the header
+    offset  field
+    3       kind: 3 = coded
+    4       dtype of the decoded values: 1 = float32, 3 = float64
+    5       1 = the values are not finite, plus 2 = indices are packed; 4 = no values, since what
+            the sender had to add up arrived damaged
+    6       the lowest bits of the CRC-32 of the codec's repr: options must be the same
+    8       number of values
 
 Where only some elements are sent, or rows of a matrix, their indices are ascending, int32 or int64
 as in other frames; or packed and padded to 8 bytes, where the sender was asked to and that is
@@ -30,21 +27,11 @@ from hvd_compress.backends import backend_of
 from hvd_compress.codecs.base import Array, Codec, Coder
 from hvd_compress.errors import PayloadError
 from hvd_compress.kernels.codecs import all_finite
-from hvd_compress.wire.frame import (
-    HEADER,
-    MAGIC,
-    START,
-    VALUES,
-    VERSION,
-    index_dtype,
-    is_sealed,
-    padded,
-    plain_indices,
-    seal,
-)
+from hvd_compress.wire.frame import VALUES, index_dtype, plain_indices
+from hvd_compress.wire.header import START, Header, Kind, failing, opened, padded
 from hvd_compress.wire.indices import best_parameter, gaps_of, pack, unpack
 
-_CODED = 3
+_CAUSES = "the ranks do not run the same version with the same compression options"
 _NOT_FINITE, _PACKED, _DAMAGED = 1, 2, 4
 
 
@@ -91,7 +78,7 @@ def encode_coded(
         status |= _NOT_FINITE
         if sent is not None:
             sent[:] = np.nan
-    return seal(frame, _header(codec, count, dtype, status))
+    return _header(codec, count, dtype, status).seal(frame)
 
 
 def _varying(
@@ -104,7 +91,7 @@ def _varying(
     frame[START : START + codes.size] = codes
     if sent is not None:
         codec.decode_to(codes, sent) if finite else sent.fill(np.nan)
-    return seal(frame, _header(codec, x.size, x.dtype, 0 if finite else _NOT_FINITE))
+    return _header(codec, x.size, x.dtype, 0 if finite else _NOT_FINITE).seal(frame)
 
 
 def encode_sent(
@@ -127,7 +114,7 @@ def frame_of_damaged(codec: Coder, count: int, dtype: np.dtype) -> np.ndarray:
     """Return a frame of the usual size without values, which tells the ranks that wait for a frame
     that its sender cannot make one.  Decoding it raises ``PayloadError``."""
     frame = np.zeros(coded_size(codec, count, dtype), np.uint8)
-    return seal(frame, _header(codec, count, dtype, _DAMAGED))
+    return _header(codec, count, dtype, _DAMAGED).seal(frame)
 
 
 def decode_coded(
@@ -152,18 +139,10 @@ def decode_coded(
             sender got one that was.
     """
 
-    def fail(problem: str) -> PayloadError:
-        return PayloadError(
-            f"bad payload from {sender}: {problem}. Either the message was damaged on its way, or "
-            "the ranks do not run the same version with the same compression options"
-        )
-
-    if frame.size < START:
-        raise fail(f"{frame.size} bytes are less than a header")
-    if not is_sealed(frame):  # before it says how large anything is
-        raise fail("its checksum does not match")
+    fail = failing(sender, _CAUSES)
+    header = opened(frame, Kind.CODED, fail=fail)  # before it says how large anything is
     if count is None:
-        count = int.from_bytes(frame[8:12].tobytes(), "little")
+        count = header.number
     if isinstance(codec, Codec) and codec.varies:
         size = padded(frame.size - START)
         codes = frame.size - START
@@ -172,7 +151,7 @@ def decode_coded(
     else:
         size = coded_size(codec, count, dtype, n, row)
         codes = codec.size(count, dtype)
-    status = int(frame[5])
+    status = header.second
     # Packed indices fill what codes and padding leave, which a frame of plain ones never reaches.
     room = frame.size - START - codes
     room -= room % 8
@@ -181,8 +160,7 @@ def decode_coded(
             raise fail(f"{frame.size} bytes are no {count} values with packed indices")
     elif frame.size != size:
         raise fail(f"{frame.size} bytes where {size} were expected")
-    expected = _header(codec, count, dtype, status)
-    if frame[: HEADER.size].tobytes() != expected or status > _DAMAGED:
+    if header != _header(codec, count, dtype, status) or status > _DAMAGED:
         raise fail(f"no header of {count} values by {codec!r} at its start")
     if status == _DAMAGED:
         raise PayloadError(f"{sender} got a damaged payload: see its message")
@@ -218,6 +196,6 @@ def _packed(indices: np.ndarray, n: int) -> np.ndarray | None:
     return code
 
 
-def _header(codec: Coder, count: int, dtype: np.dtype, status: int) -> bytes:
+def _header(codec: Coder, count: int, dtype: np.dtype, status: int) -> Header:
     tag = zlib.crc32(repr(codec).encode()) & 0xFFFF
-    return HEADER.pack(MAGIC, VERSION, _CODED, VALUES[dtype.name], status, tag, count)
+    return Header(Kind.CODED, VALUES[dtype.name], status, tag, count)

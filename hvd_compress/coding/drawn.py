@@ -13,7 +13,8 @@ from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.coding.base import Coding, Decoded, Encoded
 from hvd_compress.config import check_choice
 from hvd_compress.operators.random_k import own_generator, random_k, shared_generator
-from hvd_compress.wire.frame import decode_dense, encode_dense, padded
+from hvd_compress.wire.frame import decode_dense, encode_dense
+from hvd_compress.wire.header import padded
 
 
 @dataclasses.dataclass(frozen=True)

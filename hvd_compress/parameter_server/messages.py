@@ -3,14 +3,8 @@
 All numbers are little-endian::
 
     offset  type    field
-    0       u8[2]   b"HC"
-    2       u8      version, that of other frames
-    3       u8      kind: 5 = of a parameter server
-    4       u8      what it is: see :class:`Kind`
-    5       u8      flag
-    6       u16     tag of the rules: both ends must have the same
-    8       u32     number of parts
-    12      u32     CRC-32 of the first 12 bytes and of all behind the header
+    0               the header: kind 5, what the message is (see :class:`Kind`), a flag, the tag of
+                    the rules, which both ends must have in common, and the number of parts
     16      i64     number: of the message, among those of its kind between a worker and a server
     24      i64[]   bytes of each part
     ...     u8[]    parts, each padded with zeros to 8 bytes
@@ -24,11 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvd_compress.errors import PayloadError
-from hvd_compress.wire.frame import HEADER, MAGIC, START, VERSION, is_sealed, seal
+from hvd_compress.wire import header
+from hvd_compress.wire.header import START, Header, failing, opened
 
-_OF_SERVERS = 5
 _FIXED = START + 8
+_CAUSES = "the ranks do not run the same version with the same options of the parameter server"
 
 
 class Kind(enum.IntEnum):
@@ -65,8 +59,8 @@ def encode(message: Message, tag: int) -> np.ndarray:
     for part, size in zip(message.parts, sizes, strict=True):
         frame[start : start + size] = part
         start += size + -size % 8
-    header = HEADER.pack(MAGIC, VERSION, _OF_SERVERS, message.kind, message.flag, tag, len(sizes))
-    return seal(frame, header)
+    kind = header.Kind.SERVER
+    return Header(kind, message.kind, message.flag, tag, len(sizes)).seal(frame)
 
 
 def decode(frame: np.ndarray, tag: int, sender: str) -> Message:
@@ -76,19 +70,10 @@ def decode(frame: np.ndarray, tag: int, sender: str) -> Message:
         PayloadError: the frame is damaged, or made by other rules.
     """
 
-    def fail(problem: str) -> PayloadError:
-        return PayloadError(
-            f"bad payload from {sender}: {problem}. Either the message was damaged on its way, or "
-            "the ranks do not run the same version with the same options of the parameter server"
-        )
-
+    fail = failing(sender, _CAUSES)
+    _, kind, flag, theirs, count = opened(frame, header.Kind.SERVER, fail=fail)
     if frame.size < _FIXED or frame.size % 8:
         raise fail(f"{frame.size} bytes are no message")
-    magic, version, of, kind, flag, theirs, count = HEADER.unpack(frame[: HEADER.size].tobytes())
-    if (magic, version, of) != (MAGIC, VERSION, _OF_SERVERS):
-        raise fail("no header of a parameter server's message at its start")
-    if not is_sealed(frame):
-        raise fail("its checksum does not match")
     if theirs != tag:
         raise fail("it was made by other rules")
     start = _FIXED + 8 * count

@@ -1,17 +1,14 @@
-"""The frame: a header of 16 bytes, then indices and values, padded to a multiple of 8 bytes.
+"""Frames of elements: the header, then indices and values, padded to a multiple of 8 bytes.
 
-All numbers are little-endian::
+In the header::
 
-    offset  type    field
-    0       u8[2]   b"HC"
-    2       u8      version, 3
-    3       u8      kind: 1 = sparse, 2 = dense; 3 is that of hvd_compress.codecs.frame
-    4       u8      dtype of the values: 1 = float32, 2 = float16, 3 = float64, 4 = bfloat16
-    5       u8      indices: 0 = none (dense), 1 = int32, 2 = int64, 3 = packed
-    6       u16     elements of the vector modulo 65521, so that a frame for a vector of
-                    another length is noticed, where lengths differ a little
-    8       u32     number of entries
-    12      u32     CRC-32 of the first 12 bytes and of all behind the header
+    offset  field
+    3       kind: 1 = sparse, 2 = dense
+    4       dtype of the values: 1 = float32, 2 = float16, 3 = float64, 4 = bfloat16
+    5       indices: 0 = none (dense), 1 = int32, 2 = int64, 3 = packed
+    6       elements of the vector modulo 65521, so that a frame for a vector of another length is
+            noticed, where lengths differ a little
+    8       number of entries
 
 Indices are ascending.  They are int32 unless the tensor has more than 2**31 elements, or packed as
 in :mod:`hvd_compress.wire.indices` where the sender was asked to and that is shorter.  Packed
@@ -24,25 +21,27 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
-import zlib
 
 import numpy as np
 
 from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
 from hvd_compress.config import check_choice
-from hvd_compress.errors import ConfigError, PayloadError
+from hvd_compress.errors import ConfigError
+from hvd_compress.wire.header import START, Header, Kind, failing, length_tag, opened, padded
 from hvd_compress.wire.indices import best_parameter, gaps_of, pack, unpack
 
 #: what senders can be asked for; "int32" is int64 where indices need that
 CODECS = ("int32", "packed")
 #: dtypes that values can have
 DTYPES = ("float16", "float32", "float64")
-HEADER = struct.Struct("<2sBBBBHI")
-START = HEADER.size + 4
-MAGIC, VERSION, _SPARSE, _DENSE = b"HC", 3, 1, 2
 VALUES = {"float32": 1, "float16": 2, "float64": 3, "bfloat16": 4}
 _INDICES = {"none": 0, "int32": 1, "int64": 2, "packed": 3}
+
+
+_CAUSES = (
+    "the ranks do not run the same version with the same compression options, or a gradient is "
+    "sparse on some ranks and dense on others (sparse_as_dense=True)"
+)
 
 
 @functools.cache  # NumPy makes a name anew each time, which takes longer than to look one up
@@ -73,10 +72,6 @@ def dense_is_shorter(count: int, n: int, values: str, codec: str = "int32") -> b
     return count * (item + index) > n * item
 
 
-def padded(body: int) -> int:
-    return START + body + -body % 8
-
-
 def encode_sparse(
     indices: np.ndarray,
     values: np.ndarray,
@@ -100,12 +95,12 @@ def encode_sparse(
             frame = np.zeros(packed_size, np.uint8)
             pack(gaps, found[0], frame[START:])
             _put(frame, packed_size - values.nbytes, values)
-            return _sealed(frame, _SPARSE, name, "packed", count, whole or n)
+            return _sealed(frame, Kind.SPARSE, name, "packed", count, whole or n)
     frame = np.zeros(size, np.uint8)
     dtype = index_dtype(n)
     end = _put(frame, START, indices.astype(dtype, copy=False))
     _put(frame, end, values)
-    return _sealed(frame, _SPARSE, name, dtype, count, whole or n)
+    return _sealed(frame, Kind.SPARSE, name, dtype, count, whole or n)
 
 
 def encode_dense(
@@ -121,7 +116,7 @@ def encode_dense(
             values = values.astype(name, copy=False)
     frame = np.zeros(padded(values.nbytes), np.uint8)
     _put(frame, START, values)
-    return _sealed(frame, _DENSE, name, "none", values.size, whole or values.size)
+    return _sealed(frame, Kind.DENSE, name, "none", values.size, whole or values.size)
 
 
 def _put(frame: np.ndarray, start: int, array: np.ndarray) -> int:
@@ -131,34 +126,9 @@ def _put(frame: np.ndarray, start: int, array: np.ndarray) -> int:
 
 
 def _sealed(
-    frame: np.ndarray, kind: int, values: str, indices: str, count: int, n: int
+    frame: np.ndarray, kind: Kind, values: str, indices: str, count: int, n: int
 ) -> np.ndarray:
-    if count >= 2**32:
-        raise PayloadError(f"{count} entries do not fit in one frame; split the tensor")
-    codes = VALUES[values], _INDICES[indices]
-    return seal(frame, HEADER.pack(MAGIC, VERSION, kind, *codes, length_tag(n), count))
-
-
-def seal(frame: np.ndarray, header: bytes) -> np.ndarray:
-    """Write the header and the checksum of all bytes into a frame; return the frame."""
-    frame[: HEADER.size] = np.frombuffer(header, np.uint8)
-    frame[HEADER.size : START].view("<u4")[0] = _checksum(frame)
-    return frame
-
-
-def is_sealed(frame: np.ndarray) -> bool:
-    """Return whether a frame of a header or more has the checksum of its bytes."""
-    return _checksum(frame) == int.from_bytes(frame[HEADER.size : START].tobytes(), "little")
-
-
-def length_tag(n: int) -> int:
-    """Return the number by which frames of vectors of other lengths are noticed: the length modulo
-    the largest prime of 16 bits."""
-    return n % 65521
-
-
-def _checksum(frame: np.ndarray) -> int:
-    return zlib.crc32(frame[START:].data, zlib.crc32(frame[: HEADER.size].data))
+    return Header(kind, VALUES[values], _INDICES[indices], length_tag(n), count).seal(frame)
 
 
 def decode_sparse(
@@ -182,7 +152,7 @@ def decode_sparse(
     Raises:
         PayloadError: the frame is damaged, or made with other options than this rank's.
     """
-    indices, decoded = _decode(frame, n, values, count, sender, (_SPARSE,), whole or n)
+    indices, decoded = _decode(frame, n, values, count, sender, (Kind.SPARSE,), whole or n)
     assert indices is not None
     return indices, decoded
 
@@ -192,14 +162,14 @@ def decode(
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """Return ``(indices, values)`` of a frame that may be dense: then the indices are ``None``, and
     there are ``n`` values.  See :func:`decode_sparse`."""
-    return _decode(frame, n, values, None, sender, (_SPARSE, _DENSE), whole or n)
+    return _decode(frame, n, values, None, sender, (Kind.SPARSE, Kind.DENSE), whole or n)
 
 
 def decode_dense(frame: np.ndarray, n: int, values: str, *, sender: str = "a rank") -> np.ndarray:
     """Return the ``n`` values of a dense frame; those of "bfloat16" as float32."""
     if values != "bfloat16":
-        return _decode(frame, n, values, n, sender, (_DENSE,), n)[1]
-    return from_bfloat16(_decode(frame, n, values, n, sender, (_DENSE,), n)[1])
+        return _decode(frame, n, values, n, sender, (Kind.DENSE,), n)[1]
+    return from_bfloat16(_decode(frame, n, values, n, sender, (Kind.DENSE,), n)[1])
 
 
 def _decode(
@@ -208,30 +178,16 @@ def _decode(
     values: str,
     count: int | None,
     sender: str,
-    kinds: tuple[int, ...],
+    kinds: tuple[Kind, ...],
     whole: int,
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    def fail(problem: str) -> PayloadError:
-        return PayloadError(
-            f"bad payload from {sender}: {problem}. Either the message was damaged on its way, or "
-            "the ranks do not run the same version with the same compression options, or a "
-            "gradient is sparse on some ranks and dense on others (sparse_as_dense=True)"
-        )
-
-    if frame.size < START:
-        raise fail(f"{frame.size} bytes are less than a header")
-    magic, version, kind, value_code, index_code, length, entries = HEADER.unpack(
-        frame[: HEADER.size].tobytes()
-    )
-    if (magic, version) != (MAGIC, VERSION) or kind not in kinds:
-        raise fail(f"no header of a sparse frame, version {VERSION}, at its start")
-    if not is_sealed(frame):
-        raise fail("its checksum does not match")
+    fail = failing(sender, _CAUSES)
+    kind, value_code, index_code, length, entries = opened(frame, *kinds, fail=fail)
     plain = index_dtype(n)
-    allowed = ("none",) if kind == _DENSE else (plain, "packed")
+    allowed = ("none",) if kind == Kind.DENSE else (plain, "packed")
     if value_code != VALUES[values] or index_code not in [_INDICES[name] for name in allowed]:
         raise fail(f"values or indices of another dtype than {values} and {plain}")
-    expected = n if kind == _DENSE else count
+    expected = n if kind == Kind.DENSE else count
     if expected is not None and entries != expected:
         raise fail(f"{entries} entries where {expected} were expected")
 
@@ -242,15 +198,15 @@ def _decode(
         if start < START or frame.size % 8 or frame.size >= sparse_size(entries, n, values):
             raise fail(f"{frame.size} bytes where {entries} packed entries were expected")
     else:
-        size = padded(n * item) if kind == _DENSE else sparse_size(entries, n, values)
+        size = padded(n * item) if kind == Kind.DENSE else sparse_size(entries, n, values)
         if frame.size != size:
             raise fail(f"{frame.size} bytes where {size} were expected")
-        start = START if kind == _DENSE else START + entries * np.dtype(plain).itemsize
+        start = START if kind == Kind.DENSE else START + entries * np.dtype(plain).itemsize
     if length != length_tag(whole):
         raise fail(f"it belongs to a vector that has not the {whole} elements of this rank's")
 
     decoded = frame[start : start + entries * item].view(f"<{stored.str[1:]}")
-    if kind == _DENSE:
+    if kind == Kind.DENSE:
         return None, decoded
     try:
         code = frame[START:start]

@@ -1,27 +1,20 @@
-"""The frame of some rows of a matrix: a header of 16 bytes as of :mod:`hvd_compress.wire.frame`,
-with kind 4, then the numbers of the rows as int64, then their bytes, padded to a multiple of 8.
+"""The frame of some rows of a matrix: the header, with kind 4, then the numbers of the rows as
+int64, then their bytes, padded to a multiple of 8.
 
-In the header the type of the values is the number of bytes of a row, modulo 256, and there are no
-codes of indices; elements are rows.  Values are sent as they are, in any dtype.
+In the header the first number is the number of bytes of a row, modulo 256, and the second 0; the
+tag is of the number of rows of the matrix.  Values are sent as they are, in any dtype.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.errors import PayloadError
-from hvd_compress.wire.frame import (
-    HEADER,
-    MAGIC,
-    START,
-    VERSION,
-    is_sealed,
-    length_tag,
-    padded,
-    seal,
-)
+from hvd_compress.wire.header import START, Header, Kind, failing, length_tag, opened, padded
 
-_ROWS = 4
+_CAUSES = (
+    "the ranks' models differ, or a gradient is sparse on some ranks and dense on others "
+    "(sparse_as_dense=True)"
+)
 
 
 def encode_rows(indices: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
@@ -32,7 +25,7 @@ def encode_rows(indices: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
     frame[START:start].view("<i8")[:] = indices
     frame[start : start + values.nbytes] = values
     row = values.nbytes // max(indices.size, 1)
-    return seal(frame, _header(indices.size, row, n))
+    return _header(indices.size, row, n).seal(frame)
 
 
 def decode_rows(
@@ -48,21 +41,12 @@ def decode_rows(
         PayloadError: the frame is damaged, or belongs to another matrix.
     """
 
-    def fail(problem: str) -> PayloadError:
-        return PayloadError(
-            f"bad rows from {sender}: {problem}. Either the message was damaged on its way, or the "
-            "ranks' models differ, or a gradient is sparse on some ranks and dense on others "
-            "(sparse_as_dense=True)"
-        )
-
-    if frame.size < START:
-        raise fail(f"{frame.size} bytes are less than a header")
-    if not is_sealed(frame):
-        raise fail("its checksum does not match")
-    count = int.from_bytes(frame[8:12].tobytes(), "little")
+    fail = failing(sender, _CAUSES, "rows")
+    header = opened(frame, Kind.ROWS, fail=fail)
+    count = header.number
     if frame.size != padded(count * (8 + row)):
         raise fail(f"{frame.size} bytes where {padded(count * (8 + row))} were expected")
-    if frame[: HEADER.size].tobytes() != _header(count, row if count else 0, n):
+    if header != _header(count, row if count else 0, n):
         raise fail(f"no header of {count} rows of a matrix with {n} rows of {row} bytes")
     start = START + 8 * count
     indices = frame[START:start].view("<i8")
@@ -71,5 +55,5 @@ def decode_rows(
     return indices, frame[start : start + count * row]
 
 
-def _header(count: int, row: int, n: int) -> bytes:
-    return HEADER.pack(MAGIC, VERSION, _ROWS, row % 256, 0, length_tag(n), count)
+def _header(count: int, row: int, n: int) -> Header:
+    return Header(Kind.ROWS, row % 256, 0, length_tag(n), count)

@@ -16,7 +16,7 @@ from hvd_compress.codecs.frame import (
     frame_of_damaged,
 )
 from hvd_compress.errors import PayloadError
-from hvd_compress.wire.frame import seal
+from tests.frames import sealed
 
 F4 = np.dtype("float32")
 BOTH = pytest.mark.parametrize("codec", [column_means, linear])
@@ -177,7 +177,7 @@ def test_a_sender_of_nothing_says_so(codec):
         decode_coded(codec(column=4), frame, 30, F4)
     frame[5] += 1  # no such status
     with pytest.raises(PayloadError, match="header"):
-        decode_coded(codec(column=4), seal(frame, frame[:12].tobytes()), 10, F4)
+        decode_coded(codec(column=4), sealed(frame), 10, F4)
 
 
 def test_every_damaged_byte_is_noticed():

@@ -13,9 +13,9 @@ from hvd_compress.codecs.frame import decode_coded, encode_coded
 from hvd_compress.errors import PayloadError
 from hvd_compress.parameter_server import messages
 from hvd_compress.wire import decode, decode_sparse, encode_dense, encode_sparse
-from hvd_compress.wire.frame import seal
 from hvd_compress.wire.rows import decode_rows, encode_rows
 from tests.codecs.test_codecs import EVERY, F4
+from tests.frames import sealed
 
 X = np.random.default_rng(0).standard_normal(8).astype(F4)
 PLACES, N = 30 * np.arange(8) + 7, 245
@@ -61,9 +61,10 @@ def test_no_bit_of_a_frame_may_flip(frame, read):
             with pytest.raises(PayloadError):
                 read(damaged)
         for count in counts:
-            header = frame[:8].tobytes() + count
+            larger = frame.copy()
+            larger[8:12] = np.frombuffer(count, np.uint8)
             with pytest.raises(PayloadError):
-                read(seal(frame.copy(), header))
+                read(sealed(larger))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -1,0 +1,109 @@
+"""The header of 16 bytes that all messages begin with, whatever follows: see docs/wire-format.md.
+
+All numbers are little-endian::
+
+    offset  type    field
+    0       u8[2]   b"HC"
+    2       u8      version, 3
+    3       u8      kind: see :class:`Kind`
+    4       u8      two numbers that each kind has a meaning for
+    5       u8
+    6       u16     tag: what sender and receiver must have in common
+    8       u32     number of entries, values, rows or parts
+    12      u32     CRC-32 of the first 12 bytes and of all behind the header
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import struct
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from hvd_compress.errors import PayloadError
+
+_FIELDS = struct.Struct("<2sBBBBHI")
+_MAGIC, VERSION = b"HC", 3
+#: bytes of the header
+START = _FIELDS.size + 4
+
+#: makes the error of a problem
+Fail = Callable[[str], PayloadError]
+
+
+class Kind(enum.IntEnum):
+    """What a message is."""
+
+    SPARSE = 1  # some elements: wire/frame.py
+    DENSE = 2  # all of them
+    CODED = 3  # values in the codes of a codec: codecs/frame.py
+    ROWS = 4  # of a matrix: wire/rows.py
+    SERVER = 5  # of a parameter server and its workers
+
+
+class Header(NamedTuple):
+    """The fields of a header; see the module's docstring."""
+
+    kind: Kind
+    first: int
+    second: int
+    tag: int
+    number: int
+
+    def seal(self, frame: np.ndarray) -> np.ndarray:
+        """Write this header and the checksum into a frame (1-D, uint8); return the frame."""
+        if self.number >= 2**32:
+            raise PayloadError(f"{self.number} entries do not fit in one message; split the tensor")
+        own = _FIELDS.pack(_MAGIC, VERSION, *self)
+        frame[: _FIELDS.size] = np.frombuffer(own, np.uint8)
+        frame[_FIELDS.size : START].view("<u4")[0] = _checksum(frame)
+        return frame
+
+
+def opened(frame: np.ndarray, *kinds: Kind, fail: Fail) -> Header:
+    """Return the header of a frame that arrived, after its checksum was compared.
+
+    Raises:
+        PayloadError: the frame is damaged, of another version or of no such kind; made by ``fail``.
+    """
+    if frame.size < START:
+        raise fail(f"{frame.size} bytes are less than a header")
+    if _checksum(frame) != int.from_bytes(frame[_FIELDS.size : START].tobytes(), "little"):
+        raise fail("its checksum does not match")
+    magic, version, kind, *rest = _FIELDS.unpack(frame[: _FIELDS.size].tobytes())
+    if (magic, version) != (_MAGIC, VERSION) or kind not in kinds:
+        names = " or ".join(kind.name.lower() for kind in kinds)
+        raise fail(f"no header of a {names} frame, version {VERSION}, at its start")
+    return Header(Kind(kind), *rest)
+
+
+def failing(sender: str, causes: str, what: str = "payload") -> Fail:
+    """Return what makes the errors of messages of a ``sender``; ``causes`` may be wrong if nothing
+    was damaged."""
+    return functools.partial(_failed, sender, causes, what)
+
+
+def _failed(sender: str, causes: str, what: str, problem: str) -> PayloadError:
+    return PayloadError(
+        f"bad {what} from {sender}: {problem}. Either the message was damaged on its way, or "
+        f"{causes}"
+    )
+
+
+def padded(body: int) -> int:
+    """Return the bytes of a frame with so many behind its header, a multiple of 8."""
+    return START + body + -body % 8
+
+
+def length_tag(n: int) -> int:
+    """Return the tag by which frames of vectors of other lengths are noticed: the length modulo the
+    largest prime of 16 bits."""
+    return n % 65521
+
+
+def _checksum(frame: np.ndarray) -> int:
+    return zlib.crc32(frame[START:].data, zlib.crc32(frame[: _FIELDS.size].data))
