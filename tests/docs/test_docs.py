@@ -33,7 +33,7 @@ def test_the_method_from_scratch_obeys_the_laws(monkeypatch):
     first, *blocks, method, laws, in_four_places = snippets("docs/extending.md")
     scope: dict[str, object] = {"__name__": "a_users_module"}
     exec(first.split("optimizer =")[0], scope)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(block, scope)
     exec(method, scope)
