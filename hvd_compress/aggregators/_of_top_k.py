@@ -8,10 +8,11 @@ from collections.abc import Generator
 from typing import Any
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Request, State, Sum
+from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import converted
 from hvd_compress.operators import top_k
+from hvd_compress.requests import Request, Sum
 from hvd_compress.schedules import Density, as_density
 
 

@@ -12,16 +12,7 @@ import numpy as np
 
 from hvd_compress.aggregators.sparse_vectors import add_up
 from hvd_compress.backends import backend_of
-from hvd_compress.base import (
-    Array,
-    Context,
-    Gather,
-    Request,
-    Sparse,
-    SparseSum,
-    State,
-    Sum,
-)
+from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.codecs import Codec, logarithmic
 from hvd_compress.codecs.base import Coder
@@ -33,6 +24,7 @@ from hvd_compress.fused import FusedTopK, dense_is_less
 from hvd_compress.operator_classes import Classes
 from hvd_compress.operators import Selector, random_k, top_k
 from hvd_compress.operators.random_k import own_generator
+from hvd_compress.requests import Gather, Request, SparseSum, Sum
 from hvd_compress.transforms import error_feedback, momentum_correction
 from hvd_compress.wire import (
     decode,

@@ -7,12 +7,13 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
+from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.config import check_choice
 from hvd_compress.fused import FusedSum
 from hvd_compress.operator_classes import IDENTITY, Classes
 from hvd_compress.operators import random_k
+from hvd_compress.requests import Request, Sum
 from hvd_compress.transforms import momentum_after_averaging
 
 #: how arrays are added up, over MPI

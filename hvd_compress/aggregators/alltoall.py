@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Alltoall, Array, Context, Gather, Request, State
+from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.codecs import Codec
 from hvd_compress.codecs.base import Coder
@@ -17,6 +17,7 @@ from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.places import coded
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.random_k import own_generator
+from hvd_compress.requests import Alltoall, Gather, Request
 from hvd_compress.sharding import shards_of
 
 

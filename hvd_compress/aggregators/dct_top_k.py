@@ -11,11 +11,12 @@ import numpy as np
 
 from hvd_compress.aggregators.cosines import chunks_of, inverse, transform
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Gather, Request, State, Sum
+from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.top_k import largest_of_rows
+from hvd_compress.requests import Gather, Request, Sum
 from hvd_compress.wire import decode_sparse, dense_is_shorter, encode_sparse, sparse_size
 from hvd_compress.wire.frame import CODECS, index_dtype
 

@@ -7,10 +7,11 @@ from collections.abc import Generator
 from typing import Any
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Request, State, Sum
+from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import converted
 from hvd_compress.errors import ConfigError
+from hvd_compress.requests import Request, Sum
 from hvd_compress.schedules import Start, as_start, started
 
 

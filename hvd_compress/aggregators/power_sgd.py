@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Batch, Context, Request, State, Sum
+from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.random_k import shared_generator
+from hvd_compress.requests import Batch, Request, Sum
 
 _TINY = 1e-30
 #: matrices of so many elements gain more from being multiplied together than copying them costs

@@ -53,13 +53,13 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 def _compiled(x: np.ndarray, out: np.ndarray) -> Any:
     """The compiled loops, if there are any and the arrays are as they want them."""
-    from hvd_compress import kernels  # which is written over backends
+    from hvd_compress.kernels import native  # which is written over backends
 
     fits = all(a.flags.c_contiguous and a.flags.aligned for a in (x, out))
-    return kernels.native.halves if fits and kernels.native is not None else None
+    return native.halves if fits and native is not None else None
 
 
 def _threads() -> int:
-    from hvd_compress import kernels
+    from hvd_compress.kernels import threads
 
-    return kernels.threads()
+    return threads()

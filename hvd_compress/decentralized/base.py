@@ -20,13 +20,14 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Neighbors
+from hvd_compress.base import Array
 from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.plain import plain
 from hvd_compress.decentralized.matrices import check_symmetric
 from hvd_compress.decentralized.topologies import Topology
 from hvd_compress.errors import ConfigError
+from hvd_compress.requests import Neighbors
 from hvd_compress.training.base import (
     Arrays,
     Mean,

@@ -16,20 +16,8 @@ import numpy as np
 from hvd_compress.aggregators.sparse_vectors import Vector, densify, empty, give_back, take_in
 from hvd_compress.backends import backend_of
 from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
-from hvd_compress.base import (
-    Alltoall,
-    Broadcast,
-    Collective,
-    Gather,
-    Max,
-    Neighbors,
-    Sparse,
-    SparseSum,
-    SparseTotal,
-    Sum,
-)
+from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
-from hvd_compress.engines.base import itemsize
 from hvd_compress.mpi.dense import hierarchical
 from hvd_compress.mpi.dense.allgather import gather
 from hvd_compress.mpi.dense.allreduce import ALGORITHMS, CHUNK, start
@@ -45,6 +33,18 @@ from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.nodes import Nodes, nodes_of
 from hvd_compress.mpi.transport.progress import Wait, Work
 from hvd_compress.mpi.tuning.measuring import model_of
+from hvd_compress.requests import (
+    Alltoall,
+    Broadcast,
+    Collective,
+    Gather,
+    Max,
+    Neighbors,
+    SparseSum,
+    SparseTotal,
+    Sum,
+)
+from hvd_compress.requests.base import itemsize
 
 SparseAlgorithm = Generator[Wait, None, tuple[Vector, Sparse]]
 Carried = tuple[Work, Callable[[], Any]]
@@ -69,22 +69,18 @@ def carry(request: Collective, comm: Communicator, tag: int, predivide: float) -
     def channel(of: Communicator = comm) -> Channel:
         return of.channel(next(tags.setdefault(of, itertools.count(tag))))
 
-    if isinstance(request, Sum | Max):
-        return _reduce(request, comm, channel, predivide)
-    if isinstance(request, SparseSum):
-        return _sparse_sum(request, comm, channel)
-    return _CARRIERS[type(request)](request, comm, channel)
+    return _CARRIERS[type(request)](request, comm, channel, predivide)
 
 
 def _reduce(
     request: Sum | Max, comm: Communicator, channel: Callable[..., Channel], predivide: float
 ) -> Carried:
-    xp, array = backend_of(request.array), request.array
-    is_sum = isinstance(request, Sum)
-    dtype = (isinstance(request, Sum) and request.wire) or xp.dtype(array)
-    algorithm = (isinstance(request, Sum) and request.algorithm) or "direct"
-    scale = predivide if is_sum else 1.0
-    owned = isinstance(request, Sum) and request.owned
+    xp, array, dtype = backend_of(request.array), request.array, request.wire_dtype
+    if isinstance(request, Sum):
+        op, algorithm = "sum", request.algorithm or "direct"
+        scale, owned = predivide, request.owned
+    else:
+        op, algorithm, scale, owned = "max", "direct", 1.0, False
     # Rounding is left to the blocks on their way, which are in the cache, while others are sent.
     is_rounded_late = (
         dtype in HALVES
@@ -96,7 +92,7 @@ def _reduce(
     own, is_ours = _on_wire(array, sent_from, scale)
     total = own if owned or is_ours else np.empty_like(own)
     flat = Flat(own, dtype, own.shape, lambda done: done)
-    work = _allreduce(algorithm, flat, total, "sum" if is_sum else "max", comm, channel)
+    work = _allreduce(algorithm, flat, total, op, comm, channel)
 
     def reply() -> Any:
         result = from_bfloat16(total) if sent_from == "bfloat16" else total
@@ -133,7 +129,9 @@ def _allreduce(
     return start(comm, call, ALGORITHMS[name], flat, out, op, chunk, channel=channel)
 
 
-def _sparse_sum(request: SparseSum, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
+def _sparse_sum(
+    request: SparseSum, comm: Communicator, channel: Callable[..., Channel], predivide: float
+) -> Carried:
     check_choice("algorithm", request.algorithm, ("auto", "hierarchical", *SPARSE))
     mine, like = take_in(request.sparse, request.n)
     form = Format.of(
@@ -174,7 +172,9 @@ def _without_loss(
     return total, empty(form.wide)
 
 
-def _gather(request: Gather, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
+def _gather(
+    request: Gather, comm: Communicator, channel: Callable[..., Channel], predivide: float
+) -> Carried:
     xp, payload = backend_of(request.payload), request.payload
     message = xp.to_numpy(payload)
     sizes = comm.size * [message.nbytes] if request.equal_sizes else None
@@ -183,7 +183,9 @@ def _gather(request: Gather, comm: Communicator, channel: Callable[..., Channel]
     return work, lambda: [xp.from_numpy(part, payload) for part in work.results[0]]
 
 
-def _alltoall(request: Alltoall, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
+def _alltoall(
+    request: Alltoall, comm: Communicator, channel: Callable[..., Channel], predivide: float
+) -> Carried:
     xp, like = backend_of(request.payloads[0]), request.payloads[0]
     messages = [xp.to_numpy(payload) for payload in request.payloads]
     algorithm = alltoall(channel(), messages, request.equal_sizes)
@@ -191,7 +193,9 @@ def _alltoall(request: Alltoall, comm: Communicator, channel: Callable[..., Chan
     return work, lambda: [xp.from_numpy(part, like) for part in work.results[0]]
 
 
-def _neighbors(request: Neighbors, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
+def _neighbors(
+    request: Neighbors, comm: Communicator, channel: Callable[..., Channel], predivide: float
+) -> Carried:
     xp, payload = backend_of(request.payload), request.payload
     algorithm = neighbors(
         channel(), xp.to_numpy(payload), request.targets, request.sources, request.equal_sizes
@@ -200,7 +204,9 @@ def _neighbors(request: Neighbors, comm: Communicator, channel: Callable[..., Ch
     return work, lambda: [xp.from_numpy(part, payload) for part in work.results[0]]
 
 
-def _broadcast(request: Broadcast, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
+def _broadcast(
+    request: Broadcast, comm: Communicator, channel: Callable[..., Channel], predivide: float
+) -> Carried:
     xp, array = backend_of(request.array), request.array
     buffer, is_ours = _on_wire(array, xp.dtype(array), 1.0)
     buffer = buffer if is_ours else buffer.copy()
@@ -215,6 +221,9 @@ def _broadcast(request: Broadcast, comm: Communicator, channel: Callable[..., Ch
 
 
 _CARRIERS: dict[type[Collective], Callable[..., Carried]] = {
+    Sum: _reduce,
+    Max: _reduce,
+    SparseSum: _sparse_sum,
     Gather: _gather,
     Alltoall: _alltoall,
     Neighbors: _neighbors,

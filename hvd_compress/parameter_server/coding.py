@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
-from hvd_compress.base import Compressor, Context, Gather, Local, Outcome, State, Sum
+from hvd_compress.base import Compressor, Context, Outcome, State
 from hvd_compress.engines.base import alone
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.errors import ConfigError, PayloadError
@@ -135,18 +134,11 @@ def _kept(
             if outcome.update is not None:
                 raise _refused(method, "the server would have to keep its momentum") from None
             return outcome
-        reply = reply_to([request])
-        if isinstance(request, Gather):
-            parts.append(request.payload)
-        elif isinstance(request, Sum):
-            wire = np.ascontiguousarray(reply).reshape(-1)
-            if request.wire == "bfloat16":
-                wire = to_bfloat16(wire.astype(np.float32, copy=False))
-            elif request.wire:
-                wire = wire.astype(request.wire)
-            parts.append(wire.view(np.uint8))
-        elif not isinstance(request, Local):
+        part = request.to_bytes()
+        if part is None:
             raise _refused(method, f"it needs a collective ({type(request).__name__})")
+        parts.append(part)
+        reply = reply_to([request])
 
 
 def _replayed(
@@ -160,28 +152,10 @@ def _replayed(
         except StopIteration as stop:
             outcome: Outcome = stop.value
             return outcome
-        if isinstance(request, Local):
-            reply = reply_to([request])
-            continue
         part = next(parts, None)
         if part is None:
             raise PayloadError(f"bad payload from {sender}: a part is missing")
-        if isinstance(request, Gather):
-            reply = [part]
-        else:
-            assert isinstance(request, Sum)  # senders refuse the others
-            reply = _summed(request, part, sender)
-
-
-def _summed(request: Sum, part: np.ndarray, sender: str) -> np.ndarray:
-    array = request.array
-    wire = np.dtype("uint16" if request.wire == "bfloat16" else request.wire or array.dtype)
-    if part.nbytes != array.size * wire.itemsize:
-        raise PayloadError(
-            f"bad payload from {sender}: {part.nbytes} bytes where "
-            f"{array.size * wire.itemsize} were expected: the ranks' models or options differ"
-        )
-    values = part.view(wire)
-    if request.wire == "bfloat16":
-        values = from_bfloat16(values)
-    return values.astype(array.dtype).reshape(array.shape)
+        try:
+            reply = request.from_bytes(part)
+        except PayloadError as error:
+            raise PayloadError(f"bad payload from {sender}: {error}") from None

@@ -14,13 +14,14 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from hvd_compress.aggregators.sparse_vectors import Vector, cut, densify, join
+from hvd_compress.aggregators.sparse_vectors import Vector, densify, join
 from hvd_compress.base import Sparse
 from hvd_compress.mpi.sparse.allgather import gather
 from hvd_compress.mpi.sparse.messages import Format, most_bytes
 from hvd_compress.mpi.transport.communicator import Channel, others
 from hvd_compress.mpi.transport.point_to_point import exchange_open
 from hvd_compress.mpi.transport.progress import Wait
+from hvd_compress.requests.sparse import cut
 from hvd_compress.sharding import bounds_of
 
 
