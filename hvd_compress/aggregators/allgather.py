@@ -25,6 +25,7 @@ from hvd_compress.operator_classes import Classes
 from hvd_compress.operators import Selector, random_k, top_k
 from hvd_compress.operators.random_k import own_generator
 from hvd_compress.requests import Gather, Request, SparseSum, Sum
+from hvd_compress.requests.algorithms import SPARSE_SUMS
 from hvd_compress.transforms import error_feedback, momentum_correction
 from hvd_compress.wire import (
     decode,
@@ -35,9 +36,6 @@ from hvd_compress.wire import (
     sparse_size,
 )
 from hvd_compress.wire.frame import CODECS, index_dtype
-
-#: how entries are added up
-ALGORITHMS = ("allgather", "auto", "hierarchical", "recursive_doubling", "split_allgather")
 
 
 def _as_values(values: Any) -> str | Codec:
@@ -83,7 +81,7 @@ class allgather(Aggregator, name="allgather"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("algorithm", self.algorithm, ALGORITHMS)
+        check_choice("algorithm", self.algorithm, SPARSE_SUMS)
         check_choice("indices", self.indices, CODECS)
         if self.algorithm != "allgather" and not (
             isinstance(self.select, Selector) and isinstance(self.values, str)

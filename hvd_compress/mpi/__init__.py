@@ -23,22 +23,23 @@ except (ImportError, RuntimeError) as error:
 from hvd_compress import errors
 from hvd_compress.errors import *  # noqa: F403, errors.__all__ is the list
 from hvd_compress.mpi.asynchronous import AsynchronousEASGD, AsynchronousLeaderSGD
-from hvd_compress.mpi.dense.allreduce import (
+from hvd_compress.mpi.calls.allreduce import (
     allreduce,
     direct_allreduce,
     halving_doubling_allreduce,
     recursive_doubling_allreduce,
     ring_allreduce,
 )
-from hvd_compress.mpi.dense.hierarchical import hierarchical_allreduce
+from hvd_compress.mpi.calls.gtop_k import gtop_k_allreduce
+from hvd_compress.mpi.calls.hierarchical import hierarchical_allreduce
+from hvd_compress.mpi.calls.hierarchical_sparse import hierarchical_sparse_allreduce
+from hvd_compress.mpi.calls.sparse_allreduce import sparse_allgather, sparse_allreduce
 from hvd_compress.mpi.engine import MpiEngine
 from hvd_compress.mpi.parameter_server import ParameterServer
 from hvd_compress.mpi.quantized import consolidate, quantized_allreduce
 from hvd_compress.mpi.quantized_state import QuantizedState
 from hvd_compress.mpi.reducer import Reducer
-from hvd_compress.mpi.sparse.allreduce import Reduced, sparse_allgather, sparse_allreduce
-from hvd_compress.mpi.sparse.gtop_k import gtop_k_allreduce
-from hvd_compress.mpi.sparse.hierarchical import hierarchical_sparse_allreduce
+from hvd_compress.mpi.sparse.running import Reduced
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.tuning.cost_model import CostModel
 from hvd_compress.mpi.tuning.measuring import measure

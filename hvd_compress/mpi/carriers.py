@@ -8,30 +8,32 @@ collectives, which have no tags, are not used here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from hvd_compress.aggregators.sparse_vectors import Vector, densify, empty, give_back, take_in
+from hvd_compress.aggregators.sparse_vectors import densify, empty, give_back, take_in
 from hvd_compress.backends import backend_of
 from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
-from hvd_compress.mpi.dense import hierarchical
+from hvd_compress.mpi.calls import hierarchical
+from hvd_compress.mpi.calls.hierarchical_sparse import by_nodes
+from hvd_compress.mpi.calls.sparse_allreduce import fastest
+from hvd_compress.mpi.dense import ALGORITHMS
 from hvd_compress.mpi.dense.allgather import gather
-from hvd_compress.mpi.dense.allreduce import ALGORITHMS, CHUNK, start
 from hvd_compress.mpi.dense.alltoall import alltoall
 from hvd_compress.mpi.dense.broadcast import broadcast
 from hvd_compress.mpi.dense.neighbors import neighbors
-from hvd_compress.mpi.sparse.allreduce import ALGORITHMS as SPARSE
-from hvd_compress.mpi.sparse.allreduce import fastest
-from hvd_compress.mpi.sparse.hierarchical import by_nodes
+from hvd_compress.mpi.dense.running import CHUNK, start
+from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
+from hvd_compress.mpi.sparse.algorithm import Summed
 from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.transport.arrays import HALVES, Flat
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.nodes import Nodes, nodes_of
-from hvd_compress.mpi.transport.progress import Wait, Work
+from hvd_compress.mpi.transport.progress import Work
 from hvd_compress.mpi.tuning.measuring import model_of
 from hvd_compress.requests import (
     Alltoall,
@@ -44,14 +46,13 @@ from hvd_compress.requests import (
     SparseTotal,
     Sum,
 )
+from hvd_compress.requests.algorithms import DENSE, SPARSE_SUMS, SUMS
 from hvd_compress.requests.base import itemsize
 
-SparseAlgorithm = Generator[Wait, None, tuple[Vector, Sparse]]
 Carried = tuple[Work, Callable[[], Any]]
 
 #: blocks that a sum is cut into, each with a tag, at most
 _BLOCKS = 24
-_DENSE = tuple(name for name in ALGORITHMS if name != "mpi")
 
 
 def carry(request: Collective, comm: Communicator, tag: int, predivide: float) -> Carried:
@@ -112,7 +113,7 @@ def _allreduce(
     channel: Callable[..., Channel],
 ) -> Work:
     """Start an allreduce into ``out``."""
-    check_choice("algorithm", name, ("auto", "hierarchical", *_DENSE))
+    check_choice("algorithm", name, SUMS)
     call, nbytes = f"{op} of gradients", len(flat.array) * itemsize(flat.dtype)
     if name == "hierarchical":
         nodes = nodes_of(comm)
@@ -123,23 +124,23 @@ def _allreduce(
             )
         name = "auto"
     if name == "auto":
-        name = model_of(comm).fastest(nbytes, flat.dtype, among=_DENSE)
-    cuts = 1 if "doubling" in name else comm.size
-    chunk = max(CHUNK, -(-nbytes // (cuts * _BLOCKS)))
-    return start(comm, call, ALGORITHMS[name], flat, out, op, chunk, channel=channel)
+        name = model_of(comm).fastest(nbytes, flat.dtype, among=DENSE)
+    algorithm = ALGORITHMS[name]
+    chunk = max(CHUNK, -(-nbytes // (algorithm.pieces(comm.size) * _BLOCKS)))
+    return start(comm, call, algorithm, flat, out, op, chunk, channel=channel)
 
 
 def _sparse_sum(
     request: SparseSum, comm: Communicator, channel: Callable[..., Channel], predivide: float
 ) -> Carried:
-    check_choice("algorithm", request.algorithm, ("auto", "hierarchical", *SPARSE))
+    check_choice("algorithm", request.algorithm, SPARSE_SUMS)
     mine, like = take_in(request.sparse, request.n)
     form = Format.of(
         request.n, mine.values.dtype.name, request.wire, "packed", "sum", comm.size, True
     )
     brought, rounded_off = form.bring(mine)
     name, channels = request.algorithm, [channel()]
-    algorithm: SparseAlgorithm
+    algorithm: Summed
     nodes = nodes_of(comm) if name == "hierarchical" else None
     if nodes is not None and not nodes.is_flat:
         assert nodes.inside is not None
@@ -150,7 +151,7 @@ def _sparse_sum(
     elif name in ("auto", "hierarchical"):
         algorithm = fastest(channels[0], brought, form, model_of(comm))
     else:
-        algorithm = SPARSE[name](channels[0], brought, form)
+        algorithm = SPARSE[name].run(channels[0], brought, form)
     work = Work(comm, "sparse sum of gradients", [algorithm])
 
     def reply() -> SparseTotal:
@@ -167,7 +168,7 @@ def _sparse_sum(
 
 def _without_loss(
     nodes: Nodes, inside: Channel, across: Channel | None, mine: Sparse, form: Format
-) -> SparseAlgorithm:
+) -> Summed:
     total = yield from by_nodes(nodes, inside, across, mine, form, "allgather", None)
     return total, empty(form.wide)
 
