@@ -114,7 +114,7 @@ class learned_server(Learned, name="learned_server"):
 
     Reference: the parameter-server instance of Abrahamyan et al., TNNLS 2021.  Differs from it in:
     there is no server, everybody gets what it would get, and decodes; the leader changes; a_i.
-    With a server it is :mod:`hvd_compress.parameter_server.learned`.
+    With a server it is :mod:`hvd_compress.systems.servers.learned`.
     """
 
     innovation: float = 0.01  # type: ignore[misc]

@@ -19,7 +19,7 @@ from hvd_compress.base import Compressor, Context, Outcome, State
 from hvd_compress.engines.base import alone
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.errors import ConfigError, PayloadError
-from hvd_compress.parameter_server.pieces import Arrays
+from hvd_compress.systems.servers.pieces import Arrays
 
 
 class Encoded(NamedTuple):

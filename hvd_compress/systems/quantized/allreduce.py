@@ -33,11 +33,11 @@ from hvd_compress.mpi.calls.allreduce import direct_allreduce
 from hvd_compress.mpi.dense import alltoall as messages
 from hvd_compress.mpi.dense.allgather import gather
 from hvd_compress.mpi.dense.running import Comm
-from hvd_compress.mpi.quantized_state import Plan, QuantizedState
 from hvd_compress.mpi.transport.arrays import describe, flatten, from_host, to_host
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.transport.reduction import Reduction
+from hvd_compress.systems.quantized.state import Plan, QuantizedState
 
 _BITS = (1, 8)
 

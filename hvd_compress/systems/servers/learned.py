@@ -49,13 +49,13 @@ from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.methods import LGC
 from hvd_compress.operators import top_k
 from hvd_compress.operators.top_k import count
-from hvd_compress.parameter_server.link import Link
-from hvd_compress.parameter_server.messages import Kind, Message
-from hvd_compress.parameter_server.pieces import Arrays
-from hvd_compress.parameter_server.rules import Rules
-from hvd_compress.parameter_server.server import Reply, Server
 from hvd_compress.requests import Request, Sum
 from hvd_compress.schedules import started
+from hvd_compress.systems.servers.link import Link
+from hvd_compress.systems.servers.messages import Kind, Message
+from hvd_compress.systems.servers.pieces import Arrays
+from hvd_compress.systems.servers.rules import Rules
+from hvd_compress.systems.servers.server import Reply, Server
 
 _FLOAT = np.dtype(np.float32)
 _NONE = np.zeros(0, _FLOAT)
