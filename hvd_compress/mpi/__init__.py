@@ -68,9 +68,9 @@ _SYSTEMS = {
     "AsynchronousEASGD": "servers.mpi.asynchronous",
     "AsynchronousLeaderSGD": "servers.mpi.asynchronous",
     "ParameterServer": "servers.mpi.parameter_server",
-    "QuantizedState": "quantized.state",
-    "consolidate": "quantized.allreduce",
-    "quantized_allreduce": "quantized.allreduce",
+    "QuantizedState": "mpi.quantized_state",
+    "consolidate": "mpi.quantized",
+    "quantized_allreduce": "mpi.quantized",
 }
 __all__ += _SYSTEMS
 

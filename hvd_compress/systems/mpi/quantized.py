@@ -37,7 +37,7 @@ from hvd_compress.mpi.transport.arrays import describe, flatten, from_host, to_h
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.transport.reduction import Reduction
-from hvd_compress.systems.quantized.state import Plan, QuantizedState
+from hvd_compress.systems.mpi.quantized_state import Plan, QuantizedState
 
 _BITS = (1, 8)
 
