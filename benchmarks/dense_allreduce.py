@@ -43,6 +43,7 @@ under_mpirun(options.ranks)
 from mpi4py import MPI
 
 from hvd_compress import mpi
+from hvd_compress.mpi.dense import ALGORITHMS
 
 world = MPI.COMM_WORLD
 #: checks are for the first steps of a training run, and have no place in what is timed
@@ -52,12 +53,10 @@ comm = mpi.Communicator(world, checks=0)
 def contenders(x: np.ndarray, out: np.ndarray) -> dict[str, Callable[[], object]]:
     return {
         "MPI_Allreduce": lambda: world.Allreduce(x, out),
-        "MPI_Iallreduce": lambda: mpi.allreduce(x, algorithm="mpi", out=out, comm=comm),
-        "ring": lambda: mpi.ring_allreduce(x, out=out, comm=comm),
-        "halving-doubling": lambda: mpi.halving_doubling_allreduce(x, out=out, comm=comm),
-        "recursive doubling": lambda: mpi.recursive_doubling_allreduce(x, out=out, comm=comm),
-        "direct": lambda: mpi.direct_allreduce(x, out=out, comm=comm),
-        "auto": lambda: mpi.allreduce(x, out=out, comm=comm),
+        **{
+            name: lambda name=name: mpi.allreduce(x, algorithm=name, out=out, comm=comm)
+            for name in (*ALGORITHMS, "auto")
+        },
     }
 
 

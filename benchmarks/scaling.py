@@ -62,11 +62,11 @@ from scaling_report import report
 
 from hvd_compress import Sparse, kernels, mpi
 from hvd_compress.backends import backend_of
+from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from hvd_compress.wire import decode_sparse, encode_sparse
 
 world = MPI.COMM_WORLD
 DENSE = ("ring", "halving_doubling", "direct")
-SPARSE = ("allgather", "recursive_doubling", "split_allgather")
 METHODS = {
     "float32": "none:algorithm=auto",
     "fp16": "fp16:algorithm=auto",

@@ -20,6 +20,8 @@ import math
 from collections.abc import Mapping
 
 from hvd_compress.fused import dense_is_less
+from hvd_compress.mpi.sparse.algorithm import Entries
+from hvd_compress.mpi.sparse.split_allgather import seconds_by_owners
 from hvd_compress.mpi.tuning.cost_model import CostModel
 
 #: bytes that a step reads and writes for an element, and how often it casts one there and back
@@ -29,7 +31,7 @@ _ENGINE = ("direct", "halving_doubling", "ring")  # what an engine's sums choose
 _HEADER = 16
 
 #: DGC's entries may also be added up by these; Ok-Topk chooses other entries, but as many
-SPARSE = {"DGC": "allgather", "split_allgather": "split_allgather", "Ok-Topk": "ok_topk"}
+SPARSE = ("DGC", "split_allgather", "Ok-Topk")
 METHODS = ("float32", "fp16", "fp16 at best", *SPARSE)
 
 
@@ -81,8 +83,13 @@ class StepModel:
             method = "float32"  # which is what it sends then
         if method in SPARSE:
             pair = entry_bytes(n, k)
+            if method == "Ok-Topk":  # whose first exchange balances regions, and which returns k
+                if p == 1:
+                    return 0.0
+                entries = Entries(k, n, pair, item=4)
+                return seconds_by_owners(self.cost.costs, entries, p, pair * k, exchanges=3)
             if method != "DGC":
-                return self.cost.sparse_seconds(SPARSE[method], k, n, pair=pair, size=p)
+                return self.cost.sparse_seconds(method, k, n, pair=pair, size=p)
             # What an allgather brings is added to a dense array, not to sparse vectors.
             cost = dataclasses.replace(self.cost, merge=0.0)
             adding = p * (self.frame + k * self.entry) if p > 1 else 0.0

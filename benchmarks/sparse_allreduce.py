@@ -48,6 +48,7 @@ from mpi4py import MPI
 
 from hvd_compress import Context, Sparse, mpi
 from hvd_compress.aggregators.regions import Regions
+from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 
 world = MPI.COMM_WORLD
 comm = mpi.Communicator(world, checks=0)
@@ -118,7 +119,7 @@ def contenders() -> list[Contender]:
         for indices in ("int32", "packed"):
             wire = f"{indices}, {values or 'float32'}"
             common = {"comm": comm, "values": values, "indices": indices}
-            for algorithm in ("allgather", "recursive_doubling", "split_allgather", "auto"):
+            for algorithm in (*SPARSE, "auto"):
                 if (values, indices) not in ((None, "int32"), ("float16", "packed")):
                     continue
                 found.append(

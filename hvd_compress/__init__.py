@@ -6,23 +6,12 @@ The frameworks have packages of their own, ``hvd_compress.torch`` and ``hvd_comp
 
 from importlib.metadata import PackageNotFoundError, version
 
-from hvd_compress.base import (
-    Alltoall,
-    Batch,
-    Broadcast,
-    Context,
-    Gather,
-    Joint,
-    Max,
-    Neighbors,
-    Outcome,
-    Sparse,
-    SparseSum,
-    Sum,
-)
+from hvd_compress import requests
+from hvd_compress.base import Context, Outcome
 from hvd_compress.config import from_config
 from hvd_compress.integrations import exports
 from hvd_compress.integrations.exports import *  # noqa: F403, which has a list of its own
+from hvd_compress.requests import *  # noqa: F403, requests.__all__ is the list
 from hvd_compress.schedules import PAPER_DENSITIES
 
 try:
@@ -30,23 +19,9 @@ try:
 except PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0+unknown"
 
-__all__ = [
-    "PAPER_DENSITIES",
-    "Alltoall",
-    "Batch",
-    "Broadcast",
-    "Context",
-    "Gather",
-    "Joint",
-    "Max",
-    "Neighbors",
-    "Outcome",
-    "Sparse",
-    "SparseSum",
-    "Sum",
-    "from_config",
-]
+__all__ = ["PAPER_DENSITIES", "Context", "Outcome", "from_config"]
 __all__ += exports.__all__
+__all__ += requests.__all__
 
 #: modules that users name, beside what is imported here
 _MODULES = {"blocks", "errors", "mpi", "tensorflow", "testing", "torch"}

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Exchange, Gather, Max, Outcome
+from hvd_compress.base import Array, Exchange, Outcome
 from hvd_compress.errors import MismatchError
+from hvd_compress.requests import Gather, Max
 
 #: values that must be equal, by name: "method", "step" ...; lists are compared entry by entry
 Terms = Mapping[str, "str | Sequence[str]"]

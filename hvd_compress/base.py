@@ -13,21 +13,7 @@ All ranks run the same generator for the same tensor, so they yield the same kin
 the same order.  One generator therefore runs on every engine: the lockstep world inside one
 process (:mod:`hvd_compress.engines.lockstep`), Horovod under PyTorch, and whatever comes next.
 
-The type of a request says which collective carries it:
-
-=============  ============================================  ======================================
-request        reply                                         used by
-=============  ============================================  ======================================
-``Sum``        sum of the arrays over the ranks              linear methods (casts, random-k)
-``Max``        element-wise maximum                          comparing ranks before each step
-``Gather``     list of every rank's bytes, in rank order     sparse and quantised methods
-``Alltoall``   list of the bytes each rank has for this one  quantised sums in shards
-``Neighbors``  list of the neighbours' bytes                 decentralised methods; merging in pairs
-``Broadcast``  the array of one rank                         values that one rank decides about
-``SparseSum``  sum of sparse vectors, and what was left out  top-k by an algorithm of choice
-``Batch``      a function of arrays, without communication   many small matrices at once
-``Joint``      this tensor's part of one exchange for many   fused loops over a whole bucket
-=============  ============================================  ======================================
+The type of a request says which collective carries it, see :mod:`hvd_compress.requests`.
 
 The laws that every method obeys (checked by :func:`hvd_compress.testing.check_laws`):
 
@@ -53,156 +39,16 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_compress.config import Configurable, from_config
 from hvd_compress.errors import UnboundError, UnsupportedError
+from hvd_compress.requests import Request, Sparse
 from hvd_compress.stats import Stats
 
 Array = Any  # numpy.ndarray, torch.Tensor, ...: whatever a backend is registered for
 State = dict[str, Array]
-
-
-class Sparse(NamedTuple):
-    """``values`` at ascending unique ``indices`` of a flat array; zero elsewhere."""
-
-    indices: Array
-    values: Array
-
-
-class Sum(NamedTuple):
-    """Sum ``array`` over the ranks.  ``wire`` names the dtype on the wire if that is not the
-    array's dtype: "float16" or "bfloat16".  The reply has the dtype of ``array``.  ``algorithm`` is
-    for engines that have several; ``None`` means the engine's default.  ``owned``: nobody needs the
-    array afterwards, and the sum may be made in it."""
-
-    array: Array
-    wire: str | None = None
-    algorithm: str | None = None
-    owned: bool = False
-
-
-class Max(NamedTuple):
-    """Take the element-wise maximum of ``array`` over the ranks.  No method of this package needs
-    it: ranks use it to compare method, options and step (:mod:`hvd_compress.agreement`), and
-    methods of users may use it to share a scale."""
-
-    array: Array
-
-
-class Gather(NamedTuple):
-    """Send ``payload`` (1-D, uint8) to every rank; the reply is the list of all ranks' payloads.
-    ``equal_sizes`` is a promise that all ranks send the same number of bytes, so that engines need
-    not exchange sizes."""
-
-    payload: Array
-    equal_sizes: bool = False
-
-
-class Alltoall(NamedTuple):
-    """Send one payload (1-D, uint8) to each rank; ``payloads`` and the reply are in rank order, and
-    the reply holds the payload that each rank has for this one.  ``equal_sizes`` is a promise that
-    all ranks have equally many bytes for the same rank, so that engines need not exchange sizes."""
-
-    payloads: list[Array]
-    equal_sizes: bool = True
-
-
-class Neighbors(NamedTuple):
-    """Send ``payload`` (1-D, uint8) to each rank in ``targets``, and receive the payload of each
-    rank in ``sources``; the reply is the list of these, in the order of ``sources``.
-
-    A rank is a target of all its sources, and a source of all its targets; the two may differ, as
-    in a directed graph, and both may be empty.  Nothing is sent to other ranks.  Tensors of one
-    bucket that request neighbours in the same round have the same ones.
-
-    ``equal_sizes`` is a promise that the payloads of this rank and of its sources have equally many
-    bytes.  Without it sizes are exchanged first: in a round of their own over MPI and
-    torch.distributed, and as part of every all-to-all over Horovod, whatever was promised.
-    """
-
-    payload: Array
-    targets: tuple[int, ...]
-    sources: tuple[int, ...]
-    equal_sizes: bool = True
-
-
-class Broadcast(NamedTuple):
-    """Replace ``array`` by that of rank ``root``, bit for bit.  All ranks' arrays have the same
-    shape and dtype, and name the same root, which may be another one in each step.  The reply may
-    be the array itself on the root."""
-
-    array: Array
-    root: int
-
-
-class SparseSum(NamedTuple):
-    """Sum flat arrays of ``n`` elements over the ranks, of which each rank gives the nonzero
-    elements.  ``algorithm`` names one of the engine's.  The reply is a :class:`SparseTotal`.
-
-    ``wire`` names the dtype of values on the wire if that is not their own: "float16".
-    """
-
-    sparse: Sparse
-    n: int
-    wire: str | None = None
-    algorithm: str = "auto"
-
-
-class SparseTotal(NamedTuple):
-    """The reply to a :class:`SparseSum`.
-
-    Attributes:
-        total: flat array of all n elements, the same bits on all ranks.
-        dropped: this rank's entries that are not in the total; the rank keeps them.
-        bytes_sent, bytes_received: bytes that this rank sent and received; ``None`` if the engine
-            used no algorithm.
-    """
-
-    total: Array
-    dropped: Sparse
-    bytes_sent: int | None = None
-    bytes_received: int | None = None
-
-
-class Batch(NamedTuple):
-    """Apply a function to arrays, together with all other tensors that request the same function
-    with equal shapes.  ``function(xp, *stacks)`` gets the arrays stacked along a new first
-    dimension, and its result must have this dimension too.  The reply is this tensor's part of the
-    result.  This replaces many small operations of linear algebra by a few large ones.
-    """
-
-    function: Callable[..., Array]
-    arrays: tuple[Array, ...]
-
-
-class Joint(NamedTuple):
-    """Run one exchange for all tensors of a bucket that request the same ``function``, in place of
-    one exchange for each.  ``function(arguments)`` gets the ``argument`` of each of them, in an
-    order that is the same on all ranks; it is a generator of requests, and returns a list of
-    replies in that order.
-
-    Attributes:
-        weight: the bytes of the common messages are counted to the tensors in proportion to this
-            number from 1, for instance the number of elements that a tensor sends.
-        key: tensors that differ in it have exchanges of their own, for instance their dtype.
-        together: all tensors of the model that request this function belong into one bucket,
-            whatever its size.
-    """
-
-    function: Callable[[list[Any]], Generator[Any, Any, list[Any]]]
-    argument: Any
-    weight: int = 1
-    key: Hashable = None
-    together: bool = False
-
-
-#: requests that need an answer from other ranks
-Collective = Sum | Max | Gather | Alltoall | Neighbors | Broadcast | SparseSum
-#: requests that this rank answers
-Local = Batch | Joint
-Request = Collective | Local
 
 
 class Encoded(NamedTuple):

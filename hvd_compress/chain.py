@@ -20,22 +20,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import (
-    Array,
-    Compressor,
-    Context,
-    Encoded,
-    Exchange,
-    Joint,
-    Outcome,
-    Request,
-    Sparse,
-    State,
-)
+from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, Outcome, Sparse, State
 from hvd_compress.coding.base import Coding
 from hvd_compress.config import Configurable, as_tuple, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.operator_classes import Classes
+from hvd_compress.requests import Joint, Request
 
 
 class Transform(Configurable, kind="block"):

@@ -15,16 +15,7 @@ import numpy as np
 
 from hvd_compress.agreement import Terms, listed
 from hvd_compress.backends import backend_of
-from hvd_compress.base import (
-    Array,
-    Compressor,
-    Context,
-    Exchange,
-    Outcome,
-    Sparse,
-    State,
-    Sum,
-)
+from hvd_compress.base import Array, Compressor, Context, Exchange, Outcome, Sparse, State
 from hvd_compress.chain import Repeated
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
@@ -37,6 +28,7 @@ from hvd_compress.homes import Homes, Look, look
 from hvd_compress.integrations.checkpoints import check_array, entry, epoch_in, refused, whole
 from hvd_compress.integrations.optimizers import check_one_momentum
 from hvd_compress.methods import as_compressor
+from hvd_compress.requests import Sum
 from hvd_compress.schedules import schedules_of
 from hvd_compress.stats import Record, Stats, norm_of_residual
 from hvd_compress.times import Clock

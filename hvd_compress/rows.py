@@ -35,13 +35,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Compressor, Context, Gather, Request, State
+from hvd_compress.base import Array, Compressor, Context, State
 from hvd_compress.chain import in_range
 from hvd_compress.codecs import Codec, float8, linear
 from hvd_compress.codecs.frame import decode_coded, encode_sent
 from hvd_compress.config import check_fraction
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.top_k import count
+from hvd_compress.requests import Gather, Request
 from hvd_compress.wire.rows import decode_rows, encode_rows
 
 _HALVES = ("float16", "bfloat16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 
 def bounds_of(n: int, parts: int, unit: int = 1) -> list[int]:
@@ -26,3 +27,13 @@ def shards_of(n: int, parts: int, unit: int = 1) -> list[slice]:
     [slice(0, 2, None), slice(2, 5, None)]
     """
     return [slice(a, b) for a, b in itertools.pairwise(bounds_of(n, parts, unit))]
+
+
+def divided(n: Any, whole: int, start: Any, stop: Any) -> Any:
+    """The part of ``n`` that belongs to ``start`` to ``stop`` of ``whole``; the parts of neighbours
+    add up to all.
+
+    >>> divided(10, 3, 0, 1), divided(10, 3, 1, 3)
+    (3, 7)
+    """
+    return n * stop // whole - n * start // whole if whole else n

@@ -24,11 +24,12 @@ import numpy as np
 import hvd_compress
 import hvd_compress.blocks
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Compressor, Context, Gather, Sparse, State
+from hvd_compress.base import Array, Compressor, Context, Sparse, State
 from hvd_compress.chain import Chain
 from hvd_compress.config import from_config
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError, UnsupportedError
+from hvd_compress.requests import Gather
 
 #: scalar, empty, one element, vectors, small and larger matrices, and one beyond the size from
 #: which selection works on a sample

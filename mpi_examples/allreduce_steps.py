@@ -57,7 +57,7 @@ under_mpirun(options.ranks)
 import matplotlib.pyplot as plt
 
 from hvd_compress.mpi import Communicator
-from hvd_compress.mpi.dense.direct_allreduce import direct
+from hvd_compress.mpi.dense.direct import direct
 from hvd_compress.mpi.dense.halving_doubling import halving_doubling
 from hvd_compress.mpi.dense.ring import ring
 from hvd_compress.mpi.transport.communicator import Channel

@@ -38,7 +38,7 @@ from hvd_compress.blocks import (
     top_k,
 )
 from hvd_compress.cli.options import picture_file
-from hvd_compress.engines.base import payload_bytes, watched
+from hvd_compress.engines.base import watched
 from hvd_compress.engines.lockstep import World
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.operator_classes import Classes, FeedbackSteps, ef21_step_size
@@ -126,7 +126,7 @@ class Counter:
     def exchange(self, gradient: np.ndarray, state: Any, context: Any) -> Any:
         def count(request: Any, reply: Any) -> None:
             if context.rank == 0:
-                self.bytes_sent += payload_bytes(request)
+                self.bytes_sent += request.nbytes
 
         return (yield from watched(self.compressor.exchange(gradient, state, context), count))
 

@@ -63,11 +63,11 @@ under_mpirun(options.ranks)
 import matplotlib.pyplot as plt
 
 from hvd_compress import mpi
+from hvd_compress.mpi.dense import ALGORITHMS
 from hvd_compress.stats import human_bytes
 from mpi_examples.report import save
 
 comm = mpi.Communicator(checks=0)  # which are for the first steps of a training
-ALGORITHMS = ("direct", "halving_doubling", "recursive_doubling", "ring", "mpi")
 COLORS = dict(zip(ALGORITHMS, plt.colormaps["tab10"].colors, strict=False))
 
 
@@ -104,14 +104,17 @@ def show(model: mpi.CostModel, measured: dict[int, dict[str, float]]) -> None:
     header = f"{'bytes':>11}  {'algorithm':17} {'measured':>9} {'predicted':>10} {'error':>8}"
     print(header)
     print("-" * len(header))
-    errors: dict[str, list[float]] = {name: [] for name in ALGORITHMS if name != "mpi"}
+    errors: dict[str, list[float]] = {
+        name: [] for name, algorithm in ALGORITHMS.items() if algorithm.seconds
+    }
+    first = next(iter(ALGORITHMS))
     for size, seconds in measured.items():
         for name in ALGORITHMS:
             marks = ["fastest"] if seconds[name] == min(seconds.values()) else []
             marks += ["chosen"] if name == model.fastest(size) else []
-            line = f"{f'{size:,}' if name == ALGORITHMS[0] else '':>11}  {name:17} "
+            line = f"{f'{size:,}' if name == first else '':>11}  {name:17} "
             line += f"{_time(seconds[name]):>9} "
-            if name in errors:  # MPI's own has no formula
+            if name in errors:  # those that have a formula
                 predicted = model.formula(name, size, model.size)
                 error = predicted / seconds[name] - 1
                 errors[name].append(abs(error))

@@ -20,7 +20,7 @@ import numpy as np
 
 from hvd_compress import mpi
 from hvd_compress.errors import CollectiveTimeout, PayloadError
-from hvd_compress.parameter_server import SGDServer, Simulation
+from hvd_compress.systems.servers import SGDServer, Simulation
 from tests.parameter_server import STEPS, TIMEOUT
 
 WORLD = mpi.MPI.COMM_WORLD

@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Broadcast, Compressor, Neighbors, Outcome
+from hvd_compress.base import Compressor, Outcome
+from hvd_compress.requests import Broadcast, Neighbors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,8 @@ from unittest import mock
 import mpi4py
 import numpy as np
 
-from hvd_compress.mpi.dense import native, plans
+from hvd_compress.mpi.dense import mpi as mpis_own
+from hvd_compress.mpi.dense import plans
 from hvd_compress.mpi.transport import communicator, handles, nodes, notes, progress
 from hvd_compress.mpi.tuning import measuring
 
@@ -595,7 +596,7 @@ class Simulation:
             mock.patch.object(handles, "_keyvals", []),
             # All ranks are in one process, which does not end between them.
             mock.patch.multiple(notes, leave=mock.DEFAULT, read=lambda comm: {}),
-            mock.patch.object(native, "_op", lambda name: name),
+            mock.patch.object(mpis_own, "_op", lambda name: name),
             mock.patch.object(plans, "_new_program", return_value=None),  # it calls the real MPI
             # Nothing is measured here; constants are needed all the same, of few messages.
             mock.patch.multiple(measuring, _CHUNK=256, _CHUNKS=2, _SIZES=(8, 64), _COUNTS=(16, 32)),

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.agreement import Terms, listed
-from hvd_compress.base import Compressor, Context, Outcome, Sum
+from hvd_compress.base import Compressor, Context, Outcome
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import BucketExchange
@@ -32,6 +32,7 @@ from hvd_compress.integrations.checkpoints import (
     whole,
 )
 from hvd_compress.methods import as_compressor
+from hvd_compress.requests import Sum
 from hvd_compress.rows import keeps_residual, rows_state
 from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.sharding import shards_of

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Gather, Request
+from hvd_compress.base import Array, Context
 from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.plain import plain
 from hvd_compress.errors import PayloadError
 from hvd_compress.operators import top_k
 from hvd_compress.operators.random_k import own_generator
+from hvd_compress.requests import Gather, Request
 from hvd_compress.wire.frame import index_dtype
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from hvd_compress.aggregators._leader import Selection, joined, leaders_choice
 from hvd_compress.autoencoder import LEAST, first_weights, network_of
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Gather, Joint, Request, Sparse, State, Sum
+from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.plain import plain
@@ -24,6 +24,7 @@ from hvd_compress.config import check_choice, check_fraction, converted
 from hvd_compress.errors import ConfigError, PoorFit
 from hvd_compress.operators import top_k
 from hvd_compress.operators.top_k import count
+from hvd_compress.requests import Gather, Joint, Request, Sum
 from hvd_compress.schedules import After, Start, as_start, started
 
 #: of Adam: how its two moments decay, and what keeps its quotient finite

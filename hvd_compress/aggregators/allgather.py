@@ -13,7 +13,7 @@ import numpy as np
 from hvd_compress.aggregators.meetings import gathered, summed, summed_densely
 from hvd_compress.aggregators.sparse_vectors import add_up
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Encoded, Request, Sparse, SparseSum, State
+from hvd_compress.base import Array, Context, Encoded, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.codecs import Codec, logarithmic
 from hvd_compress.coding import Coding, codes, elements, whole
@@ -23,11 +23,10 @@ from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.fused import FusedTopK, dense_is_less
 from hvd_compress.operator_classes import Classes
 from hvd_compress.operators import Selector, random_k, top_k
+from hvd_compress.requests import Request, SparseSum
+from hvd_compress.requests.algorithms import SPARSE_SUMS
 from hvd_compress.transforms import error_feedback, momentum_correction
 from hvd_compress.wire.frame import CODECS
-
-#: how entries are added up
-ALGORITHMS = ("allgather", "auto", "hierarchical", "recursive_doubling", "split_allgather")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +58,7 @@ class allgather(Aggregator, name="allgather"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("algorithm", self.algorithm, ALGORITHMS)
+        check_choice("algorithm", self.algorithm, SPARSE_SUMS)
         check_choice("indices", self.indices, CODECS)
         if self.algorithm != "allgather" and not (
             isinstance(self.select, Selector) and isinstance(self.values, str)

@@ -8,20 +8,16 @@ from typing import Any
 
 from hvd_compress.aggregators.meetings import summed
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Request, State, Sum
+from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.coding import Coding, drawn, whole
 from hvd_compress.config import check_choice
 from hvd_compress.fused import FusedSum
 from hvd_compress.operator_classes import IDENTITY, Classes
 from hvd_compress.operators import random_k
+from hvd_compress.requests import Request, Sum
+from hvd_compress.requests.algorithms import SUMS
 from hvd_compress.transforms import momentum_after_averaging
-
-#: how arrays are added up, over MPI
-ALGORITHMS = (
-    *(None, "auto", "direct", "halving_doubling", "hierarchical"),
-    *("recursive_doubling", "ring"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +45,7 @@ class allreduce(Aggregator, name="allreduce"):
     def __post_init__(self) -> None:
         check_choice("wire", self.wire, (None, "gradient", "float16", "bfloat16"))
         check_choice("unbiased", self.unbiased, (True, False))
-        check_choice("algorithm", self.algorithm, ALGORITHMS)
+        check_choice("algorithm", self.algorithm, SUMS)
         if self.select is not None and not isinstance(self.select, random_k):
             raise TypeError(
                 f"allreduce({self.select!r}) would sum different coordinates of different ranks; "

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Alltoall, Array, Context, Gather, Request, State
+from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.codecs import Codec
 from hvd_compress.codecs.places import coded
 from hvd_compress.coding import Coding, codes
 from hvd_compress.coding.shards import Shards
 from hvd_compress.errors import ConfigError
+from hvd_compress.requests import Alltoall, Gather, Request
 
 
 @dataclasses.dataclass(frozen=True)

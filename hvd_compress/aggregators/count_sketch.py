@@ -11,13 +11,14 @@ import numpy as np
 from hvd_compress.aggregators.meetings import summed
 from hvd_compress.aggregators.sketching import Hashes, estimates, sketch
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
+from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import converted, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators import top_k
 from hvd_compress.operators.random_k import shared_generator
 from hvd_compress.operators.top_k import count
+from hvd_compress.requests import Request, Sum
 from hvd_compress.schedules import Density, as_density, density_at
 
 _LARGEST = top_k(1.0, "exact")

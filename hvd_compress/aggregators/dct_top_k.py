@@ -9,9 +9,10 @@ from typing import Any
 
 from hvd_compress.aggregators.meetings import gathered, summed
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Request, State
+from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.coding import Coding, cosine_elements, whole
+from hvd_compress.requests import Request
 
 
 @dataclasses.dataclass(frozen=True)

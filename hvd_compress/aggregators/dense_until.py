@@ -7,11 +7,12 @@ from collections.abc import Generator
 from typing import Any
 
 from hvd_compress.aggregators.meetings import summed
-from hvd_compress.base import Array, Context, Request, State
+from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.coding import Coding, whole
 from hvd_compress.config import converted
 from hvd_compress.errors import ConfigError
+from hvd_compress.requests import Request
 from hvd_compress.schedules import Start, as_start, started
 
 

@@ -9,9 +9,10 @@ from typing import Any
 from hvd_compress.aggregators._leader import Selection, leaders_choice
 from hvd_compress.aggregators._of_top_k import OfTopK
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
+from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated
 from hvd_compress.coding import Coding, elements, whole
+from hvd_compress.requests import Request, Sum
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,13 +19,14 @@ from hvd_compress.aggregators._learning import (
 )
 from hvd_compress.autoencoder import latent_size, network_of, numpy_network
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Gather, Request, Sum
+from hvd_compress.base import Array
 from hvd_compress.chain import Aggregated
 from hvd_compress.codecs.frame import coded_size, decode_coded
 from hvd_compress.codecs.plain import plain
 from hvd_compress.config import check_fraction, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.top_k import count
+from hvd_compress.requests import Gather, Request, Sum
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
 
 #: avoids 0 / 0
@@ -113,7 +114,7 @@ class learned_server(Learned, name="learned_server"):
 
     Reference: the parameter-server instance of Abrahamyan et al., TNNLS 2021.  Differs from it in:
     there is no server, everybody gets what it would get, and decodes; the leader changes; a_i.
-    With a server it is :mod:`hvd_compress.parameter_server.learned`.
+    With a server it is :mod:`hvd_compress.systems.servers.learned`.
     """
 
     innovation: float = 0.01  # type: ignore[misc]

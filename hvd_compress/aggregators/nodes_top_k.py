@@ -10,11 +10,12 @@ import numpy as np
 
 from hvd_compress.aggregators.sparse_vectors import Vector, add_up
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Alltoall, Array, Context, Neighbors, Request, Sparse, State
+from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators import Selector, random_k
+from hvd_compress.requests import Alltoall, Neighbors, Request
 from hvd_compress.sharding import bounds_of
 from hvd_compress.wire import decode, dense_is_shorter, encode_dense, encode_sparse
 from hvd_compress.wire.frame import CODECS, decode_dense

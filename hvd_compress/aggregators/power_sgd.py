@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Batch, Context, Request, State, Sum
+from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.coding.factors import (
     factors,
@@ -22,6 +22,7 @@ from hvd_compress.coding.factors import (
 )
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.requests import Batch, Request, Sum
 
 #: matrices of so many elements gain more from being multiplied together than copying them costs
 _SMALL = 1 << 14

@@ -133,18 +133,8 @@ def densify(x: Sparse, n: int) -> np.ndarray:
     return dense
 
 
-def cut(x: Sparse, bounds: Sequence[int]) -> list[Sparse]:
-    """Return the parts between consecutive ``bounds``, with indices counted from the start of
-    each."""
-    at = np.searchsorted(x.indices, bounds)
-    return [
-        Sparse(x.indices[at[i] : at[i + 1]] - bounds[i], x.values[at[i] : at[i + 1]])
-        for i in range(len(bounds) - 1)
-    ]
-
-
 def join(parts: Sequence[Sparse], bounds: Sequence[int]) -> Sparse:
-    """Undo :func:`cut`."""
+    """Undo :func:`hvd_compress.requests.sparse.cut`."""
     indices = [part.indices + bounds[i] for i, part in enumerate(parts)]
     return Sparse(np.concatenate(indices), np.concatenate([part.values for part in parts]))
 

@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import methods
-from hvd_compress.base import Collective, Compressor, Context
+from hvd_compress.base import Compressor, Context
 from hvd_compress.config import lookup
 from hvd_compress.engines import lockstep
-from hvd_compress.engines.base import payload_bytes, watched
+from hvd_compress.engines.base import watched
 from hvd_compress.errors import NeedsTuning
+from hvd_compress.requests import Collective
 
 #: a fully connected layer in float32
 SHAPE, RANKS = (512, 2000), 4
@@ -63,7 +64,7 @@ def costs(method: Compressor) -> Costs:
 
         def note(request: Collective, reply: Any, seen: list[Any] = seen) -> None:
             """Append the kind of a request, and the bytes handed over and received."""
-            sent = payload_bytes(request)
+            sent = request.nbytes
             parts = reply if isinstance(reply, list) else None
             received = sent if parts is None else sum(part.nbytes for part in parts)
             seen.append((type(request).__name__.lower(), sent, received))

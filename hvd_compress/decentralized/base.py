@@ -18,13 +18,14 @@ from collections.abc import Generator, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Neighbors, Sparse
+from hvd_compress.base import Array, Context, Sparse
 from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.plain import plain
 from hvd_compress.coding import Coding, whole
 from hvd_compress.decentralized.matrices import check_symmetric
 from hvd_compress.decentralized.topologies import Topology
 from hvd_compress.errors import ConfigError
+from hvd_compress.requests import Neighbors
 from hvd_compress.training.base import (
     Arrays,
     Mean,

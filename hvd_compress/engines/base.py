@@ -10,26 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
-import numpy as np
-
 from hvd_compress.agreement import Terms
-from hvd_compress.backends import backend_of
-from hvd_compress.base import (
-    Alltoall,
-    Array,
-    Broadcast,
-    Collective,
-    Gather,
-    Joint,
-    Local,
-    Neighbors,
-    Request,
-    SparseSum,
-    Sum,
-)
-
-#: bytes of a message's length, where it is sent along
-LENGTH = 8
+from hvd_compress.base import Array
+from hvd_compress.requests import Batch, Collective, Joint
 
 
 class Engine(Protocol):
@@ -82,29 +65,6 @@ SAME_TENSORS = (
 )
 
 
-def itemsize(dtype: str) -> int:
-    """Bytes of an element, by NumPy's names and "bfloat16"."""
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-
-
-def payload_bytes(request: Collective) -> int:
-    """What a rank hands over for a request, the length of a message of any size included."""
-    if isinstance(request, Gather):
-        size = backend_of(request.payload).size(request.payload)
-        return size + (0 if request.equal_sizes else LENGTH)
-    if isinstance(request, Neighbors):
-        size = backend_of(request.payload).size(request.payload)
-        return len(request.targets) * (size + (0 if request.equal_sizes else LENGTH))
-    if isinstance(request, Alltoall):
-        size = sum(backend_of(payload).size(payload) for payload in request.payloads)
-        return size + (0 if request.equal_sizes else LENGTH * len(request.payloads))
-    if isinstance(request, SparseSum | Broadcast):  # the former's algorithm and the latter's root
-        return 0  # are counted with the reply
-    xp = backend_of(request.array)
-    wire = (isinstance(request, Sum) and request.wire) or xp.dtype(request.array)
-    return xp.size(request.array) * itemsize(wire)
-
-
 def watched(
     exchange: Generator[Any, Any, Any], note: Callable[[Collective, Any], None]
 ) -> Generator[Any, Any, Any]:
@@ -117,12 +77,12 @@ def watched(
         except StopIteration as stop:
             return stop.value
         reply = yield request
-        if not isinstance(request, Local):
-            note(request, reply)
+        note(request, reply)
 
 
-def alone(exchange: Generator[Any, Any, Any]) -> Generator[Request, Any, Any]:
-    """The exchange of a tensor that is in a bucket of its own: ``Joint`` requests are run here."""
+def alone(exchange: Generator[Any, Any, Any]) -> Generator[Collective, Any, Any]:
+    """The exchange of a tensor that is in a bucket of its own: what concerns many tensors is
+    answered here."""
     reply = None
     while True:
         try:
@@ -131,5 +91,7 @@ def alone(exchange: Generator[Any, Any, Any]) -> Generator[Request, Any, Any]:
             return stop.value
         if isinstance(request, Joint):
             (reply,) = yield from alone(request.function([request.argument]))
+        elif isinstance(request, Batch):
+            (reply,) = Batch.answers([request])
         else:
             reply = yield request

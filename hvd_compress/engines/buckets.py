@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Exchange, Gather
+from hvd_compress.base import Array, Exchange
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import (
     BucketExchange,
     Form,
     Look,
     Member,
-    describe_joint,
     form_of,
     joined,
 )
 from hvd_compress.errors import ConfigError
+from hvd_compress.requests import Gather, Joint
 from hvd_compress.times import leaves, phase
 
 #: a bucket is full when the gradients in it have that many bytes, uncompressed
@@ -224,7 +224,7 @@ class Buckets:
         """How a tensor's first request is described."""
         if name in self._members:
             return self._members[name].first
-        return describe_joint(self._repeated[name])
+        return Joint.described(self._repeated[name])
 
     def _look(self, name: str) -> Look:
         return self._members[name].look if name in self._members else self._planned[name]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
+from hvd_compress.sharding import divided
 from hvd_compress.stats import Record
 
 
@@ -32,12 +33,6 @@ def _shares(n: Any, bounds: Sequence[int]) -> Sequence[Any]:
         return [divided(n, bounds[-1], start, stop) for start, stop in itertools.pairwise(bounds)]
     parts = divided(n, bounds[-1], np.array(bounds[:-1]), np.array(bounds[1:]))
     return backend_of(n).unstack(parts)  # a symbol: a few operations for all
-
-
-def divided(n: Any, whole: int, start: Any, stop: Any) -> Any:
-    """Return the part of ``n`` that belongs to ``start`` to ``stop`` of ``whole``; the parts of
-    neighbours add up to all."""
-    return n * stop // whole - n * start // whole if whole else n
 
 
 class Tally:

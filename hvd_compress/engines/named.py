@@ -18,19 +18,19 @@ from typing import Any, ClassVar, NamedTuple
 
 from hvd_compress.agreement import Terms, agreement
 from hvd_compress.backends import backend_of
-from hvd_compress.base import (
+from hvd_compress.base import Array
+from hvd_compress.engines.base import SAME_TENSORS
+from hvd_compress.errors import MismatchError, PayloadError, UnsupportedError
+from hvd_compress.requests import (
     Alltoall,
-    Array,
     Broadcast,
     Collective,
     Gather,
     Max,
     Neighbors,
-    SparseSum,
     Sum,
 )
-from hvd_compress.engines.base import LENGTH, SAME_TENSORS
-from hvd_compress.errors import MismatchError, PayloadError, UnsupportedError
+from hvd_compress.requests.base import LENGTH
 
 
 class Op(NamedTuple):
@@ -174,32 +174,28 @@ class NamedEngine(abc.ABC):
             number += 1
 
     def _carry(self, request: Collective, name: str) -> Generator[Op, Any, Any]:
-        if isinstance(request, Gather):
-            return (yield from self._gather(request, name))
-        if isinstance(request, Alltoall):
-            return (yield from self._alltoall(request, name))
-        if isinstance(request, Neighbors):
-            return (yield from self._neighbors(request, name))
-        if isinstance(request, SparseSum) or (
-            isinstance(request, Sum) and request.algorithm is not None
-        ):
+        way = _WAYS.get(type(request))
+        if way is None or getattr(request, "algorithm", None) is not None:
             raise UnsupportedError(
-                f"algorithm={request.algorithm!r} needs hvd_compress.mpi or hvd_compress.torch.mpi:"
-                " here the library of collectives chooses; leave algorithm out"
+                f"{request.describe()} needs hvd_compress.mpi or hvd_compress.torch.mpi: here the "
+                "library of collectives chooses an algorithm; leave algorithm out"
             )
+        return (yield from way(self, request, name))
+
+    def _reduce(self, request: Sum, name: str) -> Generator[Op, Any, Array]:
         array, xp = request.array, backend_of(request.array)
         if xp.size(array) == 0:
             return array
-        if isinstance(request, Max):
-            return (yield Op("max", name, array))
-        if isinstance(request, Broadcast):
-            return (yield from self._broadcast(array, request.root, name))
         if request.wire is None:
             return (yield Op("sum", name, array))
         in_bfloat16 = request.wire == "bfloat16"
         add = self._sum_bfloat16 if in_bfloat16 else self._sum
         total = yield from add(xp.cast(array, request.wire), name)
         return xp.cast(total, xp.dtype(array))
+
+    def _max(self, request: Max, name: str) -> Generator[Op, Any, Array]:
+        array = request.array
+        return (yield Op("max", name, array)) if backend_of(array).size(array) else array
 
     def _gather(self, request: Gather, name: str) -> Generator[Op, Any, list[Array]]:
         if request.equal_sizes:
@@ -242,8 +238,9 @@ class NamedEngine(abc.ABC):
     def _neighbors(self, request: Neighbors, name: str) -> Generator[Op, Any, list[Array]]:
         """An all-to-all with nothing for all other ranks, since libraries have no such collective
         between some ranks alone."""
-        payload, targets, sources, equal = request
-        xp, size, ranks = backend_of(payload), backend_of(payload).size(payload), range(self.size)
+        payload, targets, sources = request.payload, request.targets, request.sources
+        xp, equal, ranks = backend_of(payload), request.equal_sizes, range(self.size)
+        size = xp.size(payload)
         splits = self._splits([size if rank in targets else 0 for rank in ranks])
         arriving = self._splits([size if rank in sources else 0 for rank in ranks])
         copies = xp.concat([payload] * len(targets)) if targets else payload[:0]
@@ -259,8 +256,11 @@ class NamedEngine(abc.ABC):
             start += received[rank]
         return [parts[source] for source in sources]
 
-    def _broadcast(self, array: Array, root: int, name: str) -> Generator[Op, Any, Array]:
-        return (yield Op("broadcast", name, array, root=root))
+    def _broadcast(self, request: Broadcast, name: str) -> Generator[Op, Any, Array]:
+        array = request.array
+        if backend_of(array).size(array) == 0:
+            return array
+        return (yield Op("broadcast", name, array, root=request.root))
 
     @abc.abstractmethod
     def _splits(self, sizes: Sequence[int]) -> Array:
@@ -276,6 +276,16 @@ class NamedEngine(abc.ABC):
     def _sum_bfloat16(self, array: Array, name: str) -> Generator[Op, Any, Array]:
         """For libraries that cannot add bfloat16."""
         return (yield Op("sum", name, array))
+
+
+_WAYS: dict[type[Collective], Callable[..., Generator[Op, Any, Any]]] = {
+    Sum: NamedEngine._reduce,
+    Max: NamedEngine._max,
+    Gather: NamedEngine._gather,
+    Alltoall: NamedEngine._alltoall,
+    Neighbors: NamedEngine._neighbors,
+    Broadcast: NamedEngine._broadcast,
+}
 
 
 class _Generation:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_compress.backends import HostFunction, backend_of, numpy
-from hvd_compress.base import Array, Context, Joint, Outcome, Request, State, Sum
+from hvd_compress.base import Array, Context, Outcome, State
 from hvd_compress.chain import Repeated, Transform, in_range
+from hvd_compress.requests import Joint, Request, Sum
 
 
 class Tensor(NamedTuple):

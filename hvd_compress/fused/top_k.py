@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Gather, Joint, Outcome, Request, Sparse, State
+from hvd_compress.base import Array, Context, Outcome, Sparse, State
 from hvd_compress.chain import Repeated, Transform, in_range
 from hvd_compress.codecs import logarithmic
 from hvd_compress.errors import CompressionError
@@ -28,6 +28,7 @@ from hvd_compress.fused.messages import message_of
 from hvd_compress.fused.on_host import Memory, exchange_on_host
 from hvd_compress.kernels import Column, Steps, addresses, loops_of, merge
 from hvd_compress.operators import top_k
+from hvd_compress.requests import Gather, Joint, Request
 from hvd_compress.times import phase
 from hvd_compress.transforms import momentum_correction
 from hvd_compress.wire import sparse_size
@@ -56,7 +57,7 @@ class Tensor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FusedTopK:
-    """The exchange of all tensors of a bucket; see :class:`hvd_compress.base.Joint`.
+    """The exchange of all tensors of a bucket; see :class:`hvd_compress.requests.Joint`.
 
     Attributes:
         before: transforms without a state that come first.

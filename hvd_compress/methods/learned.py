@@ -70,7 +70,7 @@ class LGC(OfVelocities, name="lgc"):
         via: "allreduce": latents are averaged.  "server": the leader's latent stands for all, and
             every rank adds its largest values; see ``aggregators/learned.py``.
         innovation, decoders: of "server"; see there.  ``None`` is one decoder.  On a parameter
-            server each worker has its own; see ``parameter_server/learned.py``.
+            server each worker has its own; see ``systems/servers/learned.py``.
         autoencoder: "shared": one for all tensors of a dtype and device.  If fewer than 31 elements
             are selected of all, these are sent as they are.  "per_tensor": one for each tensor, so
             that exchanges overlap with backward; tensors of which fewer than 31 elements are

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_compress.aggregators import allreduce, alltoall
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, Outcome, State, Sum
+from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, Outcome, State
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign
 from hvd_compress.config import check_choice, is_whole
@@ -19,6 +19,7 @@ from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods._chained import Chained
 from hvd_compress.methods.composed import Partition, rule
 from hvd_compress.methods.dense import NoCompression
+from hvd_compress.requests import Sum
 from hvd_compress.transforms import error_feedback
 
 #: the last step that a schedule knows, so that a graph can count to it

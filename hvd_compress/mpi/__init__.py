@@ -10,6 +10,9 @@ Arrays are NumPy arrays, torch tensors in host memory, or GPU arrays; every rank
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 from hvd_compress.integrations.launch import finding_mpi
 
 try:
@@ -22,52 +25,60 @@ except (ImportError, RuntimeError) as error:
 
 from hvd_compress import errors
 from hvd_compress.errors import *  # noqa: F403, errors.__all__ is the list
-from hvd_compress.mpi.asynchronous import AsynchronousEASGD, AsynchronousLeaderSGD
-from hvd_compress.mpi.dense.allreduce import (
+from hvd_compress.mpi.calls.allreduce import (
     allreduce,
     direct_allreduce,
     halving_doubling_allreduce,
     recursive_doubling_allreduce,
     ring_allreduce,
 )
-from hvd_compress.mpi.dense.hierarchical import hierarchical_allreduce
+from hvd_compress.mpi.calls.gtop_k import gtop_k_allreduce
+from hvd_compress.mpi.calls.hierarchical import hierarchical_allreduce
+from hvd_compress.mpi.calls.hierarchical_sparse import hierarchical_sparse_allreduce
+from hvd_compress.mpi.calls.sparse_allreduce import sparse_allgather, sparse_allreduce
 from hvd_compress.mpi.engine import MpiEngine
-from hvd_compress.mpi.parameter_server import ParameterServer
-from hvd_compress.mpi.quantized import consolidate, quantized_allreduce
-from hvd_compress.mpi.quantized_state import QuantizedState
 from hvd_compress.mpi.reducer import Reducer
-from hvd_compress.mpi.sparse.allreduce import Reduced, sparse_allgather, sparse_allreduce
-from hvd_compress.mpi.sparse.gtop_k import gtop_k_allreduce
-from hvd_compress.mpi.sparse.hierarchical import hierarchical_sparse_allreduce
+from hvd_compress.mpi.sparse.running import Reduced
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.tuning.cost_model import CostModel
 from hvd_compress.mpi.tuning.measuring import measure
 
 __all__ = [
-    "AsynchronousEASGD",
-    "AsynchronousLeaderSGD",
     "Communicator",
     "CostModel",
     "MpiEngine",
-    "ParameterServer",
-    "QuantizedState",
     "Reduced",
     "Reducer",
     "allreduce",
-    "consolidate",
     "direct_allreduce",
     "gtop_k_allreduce",
     "halving_doubling_allreduce",
     "hierarchical_allreduce",
     "hierarchical_sparse_allreduce",
     "measure",
-    "quantized_allreduce",
     "recursive_doubling_allreduce",
     "ring_allreduce",
     "sparse_allgather",
     "sparse_allreduce",
 ]
 __all__ += errors.__all__
+
+#: systems over MPI, which are built on this package
+_SYSTEMS = {
+    "AsynchronousEASGD": "servers.mpi.asynchronous",
+    "AsynchronousLeaderSGD": "servers.mpi.asynchronous",
+    "ParameterServer": "servers.mpi.parameter_server",
+    "QuantizedState": "mpi.quantized_state",
+    "consolidate": "mpi.quantized",
+    "quantized_allreduce": "mpi.quantized",
+}
+__all__ += _SYSTEMS
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _SYSTEMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"hvd_compress.systems.{_SYSTEMS[name]}"), name)
 
 
 def __dir__() -> list[str]:

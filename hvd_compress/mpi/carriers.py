@@ -8,50 +8,51 @@ collectives, which have no tags, are not used here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from hvd_compress.aggregators.sparse_vectors import Vector, densify, empty, give_back, take_in
+from hvd_compress.aggregators.sparse_vectors import densify, empty, give_back, take_in
 from hvd_compress.backends import backend_of
 from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
-from hvd_compress.base import (
+from hvd_compress.base import Sparse
+from hvd_compress.config import check_choice
+from hvd_compress.mpi.calls import hierarchical
+from hvd_compress.mpi.calls.hierarchical_sparse import by_nodes
+from hvd_compress.mpi.calls.sparse_allreduce import fastest
+from hvd_compress.mpi.dense import ALGORITHMS
+from hvd_compress.mpi.dense.allgather import gather
+from hvd_compress.mpi.dense.alltoall import alltoall
+from hvd_compress.mpi.dense.broadcast import broadcast
+from hvd_compress.mpi.dense.neighbors import neighbors
+from hvd_compress.mpi.dense.running import CHUNK, start
+from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
+from hvd_compress.mpi.sparse.algorithm import Summed
+from hvd_compress.mpi.sparse.messages import Format
+from hvd_compress.mpi.transport.arrays import HALVES, Flat
+from hvd_compress.mpi.transport.communicator import Channel, Communicator
+from hvd_compress.mpi.transport.nodes import Nodes, nodes_of
+from hvd_compress.mpi.transport.progress import Work
+from hvd_compress.mpi.tuning.measuring import model_of
+from hvd_compress.requests import (
     Alltoall,
     Broadcast,
     Collective,
     Gather,
     Max,
     Neighbors,
-    Sparse,
     SparseSum,
     SparseTotal,
     Sum,
 )
-from hvd_compress.config import check_choice
-from hvd_compress.engines.base import itemsize
-from hvd_compress.mpi.dense import hierarchical
-from hvd_compress.mpi.dense.allgather import gather
-from hvd_compress.mpi.dense.allreduce import ALGORITHMS, CHUNK, start
-from hvd_compress.mpi.dense.alltoall import alltoall
-from hvd_compress.mpi.dense.broadcast import broadcast
-from hvd_compress.mpi.dense.neighbors import neighbors
-from hvd_compress.mpi.sparse.allreduce import ALGORITHMS as SPARSE
-from hvd_compress.mpi.sparse.allreduce import fastest
-from hvd_compress.mpi.sparse.hierarchical import by_nodes
-from hvd_compress.mpi.sparse.messages import Format
-from hvd_compress.mpi.transport.arrays import HALVES, Flat
-from hvd_compress.mpi.transport.communicator import Channel, Communicator
-from hvd_compress.mpi.transport.nodes import Nodes, nodes_of
-from hvd_compress.mpi.transport.progress import Wait, Work
-from hvd_compress.mpi.tuning.measuring import model_of
+from hvd_compress.requests.algorithms import DENSE, SPARSE_SUMS, SUMS
+from hvd_compress.requests.base import itemsize
 
-SparseAlgorithm = Generator[Wait, None, tuple[Vector, Sparse]]
 Carried = tuple[Work, Callable[[], Any]]
 
 #: blocks that a sum is cut into, each with a tag, at most
 _BLOCKS = 24
-_DENSE = tuple(name for name in ALGORITHMS if name != "mpi")
 
 
 def carry(request: Collective, comm: Communicator, tag: int, predivide: float) -> Carried:
@@ -69,22 +70,18 @@ def carry(request: Collective, comm: Communicator, tag: int, predivide: float) -
     def channel(of: Communicator = comm) -> Channel:
         return of.channel(next(tags.setdefault(of, itertools.count(tag))))
 
-    if isinstance(request, Sum | Max):
-        return _reduce(request, comm, channel, predivide)
-    if isinstance(request, SparseSum):
-        return _sparse_sum(request, comm, channel)
-    return _CARRIERS[type(request)](request, comm, channel)
+    return _CARRIERS[type(request)](request, comm, channel, predivide)
 
 
 def _reduce(
     request: Sum | Max, comm: Communicator, channel: Callable[..., Channel], predivide: float
 ) -> Carried:
-    xp, array = backend_of(request.array), request.array
-    is_sum = isinstance(request, Sum)
-    dtype = (isinstance(request, Sum) and request.wire) or xp.dtype(array)
-    algorithm = (isinstance(request, Sum) and request.algorithm) or "direct"
-    scale = predivide if is_sum else 1.0
-    owned = isinstance(request, Sum) and request.owned
+    xp, array, dtype = backend_of(request.array), request.array, request.wire_dtype
+    if isinstance(request, Sum):
+        op, algorithm = "sum", request.algorithm or "direct"
+        scale, owned = predivide, request.owned
+    else:
+        op, algorithm, scale, owned = "max", "direct", 1.0, False
     # Rounding is left to the blocks on their way, which are in the cache, while others are sent.
     is_rounded_late = (
         dtype in HALVES
@@ -96,7 +93,7 @@ def _reduce(
     own, is_ours = _on_wire(array, sent_from, scale)
     total = own if owned or is_ours else np.empty_like(own)
     flat = Flat(own, dtype, own.shape, lambda done: done)
-    work = _allreduce(algorithm, flat, total, "sum" if is_sum else "max", comm, channel)
+    work = _allreduce(algorithm, flat, total, op, comm, channel)
 
     def reply() -> Any:
         result = from_bfloat16(total) if sent_from == "bfloat16" else total
@@ -116,7 +113,7 @@ def _allreduce(
     channel: Callable[..., Channel],
 ) -> Work:
     """Start an allreduce into ``out``."""
-    check_choice("algorithm", name, ("auto", "hierarchical", *_DENSE))
+    check_choice("algorithm", name, SUMS)
     call, nbytes = f"{op} of gradients", len(flat.array) * itemsize(flat.dtype)
     if name == "hierarchical":
         nodes = nodes_of(comm)
@@ -127,21 +124,23 @@ def _allreduce(
             )
         name = "auto"
     if name == "auto":
-        name = model_of(comm).fastest(nbytes, flat.dtype, among=_DENSE)
-    cuts = 1 if "doubling" in name else comm.size
-    chunk = max(CHUNK, -(-nbytes // (cuts * _BLOCKS)))
-    return start(comm, call, ALGORITHMS[name], flat, out, op, chunk, channel=channel)
+        name = model_of(comm).fastest(nbytes, flat.dtype, among=DENSE)
+    algorithm = ALGORITHMS[name]
+    chunk = max(CHUNK, -(-nbytes // (algorithm.pieces(comm.size) * _BLOCKS)))
+    return start(comm, call, algorithm, flat, out, op, chunk, channel=channel)
 
 
-def _sparse_sum(request: SparseSum, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
-    check_choice("algorithm", request.algorithm, ("auto", "hierarchical", *SPARSE))
+def _sparse_sum(
+    request: SparseSum, comm: Communicator, channel: Callable[..., Channel], predivide: float
+) -> Carried:
+    check_choice("algorithm", request.algorithm, SPARSE_SUMS)
     mine, like = take_in(request.sparse, request.n)
     form = Format.of(
         request.n, mine.values.dtype.name, request.wire, "packed", "sum", comm.size, True
     )
     brought, rounded_off = form.bring(mine)
     name, channels = request.algorithm, [channel()]
-    algorithm: SparseAlgorithm
+    algorithm: Summed
     nodes = nodes_of(comm) if name == "hierarchical" else None
     if nodes is not None and not nodes.is_flat:
         assert nodes.inside is not None
@@ -152,7 +151,7 @@ def _sparse_sum(request: SparseSum, comm: Communicator, channel: Callable[..., C
     elif name in ("auto", "hierarchical"):
         algorithm = fastest(channels[0], brought, form, model_of(comm))
     else:
-        algorithm = SPARSE[name](channels[0], brought, form)
+        algorithm = SPARSE[name].run(channels[0], brought, form)
     work = Work(comm, "sparse sum of gradients", [algorithm])
 
     def reply() -> SparseTotal:
@@ -169,12 +168,14 @@ def _sparse_sum(request: SparseSum, comm: Communicator, channel: Callable[..., C
 
 def _without_loss(
     nodes: Nodes, inside: Channel, across: Channel | None, mine: Sparse, form: Format
-) -> SparseAlgorithm:
+) -> Summed:
     total = yield from by_nodes(nodes, inside, across, mine, form, "allgather", None)
     return total, empty(form.wide)
 
 
-def _gather(request: Gather, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
+def _gather(
+    request: Gather, comm: Communicator, channel: Callable[..., Channel], predivide: float
+) -> Carried:
     xp, payload = backend_of(request.payload), request.payload
     message = xp.to_numpy(payload)
     sizes = comm.size * [message.nbytes] if request.equal_sizes else None
@@ -183,7 +184,9 @@ def _gather(request: Gather, comm: Communicator, channel: Callable[..., Channel]
     return work, lambda: [xp.from_numpy(part, payload) for part in work.results[0]]
 
 
-def _alltoall(request: Alltoall, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
+def _alltoall(
+    request: Alltoall, comm: Communicator, channel: Callable[..., Channel], predivide: float
+) -> Carried:
     xp, like = backend_of(request.payloads[0]), request.payloads[0]
     messages = [xp.to_numpy(payload) for payload in request.payloads]
     algorithm = alltoall(channel(), messages, request.equal_sizes)
@@ -191,7 +194,9 @@ def _alltoall(request: Alltoall, comm: Communicator, channel: Callable[..., Chan
     return work, lambda: [xp.from_numpy(part, like) for part in work.results[0]]
 
 
-def _neighbors(request: Neighbors, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
+def _neighbors(
+    request: Neighbors, comm: Communicator, channel: Callable[..., Channel], predivide: float
+) -> Carried:
     xp, payload = backend_of(request.payload), request.payload
     algorithm = neighbors(
         channel(), xp.to_numpy(payload), request.targets, request.sources, request.equal_sizes
@@ -200,7 +205,9 @@ def _neighbors(request: Neighbors, comm: Communicator, channel: Callable[..., Ch
     return work, lambda: [xp.from_numpy(part, payload) for part in work.results[0]]
 
 
-def _broadcast(request: Broadcast, comm: Communicator, channel: Callable[..., Channel]) -> Carried:
+def _broadcast(
+    request: Broadcast, comm: Communicator, channel: Callable[..., Channel], predivide: float
+) -> Carried:
     xp, array = backend_of(request.array), request.array
     buffer, is_ours = _on_wire(array, xp.dtype(array), 1.0)
     buffer = buffer if is_ours else buffer.copy()
@@ -215,6 +222,9 @@ def _broadcast(request: Broadcast, comm: Communicator, channel: Callable[..., Ch
 
 
 _CARRIERS: dict[type[Collective], Callable[..., Carried]] = {
+    Sum: _reduce,
+    Max: _reduce,
+    SparseSum: _sparse_sum,
     Gather: _gather,
     Alltoall: _alltoall,
     Neighbors: _neighbors,

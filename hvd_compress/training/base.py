@@ -24,10 +24,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Collective, Compressor
+from hvd_compress.base import Array, Compressor
 from hvd_compress.config import Configurable, is_number, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import NoCompression, as_compressor
+from hvd_compress.requests import Collective
 
 #: arrays by the name of the parameter
 Arrays = dict[str, Array]

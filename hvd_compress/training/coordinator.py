@@ -11,12 +11,13 @@ import numpy as np
 
 from hvd_compress.agreement import Terms, listed
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Collective
+from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import Member, joined
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.checkpoints import check_array, entry, refused, share, whole
 from hvd_compress.reducer import Reducer
+from hvd_compress.requests import Collective
 from hvd_compress.stats import Record, Stats
 from hvd_compress.training.base import (
     WEIGHTS_AT_START,

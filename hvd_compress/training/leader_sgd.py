@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Broadcast, Gather, Neighbors
+from hvd_compress.base import Array
 from hvd_compress.config import converted
 from hvd_compress.errors import ConfigError
+from hvd_compress.requests import Broadcast, Gather, Neighbors
 from hvd_compress.training.base import (
     Arrays,
     State,

@@ -6,9 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from hvd_compress.agreement import differences, encode
-from hvd_compress.base import Broadcast
 from hvd_compress.engines import lockstep
-from hvd_compress.engines.base import payload_bytes
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.errors import CompressionError, MismatchError
 from hvd_compress.stats import Record
@@ -172,7 +170,7 @@ class World:
                 for name in first.arrays
             }
             return [mean] * self.size
-        self._record.bytes_sent += payload_bytes(first)
-        if isinstance(first, Broadcast) and first.root == 0:
-            self._record.bytes_sent += int(first.array.nbytes)
-        return [reply_to(requests, rank) for rank in range(self.size)]
+        replies = [reply_to(requests, rank) for rank in range(self.size)]
+        sent, _ = first.count(replies[0], 0, self.size)
+        self._record.bytes_sent += first.nbytes + sent
+        return replies

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from hvd_compress import LGC, Compressor, ConfigError, Outcome, partition, rule
-from hvd_compress.base import Joint
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.reducer import Reducer
+from hvd_compress.requests import Joint
 
 
 @dataclasses.dataclass(frozen=True)

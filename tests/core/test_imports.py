@@ -19,7 +19,6 @@ HEAVY = {"torch", "tensorflow", "keras", "horovod", "mpi4py", "numba", "jax", "s
 OPTIONAL = (
     "hvd_compress.torch",
     "hvd_compress.tensorflow",
-    "hvd_compress.mpi",
     "hvd_compress.kernels",
 )
 
@@ -31,7 +30,8 @@ def modules():
             hvd_compress.__path__, "hvd_compress.", onerror=lambda name: None
         )
     ]
-    return ["hvd_compress", *(name for name in found if not name.startswith(OPTIONAL))]
+    core = [n for n in found if not n.startswith(OPTIONAL) and "mpi" not in n.split(".")]
+    return ["hvd_compress", *core]
 
 
 def loaded_by(code):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import hvd_compress.blocks
 import hvd_compress.decentralized
-import hvd_compress.parameter_server
+import hvd_compress.systems.servers
 import hvd_compress.training  # noqa: F401, they register what they have
 from hvd_compress import ConfigError, NeedsTuning
 from hvd_compress.config import lookup, names

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from hvd_compress import Broadcast, Context, Gather, Neighbors, Outcome, PowerSGD, Sparse, Sum
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Batch, Joint
 from hvd_compress.coding.factors import orthonormal_rows
 from hvd_compress.engines.buckets import Buckets
-from hvd_compress.engines.joining import Member, answer_batches, answers, joined
+from hvd_compress.engines.joining import Member, joined
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
+from hvd_compress.requests import Batch, Joint
 from hvd_compress.stats import Record
 from tests.method_table import ROWS
 
@@ -49,7 +49,7 @@ def test_equal_shapes_are_one_stack(framework):
     values = [np.full(shape, i, np.float32) for i, shape in enumerate([(2, 3), (4,), (2, 3)])]
     members = [asking(double, make(value)) for value in values]
     members += [asking(other, make(values[0])), asking(double, make(values[0].astype(float)))]
-    answer_batches(members)
+    run([joined(members, 0, 1)])
     assert sorted(calls) == [(1, 2, 3), (1, 2, 3), (1, 4), (2, 2, 3)]
     for member, value in zip(members, [*values, values[0], values[0]], strict=True):
         np.testing.assert_array_equal(np.asarray(member.outcome), 2 * value)
@@ -58,7 +58,7 @@ def test_equal_shapes_are_one_stack(framework):
 def test_numpys_arrays_stay_alone():
     calls = []
     double = doubling(calls)
-    answer_batches([asking(double, np.ones((2, 2))) for _ in range(3)])
+    run([joined([asking(double, np.ones((2, 2))) for _ in range(3)], 0, 1)])
     assert calls == [(1, 2, 2)] * 3
 
 
@@ -67,7 +67,7 @@ def test_stacks_are_orthonormalised_like_matrices(framework):
     make = MAKERS[framework]
     matrices = np.random.default_rng(0).standard_normal((5, 3, 8))
     requests = [Batch(orthonormal_rows, (make(matrix),)) for matrix in matrices]
-    for q, matrix in zip(answers(requests), matrices, strict=True):
+    for q, matrix in zip(Batch.answers(requests), matrices, strict=True):
         expected = orthonormal_rows(backend_of(matrix), matrix)
         np.testing.assert_allclose(np.asarray(q), expected, atol=1e-12)
         np.testing.assert_allclose(np.asarray(q) @ np.asarray(q).T, np.eye(3), atol=1e-12)
@@ -89,11 +89,7 @@ def test_many_matrices_are_one_after_the_other(framework, options):
             gradient = MAKERS[framework](gradient)
             exchange = method.exchange(gradient, states[name], Context(name=name, step=step))
             members[name] = in_flight(exchange, name)
-        while any(t.request is not None for t in members.values()):
-            answer_batches(list(members.values()))
-            for member in members.values():
-                if member.request is not None:
-                    member.advance(member.request.array)
+        run([joined(list(members.values()), 0, 1)])
         for name, member in members.items():
             states[name] = member.outcome.state
             expected = world.exchange([gradients[name]], name)[0].mean

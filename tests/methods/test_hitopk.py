@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from hvd_compress import ConfigError, HiTopK, MSTopK
-from hvd_compress.base import Alltoall, Context, Neighbors
+from hvd_compress.base import Context
 from hvd_compress.blocks import chain, nodes_top_k, random_k, sidco, threshold, top_k
 from hvd_compress.engines import lockstep
 from hvd_compress.engines.base import watched
 from hvd_compress.engines.lockstep import World
+from hvd_compress.requests import Alltoall, Neighbors
 
 #: of each rank; two nodes with two ranks each
 GRADIENTS = np.array(

@@ -14,7 +14,7 @@ from hvd_compress.aggregators._leader import Selection, leaders_choice
 from hvd_compress.autoencoder import first_weights, latent_size, lengths, numpy_network
 from hvd_compress.autoencoder.layout import DECODER, ENCODER, last_layer
 from hvd_compress.blocks import chain, fading_memory, learned_allreduce, learned_server, top_k
-from hvd_compress.engines.base import alone, payload_bytes, watched
+from hvd_compress.engines.base import alone, watched
 from hvd_compress.engines.joining import Member, joined
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
@@ -368,9 +368,7 @@ def bytes_of_a_step(method, step):
         ]
         buckets.append(joined(members, rank, 3))
     sizes = []
-    run(
-        [watched(buckets[0], lambda request, _: sizes.append(payload_bytes(request))), *buckets[1:]]
-    )
+    run([watched(buckets[0], lambda request, _: sizes.append(request.nbytes)), *buckets[1:]])
     return sizes, {name: record.bytes_sent for name, record in records[0].items()}
 
 

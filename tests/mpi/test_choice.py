@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from hvd_compress import Sparse, mpi
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi.tuning.cost_model import DENSE, SPARSE
+from hvd_compress.mpi.dense import ALGORITHMS as DENSE
+from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from tests.simulated_mpi import ORDERS, Simulation
 
 times = st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3)

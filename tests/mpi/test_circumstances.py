@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from hvd_compress import Sparse, mpi
 from hvd_compress.backends import halves
 from hvd_compress.errors import CompressionError, ConfigError, MismatchError
-from hvd_compress.mpi.dense import native
-from hvd_compress.mpi.dense.allreduce import ALGORITHMS, start
+from hvd_compress.mpi.dense import ALGORITHMS
+from hvd_compress.mpi.dense import mpi as mpis_own
+from hvd_compress.mpi.dense.running import start
 from hvd_compress.mpi.transport import arrays, communicator
+from hvd_compress.requests.algorithms import DENSE as REQUESTED
 from tests.mpi.test_simulated import assert_same, entries, numbers, orders
 from tests.simulated_mpi import Comm, Simulation
 
@@ -72,11 +74,7 @@ OUTS = {
 circumstances = st.tuples(st.sampled_from([*ARRAYS]), st.sampled_from([*OUTS]))
 
 DENSE = {
-    "direct": mpi.direct_allreduce,
-    "ring": mpi.ring_allreduce,
-    "recursive doubling": mpi.recursive_doubling_allreduce,
-    "binary blocks": mpi.halving_doubling_allreduce,
-    "mpi": functools.partial(mpi.allreduce, algorithm="mpi"),
+    **{name: functools.partial(mpi.allreduce, algorithm=name) for name in ALGORITHMS},
     "auto": mpi.allreduce,
     "hierarchical": lambda x, **more: mpi.hierarchical_allreduce(
         x, ranks_per_node=2, algorithm="mpi", **more
@@ -202,7 +200,7 @@ def test_the_others_hear_what_is_wrong_on_one():
         assert "rank 1: ConfigError: out is read-only" in str(error)
 
 
-@pytest.mark.parametrize("name", ["direct", "ring", "halving_doubling", "recursive_doubling"])
+@pytest.mark.parametrize("name", [*REQUESTED])
 @settings(max_examples=6)
 @given(data=st.data())
 def test_float32_is_rounded_before_or_on_its_way(name, data):
@@ -270,7 +268,7 @@ def test_what_is_on_a_device_is_waited_for_before_each_message(name):
         mock.patch.object(Simulation, "post", posted),
         mock.patch.object(Comm, "Iallreduce", reduced),
         mock.patch.object(communicator, "before_message", wait),
-        mock.patch.object(native, "before_message", wait),
+        mock.patch.object(mpis_own, "before_message", wait),
     ):
         Simulation(3).run(rank)
     assert sent

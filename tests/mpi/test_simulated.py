@@ -20,11 +20,15 @@ from hvd_compress import PoorFit, Sparse, as_compressor, mpi
 from hvd_compress.backends import numpy as numpy_backend
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import CollectiveTimeout, MismatchError
+from hvd_compress.mpi.dense import ALGORITHMS
 from hvd_compress.mpi.dense.allgather import allgather
 from hvd_compress.mpi.dense.alltoall import alltoall
 from hvd_compress.mpi.dense.broadcast import broadcast
+from hvd_compress.mpi.dense.halving_doubling import FOLD
 from hvd_compress.mpi.dense.neighbors import neighbors
+from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.transport.progress import Wait
+from hvd_compress.requests.algorithms import DENSE as TAGGED
 from tests.mpi_scenarios import MODULES
 from tests.scenarios import names
 from tests.simulated_mpi import ORDERS, Simulation, SimulationError
@@ -93,14 +97,8 @@ def dense(vector, n, dtype="float64"):
 
 # -- dense -----------------------------------------------------------------------------------------
 
-DENSE = {
-    "direct": mpi.direct_allreduce,
-    "recursive doubling": mpi.recursive_doubling_allreduce,
-    "ring": mpi.ring_allreduce,
-    "binary blocks": mpi.halving_doubling_allreduce,
-    "fold": functools.partial(mpi.halving_doubling_allreduce, remainder="fold"),
-    "hierarchical": mpi.hierarchical_allreduce,
-}
+DENSE = {name: functools.partial(mpi.allreduce, algorithm=name) for name in (*TAGGED, FOLD.name)}
+DENSE["hierarchical"] = mpi.hierarchical_allreduce
 
 
 @at_every_size(
@@ -113,7 +111,7 @@ DENSE = {
     chunk=st.sampled_from([64, 256, 4096]),
     segment=st.sampled_from([0, 24]),
     in_place=st.booleans(),
-    across=st.sampled_from(["ring", "direct", "halving_doubling", "recursive_doubling", "mpi"]),
+    across=st.sampled_from([*ALGORITHMS]),
     ranks_per_node=st.integers(1, 7),
 )
 def test_dense_sums(
@@ -245,7 +243,7 @@ def assert_nothing_is_lost(brought, results, n, scale=1):
 
 @at_every_size(
     3,
-    ["allgather", "recursive_doubling", "split_allgather", "hierarchical"],
+    [*SPARSE, "hierarchical"],
     order=orders,
     n=st.integers(1, 300),
     k=st.integers(0, 60),

@@ -9,14 +9,10 @@ from hvd_compress import Compressor, OkTopk, TopK, as_compressor, mpi
 from hvd_compress.blocks import allgather, allreduce, chain, error_feedback, ok_topk, top_k
 from hvd_compress.engines import lockstep
 from hvd_compress.mpi import carriers
+from hvd_compress.requests.algorithms import SPARSE_SUMS, SUMS
 from tests.mpi_scenarios.common import assert_same_everywhere, raises, world
 
 SHAPES = {"w1": (40, 30), "b1": (30,), "w2": (300, 20), "one": (1,), "none": (0,)}
-DENSE = (
-    *(None, "auto", "direct", "halving_doubling", "hierarchical"),
-    *("recursive_doubling", "ring"),
-)
-SPARSE = ("allgather", "auto", "hierarchical", "recursive_doubling", "split_allgather")
 
 
 def _gradients(rank: int, step: int) -> dict[str, np.ndarray]:
@@ -41,14 +37,14 @@ def _follows_the_lockstep_world(method: Compressor, tolerance: float, **options:
 
 
 def dense_sums_by_every_algorithm() -> None:
-    for algorithm in DENSE:
+    for algorithm in SUMS:
         for wire in (None, "float16"):
             method = chain(via=allreduce(wire=wire, algorithm=algorithm))
             _follows_the_lockstep_world(method, 1e-6 if wire is None else 2e-3)
 
 
 def sparse_sums_by_every_algorithm() -> None:
-    for algorithm in SPARSE:
+    for algorithm in SPARSE_SUMS:
         via = allgather(top_k(0.05), algorithm=algorithm)
         for bucket_bytes in (1, 10**9):
             method = chain(error_feedback(), via=via)
@@ -57,7 +53,7 @@ def sparse_sums_by_every_algorithm() -> None:
 
 def nothing_is_lost_where_sums_are_rounded() -> None:
     """What went in is what all ranks sent and what is left, whoever rounded."""
-    for algorithm in SPARSE:
+    for algorithm in SPARSE_SUMS:
         method = chain(
             error_feedback(), via=allgather(top_k(0.05), values="float16", algorithm=algorithm)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress import mpi
+from hvd_compress.mpi.dense import ALGORITHMS
+from hvd_compress.mpi.dense.halving_doubling import FOLD
 
 world = MPI.COMM_WORLD
 FLOATS = ("float16", "float32", "float64")
@@ -39,15 +42,10 @@ def assert_same_everywhere(*values: Any) -> None:
 
 def dense_algorithms() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every dense allreduce, with its name."""
-    yield "direct", mpi.direct_allreduce
-    yield "recursive doubling", mpi.recursive_doubling_allreduce
-    yield "ring", mpi.ring_allreduce
-    yield "binary blocks", mpi.halving_doubling_allreduce
-    yield (
-        "fold",
-        lambda x, **more: mpi.halving_doubling_allreduce(x, remainder="fold", **more),
-    )
-    yield "mpi", lambda x, **more: mpi.allreduce(x, algorithm="mpi", **more)
+    for name in ALGORITHMS:
+        by_name = functools.partial(mpi.allreduce, algorithm=name)
+        yield name, getattr(mpi, f"{name}_allreduce", by_name)
+    yield FOLD.name, functools.partial(mpi.halving_doubling_allreduce, remainder="fold")
 
 
 def raises(error: type[BaseException], *words: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 
@@ -10,12 +9,9 @@ import numpy as np
 
 from hvd_compress import kernels, mpi
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.mpi.dense import plans
-from hvd_compress.mpi.dense.allreduce import start
-from hvd_compress.mpi.dense.direct_allreduce import direct
-from hvd_compress.mpi.dense.halving_doubling import halving_doubling
-from hvd_compress.mpi.dense.recursive_doubling import recursive_doubling
-from hvd_compress.mpi.dense.ring import ring
+from hvd_compress.mpi.dense import ALGORITHMS, plans
+from hvd_compress.mpi.dense.halving_doubling import FOLD
+from hvd_compress.mpi.dense.running import start
 from hvd_compress.mpi.transport.arrays import flatten
 from tests.mpi_scenarios.common import (
     FLOATS,
@@ -31,13 +27,7 @@ from tests.mpi_scenarios.common import (
 SIZES = (0, 1, 2, world.size, world.size + 1, 1000, 10007)
 if world.size > 8:  # more ranks than cores take their time
     SIZES = (0, 1, world.size + 1, 2003)
-REPEATED = {
-    "direct": direct,
-    "recursive doubling": recursive_doubling,
-    "ring": ring,
-    "binary blocks": halving_doubling,
-    "fold": functools.partial(halving_doubling, remainder="fold"),
-}
+REPEATED = {each.name: each for each in (*ALGORITHMS.values(), FOLD) if each.is_tagged}
 CHUNK = 1024  # bytes: several blocks, the last one not full
 
 
@@ -151,7 +141,7 @@ def programs_take_the_steps_that_python_takes() -> None:
             time.sleep(0.01)  # programs do not look for so long
         is_good()
         sums = everything.copy()
-        other = start(comm, "meanwhile", ring, flatten(everything), sums, "sum")
+        other = start(comm, "meanwhile", ALGORITHMS["ring"], flatten(everything), sums, "sum")
         is_good()
         other.wait()
         assert (sums == world.size).all()
@@ -227,12 +217,12 @@ def each_rank_sends_what_the_formula_says() -> None:
         before = comm.bytes_sent
         allreduce(np.ones(n, np.float32), comm=comm)
         sent = comm.bytes_sent - before
-        if name in ("ring", "direct") or (name in ("binary blocks", "fold") and p & (p - 1) == 0):
+        if name in ("ring", "direct") or (name.startswith("halving") and p & (p - 1) == 0):
             assert sent == 2 * 4 * n * (p - 1) // p, name
         elif name != "mpi":
             everything = world.allreduce(sent)
             assert everything <= (2 * 4 * n * (p - 1) + 2 * 4 * n * p), name
-        if name in ("ring", "binary blocks"):
+        if name in ("ring", "halving_doubling"):
             before = comm.bytes_sent
             allreduce(np.ones(n, np.float16), comm=comm)
             if p & (p - 1) == 0 or name == "ring":  # partial sums travel as float32

@@ -7,13 +7,14 @@ from mpi4py import MPI
 
 from hvd_compress import Sparse, mpi
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
+from hvd_compress.mpi.dense import ALGORITHMS
+from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.transport import nodes
 from tests.mpi_scenarios.common import array, arrays, assert_same_everywhere, raises, world
 
 P = world.size
 SIZES = (0, P - 1, 1003)
 CHUNK = 256  # bytes: several blocks, the last one not full
-ALGORITHMS = ("direct", "ring", "halving_doubling", "mpi")
 #: even and uneven nodes, a last one with fewer ranks; one node, where there are few ranks
 LAYOUTS = sorted({2, 3, (P + 1) // 2, max(1, P - 1)})
 
@@ -202,8 +203,7 @@ def parts_are_made_once_and_freed_with_the_whole() -> None:
 def sparse_sums_are_exact_on_every_layout() -> None:
     """Integers, so that no order of additions matters."""
     for ranks_per_node in LAYOUTS:
-        algorithms = ["allgather", "recursive_doubling", "split_allgather"]
-        for algorithm in algorithms + ["auto"] * (ranks_per_node == 2):
+        for algorithm in [*SPARSE] + ["auto"] * (ranks_per_node == 2):
             for n, k, dtype in ((2, 1, "float32"), (501, 20, "float32"), (501, 400, "float16")):
                 everyones = [_sparse(rank, n, k, dtype) for rank in range(P)]
                 want = np.zeros(n)

@@ -23,12 +23,12 @@ from hvd_compress.errors import (
     PayloadError,
     UnsupportedError,
 )
+from hvd_compress.mpi.sparse import ALGORITHMS
 from hvd_compress.mpi.sparse import messages as sparse_messages
 from hvd_compress.mpi.transport.point_to_point import exchange_open
 from hvd_compress.wire import encode_sparse, sparse_size
 from tests.mpi_scenarios.common import FLOATS, assert_same_everywhere, raises, world
 
-ALGORITHMS = ("allgather", "recursive_doubling", "split_allgather")
 CODECS = ("int32", "packed")
 P, RANK = world.size, world.rank
 SIZE, OVERHEAD = 8, 16 + 7  # bytes that go ahead of a frame; header and most padding

@@ -19,10 +19,11 @@ from hvd_compress import (
     warmup_to,
 )
 from hvd_compress.backends import numpy as numpy_backend
-from hvd_compress.base import Compressor, Context, Gather, Max, Outcome, State, Sum
+from hvd_compress.base import Compressor, Context, Outcome, State
 from hvd_compress.engines import lockstep
 from hvd_compress.engines.joining import Member, joined
 from hvd_compress.errors import ConfigError, MismatchError
+from hvd_compress.requests import Gather, Max, Sum
 from hvd_compress.stats import Record
 from hvd_compress.training import Coordinator, DiLoCo
 from tests.method_table import ROWS

@@ -24,7 +24,6 @@ from hvd_compress import (
     Threshold,
 )
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Gather, Sum
 from hvd_compress.blocks import (
     adaptive_threshold,
     chain,
@@ -44,6 +43,7 @@ from hvd_compress.operators.quantiles import (
     quantile,
     upper_gamma,
 )
+from hvd_compress.requests import Gather, Sum
 from hvd_compress.wire import sparse_size
 
 WORKED = np.array([3, -4, 12], np.float32)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hvd_compress.errors import ConfigError, PayloadError
-from hvd_compress.parameter_server import Rules, SGDServer, Simulation
-from hvd_compress.parameter_server.elastic import ElasticCentre, moved
-from hvd_compress.parameter_server.leaders import LeaderLink, LeaderRules, LeaderServer
+from hvd_compress.systems.servers import Rules, SGDServer, Simulation
+from hvd_compress.systems.servers.elastic import ElasticCentre, moved
+from hvd_compress.systems.servers.leaders import LeaderLink, LeaderRules, LeaderServer
 
 #: of Leader SGD with one leader
 ONE = {"local_pull": 0, "local_drift": 0}

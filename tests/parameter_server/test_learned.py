@@ -10,8 +10,8 @@ import pytest
 from hvd_compress import LGC, After, ConfigError, PayloadError, PoorFit
 from hvd_compress.autoencoder import latent_size, numpy_network
 from hvd_compress.autoencoder.layout import DECODER, ENCODER, last_layer, weights_of
-from hvd_compress.parameter_server import Rules, SGDServer, Simulation
-from hvd_compress.parameter_server.learned import LearnedServer, Phase
+from hvd_compress.systems.servers import Rules, SGDServer, Simulation
+from hvd_compress.systems.servers.learned import LearnedServer, Phase
 
 WORKERS, N, K, M = 3, 1200, 60, 3
 SHAPES = {"b": (7,), "w10": (10, 20), "w9": (20, 50)}  # w9 is before w10, by its number

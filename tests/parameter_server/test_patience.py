@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_compress.parameter_server.patience import Patience
+from hvd_compress.systems.servers.patience import Patience
 
 TIMEOUT, AT_END = 60.0, 600.0
 

@@ -12,7 +12,7 @@ from hvd_compress import as_compressor, method_names
 from hvd_compress.engines import lockstep
 from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.methods import NoCompression
-from hvd_compress.parameter_server import (
+from hvd_compress.systems.servers import (
     AdamServer,
     Link,
     Rules,
@@ -23,7 +23,7 @@ from hvd_compress.parameter_server import (
     pieces_of,
     taken_from,
 )
-from hvd_compress.parameter_server.coding import Coder
+from hvd_compress.systems.servers.coding import Coder
 
 
 def one_number(rules, workers=2, start=1.0, lr=0.1, gradient=None, **more):

@@ -9,10 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress import DGC, FP16, GTopK, NoCompression, StagedWarmup, TopK, switch
-from hvd_compress.base import Alltoall, Broadcast, Compressor, Gather, Max, Neighbors, Outcome, Sum
+from hvd_compress.base import Compressor, Outcome
 from hvd_compress.blocks import allgather, chain, error_feedback, top_k
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.requests import Alltoall, Broadcast, Gather, Max, Neighbors, Sum
 from tests.scenarios import horovod_only
 from tests.scenarios.driver import assert_close, raises
 from tests.scenarios.driver_tensorflow import hvd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hvd_compress.base import Exchange, Gather
+from hvd_compress.base import Exchange
 from hvd_compress.blocks import (
     allgather,
     allreduce,
@@ -18,6 +18,7 @@ from hvd_compress.blocks import (
     top_k,
 )
 from hvd_compress.errors import CompressionError, MismatchError
+from hvd_compress.requests import Gather
 from hvd_compress.torch import (
     DGC,
     ConfigError,

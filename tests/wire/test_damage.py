@@ -11,7 +11,7 @@ import pytest
 from hvd_compress.codecs import inceptionn
 from hvd_compress.codecs.frame import decode_coded, encode_coded
 from hvd_compress.errors import PayloadError
-from hvd_compress.parameter_server import messages
+from hvd_compress.systems.servers import messages
 from hvd_compress.wire import decode, decode_sparse, encode_dense, encode_sparse
 from hvd_compress.wire.rows import decode_rows, encode_rows
 from tests.codecs.test_codecs import EVERY, F4

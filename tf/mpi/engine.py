@@ -14,21 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.agreement import Terms
-from hvd_compress.backends import Output
-from hvd_compress.base import (
-    Alltoall,
-    Array,
-    Broadcast,
-    Collective,
-    Gather,
-    Max,
-    Neighbors,
-    SparseSum,
-    Sum,
-)
+from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
-from hvd_compress.errors import UnsupportedError
 from hvd_compress.mpi.process_sets import ProcessSet
+from hvd_compress.requests import Collective, Dense
 
 from ..runtime import Runtime
 from . import collectives
@@ -98,49 +87,30 @@ class MpiGraphEngine:
             self._replies[name] = self._carry(request)
 
     def _carry(self, request: Collective) -> Any:
-        if isinstance(request, SparseSum):
-            raise UnsupportedError(
-                f"algorithm={request.algorithm!r} adds entries while they travel, and a graph "
-                "would have to know beforehand how many come out: leave algorithm out"
-            )
-        if isinstance(request, Gather | Neighbors):
-            n = request.payload.shape[0] if request.equal_sizes else None
-            senders = len(request.sources) if isinstance(request, Neighbors) else self.size
-            return self._node(request, [request.payload], [("uint8", n)] * senders)
-        if isinstance(request, Alltoall):
-            n = request.payloads[self.rank].shape[0] if request.equal_sizes else None
-            return self._node(request, request.payloads, [("uint8", n)] * self.size)
-        return self._dense(request)
-
-    def _dense(self, request: Sum | Max | Broadcast) -> tf.Tensor:
+        if not isinstance(request, Dense):
+            return self._node(request)
         array = request.array
         if array.shape.num_elements() == 0:
             return array
-        if array.dtype == tf.bfloat16:  # which NumPy cannot add
-            if isinstance(request, Broadcast):
-                bits = request._replace(array=tf.bitcast(array, tf.int16))
-                return tf.bitcast(self._dense(bits), tf.bfloat16)
-            wide: Any = request._replace(array=tf.cast(array, tf.float32))
-            if isinstance(request, Sum):
-                wide = wide._replace(wire=request.wire or "bfloat16")
-            return tf.cast(self._dense(wide), tf.bfloat16)
-        if isinstance(request, Sum):  # the memory of a tensor is not ours to write to
-            request = request._replace(owned=False)
-        (reply,) = self._node(request, [array], [(array.dtype.name, tuple(array.shape))])
-        return reply
+        if array.dtype != tf.bfloat16:
+            return self._node(request)
+        if request.reckons:  # NumPy cannot add it
+            wide = request.widened(tf.cast(array, tf.float32))
+            return tf.cast(self._node(wide), tf.bfloat16)
+        bits = request.carrying([tf.bitcast(array, tf.int16)])
+        return tf.bitcast(self._node(bits), tf.bfloat16)
 
-    def _node(
-        self, request: Collective, inputs: Sequence[tf.Tensor], outputs: Sequence[Output]
-    ) -> list[tf.Tensor]:
-        (field,) = {"array", "payload", "payloads"} & set(request._fields)
+    def _node(self, request: Collective) -> Any:
+        inputs, outputs = list(request.arrays), request.outputs(self.rank, self.size)
+        forms = outputs if isinstance(outputs, list) else [outputs]
 
         def carry_out(*arrays: np.ndarray) -> Sequence[np.ndarray]:
-            own = list(arrays[: len(inputs)])
-            fields: dict[str, Any] = {field: own if field == "payloads" else own[0]}
-            reply = self._wait_for(request._replace(**fields))
-            return reply if isinstance(reply, list) else [reply]
+            # The memory of a tensor is not ours to write to.
+            reply = self._wait_for(request.carrying(arrays[: len(inputs)]))
+            return reply if isinstance(outputs, list) else [reply]
 
-        return node(carry_out, [*inputs, *self._agreed], outputs)
+        replies = node(carry_out, [*inputs, *self._agreed], forms)
+        return replies if isinstance(outputs, list) else replies[0]
 
     def _wait_for(self, request: Collective) -> Any:
         engine = self._set.engine

@@ -12,7 +12,8 @@ from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.horovod import without_state
 from hvd_compress.methods import FP16, NoCompression
-from hvd_compress.mpi.dense.allreduce import ALGORITHMS, start
+from hvd_compress.mpi.dense import ALGORITHMS
+from hvd_compress.mpi.dense.running import start
 from hvd_compress.mpi.objects import allgather_object as allgather_object
 from hvd_compress.mpi.objects import barrier as barrier
 from hvd_compress.mpi.objects import broadcast_bytes, gather_bytes

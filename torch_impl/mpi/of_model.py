@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hvd_compress.errors import ConfigError
-from hvd_compress.parameter_server import ServerStats
+from hvd_compress.systems.servers import ServerStats
 
 from ..parameters import Parameter, names_of_parameters
 from ..training.optimizer import is_distributed

@@ -13,7 +13,7 @@ import torch
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.process_sets import global_process_set
-from hvd_compress.parameter_server.rules import Rules
+from hvd_compress.systems.servers.rules import Rules
 
 from ..parameters import Parameter
 from .of_model import OfModel, as_array
@@ -52,7 +52,7 @@ def parameter_server(
             by element.
         servers, worker_timeout, seed: see :class:`hvd_compress.mpi.ParameterServer`.
         mode, backup, staleness, correction, lam, compression, compression_down: see
-            :class:`hvd_compress.parameter_server.Rules`.
+            :class:`hvd_compress.systems.servers.Rules`.
 
     Raises:
         ConfigError: an option has a value that cannot be honoured.

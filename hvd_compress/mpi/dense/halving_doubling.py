@@ -15,10 +15,14 @@ Rabenseifner, Gropp, 2005).  For other P there are two ways:
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
+from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.transport.reduction import Reduction
 
@@ -157,3 +161,22 @@ def _fold(channel: Channel, partial: Any, out: Any, reduction: Reduction) -> Alg
     yield from _double(channel, members, out)
     if rank < 2 * extra:
         yield Wait([channel.send(out, rank ^ 1)], "unfolding")
+
+
+def _seconds(costs: Costs, n: int, p: int) -> float:
+    """2 log2(P) alpha + 2 n (P-1)/P beta_pair + n (P-1)/P gamma."""
+    share = n * (p - 1) / p
+    seconds = 2 * (p.bit_length() - 1) * costs.alpha
+    seconds += 2 * share * costs.pair + share * costs.gamma
+    if p & (p - 1):  # up to the largest block and down again, with half of the data
+        seconds += 4 * costs.alpha + n * costs.pair
+    return seconds
+
+
+#: the first message is half of a block
+ALGORITHM = Allreduce("halving_doubling", halving_doubling, lambda p: 2, _seconds)
+FOLD = dataclasses.replace(
+    ALGORITHM,
+    name="halving_doubling, fold",
+    run=functools.partial(halving_doubling, remainder="fold"),
+)

@@ -18,6 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress import kernels
+from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.transport.arrays import HALVES, Flat
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.progress import Message, Wait, complete_wait
@@ -210,17 +211,15 @@ class _Recorded(Reduction):
         self._note(step, compiled)
 
 
-def plan_of(
-    comm: Communicator, name: str, algorithm: Callable[..., Any], op: str, flat: Flat
-) -> Plan:
+def plan_of(comm: Communicator, algorithm: Allreduce, op: str, flat: Flat) -> Plan:
     """Return the plan for arrays like ``flat``, which the first call makes."""
     dtype = flat.dtype if flat.dtype in HALVES else np.dtype(flat.dtype)
-    kind = name, op, dtype, len(flat.array)
+    kind = algorithm.name, op, dtype, len(flat.array)
     plan = known_plan(comm, kind)
     if plan is None:
         if len(comm.plans) >= KINDS:  # the one whose last use is longest ago
             comm.plans.pop(next(iter(comm.plans))).free()
-        plan = comm.plans[kind] = Plan(comm, algorithm, op, flat.dtype, len(flat.array))
+        plan = comm.plans[kind] = Plan(comm, algorithm.run, op, flat.dtype, len(flat.array))
     return plan
 
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.transport.reduction import Reduction
 
@@ -43,3 +45,16 @@ def recursive_doubling(channel: Channel, x: Any, out: Any, reduction: Reduction)
         if rank < extra:
             yield Wait([channel.send(out, rank + core)], "results for the last ranks")
     reduction.give_back(own, theirs, total)
+
+
+def _seconds(costs: Costs, n: int, p: int) -> float:
+    """log2(P) (alpha + n beta_pair + n gamma)."""
+    doublings = p.bit_length() - 1
+    folds = 1 if p & (p - 1) else 0  # the last ranks' arrays before, and results afterwards
+    sending = costs.alpha + n * costs.pair
+    return (doublings + 2 * folds) * sending + (doublings + folds) * n * costs.gamma
+
+
+ALGORITHM = Allreduce(
+    "recursive_doubling", recursive_doubling, lambda p: 1, _seconds, half_factor=2.0
+)

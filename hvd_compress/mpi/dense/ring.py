@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.transport.reduction import Reduction
 from hvd_compress.sharding import shards_of
@@ -46,3 +48,12 @@ def ring(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
             channel.send(out[parts[(mine - step + 1) % size]], right),
         ]
         yield Wait(messages, "ring allgather", (step, size - 1))
+
+
+def _seconds(costs: Costs, n: int, p: int) -> float:
+    """2 (P-1) alpha + 2 n (P-1)/P beta + n (P-1)/P gamma."""
+    share = n * (p - 1) / p
+    return 2 * (p - 1) * costs.alpha + 2 * share * costs.beta + share * costs.gamma
+
+
+ALGORITHM = Allreduce("ring", ring, lambda p: p, _seconds)

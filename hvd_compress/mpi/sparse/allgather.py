@@ -10,8 +10,10 @@ from collections.abc import Generator
 
 from hvd_compress.aggregators.sparse_vectors import Vector, empty
 from hvd_compress.base import Sparse
+from hvd_compress.mpi.sparse.algorithm import Entries, SparseAllreduce, Summed
 from hvd_compress.mpi.sparse.messages import Format, most_bytes
 from hvd_compress.mpi.transport.communicator import Channel, others
+from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.point_to_point import exchange_open
 from hvd_compress.mpi.transport.progress import Wait
 
@@ -33,9 +35,7 @@ def gather(
     return [form.decode(frames[r], lengths[r], form.wire, r) for r in range(channel.size)]
 
 
-def allgather(
-    channel: Channel, mine: Sparse, form: Format
-) -> Generator[Wait, None, tuple[Vector, Sparse]]:
+def allgather(channel: Channel, mine: Sparse, form: Format) -> Summed:
     """Return the result, and what rounding it took off: nothing."""
     lengths = [form.n] * channel.size
     parts = yield from gather(channel, mine, lengths, form, "sparse allgather")
@@ -43,3 +43,14 @@ def allgather(
     if isinstance(total, Sparse):
         return Sparse(total.indices, form.finish(total.values, form.dtype)), empty(form.wide)
     return form.finish(total, form.dtype), empty(form.wide)
+
+
+def _seconds(costs: Costs, entries: Entries, p: int) -> float:
+    sizes_and_vectors = 2 * costs.round_with_all(p)
+    # One vector after the other is merged into the sum so far.
+    merged = sum(entries.union(ranks) + entries.k for ranks in range(1, p))
+    moved = entries.pair * entries.k * (p - 1)
+    return sizes_and_vectors + moved * costs.fan + merged * costs.merge
+
+
+ALGORITHM = SparseAllreduce("allgather", allgather, _seconds)

@@ -17,15 +17,15 @@ import numpy as np
 
 from hvd_compress.aggregators.sparse_vectors import Vector, empty
 from hvd_compress.base import Sparse
+from hvd_compress.mpi.sparse.algorithm import Entries, SparseAllreduce, Summed
 from hvd_compress.mpi.sparse.messages import Format, most_bytes
 from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.point_to_point import exchange_open
 from hvd_compress.mpi.transport.progress import Wait
 
 
-def recursive_doubling(
-    channel: Channel, mine: Sparse, form: Format
-) -> Generator[Wait, None, tuple[Vector, Sparse]]:
+def recursive_doubling(channel: Channel, mine: Sparse, form: Format) -> Summed:
     """Return the result, and what rounding it took off: nothing, since partial sums are not
     rounded."""
     rank, n = channel.rank, form.n
@@ -92,3 +92,15 @@ def _finish(total: Vector, form: Format) -> Vector:
     if isinstance(total, Sparse):
         return Sparse(total.indices, form.finish(total.values, form.dtype))
     return form.finish(total, form.dtype)
+
+
+def _seconds(costs: Costs, entries: Entries, p: int) -> float:
+    steps = [1 << step for step in range(p.bit_length() - 1)]
+    rounds, moved = len(steps), sum(map(entries.message, steps))
+    if p & (p - 1):
+        rounds, moved = rounds + 2, moved + entries.pair * entries.k + entries.message(p)
+    merging = sum(2 * entries.union(ranks) for ranks in steps) * costs.merge
+    return 2 * rounds * costs.alpha + moved * costs.pair + merging
+
+
+ALGORITHM = SparseAllreduce("recursive_doubling", recursive_doubling, _seconds)

@@ -14,19 +14,20 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from hvd_compress.aggregators.sparse_vectors import Vector, cut, densify, join
+from hvd_compress.aggregators.sparse_vectors import Vector, densify, join
 from hvd_compress.base import Sparse
+from hvd_compress.mpi.sparse.algorithm import Entries, SparseAllreduce, Summed
 from hvd_compress.mpi.sparse.allgather import gather
 from hvd_compress.mpi.sparse.messages import Format, most_bytes
 from hvd_compress.mpi.transport.communicator import Channel, others
+from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.point_to_point import exchange_open
 from hvd_compress.mpi.transport.progress import Wait
+from hvd_compress.requests.sparse import cut
 from hvd_compress.sharding import bounds_of
 
 
-def split_allgather(
-    channel: Channel, mine: Sparse, form: Format
-) -> Generator[Wait, None, tuple[Vector, Sparse]]:
+def split_allgather(channel: Channel, mine: Sparse, form: Format) -> Summed:
     """Return the result, and what rounding took off this rank's region."""
     bounds = bounds_of(form.n, channel.size)
     parts = yield from to_owners(channel, mine, bounds, form)
@@ -82,3 +83,22 @@ def assemble(regions: Sequence[Vector], bounds: Sequence[int], form: Format) -> 
             region = Sparse(places, region[places])
         sparse.append(region)
     return join(sparse, bounds)
+
+
+def _seconds(costs: Costs, entries: Entries, p: int) -> float:
+    return seconds_by_owners(costs, entries, p, entries.message(p), 2)
+
+
+def seconds_by_owners(
+    costs: Costs, entries: Entries, p: int, returned: float, exchanges: int
+) -> float:
+    """Return the seconds of so many exchanges with all ranks, in which owners of regions add up and
+    return ``returned`` bytes in all."""
+    moved = (entries.pair * entries.k + returned) * (p - 1) / p
+    # One vector after the other is merged into the sum so far.
+    merged = sum(entries.union(ranks) + entries.k for ranks in range(1, p)) / p
+    rounds = 2 * exchanges * costs.round_with_all(p)  # sizes go ahead of all messages
+    return rounds + moved * costs.fan + (merged + returned / entries.pair) * costs.merge
+
+
+ALGORITHM = SparseAllreduce("split_allgather", split_allgather, _seconds)

@@ -5,15 +5,8 @@ with straight lines in between.  For others it is the usual one (Thakur, Rabense
 a round costs ``alpha`` seconds, a byte ``beta`` and adding a byte ``gamma``; every message beyond
 the first of a round costs the processor ``overhead``.  A byte does not cost the same in every
 pattern of messages: in a ring a rank sends to one and receives from another, in a pair it does both
-with one, in a fan with all at once.  P ranks, n bytes:
-
-====================  ==================================================================
-ring                  2 (P-1) alpha + 2 n (P-1)/P beta + n (P-1)/P gamma
-halving_doubling      2 log2(P) alpha + 2 n (P-1)/P beta_pair + n (P-1)/P gamma
-recursive_doubling    log2(P) (alpha + n beta_pair + n gamma)
-direct                2 alpha + 2 (P-2) overhead + 2 n (P-1)/P beta_fan + n (P-1)/P gamma
-mpi                   not modelled but measured
-====================  ==================================================================
+with one, in a fan with all at once.  The formulas are beside the algorithms, in
+:mod:`hvd_compress.mpi.dense` and :mod:`hvd_compress.mpi.sparse`; MPI's own is only measured.
 
 Sparse vectors also cost ``merge`` seconds for each entry that is packed, unpacked and added.  Their
 formulas, see :meth:`CostModel.sparse_seconds`, know the bytes and rounds, but not what else a call
@@ -26,17 +19,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from hvd_compress.config import is_number, is_whole
 from hvd_compress.errors import ConfigError
+from hvd_compress.mpi.dense import ALGORITHMS as DENSE
+from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
+from hvd_compress.mpi.sparse.algorithm import Entries
+from hvd_compress.mpi.transport.costs import Costs
 
-DENSE = ("direct", "halving_doubling", "mpi", "recursive_doubling", "ring")
-#: those that lose nothing
-SPARSE = ("allgather", "recursive_doubling", "split_allgather")
 #: one element in so many is an entry where sparse algorithms are measured
 SPARSITY = 1000
 
@@ -86,9 +80,11 @@ class CostModel:
         _check_points("points", self.points, DENSE, "bytes")
         _check_points("sparse_points", self.sparse_points, SPARSE, "entries")
 
-    def _beta(self, pattern: str) -> float:
-        special = {"pair": self.beta_pair, "fan": self.beta_fan}.get(pattern)
-        return self.beta if special is None else special
+    @property
+    def costs(self) -> Costs:
+        pair = self.beta if self.beta_pair is None else self.beta_pair
+        fan = self.beta if self.beta_fan is None else self.beta_fan
+        return Costs(self.alpha, self.beta, self.gamma, self.overhead, pair, fan, self.merge)
 
     def seconds(self, algorithm: str, n: int, *, size: int | None = None) -> float:
         """Return the seconds of a dense allreduce of ``n`` bytes on ``size`` ranks (``None``: the
@@ -104,49 +100,29 @@ class CostModel:
         """Return the seconds on ``p`` ranks, 2 or more, by the formulas above alone.
 
         Raises:
-            ConfigError: there is no formula for MPI's own allreduce.
+            ConfigError: there is no such algorithm, or no formula, as for MPI's own allreduce.
         """
-        if algorithm == "mpi":
-            raise ConfigError("MPI's own allreduce is known for the measured ranks only")
-        if algorithm == "recursive_doubling":
-            doublings = p.bit_length() - 1
-            folds = 1 if p & (p - 1) else 0  # the last ranks' arrays before, and results afterwards
-            sending = self.alpha + n * self._beta("pair")
-            return (doublings + 2 * folds) * sending + (doublings + folds) * n * self.gamma
-        share = (p - 1) / p
-        adding = n * share * self.gamma
-        if algorithm == "ring":
-            rounds, beta = 2 * (p - 1) * self.alpha, self.beta
-        elif algorithm == "direct":
-            rounds, beta = 2 * self._fan(p), self._beta("fan")
-        elif algorithm == "halving_doubling":
-            rounds, beta = 2 * (p.bit_length() - 1) * self.alpha, self._beta("pair")
-            if p & (p - 1):  # up to the largest block and down again, with half of the data
-                rounds += 4 * self.alpha
-                adding += n * beta
-        else:
+        if algorithm not in DENSE:
             raise ConfigError(f"algorithm={algorithm!r} has no cost model")
-        return rounds + 2 * n * share * beta + adding
-
-    def _fan(self, p: int) -> float:
-        """Return the seconds of a round of small messages with all other ranks."""
-        return self.alpha + (p - 2) * self.overhead
+        if (formula := DENSE[algorithm].seconds) is None:
+            raise ConfigError(f"algorithm={algorithm!r} is known for the measured ranks only")
+        return formula(self.costs, n, p)
 
     def fastest(
         self,
         n: int,
         dtype: str = "float32",
-        among: Sequence[str] = DENSE,
+        among: Iterable[str] = DENSE,
     ) -> str:
         """Return the dense algorithm that is expected to be fastest for ``n`` bytes."""
         costs = {}
         for name in among:
-            if name == "mpi" and name not in self.points:
+            if DENSE[name].seconds is None and name not in self.points:
                 continue
             # Partial sums of half precisions are sent as float32, in some rounds or in all of them.
             wide = dtype in ("float16", "bfloat16")
-            factor = {"direct": 1.0, "mpi": 2.0, "recursive_doubling": 2.0}.get(name, 1.5)
-            costs[name] = self.seconds(name, int(n * factor) if wide else n)
+            sent = int(n * DENSE[name].half_factor) if wide else n
+            costs[name] = self.seconds(name, sent)
         return min(costs, key=lambda name: (costs[name], name))
 
     def sparse_seconds(
@@ -177,33 +153,10 @@ class CostModel:
     ) -> float:
         """Return the seconds on ``p`` ranks by rounds, bytes and entries alone; see
         :meth:`sparse_seconds`."""
-        if p == 1:
-            return 0.0
-
-        def union(ranks: int) -> float:
-            return n * (1 - (1 - k / n) ** ranks) if n else 0.0
-
-        def message(ranks: int) -> float:
-            return min(pair * union(ranks), item * n)
-
-        fan, beta = 2 * self._fan(p), self._beta("fan")  # sizes go ahead of all messages
-        # One vector after the other is merged into the sum so far.
-        merged = sum(union(ranks) + k for ranks in range(1, p))
-        if algorithm == "allgather":
-            return fan + pair * k * (p - 1) * beta + merged * self.merge
-        if algorithm == "recursive_doubling":
-            steps = [1 << step for step in range(p.bit_length() - 1)]
-            rounds, moved = len(steps), sum(map(message, steps))
-            if p & (p - 1):
-                rounds, moved = rounds + 2, moved + pair * k + message(p)
-            merging = sum(2 * union(ranks) for ranks in steps) * self.merge
-            return 2 * rounds * self.alpha + moved * self._beta("pair") + merging
-        if algorithm in ("split_allgather", "ok_topk"):
-            sums = message(p) if algorithm == "split_allgather" else pair * k
-            moved = (pair * k + sums) * (p - 1) / p
-            fans = 2 if algorithm == "split_allgather" else 3  # the first balances regions
-            return fans * fan + moved * beta + (merged / p + sums / pair) * self.merge
-        raise ConfigError(f"algorithm={algorithm!r} has no cost model")
+        if algorithm not in SPARSE:
+            raise ConfigError(f"algorithm={algorithm!r} has no cost model")
+        entries = Entries(k, n, pair, item)
+        return 0.0 if p == 1 else SPARSE[algorithm].seconds(self.costs, entries, p)
 
     def fastest_sparse(self, k: int, n: int, *, pair: float = 8, item: int = 4) -> str:
         """Return the sparse algorithm that is expected to be fastest, of those that lose
@@ -237,7 +190,7 @@ class CostModel:
 
 
 def _check_points(
-    field: str, points_of: Mapping[str, Points], names: Sequence[str], unit: str
+    field: str, points_of: Mapping[str, Points], names: Iterable[str], unit: str
 ) -> None:
     for name, points in points_of.items():
         sizes = [n for n, _ in points]

@@ -11,9 +11,13 @@ from mpi4py import MPI
 
 from hvd_compress.aggregators.sparse_vectors import add_up
 from hvd_compress.base import Sparse
+from hvd_compress.mpi.dense import ALGORITHMS as DENSE
+from hvd_compress.mpi.dense.running import CHUNK, run
+from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
+from hvd_compress.mpi.sparse.running import reduce
 from hvd_compress.mpi.transport.communicator import Communicator, others
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
-from hvd_compress.mpi.tuning.cost_model import DENSE, SPARSE, SPARSITY, CostModel, Points
+from hvd_compress.mpi.tuning.cost_model import SPARSITY, CostModel, Points
 from hvd_compress.wire import decode_sparse, encode_sparse
 
 _SMALL = 8
@@ -107,31 +111,28 @@ def _exchange(
 
 def _points(comm: Communicator, repeats: int) -> dict[str, Points]:
     """Time every dense algorithm, as it is called, at every size."""
-    # Only now, since that module chooses by what is measured here.
-    from hvd_compress.mpi.dense.allreduce import allreduce
 
     def call(size: int) -> Callable[[str], object]:
         x = np.zeros(max(1, size // 4), np.float32)
         out = np.zeros_like(x)
-        return lambda name: allreduce(x, algorithm=name, out=out, comm=comm)
+        return lambda name: run(x, "sum", name, out, comm, CHUNK)
 
     def times(size: int) -> int:
         return 4 * repeats if size <= 1 << 16 else repeats if size <= 1 << 20 else 3
 
-    return _timed(comm, DENSE, _SIZES, call, times)
+    return _timed(comm, list(DENSE), _SIZES, call, times)
 
 
 def _sparse_points(comm: Communicator, repeats: int) -> dict[str, Points]:
     """Time every sparse algorithm, as it is called, at every number of entries."""
-    from hvd_compress.mpi.sparse.allreduce import sparse_allreduce
 
     def call(k: int) -> Callable[[str], object]:
         n = SPARSITY * k
         places = np.arange(comm.rank % SPARSITY, n, SPARSITY)
         mine = Sparse(places, np.ones(k, np.float32))
-        return lambda name: sparse_allreduce(mine, n, algorithm=name, comm=comm)
+        return lambda name: reduce(mine, n, "sum", name, comm, None, "int32")
 
-    return _timed(comm, SPARSE, _COUNTS, call, lambda k: repeats)
+    return _timed(comm, list(SPARSE), _COUNTS, call, lambda k: repeats)
 
 
 def _timed(
@@ -146,7 +147,7 @@ def _timed(
     points: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
     checks, comm.checks = comm.checks, 0  # what is not compared later must not be now
     for size in sizes:
-        run = call(size)
+        calling = call(size)
         samples: list[list[float]] = []
         for turn in range(times(size) + 1):  # the first one opens connections and touches memory
             row = []
@@ -154,7 +155,7 @@ def _timed(
                 name = names[(turn + i) % len(names)]
                 comm.run("measuring, barrier", _barrier(comm))
                 start = time.perf_counter()
-                run(name)
+                calling(name)
                 row.append((name, time.perf_counter() - start))
             samples.append([seconds for _, seconds in sorted(row)])
         # A call takes as long as its slowest rank, in every round.

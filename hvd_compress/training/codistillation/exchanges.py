@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Neighbors
+from hvd_compress.base import Array
 from hvd_compress.errors import ConfigError, MismatchError, PayloadError
+from hvd_compress.requests import Neighbors
 from hvd_compress.training.base import Arrays, like
 from hvd_compress.training.groups import Groups
 from hvd_compress.training.leader_sgd import pack, unpack

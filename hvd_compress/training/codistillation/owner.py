@@ -12,10 +12,11 @@ from hvd_compress.agreement import Terms, listed
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.config import check_choice
-from hvd_compress.engines.base import Engine, itemsize
+from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import Member, joined
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.integrations.checkpoints import entry, refused, whole
+from hvd_compress.requests.base import itemsize
 from hvd_compress.stats import Record, Stats
 from hvd_compress.training.base import Arrays
 from hvd_compress.training.codistillation.exchanges import (

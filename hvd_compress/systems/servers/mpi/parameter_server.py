@@ -10,13 +10,13 @@ from mpi4py import MPI
 
 from hvd_compress.config import check_seed
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.mpi.serving import Serving
 from hvd_compress.mpi.transport.communicator import Communicator
-from hvd_compress.parameter_server.learned import ends_of
-from hvd_compress.parameter_server.link import Link
-from hvd_compress.parameter_server.optimizers import ServerOptimizer, SGDServer
-from hvd_compress.parameter_server.pieces import gradients_of, joined, pieces_of, taken_from
-from hvd_compress.parameter_server.rules import Rules
+from hvd_compress.systems.servers.learned import ends_of
+from hvd_compress.systems.servers.link import Link
+from hvd_compress.systems.servers.mpi.serving import Serving
+from hvd_compress.systems.servers.optimizers import ServerOptimizer, SGDServer
+from hvd_compress.systems.servers.pieces import gradients_of, joined, pieces_of, taken_from
+from hvd_compress.systems.servers.rules import Rules
 
 
 class ParameterServer(Serving):
@@ -42,7 +42,7 @@ class ParameterServer(Serving):
         seed: of random numbers of compressions.
         momentum, nesterov: for compressions that take momentum over; ``optimizer`` has none then.
         comm: the ranks; ``None`` for all.
-        rules: options of :class:`hvd_compress.parameter_server.Rules`: ``mode``, ``backup``,
+        rules: options of :class:`hvd_compress.systems.servers.Rules`: ``mode``, ``backup``,
             ``staleness``, ``correction``, ``lam``, ``compression``, ``compression_down``.
 
     Attributes:

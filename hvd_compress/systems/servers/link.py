@@ -9,10 +9,10 @@ import numpy as np
 
 from hvd_compress.base import State
 from hvd_compress.errors import ConfigError, PayloadError
-from hvd_compress.parameter_server.messages import Kind, Message, decode, encode
-from hvd_compress.parameter_server.pieces import Arrays
-from hvd_compress.parameter_server.rules import Rules
-from hvd_compress.parameter_server.server import ServerStats, coders
+from hvd_compress.systems.servers.messages import Kind, Message, decode, encode
+from hvd_compress.systems.servers.pieces import Arrays
+from hvd_compress.systems.servers.rules import Rules
+from hvd_compress.systems.servers.server import ServerStats, coders
 
 
 class Link:

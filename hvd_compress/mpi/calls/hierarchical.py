@@ -22,16 +22,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_compress.config import check_choice
-from hvd_compress.mpi.dense.allreduce import (
-    ALGORITHMS,
-    CHUNK,
-    DEPTH,
-    Comm,
-    allreduce,
-    check_chunk,
-    put,
-    target_of,
-)
+from hvd_compress.mpi.calls.allreduce import allreduce
+from hvd_compress.mpi.dense import ALGORITHMS
+from hvd_compress.mpi.dense.running import CHUNK, DEPTH, Comm, check_chunk, put, target_of
 from hvd_compress.mpi.transport.arrays import Flat, describe, flatten
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes, others
 from hvd_compress.mpi.transport.nodes import Nodes, named, nodes_of
@@ -113,14 +106,15 @@ def start(
         run = _even if nodes.is_even else _uneven
         steps.append(run(channel(inside), between, part, part if out is x else out[block], reduce))
     # Blocks overtake each other, and MPI's own collectives must be called in one order.
-    return Work(comm, call, steps, 1 if algorithm == "mpi" else DEPTH)
+    is_tagged = algorithm == "auto" or ALGORITHMS[algorithm].is_tagged
+    return Work(comm, call, steps, DEPTH if is_tagged else 1)
 
 
 class _Across:
     """The allreduce of one block's partial results between nodes."""
 
     def __init__(self, channel: Channel, algorithm: str, op: str, dtype: str) -> None:
-        self._channel, self._algorithm = channel, ALGORITHMS[algorithm]
+        self._channel, self._algorithm = channel, ALGORITHMS[algorithm].run
         self._op, self._dtype = "sum" if op == "mean" else op, dtype
 
     def run(self, partial: Any) -> Algorithm:

@@ -21,9 +21,9 @@ import numpy as np
 
 from hvd_compress.config import Configurable, converted
 from hvd_compress.errors import ConfigError, PayloadError
-from hvd_compress.parameter_server.messages import Kind, Message, decode, encode
-from hvd_compress.parameter_server.pieces import Arrays, is_finite
-from hvd_compress.parameter_server.server import Reply, ServerStats
+from hvd_compress.systems.servers.messages import Kind, Message, decode, encode
+from hvd_compress.systems.servers.pieces import Arrays, is_finite
+from hvd_compress.systems.servers.server import Reply, ServerStats
 from hvd_compress.training.base import check_between, check_whole
 from hvd_compress.training.groups import Groups, checked_groups, groups_of
 
@@ -94,7 +94,7 @@ class LeaderRules(Configurable, kind="parameter server", name="leaders"):
 
     @property
     def tag(self) -> int:
-        """See :class:`hvd_compress.parameter_server.Rules`."""
+        """See :class:`hvd_compress.systems.servers.Rules`."""
         return zlib.crc32(repr(self).encode()) & 0xFFFF
 
     @property
@@ -115,7 +115,7 @@ class _Leader(NamedTuple):
 
 class LeaderServer:
     """The server: it owns no parameters, but the last leaders'; see
-    :class:`hvd_compress.parameter_server.Server` for the interface.
+    :class:`hvd_compress.systems.servers.Server` for the interface.
 
     Args:
         parameters: as workers have them in the beginning.

@@ -41,7 +41,7 @@ from hvd_compress.aggregators.learned import largest_of, learned_server, nearest
 from hvd_compress.autoencoder import LEAST, first_weights, latent_size, numpy_network
 from hvd_compress.autoencoder.layout import ENCODER, weights_of
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Compressor, Context, Outcome, Request, Sparse, State, Sum
+from hvd_compress.base import Array, Compressor, Context, Outcome, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator, Chain, chain
 from hvd_compress.codecs.frame import decode_coded, encode_coded
 from hvd_compress.codecs.plain import plain
@@ -49,12 +49,13 @@ from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.methods import LGC
 from hvd_compress.operators import top_k
 from hvd_compress.operators.top_k import count
-from hvd_compress.parameter_server.link import Link
-from hvd_compress.parameter_server.messages import Kind, Message
-from hvd_compress.parameter_server.pieces import Arrays
-from hvd_compress.parameter_server.rules import Rules
-from hvd_compress.parameter_server.server import Reply, Server
+from hvd_compress.requests import Request, Sum
 from hvd_compress.schedules import started
+from hvd_compress.systems.servers.link import Link
+from hvd_compress.systems.servers.messages import Kind, Message
+from hvd_compress.systems.servers.pieces import Arrays
+from hvd_compress.systems.servers.rules import Rules
+from hvd_compress.systems.servers.server import Reply, Server
 
 _FLOAT = np.dtype(np.float32)
 _NONE = np.zeros(0, _FLOAT)
@@ -207,7 +208,7 @@ class LearnedLink(Link):
                 name, step=step, momentum=self._up.momentum, nesterov=self._up.nesterov
             )
             self._exchanges[name] = exchange = method.exchange(g, state, context)
-            self._x[name] = next(exchange).array  # type: ignore[union-attr]
+            self._x[name] = next(exchange).array  # type: ignore[attr-defined]
         self._pending = self.states  # if the server does not take the gradient
         with np.errstate(over="ignore"):
             flat = np.concatenate([*(self._x[n].astype(_FLOAT) for n in layout.coded), _NONE])

@@ -5,61 +5,26 @@ docs/sparse-collectives.md explains which of them to use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
-from hvd_compress.aggregators.sparse_vectors import Vector, give_back, take_in
-from hvd_compress.backends import backend_of
+from hvd_compress.aggregators.sparse_vectors import give_back, take_in
 from hvd_compress.base import Sparse
-from hvd_compress.config import check_choice
-from hvd_compress.errors import ConfigError, PayloadError
-from hvd_compress.mpi.sparse.allgather import allgather, gather
+from hvd_compress.errors import PayloadError
+from hvd_compress.mpi.sparse import ALGORITHMS
+from hvd_compress.mpi.sparse.algorithm import Summed
+from hvd_compress.mpi.sparse.allgather import gather
 from hvd_compress.mpi.sparse.messages import Format
-from hvd_compress.mpi.sparse.recursive_doubling import recursive_doubling
-from hvd_compress.mpi.sparse.split_allgather import split_allgather
+from hvd_compress.mpi.sparse.running import Comm, Reduced, reduce, run
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, others
 from hvd_compress.mpi.transport.progress import Algorithm, Message, Wait
 from hvd_compress.mpi.tuning.cost_model import CostModel
 from hvd_compress.mpi.tuning.measuring import model_of
 
-Comm = MPI.Comm | Communicator | None
-
-ALGORITHMS: dict[str, Callable[..., Any]] = {
-    "allgather": allgather,
-    "recursive_doubling": recursive_doubling,
-    "split_allgather": split_allgather,
-}
-
-
 #: forms of calls whose number of entries a communicator remembers
 _FORMS = 256
-
-
-class Reduced(NamedTuple):
-    """The result of a sparse allreduce.
-
-    Attributes:
-        total: the sum or mean, the same bits on all ranks: a ``Sparse`` of the dtype passed in, or
-            a flat array of all n elements, where that is shorter.
-        dropped: the entries that are not in ``total`` and that this rank has to keep, a ``Sparse``
-            (float32 for float16).  Over all ranks, the vectors passed in add up to the sum, which
-            is P times the mean, plus what was dropped.
-    """
-
-    total: Any
-    dropped: Sparse
-
-    def dense(self, n: int) -> Any:
-        """Return the total as a flat array of ``n`` elements: ``total`` itself if it is one."""
-        if not isinstance(self.total, Sparse):
-            if len(self.total) != n:
-                raise ConfigError(f"n={n}, and the result has {len(self.total)} elements")
-            return self.total
-        xp = backend_of(self.total.values)
-        return xp.put(xp.zeros(n, self.total.values), self.total.indices, self.total.values)
 
 
 def sparse_allgather(
@@ -132,57 +97,20 @@ def sparse_allreduce(
         MismatchError: ranks differ in n, dtype or options.
         PayloadError: a message was damaged on its way.
     """
-    communicator = Communicator.of(comm)
-    with communicator.told():
-        check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
-        mine, like = take_in(sparse, n)
-        form = Format.of(n, mine.values.dtype.name, values, indices, op, communicator.size, True)
-        brought, rounded_off = form.bring(mine)
-
-    def start() -> Algorithm:
-        if algorithm != "auto":
-            return ALGORITHMS[algorithm](communicator.channel(), brought, form)
-        return fastest_as_before(communicator, brought, form, model_of(communicator))
-
-    call = f"sparse_allreduce({form}, {communicator.named(algorithm)})"
-    total, lost = run(communicator, call, start)
-    return reduced(form, total, [rounded_off, lost], like)
+    return reduce(sparse, n, op, algorithm, comm, values, indices, _as_before)
 
 
-def run(comm: Communicator, call: str, start: Callable[[], Algorithm]) -> Any:
-    """Agree on the call, and drive its algorithm to the end.
-
-    What a rank could not read it cannot answer, so the communicator is of no use afterwards.
-    """
-    comm.agree(call)
-    try:
-        return comm.run(call, start())[0]
-    except PayloadError as error:
-        comm.give_up(f"{call}: {error}", [])
-        raise
-
-
-def reduced(form: Format, total: Vector, dropped: list[Sparse], like: Any) -> Reduced:
-    """Return the result in the form that the caller gets."""
-    rest = form.not_sent(dropped)
-    return Reduced(give_back(form.present(total), like), give_back(rest, like))
-
-
-def fastest(
-    channel: Channel, mine: Sparse, form: Format, model: CostModel
-) -> Generator[Wait, None, tuple[Vector, Sparse]]:
+def fastest(channel: Channel, mine: Sparse, form: Format, model: CostModel) -> Summed:
     """Run the algorithm that a model expects to be fastest for the largest number of entries."""
     announced = _Announced(channel, mine, form)
     yield from announced.arrive()
     return (yield from _chosen(model, announced.largest(), form)(channel, mine, form))
 
 
-def fastest_as_before(
-    comm: Communicator, mine: Sparse, form: Format, model: CostModel
-) -> Generator[Wait, None, tuple[Vector, Sparse]]:
+def _as_before(comm: Communicator, mine: Sparse, form: Format) -> Summed:
     """Run the algorithm that would have been fastest in the last call of this form: ranks announce
     how many entries they have while it runs, so that nothing waits for that."""
-    announced = _Announced(comm.channel(), mine, form)
+    model, announced = model_of(comm), _Announced(comm.channel(), mine, form)
     if (largest := comm.entries.get(form)) is None:
         yield from announced.arrive()
         largest = announced.largest()
@@ -196,7 +124,7 @@ def fastest_as_before(
 
 def _chosen(model: CostModel, k: int, form: Format) -> Callable[..., Any]:
     pair, item = form.bytes_per_entry(k), np.dtype(form.wire).itemsize
-    return ALGORITHMS[model.fastest_sparse(k, form.n, pair=pair, item=item)]
+    return ALGORITHMS[model.fastest_sparse(k, form.n, pair=pair, item=item)].run
 
 
 class _Announced:

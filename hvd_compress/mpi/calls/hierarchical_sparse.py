@@ -19,16 +19,10 @@ import numpy as np
 from hvd_compress.aggregators.sparse_vectors import Vector, empty, take_in
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
-from hvd_compress.mpi.sparse.allreduce import (
-    ALGORITHMS,
-    Comm,
-    Reduced,
-    fastest,
-    reduced,
-    run,
-    sparse_allreduce,
-)
+from hvd_compress.mpi.calls.sparse_allreduce import fastest, sparse_allreduce
+from hvd_compress.mpi.sparse import ALGORITHMS
 from hvd_compress.mpi.sparse.messages import Format
+from hvd_compress.mpi.sparse.running import Comm, Reduced, reduced, run
 from hvd_compress.mpi.sparse.split_allgather import assemble, from_owners, to_owners
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.nodes import Nodes, named, nodes_of
@@ -111,7 +105,7 @@ def by_nodes(
         if model is not None:
             algorithm_across = fastest(across, region, between, model)
         else:
-            algorithm_across = ALGORITHMS[algorithm](across, region, between)
+            algorithm_across = ALGORITHMS[algorithm].run(across, region, between)
         total, _ = yield from named("across nodes", algorithm_across)
         done, _ = form.settle(total)
 

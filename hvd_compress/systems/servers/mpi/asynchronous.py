@@ -10,13 +10,13 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi.parameter_server import ParameterServer
-from hvd_compress.mpi.serving import Serving
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.nodes import nodes_of
-from hvd_compress.parameter_server.elastic import ElasticCentre, check_elastic, moved
-from hvd_compress.parameter_server.leaders import LeaderLink, LeaderRules, LeaderServer
-from hvd_compress.parameter_server.pieces import is_finite
+from hvd_compress.systems.servers.elastic import ElasticCentre, check_elastic, moved
+from hvd_compress.systems.servers.leaders import LeaderLink, LeaderRules, LeaderServer
+from hvd_compress.systems.servers.mpi.parameter_server import ParameterServer
+from hvd_compress.systems.servers.mpi.serving import Serving
+from hvd_compress.systems.servers.pieces import is_finite
 from hvd_compress.training.groups import Groups, groups_of
 
 Arrays = dict[str, np.ndarray]
@@ -31,13 +31,13 @@ class AsynchronousLeaderSGD(Serving):
                 worker.step(a local step from them, loss)
 
     Behind the statement ``parameters`` are the mean of the workers' last ones, on all ranks.  See
-    :mod:`hvd_compress.parameter_server.leaders`.
+    :mod:`hvd_compress.systems.servers.leaders`.
 
     Args:
         parameters: arrays by name; all ranks begin with those of rank 0.
         worker_timeout: seconds after which the others go on without a silent worker.
         comm: the ranks, of which the first serves; ``None`` for all.
-        options: of :class:`hvd_compress.parameter_server.leaders.LeaderRules`.
+        options: of :class:`hvd_compress.systems.servers.leaders.LeaderRules`.
 
     Attributes:
         parameters, is_server, rank, size: as of :class:`.ParameterServer`.

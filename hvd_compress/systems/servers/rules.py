@@ -50,7 +50,7 @@ class Rules(Configurable, kind="parameter server", name="rules"):
             m = 0.95 m + 0.05 g g (DC-ASGD-a).
         lam: lambda of "compensate", 0.04 if it is ``None``, and of "compensate_adaptive", 2.
         compression: of gradients, with the worker's residual.  ``LGC`` needs "sync" without
-            ``backup``; see :mod:`hvd_compress.parameter_server.learned`.
+            ``backup``; see :mod:`hvd_compress.systems.servers.learned`.
         compression_down: of what is new about the parameters, with the server's residual.
     """
 

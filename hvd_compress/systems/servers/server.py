@@ -13,11 +13,11 @@ import numpy as np
 
 from hvd_compress.base import Compressor
 from hvd_compress.errors import PayloadError
-from hvd_compress.parameter_server.coding import Coder
-from hvd_compress.parameter_server.messages import Kind, Message, decode, encode
-from hvd_compress.parameter_server.optimizers import ServerOptimizer
-from hvd_compress.parameter_server.pieces import Arrays, is_finite
-from hvd_compress.parameter_server.rules import Rules
+from hvd_compress.systems.servers.coding import Coder
+from hvd_compress.systems.servers.messages import Kind, Message, decode, encode
+from hvd_compress.systems.servers.optimizers import ServerOptimizer
+from hvd_compress.systems.servers.pieces import Arrays, is_finite
+from hvd_compress.systems.servers.rules import Rules
 
 _DECAY, _EPS = 0.95, 1e-7  # of the adaptive compensation
 

@@ -20,8 +20,8 @@ from hvd_compress.aggregators.merging import Merging
 from hvd_compress.aggregators.sparse_vectors import contains, largest, pick, take_in
 from hvd_compress.base import Sparse
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi.sparse.allreduce import Comm, Reduced, reduced, run
 from hvd_compress.mpi.sparse.messages import Format
+from hvd_compress.mpi.sparse.running import Comm, Reduced, reduced, run
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.point_to_point import exchange_open
 from hvd_compress.mpi.transport.progress import Wait

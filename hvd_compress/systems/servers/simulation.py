@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.errors import ConfigError
-from hvd_compress.parameter_server.learned import ends_of
-from hvd_compress.parameter_server.optimizers import ServerOptimizer
-from hvd_compress.parameter_server.pieces import (
+from hvd_compress.systems.servers.learned import ends_of
+from hvd_compress.systems.servers.optimizers import ServerOptimizer
+from hvd_compress.systems.servers.pieces import (
     Arrays,
     gradients_of,
     joined,
     pieces_of,
     taken_from,
 )
-from hvd_compress.parameter_server.rules import Rules
-from hvd_compress.parameter_server.server import Reply, Server
+from hvd_compress.systems.servers.rules import Rules
+from hvd_compress.systems.servers.server import Reply, Server
 
 #: ``gradient(worker, parameters, step)``; a worker's steps count from 0, and ``None`` stands for a
 #: gradient that is not there
@@ -43,7 +43,7 @@ class Simulation:
         links: by worker, one for each server.
 
     Example:
-        >>> from hvd_compress.parameter_server import SGDServer
+        >>> from hvd_compress.systems.servers import SGDServer
         >>> sim = Simulation({"x": np.ones(1)}, lambda worker, x, step: x, 2, Rules("async"),
         ...     lambda: SGDServer(lr=0.1))
         >>> sim.run([0, 1])  # both gradients are those at 1

@@ -1,4 +1,4 @@
-"""Dense allreduce: one function for each algorithm, and one that chooses."""
+"""Dense allreduce by an algorithm: arrays in blocks, small ones by a plan."""
 
 from __future__ import annotations
 
@@ -11,74 +11,41 @@ from mpi4py import MPI
 
 from hvd_compress.backends import halves
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi.dense.direct_allreduce import direct
-from hvd_compress.mpi.dense.halving_doubling import REMAINDERS, halving_doubling
-from hvd_compress.mpi.dense.native import at_once, native
+from hvd_compress.mpi.dense import ALGORITHMS
+from hvd_compress.mpi.dense.algorithm import Allreduce
+from hvd_compress.mpi.dense.halving_doubling import FOLD
+from hvd_compress.mpi.dense.mpi import ALGORITHM as MPIS_OWN
+from hvd_compress.mpi.dense.mpi import at_once
 from hvd_compress.mpi.dense.plans import LARGEST, known_plan, plan_of
-from hvd_compress.mpi.dense.recursive_doubling import recursive_doubling
-from hvd_compress.mpi.dense.ring import ring
 from hvd_compress.mpi.transport.arrays import HALVES, Flat, describe, flatten, from_host, to_host
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes
 from hvd_compress.mpi.transport.progress import Work
 from hvd_compress.mpi.transport.reduction import Reduction, reduction
-from hvd_compress.mpi.tuning.measuring import model_of
 from hvd_compress.sharding import shards_of
 
 Comm = MPI.Comm | Communicator | None
-Algorithm = Callable[..., Any]
+#: returns the name of an algorithm for so many bytes of a dtype
+Choose = Callable[[Communicator, int, str], str]
 
-ALGORITHMS: dict[str, Algorithm] = {
-    "direct": direct,
-    "halving_doubling": halving_doubling,
-    "mpi": native,
-    "recursive_doubling": recursive_doubling,
-    "ring": ring,
-}
 #: with the form of one that has a function only
-_ALL: dict[str, Algorithm] = {
-    **ALGORITHMS,
-    "halving_doubling, fold": functools.partial(halving_doubling, remainder="fold"),
-}
+_ALL = {**ALGORITHMS, FOLD.name: FOLD}
 #: bytes of one message, and the number of blocks of an array that are in flight at once
 CHUNK, DEPTH = 512 * 1024, 4
 #: kinds of arrays whose algorithm is remembered
 _KINDS = 4096
 
 
-def allreduce(
+def run(
     x: Any,
-    *,
-    op: str = "sum",
-    algorithm: str = "auto",
-    out: Any = None,
-    comm: Comm = None,
-    chunk: int = CHUNK,
+    op: str,
+    algorithm: str,
+    out: Any,
+    comm: Comm,
+    chunk: int,
+    choose: Choose | None = None,
 ) -> Any:
-    """Reduce an array over all ranks; every rank gets the same bits, except that NaNs may differ in
-    theirs where MPI's own allreduce adds up.
-
-    Args:
-        x: a NumPy array, a torch tensor, or a GPU array with DLPack, of any shape, which is the
-            same on all ranks; float16, bfloat16, float32, float64 or integers.  Half precisions
-            are added in float32 and rounded once.
-        op: "sum", "mean" (floats only) or "max" (NaN counts as largest).
-        algorithm: "ring", "halving_doubling", "recursive_doubling", "direct", "mpi" (MPI's own), or
-            "auto": the one that a model measured on this communicator expects to be fastest, see
-            :class:`.CostModel`.
-        out: the array for the result, of the shape and dtype of ``x``; ``out=x`` works in place,
-            and ``None`` makes a new array.
-        comm: the communicator; ``None`` for all ranks.
-        chunk: the bytes of a message.  The array is sent in blocks, so that one is added while
-            others are on the wire; this takes a few chunks of memory in addition to the result.
-
-    Returns:
-        ``out``, or a new array of the kind of ``x``.
-
-    Raises:
-        UnsupportedError: a dtype that cannot be reduced.
-        MismatchError: ranks differ in shape, dtype or options (found by the first calls' check).
-        CollectiveTimeout: a rank does not answer.
-    """
+    """Reduce an array over all ranks; ``choose`` says which algorithm "auto" is, for all else see
+    :func:`hvd_compress.mpi.allreduce`."""
     communicator = Communicator.of(comm)
     kind = name = None
     if type(x) is np.ndarray and not communicator.checks:
@@ -101,12 +68,12 @@ def allreduce(
     communicator.agree(Call(flat, op, communicator.named(algorithm) + cut))
     if name is None:
         name = algorithm
-        if name == "auto":
-            name = model_of(communicator).fastest(nbytes(flat.array), flat.dtype)
-    _reduce(_ALL[name], name, flat, target.array, op, communicator, chunk)
+        if choose is not None and name == "auto":
+            name = choose(communicator, nbytes(flat.array), flat.dtype)
+    _reduce(_ALL[name], flat, target.array, op, communicator, chunk)
     done = put(target, out)
     if kind is not None:
-        is_mpi = name == "mpi" and 0 < flat.array.nbytes <= 16 * chunk
+        is_mpi = name == MPIS_OWN.name and 0 < flat.array.nbytes <= MPIS_OWN.pieces(1) * chunk
         is_short = is_mpi or _is_repeated(_ALL[name], flat, communicator, chunk)
         _remember(communicator.choices, kind, name, is_short and flat.dtype not in HALVES)
     return done
@@ -130,7 +97,7 @@ def _is_plain(x: np.ndarray, out: Any) -> bool:
 
 def _at_once(x: np.ndarray, out: np.ndarray, op: str, name: str, comm: Communicator) -> bool:
     """Reduce with next to nothing around it, and return whether that could be done."""
-    if name == "mpi":
+    if name == MPIS_OWN.name:
         at_once(comm, x, out, op, lambda: Call(x, op, name))
         return True
     plan = known_plan(comm, (name, op, x.dtype, x.size))
@@ -145,52 +112,6 @@ def _remember(
     if len(choices) >= _KINDS:
         choices.clear()
     choices[kind] = name, is_short
-
-
-def ring_allreduce(
-    x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
-) -> Any:
-    """Run :func:`allreduce` around a ring: 2 (P - 1) rounds, each rank sends 2 n (P - 1) / P bytes.
-
-    The order of additions of an element depends on its place in the array.
-    """
-    return allreduce(x, op=op, algorithm="ring", out=out, comm=comm, chunk=chunk)
-
-
-def halving_doubling_allreduce(
-    x: Any,
-    *,
-    op: str = "sum",
-    out: Any = None,
-    comm: Comm = None,
-    chunk: int = CHUNK,
-    remainder: str = "binary_blocks",
-) -> Any:
-    """Run :func:`allreduce` by recursive halving and doubling: 2 log2 P rounds.
-
-    Args:
-        remainder: what happens if P is no power of two: "binary_blocks" or "fold".
-    """
-    if remainder not in REMAINDERS:
-        raise ConfigError(f"remainder={remainder!r} is not one of {', '.join(REMAINDERS)}")
-    name = "halving_doubling, fold" if remainder == "fold" else "halving_doubling"
-    return allreduce(x, op=op, algorithm=name, out=out, comm=comm, chunk=chunk)
-
-
-def recursive_doubling_allreduce(
-    x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
-) -> Any:
-    """Run :func:`allreduce` by recursive doubling: log2 P rounds, each rank sends n log2 P bytes;
-    elements are always added in the same order."""
-    return allreduce(x, op=op, algorithm="recursive_doubling", out=out, comm=comm, chunk=chunk)
-
-
-def direct_allreduce(
-    x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
-) -> Any:
-    """Run :func:`allreduce` with two rounds of messages from each rank to each other; elements are
-    always added in the order of the ranks."""
-    return allreduce(x, op=op, algorithm="direct", out=out, comm=comm, chunk=chunk)
 
 
 class Call(NamedTuple):
@@ -212,19 +133,18 @@ def check_chunk(chunk: int) -> None:
 
 
 def _reduce(
-    algorithm: Algorithm,
-    name: str,
+    algorithm: Allreduce,
     flat: Flat,
     result: Any,
     op: str,
     comm: Communicator,
     chunk: int,
 ) -> None:
-    call = Call(flat, op, name)
+    call = Call(flat, op, algorithm.name)
     if not _is_repeated(algorithm, flat, comm, chunk):
         start(comm, call, algorithm, flat, result, op, chunk).wait()
         return
-    plan, host = plan_of(comm, name, algorithm, op, flat), to_host(flat.array)
+    plan, host = plan_of(comm, algorithm, op, flat), to_host(flat.array)
     if host is flat.array:
         plan.run(host, result, call)
     else:
@@ -232,9 +152,9 @@ def _reduce(
         result.copy_(from_host(host, result))
 
 
-def _is_repeated(algorithm: Algorithm, flat: Flat, comm: Communicator, chunk: int) -> bool:
+def _is_repeated(algorithm: Allreduce, flat: Flat, comm: Communicator, chunk: int) -> bool:
     """Return whether arrays of this kind have a plan, wherever a rank has them."""
-    if algorithm is native or comm.size == 1:
+    if not algorithm.is_tagged or comm.size == 1:
         return False
     return 0 < nbytes(flat.array) <= min(LARGEST, chunk)
 
@@ -265,7 +185,7 @@ def put(target: Flat, out: Any) -> Any:
 def start(
     comm: Communicator,
     call: object,
-    algorithm: Algorithm,
+    algorithm: Allreduce,
     flat: Flat,
     out: Any,
     op: str,
@@ -290,23 +210,16 @@ def start(
         return Work(comm, call, ())
     if is_rounded:
         itemsize = 2
-    per_block = max(1, chunk // itemsize) * comm.size
-    if algorithm is native:
-        # The same on ranks that reduce in place and on those that do not: every block is a call.
-        per_block = max(1, 16 * chunk // itemsize)
-    elif algorithm is recursive_doubling:
-        per_block = max(1, chunk // itemsize)
-    elif algorithm not in (ring, direct):
-        per_block = max(1, 2 * chunk // itemsize)  # the first message is half of a block
+    # The same on ranks that reduce in place and on those that do not.
+    per_block = max(1, chunk // itemsize) * algorithm.pieces(comm.size)
     blocks = shards_of(len(x), -(-len(x) // per_block))
-    if is_rounded:
-        algorithm = functools.partial(_rounded, algorithm)
+    steps = functools.partial(_rounded, algorithm.run) if is_rounded else algorithm.run
     return Work(
         comm,
         call,
         [
             # A view of its own is not the same object, but in place is in place.
-            algorithm(channel(), part := x[block], part if out is x else out[block], reduce)
+            steps(channel(), part := x[block], part if out is x else out[block], reduce)
             for block in blocks
         ],
         DEPTH,
@@ -314,12 +227,12 @@ def start(
 
 
 def _rounded(
-    algorithm: Algorithm, channel: Channel, x: np.ndarray, out: np.ndarray, reduction: Reduction
+    run: Callable[..., Any], channel: Channel, x: np.ndarray, out: np.ndarray, reduction: Reduction
 ) -> Any:
     """Reduce float32 in a half precision."""
     half = reduction.scratch_of_dtype(len(x))
     halves.narrow(x, half, threads=1)
-    yield from algorithm(channel, half, half, reduction)
+    yield from run(channel, half, half, reduction)
     halves.widen(half, out, threads=1)
     reduction.give_back_of_dtype(half)
 

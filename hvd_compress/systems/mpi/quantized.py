@@ -29,14 +29,15 @@ from hvd_compress.codecs import Codec, column_means, linear
 from hvd_compress.codecs.frame import frame_of_damaged
 from hvd_compress.coding.shards import Shards
 from hvd_compress.errors import ConfigError, PayloadError, UnsupportedError
+from hvd_compress.mpi.calls.allreduce import direct_allreduce
 from hvd_compress.mpi.dense import alltoall as messages
 from hvd_compress.mpi.dense.allgather import gather
-from hvd_compress.mpi.dense.allreduce import Comm, direct_allreduce
-from hvd_compress.mpi.quantized_state import Plan, QuantizedState
+from hvd_compress.mpi.dense.running import Comm
 from hvd_compress.mpi.transport.arrays import describe, flatten, from_host, to_host
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.transport.reduction import Reduction
+from hvd_compress.systems.mpi.quantized_state import Plan, QuantizedState
 
 _BITS = (1, 8)
 

@@ -5,12 +5,12 @@ and return messages, and :class:`Simulation` runs them in one process in a scrip
 :class:`hvd_compress.mpi.ParameterServer` runs them over MPI.
 """
 
-from hvd_compress.parameter_server.link import Link
-from hvd_compress.parameter_server.optimizers import AdamServer, SGDServer
-from hvd_compress.parameter_server.pieces import Piece, joined, pieces_of, taken_from
-from hvd_compress.parameter_server.rules import Rules
-from hvd_compress.parameter_server.server import Server, ServerStats
-from hvd_compress.parameter_server.simulation import Simulation
+from hvd_compress.systems.servers.link import Link
+from hvd_compress.systems.servers.optimizers import AdamServer, SGDServer
+from hvd_compress.systems.servers.pieces import Piece, joined, pieces_of, taken_from
+from hvd_compress.systems.servers.rules import Rules
+from hvd_compress.systems.servers.server import Server, ServerStats
+from hvd_compress.systems.servers.simulation import Simulation
 
 __all__ = [
     "AdamServer",

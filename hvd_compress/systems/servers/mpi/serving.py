@@ -18,9 +18,9 @@ from hvd_compress.errors import CollectiveTimeout, ConfigError
 from hvd_compress.mpi.dense.broadcast import broadcast
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.mailbox import Mailbox
-from hvd_compress.parameter_server.messages import Kind, Message, encode
-from hvd_compress.parameter_server.patience import Patience
-from hvd_compress.parameter_server.server import Reply, ServerStats
+from hvd_compress.systems.servers.messages import Kind, Message, encode
+from hvd_compress.systems.servers.patience import Patience
+from hvd_compress.systems.servers.server import Reply, ServerStats
 
 logger = logging.getLogger("hvd_compress")
 T = TypeVar("T")
@@ -28,7 +28,7 @@ S = TypeVar("S", bound="Serving")
 
 
 class ServerEnd(Protocol):
-    """A server's end; see :class:`hvd_compress.parameter_server.Server`."""
+    """A server's end; see :class:`hvd_compress.systems.servers.Server`."""
 
     active: set[int]
     waiting: dict[int, bool]
@@ -45,7 +45,7 @@ class ServerEnd(Protocol):
 
 
 class WorkerEnd(Protocol):
-    """A worker's end; see :class:`hvd_compress.parameter_server.Link`."""
+    """A worker's end; see :class:`hvd_compress.systems.servers.Link`."""
 
     stats: ServerStats | None
     answer: np.ndarray | None
@@ -66,7 +66,7 @@ class Serving:
         ranks: all of them.
         servers: how many serve.
         worker_timeout: seconds after which others go on without a silent worker; see
-            :class:`hvd_compress.parameter_server.patience.Patience`.
+            :class:`hvd_compress.systems.servers.patience.Patience`.
     """
 
     _server: ServerEnd

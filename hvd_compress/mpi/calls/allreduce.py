@@ -1,0 +1,98 @@
+"""Dense allreduce: one function for each algorithm, and one that chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_compress.errors import ConfigError
+from hvd_compress.mpi.dense.halving_doubling import FOLD, REMAINDERS
+from hvd_compress.mpi.dense.running import CHUNK, Comm, run
+from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.mpi.tuning.measuring import model_of
+
+
+def allreduce(
+    x: Any,
+    *,
+    op: str = "sum",
+    algorithm: str = "auto",
+    out: Any = None,
+    comm: Comm = None,
+    chunk: int = CHUNK,
+) -> Any:
+    """Reduce an array over all ranks; every rank gets the same bits, except that NaNs may differ in
+    theirs where MPI's own allreduce adds up.
+
+    Args:
+        x: a NumPy array, a torch tensor, or a GPU array with DLPack, of any shape, which is the
+            same on all ranks; float16, bfloat16, float32, float64 or integers.  Half precisions
+            are added in float32 and rounded once.
+        op: "sum", "mean" (floats only) or "max" (NaN counts as largest).
+        algorithm: "ring", "halving_doubling", "recursive_doubling", "direct", "mpi" (MPI's own), or
+            "auto": the one that a model measured on this communicator expects to be fastest, see
+            :class:`.CostModel`.
+        out: the array for the result, of the shape and dtype of ``x``; ``out=x`` works in place,
+            and ``None`` makes a new array.
+        comm: the communicator; ``None`` for all ranks.
+        chunk: the bytes of a message.  The array is sent in blocks, so that one is added while
+            others are on the wire; this takes a few chunks of memory in addition to the result.
+
+    Returns:
+        ``out``, or a new array of the kind of ``x``.
+
+    Raises:
+        UnsupportedError: a dtype that cannot be reduced.
+        MismatchError: ranks differ in shape, dtype or options (found by the first calls' check).
+        CollectiveTimeout: a rank does not answer.
+    """
+    return run(x, op, algorithm, out, comm, chunk, _fastest)
+
+
+def _fastest(comm: Communicator, n: int, dtype: str) -> str:
+    return model_of(comm).fastest(n, dtype)
+
+
+def ring_allreduce(
+    x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
+) -> Any:
+    """Run :func:`allreduce` around a ring: 2 (P - 1) rounds, each rank sends 2 n (P - 1) / P bytes.
+
+    The order of additions of an element depends on its place in the array.
+    """
+    return allreduce(x, op=op, algorithm="ring", out=out, comm=comm, chunk=chunk)
+
+
+def halving_doubling_allreduce(
+    x: Any,
+    *,
+    op: str = "sum",
+    out: Any = None,
+    comm: Comm = None,
+    chunk: int = CHUNK,
+    remainder: str = "binary_blocks",
+) -> Any:
+    """Run :func:`allreduce` by recursive halving and doubling: 2 log2 P rounds.
+
+    Args:
+        remainder: what happens if P is no power of two: "binary_blocks" or "fold".
+    """
+    if remainder not in REMAINDERS:
+        raise ConfigError(f"remainder={remainder!r} is not one of {', '.join(REMAINDERS)}")
+    name = FOLD.name if remainder == "fold" else "halving_doubling"
+    return allreduce(x, op=op, algorithm=name, out=out, comm=comm, chunk=chunk)
+
+
+def recursive_doubling_allreduce(
+    x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
+) -> Any:
+    """Run :func:`allreduce` by recursive doubling: log2 P rounds, each rank sends n log2 P bytes;
+    elements are always added in the same order."""
+    return allreduce(x, op=op, algorithm="recursive_doubling", out=out, comm=comm, chunk=chunk)
+
+
+def direct_allreduce(
+    x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
+) -> Any:
+    """Run :func:`allreduce` with two rounds of messages from each rank to each other; elements are
+    always added in the order of the ranks."""
+    return allreduce(x, op=op, algorithm="direct", out=out, comm=comm, chunk=chunk)

@@ -1,0 +1,35 @@
+"""What there is to say about an algorithm of a dense allreduce."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from hvd_compress.mpi.transport.costs import Costs
+
+
+@dataclasses.dataclass(frozen=True)
+class Allreduce:
+    """An algorithm; one module has one, as ``ALGORITHM``, and its name.
+
+    Attributes:
+        name: by which users choose it.
+        run: ``run(channel, x, out, reduction)`` reduces the flat ``x`` into ``out``, which may be
+            ``x``; it yields what it waits for, and looks at no element.
+        pieces: into how many messages it cuts what each rank has, given the number of ranks; so
+            many are in a block of an array.
+        seconds: those of n bytes on P ranks, 2 or more, by rounds, bytes and additions; ``None``:
+            nothing is known but what was measured.
+        half_factor: how many bytes are sent for each of a half precision, of which partial sums are
+            sent as float32, compared with an array of float32 of as many bytes.
+        is_tagged: it sends messages, whose tags tell blocks and exchanges apart.  MPI's own
+            collectives have none, and are called in one order on all ranks.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    pieces: Callable[[int], int]
+    seconds: Callable[[Costs, int, int], float] | None
+    half_factor: float = 1.5
+    is_tagged: bool = True

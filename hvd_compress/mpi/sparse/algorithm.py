@@ -1,0 +1,50 @@
+"""What there is to say about an algorithm of a sparse allreduce."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator
+from typing import NamedTuple
+
+from hvd_compress.aggregators.sparse_vectors import Vector
+from hvd_compress.base import Sparse
+from hvd_compress.mpi.sparse.messages import Format
+from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.costs import Costs
+from hvd_compress.mpi.transport.progress import Wait
+
+#: what an algorithm returns: the result, and what rounding took off on this rank
+Summed = Generator[Wait, None, tuple[Vector, Sparse]]
+
+
+class Entries(NamedTuple):
+    """``k`` of ``n`` elements on each rank, at places that are independent between ranks; ``pair``
+    bytes for an index with its value, ``item`` for a dense one."""
+
+    k: int
+    n: int
+    pair: float
+    item: int
+
+    def union(self, ranks: int) -> float:
+        """Return how many places so many ranks have."""
+        return self.n * (1 - (1 - self.k / self.n) ** ranks) if self.n else 0.0
+
+    def message(self, ranks: int) -> float:
+        """Return the bytes of the sum of so many ranks."""
+        return min(self.pair * self.union(ranks), self.item * self.n)
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseAllreduce:
+    """An algorithm that loses nothing; one module has one, as ``ALGORITHM``, and its name.
+
+    Attributes:
+        name: by which users choose it.
+        run: ``run(channel, mine, form)``.
+        seconds: those on P ranks, 2 or more, by rounds, bytes and entries.
+    """
+
+    name: str
+    run: Callable[[Channel, Sparse, Format], Summed]
+    seconds: Callable[[Costs, Entries, int], float]

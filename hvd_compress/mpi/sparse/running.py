@@ -1,0 +1,95 @@
+"""Sparse allreduce by an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+from hvd_compress.aggregators.sparse_vectors import Vector, give_back, take_in
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Sparse
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError, PayloadError
+from hvd_compress.mpi.sparse import ALGORITHMS
+from hvd_compress.mpi.sparse.algorithm import Summed
+from hvd_compress.mpi.sparse.messages import Format
+from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.mpi.transport.progress import Algorithm
+
+Comm = MPI.Comm | Communicator | None
+#: runs an algorithm that it chooses
+Choose = Callable[[Communicator, Sparse, Format], Summed]
+
+
+class Reduced(NamedTuple):
+    """The result of a sparse allreduce.
+
+    Attributes:
+        total: the sum or mean, the same bits on all ranks: a ``Sparse`` of the dtype passed in, or
+            a flat array of all n elements, where that is shorter.
+        dropped: the entries that are not in ``total`` and that this rank has to keep, a ``Sparse``
+            (float32 for float16).  Over all ranks, the vectors passed in add up to the sum, which
+            is P times the mean, plus what was dropped.
+    """
+
+    total: Any
+    dropped: Sparse
+
+    def dense(self, n: int) -> Any:
+        """Return the total as a flat array of ``n`` elements: ``total`` itself if it is one."""
+        if not isinstance(self.total, Sparse):
+            if len(self.total) != n:
+                raise ConfigError(f"n={n}, and the result has {len(self.total)} elements")
+            return self.total
+        xp = backend_of(self.total.values)
+        return xp.put(xp.zeros(n, self.total.values), self.total.indices, self.total.values)
+
+
+def reduce(
+    sparse: Sparse,
+    n: int,
+    op: str,
+    algorithm: str,
+    comm: Comm,
+    values: str | None,
+    indices: str,
+    choose: Choose | None = None,
+) -> Reduced:
+    """Reduce a vector over all ranks; ``choose`` is what "auto" does, for all else see
+    :func:`hvd_compress.mpi.sparse_allreduce`."""
+    communicator = Communicator.of(comm)
+    with communicator.told():
+        check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
+        mine, like = take_in(sparse, n)
+        form = Format.of(n, mine.values.dtype.name, values, indices, op, communicator.size, True)
+        brought, rounded_off = form.bring(mine)
+
+    def start() -> Algorithm:
+        if choose is None or algorithm != "auto":
+            return ALGORITHMS[algorithm].run(communicator.channel(), brought, form)
+        return choose(communicator, brought, form)
+
+    call = f"sparse_allreduce({form}, {communicator.named(algorithm)})"
+    total, lost = run(communicator, call, start)
+    return reduced(form, total, [rounded_off, lost], like)
+
+
+def run(comm: Communicator, call: str, start: Callable[[], Algorithm]) -> Any:
+    """Agree on the call, and drive its algorithm to the end.
+
+    What a rank could not read it cannot answer, so the communicator is of no use afterwards.
+    """
+    comm.agree(call)
+    try:
+        return comm.run(call, start())[0]
+    except PayloadError as error:
+        comm.give_up(f"{call}: {error}", [])
+        raise
+
+
+def reduced(form: Format, total: Vector, dropped: list[Sparse], like: Any) -> Reduced:
+    """Return the result in the form that the caller gets."""
+    rest = form.not_sent(dropped)
+    return Reduced(give_back(form.present(total), like), give_back(rest, like))

@@ -1,0 +1,112 @@
+"""What engines ask about a request."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hvd_compress.backends import Array, Output
+from hvd_compress.errors import CompressionError
+
+#: bytes of a message's length, where it is sent along
+LENGTH = 8
+
+
+class Request(abc.ABC):
+    """What an exchange yields."""
+
+    @property
+    @abc.abstractmethod
+    def kind(self) -> Hashable:
+        """What requests have in common that can be joined."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """Return what must be the same on all ranks, as text."""
+
+
+class Collective(Request):
+    """A request that needs an answer from other ranks.
+
+    Those of one kind that the tensors of a bucket have are carried as one: ``join`` makes it, and
+    ``cut`` makes a reply to each of them of its reply.
+    """
+
+    #: the reply is the same on all ranks
+    is_common: ClassVar[bool] = True
+
+    # -- its bytes -----------------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> Any:
+        """What a rank hands over, the length of a message of any size included; 0 where only the
+        reply shows it."""
+
+    @abc.abstractmethod
+    def count(self, reply: Any, rank: int, size: int) -> tuple[Any, Any]:
+        """Return the bytes that ``rank`` of ``size`` has sent in addition to ``nbytes``, and those
+        that it has received, given the reply to the request."""
+
+    # -- several as one ------------------------------------------------------------------------
+
+    @classmethod
+    @abc.abstractmethod
+    def join(cls, requests: Sequence[Any]) -> Any:
+        """Return one request in place of several of one kind."""
+
+    @classmethod
+    @abc.abstractmethod
+    def cut(cls, requests: Sequence[Any], reply: Any, rank: int) -> list[Any]:
+        """Return the replies to requests that were joined; ``reply`` is that of the joined one."""
+
+    # -- what it means -------------------------------------------------------------------------
+
+    @classmethod
+    @abc.abstractmethod
+    def reply(cls, requests: Sequence[Any], rank: int) -> Any:
+        """Return the reply that ``rank`` gets, given all ranks' requests in rank order.  This is
+        the definition of a kind of request.
+
+        Raises:
+            CompressionError: the ranks' requests do not fit each other.
+        """
+
+    # -- arrays in, arrays out -----------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def arrays(self) -> Sequence[Array]:
+        """What is sent."""
+
+    @abc.abstractmethod
+    def carrying(self, arrays: Sequence[Array]) -> Any:
+        """Return the same request with other arrays, which somebody may need afterwards."""
+
+    @abc.abstractmethod
+    def outputs(self, rank: int, size: int) -> Output | list[Output]:
+        """Return dtype and shape of the reply, or of each array of it, where these are known before
+        it is there, as a graph wants them."""
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element, by NumPy's names and "bfloat16"."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+def require_alike(what: str, looks: Sequence[Hashable]) -> None:
+    """Raise ``CompressionError`` unless all ranks have the same."""
+    if len(set(looks)) > 1:
+        raise CompressionError(f"{what}: {sorted(set(looks), key=str)}")
+
+
+def cut_at(array: Array, sizes: Sequence[Any]) -> list[Array]:
+    """Return the parts of a flat array, of the given sizes."""
+    parts, start = [], 0
+    for n in sizes:
+        parts.append(array[start : start + n])
+        start += n
+    return parts
