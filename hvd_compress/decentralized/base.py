@@ -111,7 +111,7 @@ def mix(
     """
     context = Context(rank=network.rank, step=network.step, seed=seed)
     message, seen, _ = coding.encode(x, {}, context)
-    assert not isinstance(seen, Sparse), "codings of all values"
+    assert not isinstance(seen, Sparse)
     messages = yield Neighbors(message, network.targets, network.sources)
     total = seen * network.own
     for source, weight, theirs in zip(network.sources, network.weights, messages, strict=True):
