@@ -68,6 +68,8 @@ from hvd_compress.stats import human_bytes
 from mpi_examples.report import save
 
 comm = mpi.Communicator(checks=0)  # which are for the first steps of a training
+#: MPI's own is known where it was measured
+MODELLED = [name for name, algorithm in ALGORITHMS.items() if algorithm.seconds]
 COLORS = dict(zip(ALGORITHMS, plt.colormaps["tab10"].colors, strict=False))
 
 
@@ -104,9 +106,7 @@ def show(model: mpi.CostModel, measured: dict[int, dict[str, float]]) -> None:
     header = f"{'bytes':>11}  {'algorithm':17} {'measured':>9} {'predicted':>10} {'error':>8}"
     print(header)
     print("-" * len(header))
-    errors: dict[str, list[float]] = {
-        name: [] for name, algorithm in ALGORITHMS.items() if algorithm.seconds
-    }
+    errors: dict[str, list[float]] = {name: [] for name in MODELLED}
     first = next(iter(ALGORITHMS))
     for size, seconds in measured.items():
         for name in ALGORITHMS:
@@ -141,7 +141,7 @@ def picture(model: mpi.CostModel, measured: dict[int, dict[str, float]]) -> None
         color = COLORS[name]
         milliseconds = [1e3 * seconds[name] for seconds in measured.values()]
         left.plot(list(measured), milliseconds, "o", color=color, label=name)
-        if name != "mpi":
+        if name in MODELLED:
             predicted = [1e3 * model.formula(name, int(n), model.size) for n in sizes]
             left.plot(sizes, predicted, color=color)
     left.set(xscale="log", yscale="log", xlabel="bytes", ylabel="time [ms]")
@@ -151,7 +151,7 @@ def picture(model: mpi.CostModel, measured: dict[int, dict[str, float]]) -> None
     ranks = [2**i for i in range(2, options.most_ranks.bit_length())]
     styles = itertools.cycle(["--", "-", ":", "-."])
     for size, style in zip(options.predict, styles, strict=False):
-        for name in ALGORITHMS[:-1]:  # MPI's own is known where it was measured
+        for name in MODELLED:
             seconds = [1e3 * model.formula(name, size, p) for p in ranks]
             right.plot(
                 ranks, seconds, style, color=COLORS[name], label=f"{name}, {human_bytes(size)}"

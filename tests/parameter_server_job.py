@@ -20,7 +20,7 @@ import numpy as np
 
 from hvd_compress import mpi
 from hvd_compress.errors import CollectiveTimeout, PayloadError
-from hvd_compress.systems.servers import SGDServer, Simulation
+from hvd_compress.systems.servers import Rules, SGDServer, Simulation
 from tests.parameter_server import STEPS, TIMEOUT
 
 WORLD = mpi.MPI.COMM_WORLD
@@ -77,7 +77,7 @@ def synchronous(servers: int, **more: Any) -> None:
     """The bits of the simulation, whatever the order of messages."""
     train(servers=servers, **more)
     workers = WORLD.size - servers
-    rules = mpi.parameter_server.Rules(**more)
+    rules = Rules(**more)
     sim = Simulation(start(), gradient, workers, rules, lambda: SGDServer(lr=0.1), servers=servers)
     for _ in range(STEPS):
         sim.run(range(workers))

@@ -37,7 +37,6 @@ from hvd_compress.mpi.calls.hierarchical import hierarchical_allreduce
 from hvd_compress.mpi.calls.hierarchical_sparse import hierarchical_sparse_allreduce
 from hvd_compress.mpi.calls.sparse_allreduce import sparse_allgather, sparse_allreduce
 from hvd_compress.mpi.engine import MpiEngine
-from hvd_compress.mpi.reducer import Reducer
 from hvd_compress.mpi.sparse.running import Reduced
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.tuning.cost_model import CostModel
@@ -48,7 +47,6 @@ __all__ = [
     "CostModel",
     "MpiEngine",
     "Reduced",
-    "Reducer",
     "allreduce",
     "direct_allreduce",
     "gtop_k_allreduce",
@@ -63,12 +61,13 @@ __all__ = [
 ]
 __all__ += errors.__all__
 
-#: systems over MPI, which are built on this package
+#: what is built on this package, and found in it by its users
 _SYSTEMS = {
     "AsynchronousEASGD": "servers.mpi.asynchronous",
     "AsynchronousLeaderSGD": "servers.mpi.asynchronous",
     "ParameterServer": "servers.mpi.parameter_server",
     "QuantizedState": "mpi.quantized_state",
+    "Reducer": "mpi.reducer",
     "consolidate": "mpi.quantized",
     "quantized_allreduce": "mpi.quantized",
 }

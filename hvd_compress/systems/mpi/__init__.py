@@ -1,1 +1,1 @@
-"""Sums in few bits over MPI, for arrays of a program that has no optimizer of ours."""
+"""Over MPI, for programs that have no optimizer of ours: a reducer, and sums in few bits."""
