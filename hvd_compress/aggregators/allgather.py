@@ -30,8 +30,8 @@ from hvd_compress.codecs.places import coded
 from hvd_compress.config import check_choice, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.fused import FusedTopK, dense_is_less
-from hvd_compress.operator_classes import Classes
 from hvd_compress.operators import Selector, random_k, top_k
+from hvd_compress.operators.classes import Classes
 from hvd_compress.operators.random_k import own_generator
 from hvd_compress.transforms import error_feedback, momentum_correction
 from hvd_compress.wire import (

@@ -11,8 +11,8 @@ from hvd_compress.base import Array, Context, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.config import check_choice
 from hvd_compress.fused import FusedSum
-from hvd_compress.operator_classes import IDENTITY, Classes
 from hvd_compress.operators import random_k
+from hvd_compress.operators.classes import IDENTITY, Classes
 from hvd_compress.transforms import momentum_after_averaging
 
 #: how arrays are added up, over MPI

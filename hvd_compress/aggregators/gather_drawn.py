@@ -12,7 +12,7 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Gather, Request, Sparse, State, Sum
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import check_choice
-from hvd_compress.operator_classes import Classes
+from hvd_compress.operators.classes import Classes
 from hvd_compress.operators.random_k import own_generator, random_k
 from hvd_compress.wire.frame import decode_dense, encode_dense, padded
 

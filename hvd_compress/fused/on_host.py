@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
+from hvd_compress.backends.weak import weakly
 from hvd_compress.base import Gather, Outcome, Request, Sparse
-from hvd_compress.weak import weakly
 
 _ALIGNMENT = 64  # bytes; libraries copy what does not begin at such an address
 
