@@ -77,12 +77,14 @@ PAGES_THAT_RUN = (
     "docs/training/local-sgd.md",
     "docs/training/parameter-server.md",
 )
-#: runs the files it is given one after the other, each as a program of its own
+#: runs the files it is given one after the other, each as a program of its own in a folder of its
+#: own, since some write files
 RUN_ALL = """
-import runpy, sys
+import os, runpy, sys
 for file in sys.argv[1:]:
-    print(file, flush=True)
+    os.chdir(os.path.dirname(file))
     runpy.run_path(file, run_name="__main__")
+    print("ran", file, flush=True)
 """
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 
@@ -92,24 +94,38 @@ def blocks_that_run(page: str) -> list[str]:
     return blocks[:2] if page == "README.md" else blocks
 
 
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize("page", PAGES_THAT_RUN)
-def test_what_pages_show_runs_on_two_ranks(tmp_path, page):
-    """One job runs all that MPI or Horovod starts, and one all that torchrun does."""
-    (tmp_path / "run_all.py").write_text(RUN_ALL)
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory):
+    """The files with each page's blocks, and what was printed when they ran: one job for all that
+    MPI or Horovod starts, since most time goes into imports, and one for all that torchrun does."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "run_all.py").write_text(RUN_ALL)
+    files: dict[str, list[str]] = {}
     of_mpi, of_torchrun = [], []
-    for number, block in enumerate(blocks_that_run(page)):
-        file = tmp_path / f"block-{number}.py"
-        file.write_text(block)
-        (of_torchrun if "init_process_group" in block else of_mpi).append(str(file))
-    for launcher, files in (
+    for page in PAGES_THAT_RUN:
+        for number, block in enumerate(blocks_that_run(page)):
+            file = folder / page.replace("/", "-") / f"block-{number}.py"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(block)
+            files.setdefault(page, []).append(str(file))
+            (of_torchrun if "init_process_group" in block else of_mpi).append(str(file))
+    said = ""
+    for launcher, each in (
         ([*jobs.launcher(2, "mpirun"), sys.executable], of_mpi),
         (TORCHRUN, of_torchrun),
     ):
-        if files:
-            # In a folder of its own: some write files.
-            command = ["env", "-C", str(tmp_path), *launcher, "run_all.py", *files]
-            jobs.run(command, timeout=120 + 30 * len(files))
+        command = [*launcher, str(folder / "run_all.py"), *each]
+        _, output = jobs.run(command, timeout=120 + 15 * len(each), check=False)
+        said += output
+    return files, said
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("page", [pytest.param(page, id=f"@{page}") for page in PAGES_THAT_RUN])
+def test_what_pages_show_runs_on_two_ranks(pages, page):
+    files, said = pages
+    for file in files[page]:
+        assert said.count(f"ran {file}") == 2, f"{file}, or one before it: {said[-5000:]}"
 
 
 def systems() -> list[str]:
