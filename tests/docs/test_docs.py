@@ -128,35 +128,6 @@ def test_what_pages_show_runs_on_two_ranks(pages, page):
         assert said.count(f"ran {file}") == 2, f"{file}, or one before it: {said[-5000:]}"
 
 
-def systems() -> list[str]:
-    """The commands of the README's table of systems."""
-    section = (ROOT / "README.md").read_text().partition("\n## Systems")[2].partition("\n## ")[0]
-    return re.findall(r"^\| .* \| `(.*)` \| \[", section, re.MULTILINE)
-
-
-def test_a_command_that_shows_dgc_is_among_them():
-    assert any("none dgc" in command for command in systems()), "its figures are tested below"
-
-
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize("command", systems())
-def test_the_command_that_shows_a_system(tmp_path, command):
-    """What that of DGC shows, ``test_digits_over_mpi`` shows with --full on two ranks, too."""
-    # In a folder of its own: some write pictures.
-    _, output = jobs.run(["env", "-C", str(tmp_path), *command.split()], timeout=480)
-    assert re.search(r"\d", output), "it says what came out"
-    if "train_digits_mpi" in command:
-        assert "same weights, bit for bit" in output
-    if "none dgc" in command:
-        lines = [line.split() for line in output.splitlines() if line.endswith(" ms")]
-        rows = {name: columns for name, *columns in lines}
-        assert min(float(rows[name][0]) for name in ("none", "dgc")) > 90, output
-        assert rows["none"][4] == "1.0x"
-        assert float(rows["dgc"][7].rstrip("x")) > 250
-        [picture] = tmp_path.rglob("*.png")
-        assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 def test_links_lead_somewhere():
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for page in pages:
