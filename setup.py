@@ -21,9 +21,10 @@ setup(
     packages=[
         *find_packages(include=["hvd_compress", "hvd_compress.*"]),
         "hvd_compress.torch",
-        "hvd_compress.torch.measures",
         "hvd_compress.torch.mpi",
         "hvd_compress.torch.optimizers",
+        "hvd_compress.torch.studies",
+        "hvd_compress.torch.studies.measures",
         "hvd_compress.torch.training",
         "hvd_compress.tensorflow",
         "hvd_compress.tensorflow.keras",

@@ -233,7 +233,7 @@ class Compressor(Configurable, abc.ABC, kind="method"):
 
     def rows_at(self, context: Context) -> str:
         """Return how rows of sparse gradients (of embeddings) are sent in a step: the option
-        ``rows`` of some methods; see :mod:`hvd_compress.rows`."""
+        ``rows`` of some methods; see :mod:`hvd_compress.methods.rows`."""
         return "whole"
 
     @property

@@ -24,7 +24,7 @@ from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, Out
 from hvd_compress.coding.base import Coding
 from hvd_compress.config import Configurable, as_tuple, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.operator_classes import Classes
+from hvd_compress.operators.classes import Classes
 from hvd_compress.requests import Joint, Request
 
 

@@ -34,8 +34,8 @@ from hvd_compress.blocks import (
 )
 from hvd_compress.cli.options import picture_file
 from hvd_compress.engines.local import LocalEngine
-from hvd_compress.operator_classes import kept_by_top_k
 from hvd_compress.reducer import Reducer
+from hvd_compress.studies.step_sizes import kept_by_top_k
 from mpi_examples.data import digits
 from mpi_examples.models import mlp
 from mpi_examples.report import save

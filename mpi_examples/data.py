@@ -11,8 +11,6 @@ import pickle
 from pathlib import Path
 
 import numpy as np
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 #: files of CIFAR-10
@@ -21,6 +19,10 @@ TRAINING, TEST = [f"data_batch_{i}" for i in range(1, 6)], "test_batch"
 
 def digits(seed: int) -> Arrays:
     """1797 scanned digits of 8 x 8 grey pixels, of which a fifth, stratified, is for testing."""
+    # Here, since a second would pass before a process starts its ranks, or shows its help.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     x, x_test, y, y_test = train_test_split(

@@ -26,9 +26,9 @@ from hvd_compress.decentralized import (
     as_topology,
     simulate,
     spectral_gap,
-    theory,
 )
 from hvd_compress.errors import ConfigError
+from hvd_compress.studies import decentralized as theory
 from mpi_examples.report import save
 
 METHODS = (Diffusion, ExactDiffusion)

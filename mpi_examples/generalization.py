@@ -87,7 +87,7 @@ from mpi4py import MPI
 from torch import nn
 from torch.nn import functional
 
-from hvd_compress.torch.measures import take_all
+from hvd_compress.torch.studies.measures import take_all
 
 world = MPI.COMM_WORLD
 

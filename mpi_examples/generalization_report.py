@@ -10,8 +10,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-from hvd_compress import measures
-from hvd_compress.measures import Scores
+from hvd_compress.studies import measures
+from hvd_compress.studies.measures import Scores
 from mpi_examples.report import save
 
 #: who is believed to widen the gap with more of it (1), and who to narrow it

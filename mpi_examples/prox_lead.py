@@ -20,9 +20,7 @@ from tqdm import tqdm
 from hvd_compress.decentralized import (
     EXTRA,
     LEAD,
-    LSVRG,
     NIDS,
-    SAGA,
     DecentralizedMethod,
     ExactDiffusion,
     blockwise,
@@ -30,6 +28,7 @@ from hvd_compress.decentralized import (
     simulate,
 )
 from hvd_compress.errors import ConfigError
+from hvd_compress.studies.estimators import LSVRG, SAGA
 from mpi_examples.regression import Regression
 from mpi_examples.study import check_counts
 

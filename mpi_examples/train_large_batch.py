@@ -78,6 +78,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import ChainedScheduler, MultiStepLR
 
 import hvd_compress.torch.mpi as hvd
+from hvd_compress.torch.studies import GradientNoiseScale
 
 world = MPI.COMM_WORLD
 #: how far they look, for a learning rate as large as this
@@ -179,7 +180,7 @@ def noise_scales(seed: int = 0) -> list[float]:
         local_optimizer("SGD", task.model), compression=hvd.NoCompression
     )
     for epoch in range(options.epochs):
-        noise = hvd.GradientNoiseScale(optimizer, task.part, hvd.allreduce, world.size)
+        noise = GradientNoiseScale(optimizer, task.part, hvd.allreduce, world.size)
         for examples in task.epoch(epoch):
             optimizer.zero_grad()
             task.loss(examples).backward()

@@ -1,5 +1,6 @@
 """Hypothesis draws the same examples in every run, and may take its time on a busy machine."""
 
+import gc
 import os
 
 import pytest
@@ -27,6 +28,12 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workerinput"):
         items.sort(key=seconds_allowed, reverse=True)  # and otherwise in the order of the files
+
+
+def pytest_collection_finish(session):
+    """Modules and tests stay, so the collector need not look through them each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config):

@@ -32,8 +32,8 @@ from hvd_compress.integrations.checkpoints import (
     whole,
 )
 from hvd_compress.methods import as_compressor
+from hvd_compress.methods.rows import keeps_residual, rows_state
 from hvd_compress.requests import Sum
-from hvd_compress.rows import keeps_residual, rows_state
 from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.sharding import shards_of
 from hvd_compress.stats import Record, Stats, norm_of_residual

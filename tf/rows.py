@@ -1,5 +1,5 @@
 """Sparse gradients (``tf.IndexedSlices``): rows are sent as the option ``rows`` of a method says;
-see :mod:`hvd_compress.rows`.
+see :mod:`hvd_compress.methods.rows`.
 
 Duplicate rows are merged before they are sent, and frames hold raw bytes, so any dtype is possible
 where nothing has to wait.
@@ -10,8 +10,8 @@ from __future__ import annotations
 import tensorflow as tf
 
 from hvd_compress.base import Context, Exchange, Outcome, State
-from hvd_compress.rows import Rows
-from hvd_compress.rows import exchange_rows as exchange
+from hvd_compress.methods.rows import Rows
+from hvd_compress.methods.rows import exchange_rows as exchange
 
 
 def merged(gradient: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -16,7 +16,7 @@ from hvd_compress.integrations.environment import Gather
 from hvd_compress.integrations.horovod import bind_call, hand_on, in_place_of, with_options
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import as_compressor
-from hvd_compress.rows import keeps_residual
+from hvd_compress.methods.rows import keeps_residual
 
 from .binding import Binding, Slot, native, places_of_groups, slots_of
 from .runtime import Runtime

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, State
 from hvd_compress.engines.base import Engine
+from hvd_compress.methods.rows import as_rows, keeps_residual
 from hvd_compress.reducer import Reducer
-from hvd_compress.rows import as_rows, keeps_residual
 from hvd_compress.transforms import momentum_after_averaging
 
 from . import backend

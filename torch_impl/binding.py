@@ -18,8 +18,8 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import Member
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.methods.rows import as_rows, keeps_residual, rows_state
 from hvd_compress.reducer import Reducer
-from hvd_compress.rows import as_rows, keeps_residual, rows_state
 from hvd_compress.stats import Record, Stats, norm_of_residual
 from hvd_compress.transforms import momentum_after_averaging
 

@@ -31,7 +31,7 @@ from hvd_compress.integrations.checkpoints import (
     share,
     unconsolidated,
 )
-from hvd_compress.rows import rows_state
+from hvd_compress.methods.rows import rows_state
 
 from . import backend
 from .binding import PREFIX

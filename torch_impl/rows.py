@@ -1,5 +1,5 @@
 """Sparse gradients (``Embedding(sparse=True)``): rows are sent as the option ``rows`` of a method
-says; see :mod:`hvd_compress.rows`.
+says; see :mod:`hvd_compress.methods.rows`.
 
 Duplicate rows are merged before they are sent, and frames hold raw bytes, so any dtype is possible
 where nothing has to wait.  A rank without a gradient sends no rows.
@@ -11,8 +11,8 @@ import torch
 
 from hvd_compress.base import Context, Exchange, Outcome
 from hvd_compress.errors import PayloadError
-from hvd_compress.rows import Rows
-from hvd_compress.rows import exchange_rows as exchange
+from hvd_compress.methods.rows import Rows
+from hvd_compress.methods.rows import exchange_rows as exchange
 
 
 def exchange_rows(

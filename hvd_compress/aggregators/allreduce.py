@@ -13,8 +13,8 @@ from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.coding import Coding, drawn, whole
 from hvd_compress.config import check_choice
 from hvd_compress.fused import FusedSum
-from hvd_compress.operator_classes import IDENTITY, Classes
 from hvd_compress.operators import random_k
+from hvd_compress.operators.classes import IDENTITY, Classes
 from hvd_compress.requests import Request, Sum
 from hvd_compress.requests.algorithms import SUMS
 from hvd_compress.transforms import momentum_after_averaging

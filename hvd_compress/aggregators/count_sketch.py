@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.aggregators.meetings import summed
-from hvd_compress.aggregators.sketching import Hashes, estimates, sketch
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.coding.sketching import Hashes, estimates, sketch
 from hvd_compress.config import converted, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators import top_k
@@ -42,7 +42,7 @@ class count_sketch(Aggregator, name="count_sketch"):
     Reference: Ivkin, Rothchild et al., Communication-efficient distributed SGD with sketching,
     NeurIPS 2019.  Differs from it in: the signs and cells of elements change at every step, so two
     elements that fall on each other now will not do so next time.  See also
-    ``aggregators/sketching.py``.
+    ``coding/sketching.py``.
     """
 
     density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))

@@ -14,7 +14,7 @@ from hvd_compress.base import Array, Context, Encoded, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.coding import Coding, drawn, whole
 from hvd_compress.config import check_choice
-from hvd_compress.operator_classes import Classes
+from hvd_compress.operators.classes import Classes
 from hvd_compress.operators.random_k import random_k
 from hvd_compress.requests import Request
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.aggregators.sparse_vectors import add_up, contains, largest, pick
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Sparse
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.plus_minus import plus_minus
+from hvd_compress.coding.sparse_vectors import add_up, contains, largest, pick
 from hvd_compress.requests import Neighbors
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
 from hvd_compress.wire.frame import index_dtype

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.aggregators.sparse_vectors import Vector, add_up
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.coding.sparse_vectors import Vector, add_up
 from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators import Selector, random_k

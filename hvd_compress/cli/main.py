@@ -22,8 +22,9 @@ from hvd_compress.cli.doctor import WANTED, doctor
 from hvd_compress.cli.horovod_build import install_horovod
 from hvd_compress.cli.horovod_plan import GPU, VERSION
 from hvd_compress.cli.options import picture_file, positive
-from hvd_compress.cli.stragglers import DISTRIBUTIONS, stragglers
+from hvd_compress.cli.stragglers import stragglers
 from hvd_compress.errors import CompressionError, ConfigError, NeedsTuning
+from hvd_compress.studies.stragglers import DISTRIBUTIONS
 
 #: argparse's, too
 WRONG_USAGE = 2

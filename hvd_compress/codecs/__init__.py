@@ -13,7 +13,7 @@ from hvd_compress.codecs.qsgd import uniform_dithering
 from hvd_compress.codecs.rounding import rounding
 from hvd_compress.codecs.sign import scaled_sign, sign
 from hvd_compress.codecs.ternary import ternary
-from hvd_compress.operator_classes import Classes
+from hvd_compress.operators.classes import Classes
 
 __all__ = [
     "Classes",

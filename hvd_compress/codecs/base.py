@@ -10,7 +10,7 @@ import numpy as np
 from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.kernels.codecs import all_finite
-from hvd_compress.operator_classes import Classes
+from hvd_compress.operators.classes import Classes
 
 Array = Any
 

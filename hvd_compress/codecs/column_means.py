@@ -12,7 +12,7 @@ from hvd_compress.codecs.columns import Columns
 from hvd_compress.kernels.bitpacking import full_bytes
 from hvd_compress.kernels.codecs import Halves
 from hvd_compress.kernels.reference import sums
-from hvd_compress.operator_classes import Classes
+from hvd_compress.operators.classes import Classes
 
 
 @dataclasses.dataclass(frozen=True)

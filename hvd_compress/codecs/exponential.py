@@ -15,7 +15,7 @@ from hvd_compress.config import check_choice, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.bitpacking import full_bytes
 from hvd_compress.kernels.codecs import Digits, Natural
-from hvd_compress.operator_classes import Classes
+from hvd_compress.operators.classes import Classes
 
 
 @dataclasses.dataclass(frozen=True)

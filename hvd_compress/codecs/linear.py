@@ -13,7 +13,7 @@ from hvd_compress.codecs.columns import Columns
 from hvd_compress.config import check_choice
 from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
 from hvd_compress.kernels.codecs import Digits
-from hvd_compress.operator_classes import Classes
+from hvd_compress.operators.classes import Classes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ class logarithmic(Codec, name="logarithmic"):
     def of_parts(self, counts: Sequence[int]) -> Codec:
         """Return the codec for arrays that lie end to end, with ``counts`` elements each, at least
         one.  It gives each the values that this codec would give it alone."""
-        return _OfParts(self, counts)
+        return _Segmented(self, counts)
 
     def size(self, n: int, dtype: np.dtype) -> int:
         return _size(n, int(n > 0), dtype, self.levels)
@@ -57,7 +57,7 @@ class logarithmic(Codec, name="logarithmic"):
         return self.of_parts([n] if n else []).decode(code, n, dtype)
 
 
-class _OfParts(Codec):
+class _Segmented(Codec):
     """On the wire the pairs a_1, r of all arrays come first, then the numbers of all levels.  An
     array that is not finite has a pair of NaN, which makes all its values NaN."""
 

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from hvd_compress.codecs.base import Codec
-from hvd_compress.operator_classes import IDENTITY, Classes
+from hvd_compress.operators.classes import IDENTITY, Classes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_compress.codecs.dithering import Dithering
 from hvd_compress.kernels.codecs import Digits
-from hvd_compress.operator_classes import Classes
+from hvd_compress.operators.classes import Classes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hvd_compress.codecs.base import Codec
 from hvd_compress.config import as_tuple, check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
-from hvd_compress.operator_classes import Classes
+from hvd_compress.operators.classes import Classes
 
 #: the range of normal float32
 _LEAST, _MOST = 2.0**-126, float(np.finfo(np.float32).max)

@@ -4,7 +4,6 @@ neighbours only."""
 from hvd_compress.decentralized.base import DecentralizedMethod, Network, mix
 from hvd_compress.decentralized.choco import ChocoSGD
 from hvd_compress.decentralized.diffusion import DGD, CTADiffusion, Diffusion
-from hvd_compress.decentralized.estimators import LSVRG, SAGA
 from hvd_compress.decentralized.exact_diffusion import NIDS, ExactDiffusion
 from hvd_compress.decentralized.extra import EXTRA
 from hvd_compress.decentralized.lead import LEAD, blockwise
@@ -39,9 +38,7 @@ __all__ = [
     "DGD",
     "EXTRA",
     "LEAD",
-    "LSVRG",
     "NIDS",
-    "SAGA",
     "CTADiffusion",
     "ChocoSGD",
     "Complete",

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
+from hvd_compress.backends.weak import weakly
 from hvd_compress.base import Outcome, Sparse
 from hvd_compress.requests import Gather, Request
-from hvd_compress.weak import weakly
 
 _ALIGNMENT = 64  # bytes; libraries copy what does not begin at such an address
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-import hvd_compress
+from hvd_compress import blocks
 from hvd_compress.base import Compressor
 from hvd_compress.errors import SetupError, UnsupportedError
 from hvd_compress.integrations.environment import Gather, chosen, compare, is_named
@@ -177,7 +177,7 @@ def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framewor
             "install-horovod`, and `hvd-compress doctor` to see what is there"
         ) from horovod
     if not hasattr(horovod, name):
-        where = "; building blocks are in hvd_compress" if hasattr(hvd_compress, name) else ""
+        where = "; building blocks are in hvd_compress.blocks" if hasattr(blocks, name) else ""
         raise AttributeError(f"{package} and {horovod.__name__} have no {name!r}{where}")
     return getattr(horovod, name)
 

@@ -11,7 +11,7 @@ from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import converted
 from hvd_compress.methods._chained import Chained
-from hvd_compress.rows import SendsRows, checked_rows
+from hvd_compress.methods.rows import SendsRows, checked_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class NoCompression(_Dense, name="none"):
         algorithm: over MPI "ring", "halving_doubling", "recursive_doubling", "direct",
             "hierarchical" or "auto"; ``None`` leaves it to the engine.
         rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
-            :mod:`hvd_compress.rows`.
+            :mod:`hvd_compress.methods.rows`.
     """
 
     wire = "gradient"
@@ -59,7 +59,7 @@ class FP16(_Dense, name="fp16"):
         algorithm: over MPI "ring", "halving_doubling", "recursive_doubling", "direct",
             "hierarchical" or "auto"; ``None`` leaves it to the engine.
         rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
-            :mod:`hvd_compress.rows`.
+            :mod:`hvd_compress.methods.rows`.
     """
 
     reference = "IEEE 754"
@@ -78,7 +78,7 @@ class BF16(_Dense, name="bf16"):
         algorithm: over MPI "ring", "halving_doubling", "recursive_doubling", "direct",
             "hierarchical" or "auto"; ``None`` leaves it to the engine.
         rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
-            :mod:`hvd_compress.rows`.
+            :mod:`hvd_compress.methods.rows`.
     """
 
     reference = "Kalamkar et al., 2019"

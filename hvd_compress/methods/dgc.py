@@ -15,7 +15,7 @@ from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.config import check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods._chained import OfVelocities
-from hvd_compress.rows import SendsRows, checked_rows
+from hvd_compress.methods.rows import SendsRows, checked_rows
 from hvd_compress.schedules import Density, as_density
 from hvd_compress.transforms import clip_by_local_norm, error_feedback, momentum_after_averaging
 
@@ -60,7 +60,7 @@ class DGC(SendsRows, OfVelocities, name="dgc"):
         algorithm: how entries are added up: "allgather", or over MPI one of those of
             :class:`hvd_compress.blocks.allgather`.
         rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
-            :mod:`hvd_compress.rows`.
+            :mod:`hvd_compress.methods.rows`.
 
     Differs from the paper in: the message has exactly k elements (see ``operators/top_k.py``);
     indices are packed instead of run lengths of 16 bits; density 1 turns masking off, since masking

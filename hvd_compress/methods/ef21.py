@@ -30,7 +30,7 @@ class EF21(OneChain, name="ef21"):
     State: ``estimate`` h, and ``mean_estimate`` G, equal on all ranks.  Sent: k values and k packed
     indices a tensor.  Where gradients are exact, it converges to the minimum itself with a constant
     step, which error feedback does only as the step shrinks; see ``transforms/ef21.py``, and
-    :func:`hvd_compress.operator_classes.ef21_step_size`.
+    :func:`hvd_compress.studies.step_sizes.ef21_step_size`.
 
     Options:
         density: fraction of elements to send, or a schedule.

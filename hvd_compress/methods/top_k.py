@@ -10,7 +10,7 @@ from hvd_compress.aggregators import allgather
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice, converted
 from hvd_compress.methods._chained import OneChain
-from hvd_compress.rows import SendsRows, checked_rows
+from hvd_compress.methods.rows import SendsRows, checked_rows
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
 
@@ -32,7 +32,7 @@ class TopK(SendsRows, OneChain, name="topk"):
             :class:`hvd_compress.blocks.allgather`.
         error_feedback: without it, what is not sent is lost; for studies only.
         rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
-            :mod:`hvd_compress.rows`.
+            :mod:`hvd_compress.methods.rows`.
     """
 
     reference = "Aji and Heafield, EMNLP 2017"

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.aggregators.sparse_vectors import densify, empty, give_back, take_in
 from hvd_compress.backends import backend_of
 from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
 from hvd_compress.base import Sparse
+from hvd_compress.coding.sparse_vectors import densify, empty, give_back, take_in
 from hvd_compress.config import check_choice
 from hvd_compress.mpi.calls import hierarchical
 from hvd_compress.mpi.calls.hierarchical_sparse import by_nodes

@@ -8,7 +8,7 @@ from typing import ClassVar
 from hvd_compress.base import Array, Context, State
 from hvd_compress.config import Configurable
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.operator_classes import IDENTITY, Classes
+from hvd_compress.operators.classes import IDENTITY, Classes
 
 
 class Selector(Configurable, abc.ABC, kind="block"):

@@ -28,9 +28,8 @@ class ef21(Transform, name="ef21"):
     of the gradients is sent as it comes, and not averaged over steps: put ``smoothing(0.9)``
     before it (Fatkhullin, Tyurin, Richtarik, NeurIPS 2023).
 
-    What is sent must be a contraction, class B3; see :mod:`hvd_compress.operator_classes` for step
-    sizes.
-    It must be the last transform, since it passes on differences.
+    What is sent must be a contraction, class B3, and :mod:`hvd_compress.studies.step_sizes` says
+    which steps it allows.  It must be the last transform, since it passes on differences.
     """
 
     keys = ("estimate", "mean_estimate")

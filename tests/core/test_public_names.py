@@ -94,3 +94,15 @@ def test_this_test_would_notice():
     module.Any, module.importlib, module._private = pytest.Item, importlib, 1
     module.__dir__ = lambda: ["Any", "importlib", "_private"]
     assert list(leaks(module)) == ["Any", "_private", "importlib"]
+
+
+def test_who_looks_for_a_building_block_is_told_where_it_is():
+    """``hvd.allgather`` is Horovod's, so blocks are not among the names of the drop-ins."""
+    import hvd_compress.torch as hvd
+
+    with pytest.raises(
+        AttributeError, match=r"'top_k'; building blocks are in hvd_compress\.blocks"
+    ):
+        hvd.top_k  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'no_such_name'$"):
+        hvd.no_such_name  # noqa: B018

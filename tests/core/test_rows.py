@@ -30,7 +30,7 @@ from hvd_compress.codecs import linear
 from hvd_compress.codecs.frame import decode_coded, encode_sent
 from hvd_compress.engines import lockstep
 from hvd_compress.engines.base import watched
-from hvd_compress.rows import Rows, as_rows, exchange_rows, keeps_residual, rows_state
+from hvd_compress.methods.rows import Rows, as_rows, exchange_rows, keeps_residual, rows_state
 from hvd_compress.tensorflow import rows as tf_rows
 from hvd_compress.torch import rows as torch_rows
 

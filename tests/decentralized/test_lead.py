@@ -10,9 +10,7 @@ import pytest
 from hvd_compress.decentralized import (
     EXTRA,
     LEAD,
-    LSVRG,
     NIDS,
-    SAGA,
     ExactDiffusion,
     blockwise,
     box,
@@ -21,6 +19,7 @@ from hvd_compress.decentralized import (
     l2,
     simulate,
 )
+from hvd_compress.studies.estimators import LSVRG, SAGA
 from hvd_compress.training.world import World
 
 N, ROWS, D, RIDGE = 8, 15, 10, 0.05

@@ -20,11 +20,11 @@ from hvd_compress.decentralized import (
     PushDIGing,
     lazy,
     simulate,
-    theory,
 )
 from hvd_compress.decentralized.topologies import Weights, as_topology
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import PayloadError
+from hvd_compress.studies import decentralized as theory
 from hvd_compress.training import Coordinator
 from hvd_compress.training.world import World
 

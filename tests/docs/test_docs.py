@@ -77,12 +77,14 @@ PAGES_THAT_RUN = (
     "docs/training/local-sgd.md",
     "docs/training/parameter-server.md",
 )
-#: runs the files it is given one after the other, each as a program of its own
+#: runs the files it is given one after the other, each as a program of its own in a folder of its
+#: own, since some write files
 RUN_ALL = """
-import runpy, sys
+import os, runpy, sys
 for file in sys.argv[1:]:
-    print(file, flush=True)
+    os.chdir(os.path.dirname(file))
     runpy.run_path(file, run_name="__main__")
+    print("ran", file, flush=True)
 """
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 
@@ -92,53 +94,38 @@ def blocks_that_run(page: str) -> list[str]:
     return blocks[:2] if page == "README.md" else blocks
 
 
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize("page", PAGES_THAT_RUN)
-def test_what_pages_show_runs_on_two_ranks(tmp_path, page):
-    """One job runs all that MPI or Horovod starts, and one all that torchrun does."""
-    (tmp_path / "run_all.py").write_text(RUN_ALL)
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory):
+    """The files with each page's blocks, and what was printed when they ran: one job for all that
+    MPI or Horovod starts, since most time goes into imports, and one for all that torchrun does."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "run_all.py").write_text(RUN_ALL)
+    files: dict[str, list[str]] = {}
     of_mpi, of_torchrun = [], []
-    for number, block in enumerate(blocks_that_run(page)):
-        file = tmp_path / f"block-{number}.py"
-        file.write_text(block)
-        (of_torchrun if "init_process_group" in block else of_mpi).append(str(file))
-    for launcher, files in (
+    for page in PAGES_THAT_RUN:
+        for number, block in enumerate(blocks_that_run(page)):
+            file = folder / page.replace("/", "-") / f"block-{number}.py"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(block)
+            files.setdefault(page, []).append(str(file))
+            (of_torchrun if "init_process_group" in block else of_mpi).append(str(file))
+    said = ""
+    for launcher, each in (
         ([*jobs.launcher(2, "mpirun"), sys.executable], of_mpi),
         (TORCHRUN, of_torchrun),
     ):
-        if files:
-            # In a folder of its own: some write files.
-            command = ["env", "-C", str(tmp_path), *launcher, "run_all.py", *files]
-            jobs.run(command, timeout=120 + 30 * len(files))
+        command = [*launcher, str(folder / "run_all.py"), *each]
+        _, output = jobs.run(command, timeout=120 + 15 * len(each), check=False)
+        said += output
+    return files, said
 
 
-def systems() -> list[str]:
-    """The commands of the README's table of systems."""
-    section = (ROOT / "README.md").read_text().partition("\n## Systems")[2].partition("\n## ")[0]
-    return re.findall(r"^\| .* \| `(.*)` \| \[", section, re.MULTILINE)
-
-
-def test_a_command_that_shows_dgc_is_among_them():
-    assert any("none dgc" in command for command in systems()), "its figures are tested below"
-
-
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize("command", systems())
-def test_the_command_that_shows_a_system(tmp_path, command):
-    """What that of DGC shows, ``test_digits_over_mpi`` shows with --full on two ranks, too."""
-    # In a folder of its own: some write pictures.
-    _, output = jobs.run(["env", "-C", str(tmp_path), *command.split()], timeout=480)
-    assert re.search(r"\d", output), "it says what came out"
-    if "train_digits_mpi" in command:
-        assert "same weights, bit for bit" in output
-    if "none dgc" in command:
-        lines = [line.split() for line in output.splitlines() if line.endswith(" ms")]
-        rows = {name: columns for name, *columns in lines}
-        assert min(float(rows[name][0]) for name in ("none", "dgc")) > 90, output
-        assert rows["none"][4] == "1.0x"
-        assert float(rows["dgc"][7].rstrip("x")) > 250
-        [picture] = tmp_path.rglob("*.png")
-        assert picture.read_bytes().startswith(b"\x89PNG")
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("page", [pytest.param(page, id=f"@{page}") for page in PAGES_THAT_RUN])
+def test_what_pages_show_runs_on_two_ranks(pages, page):
+    files, said = pages
+    for file in files[page]:
+        assert said.count(f"ran {file}") == 2, f"{file}, or one before it: {said[-5000:]}"
 
 
 def test_links_lead_somewhere():
@@ -164,11 +151,8 @@ def test_files_that_are_named_exist():
         assert any(path.endswith(f"/{name}") for path in known), f"{source}: {name}"
 
 
-def test_the_design_knows_all_packages_and_all_that_knows_a_request():
+def test_the_design_knows_all_that_knows_a_request():
     page = (ROOT / "docs/design.md").read_text()
-    packages = {file.parent.name for file in (ROOT / "hvd_compress").glob("*/__init__.py")}
-    table = page.partition("\n## Decisions")[0]
-    assert packages <= {name.rstrip("/") for name in re.findall(r"`(\w+/)`", table)}
     request = re.search(r"\*\*A new kind of request\*\*(.*?)\n\n", page, re.DOTALL)[1]
     kinds = [re.compile(rf"\b{kind}\b") for kind in ("Alltoall", "Neighbors", "Broadcast")]
     for folder, prefix in (("hvd_compress", ""), ("torch_impl", "torch_impl/"), ("tf", "tf/")):

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_compress import ConfigError, Context, SketchedSGD
-from hvd_compress.aggregators.sketching import Hashes, estimates, sketch
 from hvd_compress.backends import backend_of
 from hvd_compress.blocks import chain, count_sketch, error_feedback
+from hvd_compress.coding.sketching import Hashes, estimates, sketch
 from hvd_compress.engines.lockstep import World
 from hvd_compress.requests import Sum
 from tests.lockstep_training import accuracy

@@ -39,7 +39,9 @@ SIZES = [
     for size in range(1, 34)
 ]
 #: for whole methods, which take long on many ranks; what they send by is tested at 33, too
-SIZES_OF_METHODS = [pytest.param(33, marks=pytest.mark.full) if s == 33 else s for s in SIZES]
+SIZES_OF_METHODS = [
+    pytest.param(size, marks=pytest.mark.full) if size in (16, 17, 33) else size for size in SIZES
+]
 orders = st.tuples(st.sampled_from(ORDERS), st.integers(0, 2**16))
 lengths = st.one_of(st.integers(0, 70), st.integers(200, 400))
 

@@ -34,7 +34,7 @@ from hvd_compress.blocks import (
 )
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.operator_classes import ef21_constants, ef21_step_size, kept_by_top_k
+from hvd_compress.studies.step_sizes import ef21_constants, ef21_step_size, kept_by_top_k
 from tests.codecs.test_codecs import random, through
 from tests.operator_classes import adversaries, check_constants
 

@@ -8,7 +8,8 @@ import torch
 
 from hvd_compress import NoCompression, TopK
 from hvd_compress.errors import ConfigError
-from hvd_compress.training.large_batch import NoiseScale
+from hvd_compress.studies.noise_scale import NoiseScale
+from hvd_compress.torch.studies import GradientNoiseScale
 from tests.scenarios import horovod_only
 from tests.scenarios.common import (
     LR,
@@ -200,7 +201,7 @@ def the_noise_scale_is_that_of_all_ranks_gradients() -> None:
             continue
         model = make_model()
         optimizer = distribute(sgd(model), model, NoCompression(), backward_passes_per_step=passes)
-        noise = hvd.GradientNoiseScale(
+        noise = GradientNoiseScale(
             optimizer, batch_size=8, average=hvd.allreduce, ranks=hvd.size(), decay=0.5
         )
         reference, expected = make_model(), NoiseScale(decay=0.5)
@@ -229,11 +230,9 @@ def the_noise_scale_is_that_of_all_ranks_gradients() -> None:
         torch.testing.assert_close(noise.squared, expected.squared, rtol=1e-3, atol=1e-4)
     model = make_model()
     with raises(ConfigError, "does not hand out whole gradients"):
-        hvd.GradientNoiseScale(
-            distribute(sgd(model), model, "topk"), 8, average=hvd.allreduce, ranks=2
-        )
+        GradientNoiseScale(distribute(sgd(model), model, "topk"), 8, average=hvd.allreduce, ranks=2)
     with raises(ConfigError, "op=hvd.Average"):
-        hvd.GradientNoiseScale(
+        GradientNoiseScale(
             distribute(sgd(model), model, NoCompression(), op=hvd.Sum), 8, hvd.allreduce, 2
         )
 

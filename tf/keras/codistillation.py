@@ -14,13 +14,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress import training
+from hvd_compress.backends.weak import weakly
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.training import Codistiller
 from hvd_compress.training.base import Arrays
 from hvd_compress.training.codistillation.facade import ModelWithTeachers, documented
 from hvd_compress.training.codistillation.losses import Loss, target
-from hvd_compress.weak import weakly
 
 from ..binding import native
 from ..xla import refuse_xla

@@ -15,12 +15,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_compress.backends.weak import weakly
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.training import Coordinator, TrainingMethod
 from hvd_compress.training.base import Arrays, as_training_method
 from hvd_compress.training.factories import factories_of_methods
-from hvd_compress.weak import weakly
 
 from ..binding import native
 from ..loss_scaling import NotInLossScaling

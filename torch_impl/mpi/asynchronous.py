@@ -9,10 +9,10 @@ import torch
 from hvd_compress import mpi
 from hvd_compress.mpi.process_sets import global_process_set
 
-from .of_model import OfModel
+from .served_model import ServedModel
 
 
-class _Asynchronous(OfModel):
+class _Asynchronous(ServedModel):
     def __init__(
         self, cls: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
     ) -> None:

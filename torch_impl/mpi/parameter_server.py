@@ -16,7 +16,7 @@ from hvd_compress.mpi.process_sets import global_process_set
 from hvd_compress.systems.servers.rules import Rules
 
 from ..parameters import Parameter
-from .of_model import OfModel, as_array
+from .served_model import ServedModel, as_array
 
 
 def parameter_server(
@@ -72,7 +72,7 @@ def parameter_server(
     return Worker(model, optimizer, servers, worker_timeout, seed, rules)
 
 
-class Worker(OfModel):
+class Worker(ServedModel):
     """This rank's part; see :func:`parameter_server`.
 
     Attributes:

@@ -17,8 +17,8 @@ from collections.abc import Generator
 import numpy as np
 
 from hvd_compress.aggregators.merging import Merging
-from hvd_compress.aggregators.sparse_vectors import contains, largest, pick, take_in
 from hvd_compress.base import Sparse
+from hvd_compress.coding.sparse_vectors import contains, largest, pick, take_in
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.sparse.running import Comm, Reduced, reduced, run

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from hvd_compress.aggregators.sparse_vectors import Vector, give_back, take_in
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Sparse
+from hvd_compress.coding.sparse_vectors import Vector, give_back, take_in
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.mpi.sparse import ALGORITHMS

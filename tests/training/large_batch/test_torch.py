@@ -292,23 +292,6 @@ def test_warmups_without_steps_or_to_less(batch, steps, rates):
     assert found == pytest.approx(rates)
 
 
-def test_noise_scale_of_two_passes_on_one_rank():
-    p = torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([p], lr=0.1)
-    noise = hvd.GradientNoiseScale(optimizer, batch_size=4, average=lambda x, name: x, ranks=1)
-    for g in ([1.0, 0.0], [3.0, 2.0]):
-        (p * torch.tensor(g)).sum().backward()
-    noise.measure()
-    small, large = (1 + 13) / 2, 2.0**2 + 1.0**2  # the mean is (2, 1)
-    assert noise.squared == pytest.approx((8 * large - 4 * small) / 4)
-    assert noise.variance == pytest.approx((small - large) / (1 / 4 - 1 / 8))
-    noise.close()
-    optimizer.zero_grad()
-    p.sum().backward()
-    with pytest.raises(ConfigError, match="backward_passes_per_step"):
-        hvd.GradientNoiseScale(optimizer, 4, lambda x, name: x, ranks=1).measure()
-
-
 @pytest.mark.parametrize(
     ("make", "expected"),
     [(hvd.LARS, 0.3), (hvd.LAMB, 300.0), (hvd.OneBitLAMB, 10.0)],  # the last one clips

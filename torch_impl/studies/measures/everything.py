@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvd_compress import measures as formulas
+from hvd_compress.studies import measures as formulas
 
 from .folding import folded, weights_of
 from .functions import entropy, fisher_rao, margins, path_norm, spectral_norms

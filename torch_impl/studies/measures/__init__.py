@@ -1,11 +1,11 @@
 """Measures of generalisation of PyTorch models::
 
-    from hvd_compress.torch.measures import take_all
+    from hvd_compress.torch.studies.measures import take_all
 
     found = take_all(model, initial_model, x, y)  # by the names of the paper's tables
 
-Formulas and rank statistics are in ``hvd_compress.measures``.  Weights are those of layers: batch
-normalisation is folded into the layer before it, and biases do not count.  Nothing here is a
+Formulas and rank statistics are in ``hvd_compress.studies.measures``.  Weights are those of layers:
+batch normalisation is folded into the layer before it, and biases do not count.  Nothing here is a
 collective: ranks may measure a model each.
 """
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hvd_compress.errors import ConfigError
-from hvd_compress.operator_classes import FeedbackSteps
+from hvd_compress.studies.step_sizes import FeedbackSteps
 
 
 def test_by_hand():

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy.stats import kendalltau
 
-from hvd_compress import measures
 from hvd_compress.errors import ConfigError
+from hvd_compress.studies import measures
 
 GRID = list(itertools.product([0, 1, 2], [0, 1], [0, 1, 2]))
 

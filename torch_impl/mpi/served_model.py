@@ -1,4 +1,4 @@
-"""A model of PyTorch on a rank of a job in which some ranks serve."""
+"""A model of PyTorch whose parameters servers own, on other ranks of the job."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from ..parameters import Parameter, names_of_parameters
 from ..training.optimizer import is_distributed
 
 T = TypeVar("T")
-S = TypeVar("S", bound="OfModel")
+S = TypeVar("S", bound="ServedModel")
 
 
-class OfModel:
-    """Moves a model's parameters to the arrays of ``server``, which subclasses make, and back.
+class ServedModel:
+    """A model whose parameters are moved to the arrays of ``server``, which subclasses make, and
+    back.
 
     Attributes:
         server: an object of :mod:`hvd_compress.mpi`, on arrays.

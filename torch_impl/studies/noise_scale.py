@@ -10,7 +10,7 @@ import torch
 from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import BF16, FP16, NoCompression
-from hvd_compress.training.large_batch.noise import NoiseScale
+from hvd_compress.studies.noise_scale import NoiseScale
 
 
 class GradientNoiseScale(NoiseScale):
@@ -18,7 +18,7 @@ class GradientNoiseScale(NoiseScale):
     gradients that training computes anyway: those of each rank, and their average::
 
         optimizer = hvd.DistributedOptimizer(optimizer)
-        noise = hvd.GradientNoiseScale(
+        noise = GradientNoiseScale(
             optimizer, batch_size=32, average=hvd.allreduce, ranks=hvd.size()
         )
         for x, y in loader:

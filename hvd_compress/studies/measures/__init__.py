@@ -2,7 +2,7 @@
 
 After Jiang, Neyshabur, Mobahi, Krishnan and Bengio, "Fantastic generalization measures and where to
 find them", 2019, arXiv 1912.02178, whose numbers of equations the formulas have.
-``hvd_compress.torch.measures`` takes them of models.
+``hvd_compress.torch.studies.measures`` takes them of models.
 """
 
 from .baselines import canonical_ordering, noisy_oracle, random_measure, vc_dimension

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.torch import measures
+from hvd_compress.torch.studies import measures
 
 EXACT = {"tolerance": 0.0, "steps": 20, "eps": 0.0}
 

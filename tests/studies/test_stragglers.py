@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from hvd_compress.cli.main import main
-from hvd_compress.cli.stragglers import Delays, asynchronous, gaussian_order, harmonic, rows_of
 from hvd_compress.errors import ConfigError
+from hvd_compress.studies.stragglers import (
+    Delays,
+    asynchronous,
+    gaussian_order,
+    harmonic,
+    rows_of,
+)
 
 
 @pytest.mark.parametrize(

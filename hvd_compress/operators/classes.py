@@ -1,0 +1,65 @@
+"""How much an operator changes a vector.
+
+An operator C maps a vector of d elements to what arrives of it.  Beznosikov, Horvath, Richtarik and
+Safaryan ("On Biased Compression for Distributed Learning", JMLR 2023) put operators in three
+classes, beside the unbiased ones; see :class:`Classes`.  Operators say what they are by
+``classes(d)``: codecs, selecting operators and the aggregators that put the two together.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Classes(NamedTuple):
+    """Constants of an operator C on R^d, as Beznosikov et al. (JMLR 2023) define them::
+
+        B1  alpha |x|^2 <= E|C(x)|^2 <= beta <E C(x), x>
+        B2  max(gamma |x|^2, E|C(x)|^2 / beta) <= <E C(x), x>
+        B3  E|C(x) - x|^2 <= (1 - 1/delta) |x|^2
+        U   E C(x) = x  and  E|C(x)|^2 <= zeta |x|^2
+
+    ``None``: the operator is not in that class, whatever the constant.  Of an operator in U,
+    ``delta`` is that of C / zeta, the scaling that error feedback needs.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+    delta: float | None = None
+    zeta: float | None = None
+
+    @classmethod
+    def unbiased(cls, zeta: float, alpha: float = 1.0) -> Classes:
+        """Return the constants of an operator in U(zeta) with a second moment of ``alpha`` |x|^2 or
+        more."""
+        return cls(alpha, zeta, 1.0, zeta, zeta)
+
+    @property
+    def own_delta(self) -> float | None:
+        """``delta`` of C as it is, unscaled: an operator in U has E|C(x) - x|^2 <= (zeta - 1)|x|^2,
+        which is less than |x|^2 only for zeta < 2."""
+        if self.zeta is None:
+            return self.delta
+        return 1 / (2 - self.zeta) if self.zeta < 2 else None
+
+    def after_selecting(self, share: float) -> Classes:
+        """Return the constants of this operator applied to some elements only, which keep
+        ``share`` of |x|^2 or more in expectation, while the others become zero::
+
+            <C(x), x> = <D(y), y>   and   |C(x) - x|^2 = |D(y) - y|^2 + |x|^2 - |y|^2
+
+        for D this operator and y what was selected.  ``delta`` is that of D as it is; that of D
+        scaled by 1 / zeta is what ``contraction(D)`` has.
+        """
+        delta = self.own_delta
+        return Classes(
+            self.alpha * share,
+            self.beta,
+            self.gamma * share,
+            None if delta is None else delta / share,
+        )
+
+
+#: of what arrives as it was
+IDENTITY = Classes.unbiased(1.0)

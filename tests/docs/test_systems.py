@@ -1,0 +1,218 @@
+"""The commands of the README's table of systems run as they stand there, and say what they should.
+
+A function named after a program checks what its commands print.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import jobs
+
+ROOT = Path(__file__).resolve().parents[2]
+PNG = b"\x89PNG"
+#: steps of an epoch: 1437 images, four ranks, batches of 16
+STEPS = 1437 // 4 // 16
+
+
+def systems() -> list[str]:
+    """The commands of the README's table of systems."""
+    section = (ROOT / "README.md").read_text().partition("\n## Systems")[2].partition("\n## ")[0]
+    return re.findall(r"^\| .* \| `(.*)` \| \[", section, re.MULTILINE)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("command", systems(), ids=lambda c: c.rpartition("mpi_examples.")[2][:60])
+def test_the_command_that_shows_a_system(tmp_path, command):
+    # In a folder of its own: some write pictures.
+    _, output = jobs.run(["env", "-C", str(tmp_path), *command.split()], timeout=480)
+    check = globals().get(re.search(r"^(?:python -m mpi_examples\.)?(\S+)", command)[1])
+    if check is not None:
+        check(command, output, tmp_path)
+    else:
+        assert re.search(r"\d", output), "it says what came out"
+    pictures = [*tmp_path.rglob("*.png")]
+    assert bool(pictures) == (".png" in output)
+    for picture in pictures:
+        assert picture.read_bytes().startswith(PNG)
+        assert str(picture.resolve()) in output
+
+
+def rows_of(output: str, end: str) -> dict[str, str]:
+    """The rows of a table by their first words, if they end so."""
+    return {line.split()[0]: line for line in output.splitlines() if line.endswith(end)}
+
+
+def methods_of(command: str) -> list[str]:
+    return re.search(r"--methods ([^-]*(?:$| ))", command)[1].split()
+
+
+def allreduce_steps(command: str, output: str, folder: Path) -> None:
+    assert output.startswith("$ ")
+    for summary in ("6 rounds, 24 messages", "4 rounds, 16 messages"):
+        assert f"{summary}; every rank sent 192 bytes, for a vector of 128" in output
+    assert output.count("have the right sum") == 2
+
+
+def train_digits_mpi(command: str, output: str, folder: Path) -> None:
+    assert "same weights, bit for bit" in output
+    rows = {name: line.split()[1:] for name, line in rows_of(output, " ms").items()}
+    if "none" in rows:
+        assert min(float(rows[name][0]) for name in ("none", "dgc")) > 85, output
+        assert rows["none"][4] == "1.0x"
+        assert float(rows["dgc"][7].rstrip("x")) > 250
+
+
+def biased_compression(command: str, output: str, folder: Path) -> None:
+    assert len(re.findall(r"^.* \d\.\de-\d\d ", output, re.MULTILINE)) == 13
+
+
+def compressed_inputs(command: str, output: str, folder: Path) -> None:
+    rows = {line[:28].strip(): line[35:].split() for line in output.splitlines()}
+    measured, expected = rows["top-k 10.0%"], rows["top-k 10.0%, in theory"]
+    np.testing.assert_allclose(np.array(measured[:3], float), np.array(expected, float), atol=0.04)
+
+
+def all_systems(command: str, output: str, folder: Path) -> None:
+    rows = [row.split(" | ") for row in output.splitlines() if row.startswith("| `")]
+    assert [row[0].strip("|` ") for row in rows] == ["onebit_adam", "onebit_lamb", "zero_one_adam"]
+    assert all(float(row[4].rstrip("x")) > 1 for row in rows)
+
+
+def train_embeddings(command: str, output: str, folder: Path) -> None:
+    rows = re.findall(r"^(\S+) +([\d.]+) +([\d.]+) [KM]iB +([\d.]+)x$", output, re.MULTILINE)
+    assert [row[0] for row in rows] == ["whole", "float16", "int8", "top:0.1", "top:0.1:int8"]
+    assert all(0 < float(loss) < 6 * np.log(2) for _, loss, _, _ in rows), "that of zeros"
+    ratio = {name: float(found) for name, *_, found in rows}
+    # Of a row 8 + 256 and 8 + 128 bytes, and messages of 24 bytes more.
+    assert ratio["float16"] == pytest.approx(264 / 136, abs=0.06)
+    assert ratio["top:0.1"] == pytest.approx(10, rel=0.03)
+    assert ratio["top:0.1:int8"] > 3 * ratio["top:0.1"]
+
+
+def train_local(command: str, output: str, folder: Path) -> None:
+    rows, steps = rows_of(output, " ms"), 2 * STEPS
+    assert [*rows] == methods_of(command)
+    done = {name: re.search(r" (\d+) of (\d+) ", row).groups() for name, row in rows.items()}
+    assert {int(total) for _, total in done.values()} == {steps}
+    exchanges = {name: int(count) for name, (count, _) in done.items()}
+    ratio = {name: float(re.search(r" ([\d.]+)x ", row)[1]) for name, row in rows.items()}
+    assert exchanges.pop("dense") == steps
+    assert exchanges.keys() - {"streaming_diloco"} <= {
+        name for name, count in exchanges.items() if count == steps // 8
+    }
+    quotient = steps / (steps // 8)
+    assert ratio["dense"] == 1.0
+    assert ratio["easgd"] == pytest.approx(quotient, abs=0.06)
+    assert ratio["local_sgd"] == pytest.approx(quotient, abs=0.06)
+    assert ratio["leader_sgd"] == pytest.approx(4 * quotient, abs=0.2), "one of four sends"
+    assert ratio["diloco+dgc"] > 20 * quotient
+
+
+def exact_diffusion(command: str, output: str, folder: Path) -> None:
+    rows = [line.split() for line in output.splitlines() if re.match(r"\S+ +0\.\d{4} ", line)]
+    rows += [line.split() for line in output.splitlines() if line.startswith("complete ")]
+    for row in rows:
+        for at in (3, 7):
+            closed, mean, _, interval = row[at : at + 4]
+            # One in twenty intervals of 95 % is too narrow; 3.5 standard errors are enough.
+            assert abs(float(mean) - float(closed)) < 3.5 / 1.96 * float(interval)
+    ratio = {(row[0], float(row[2])): float(row[-1]) for row in rows}
+    assert ratio["line", 10] > 10, "bias is what counts"
+    assert ratio["line", 0.001] < 1, "noise is"
+    assert ratio["complete", 10] < 1
+
+
+def train_decentralized(command: str, output: str, folder: Path) -> None:
+    rows = rows_of(output, " ms")
+    assert [*rows] == methods_of(command)
+    found = {
+        name: re.search(r"([\d.e+-]+) +\S+ \S+ +\S+ \S+ +([\d.]+)x ", row)
+        for name, row in rows.items()
+    }
+    distance, ratio = ({name: float(each[i]) for name, each in found.items()} for i in (1, 2))
+    assert (distance.pop("dense"), ratio["dense"]) == (0, 1)
+    assert all(0 < each < 0.5 for each in distance.values())
+    # On a line of four, ranks have one and a half neighbours.
+    assert ratio["diffusion"] == ratio["exact_diffusion"] == pytest.approx(1.5, abs=0.02)
+    assert ratio["gradient_tracking"] == pytest.approx(3, abs=0.02)
+    assert ratio["lead"] < 0.15
+
+
+def prox_lead(command: str, output: str, folder: Path) -> None:
+    """Two bits cost no step, batches stay in a ball, and estimators leave it."""
+    rows = re.findall(r"^(\S.*?)  +[\d.e-]+ +[\d.e-]+ +([\d.e-]+) +([\d,]+)$", output, re.MULTILINE)
+    error = {name: float(last) for name, last, _ in rows}
+    sent = {name: int(count.replace(",", "")) for name, *_, count in rows}
+    assert len(error) == 7, output
+    assert error["Prox-LEAD"] == pytest.approx(error["P2D2"], rel=0.5)
+    assert error["Prox-LEAD, LSVRG"] == pytest.approx(error["P2D2"], rel=0.5)
+    assert error["Prox-LEAD, batches"] > 5 * error["P2D2"]
+    assert sent["P2D2"] > 20 * sent["Prox-LEAD"]
+
+
+def train_codistillation(command: str, output: str, folder: Path) -> None:
+    rows = re.findall(r"^(\w+) +([\d.]+) % +(\d+) of (\d+) +([\d.]+ \w+)$", output, re.MULTILINE)
+    assert [row[0] for row in rows] == methods_of(command)
+    exchanges, steps = {name: int(done) for name, _, done, _, _ in rows}, 2 * STEPS
+    assert exchanges == {
+        "dense": steps,
+        "alone": 0,
+        "checkpoints": -(-(steps - 11) // 8),
+        "predictions_fp16": steps - 11,
+    }
+    assert rows[1][4] == "0 B"
+    # 16 x 10 numbers of 2 bytes, a header and a length, to three ranks, not in the burn-in
+    assert rows[3][4] == f"{3 * (16 * 10 * 2 + 30) * (steps - 11) / steps:.0f} B"
+
+
+def train_parameter_server(command: str, output: str, folder: Path) -> None:
+    rows = {line[:20].strip(): line[20:] for line in output.splitlines() if " % " in line}
+    assert len(rows) > 12
+    assert rows["sync"].split()[-5:-2] == ["0", "of", str(4 * STEPS)]
+    assert int(rows["sync, 1 backup"].split()[-5]) > 0, "the slow one was dropped"
+    assert rows["sync"].count("75.1 KiB") == 2
+    assert rows["sync, top-k both"].count("KiB") == 2
+
+
+def train_large_batch(command: str, output: str, folder: Path) -> None:
+    rows = {
+        line.split()[0]: re.search(r"fp16 +([\d.]+) % +([\d.]+) +(\d+) +([\d.]+) [KM]iB$", line)
+        for line in output.splitlines()
+        if line.endswith("iB")
+    }
+    assert list(rows) == ["small", "large", "linear", "warmup", "lars", "lamb", "sam", "asam"]
+    # 1437 examples; SAM sends no more than SGD.
+    assert {name: int(row[3]) for name, row in rows.items()} == {
+        **dict.fromkeys(rows, 2 * (1437 // 256)),
+        "small": 2 * (1437 // 32),
+    }
+    assert rows["sam"][4] == rows["large"][4] == f"{10 * 2 * 26122 / 1024:.1f}"
+    assert float(rows["small"][1]) > float(rows["large"][1]), "a few steps at the same rate"
+    assert re.search(r"noise scale of the small batch, in examples: \d+ \(epoch 1\)", output)
+
+
+def generalization(command: str, output: str, folder: Path) -> None:
+    assert output.startswith("$ ")
+    rows = [line for line in output.splitlines() if line.startswith("1/sigma' pacbayes-mag ")]
+    assert [len(row.split()[2:]) for row in rows] == [9, 10]
+    # Hyper-parameters of one value have no psi.
+    assert rows[0].split()[3:8] == ["-", "-", "-", "-", "-"]
+    load = ["--load", "results/generalization.json", "--output", "again.png"]
+    _, again = jobs.run(["env", "-C", str(folder), *command.split(), *load], timeout=60)
+    assert again.partition("\n\n")[2].partition("\n\n/")[0] in output
+    (folder / "again.png").unlink()
+
+
+def bytes_and_loss(command: str, output: str, folder: Path) -> None:
+    rows = re.findall(r"^(\S+) .* ([\d.]+)x +([\d.]+) +[\d.]+", output, re.MULTILINE)
+    ratio = {name: float(times) for name, times, _ in rows}
+    assert [*ratio] == ["dense", "dgc", "diloco", "diloco+dgc", "demo", "leader_sgd"], output
+    assert ratio["dense"] == 1.0
+    assert ratio["diloco+dgc"] > 240
+    assert 80 < ratio["demo"] < 130
+    assert all(float(loss) < 8 for *_, loss in rows)
