@@ -19,12 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvd_compress.config import Configurable, converted
+from hvd_compress.config import Configurable, check_between, check_whole, converted
 from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.parameter_server.messages import Kind, Message, decode, encode
 from hvd_compress.parameter_server.pieces import Arrays, is_finite
 from hvd_compress.parameter_server.server import Reply, ServerStats
-from hvd_compress.training.base import check_between, check_whole
 from hvd_compress.training.groups import Groups, checked_groups, groups_of
 
 

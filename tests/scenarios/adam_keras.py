@@ -81,7 +81,7 @@ def half_precision_skips_what_is_spoilt() -> None:
     assert int(inner._variance_steps) == FREEZE - 1
     assert all(np.isfinite(w).all() for w in model.get_weights())
     assert_same_everywhere(weights_of(model))
-    for m, state in zip(inner._momentums, optimizer.compression.states.values(), strict=True):
+    for m, state in zip(inner.slots["exp_avg"], optimizer.compression.states.values(), strict=True):
         close = {"rtol": 1e-3, "atol": 1e-6}
         np.testing.assert_allclose(np.ravel(m), state["average"].numpy(), **close)
 
@@ -105,7 +105,7 @@ def local_variables_have_a_momentum_of_their_own() -> None:
         optimizer.apply([tf.constant(g) for g in gradients], variables)
     mean = (1 + hvd.size()) / 2
     own = (1 + hvd.rank()) / hvd.size()
-    for m, g in zip(optimizer._momentums, (mean, own), strict=True):
+    for m, g in zip(optimizer.slots["exp_avg"], (mean, own), strict=True):
         np.testing.assert_allclose(np.asarray(m), g * (1 - 0.5**8), rtol=1e-6)
 
 

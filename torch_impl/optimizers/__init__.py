@@ -1,8 +1,21 @@
-"""Optimizers and helpers for large batches; formulas: ``hvd_compress.training.large_batch``."""
+"""Optimizers and helpers for large batches; formulas: :mod:`hvd_compress.optimizers`."""
 
-from .layerwise import LAMB, LARS
+from .adam import OneBitAdam, OneBitLAMB
 from .noise_scale import GradientNoiseScale
+from .plain import LAMB, LARS, DeMo
 from .sharpness import ASAM, SAM
 from .warmup import scaled_warmup
+from .zero_one_adam import ZeroOneAdam
 
-__all__ = ["ASAM", "LAMB", "LARS", "SAM", "GradientNoiseScale", "scaled_warmup"]
+__all__ = [
+    "ASAM",
+    "LAMB",
+    "LARS",
+    "SAM",
+    "DeMo",
+    "GradientNoiseScale",
+    "OneBitAdam",
+    "OneBitLAMB",
+    "ZeroOneAdam",
+    "scaled_warmup",
+]

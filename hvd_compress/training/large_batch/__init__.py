@@ -1,23 +1,5 @@
-"""Training with large batches: formulas in NumPy, which the optimizers of the bindings follow.
+"""How large a batch is worth its examples."""
 
-PyTorch: ``hvd.LARS``, ``hvd.LAMB``, ``hvd.SAM``, ``hvd.ASAM``, ``hvd.scaled_warmup``,
-``hvd.GradientNoiseScale`` of ``hvd_compress.torch``.  Keras 3: ``hvd.LARS``, ``hvd.LAMB``,
-``hvd.SAM``, ``hvd.ASAM``, ``hvd.ScaledWarmup`` of ``hvd_compress.tensorflow.keras``.
-"""
-
-from .layerwise import lamb_step, lars_step
 from .noise import NoiseScale, gradient_moments
-from .scaling import SCALINGS, rate_factor, warmed_up
-from .sharpness import adaptive_ascent, ascent
 
-__all__ = [
-    "SCALINGS",
-    "NoiseScale",
-    "adaptive_ascent",
-    "ascent",
-    "gradient_moments",
-    "lamb_step",
-    "lars_step",
-    "rate_factor",
-    "warmed_up",
-]
+__all__ = ["NoiseScale", "gradient_moments"]
