@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from hvd_compress.optimizers import Formula, Now
+from hvd_compress.optimizers.base import documented
 
 
 class FormulaOptimizer(torch.optim.Optimizer):
@@ -33,7 +34,7 @@ class FormulaOptimizer(torch.optim.Optimizer):
             params = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
             options = inspect.signature(cls.formula).parameters.values()
             cls.__signature__ = inspect.Signature([params, *options])  # type: ignore[attr-defined]
-            cls.__doc__ = f"{inspect.getdoc(cls)}\n\n{inspect.getdoc(cls.formula)}"
+            cls.__doc__ = documented(cls)
 
     def __init__(self, params: Iterable[Any], *options: Any, **named: Any) -> None:
         # Horovod makes its optimizer from the parameter groups alone: all options are there.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -144,6 +145,12 @@ def _begun(slot: Slot, w: Array, state: State) -> Any:
     if slot.kind == "number":
         return slot.start
     return xp.full_like(w, slot.start) if slot.kind == "array" else xp.scalar(slot.start, w)
+
+
+def documented(cls: Any) -> str:
+    """Return the docstring of an optimizer: its own, and that of its formula."""
+    raises = "Raises:\n    ConfigError: an option makes no sense."
+    return "\n\n".join([inspect.getdoc(cls) or "", inspect.getdoc(cls.formula) or "", raises])
 
 
 def quotient(xp: Any, numerator: Any, denominator: Any, *norms: Any) -> Any:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers import Formula, Now
+from hvd_compress.optimizers.base import documented
 
 from ..binding import Binding, native
 
@@ -44,7 +45,7 @@ class FormulaOptimizer(keras.optimizers.Optimizer):
         if "formula" not in vars(cls):
             return
         cls.__signature__ = _signature(cls)
-        cls.__doc__ = f"{inspect.getdoc(cls)}\n\n{inspect.getdoc(cls.formula)}"
+        cls.__doc__ = documented(cls)
         keras.saving.register_keras_serializable(package="hvd_compress")(cls)
         # The class of a distributed optimizer is made from it, and is saved under its bare name.
         keras.saving.get_custom_objects()[cls.__name__] = cls

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hvd_compress import optimizers
-from hvd_compress.optimizers import Formula
 
 from ..optimizer_host import PartnerOptimizer
 
@@ -23,15 +24,21 @@ class OneBitAdam(PartnerOptimizer):
 
     formula = optimizers.OneBitAdam
 
-    def update(self, p: torch.Tensor, formula: Formula, **flags: bool) -> None:
+    _frozen: bool | None
+
+    def begin_step(self) -> None:
         binding = self.binding
-        if binding is None:
-            frozen = self.state[p].get("step", 0) >= formula.freeze_step  # type: ignore[attr-defined]
-            super().update(p, formula, frozen=frozen)
-            return
         # Steps may have been skipped after their exchange: the compression's count is what counts.
-        frozen = binding.method.frozen(binding.step - 1, binding.epoch)
-        super().update(p, formula, frozen=frozen, is_momentum=frozen and p not in binding.sparse)
+        ours = binding is not None
+        self._frozen = binding.method.frozen(binding.step - 1, binding.epoch) if ours else None
+
+    def update(self, p: torch.Tensor, formula: Any, **flags: bool) -> None:
+        if self._frozen is None:
+            frozen = self.state[p].get("step", 0) >= formula.freeze_step
+            super().update(p, formula, frozen=frozen)
+        else:
+            is_momentum = self._frozen and p not in self.binding.sparse
+            super().update(p, formula, frozen=self._frozen, is_momentum=is_momentum)
 
 
 class OneBitLAMB(OneBitAdam):

@@ -49,10 +49,9 @@ class ZeroOneAdam(PartnerOptimizer):
             self._check_local(binding)
 
     def update(self, p: torch.Tensor, formula: Any, **flags: bool) -> None:
-        phase = self._phase
-        if phase is None:
-            phase = formula.phases.phase(self.state[p].get("step", 0) + 1)
         alone = self._phase is None
+        counted = self.state[p].get("step", 0)
+        phase = formula.phases.phase(counted + 1) if alone else self._phase
         is_local = not alone and phase in ("local", "sync")
         super().update(p, formula, frozen=phase != "variance", is_local=is_local)
 
