@@ -179,6 +179,19 @@ def check_fraction(option: str, value: Any) -> None:
         raise ConfigError(f"{option} must be in (0, 1], for instance {option}=0.001; got {value!r}")
 
 
+def check_whole(option: str, value: Any, least: int) -> None:
+    """Raise ``ConfigError`` unless ``value`` is a whole number, ``least`` or more."""
+    if not is_whole(value) or value < least:
+        raise ConfigError(f"{option} must be a whole number from {least}; got {value!r}")
+
+
+def check_between(option: str, value: Any, low: float, high: float = float("inf")) -> None:
+    """Raise ``ConfigError`` unless ``low <= value <= high``."""
+    if not is_number(value) or not low <= value <= high:
+        span = f"{low} or more" if high == float("inf") else f"from {low} to {high}"
+        raise ConfigError(f"{option} must be {span}; got {value!r}")
+
+
 def check_choice(option: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise unless ``value`` is one of ``choices``."""
     if value not in choices:

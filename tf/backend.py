@@ -79,7 +79,59 @@ def sum(x: Array) -> Array:
 
 
 def scale(x: Array, factor: Any) -> Array:
-    return x * tf.cast(factor, x.dtype)
+    return x * _number(factor, x.dtype)
+
+
+def affine(x: Array, factor: Any, shift: Any = 0.0) -> Array:
+    scaled = scale(x, factor)
+    return scaled if isinstance(shift, float) and not shift else scaled + _number(shift, x.dtype)
+
+
+def _number(value: Any, dtype: tf.DType) -> Array:
+    # A cast would make float32 of a number of Python first.
+    return tf.cast(value, dtype) if tf.is_tensor(value) else tf.constant(value, dtype)
+
+
+def add_scaled(x: Array, y: Array, factor: Any) -> Array:
+    return x + scale(y, factor)
+
+
+def lerp(x: Array, y: Array, weight: float) -> Array:
+    return x + scale(y - x, weight)
+
+
+def lerp_square(x: Array, y: Array, weight: float) -> Array:
+    return x + scale(tf.square(y) - x, weight)
+
+
+def sqrt(x: Array) -> Array:
+    return tf.sqrt(x)
+
+
+def scalar(value: float, like: Array) -> Array:
+    return tf.constant(value, tf.float64)
+
+
+def vector_norm(arrays: Sequence[Array]) -> Array:
+    wide = [tf.cast(x, tf.float32) if x.dtype in _HALF else x for x in arrays]
+    squares = [tf.cast(tf.reduce_sum(tf.square(x)), tf.float64) for x in wide]
+    return tf.sqrt(tf.add_n(squares))
+
+
+def max(x: Array) -> Array:
+    return tf.cast(tf.reduce_max(x), tf.float64)
+
+
+def clip(x: Array, low: Any, high: Any) -> Array:
+    return tf.clip_by_value(x, low, high)
+
+
+def where(condition: Array, x: Any, y: Any) -> Array:
+    return tf.where(condition, x, y)
+
+
+def put_where(x: Array, condition: Array, value: float) -> Array:
+    return tf.where(condition, tf.constant(value, x.dtype), x)
 
 
 def all_finite(x: Array) -> Array:
@@ -164,6 +216,12 @@ def choose(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any
     if isinstance(condition, bool):
         return yes() if condition else no()
     return tf.cond(condition, yes, no)
+
+
+def either(condition: Any, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:
+    if isinstance(condition, bool):
+        return yes() if condition else no()
+    return tf.where(condition, yes(), no())
 
 
 def on_host(

@@ -31,6 +31,7 @@ from hvd_compress.integrations.checkpoints import (
     share,
     whole,
 )
+from hvd_compress.integrations.optimizers import momentum_inside
 from hvd_compress.methods import as_compressor
 from hvd_compress.methods.rows import keeps_residual, rows_state
 from hvd_compress.requests import Sum
@@ -534,11 +535,7 @@ class Binding(tf.Module):
         """Return the (momentum, nesterov) that act inside the exchange."""
         if not self.method.takes_momentum:
             return 0.0, False
-        own = self.method.momentum, self.method.nesterov
-        return (
-            self.momentum if own[0] is None else own[0],
-            self.nesterov if own[1] is None else own[1],
-        )
+        return momentum_inside(self.method, self.momentum, self.nesterov)
 
     # -- state -------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from hvd_compress.integrations.optimizers import (
     check_one_momentum,
     check_partner,
     moved,
+    velocity_of_one,
 )
 from hvd_compress.methods import FP16, NoCompression, as_compressor
 from hvd_compress.transforms import momentum_after_averaging
@@ -458,7 +459,7 @@ class Keras3Optimizer(CompressedOptimizer):
         momentum, nesterov = self.compression.momentum_used()
         if not momentum:
             return
-        factor = -float(np.asarray(inner.learning_rate)) / (momentum if nesterov else 1.0)
+        factor = -float(np.asarray(inner.learning_rate)) / velocity_of_one(momentum, nesterov)
         if self._hvd_options["op"] == self._hvd_runtime.hvd.Sum:  # velocities are of averages
             factor *= self.compression.engine.size
         for variable, slot in zip(self._trainable_variables, inner.momentums, strict=True):

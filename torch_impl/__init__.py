@@ -25,15 +25,11 @@ from hvd_compress.integrations.horovod import load_horovod, names_of, rest_of, s
 from hvd_compress.training import CoordinatedSampler, Decay, OuterSGD, Ramp, WeightDecay
 
 from .ddp import DDPState, ddp_hook
-from .demo import DeMo
-from .onebit_adam import OneBitAdam
-from .onebit_lamb import OneBitLAMB
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
 from .training.averaging import averaging
 from .training.codistillation import codistillation_over
 from .training.factories import DECENTRALIZED, factories
-from .zero_one_adam import ZeroOneAdam
 
 
 def _register(horovod_torch: Any) -> None:
@@ -65,14 +61,10 @@ __all__ = [
     "Codistillation",
     "CoordinatedSampler",
     "DDPState",
-    "DeMo",
     "Decay",
-    "OneBitAdam",
-    "OneBitLAMB",
     "OuterSGD",
     "Ramp",
     "WeightDecay",
-    "ZeroOneAdam",
     "average_parameters",
     "ddp_hook",
     "local_steps",

@@ -90,8 +90,67 @@ def sum(x: Array) -> float:
     return x.sum(dtype=torch.float64).item()
 
 
-def scale(x: Array, factor: float) -> Array:
+def scale(x: Array, factor: Any) -> Array:
+    if isinstance(factor, torch.Tensor) and factor.device != x.device:  # a norm over several
+        factor = factor.to(x.device)
     return x * factor
+
+
+def affine(x: Array, factor: float, shift: float = 0.0) -> Array:
+    x = x if factor == 1 else x.mul_(factor)
+    return x if shift == 0 else x.add_(shift)
+
+
+def add_scaled(x: Array, y: Array, factor: Any) -> Array:
+    # Either is one pass over memory.
+    if isinstance(factor, torch.Tensor):
+        return x.addcmul_(y, factor)
+    return x.add_(y, alpha=factor)
+
+
+def lerp(x: Array, y: Array, weight: float) -> Array:
+    return x.lerp_(y, weight)
+
+
+def lerp_square(x: Array, y: Array, weight: float) -> Array:
+    return x.mul_(1 - weight).addcmul_(y, y, value=weight)
+
+
+def sqrt(x: Array) -> Array:
+    return x.sqrt()
+
+
+def scalar(value: float, like: Array) -> Array:
+    return torch.full((), value, dtype=_accumulates_in(like), device=like.device)
+
+
+def vector_norm(arrays: Sequence[Array]) -> Array:
+    norms = [torch.linalg.vector_norm(x, dtype=_accumulates_in(x)) for x in arrays]
+    if len(norms) == 1:
+        return norms[0]
+    device = norms[0].device
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in norms))
+    return torch.linalg.vector_norm(torch.stack([x.to(device, dtype) for x in norms]))
+
+
+def _accumulates_in(x: Array) -> torch.dtype:
+    return torch.float32 if x.dtype in _HALF else x.dtype
+
+
+def max(x: Array) -> Array:
+    return x.amax()
+
+
+def clip(x: Array, low: Any, high: Any) -> Array:
+    return x.clamp(low, high)
+
+
+def where(condition: Array, x: Any, y: Any) -> Array:
+    return torch.where(condition, x, y)
+
+
+def put_where(x: Array, condition: Array, value: float) -> Array:
+    return x.masked_fill_(condition, value)
 
 
 def all_finite(x: Array) -> bool:
@@ -194,6 +253,10 @@ def from_bytes(raw: Array, dtype: str, like: Array) -> Array:
 
 
 def choose(condition: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    return yes() if condition else no()
+
+
+def either(condition: bool, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:
     return yes() if condition else no()
 
 

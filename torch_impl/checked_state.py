@@ -17,16 +17,15 @@ from hvd_compress.integrations.checkpoints import (
     saver_in,
     whole,
 )
+from hvd_compress.optimizers import Formula
 
 from .binding import PREFIX
-from .frozen_adam import FrozenAdam
+from .optimizer_host import FormulaOptimizer
 
 #: under which a state dict says what it is
 KEY = "hvd_compress"
 VERSION = 1
-#: optimizers that step with all of this, or with none of it before their first step
-_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, FrozenAdam)
-_OF_ADAMS = {"exp_avg", "exp_avg_sq", "step"}
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 
 
 class Entries(NamedTuple):
@@ -82,15 +81,24 @@ def checked_entries(optimizer: Any, state_dict: Any) -> tuple[dict[str, Any], di
         place = places.index(index)
         values = {key.removeprefix(PREFIX): entries[key] for key in names}
         ours[place] = Entries(values, "momentum_buffer" in entries)
-        _check_buffers(parameters[place], entries)
+        _check_buffers(optimizer, parameters[place], entries)
         taken = {*names, "momentum_buffer"} if PREFIX + "velocity" in names else {*names}
         if not optimizer.compression.takes_optimizer_momentum:
             taken.discard("momentum_buffer")  # the optimizer's own momentum goes on
         if rest := {key: value for key, value in entries.items() if key not in taken}:
-            if isinstance(optimizer, _ADAMS) and (missing := _OF_ADAMS - rest.keys()):
+            if missing := _needed(optimizer) - rest.keys():
                 raise refused(f"the state of parameter {index} has no {missing.pop()!r}")
             plain["state"][index] = rest
     return plain, ours
+
+
+def _needed(optimizer: Any) -> set[str]:
+    """Return the entries of which an optimizer steps with all, or before its first step with
+    none."""
+    if isinstance(optimizer, FormulaOptimizer):
+        formula = optimizer.formula
+        return {*formula.counts, *(slot.name for slot in formula.slots if slot.since is None)}
+    return {"exp_avg", "exp_avg_sq", "step"} if isinstance(optimizer, _ADAMS) else set()
 
 
 def _check_option(group: Any, option: str, here: Any) -> None:
@@ -114,10 +122,12 @@ def _check_option(group: Any, option: str, here: Any) -> None:
             raise refused(f"{option!r} is {there!r} where {here!r} is here")
 
 
-def _check_buffers(p: torch.Tensor, entries: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` unless the saved buffers of SGD and of Adam's family are as large as
-    the parameter."""
-    for key in ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+def _check_buffers(optimizer: Any, p: torch.Tensor, entries: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` unless the saved buffers of SGD, of Adam's family and of this package's
+    optimizers are as large as the parameter."""
+    slots = getattr(optimizer, "formula", Formula).slots
+    own = {slot.name for slot in slots if slot.kind == "array"}
+    for key in {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"} | own:
         if (x := entries.get(key)) is None:
             continue
         if not isinstance(x, torch.Tensor) or x.shape != p.shape:

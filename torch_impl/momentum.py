@@ -17,7 +17,9 @@ from hvd_compress.integrations.optimizers import (
     another_kind,
     check_one_momentum,
     check_partner,
+    momentum_inside,
     moved,
+    velocity_of_one,
 )
 
 logger = logging.getLogger("hvd_compress")
@@ -83,18 +85,12 @@ class Momentum:
         """Return the same of the parameters of a group."""
         if not self.is_taken:
             return 0.0, False
-        own, nesterov = self._method.momentum, self._method.nesterov
-        return (
-            group["momentum"] if own is None else own,
-            group["nesterov"] if nesterov is None else nesterov,
-        )
+        return momentum_inside(self._method, group["momentum"], group["nesterov"])
 
     def factor(self, p: torch.nn.Parameter) -> float:
-        """Return the velocity that has the effect of a momentum buffer of 1 in plain SGD: Nesterov
-        velocities have a factor m, and the sign of ``maximize``."""
-        momentum, nesterov = self.of(p)
-        factor = momentum if nesterov else 1.0 if momentum else 0.0
-        return factor * (-1 if self.group_of(p)["maximize"] else 1)
+        """Return the velocity that has the effect of a momentum buffer of 1 in plain SGD, with the
+        sign of ``maximize``."""
+        return velocity_of_one(*self.of(p)) * (-1 if self.group_of(p)["maximize"] else 1)
 
     @contextlib.contextmanager
     def switched_off(self) -> Iterator[None]:

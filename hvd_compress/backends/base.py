@@ -4,8 +4,12 @@ A backend is looked up by the type of an array, so no framework is imported befo
 imported it.  NumPy's backend is the reference; another one must agree with it (a test runs all
 methods over all backends).
 
-Primitives work on flat arrays.  ``put`` and ``add_at`` may modify their first argument and return
-it: callers pass only arrays that they have made themselves.
+Primitives work on flat arrays, those that go element by element on any.  ``put``, ``add_at`` and
+what is said to reuse its first argument may modify that and return it: callers pass only arrays
+that they have made themselves, or that somebody has handed over to them.
+
+Numbers are those of Python, or scalars: what norms and largest elements are returned as, which in
+PyTorch is a tensor, so that nobody waits for a device, and in a graph a symbol of float64.
 
 TensorFlow traces: there, arrays are symbols without values, what is called a bool or a float here
 is a symbol too, and Python must not branch on it.  So the algorithms say ``choose`` instead of
@@ -67,6 +71,39 @@ class Backend(Protocol):
     def scale(self, x: Array, factor: float) -> Array:
         """``x`` times a number, such as a quotient of norms."""
 
+    def affine(self, x: Array, factor: Any, shift: Any = 0.0) -> Array:
+        """``factor x + shift``, of numbers; reuses ``x``."""
+
+    def add_scaled(self, x: Array, y: Array, factor: Any) -> Array:
+        """``x + factor y``, of a number; reuses ``x``."""
+
+    def lerp(self, x: Array, y: Array, weight: float) -> Array:
+        """``x + weight (y - x)``: a moving average takes in ``y``; reuses ``x``."""
+
+    def lerp_square(self, x: Array, y: Array, weight: float) -> Array:
+        """``x + weight (y^2 - x)``; reuses ``x``."""
+
+    def sqrt(self, x: Array) -> Array: ...
+
+    def scalar(self, value: float, like: Array) -> Any:
+        """A number as :meth:`vector_norm` returns it for ``like``."""
+
+    def vector_norm(self, arrays: Sequence[Array]) -> Any:
+        """L2 norm of all arrays together, a scalar: in float32 of half precisions, whose largest
+        number it may pass."""
+
+    def max(self, x: Array) -> Any:
+        """The largest element, a scalar; there must be one."""
+
+    def clip(self, x: Any, low: Any, high: Any) -> Any:
+        """Of a scalar, and of limits that are both numbers of Python or both scalars."""
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        """``x`` if ``condition`` else ``y``, of scalars."""
+
+    def put_where(self, x: Array, condition: Array, value: float) -> Array:
+        """Put a number where an array of bools says; reuses ``x``."""
+
     def all_finite(self, x: Array) -> bool: ...
 
     def reshape(self, x: Array, shape: tuple[int, ...]) -> Array: ...
@@ -116,6 +153,9 @@ class Backend(Protocol):
 
     def choose(self, condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
         """``yes()`` if ``condition`` else ``no()``: arrays, or equal nests of them."""
+
+    def either(self, condition: Any, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:
+        """The same of one array each, for little work: a graph does both, and has no branches."""
 
     def on_host(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,50 @@ def sum(x: Array) -> float:
 
 def scale(x: Array, factor: float) -> Array:
     return x * factor
+
+
+def affine(x: Array, factor: float, shift: float = 0.0) -> Array:
+    return x * factor + shift
+
+
+def add_scaled(x: Array, y: Array, factor: float) -> Array:
+    return x + y * factor
+
+
+def lerp(x: Array, y: Array, weight: float) -> Array:
+    return x + (y - x) * weight
+
+
+def lerp_square(x: Array, y: Array, weight: float) -> Array:
+    return x + (y * y - x) * weight
+
+
+def sqrt(x: Array) -> Array:
+    return np.sqrt(x)
+
+
+def scalar(value: float, like: Array) -> float:
+    return value
+
+
+def vector_norm(arrays: Sequence[Array]) -> float:
+    return math.hypot(*map(norm, arrays))
+
+
+def max(x: Array) -> float:
+    return float(x.max())
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return float(np.clip(x, low, high))
+
+
+def where(condition: bool, x: Any, y: Any) -> Any:
+    return x if condition else y
+
+
+def put_where(x: Array, condition: Array, value: float) -> Array:
+    return np.where(condition, x.dtype.type(value), x)
 
 
 def all_finite(x: Array) -> bool:
@@ -183,6 +228,10 @@ def from_bytes(raw: Array, dtype: str, like: Array) -> Array:
 
 
 def choose(condition: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    return yes() if condition else no()
+
+
+def either(condition: bool, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:
     return yes() if condition else no()
 
 

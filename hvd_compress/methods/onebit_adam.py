@@ -28,19 +28,6 @@ def check_freeze_step(steps: Any) -> None:
         )
 
 
-def check_coefficients(
-    coefficient_range: Any, coefficient_beta: float, factor_range: Any, factor_threshold: float
-) -> None:
-    """Raise ``ConfigError`` unless these are options of 1-bit LAMB."""
-    for name, ends in (("coefficient_range", coefficient_range), ("factor_range", factor_range)):
-        if len(ends) != 2 or not 0 < ends[0] <= ends[1]:
-            raise ConfigError(f"{name} must be two numbers, 0 < low <= high; got {ends!r}")
-    if not 0 <= coefficient_beta < 1:
-        raise ConfigError(f"coefficient_beta must be in [0, 1); got {coefficient_beta!r}")
-    if not 0 < factor_threshold < 1:
-        raise ConfigError(f"factor_threshold must be in (0, 1); got {factor_threshold!r}")
-
-
 def as_freeze_step(value: Any) -> bool | After:
     """Return the schedule for a number of steps; a schedule or a bool stays as it is."""
     if isinstance(value, bool | After):

@@ -4,6 +4,7 @@ Here is training with local steps between exchanges: the methods, their owner on
 ranks in one process.  ``large_batch`` is a package of its own.
 """
 
+from hvd_compress.optimizers.outer import OuterSGD
 from hvd_compress.training.base import (
     Finish,
     Mean,
@@ -24,7 +25,6 @@ from hvd_compress.training.diloco import DiLoCo
 from hvd_compress.training.easgd import EAMSGD, EASGD
 from hvd_compress.training.leader_sgd import LeaderSGD
 from hvd_compress.training.local_sgd import LocalSGD
-from hvd_compress.training.outer import OuterSGD
 from hvd_compress.training.slowmo import SlowMo
 from hvd_compress.training.world import World
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor
-from hvd_compress.config import Configurable, is_number, is_whole
+from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import NoCompression, as_compressor
 from hvd_compress.requests import Collective
@@ -185,19 +185,6 @@ def checked_compression(compression: Any) -> Compressor:
             "steps there are averages to send; use for instance compression='topk:density=0.01'"
         )
     return method
-
-
-def check_whole(option: str, value: Any, least: int) -> None:
-    """Raise ``ConfigError`` unless ``value`` is a whole number, ``least`` or more."""
-    if not is_whole(value) or value < least:
-        raise ConfigError(f"{option} must be a whole number from {least}; got {value!r}")
-
-
-def check_between(option: str, value: Any, low: float, high: float = float("inf")) -> None:
-    """Raise ``ConfigError`` unless ``low <= value <= high``."""
-    if not is_number(value) or not low <= value <= high:
-        span = f"{low} or more" if high == float("inf") else f"from {low} to {high}"
-        raise ConfigError(f"{option} must be {span}; got {value!r}")
 
 
 def widened(x: Array) -> Array:

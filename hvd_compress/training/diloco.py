@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from hvd_compress.base import Array, Compressor
-from hvd_compress.config import check_choice, converted
+from hvd_compress.config import check_between, check_choice, check_whole, converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import NoCompression
-from hvd_compress.training.base import check_between, check_whole, checked_compression
-from hvd_compress.training.outer import OuterSGD
+from hvd_compress.optimizers.outer import OuterSGD
+from hvd_compress.training.base import checked_compression
 from hvd_compress.training.rounds import BUFFERS, Exchange, Rounds
 
 
@@ -30,7 +30,7 @@ class DiLoCo(Rounds, name="diloco"):
     compression; its error feedback, if it has one, is about the outer step.
 
     Args:
-        outer: the outer optimizer; see :class:`~hvd_compress.training.outer.OuterSGD`.
+        outer: the outer optimizer; see :class:`~hvd_compress.optimizers.outer.OuterSGD`.
         sync_every: H, the number of local steps between two exchanges of the same parameter.
         fragments: F; H must be a multiple of it.
         delay: tau, 0 or more and less than H / F.

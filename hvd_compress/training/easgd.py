@@ -8,7 +8,7 @@ from collections.abc import Generator
 from typing import Any
 
 from hvd_compress.base import Array, Compressor
-from hvd_compress.config import converted
+from hvd_compress.config import check_between, check_whole, converted
 from hvd_compress.methods import NoCompression
 from hvd_compress.training.base import (
     Arrays,
@@ -21,8 +21,6 @@ from hvd_compress.training.base import (
     TrainingMethod,
     all_finite,
     apart,
-    check_between,
-    check_whole,
     checked_compression,
     copied,
     like,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvd_compress.config import check_whole
 from hvd_compress.errors import ConfigError
-from hvd_compress.training.base import check_whole
 
 Groups = tuple[tuple[int, ...], ...]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
-from hvd_compress.config import converted
+from hvd_compress.config import check_between, check_whole, converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.requests import Broadcast, Gather, Neighbors
 from hvd_compress.training.base import (
@@ -25,8 +25,6 @@ from hvd_compress.training.base import (
     TrainingMethod,
     all_finite,
     apart,
-    check_between,
-    check_whole,
     like,
     widened,
 )

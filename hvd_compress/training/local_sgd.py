@@ -5,16 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from hvd_compress.base import Array, Compressor
-from hvd_compress.config import check_choice, converted
+from hvd_compress.config import check_choice, check_whole, converted
 from hvd_compress.methods import NoCompression
-from hvd_compress.training.base import (
-    Arrays,
-    State,
-    StepContext,
-    check_whole,
-    checked_compression,
-    like,
-)
+from hvd_compress.training.base import Arrays, State, StepContext, checked_compression, like
 from hvd_compress.training.rounds import BUFFERS, Exchange, Rounds
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from hvd_compress.base import Array, Compressor
-from hvd_compress.config import check_choice, converted
+from hvd_compress.config import check_between, check_choice, check_whole, converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import NoCompression
-from hvd_compress.training.base import check_between, check_whole, checked_compression
+from hvd_compress.optimizers.outer import slow_momentum
+from hvd_compress.training.base import checked_compression
 from hvd_compress.training.rounds import BUFFERS, Exchange, Rounds
 
 
@@ -64,5 +65,6 @@ class SlowMo(Rounds, name="slowmo"):
                 "SlowMo divides by the learning rate, which is 0 or unknown at the end of a round: "
                 "choose sync_every such that no round ends there, or pass rates"
             )
-        u = moments["slow_momentum"] * self.momentum + mean * (1 / rate)
-        return anchor - u * (self.lr * rate), {"slow_momentum": u}
+        u, beta = moments["slow_momentum"], self.momentum
+        x, u = slow_momentum(anchor, mean, u, rate=rate, lr=self.lr, momentum=beta)
+        return x, {"slow_momentum": u}

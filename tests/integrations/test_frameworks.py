@@ -29,11 +29,9 @@ KERAS = ("parity", "shared", "keras_fit", "keras_users")
 GRAPHS = ("decentralized", "decentralized_state")
 OTHERS_KERAS = ("codistillation_keras", "local_steps_keras")
 OTHERS = ("local_steps", "codistillation", *GRAPHS)
-ADAM = ("adam_onebit", "adam_zero_one", "lamb_onebit", "demo")
-OWN_TORCH = ("demo_torch", "lamb_torch")
-ADAM_TORCH = (*ADAM, "adam_torch", "adam_zero_one_torch", *OWN_TORCH, "large_batch_torch")
-LAMB_KERAS = ("lamb_keras", "large_batch_keras")
-ADAM_KERAS = (*ADAM, "adam_keras", "adam_zero_one_keras", "demo_keras", *LAMB_KERAS)
+OPTIMIZERS = ("optimizers", "adam_zero_one")
+OPTIMIZERS_TORCH = (*OPTIMIZERS, "optimizers_torch", "adam_zero_one_torch", "large_batch_torch")
+OPTIMIZERS_KERAS = (*OPTIMIZERS, "optimizers_keras", "adam_zero_one_keras", "large_batch_keras")
 #: what graphs over MPI must show in each run of the tests
 OVER_MPI = (
     "over_mpi_tensorflow",
@@ -65,17 +63,17 @@ class Job(NamedTuple):
 
 #: every scenario once over each engine, under each controller at least what must hold everywhere
 JOBS = [
-    Job("horovod", (*TORCH, *ADAM_TORCH, *OTHERS), "mpirun", 3),
+    Job("horovod", (*TORCH, *OPTIMIZERS_TORCH, *OTHERS), "mpirun", 3),
     Job("horovod", PARITY, "gloo", 2),
     Job("horovod", FOLLOWS, "alone", 1),
-    Job("mpi", (*TORCH, *ADAM_TORCH, "over_mpi", *OTHERS), "mpirun", 2),
+    Job("mpi", (*TORCH, *OPTIMIZERS_TORCH, "over_mpi", *OTHERS), "mpirun", 2),
     Job("mpi", GRAPHS, "mpirun", 4),
     Job("mpi", (*PARITY, "over_mpi"), "mpich", 3),
     Job("mpi", FOLLOWS, "mpirun", 5),
     Job("tensorflow", ("keras_users", "keras_fit", "shared", "rows", *FOLLOWS), "mpirun", 2),
-    Job("tensorflow", ("adam_keras", "adam_zero_one_keras"), "mpirun", 2),
-    Job("tensorflow", ("lamb_onebit", *LAMB_KERAS), "mpirun", 2),
-    Job("tensorflow", ("demo", "demo_keras", *OTHERS_KERAS), "mpirun", 2),
+    Job("tensorflow", ("optimizers", "large_batch_keras"), "mpirun", 2),
+    Job("tensorflow", ("optimizers_keras", "adam_zero_one_keras"), "mpirun", 2),
+    Job("tensorflow", OTHERS_KERAS, "mpirun", 2),
     Job("tensorflow", ("graphs",), "mpirun", 3),
     Job("tape", FOLLOWS, "mpirun", 2),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),
@@ -83,7 +81,7 @@ JOBS = [
 ]
 FULL = [
     Job("horovod", GRAPHS, "alone", 1),
-    Job("horovod", (*TORCH, *ADAM_TORCH), "alone", 1),
+    Job("horovod", (*TORCH, *OPTIMIZERS_TORCH), "alone", 1),
     Job("mpi", ("over_mpi", *PARITY), "mpirun", 5),
     Job("horovod", TORCH, "mpirun", 2),
     Job("horovod", ONCE, "gloo", 2),
@@ -97,13 +95,13 @@ FULL = [
     Job("mpi", (*PARITY, "over_mpi"), "mpirun", 8),
     Job("tensorflow", (*KERAS, "adam_zero_one"), "alone", 1),
     Job("tensorflow", KERAS, "mpirun", 2),
-    Job("tensorflow", ADAM_KERAS, "mpirun", 2),
+    Job("tensorflow", OPTIMIZERS_KERAS, "mpirun", 2),
     Job("tensorflow", PARITY, "gloo", 2),
     Job("tensorflow", ("graphs",), "mpirun", 5),
     Job("tensorflow", PARITY, "mpirun", 4),
     Job("tape", ("shared", *PARITY), "mpirun", 2),
     Job("tensorflow-mpi", ("over_mpi_tensorflow", "shared", "keras_fit"), "mpirun", 2),
-    Job("tensorflow-mpi", (*ADAM_KERAS, *OTHERS_KERAS), "mpirun", 2),
+    Job("tensorflow-mpi", (*OPTIMIZERS_KERAS, *OTHERS_KERAS), "mpirun", 2),
     Job("tensorflow-mpi", ("over_mpi_tensorflow", "shared", "keras_fit"), "alone", 1),
     Job("tensorflow-mpi", ("graphs", "shared"), "mpirun", 3),
     Job("tape-mpi", ("shared", *FOLLOWS), "mpirun", 2),

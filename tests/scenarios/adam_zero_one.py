@@ -164,8 +164,3 @@ def dense_words_go_along() -> None:
 def what_does_not_fit_is_refused() -> None:
     with raises(ConfigError, "does not fit", "var_freeze_step=12"):
         run_of(method=ZeroOneAdamCompression())
-    with raises(ConfigError, "zero_one_adam", "SGD would take"):
-        make(ZeroOneAdamCompression())
-    for name in SCHEDULE:
-        with raises(ConfigError, name):
-            run_of(**{name: 0}, method=NoCompression())

@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from hvd_compress.errors import ConfigError
 from tests.scenarios import oracle
-from tests.scenarios.adam_keras import LOSS, fit, weights_of
 from tests.scenarios.adam_zero_one import LR, SCHEDULE, run_of
 from tests.scenarios.driver import assert_close, assert_same_everywhere, barrier, raises, train
 from tests.scenarios.driver_tensorflow import hvd, hvd_keras, model_of
+from tests.scenarios.optimizers_keras import LOSS, fit, weights_of
 
 
 def _distributed(options: Any = None, **adam_options: Any) -> Any:
@@ -184,12 +184,3 @@ def what_cannot_work_is_refused() -> None:
         train(run_of(make_options={"kind": "words"}), [0])
     with raises(ConfigError, "use_ema"):
         _distributed(use_ema=True).build([tf.Variable(np.ones(40))])
-    for name, value in (("local_step_clipper", 1.5), ("beta_1", 1.0), ("epsilon", -1.0)):
-        with raises(ConfigError, name):
-            hvd_keras.ZeroOneAdam(**{name: value})
-    x = tf.Variable(np.ones(4, np.float32))
-    with tf.GradientTape() as tape:
-        y = tf.reduce_sum(x * x)
-    tape = hvd.DistributedGradientTape(tape, compression=adam.compressor())
-    with raises(ConfigError, "hands out momenta", "DistributedOptimizer"):
-        tape.gradient(y, [x])

@@ -1,12 +1,11 @@
-"""LARS, LAMB, SAM, ASAM and the noise scale in PyTorch, beside a reference in this process."""
+"""SAM, ASAM, warm-up and the noise scale in PyTorch, beside a reference in this process; all
+optimizers for large batches with compression."""
 
 from __future__ import annotations
 
-import copy
-
 import torch
 
-from hvd_compress import NoCompression, TopK
+from hvd_compress import NoCompression
 from hvd_compress.errors import ConfigError
 from hvd_compress.studies.noise_scale import NoiseScale
 from hvd_compress.torch.studies import GradientNoiseScale
@@ -121,38 +120,6 @@ def _mean_loss(model) -> float:
     with torch.no_grad():
         ranks, steps = range(hvd.size()), range(15)
         return sum(loss_of(model, r, s).item() for r in ranks for s in steps) / 15 / hvd.size()
-
-
-def steps_of_lars_and_lamb_are_those_on_the_average() -> None:
-    for make in (
-        lambda m: hvd.LARS(m.parameters(), lr=2.0, weight_decay=0.01, trust_coefficient=0.01),
-        lambda m: hvd.LAMB(m.parameters(), lr=0.01, weight_decay=0.1),
-    ):
-        model, reference = make_model(), make_model()
-        optimizer = distribute(make(model), model, NoCompression())
-        train(model, optimizer, range(STEPS))
-        dense_reference(reference, make(reference), range(STEPS))
-        assert_close(model, reference)
-        assert_same_everywhere(model)
-
-
-def a_run_goes_on_from_its_checkpoint() -> None:
-    def run(seed):
-        model = make_model(seed)
-        lamb = hvd.LAMB(model.parameters(), lr=0.01)
-        return model, distribute(lamb, model, TopK(density=0.2))
-
-    model, optimizer = run(0)
-    train(model, optimizer, range(3))
-    optimizer.consolidate_state_dict()
-    saved = copy.deepcopy(optimizer.state_dict())
-    weights = copy.deepcopy(model.state_dict())
-    again, resumed = run(1)
-    again.load_state_dict(weights)
-    resumed.load_state_dict(saved)
-    assert resumed.state[again[0].weight]["step"] == 3
-    train(again, resumed, range(3, 6))
-    assert_same_everywhere(again)
 
 
 def a_loss_scale_changes_nothing() -> None:

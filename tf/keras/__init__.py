@@ -26,11 +26,11 @@ from .models import KERAS_3, loader
 #: what imports Keras 3, and its modules
 OPTIMIZERS = {
     "ASAM": "sharpness",
-    "DeMo": "demo",
-    "LAMB": "layerwise",
-    "LARS": "layerwise",
-    "OneBitAdam": "onebit_adam",
-    "OneBitLAMB": "onebit_lamb",
+    "DeMo": "optimizers",
+    "LAMB": "optimizers",
+    "LARS": "optimizers",
+    "OneBitAdam": "optimizers",
+    "OneBitLAMB": "optimizers",
     "SAM": "sharpness",
     "ScaledWarmup": "warmup",
     "ZeroOneAdam": "zero_one_adam",

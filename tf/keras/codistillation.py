@@ -20,26 +20,21 @@ from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.training import Codistiller
 from hvd_compress.training.base import Arrays
 from hvd_compress.training.codistillation.facade import ModelWithTeachers, documented
-from hvd_compress.training.codistillation.losses import Loss, target
+from hvd_compress.training.codistillation.losses import Functions, losses_over, target
 
 from ..binding import native
 from ..xla import refuse_xla
 
-
-def _mean(x: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_mean(tf.reduce_sum(x, -1))
-
-
-#: those of :data:`hvd_compress.training.codistillation.losses.LOSSES`
-LOSSES = {
-    "cross_entropy": Loss(tf.nn.softmax, lambda z, p: _mean(-p * tf.nn.log_softmax(z))),
-    "kl": Loss(tf.nn.softmax, lambda z, p: _mean(tf.math.xlogy(p, p) - p * tf.nn.log_softmax(z))),
-    "reverse_kl": Loss(
-        tf.nn.log_softmax,
-        lambda z, mean: _mean(tf.nn.softmax(z) * (tf.nn.log_softmax(z) - mean)),
-    ),
-    "mse": Loss(lambda z: z, lambda z, mean: tf.reduce_mean(tf.square(z - mean))),
-}
+#: those of :mod:`hvd_compress.training.codistillation.losses`
+LOSSES = losses_over(
+    Functions(
+        log_softmax=tf.nn.log_softmax,
+        exp=tf.exp,
+        log=lambda p: tf.math.log(tf.where(p > 0, p, tf.ones_like(p))),
+        sums=lambda x: tf.reduce_mean(tf.reduce_sum(x, -1)),
+        mean=tf.reduce_mean,
+    )
+)
 
 
 class KerasModelWithTeachers(ModelWithTeachers):

@@ -50,7 +50,7 @@ def loader(runtime: Runtime, module: str) -> Callable[..., Any]:
                 "save the model with one of keras.optimizers"
             )
         if KERAS_3:
-            for module in ("demo", "onebit_adam", "zero_one_adam"):  # known from now on
+            for module in ("optimizers", "zero_one_adam"):  # known from now on
                 importlib.import_module(f"hvd_compress.tensorflow.keras.{module}")
         known = {cls.__name__: cls for cls in custom_optimizers or ()}
         model = keras.models.load_model(

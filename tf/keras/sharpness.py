@@ -1,4 +1,4 @@
-"""SAM and ASAM for Keras 3; their formulas are those of ``training/large_batch/sharpness.py``."""
+"""SAM and ASAM for Keras 3; their formulas: ``optimizers/sharpness.py``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvd_compress import optimizers
 from hvd_compress.errors import ConfigError
-from hvd_compress.training.large_batch.scaling import check_not_negative, check_positive
-from hvd_compress.training.large_batch.sharpness import TINY, is_bias
+from hvd_compress.optimizers.sharpness import averaged
 
 from ..binding import native
 
@@ -46,16 +46,12 @@ class SAM:
     """
 
     def __init__(self, rho: float = 0.05, average: Average | None = None) -> None:
-        check_positive(rho=rho)
+        self.formula = optimizers.SAM(rho)
         if average is not None and not callable(average):
             raise ConfigError(
                 "average must be a function of a tensor: average=hvd_compress.tensorflow.allreduce"
             )
-        self.rho, self.average = rho, average
-
-    def sizes(self, variables: Sequence[Any]) -> list[Any]:
-        """Return T, by which the ball is stretched along each variable."""
-        return [1.0] * len(variables)
+        self.average = average
 
     def gradient(
         self,
@@ -77,34 +73,23 @@ class SAM:
         seen = [native(variable) for variable in statistics]
         # In a graph, what reads and writes a variable runs in the order in which it is written.
         kept = [(v, tf.identity(v.value())) for v in (*raw, *seen)]
-        self._climb(raw, self.sizes(variables), first)
+        self._climb(variables, first)
         _, second = _evaluate(loss_of, raw)
         with tf.control_dependencies([g for g in second if g is not None]):
             for variable, before in kept:
                 variable.assign(before)
         return loss, second
 
-    def _climb(
-        self, variables: Sequence[Any], sizes: Sequence[Any], gradients: Sequence[Any]
-    ) -> None:
+    def _climb(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Add eps to the variables."""
+        raw = [native(variable) for variable in variables]
+        weights = [variable.value() for variable in raw]
         if self.average is not None:
-            gradients = _averaged(variables, gradients, self.average)
-        found = [
-            (v, size, size * tf.cast(g, v.dtype))
-            for v, size, g in zip(variables, sizes, gradients, strict=True)
-            if g is not None
-        ]
-        if not found:
-            raise ConfigError(
-                "SAM found no gradient: loss_of must compute the loss from these variables"
-            )
-        kinds = {x.dtype for _, _, x in found}
-        wide = tf.float64 if tf.float64 in kinds else tf.float32
-        squares = [tf.reduce_sum(tf.square(tf.cast(x, wide))) for _, _, x in found]
-        scale = self.rho / (tf.sqrt(tf.add_n(squares)) + TINY)
-        for variable, size, scaled in found:
-            variable.assign_add(tf.cast(scale, variable.dtype) * size * scaled)
+            gradients = averaged(weights, gradients, self.average)
+        found = self.formula.ascent(weights, gradients, [v.name for v in variables])
+        for variable, eps in zip(raw, found, strict=True):
+            if eps is not None:
+                variable.assign_add(eps)
 
 
 class ASAM(SAM):
@@ -120,14 +105,7 @@ class ASAM(SAM):
 
     def __init__(self, rho: float = 0.5, eta: float = 0.01, average: Average | None = None) -> None:
         super().__init__(rho, average)
-        check_not_negative(eta=eta)
-        self.eta = eta
-
-    def sizes(self, variables: Sequence[Any]) -> list[Any]:
-        return [
-            1.0 if is_bias(variable.name) else tf.abs(native(variable).value()) + self.eta
-            for variable in variables
-        ]
+        self.formula = optimizers.ASAM(rho, eta)
 
 
 def _evaluate(loss_of: Callable[[], Any], variables: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -135,14 +113,3 @@ def _evaluate(loss_of: Callable[[], Any], variables: Sequence[Any]) -> tuple[Any
         loss = loss_of()
     found = tape.gradient(loss, variables)
     return loss, [None if g is None else tf.convert_to_tensor(g) for g in found]
-
-
-def _averaged(variables: Sequence[Any], gradients: Sequence[Any], average: Average) -> list[Any]:
-    """Return averages over the ranks, of one message; what has no gradient here has zeros, since it
-    may have one elsewhere."""
-    flat = [
-        tf.reshape(tf.zeros_like(v) if g is None else tf.cast(g, v.dtype), [-1])
-        for v, g in zip(variables, gradients, strict=True)
-    ]
-    parts = tf.split(average(tf.concat(flat, 0)), [v.shape.num_elements() for v in variables])
-    return [tf.reshape(part, v.shape) for part, v in zip(parts, variables, strict=True)]

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from hvd_compress.training.large_batch.scaling import check_steps, rate_factor
+from hvd_compress.optimizers.scaling import check_steps, rate_factor
 
 
 @keras.saving.register_keras_serializable(package="hvd_compress")
@@ -29,7 +29,7 @@ class ScaledWarmup(keras.optimizers.schedules.LearningRateSchedule):
         learning_rate: that suits ``reference_batch_size``; a number or a schedule.
         batch_size: examples of all ranks in one step.
         steps: that the warm-up takes.
-        scaling: "linear" or "sqrt"; see ``hvd_compress.training.large_batch.rate_factor``.
+        scaling: "linear" or "sqrt"; see ``hvd_compress.optimizers.rate_factor``.
 
     Raises:
         ConfigError: an option makes no sense.

@@ -1,7 +1,19 @@
-"""Optimizers and helpers for large batches; formulas: ``hvd_compress.training.large_batch``."""
+"""Optimizers and helpers for large batches; formulas: :mod:`hvd_compress.optimizers`."""
 
-from .layerwise import LAMB, LARS
+from .adam import OneBitAdam, OneBitLAMB
+from .plain import LAMB, LARS, DeMo
 from .sharpness import ASAM, SAM
 from .warmup import scaled_warmup
+from .zero_one_adam import ZeroOneAdam
 
-__all__ = ["ASAM", "LAMB", "LARS", "SAM", "scaled_warmup"]
+__all__ = [
+    "ASAM",
+    "LAMB",
+    "LARS",
+    "SAM",
+    "DeMo",
+    "OneBitAdam",
+    "OneBitLAMB",
+    "ZeroOneAdam",
+    "scaled_warmup",
+]

@@ -1,16 +1,15 @@
-"""SAM and ASAM for PyTorch; their formulas are those of ``training/large_batch/sharpness.py``."""
+"""SAM and ASAM for PyTorch; their formulas: ``optimizers/sharpness.py``."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
+from hvd_compress import optimizers
 from hvd_compress.errors import ConfigError
-from hvd_compress.training.large_batch.scaling import check_not_negative, check_positive
-from hvd_compress.training.large_batch.sharpness import TINY, is_bias
+from hvd_compress.optimizers.sharpness import averaged
 
 Average = Callable[..., torch.Tensor]
 
@@ -50,16 +49,12 @@ class SAM:
     def __init__(
         self, model: torch.nn.Module, rho: float = 0.05, average: Average | None = None
     ) -> None:
-        check_positive(rho=rho)
+        self.formula = optimizers.SAM(rho)
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         if average is not None and not callable(average):
             raise ConfigError("average must be a function of a tensor: average=hvd.allreduce")
-        self.model, self.rho, self.average = model, rho, average
-
-    def sizes(self, named: Mapping[str, torch.Tensor]) -> list[Any]:
-        """Return T, by which the ball is stretched along each tensor."""
-        return [1.0] * len(named)
+        self.model, self.average = model, average
 
     def backward(self, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Add the gradient at w + eps to ``p.grad`` of all parameters.
@@ -99,23 +94,14 @@ class SAM:
         self, named: Mapping[str, torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> None:
         """Add eps to the weights."""
+        weights = list(named.values())
         if self.average is not None:
-            gradients = _averaged(list(named.values()), gradients, self.average)
-        found = [
-            (p, size, size * _wide(gradient))
-            for p, size, gradient in zip(named.values(), self.sizes(named), gradients, strict=True)
-            if gradient is not None
-        ]
-        if not found:
-            raise ConfigError(
-                "SAM found no gradient: loss_of must compute the loss from the model's parameters"
-            )
-        norms = [torch.linalg.vector_norm(scaled) for _, _, scaled in found]
-        device, dtype = norms[0].device, _widest(norms)
-        norm = torch.linalg.vector_norm(torch.stack([n.to(device, dtype) for n in norms]))
-        scale = self.rho / (norm + TINY)
-        for p, size, scaled in found:
-            p.add_((size * scaled * scale.to(p.device)).to(p.dtype))
+            # A name of its own: ranks may have called nameless collectives in other numbers.
+            average = functools.partial(self.average, name="hvd_compress.sharpness")
+            gradients = averaged(weights, gradients, average)
+        for p, eps in zip(weights, self.formula.ascent(weights, gradients, [*named]), strict=True):
+            if eps is not None:
+                p.add_(eps)
 
 
 class ASAM(SAM):
@@ -139,23 +125,7 @@ class ASAM(SAM):
         average: Average | None = None,
     ) -> None:
         super().__init__(model, rho, average)
-        check_not_negative(eta=eta)
-        self.eta = eta
-
-    def sizes(self, named: Mapping[str, torch.Tensor]) -> list[Any]:
-        return [
-            1.0 if is_bias(name) else _wide(p.detach()).abs() + self.eta
-            for name, p in named.items()
-        ]
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in a dtype to compute in: half precisions become float32."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
-
-
-def _widest(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    return functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+        self.formula = optimizers.ASAM(rho, eta)
 
 
 def _statistics(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -166,19 +136,3 @@ def _statistics(model: torch.nn.Module) -> list[torch.Tensor]:
         if getattr(module, "track_running_stats", False)
         for buffer in module.buffers(recurse=False)
     ]
-
-
-def _averaged(
-    weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], average: Average
-) -> list[torch.Tensor]:
-    """Return averages over the ranks, of one message; what has no gradient here has zeros, since it
-    may have one elsewhere."""
-    parts = [
-        _wide((torch.zeros_like(p) if g is None else g).reshape(-1))
-        for p, g in zip(weights, gradients, strict=True)
-    ]
-    dtype = _widest(parts)
-    # A name of its own: ranks may have called nameless collectives in other numbers.
-    mean = average(torch.cat([x.to(dtype) for x in parts]), name="hvd_compress.sharpness")
-    split = mean.split([p.numel() for p in weights])
-    return [part.view(p.shape) for part, p in zip(split, weights, strict=True)]

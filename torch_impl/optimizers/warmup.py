@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim.lr_scheduler import LinearLR
 
-from hvd_compress.training.large_batch.scaling import check_steps, rate_factor
+from hvd_compress.optimizers.scaling import check_steps, rate_factor
 
 
 def scaled_warmup(
@@ -33,7 +33,7 @@ def scaled_warmup(
         optimizer: with learning rates that suit ``reference_batch_size``; may be distributed.
         batch_size: examples of all ranks in one step.
         steps: that the warm-up takes; with a density that is warmed up, take as many for both.
-        scaling: "linear" or "sqrt"; see ``hvd_compress.training.large_batch.rate_factor``.
+        scaling: "linear" or "sqrt"; see ``hvd_compress.optimizers.rate_factor``.
 
     Raises:
         ConfigError: an option makes no sense.

@@ -16,7 +16,7 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError
 from hvd_compress.training import Codistiller
 from hvd_compress.training.codistillation.facade import ModelWithTeachers, documented
-from hvd_compress.training.codistillation.losses import Loss, target
+from hvd_compress.training.codistillation.losses import Functions, losses_over, target
 
 
 def _class_dim(z: torch.Tensor) -> int:
@@ -24,30 +24,16 @@ def _class_dim(z: torch.Tensor) -> int:
     return 1 if z.dim() > 1 else 0
 
 
-def _probabilities(z: torch.Tensor) -> torch.Tensor:
-    return functional.softmax(z, _class_dim(z))
-
-
-def _log_probabilities(z: torch.Tensor) -> torch.Tensor:
-    return functional.log_softmax(z, _class_dim(z))
-
-
-def _mean(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    return x.sum(_class_dim(z)).mean()
-
-
-#: those of :data:`hvd_compress.training.codistillation.losses.LOSSES`
-LOSSES = {
-    "cross_entropy": Loss(_probabilities, lambda z, p: _mean(-p * _log_probabilities(z), z)),
-    "kl": Loss(
-        _probabilities, lambda z, p: _mean(torch.xlogy(p, p) - p * _log_probabilities(z), z)
-    ),
-    "reverse_kl": Loss(
-        _log_probabilities,
-        lambda z, mean: _mean(_probabilities(z) * (_log_probabilities(z) - mean), z),
-    ),
-    "mse": Loss(lambda z: z, functional.mse_loss),
-}
+#: those of :mod:`hvd_compress.training.codistillation.losses`
+LOSSES = losses_over(
+    Functions(
+        log_softmax=lambda z: functional.log_softmax(z, _class_dim(z)),
+        exp=torch.exp,
+        log=lambda p: torch.where(p > 0, p, 1).log(),
+        sums=lambda x: x.sum(_class_dim(x)).mean(),
+        mean=torch.mean,
+    )
+)
 
 
 class TorchModelWithTeachers(ModelWithTeachers):

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from hvd_compress.config import check_whole
 from hvd_compress.errors import ConfigError
-from hvd_compress.training.base import check_whole
 
 
 def check_elastic(sync_every: int, alpha: float) -> None:

@@ -19,12 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvd_compress.config import Configurable, converted
+from hvd_compress.config import Configurable, check_between, check_whole, converted
 from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.systems.servers.messages import Kind, Message, decode, encode
 from hvd_compress.systems.servers.pieces import Arrays, is_finite
 from hvd_compress.systems.servers.server import Reply, ServerStats
-from hvd_compress.training.base import check_between, check_whole
 from hvd_compress.training.groups import Groups, checked_groups, groups_of
 
 

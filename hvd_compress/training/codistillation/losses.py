@@ -1,4 +1,4 @@
-"""The distillation losses, in NumPy: the reference of those in the frameworks.
+"""The distillation losses, of the arrays of any framework.
 
 With z this model's outputs, q = softmax(z), and the outputs of teachers j = 1 ... n:
 
@@ -34,41 +34,57 @@ class Loss(NamedTuple):
     distance: Callable[[Any, Any], Any]
 
 
+class Functions(NamedTuple):
+    """What losses are written over.
+
+    Attributes:
+        log_softmax: over the classes.
+        exp, log: of each element; the logarithm of 0 is some finite number.
+        sums: of each example over the classes, and their mean over the examples.
+        mean: of all elements.
+    """
+
+    log_softmax: Callable[[Any], Any]
+    exp: Callable[[Any], Any]
+    log: Callable[[Any], Any]
+    sums: Callable[[Any], Any]
+    mean: Callable[[Any], Any]
+
+
+def losses_over(f: Functions) -> dict[str, Loss]:
+    """Return all losses by name."""
+
+    def softmax(z: Any) -> Any:
+        return f.exp(f.log_softmax(z))
+
+    def reverse_kl(z: Any, mean_log_p: Any) -> Any:
+        log_q = f.log_softmax(z)
+        return f.sums(f.exp(log_q) * (log_q - mean_log_p))
+
+    return {
+        "cross_entropy": Loss(softmax, lambda z, p: f.sums(-p * f.log_softmax(z))),
+        "kl": Loss(softmax, lambda z, p: f.sums(p * (f.log(p) - f.log_softmax(z)))),
+        "reverse_kl": Loss(f.log_softmax, reverse_kl),
+        "mse": Loss(lambda z: z, lambda z, mean: f.mean((z - mean) ** 2)),
+    }
+
+
 def log_softmax(z: np.ndarray) -> np.ndarray:
     """Over the last dimension."""
     shifted = z - z.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def softmax(z: np.ndarray) -> np.ndarray:
-    return np.exp(log_softmax(z))
-
-
-def _cross_entropy(z: np.ndarray, p: np.ndarray) -> float:
-    return float(-(p * log_softmax(z)).sum(-1).mean())
-
-
-def _kl(z: np.ndarray, p: np.ndarray) -> float:
-    log_p = np.log(np.where(p > 0, p, 1))  # 0 log 0 = 0
-    return float((p * (log_p - log_softmax(z))).sum(-1).mean())
-
-
-def _reverse_kl(z: np.ndarray, mean_log_p: np.ndarray) -> float:
-    log_q = log_softmax(z)
-    return float((np.exp(log_q) * (log_q - mean_log_p)).sum(-1).mean())
-
-
-def _mse(z: np.ndarray, mean: np.ndarray) -> float:
-    return float(((z - mean) ** 2).mean())
-
-
-#: by name; classes are the last dimension
-LOSSES = {
-    "cross_entropy": Loss(softmax, _cross_entropy),
-    "kl": Loss(softmax, _kl),
-    "reverse_kl": Loss(log_softmax, _reverse_kl),
-    "mse": Loss(lambda z: z, _mse),
-}
+#: of NumPy's arrays; classes are the last dimension
+LOSSES = losses_over(
+    Functions(
+        log_softmax,
+        np.exp,
+        log=lambda p: np.log(np.where(p > 0, p, 1)),
+        sums=lambda x: float(x.sum(-1).mean()),
+        mean=lambda x: float(x.mean()),
+    )
+)
 
 
 def target(view: Callable[[Array], Array], outputs: Sequence[Array]) -> Array:

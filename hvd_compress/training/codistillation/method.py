@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from hvd_compress.config import Configurable, check_choice, converted
+from hvd_compress.config import Configurable, check_choice, check_whole, converted
 from hvd_compress.errors import ConfigError
-from hvd_compress.training.base import check_whole
 from hvd_compress.training.codistillation.exchanges import Counterparts
 from hvd_compress.training.codistillation.losses import LOSSES
 from hvd_compress.training.codistillation.weights import Weight, WeightDecay, as_weight

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sized
 
 import numpy as np
 
-from hvd_compress.config import check_seed
+from hvd_compress.config import check_seed, check_whole
 from hvd_compress.errors import ConfigError
-from hvd_compress.training.base import check_whole
 
 
 class CoordinatedSampler:

@@ -6,9 +6,8 @@ import abc
 import dataclasses
 from typing import Any
 
-from hvd_compress.config import Configurable, converted, is_number
+from hvd_compress.config import Configurable, check_between, check_whole, converted, is_number
 from hvd_compress.errors import ConfigError
-from hvd_compress.training.base import check_between, check_whole
 
 
 class Weight(Configurable, abc.ABC, kind="distillation weight"):

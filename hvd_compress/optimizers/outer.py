@@ -1,13 +1,12 @@
-"""The outer optimizer of DiLoCo."""
+"""Outer steps: what rounds of local steps do with the average of what the ranks moved by."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from hvd_compress.base import Array
-from hvd_compress.config import Configurable
+from hvd_compress.config import Configurable, check_between
 from hvd_compress.errors import ConfigError
-from hvd_compress.training.base import check_between
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,3 +42,20 @@ class OuterSGD(Configurable, kind="outer optimizer", name="sgd"):
         v = moments["velocity"] * self.momentum + d
         direction = d + v * self.momentum if self.nesterov else v
         return x - direction * self.lr, {"velocity": v}
+
+
+def slow_momentum(
+    x: Array, d: Array, u: Array, *, rate: float, lr: float, momentum: float
+) -> tuple[Array, Array]:
+    """Return x and the momentum after the outer step of SlowMo::
+
+        u = momentum u + d / rate
+        x = x - lr rate u
+
+    Args:
+        rate: the learning rate of the local step at which the round ends.
+
+    Reference: Wang et al., ICLR 2020.
+    """
+    u = u * momentum + d * (1 / rate)
+    return x - u * (lr * rate), u

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hvd_compress.config import check_choice, is_number, is_whole
+from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
 
 SCALINGS = ("linear", "sqrt")
@@ -38,20 +38,6 @@ def check_steps(steps: int) -> None:
     """Raise ``ConfigError`` unless a warm-up can take so many steps."""
     if not is_whole(steps) or steps < 0:
         raise ConfigError(f"steps must be a number of steps, 0 or more; got {steps!r}")
-
-
-def check_positive(**options: float) -> None:
-    """Raise ``ConfigError`` unless all these options are positive, finite numbers."""
-    for option, value in options.items():
-        if not is_number(value) or not 0 < value < math.inf:
-            raise ConfigError(f"{option} must be greater than 0; got {value!r}")
-
-
-def check_not_negative(**options: float) -> None:
-    """Raise ``ConfigError`` unless all these options are 0 or more, and finite."""
-    for option, value in options.items():
-        if not is_number(value) or not 0 <= value < math.inf:
-            raise ConfigError(f"{option} must be 0 or more; got {value!r}")
 
 
 def warmed_up(step: int, steps: int, start: float, peak: float) -> float:

@@ -1,0 +1,130 @@
+"""1-bit LAMB (Li, Awan, Tang, Rajbhandari, He; 2021, arXiv 2104.06069), with the messages of 1-bit
+Adam: ``methods/onebit_adam.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_compress.backends import Array, backend_of
+from hvd_compress.errors import ConfigError
+from hvd_compress.optimizers.adam import MOMENTS
+from hvd_compress.optimizers.base import Now, Slot, State, quotient
+from hvd_compress.optimizers.onebit_adam import OneBitAdam
+
+
+@dataclasses.dataclass(frozen=True)
+class OneBitLAMB(OneBitAdam):
+    """LAMB whose variance and whose layers' coefficients are frozen after ``freeze_step`` steps, so
+    that momentum can be sent in one bit an element.
+
+    For each layer, with m, v and hats as in :class:`OneBitAdam`::
+
+        u = m^ / (sqrt(v^) + eps) + weight_decay w
+        until freeze_step   c = ||w|| / ||u||, clipped to coefficient_range
+                            a = coefficient_beta a + (1 - coefficient_beta) c
+                            w = w - lr c u
+        later               g' = (m - beta1 m_before) / (1 - beta1)
+                            v' = beta2 v' + (1 - beta2) g'^2, beginning as v
+                            r = max of (sqrt(v^) + eps) / (sqrt(v'^) + eps), clipped
+                            w = w - lr a r u
+
+    g' is the gradient that the momentum in one bit stands for, and v' the variance that Adam would
+    have now.  So r says how much the layer's gradients have shrunk since the freeze, and longer
+    steps make up for a variance that is too large.  Of the step's direction, the share that is
+    weight decay is not scaled by r.
+
+    State of a parameter: that of ``OneBitAdam``, the average ``coefficient`` a, and from the freeze
+    on ``fresh_exp_avg_sq`` v' and ``factor`` r; all equal on all ranks.
+
+    Options:
+        lr, betas, eps, freeze_step, bias_correction: as for ``OneBitAdam``.
+        weight_decay: a part of the direction u, as in LAMB.
+        coefficient_range, coefficient_beta: see above.
+        factor_range: of r.
+        factor_threshold: from one step to the next r changes by this share at most.
+
+    The formulas and defaults are those of the released code, DeepSpeed's ``OnebitLamb``.  Differs
+    from it in: the differences of ``OneBitAdam``; a begins as the first c and not as 0, and takes
+    in a c of exactly 1, too; where v is 0, r does not look; each tensor has a scale of its own in
+    the message, where that code scales the momenta of all layers to the same magnitude to give them
+    one scale in common.
+    """
+
+    slots = (
+        *MOMENTS,
+        Slot("fresh_exp_avg_sq", since="frozen", start="exp_avg_sq"),
+        Slot("coefficient", "scalar"),
+        Slot("factor", "scalar", since="frozen", start=1.0),
+    )
+
+    coefficient_range: tuple[float, float] = (0.01, 10.0)
+    coefficient_beta: float = 0.9
+    factor_range: tuple[float, float] = (0.5, 4.0)
+    factor_threshold: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("coefficient_range", "factor_range"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        super().__post_init__()
+
+    def check(self, names: Mapping[str, str]) -> None:
+        super().check(names)
+        for name in ("coefficient_range", "factor_range"):
+            ends = getattr(self, name)
+            if len(ends) != 2 or not 0 < ends[0] <= ends[1]:
+                raise ConfigError(f"{name} must be two numbers, 0 < low <= high; got {ends!r}")
+        if not 0 <= self.coefficient_beta < 1:
+            raise ConfigError(f"coefficient_beta must be in [0, 1); got {self.coefficient_beta!r}")
+        if not 0 < self.factor_threshold < 1:
+            raise ConfigError(f"factor_threshold must be in (0, 1); got {self.factor_threshold!r}")
+
+    def update(self, w: Array, g: Array, state: State, now: Now) -> tuple[Array, State]:
+        xp, before = backend_of(w), state["exp_avg"]
+        implied = xp.either(now.is_momentum, lambda: self._implied(g, before), lambda: g)
+        m, v = self.moments(g, state, now)
+        u = m / xp.affine(self.scale(v, now), self.bias(now))
+        norm_adams = xp.vector_norm([u])
+        if self.weight_decay:
+            u = xp.add_scaled(u, w, self.weight_decay)
+        norm_u, a = xp.vector_norm([u]), state["coefficient"]
+        late: State = {
+            name: state[name] for name in ("fresh_exp_avg_sq", "factor") if name in state
+        }
+
+        def lambs_coefficient() -> tuple[Any, State]:
+            norm_w = xp.vector_norm([w])
+            c = xp.clip(quotient(xp, norm_w, norm_u, norm_w, norm_u), *self.coefficient_range)
+            start = xp.where(a > 0, a, c)
+            average = start + (1 - self.coefficient_beta) * (c - start)
+            # Where it is there already, it follows.
+            tracked = {"fresh_exp_avg_sq": v} if "fresh_exp_avg_sq" in late else {}
+            return c, {**late, **tracked, "coefficient": average}
+
+        def frozen_coefficient() -> tuple[Any, State]:
+            share = xp.clip(quotient(xp, norm_adams, norm_u, norm_u), 0.0, 1.0)
+            fresh = self.variance(late["fresh_exp_avg_sq"], implied)
+            factor = self._factor(v, fresh, share, late["factor"], now)
+            new = {"fresh_exp_avg_sq": fresh, "factor": factor, "coefficient": a}
+            return xp.where(a > 0, a, xp.scalar(1.0, w)) * factor, new
+
+        c, new = xp.choose(now.frozen, frozen_coefficient, lambs_coefficient)
+        return xp.add_scaled(w, u, c * -self.lr), {"exp_avg": m, "exp_avg_sq": v, **new}
+
+    def _implied(self, m: Array, before: Array) -> Array:
+        """Return the gradient that leads from one momentum to the next."""
+        beta1 = self.betas[0]
+        return (m - before * beta1) / (1 - beta1)
+
+    def _factor(self, v: Array, fresh: Array, share: Any, last: Any, now: Now) -> Any:
+        """Return r; ``share`` of the step is not decay."""
+        xp = backend_of(v)
+        largest = xp.scalar(1.0, v)
+        if 0 not in xp.shape(v):
+            # Where v is 0 nothing is known, and no step is taken.
+            quotients = self.root(v, now) / self.root(fresh, now)
+            largest = xp.max(xp.put_where(quotients, v == 0, 0.0))
+        new = xp.clip(largest * share + (1 - share), *self.factor_range)
+        change = self.factor_threshold
+        return xp.clip(new, last * (1 - change), last * (1 + change))

@@ -1,0 +1,109 @@
+"""LARS, LAMB, DeMo, 1-bit Adam and 1-bit LAMB for Keras 3."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from hvd_compress import optimizers
+from hvd_compress.errors import ConfigError
+from hvd_compress.optimizers import Now
+from hvd_compress.optimizers.demo import NO_MOMENTUM, NO_ROWS
+
+from ..binding import native
+from .optimizer_host import FormulaOptimizer, PartnerOptimizer
+
+
+class LARS(FormulaOptimizer):
+    """LARS::
+
+        optimizer = hvd.DistributedOptimizer(hvd.LARS(3.2, weight_decay=1e-4), compression="topk")
+
+    Options have Keras's names, as in its own optimizers.
+    """
+
+    formula = optimizers.LARS
+
+
+class LAMB(FormulaOptimizer):
+    """LAMB::
+
+        optimizer = hvd.DistributedOptimizer(hvd.LAMB(2e-3, weight_decay=0.01), compression="topk")
+
+    ``keras.optimizers.Lamb`` takes the same steps without weight decay; it decays weights beside
+    the step, where the paper has decay inside of the direction whose norm is taken.  Options have
+    Keras's names, as in its own optimizers.
+    """
+
+    formula = optimizers.LAMB
+
+
+class DeMo(PartnerOptimizer):
+    """DeMo::
+
+        demo = hvd.DeMo(1e-3)
+        optimizer = hvd.DistributedOptimizer(demo, compression=demo.compressor())
+
+    A step with another compression, with sparse gradients, or of a variable that stays local is an
+    error.  Options have Keras's names, as in its own optimizers.
+    """
+
+    formula = optimizers.DeMo
+    # Momentum in units of a scaled loss has the same signs, which must not be divided by the scale.
+    refused: ClassVar[tuple[str, ...]] = (*PartnerOptimizer.refused, "loss_scale_factor")
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if not self._is_shared(variable):
+            raise ConfigError(f"{NO_MOMENTUM}, and register no local variables: {variable.name}")
+        if isinstance(gradient, tf.IndexedSlices):
+            raise ConfigError(NO_ROWS)
+        super().update_step(gradient, variable, learning_rate)
+
+
+class OneBitAdam(PartnerOptimizer):
+    """1-bit Adam::
+
+        adam = hvd.OneBitAdam(1e-3, freeze_step=2000)
+        optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
+
+    Options have Keras's names, as in its own optimizers.
+    """
+
+    formula = optimizers.OneBitAdam
+
+    def __init__(self, *options: Any, **named: Any) -> None:
+        super().__init__(*options, **named)
+        self._rows: frozenset[int] = frozenset()
+
+    def _now_of(self, grads: Sequence[Any], variables: Sequence[Any]) -> Now:
+        # Sparse gradients were sent uncompressed.
+        pairs = zip(grads, variables, strict=True)
+        self._rows = frozenset(id(native(v)) for g, v in pairs if isinstance(g, tf.IndexedSlices))
+        # Steps may have been skipped after their exchange: the compression's count is what counts.
+        step = self.iterations if self._binding is None else self._binding.step.value() - 1
+        frozen = tf.convert_to_tensor(step >= self.freeze_step)
+        now = super()._now_of(grads, variables)
+        count = tf.where(frozen, self._variance_steps.value, tf.cast(now.step, tf.int64))
+        self._variance_steps.assign(count)
+        variance_step = tf.maximum(tf.cast(count, tf.float64), 1.0)
+        return dataclasses.replace(now, variance_step=variance_step, frozen=frozen)
+
+    def _now_for(self, variable: Any) -> Now:
+        now = super()._now_for(variable)
+        is_whole = self._is_shared(variable) and id(native(variable)) not in self._rows
+        return dataclasses.replace(now, is_momentum=now.frozen if is_whole else False)
+
+
+class OneBitLAMB(OneBitAdam):
+    """1-bit LAMB::
+
+        lamb = hvd.OneBitLAMB(2e-3, freeze_step=2000)
+        optimizer = hvd.DistributedOptimizer(lamb, compression=lamb.compressor())
+
+    Options have Keras's names, as in its own optimizers.
+    """
+
+    formula = optimizers.OneBitLAMB

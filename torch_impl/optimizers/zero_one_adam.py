@@ -1,0 +1,121 @@
+"""0/1 Adam for PyTorch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvd_compress import optimizers
+from hvd_compress.errors import ConfigError
+
+from ..optimizer_host import PartnerOptimizer, keep, now_of
+
+
+class ZeroOneAdam(PartnerOptimizer):
+    """0/1 Adam::
+
+        adam = hvd.ZeroOneAdam(model.parameters(), lr=1e-3, var_freeze_step=5000)
+        optimizer = hvd.DistributedOptimizer(
+            adam, named_parameters=model.named_parameters(), compression=adam.compressor()
+        )
+        ...
+        optimizer.synchronize_parameters()  # before evaluation or a checkpoint, and at the end
+
+    What one bit leaves out of ``buffer`` is in ``sync.residual`` and ``sync.owner_residual`` of
+    the state.
+    """
+
+    formula = optimizers.ZeroOneAdam
+
+    _parameter_names: dict[torch.Tensor, str]  # once it is distributed
+    _phase: str | None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step, and synchronize the parameters where that is due."""
+        loss = super().step(closure)
+        if self._phase == "sync":
+            self._synchronize(self._in_one_bit)
+        return loss
+
+    def begin_step(self) -> None:
+        binding = self.binding
+        # Steps may have been skipped after their exchange: the compression's count is what counts.
+        self._phase = None if binding is None else binding.method.phase(binding.step)
+        if self._phase in ("local", "sync"):
+            self._check_local(binding)
+
+    def update(self, p: torch.Tensor, formula: Any, **flags: bool) -> None:
+        alone = self._phase is None
+        counted = self.state[p].get("step", 0)
+        phase = formula.phases.phase(counted + 1) if alone else self._phase
+        is_local = not alone and phase in ("local", "sync")
+        super().update(p, formula, frozen=phase != "variance", is_local=is_local)
+
+    @torch.no_grad()
+    def synchronize_parameters(self) -> None:
+        """Give all ranks the same parameters now, in full precision, residuals included.
+
+        This is a collective: call it on every rank, between steps.  What is saved afterwards is the
+        same on all ranks, but for residuals of gradients; see ``consolidate_state_dict``.
+        """
+        if self.binding is not None:
+            self._synchronize(self._in_full)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as every optimizer does.  Call :meth:`synchronize_parameters` before,
+        since ranks differ in between."""
+        states = self.state.values()
+        if any(state.get("rate") or "sync.residual" in state for state in states):
+            warnings.warn(
+                "parameters differ between ranks until they are synchronized: call "
+                "optimizer.synchronize_parameters() on every rank before optimizer.state_dict() "
+                "and model.state_dict()",
+                UserWarning,
+                stacklevel=3,
+            )
+        return super().state_dict()
+
+    def _check_local(self, binding: Any) -> None:
+        if binding.last_scale is not None:
+            raise ConfigError(
+                "local steps and loss scaling do not go together, since a rank alone cannot skip a "
+                "step: use bfloat16 or float32, or a later var_freeze_step"
+            )
+        if binding.sparse:
+            raise ConfigError(
+                "local steps need dense gradients: pass sparse_as_dense=True to "
+                "hvd.DistributedOptimizer"
+            )
+
+    def _synchronize(self, average: Callable[[dict[Any, Any]], dict[Any, torch.Tensor]]) -> None:
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        moved = {p: state for p in groups if "anchor" in (state := self.state.get(p, {}))}
+        for p, mean in average(moved).items():
+            formula, state = self.formula_of(groups[p]), moved[p]
+            w, new = formula.synchronized(p, mean, state, now_of(state))
+            keep(p, w, new, state)
+
+    def _in_one_bit(self, states: dict[Any, Any]) -> dict[Any, torch.Tensor]:
+        binding, prefix = self.binding, "sync."
+        waiting = {}
+        for p, state in states.items():
+            own = {key.removeprefix(prefix): x for key, x in state.items() if key[:5] == prefix}
+            waiting[p] = own or binding.method.init(state["buffer"])
+        outcomes = binding.average_buffers({p: s["buffer"] for p, s in states.items()}, waiting)
+        for p, outcome in outcomes.items():
+            states[p].update({prefix + key: x for key, x in outcome.state.items()})
+        return {p: outcome.mean for p, outcome in outcomes.items()}
+
+    def _in_full(self, states: dict[Any, Any]) -> dict[Any, torch.Tensor]:
+        # What owners of shards keep is in units of a sum, and its mean is its share of ours.
+        binding, everything = self.binding, {}
+        for p, state in states.items():
+            rest = [state.pop(k) for k in ("sync.residual", "sync.owner_residual") if k in state]
+            everything[p] = state["buffer"] + sum(x.view(p.shape) for x in rest)
+        names = self._parameter_names
+        means = binding.average({f"{names[p]}.sync": x for p, x in everything.items()})
+        return {p: means[f"{names[p]}.sync"] for p in states}
