@@ -18,7 +18,7 @@ from collections.abc import Generator, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Sparse
+from hvd_compress.base import Array, Context
 from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.plain import plain
 from hvd_compress.coding import Coding, whole
@@ -106,13 +106,13 @@ def mix(
     Args:
         x: float32 or float64, as long on all ranks.
         network: neighbours and weights.
-        coding: how the values are sent; by default as they are.
+        coding: how all values are sent; by default as they are.
         seed: of codings that draw.
     """
     context = Context(rank=network.rank, step=network.step, seed=seed)
-    message, seen, _ = coding.encode(x, {}, context)
-    assert not isinstance(seen, Sparse)
-    messages = yield Neighbors(message, network.targets, network.sources)
+    encoded = coding.encode(x, {}, context)
+    seen: Any = encoded.sent
+    messages = yield Neighbors(encoded.message, network.targets, network.sources)
     total = seen * network.own
     for source, weight, theirs in zip(network.sources, network.weights, messages, strict=True):
         total = total + coding.decode([theirs], x, context, [source]).total * weight
