@@ -174,13 +174,18 @@ class NamedEngine(abc.ABC):
             number += 1
 
     def _carry(self, request: Collective, name: str) -> Generator[Op, Any, Any]:
-        way = _WAYS.get(type(request))
-        if way is None or getattr(request, "algorithm", None) is not None:
+        algorithm = getattr(request, "algorithm", None)
+        if algorithm is not None:
             raise UnsupportedError(
-                f"{request.describe()} needs hvd_compress.mpi or hvd_compress.torch.mpi: here the "
-                "library of collectives chooses an algorithm; leave algorithm out"
+                f"algorithm={algorithm!r} needs hvd_compress.mpi or hvd_compress.torch.mpi: here "
+                "the library of collectives chooses; leave algorithm out"
             )
-        return (yield from way(self, request, name))
+        if type(request) not in _WAYS:
+            raise UnsupportedError(
+                f"a request {type(request).__name__} needs hvd_compress.mpi or "
+                "hvd_compress.torch.mpi: here the library has no such collective"
+            )
+        return (yield from _WAYS[type(request)](self, request, name))
 
     def _reduce(self, request: Sum, name: str) -> Generator[Op, Any, Array]:
         array, xp = request.array, backend_of(request.array)
