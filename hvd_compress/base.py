@@ -193,8 +193,9 @@ class Compressor(Configurable, abc.ABC, kind="method"):
             message, sent, state = method.encode(gradient, state, Context(step=step))
             arrived = method.decode(message, like=gradient, context=Context(step=step))
 
-        What arrives is what :meth:`exchange` would return on a single rank.  In a step that is not
-        finite, neither is what arrives, and the state stays as it was.
+        What arrives is what was sent; of methods whose ranks gather messages or sum it is what
+        :meth:`exchange` would return on a single rank, bit for bit.  In a step that is not finite,
+        neither is what arrives, and the state stays as it was.
 
         Raises:
             UnsupportedError: it takes several ranks to know what is sent, or a receiver that keeps

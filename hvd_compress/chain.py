@@ -341,7 +341,7 @@ class Chain(Compressor, name="chain"):
         x = xp.widen(like)
         context = context._replace(dtype=xp.dtype(like), shape=xp.shape(like))
         coding = self.via.coding(xp.size(x), context)
-        return xp.restore(coding.decode([message], x, context).total, like)
+        return xp.restore(coding.decode([message], x, context, [context.rank]).total, like)
 
     def _of_parts(self, state: State) -> State:
         # Bindings keep arrays of their own beside these.

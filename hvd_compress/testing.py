@@ -402,7 +402,7 @@ def _check_messages(case: _Case, steps: int) -> None:
             numbers.reshape(-1)[case.random.integers(numbers.size)] = np.nan
         (gradient,) = case.arrays([numbers])
         xp = backend_of(gradient)
-        context = case.rank_context(0)._replace(size=1, step=step, epoch=step)
+        context = case.rank_context(2)._replace(size=4, step=step, epoch=step)
         if case.compressor.needs_gradient_norm:
             context = context._replace(gradient_norm=xp.norm(gradient))
         before = _bits(gradient), _state_bits(state)

@@ -104,12 +104,12 @@ def affine(x: Array, factor: float, shift: float = 0.0) -> Array:
 def add_scaled(x: Array, y: Array, factor: Any) -> Array:
     # Either is one pass over memory.
     if isinstance(factor, torch.Tensor):
-        return x.addcmul_(y, factor)
+        return x.addcmul_(y, factor.to(x.device))
     return x.add_(y, alpha=factor)
 
 
 def lerp(x: Array, y: Array, weight: float) -> Array:
-    return x.lerp_(y, weight)
+    return x.lerp_(y.to(x.dtype), weight)  # a parameter may have got another dtype since
 
 
 def lerp_square(x: Array, y: Array, weight: float) -> Array:

@@ -97,7 +97,9 @@ def _needed(optimizer: Any) -> set[str]:
     none."""
     if isinstance(optimizer, FormulaOptimizer):
         formula = optimizer.formula
-        return {*formula.counts, *(slot.name for slot in formula.slots if slot.since is None)}
+        # Numbers begin where they are missing.
+        arrays = (slot for slot in formula.slots if slot.kind == "array" and slot.since is None)
+        return {*formula.counts, *(slot.name for slot in arrays)}
     return {"exp_avg", "exp_avg_sq", "step"} if isinstance(optimizer, _ADAMS) else set()
 
 

@@ -19,7 +19,7 @@ def summed(
     wire: str | None = None,
     algorithm: str | None = None,
 ) -> Generator[Request, Any, Aggregated]:
-    """Average all elements of the flat ``x``, in a sum; see :class:`hvd_compress.base.Sum`."""
+    """Average all elements of the flat ``x``, in a sum; see :class:`hvd_compress.requests.Sum`."""
     xp = backend_of(x)
     total = yield Sum(x, wire, algorithm)
     mean = total / context.size

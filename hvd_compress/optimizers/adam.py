@@ -59,7 +59,7 @@ class FrozenAdam(Adam):
         """Return m and v after an update; reuses them."""
         m, v = state["exp_avg"], state["exp_avg_sq"]
         xp = backend_of(m)
-        new = xp.either(now.is_momentum, lambda: g, lambda: self.momentum(m, g))
+        new = xp.either(now.is_momentum, lambda: xp.copy(g), lambda: self.momentum(m, g))
         return new, xp.either(now.frozen, lambda: v, lambda: self.variance(v, g))
 
     def bias(self, now: Now) -> Any:

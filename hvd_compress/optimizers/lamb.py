@@ -39,9 +39,10 @@ class LAMB(Adam):
     def update(self, w: Array, g: Array, state: State, now: Now) -> tuple[Array, State]:
         xp, (beta1, beta2) = backend_of(w), self.betas
         m, v = self.momentum(state["exp_avg"], g), self.variance(state["exp_avg_sq"], g)
-        # The bias of m, of the numerator, is a factor of the denominator: a pass less over memory.
+        # The bias of m is a factor of the whole: less than eps must not be added to the root, or
+        # half precisions have 0 / 0.
         of_m, of_v = 1 - beta1**now.step, 1 - beta2**now.step
-        u = m / xp.affine(xp.sqrt(v), of_m * of_v**-0.5, of_m * self.eps)
+        u = xp.affine(m / xp.affine(xp.sqrt(v), of_v**-0.5, self.eps), 1 / of_m)
         if self.weight_decay:
             u = xp.add_scaled(u, w, self.weight_decay)
         norm_w, norm_u = xp.vector_norm([w]), xp.vector_norm([u])

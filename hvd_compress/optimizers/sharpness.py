@@ -15,6 +15,18 @@ from hvd_compress.optimizers.base import check_not_negative, check_positive
 TINY = 1e-16
 
 
+def option(name: str) -> Any:
+    """Return an attribute that is an option of ``self.formula``, which schedules may change."""
+
+    def get(host: Any) -> Any:
+        return getattr(host.formula, name)
+
+    def put(host: Any, value: Any) -> None:
+        host.formula = dataclasses.replace(host.formula, **{name: value})
+
+    return property(get, put, doc=f"The option ``{name}``, which may be changed at any time.")
+
+
 @dataclasses.dataclass(frozen=True)
 class SAM:
     """SAM's eps = rho g / ||g||, with the norm over all tensors.

@@ -17,6 +17,7 @@ from hvd_compress.engines.joining import Member, joined
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.reducer import Reducer
+from hvd_compress.requests import Joint
 from hvd_compress.stats import Record
 
 METHODS = [
@@ -66,7 +67,7 @@ class Ranks:
                 )
                 exchange = self.method.exchange(gradient, self.states[rank][name], context)
                 members.append(Member(name, exchange, Record()))
-            assert {member.look.kind[0] for member in members} == {"joint"}
+            assert {member.look.kind[0] for member in members} == {Joint}
             buckets.append(joined(members, rank, self.size))
         outcomes = run(buckets)
         for rank, own in enumerate(outcomes):

@@ -1,6 +1,6 @@
 """DeMo's messages: a case by hand, the transform, chunks, and exchanges beside the formulas.
 
-The optimizers run in real jobs: ``scenarios/demo.py``.
+The optimizers run in real jobs: ``scenarios/optimizers.py``.
 """
 
 from __future__ import annotations

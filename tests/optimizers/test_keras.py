@@ -41,6 +41,25 @@ def test_lamb_by_hand_beside_that_of_keras():
     np.testing.assert_allclose(ends[1], [0.356200, 0.357200], atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [hvd.LAMB, hvd.OneBitAdam])
+def test_gradients_without_variables_are_those_of_all(make):
+    gradients, variables = [tf.ones(2), tf.ones(3)], [keras.Variable([1.0] * n) for n in (2, 3)]
+    with pytest.raises(ValueError, match="must already be built"):
+        make(0.1).apply(gradients)
+    optimizer = make(0.1)
+    optimizer.build(variables)
+    with pytest.raises(ValueError, match="gradients"):
+        optimizer.apply(gradients[:1])
+    optimizer.apply(gradients)
+    assert optimizer.iterations == 1
+    assert all((v.numpy() != 1).all() for v in variables)
+
+
+def test_options_of_ones_own_go_by_name():
+    with pytest.raises(TypeError):
+        hvd.OneBitAdam(1e-3, 0.9, 0.999, 1e-8, 2000)
+
+
 def test_a_warm_up_survives_saving():
     rate = hvd.ScaledWarmup(
         keras.optimizers.schedules.CosineDecay(0.1, 100),

@@ -26,6 +26,34 @@ def test_bad_options_are_errors():
         hvd.scaled_warmup(torch.optim.SGD(p, 0.1), batch_size=8, reference_batch_size=4, steps=-1)
 
 
+def test_schedules_change_radius_and_floor():
+    sam = hvd.ASAM(torch.nn.Linear(2, 2), rho=0.5)
+    sam.rho, sam.eta = 0.1, 0.02
+    assert sam.formula == optimizers.ASAM(0.1, 0.02)
+    with pytest.raises(ConfigError, match="rho must be greater than 0"):
+        sam.rho = -1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_without_gradients_stay_finite_in_half_precision(dtype):
+    p = torch.nn.Parameter(torch.ones(3, 4, dtype=dtype))
+    p.grad = torch.ones_like(p)
+    p.grad[0] = 0
+    hvd.LAMB([p], lr=0.1, betas=(0.99, 0.999)).step()
+    assert torch.isfinite(p).all()
+    assert (p[0] == 1).all()
+
+
+def test_parameters_may_get_another_dtype():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = hvd.LAMB([p], lr=0.1)
+    for dtype in (torch.float32, torch.bfloat16):
+        p.data, p.grad = p.data.to(dtype), torch.ones(3, dtype=dtype)
+        optimizer.step()
+    assert p.dtype == torch.bfloat16
+    assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+
+
 class Quadratic(torch.nn.Module):
     """The sum of h w^2 / 2."""
 

@@ -87,15 +87,17 @@ class FormulaOptimizer(keras.optimizers.Optimizer):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Take one step along the gradients."""
         grads = list(grads)
-        if trainable_variables is None:
-            trainable_variables = self._trainable_variables
-        variables = list(trainable_variables)
-        if variables and not self.built:
-            with keras.name_scope(self.name):
-                self.build(variables)
-        if self.built:
-            self._now = self._now_of(grads, variables)
-        super().apply(grads, variables)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            if trainable_variables and not self.built:
+                with keras.name_scope(self.name):
+                    self.build(trainable_variables)
+        known = trainable_variables
+        if known is None and self.built:
+            known = self._trainable_variables
+        if known is not None and self.built and len(known) == len(grads):
+            self._now = self._now_of(grads, known)
+        super().apply(grads, trainable_variables)  # which refuses all else
         self._now = None  # it belongs to the graph
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
@@ -197,6 +199,11 @@ def _signature(cls: Any) -> inspect.Signature:
         found.append(
             inspect.Parameter("weight_decay", inspect.Parameter.KEYWORD_ONLY, default=None)
         )
+    names = [parameter.name for parameter in found]
+    if "epsilon" in names:  # what Keras's own optimizers have by place
+        after = names.index("epsilon") + 1
+        own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in found[after:]]
+        found[after:] = own
     name = cls.formula.__module__.rpartition(".")[2]
     found.append(inspect.Parameter("name", inspect.Parameter.KEYWORD_ONLY, default=name))
     found.append(inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD))

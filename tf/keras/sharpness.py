@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvd_compress import optimizers
 from hvd_compress.errors import ConfigError
-from hvd_compress.optimizers.sharpness import averaged
+from hvd_compress.optimizers.sharpness import averaged, option
 
 from ..binding import native
 
@@ -44,6 +44,8 @@ class SAM:
     Raises:
         ConfigError: an option makes no sense.
     """
+
+    rho = option("rho")
 
     def __init__(self, rho: float = 0.05, average: Average | None = None) -> None:
         self.formula = optimizers.SAM(rho)
@@ -102,6 +104,8 @@ class ASAM(SAM):
         eta: keeps T from zero.
         average: as for :class:`SAM`, which shows how it is used.
     """
+
+    eta = option("eta")
 
     def __init__(self, rho: float = 0.5, eta: float = 0.01, average: Average | None = None) -> None:
         super().__init__(rho, average)

@@ -9,7 +9,7 @@ import torch
 
 from hvd_compress import optimizers
 from hvd_compress.errors import ConfigError
-from hvd_compress.optimizers.sharpness import averaged
+from hvd_compress.optimizers.sharpness import averaged, option
 
 Average = Callable[..., torch.Tensor]
 
@@ -45,6 +45,8 @@ class SAM:
 
     Reference: Foret, Kleiner, Mobahi and Neyshabur, ICLR 2021, arXiv 2010.01412.
     """
+
+    rho = option("rho")
 
     def __init__(
         self, model: torch.nn.Module, rho: float = 0.05, average: Average | None = None
@@ -116,6 +118,8 @@ class ASAM(SAM):
 
     Reference: Kwon, Kim, Park and Choi, ICML 2021, arXiv 2102.11600.
     """
+
+    eta = option("eta")
 
     def __init__(
         self,

@@ -86,7 +86,8 @@ class Coder:
             try:
                 found[name] = self._method(name, shape).decode(part, shape, context)
             except PayloadError as error:
-                raise PayloadError(f"{sender}, {name!r}: {error}") from None
+                text = str(error).replace(f"rank {context.rank}", f"{sender}, {name!r}", 1)
+                raise PayloadError(text) from None
         if next(parts, None) is not None:
             raise PayloadError(f"bad payload from {sender}: parts that belong to no parameter")
         return found
@@ -119,6 +120,5 @@ def _dense(sent: np.ndarray | Sparse, like: np.ndarray) -> np.ndarray:
 def _refused(method: Compressor, reason: str) -> ConfigError:
     return ConfigError(
         f"compression={method.name!r} cannot be sent to a server: {reason}; use a method whose "
-        "messages stand alone, such as 'topk', 'dgc:small=sparse', 'efsignsgd:via=allgather' or "
-        "'fp16'"
+        "messages stand alone, such as 'topk', 'dgc:small=sparse', 'efsignsgd' or 'fp16'"
     )
