@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
@@ -66,8 +67,9 @@ class Dense(Collective):
         return cls._combined(requests)
 
     @classmethod
+    @abc.abstractmethod
     def _combined(cls, requests: Sequence[Any]) -> Any:
-        raise NotImplementedError
+        """Return the reply to these requests, one of each rank, whose arrays look alike."""
 
     @property
     def arrays(self) -> Sequence[Array]:
