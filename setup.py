@@ -25,7 +25,7 @@ setup(
         "hvd_compress.torch.optimizers",
         "hvd_compress.torch.studies",
         "hvd_compress.torch.studies.measures",
-        "hvd_compress.torch.training",
+        "hvd_compress.torch.systems",
         "hvd_compress.tensorflow",
         "hvd_compress.tensorflow.keras",
         "hvd_compress.tensorflow.keras.mpi",

@@ -19,7 +19,9 @@ import numpy as np
 from tqdm import tqdm
 
 from hvd_compress.cli.options import picture_file
-from hvd_compress.decentralized import (
+from hvd_compress.errors import ConfigError
+from hvd_compress.studies import decentralized as theory
+from hvd_compress.systems.graphs import (
     DecentralizedMethod,
     Diffusion,
     ExactDiffusion,
@@ -27,8 +29,6 @@ from hvd_compress.decentralized import (
     simulate,
     spectral_gap,
 )
-from hvd_compress.errors import ConfigError
-from hvd_compress.studies import decentralized as theory
 from mpi_examples.report import save
 
 METHODS = (Diffusion, ExactDiffusion)

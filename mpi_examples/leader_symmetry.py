@@ -15,7 +15,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from hvd_compress.cli.options import picture_file
-from hvd_compress.training import EASGD, LeaderSGD, TrainingMethod, World
+from hvd_compress.systems import TrainingMethod, World
+from hvd_compress.systems.rounds import EASGD, LeaderSGD
 from mpi_examples.report import save
 
 START = [0.4, -0.41]

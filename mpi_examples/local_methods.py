@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import hvd_compress.torch.mpi as hvd
-from hvd_compress.decentralized import blockwise, l1
+from hvd_compress.systems.graphs import blockwise, l1
 
 
 def wrapped(

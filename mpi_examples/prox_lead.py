@@ -17,7 +17,9 @@ from collections.abc import Callable
 import numpy as np
 from tqdm import tqdm
 
-from hvd_compress.decentralized import (
+from hvd_compress.errors import ConfigError
+from hvd_compress.studies.estimators import LSVRG, SAGA
+from hvd_compress.systems.graphs import (
     EXTRA,
     LEAD,
     NIDS,
@@ -27,8 +29,6 @@ from hvd_compress.decentralized import (
     l1,
     simulate,
 )
-from hvd_compress.errors import ConfigError
-from hvd_compress.studies.estimators import LSVRG, SAGA
 from mpi_examples.regression import Regression
 from mpi_examples.study import check_counts
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hvd_compress.decentralized import ExactDiffusion, blockwise
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
+from hvd_compress.systems.graphs import ExactDiffusion, blockwise
 from mpi_examples.data import digits
 from mpi_examples.study import check_counts, spread
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import mpi
-from hvd_compress.decentralized import Diffusion, train
 from hvd_compress.mpi.transport.point_to_point import exchange
 from hvd_compress.reducer import Reducer
+from hvd_compress.systems.graphs import Diffusion, train
 
 TIMEOUT = 3.0
 #: the rank that does what it should not

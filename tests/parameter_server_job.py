@@ -21,7 +21,7 @@ import numpy as np
 from hvd_compress import mpi
 from hvd_compress.errors import CollectiveTimeout, PayloadError
 from hvd_compress.systems.servers import Rules, SGDServer, Simulation
-from tests.parameter_server import STEPS, TIMEOUT
+from tests.systems.servers import STEPS, TIMEOUT
 
 WORLD = mpi.MPI.COMM_WORLD
 FOLDER = [Path(sys.argv[2])]

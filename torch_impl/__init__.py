@@ -22,14 +22,15 @@ from hvd_compress.engines.local import LocalEngine
 from hvd_compress.integrations.exports import *  # noqa: F403
 from hvd_compress.integrations.exports import __all__ as _common
 from hvd_compress.integrations.horovod import load_horovod, names_of, rest_of, show_log
-from hvd_compress.training import CoordinatedSampler, Decay, OuterSGD, Ramp, WeightDecay
+from hvd_compress.systems.rounds import OuterSGD
+from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp, WeightDecay
 
 from .ddp import DDPState, ddp_hook
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
-from .training.averaging import averaging
-from .training.codistillation import codistillation_over
-from .training.factories import DECENTRALIZED, factories
+from .systems.averaging import averaging
+from .systems.codistillation import codistillation_over
+from .systems.factories import DECENTRALIZED, factories
 
 
 def _register(horovod_torch: Any) -> None:

@@ -20,8 +20,8 @@ from .binding import Binding
 from .compressed_optimizer import CompressedOptimizer, check_passes
 from .momentum import check_group, check_sparse_step
 from .parameters import Groups, Parameter, check_groups, names_of_parameters
-from .training.by_method import distribute_by_method
-from .training.optimizer import is_distributed
+from .systems.by_method import distribute_by_method
+from .systems.optimizer import is_distributed
 
 
 def wrap_factory(

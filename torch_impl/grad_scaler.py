@@ -16,7 +16,7 @@ import torch
 
 from .amp import note_scale, scaler_step
 from .compressed_optimizer import CompressedOptimizer
-from .training.optimizer import LocalStepsOptimizer
+from .systems.optimizer import LocalStepsOptimizer
 
 
 def watch_grad_scaler() -> None:

@@ -20,7 +20,7 @@ from .compressed_optimizer import CompressedOptimizer, bound_optimizers
 from .distributed_optimizer import wrap_factory
 from .engine import HorovodEngine
 from .grad_scaler import watch_grad_scaler
-from .training.optimizer import LocalStepsOptimizer, broadcast_training_state
+from .systems.optimizer import LocalStepsOptimizer, broadcast_training_state
 
 
 def register(hvd: Any) -> None:

@@ -127,7 +127,7 @@ EXCEPTIONS = {
     ("mpi/tuning/", "mpi/dense/"): "the choice measures what it chooses from",
     ("mpi/tuning/", "mpi/sparse/"): "the choice measures what it chooses from",
     ("mpi/", "integrations/"): "launch finds MPI before mpi4py loads it",
-    ("torch_impl/", "torch_impl/training/"): "one factory makes optimizers of all systems",
+    ("torch_impl/", "torch_impl/systems/"): "one factory makes optimizers of all systems",
 }
 
 

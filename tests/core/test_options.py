@@ -10,14 +10,10 @@ import sys
 import warnings
 from pathlib import Path
 
-import hvd_compress.blocks
-import hvd_compress.decentralized
-import hvd_compress.systems.servers
-import hvd_compress.training  # noqa: F401, they register what they have
 from hvd_compress import ConfigError, NeedsTuning
 from hvd_compress.config import lookup, names
-from hvd_compress.decentralized import Weights
 from hvd_compress.methods.composed import rule
+from hvd_compress.systems.graphs import Weights
 from tests.method_table import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]

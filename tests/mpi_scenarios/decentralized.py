@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvd_compress import mpi
-from hvd_compress.decentralized import (
+from hvd_compress.systems.graphs import (
     LEAD,
     Diffusion,
     ExactDiffusion,

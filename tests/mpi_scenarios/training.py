@@ -25,7 +25,8 @@ from hvd_compress.engines.joining import Member, joined
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.requests import Gather, Max, Sum
 from hvd_compress.stats import Record
-from hvd_compress.training import Coordinator, DiLoCo
+from hvd_compress.systems import Coordinator
+from hvd_compress.systems.rounds import DiLoCo
 from tests.method_table import ROWS
 from tests.mpi_scenarios.common import assert_same_everywhere, raises, world
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hvd_compress.errors import ConfigError, MismatchError
-from hvd_compress.training.codistillation import losses as in_numpy
+from hvd_compress.systems.teachers import losses as in_numpy
 from tests.scenarios.common import LR, assert_same_everywhere, batch, make_model, sgd
 from tests.scenarios.driver import hvd, raises
 
@@ -132,7 +132,7 @@ def checkpoints_follow_a_reference() -> None:
 def losses_are_those_in_numpy() -> None:
     random = np.random.default_rng(0)
     z, *teachers = random.standard_normal((4, 6, 5))
-    from hvd_compress.torch.training.codistillation import LOSSES
+    from hvd_compress.torch.systems.codistillation import LOSSES
 
     assert LOSSES.keys() == in_numpy.LOSSES.keys()
     for name, (view, distance) in in_numpy.LOSSES.items():

@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
-from hvd_compress.training import WeightDecay
-from hvd_compress.training.codistillation import losses as in_numpy
+from hvd_compress.systems.teachers import WeightDecay
+from hvd_compress.systems.teachers import losses as in_numpy
 from tests.scenarios.driver import raises
 from tests.scenarios.driver_tensorflow import hvd_keras as hvd
 

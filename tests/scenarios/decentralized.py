@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_compress import decentralized, training
-from hvd_compress.decentralized import LEAD, blockwise, l1, simulate
+from hvd_compress import systems
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
+from hvd_compress.systems import graphs
+from hvd_compress.systems.graphs import LEAD, blockwise, l1, simulate
 from tests.scenarios.common import LR, assert_same_everywhere, loss_of, make_model, sgd, train
 from tests.scenarios.driver import barrier, hvd, raises
 
@@ -80,7 +81,7 @@ def exact_methods_reach_the_minimum_of_all() -> None:
 
 def _models_of_all_ranks(method: Any, steps: int, make: Any) -> list[Any]:
     """Trained in this process by plain optimizers and the world of the training methods."""
-    world = training.World(method, hvd.size())
+    world = systems.World(method, hvd.size())
     models = [make_model() for _ in range(hvd.size())]
     optimizers = [make(model) for model in models]
     rates = {name: LR for name, _ in models[0].named_parameters()}
@@ -272,5 +273,5 @@ def ranks_of_a_set_have_a_graph_of_their_own() -> None:
 
 def methods_are_those_of_the_numpy_package() -> None:
     for name in ("Diffusion", "ExactDiffusion", "NIDS", "EXTRA", "ChocoSGD", "PushDIGing"):
-        assert getattr(hvd, name) is getattr(decentralized, name)
+        assert getattr(hvd, name) is getattr(graphs, name)
     assert hvd.LEAD is LEAD

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from hvd_compress import training
+from hvd_compress import systems
 from hvd_compress.errors import ConfigError, MismatchError
+from hvd_compress.systems import rounds
 from tests.scenarios.common import (
     LR,
     assert_same_everywhere,
@@ -24,7 +25,7 @@ from tests.scenarios.driver import hvd, over, raises
 NESTEROV = {"nesterov": True, "momentum": 0.9}
 
 
-def _wrapped(method: training.TrainingMethod, model: Any, inner: Any = None, **options: Any) -> Any:
+def _wrapped(method: systems.TrainingMethod, model: Any, inner: Any = None, **options: Any) -> Any:
     inner = sgd(model, **NESTEROV) if inner is None else inner
     return hvd.local_steps(inner, method, named_parameters=model.named_parameters(), **options)
 
@@ -35,10 +36,10 @@ def _through(method: Any, model: Any) -> Any:
     return hvd.DistributedOptimizer(inner, model.named_parameters(), method=method)
 
 
-def _reference(method: training.TrainingMethod, steps: int, make: Callable[..., Any]) -> list[Any]:
+def _reference(method: systems.TrainingMethod, steps: int, make: Callable[..., Any]) -> list[Any]:
     """The models of all ranks, trained in this process by plain optimizers and the lockstep
     world."""
-    world = training.World(method, hvd.size())
+    world = systems.World(method, hvd.size())
     models = [make_model() for _ in range(hvd.size())]
     optimizers = [make(model) for model in models]
 
@@ -82,7 +83,7 @@ def _train(model: Any, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
-def _assert_follows(method: training.TrainingMethod, steps: int, make: Any) -> Any:
+def _assert_follows(method: systems.TrainingMethod, steps: int, make: Any) -> Any:
     model = make_model()
     optimizer = _wrapped(method, model, make(model))
     _train(model, optimizer, range(steps))
@@ -97,10 +98,10 @@ def _assert_follows(method: training.TrainingMethod, steps: int, make: Any) -> A
 
 def local_steps_follow_the_lockstep_world() -> None:
     for method in (
-        training.LocalSGD(sync_every=3, start=2),
-        training.LocalSGD(sync_every=2, compression="topk:density=0.1"),
-        training.SlowMo(sync_every=3),
-        training.DiLoCo(sync_every=3),
+        rounds.LocalSGD(sync_every=3, start=2),
+        rounds.LocalSGD(sync_every=2, compression="topk:density=0.1"),
+        rounds.SlowMo(sync_every=3),
+        rounds.DiLoCo(sync_every=3),
     ):
         optimizer = _assert_follows(method, 9, lambda model: sgd(model, **NESTEROV))
         assert optimizer.training.exchanges < 9
@@ -108,18 +109,18 @@ def local_steps_follow_the_lockstep_world() -> None:
 
 def streaming_diloco_follows_the_lockstep_world() -> None:
     for options in ({}, {"delay": 1, "mix": 0.5}, {"delay": 2, "compression": "dgc:density=0.1"}):
-        method = training.DiLoCo(sync_every=6, fragments=2, **options)
+        method = rounds.DiLoCo(sync_every=6, fragments=2, **options)
         _assert_follows(method, 14, lambda model: torch.optim.AdamW(model.parameters(), LR))
 
 
 def leaders_and_centres_follow_the_lockstep_world() -> None:
     leaders = {"local_every": 2, "global_every": 4}
     for method in (
-        training.LeaderSGD(**leaders),
-        training.LeaderSGD(**leaders, groups=2, average_over=3),
-        training.EASGD(sync_every=2),
-        training.EASGD(sync_every=2, compression="topk:density=0.2"),
-        training.EAMSGD(sync_every=2),
+        rounds.LeaderSGD(**leaders),
+        rounds.LeaderSGD(**leaders, groups=2, average_over=3),
+        rounds.EASGD(sync_every=2),
+        rounds.EASGD(sync_every=2, compression="topk:density=0.2"),
+        rounds.EAMSGD(sync_every=2),
     ):
         _assert_follows(method, 9, lambda model: sgd(model, **NESTEROV))
 
@@ -213,10 +214,10 @@ def momentum_may_be_averaged_or_reset() -> None:
 def a_frozen_parameter_is_the_same_everywhere_and_begins_anew() -> None:
     """Frozen in the middle of a round, and of an exchange, and trained again later."""
     for method in (
-        training.LocalSGD(sync_every=4),
-        training.DiLoCo(sync_every=4, delay=2),
-        training.DiLoCo(sync_every=4, compression="topk:density=0.2"),
-        training.EASGD(sync_every=4),
+        rounds.LocalSGD(sync_every=4),
+        rounds.DiLoCo(sync_every=4, delay=2),
+        rounds.DiLoCo(sync_every=4, compression="topk:density=0.2"),
+        rounds.EASGD(sync_every=4),
     ):
         model = make_model()
         optimizer = _wrapped(method, model)
@@ -293,7 +294,7 @@ def a_rank_without_gradients_meets_the_others() -> None:
 
 def checkpoints_go_on_as_if_nothing_had_happened() -> None:
     """Every rank's own state."""
-    method = training.DiLoCo(
+    method = rounds.DiLoCo(
         sync_every=6, fragments=2, delay=1, mix=0.5, compression="topk:density=0.2"
     )
     model, other = make_model(), make_model(seed=1)
@@ -312,7 +313,7 @@ def checkpoints_go_on_as_if_nothing_had_happened() -> None:
 
 def a_checkpoint_of_one_rank_serves_all() -> None:
     """Saved in the middle of an exchange, on rank 0, and loaded by all."""
-    method = training.DiLoCo(sync_every=4, delay=2, compression="topk:density=0.2")
+    method = rounds.DiLoCo(sync_every=4, delay=2, compression="topk:density=0.2")
     model, other = make_model(), make_model(seed=1)
     optimizer = _wrapped(method, model)
     _train(model, optimizer, range(9))
@@ -334,7 +335,7 @@ def a_checkpoint_of_one_rank_serves_all() -> None:
 
 def a_checkpoint_is_not_saved_in_the_middle_of_an_exchange() -> None:
     model = make_model()
-    optimizer = _wrapped(training.DiLoCo(sync_every=4, delay=2), model)
+    optimizer = _wrapped(rounds.DiLoCo(sync_every=4, delay=2), model)
     _train(model, optimizer, range(4))
     with raises(ConfigError, "consolidate_state_dict"):
         optimizer.state_dict()
@@ -386,8 +387,8 @@ def methods_of_both_doors_are_the_same() -> None:
         optimizer = make(model)
         _train(model, optimizer, range(3))
         found.append([optimizer.training.method, *(p.detach() for p in model.parameters())])
-    assert found[1][0] == training.LocalSGD(sync_every=2)
-    assert found[3][0] == training.DiLoCo()
+    assert found[1][0] == rounds.LocalSGD(sync_every=2)
+    assert found[3][0] == rounds.DiLoCo()
     for one, other in (found[:2], found[2:]):
         assert one[0] == other[0]
         assert all(torch.equal(p, q) for p, q in zip(one[1:], other[1:], strict=True))
@@ -402,10 +403,10 @@ def ranks_that_begin_apart_are_told() -> None:
     if hvd.size() == 1:
         return  # one rank agrees with itself
     for method in (
-        training.DiLoCo(sync_every=2),
-        training.SlowMo(sync_every=2),
-        training.EASGD(sync_every=2),
-        training.LocalSGD(sync_every=2, compression="topk:density=0.1"),
+        rounds.DiLoCo(sync_every=2),
+        rounds.SlowMo(sync_every=2),
+        rounds.EASGD(sync_every=2),
+        rounds.LocalSGD(sync_every=2, compression="topk:density=0.1"),
     ):
         model = make_model(seed=hvd.rank())
         optimizer = _wrapped(method, model)
@@ -425,10 +426,10 @@ def nan_on_a_rank_is_gone_after_an_exchange() -> None:
     """With momentum, which would lead there again; not if all have it."""
     leaders = {"local_every": 2, "global_every": 2, "groups": 1}
     for method in (
-        training.DiLoCo(sync_every=2),
-        training.EASGD(sync_every=2),
-        training.EAMSGD(sync_every=2),
-        *([training.LeaderSGD(**leaders)] if hvd.size() > 1 else []),
+        rounds.DiLoCo(sync_every=2),
+        rounds.EASGD(sync_every=2),
+        rounds.EAMSGD(sync_every=2),
+        *([rounds.LeaderSGD(**leaders)] if hvd.size() > 1 else []),
     ):
         model = make_model()
         optimizer = _wrapped(method, model)
@@ -448,10 +449,10 @@ def nan_on_a_rank_is_gone_after_an_exchange() -> None:
 def without_trained_parameters_nothing_happens() -> None:
     """From the beginning; if only one rank has none, all say so."""
     for method in (
-        training.LocalSGD(sync_every=2),
-        training.DiLoCo(sync_every=4, fragments=2, delay=1),
-        training.LeaderSGD(local_every=2, global_every=4),
-        training.EASGD(sync_every=2),
+        rounds.LocalSGD(sync_every=2),
+        rounds.DiLoCo(sync_every=4, fragments=2, delay=1),
+        rounds.LeaderSGD(local_every=2, global_every=4),
+        rounds.EASGD(sync_every=2),
         hvd.ExactDiffusion("cycle"),
     ):
         model = make_model().requires_grad_(False)

@@ -8,8 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress import training
+from hvd_compress import systems
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
+from hvd_compress.systems import rounds
 from tests.scenarios.driver import raises
 from tests.scenarios.driver_tensorflow import hvd_keras as hvd
 
@@ -17,13 +18,13 @@ RATE, STEPS = 0.1, 9
 W = np.linspace(-1, 1, 12).astype("float32").reshape(4, 3)
 LEADERS = {"local_every": 2, "global_every": 4}
 METHODS = (
-    training.LocalSGD(sync_every=3, start=2),
-    training.LocalSGD(sync_every=2, compression="topk:density=0.25"),
-    training.SlowMo(sync_every=3),
-    training.DiLoCo(sync_every=4, fragments=2, delay=1, mix=0.5),
-    training.LeaderSGD(**LEADERS),
-    training.LeaderSGD(**LEADERS, groups=2, average_over=3),
-    training.EASGD(sync_every=2),
+    rounds.LocalSGD(sync_every=3, start=2),
+    rounds.LocalSGD(sync_every=2, compression="topk:density=0.25"),
+    rounds.SlowMo(sync_every=3),
+    rounds.DiLoCo(sync_every=4, fragments=2, delay=1, mix=0.5),
+    rounds.LeaderSGD(**LEADERS),
+    rounds.LeaderSGD(**LEADERS, groups=2, average_over=3),
+    rounds.EASGD(sync_every=2),
 )
 
 
@@ -41,10 +42,10 @@ def _model() -> keras.Model:
 
 
 def _reference(
-    method: training.TrainingMethod,
-) -> tuple[list[training.base.Arrays], training.World]:
+    method: systems.TrainingMethod,
+) -> tuple[list[systems.base.Arrays], systems.World]:
     """All ranks in NumPy: gradient descent on the mean square, in the lockstep world."""
-    world = training.World(method, hvd.size())
+    world = systems.World(method, hvd.size())
     ranks = [{"0.kernel": W.copy(), "1.bias": np.zeros(3, "float32")} for _ in range(hvd.size())]
     for step in range(STEPS):
         gradients, losses = [], []
@@ -94,7 +95,7 @@ def fit_follows_the_lockstep_world() -> None:
 
 
 def loops_of_ones_own_follow_it_too() -> None:
-    method = training.LeaderSGD(**LEADERS)
+    method = rounds.LeaderSGD(**LEADERS)
     expected = _reference(method)[0][hvd.rank()]
     for graph in (False, True):
         model = _model()
@@ -114,7 +115,7 @@ def loops_of_ones_own_follow_it_too() -> None:
 
 
 def a_run_goes_on_from_its_state() -> None:
-    for method in (training.DiLoCo(sync_every=4), training.EASGD(sync_every=2)):
+    for method in (rounds.DiLoCo(sync_every=4), rounds.EASGD(sync_every=2)):
         model = _model()
         optimizer = hvd.local_steps(keras.optimizers.SGD(RATE), method)
         _fit(model, optimizer, range(5))
@@ -135,7 +136,7 @@ def optimizers_and_options_that_do_not_fit() -> None:
         return keras.optimizers.SGD(RATE, **options)
 
     wrapped = hvd.local_steps(sgd(momentum=0.9), hvd.LocalSGD(sync_every=2))
-    assert wrapped.training.method == training.LocalSGD(sync_every=2)
+    assert wrapped.training.method == rounds.LocalSGD(sync_every=2)
     assert isinstance(wrapped, keras.optimizers.SGD)
     assert wrapped.momentum == 0.9
     with raises(ConfigError, "distributed already"):

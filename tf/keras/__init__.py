@@ -15,8 +15,9 @@ import importlib
 from typing import Any
 
 from hvd_compress.integrations import horovod as drop_in
-from hvd_compress.training import CoordinatedSampler, Decay, OuterSGD, Ramp
-from hvd_compress.training.factories import METHODS
+from hvd_compress.systems.rounds import OuterSGD
+from hvd_compress.systems.rounds.factories import METHODS
+from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp
 
 from .. import *  # noqa: F403
 from .. import __all__ as _methods

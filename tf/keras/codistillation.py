@@ -1,4 +1,4 @@
-"""``hvd.Codistillation(model, ...)`` for Keras 3; see :mod:`hvd_compress.training.codistillation`.
+"""``hvd.Codistillation(model, ...)`` for Keras 3; see :mod:`hvd_compress.systems.teachers`.
 
 Exchanges are Python between graphs: a graph calls them once in every step.
 """
@@ -13,19 +13,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress import training
 from hvd_compress.backends.weak import weakly
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.training import Codistiller
-from hvd_compress.training.base import Arrays
-from hvd_compress.training.codistillation.facade import ModelWithTeachers, documented
-from hvd_compress.training.codistillation.losses import Functions, losses_over, target
+from hvd_compress.systems import teachers
+from hvd_compress.systems.base import Arrays
+from hvd_compress.systems.teachers import Codistiller
+from hvd_compress.systems.teachers.facade import ModelWithTeachers, documented
+from hvd_compress.systems.teachers.losses import Functions, losses_over, target
 
 from ..binding import native
 from ..xla import refuse_xla
 
-#: those of :mod:`hvd_compress.training.codistillation.losses`
+#: those of :mod:`hvd_compress.systems.teachers.losses`
 LOSSES = losses_over(
     Functions(
         log_softmax=tf.nn.log_softmax,
@@ -182,7 +182,7 @@ def codistillation_over(
 
     class Codistillation(KerasModelWithTeachers):
         def __init__(self, model: Any, *args: Any, process_set: Any = None, **options: Any) -> None:
-            method = training.Codistillation(*args, **options)
+            method = teachers.Codistillation(*args, **options)
             if not isinstance(model, keras.Model):
                 raise ConfigError(
                     f"model must be a keras.Model of Keras 3, not {type(model).__name__}"

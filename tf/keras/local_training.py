@@ -1,5 +1,5 @@
 """``hvd.LocalSGD(optimizer, sync_every=8)`` and the like for Keras 3; the methods themselves are in
-:mod:`hvd_compress.training`.
+:mod:`hvd_compress.systems.rounds`.
 
 What a method does around a local step is Python on NumPy arrays: graphs call it, and assign what it
 returns only where it has changed something.
@@ -18,9 +18,9 @@ import tensorflow as tf
 from hvd_compress.backends.weak import weakly
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.training import Coordinator, TrainingMethod
-from hvd_compress.training.base import Arrays, as_training_method
-from hvd_compress.training.factories import factories_of_methods
+from hvd_compress.systems import Coordinator, TrainingMethod
+from hvd_compress.systems.base import Arrays, as_training_method
+from hvd_compress.systems.rounds.factories import factories_of_methods
 
 from ..binding import native
 from ..loss_scaling import NotInLossScaling
@@ -257,7 +257,7 @@ def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
         seed: int = 0,
     ) -> Any:
         """Return an optimizer like ``optimizer``, of Keras 3, that trains by a method of
-        ``hvd_compress.training``, such as ``LocalSGD(sync_every=8)``, or one of your own.
+        ``hvd_compress.systems.rounds``, such as ``LocalSGD(sync_every=8)``, or one of your own.
 
         Args:
             optimizer: takes the local steps; of any class, without loss scaling, and not used

@@ -31,7 +31,7 @@ from hvd_compress.mpi.process_sets import (
 
 from .. import *  # noqa: F403
 from .. import __all__ as _methods
-from ..training.averaging import averaging
+from ..systems.averaging import averaging
 from . import collectives
 from .asynchronous import AsynchronousEASGD, AsynchronousLeaderSGD
 from .collectives import (

@@ -11,16 +11,16 @@ import torch
 from hvd_compress.base import Compressor
 from hvd_compress.integrations.environment import chosen
 from hvd_compress.mpi.process_sets import ProcessSet, engine_over, global_process_set, rank
-from hvd_compress.training import TrainingMethod
+from hvd_compress.systems import TrainingMethod
 
 from .. import checkpoint
 from ..compressed_optimizer import CompressedOptimizer
 from ..distributed_optimizer import distribute
 from ..grad_scaler import watch_grad_scaler
-from ..training.by_method import distribute_by_method
-from ..training.codistillation import codistillation_over
-from ..training.factories import factories
-from ..training.optimizer import LocalStepsOptimizer, broadcast_training_state
+from ..systems.by_method import distribute_by_method
+from ..systems.codistillation import codistillation_over
+from ..systems.factories import factories
+from ..systems.optimizer import LocalStepsOptimizer, broadcast_training_state
 from . import collectives
 from .collectives import Average, Compression, broadcast_
 

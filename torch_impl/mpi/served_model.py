@@ -12,7 +12,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.systems.servers import ServerStats
 
 from ..parameters import Parameter, names_of_parameters
-from ..training.optimizer import is_distributed
+from ..systems.optimizer import is_distributed
 
 T = TypeVar("T")
 S = TypeVar("S", bound="ServedModel")

@@ -21,10 +21,10 @@ import numpy as np
 
 from hvd_compress.config import Configurable, check_between, check_whole, converted
 from hvd_compress.errors import ConfigError, PayloadError
+from hvd_compress.systems.rounds.groups import Groups, checked_groups, groups_of
 from hvd_compress.systems.servers.messages import Kind, Message, decode, encode
 from hvd_compress.systems.servers.pieces import Arrays, is_finite
 from hvd_compress.systems.servers.server import Reply, ServerStats
-from hvd_compress.training.groups import Groups, checked_groups, groups_of
 
 
 class Role(enum.IntFlag):
@@ -42,8 +42,8 @@ _NEWS = 2
 
 @dataclasses.dataclass(frozen=True)
 class LeaderRules(Configurable, kind="parameter server", name="leaders"):
-    """Options of asynchronous Leader SGD, those of :class:`hvd_compress.training.LeaderSGD`: with
-    the leader z_j of the worker's group and the leader z of all, after each local step::
+    """Options of asynchronous Leader SGD, those of :class:`hvd_compress.systems.rounds.LeaderSGD`:
+    with the leader z_j of the worker's group and the leader z of all, after each local step::
 
         x = x - l (x - z_j) - g (x - z)
 

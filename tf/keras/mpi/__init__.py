@@ -15,7 +15,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hvd_compress.training import CoordinatedSampler, Decay, OuterSGD, Ramp
+from hvd_compress.systems.rounds import OuterSGD
+from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp
 
 from ... import mpi as _tensorflow
 from ...mpi import *  # noqa: F403

@@ -12,12 +12,12 @@ from mpi4py import MPI
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.nodes import nodes_of
+from hvd_compress.systems.rounds.groups import Groups, groups_of
 from hvd_compress.systems.servers.elastic import ElasticCentre, check_elastic, moved
 from hvd_compress.systems.servers.leaders import LeaderLink, LeaderRules, LeaderServer
 from hvd_compress.systems.servers.mpi.parameter_server import ParameterServer
 from hvd_compress.systems.servers.mpi.serving import Serving
 from hvd_compress.systems.servers.pieces import is_finite
-from hvd_compress.training.groups import Groups, groups_of
 
 Arrays = dict[str, np.ndarray]
 

@@ -1,0 +1,220 @@
+"""Training methods whose ranks take local steps between exchanges.
+
+A method has two functions around the local step of a rank, both generators of requests as exchanges
+are (:mod:`hvd_compress.base`): ``before_step`` runs when the gradients are known and the parameters
+are still those at which they were computed, and ``after_step`` when the user's optimizer has
+stepped.  Both take and return parameters and state as arrays by name, of any backend, and change
+none in place.
+
+Beside the requests of compressors, which go to the engine as they are, a method may request an
+average over the ranks: :class:`Start` and :class:`Finish` send arrays through the method's
+``compression``, possibly with local steps in between, and :class:`Mean` sends them as they are.
+
+:class:`~hvd_compress.systems.coordinator.Coordinator` runs a method over an engine, and
+:class:`~hvd_compress.systems.world.World` runs all ranks in one process.
+"""
+
+from __future__ import annotations
+
+import abc
+import zlib
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array, Compressor
+from hvd_compress.config import Configurable
+from hvd_compress.errors import ConfigError
+from hvd_compress.methods import NoCompression, as_compressor
+from hvd_compress.requests import Collective
+
+#: arrays by the name of the parameter
+Arrays = dict[str, Array]
+#: what a rank keeps between steps: arrays by name, by key
+State = dict[str, Arrays]
+
+
+class Start(NamedTuple):
+    """Begin to average ``arrays`` over the ranks, through the method's compression; the reply is
+    ``None``.  ``round`` counts, from 0, the averages of the same arrays."""
+
+    arrays: Arrays
+    round: int
+
+
+class Finish(NamedTuple):
+    """Wait for what was started, in this step or an earlier one; the reply is the averages by name,
+    the same bits on all ranks."""
+
+
+class Mean(NamedTuple):
+    """Average ``arrays`` over the ranks without compression; the reply is the averages by name."""
+
+    arrays: Arrays
+
+
+#: what ranks compare when a state begins, by :meth:`TrainingMethod.in_common`
+WEIGHTS_AT_START = (
+    "weights at the start, which have to be made equal before the first step, in PyTorch by "
+    "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+)
+
+Request = Start | Finish | Mean | Collective
+#: returns the parameters and the state
+Steps = Generator[Request, Any, tuple[Arrays, State]]
+
+
+class StepContext(NamedTuple):
+    """What a method may know of a step.
+
+    Attributes:
+        step: the number of the local step under way, from 1; equal on all ranks.
+        rank, size: this rank and the number of ranks.
+        losses: the last losses that were reported, the latest last, at most
+            ``method.loss_window``; numbers or arrays of one element.
+        rates: the learning rates of this step by name; empty if unknown.
+        lookahead: by name, by how much a parameter is ahead of the point that momentum moves,
+            for methods that ask for it (``needs_lookahead``).
+        node: the name of this rank's node.
+        like: an array of the kind that messages are made of, for methods that send something even
+            when no parameter is trained.
+    """
+
+    step: int = 1
+    rank: int = 0
+    size: int = 1
+    losses: Sequence[Any] = ()
+    rates: Mapping[str, float] = {}
+    lookahead: Mapping[str, Array] = {}
+    node: str = ""
+    like: Array = np.empty(0)
+
+
+class TrainingMethod(Configurable, abc.ABC, kind="training"):
+    """A way to train with local steps, with its options; subclasses are frozen dataclasses."""
+
+    #: the paper that describes the method
+    reference: ClassVar[str] = ""
+    #: keys of the state under which ranks differ
+    per_rank: ClassVar[frozenset[str]] = frozenset()
+    #: all of the state is this rank's own, and makes sense only as a whole: another rank cannot go
+    #: on with it, and it begins anew when other parameters are trained
+    state_is_own: ClassVar[bool] = False
+    #: ``before_step`` does something, so gradients must be known before the optimizer steps
+    acts_before: ClassVar[bool] = False
+    #: the context needs ``lookahead``
+    needs_lookahead: ClassVar[bool] = False
+    #: the context needs ``rates``, which must be equal on all ranks
+    needs_rates: ClassVar[bool] = False
+    #: a rank with NaN or Inf goes back to parameters without, and the local optimizer has to forget
+    #: what has led there
+    recovers: ClassVar[bool] = False
+    #: the method of :class:`Start`
+    compression: Compressor = NoCompression()
+    #: what happens to the local optimizer's state of parameters that the ranks have averaged:
+    #: "keep", "average", which sends it without compression, or "reset"
+    buffers: str = "keep"
+
+    @property
+    def loss_window(self) -> int:
+        """The number of losses that the context has to have; 0 if none are needed."""
+        return 0
+
+    def check_ranks(self, size: int) -> None:
+        """Raise ``ConfigError`` unless the method works with ``size`` ranks."""
+        return
+
+    def init(self, parameters: Arrays) -> State:
+        """Return the state of ``parameters`` before their first local step; there may be none of
+        them."""
+        return {}
+
+    def in_common(self, state: State) -> list[str]:
+        """Return a text with a checksum for each array of the state that must be the same on all
+        ranks."""
+        if self.state_is_own:
+            return []
+        return [
+            f"{name} ({key}) {_checksum(x):08x}"
+            for key, arrays in state.items()
+            if key not in self.per_rank
+            for name, x in arrays.items()
+        ]
+
+    def before_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
+        """Run between the computation of gradients and the local step."""
+        return parameters, state
+        yield
+
+    def after_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
+        """Run after the local step."""
+        return parameters, state
+        yield
+
+    def consensus(self, parameters: Arrays, state: State) -> Generator[Request, Any, Arrays]:
+        """Return the parameters that are to be tested: the average of the ranks' own."""
+        return (yield Mean(parameters))
+
+
+def as_training_method(method: Any) -> TrainingMethod:
+    """Return a method from an instance, or from a class or a function of its name that makes
+    optimizers, which get their defaults.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    method = getattr(method, "training_method", method)
+    if isinstance(method, type) and issubclass(method, TrainingMethod):
+        return method()
+    if not isinstance(method, TrainingMethod):
+        raise ConfigError(
+            f"{method!r} is no training method: pass for instance ExactDiffusion('cycle') of "
+            "hvd_compress.systems.graphs, or LocalSGD() of hvd_compress.systems.rounds"
+        )
+    return method
+
+
+def checked_compression(compression: Any) -> Compressor:
+    """Return the method of an option ``compression``, which must be one for averages."""
+    method = as_compressor(compression)
+    if method.partner is not None:
+        raise ConfigError(
+            f"compression={method.name!r} hands out the momenta of {method.partner}: between local "
+            "steps there are averages to send; use for instance compression='topk:density=0.01'"
+        )
+    return method
+
+
+def widened(x: Array) -> Array:
+    """Return ``x`` in a dtype to add up in: half precisions become float32."""
+    xp = backend_of(x)
+    return xp.cast(x, "float32") if xp.dtype(x) in ("float16", "bfloat16") else x
+
+
+def copied(x: Array) -> Array:
+    """Return a copy in a dtype to add up in."""
+    wide = widened(x)
+    return backend_of(x).copy(x) if wide is x else wide
+
+
+def apart(x: Array, other: Array) -> Array:
+    """Return ``x`` in the dtype of ``other``, in memory of its own."""
+    found = like(x, other)
+    return backend_of(found).copy(found) if found is x else found
+
+
+def like(x: Array, other: Array) -> Array:
+    """Return ``x`` in the dtype of ``other``."""
+    return backend_of(x).cast(x, backend_of(other).dtype(other))
+
+
+def all_finite(arrays: Arrays) -> bool:
+    """Return whether no element of the arrays is NaN or Inf."""
+    return all(bool(backend_of(x).all_finite(x)) for x in arrays.values())
+
+
+def _checksum(x: Array) -> int:
+    wide = widened(x)  # NumPy has no bfloat16
+    return zlib.crc32(np.ascontiguousarray(backend_of(wide).to_numpy(wide)).tobytes())

@@ -1,0 +1,452 @@
+"""The owner of a training method on one rank: its state, its steps, and its exchanges."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.agreement import Terms, listed
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array
+from hvd_compress.engines.base import Engine
+from hvd_compress.engines.joining import Member, joined
+from hvd_compress.errors import ConfigError
+from hvd_compress.integrations.checkpoints import check_array, entry, refused, share, whole
+from hvd_compress.reducer import Reducer
+from hvd_compress.requests import Collective
+from hvd_compress.stats import Record, Stats
+from hvd_compress.systems.base import (
+    WEIGHTS_AT_START,
+    Arrays,
+    Finish,
+    Mean,
+    Request,
+    Start,
+    State,
+    StepContext,
+    TrainingMethod,
+    as_training_method,
+)
+
+_VERSION = 1
+#: the record of messages that belong to no single parameter
+_COMMON = "(all)"
+
+
+class Coordinator:
+    """Runs a training method on this rank, over an engine.
+
+    A training loop calls it around its local step::
+
+        gradients = ...                                     # of x
+        x = coordinator.before_step(x)
+        x = {name: x[name] - lr * g for name, g in gradients.items()}
+        x = coordinator.after_step(x)
+
+    Calls that exchange something are collectives; all ranks take equally many steps.
+
+    Args:
+        method: a training method, such as ``DiLoCo(sync_every=100)``.
+        engine: carries the exchanges, for instance :class:`hvd_compress.mpi.MpiEngine`.
+        seed: the seed of random numbers that the ranks share.
+        like: an array of the kind in which ranks compare what must be equal; ``None`` for the kind
+            of the parameters.
+        node: the name of this rank's node; ``None`` for the host's.
+
+    Attributes:
+        method: the training method.
+        step: the number of local steps so far.
+        exchanges: the number of steps so far in which ranks exchanged something; what is averaged
+            to be tested (:meth:`consensus`) is no step, and only its bytes are counted.
+        state: the method's state.
+        reducer: averages what the method sends through its compression.
+    """
+
+    def __init__(
+        self,
+        method: TrainingMethod | type[TrainingMethod],
+        engine: Engine,
+        *,
+        seed: int = 0,
+        like: Array = None,
+        node: str | None = None,
+    ) -> None:
+        self.method = method = as_training_method(method)
+        method.check_ranks(engine.size)
+        self.step = self.exchanges = 0
+        self.state: State = {}
+        self.record = Record()
+        self._losses: deque[Any] = deque(maxlen=max(method.loss_window, 1))
+        self._reported = 0  # the step whose loss came last
+        self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._start: list[str] | None = None  # of a state that no ranks have compared yet
+        self._rates: Mapping[str, float] = {}
+        self._lookahead: Mapping[str, Array] = {}
+        self._like, self._node = like, socket.gethostname() if node is None else node
+        self._is_under_way = False
+        self._arrived: Arrays | None = None  # what came in before the method asked for it
+        self._consolidated: tuple[int, dict[str, Any]] | None = None
+        self._has_begun = False  # before_step was called and after_step was not
+        self.reducer = _AverageReducer(self, engine, seed)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine between the ranks."""
+        return self.reducer.engine
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def report(self, loss: Any) -> None:
+        """Tell the loss of this rank's batch, before :meth:`before_step`, for methods that choose
+        by it.  An array of one element is looked at only when ranks meet."""
+        self._losses.append(loss)
+        self._reported = self.step + 1
+
+    def before_step(
+        self,
+        parameters: Arrays,
+        *,
+        rates: Mapping[str, float] | None = None,
+        lookahead: Mapping[str, Array] | None = None,
+    ) -> Arrays:
+        """Run what the method does between the computation of gradients and the local step.
+
+        Args:
+            parameters: the trained parameters by name, in the same order on all ranks; those that
+                are trained no longer are handed to :meth:`freeze` first.
+            rates, lookahead: see :class:`~hvd_compress.systems.base.StepContext`.
+
+        Returns:
+            The parameters to step from; those that stay as they are, are the same objects.
+
+        Raises:
+            ConfigError: the method needs a loss, and none was reported.
+            MismatchError: the ranks differ in method, options, step or parameters.
+        """
+        self._follow(parameters)
+        if self.method.loss_window and self._reported != self.step + 1:
+            raise ConfigError(
+                f"{type(self.method).__name__} chooses by the training loss: call report(loss) in "
+                "every step before the step is taken, or pass a closure to optimizer.step()"
+            )
+        if self.method.needs_rates and rates is None:
+            raise ConfigError(f"{type(self.method).__name__} needs the learning rates: pass rates=")
+        self._rates, self._lookahead = rates or {}, lookahead or {}
+        self._has_begun = True
+        return self._stepped(self.method.before_step, parameters)
+
+    def after_step(self, parameters: Arrays) -> Arrays:
+        """Run what the method does after the local step; see :meth:`before_step`."""
+        if not self._has_begun:
+            raise ConfigError("call before_step(parameters) before the local step")
+        result = self._stepped(self.method.after_step, parameters)
+        self.step += 1
+        self._has_begun = False
+        if self._is_under_way and self._arrived is None:
+            self.engine.poll()
+        return result
+
+    def consensus(self, parameters: Arrays) -> Arrays:
+        """Return the parameters that are to be tested, the same on all ranks.  A collective; the
+        method's state stays as it is."""
+        self._follow(parameters)
+        return self._driven(self.method.consensus(parameters, self.state), is_step=False)
+
+    def freeze(self, parameters: Arrays) -> Arrays:
+        """Return what parameters stay at that are trained no longer, the same on all ranks: what
+        would be tested.  Trained again, they begin anew, since others may have changed them: their
+        part of the method's state, such as an anchor, is forgotten, with the compression's
+        residuals.  A collective, to be called before the first step without them.
+        """
+        self._bring_in()
+        result = self._driven(self.method.consensus(parameters, self.state), is_step=False)
+        if self._arrived is not None:
+            self._arrived = _without(parameters, self._arrived)
+        self.state = {key: _without(parameters, arrays) for key, arrays in self.state.items()}
+        self.reducer.forget(parameters)
+        self._shapes = _without(parameters, self._shapes or {})
+        self._consolidated = None
+        return result
+
+    def average(self, arrays: Arrays) -> Arrays:
+        """Return the mean of each array over the ranks.  A collective.
+
+        Raises:
+            MismatchError: the ranks have not got the same arrays.
+        """
+        return self._answer(Mean(arrays))
+
+    def set_epoch(self, epoch: float) -> None:
+        """Announce the epoch, for compressions with schedules by epoch."""
+        self.reducer.set_epoch(epoch)
+
+    def stats(self) -> Stats:
+        """Return the exact bytes so far, by parameter and in total; ``steps`` are exchanges."""
+        found = self.reducer.stats()
+        if not self.record.bytes_sent + self.record.bytes_received:
+            return found
+        return Stats({**found.layers, _COMMON: self.record}, found.times)
+
+    def _follow(self, parameters: Arrays) -> None:
+        """Make a state for parameters that are new."""
+        shapes = {name: backend_of(x).shape(x) for name, x in parameters.items()}
+        if shapes == self._shapes:
+            return
+        fresh = self.method.init(parameters)
+        if self.method.state_is_own and any(x.keys() != shapes.keys() for x in self.state.values()):
+            self.state = {}
+        for key, arrays in fresh.items():
+            own = self.state.setdefault(key, {})
+            for name, x in arrays.items():
+                if name not in own:
+                    own[name] = x
+                elif backend_of(own[name]).shape(own[name]) != shapes[name]:
+                    raise ConfigError(
+                        f"{name!r} has shape {shapes[name]}, and {key!r} of the training method "
+                        f"{backend_of(own[name]).shape(own[name])}: it is of another model"
+                    )
+        self._shapes, self._start = shapes, self.method.in_common(self.state)
+
+    def _stepped(self, function: Callable[..., Any], parameters: Arrays) -> Arrays:
+        context = StepContext(
+            self.step + 1,
+            self.engine.rank,
+            self.engine.size,
+            tuple(self._losses) if self.method.loss_window else (),
+            self._rates,
+            self._lookahead,
+            self._node,
+            self._message_like(),
+        )
+        result, self.state = self._driven(function(parameters, self.state, context))
+        return result
+
+    # -- exchanges ---------------------------------------------------------------------------
+
+    def _driven(self, steps: Generator[Request, Any, Any], is_step: bool = True) -> Any:
+        reply, has_met, has_met_plainly = None, False, False
+        while True:
+            try:
+                request = steps.send(reply)
+            except StopIteration as stop:
+                self.exchanges += has_met and is_step
+                self.record.steps += has_met_plainly and is_step
+                return stop.value
+            has_met |= not isinstance(request, Finish)
+            has_met_plainly |= not isinstance(request, Start | Finish)
+            reply = self._answer(request)
+
+    def _answer(self, request: Request) -> Any:
+        if isinstance(request, Start):
+            self.reducer.step = request.round
+            self.reducer.start_together(request.arrays)
+            self._is_under_way = True
+            return None
+        if isinstance(request, Finish):
+            self._bring_in()
+            arrived, self._arrived, self._is_under_way = self._arrived, None, False
+            return arrived
+        self._bring_in()  # an engine finishes all that is in flight
+        if isinstance(request, Mean):
+            self._agree({"average of": listed(_shapes_of(request.arrays))})
+            means = self.reducer.average(request.arrays)
+            self._start = None
+            sent = sum(int(x.nbytes) for x in request.arrays.values())
+            self.record.bytes_sent += sent
+            self.record.bytes_received += sent if self.engine.size > 1 else 0
+            self.record.dense_bytes += sent
+            return means
+        self._agree({})
+        before = self.record.bytes_sent
+        alone = joined(
+            [Member("training", _one(request), self.record)], self.engine.rank, self.engine.size
+        )
+        self.engine.start("training", alone)
+        (reply,) = self.engine.finish()["training"]["training"]
+        self._start = None
+        self.record.dense_bytes += self.record.bytes_sent - before
+        return reply
+
+    def _bring_in(self) -> None:
+        """Wait for what is in flight, before the method asks for it."""
+        if self._is_under_way and self._arrived is None:
+            self._arrived, self._start = self.reducer.finish(), None
+
+    def _agree(self, more: Terms) -> None:
+        self.engine.agree({**self.terms(), **more}, self._message_like())
+
+    def _message_like(self) -> Array:
+        return np.empty(0) if self._like is None else self._like
+
+    def terms(self) -> Terms:
+        """Return what must be the same on all ranks, as text."""
+        rates = sorted(self._rates.items()) if self.method.needs_rates else []
+        starts = {WEIGHTS_AT_START: self._start} if self._start else {}
+        return {
+            "training": repr(self.method),
+            "local step": str(self.step + 1),
+            "learning rates": [f"{name} {rate}" for name, rate in rates],
+            "parameters": listed((self._shapes or {}).items()),
+            **starts,
+        }
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def consolidate(self) -> None:
+        """Prepare a :meth:`state_dict` that every rank may load: wait for what is under way, and
+        average the residuals of the compression.  This is a collective."""
+        self._bring_in()
+        self._consolidated = self.step, self.reducer.state_dict()
+
+    @property
+    def is_consolidated(self) -> bool:
+        """Whether :meth:`consolidate` was called after the last step."""
+        return self._consolidated is not None and self._consolidated[0] == self.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: arrays by name and key, and plain numbers.
+
+        What ranks have in common may be loaded by all; what is this rank's own, which is the
+        entries ``method.per_rank``, the losses, and residuals without :meth:`consolidate`, by the
+        same rank of as many.
+
+        Raises:
+            ConfigError: an exchange is under way.
+        """
+        if self._is_under_way and self._arrived is None:
+            raise ConfigError(
+                "an exchange is under way: call consolidate_state_dict() on every rank before "
+                "state_dict()"
+            )
+        if self.is_consolidated:
+            assert self._consolidated is not None
+            compression = self._consolidated[1]
+        else:
+            compression = self.reducer.state_dict(consolidate=False)
+        return {
+            "version": _VERSION,
+            "method": self.method.to_config(),
+            "step": self.step,
+            "rank": self.engine.rank,
+            "size": self.engine.size,
+            "consolidated": self.is_consolidated,
+            "state": {key: _copied(arrays) for key, arrays in self.state.items()},
+            "arrived": None if self._arrived is None else _copied(self._arrived),
+            "losses": [float(loss) for loss in self._losses],
+            "compression": compression,
+        }
+
+    def restart(self) -> None:
+        """Forget the method's state, and what was not sent yet: the next step begins a first
+        round."""
+        self.reducer.abandon()
+        self.reducer.forget(list(self.reducer.states))
+        self.state, self._shapes, self._start = {}, None, None
+        self._is_under_way, self._arrived, self._consolidated = False, None, None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            ConfigError: it was made by another method or version, or it is damaged; then nothing
+                has changed.
+        """
+        if (version := whole(state_dict, "version")) != _VERSION:
+            raise refused(f"it has version {version}, not {_VERSION}")
+        saved = entry(entry(state_dict, "method", Mapping), "training", str)
+        if saved != self.method.name:
+            raise refused(f"it is of {saved}, and the training method here is {self.method.name}")
+        step, rank = whole(state_dict, "step"), whole(state_dict, "rank")
+        size = whole(state_dict, "size", 1)
+        is_own = (rank, size) == (self.engine.rank, self.engine.size)
+        state, arrived = self._checked(state_dict)
+        if self.method.state_is_own and state and not is_own:
+            raise refused(
+                f"it is of rank {rank} of {size}, and this is rank {self.engine.rank} of "
+                f"{self.engine.size}: the state of {saved} is each rank's own. Save and load it on "
+                "every rank; or take the entry 'training' out, and the method begins anew, best "
+                "from parameters that average_parameters() has made equal"
+            )
+        losses = [float(loss) for loss in entry(state_dict, "losses", (list, tuple))]
+        compression = entry(state_dict, "compression", Mapping)
+        is_mean = bool(entry(state_dict, "consolidated", (bool, int)))
+        self.reducer.load_state_dict(compression)
+        self.reducer.take_share({"consolidated": is_mean, "rank": rank, "size": size})
+        self.step, self._arrived = step, arrived
+        self._is_under_way = arrived is not None
+        self.state = {
+            key: arrays
+            for key, arrays in state.items()
+            if is_own or key not in self.method.per_rank
+        }
+        self._losses.clear()
+        self._losses.extend(losses if is_own else ())
+        self._consolidated = (step, dict(compression)) if is_mean else None
+        self._shapes, self._start, self._has_begun = None, None, False
+
+    def _checked(self, state_dict: Mapping[str, Any]) -> tuple[State, Arrays | None]:
+        state: State = {}
+        for key in entry(state_dict, "state", Mapping):
+            arrays = entry(state_dict["state"], key, Mapping)
+            state[key] = {
+                name: backend_of(x).copy(check_array(f"{key!r} of {name!r}", x))
+                for name, x in arrays.items()
+            }
+            for name, x in arrays.items():
+                shape = backend_of(x).shape(x)
+                if (self._shapes or {}).get(name, shape) != shape:
+                    raise refused(f"{key!r} of {name!r} has shape {shape}")
+        arrived = entry(state_dict, "arrived", object)
+        if arrived is None:
+            return state, None
+        arrived = entry(state_dict, "arrived", Mapping)
+        return state, _copied({name: check_array(repr(name), x) for name, x in arrived.items()})
+
+
+class _AverageReducer(Reducer):
+    """Averages what a training method sends through its compression."""
+
+    _set_epoch = "optimizer.training.set_epoch(epoch)"
+
+    def __init__(self, owner: Coordinator, engine: Engine, seed: int) -> None:
+        self._owner = owner
+        super().__init__(owner.method.compression, engine, seed=seed, same_order=True)
+
+    def _terms(self) -> Terms:
+        return {**self._owner.terms(), "seed": str(self.seed), "epoch": str(self.epoch)}
+
+    def _for_messages(self, like: Array) -> Array:
+        return like if self._owner._like is None else self._owner._like
+
+    def take_share(self, saved: Mapping[str, Any]) -> None:
+        """Multiply residuals that were loaded by what this rank has of them."""
+        own = [(name, key) for name, keys in self._per_rank.items() for key in keys]
+        if own and (factor := share(self.engine, saved)) != 1:
+            for name, key in own:
+                self.states[name][key] = self.states[name][key] * factor
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget what of these tensors has not been sent yet."""
+        for name in names:
+            for key in self._per_rank.get(name, ()):
+                self.states[name][key] = self.states[name][key] * 0
+
+
+def _without(names: Container[str], entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in entries.items() if name not in names}
+
+
+def _one(request: Collective) -> Generator[Collective, Any, tuple[Any]]:
+    return ((yield request),)
+
+
+def _copied(arrays: Arrays) -> Arrays:
+    return {name: backend_of(x).copy(x) for name, x in arrays.items()}
+
+
+def _shapes_of(arrays: Arrays) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, backend_of(x).shape(x)) for name, x in arrays.items()]

@@ -1,0 +1,77 @@
+"""Training over a graph: every rank has parameters of its own, and exchanges vectors with its
+neighbours only."""
+
+from hvd_compress.systems.graphs.base import DecentralizedMethod, Network, mix
+from hvd_compress.systems.graphs.choco import ChocoSGD
+from hvd_compress.systems.graphs.diffusion import DGD, CTADiffusion, Diffusion
+from hvd_compress.systems.graphs.exact_diffusion import NIDS, ExactDiffusion
+from hvd_compress.systems.graphs.extra import EXTRA
+from hvd_compress.systems.graphs.lead import LEAD, blockwise
+from hvd_compress.systems.graphs.matrices import (
+    eigenvalues,
+    lazy,
+    metropolis_hastings,
+    second_eigenvalue,
+    spectral_gap,
+)
+from hvd_compress.systems.graphs.proximal import box, elastic_net, l1, l2
+from hvd_compress.systems.graphs.simulation import simulate, train
+from hvd_compress.systems.graphs.topologies import (
+    Complete,
+    Cycle,
+    Edges,
+    ErdosRenyi,
+    Grid,
+    Line,
+    OnePeerExponential,
+    Star,
+    StaticExponential,
+    Topology,
+    Torus,
+    Weights,
+    as_topology,
+    edges_from_file,
+)
+from hvd_compress.systems.graphs.tracking import GradientTracking, PushDIGing
+
+__all__ = [
+    "DGD",
+    "EXTRA",
+    "LEAD",
+    "NIDS",
+    "CTADiffusion",
+    "ChocoSGD",
+    "Complete",
+    "Cycle",
+    "DecentralizedMethod",
+    "Diffusion",
+    "Edges",
+    "ErdosRenyi",
+    "ExactDiffusion",
+    "GradientTracking",
+    "Grid",
+    "Line",
+    "Network",
+    "OnePeerExponential",
+    "PushDIGing",
+    "Star",
+    "StaticExponential",
+    "Topology",
+    "Torus",
+    "Weights",
+    "as_topology",
+    "blockwise",
+    "box",
+    "edges_from_file",
+    "eigenvalues",
+    "elastic_net",
+    "l1",
+    "l2",
+    "lazy",
+    "metropolis_hastings",
+    "mix",
+    "second_eigenvalue",
+    "simulate",
+    "spectral_gap",
+    "train",
+]

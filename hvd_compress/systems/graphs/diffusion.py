@@ -1,0 +1,67 @@
+"""Diffusion and consensus: mixing with the neighbours, without a correction of the bias."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hvd_compress.base import Array
+from hvd_compress.config import converted
+from hvd_compress.systems.graphs.base import DecentralizedMethod, Network, Update, Vectors, mix
+from hvd_compress.systems.graphs.topologies import Cycle, Topology, as_topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Diffusion(DecentralizedMethod, name="diffusion"):
+    """Adapt, then combine (ATC): ``psi = x - mu grad(x);  x+ = W psi``.
+
+    State: none.  Sent: a vector to each neighbour, every step.
+
+    With a constant learning rate and ranks whose data differ, x stays a distance of order
+    mu b / (1 - lambda) from the minimum, where b^2 is the mean squared norm of the ranks' gradients
+    there, and lambda the second eigenvalue of W; :class:`ExactDiffusion` has no such bias.
+
+    Args:
+        topology: a topology, its name such as "cycle" or "grid:rows=4", or pairs of ranks.
+    """
+
+    reference = "Cattivelli, Sayed, IEEE TSP 2010"
+
+    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
+
+    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+        _, mixed = yield from mix(local, network)
+        return mixed, {}
+
+
+@dataclasses.dataclass(frozen=True)
+class CTADiffusion(Diffusion, name="cta_diffusion"):
+    """Combine, then adapt: ``phi = W x;  x+ = phi - mu grad(phi)``; see :class:`Diffusion`.
+
+    The parameters of an optimizer are those at which it computes gradients, phi; the x of the
+    formula, which is before the mixing, is ``solution``, and the state.  So parameters go the way
+    of :class:`Diffusion`.  The first step begins at x, unmixed.
+    """
+
+    def start(self, x: Array) -> Vectors:
+        return {"adapted": x}
+
+    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+        _, mixed = yield from mix(local, network)
+        return mixed, {"adapted": local}
+
+    def solution(self, x: Array, state: Vectors) -> Array:
+        return state["adapted"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DGD(Diffusion, name="dgd"):
+    """Decentralised gradient descent, or consensus: ``x+ = W x - mu grad(x)``.
+
+    The same as :class:`Diffusion` but for what is mixed; stable for mu <= (1 + lambda_min(W)) / L.
+    """
+
+    reference = "Nedic, Ozdaglar, IEEE TAC 2009"
+
+    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+        _, mixed = yield from mix(x, network)
+        return mixed + (local - x), {}

@@ -1,0 +1,46 @@
+"""EXTRA and PG-EXTRA: the first decentralised methods that are exact with a constant step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hvd_compress.base import Array
+from hvd_compress.config import converted
+from hvd_compress.systems.graphs.base import Network, Update, Vectors, mix
+from hvd_compress.systems.graphs.proximal import CompositeMethod, Proximal
+from hvd_compress.systems.graphs.topologies import Cycle, Topology, as_topology
+
+
+@dataclasses.dataclass(frozen=True)
+class EXTRA(CompositeMethod, name="extra"):
+    """With Wt = (I + W) / 2 and gradients g::
+
+        y_1 = W x_0 - mu g_0;  y_(k+2) = W x_(k+1) + y_(k+1) - Wt x_k - mu (g_(k+1) - g_k)
+        x_k = prox_{mu r}(y_k)
+
+    which is ``y_(k+1) = W x_k + c_k - mu g_k``, ``c_(k+1) = c_k + (W - I) x_k / 2``, c_0 = 0.
+
+    State: ``correction`` = c.  Sent: a vector to each neighbour, every step.
+
+    It converges for mu < (1 + lambda_min(W)) / L, a bound that is less than that of exact diffusion
+    and depends on the graph.
+
+    Args:
+        topology: undirected; see :class:`Diffusion`.
+        prox: r, such as ``l1(0.05)``, for PG-EXTRA.
+    """
+
+    reference = "Shi, Ling, Wu, Yin, SIAM J. Optimization 2015; IEEE TSP 2015 (PG-EXTRA)"
+    symmetric = True
+
+    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
+    prox: Proximal | None = None
+
+    def start(self, x: Array) -> Vectors:
+        return {"correction": x * 0}
+
+    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+        _, mixed = yield from mix(x, network)
+        correction = state["correction"]
+        new = {"correction": correction + (mixed - x) / 2}
+        return mixed + correction + (local - x), new

@@ -1,0 +1,109 @@
+"""Proximal operators: ``prox_{eta r}(v) = argmin_x r(x) + |x - v|^2 / (2 eta)``, by element."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array
+from hvd_compress.config import Configurable, is_number
+from hvd_compress.errors import ConfigError
+from hvd_compress.systems.graphs.base import DecentralizedMethod
+
+
+class Proximal(Configurable, abc.ABC, kind="proximal"):
+    """A regulariser r that need not be smooth."""
+
+    @abc.abstractmethod
+    def __call__(self, v: Array, eta: float) -> Array:
+        """Return prox_{eta r}(v), of any shape."""
+
+
+class CompositeMethod(DecentralizedMethod):
+    """A method with an option ``prox``: it minimises the mean of the ranks' functions and r, and
+    what :meth:`update` returns is what the operator is applied to."""
+
+    prox: Proximal | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prox is not None and not isinstance(self.prox, Proximal):
+            raise ConfigError(f"prox must be a proximal operator such as l1(0.05): {self.prox!r}")
+
+    @property
+    def needs_rates(self) -> bool:  # type: ignore[override]
+        return self.prox is not None
+
+    def finish(self, x: Array, rate: float | None) -> Array:
+        return x if self.prox is None or rate is None else self.prox(x, rate)
+
+
+def _check(option: str, value: Any) -> None:
+    if not is_number(value) or not value >= 0:
+        raise ConfigError(f"{option} must be 0 or more; got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class l1(Proximal, name="l1"):
+    """r(x) = weight |x|_1: magnitudes shrink by eta * weight."""
+
+    weight: float
+
+    def __post_init__(self) -> None:
+        _check("weight", self.weight)
+
+    def __call__(self, v: Array, eta: float) -> Array:
+        return _shrunk(v, eta * self.weight)
+
+
+@dataclasses.dataclass(frozen=True)
+class l2(Proximal, name="l2"):
+    """r(x) = weight / 2 |x|_2^2: division by 1 + eta * weight."""
+
+    weight: float
+
+    def __post_init__(self) -> None:
+        _check("weight", self.weight)
+
+    def __call__(self, v: Array, eta: float) -> Array:
+        return v / (1 + eta * self.weight)
+
+
+@dataclasses.dataclass(frozen=True)
+class elastic_net(Proximal, name="elastic_net"):
+    """r(x) = absolute |x|_1 + square / 2 |x|_2^2: shrinking first, then the division."""
+
+    absolute: float
+    square: float
+
+    def __post_init__(self) -> None:
+        _check("absolute", self.absolute)
+        _check("square", self.square)
+
+    def __call__(self, v: Array, eta: float) -> Array:
+        return _shrunk(v, eta * self.absolute) / (1 + eta * self.square)
+
+
+@dataclasses.dataclass(frozen=True)
+class box(Proximal, name="box"):
+    """r(x) = 0 where low <= x <= high, and infinite elsewhere: the nearest point there."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.low) and is_number(self.high) and self.low <= self.high):
+            raise ConfigError(f"box({self.low!r}, {self.high!r}) must be numbers, low <= high")
+
+    def __call__(self, v: Array, eta: float) -> Array:
+        xp = backend_of(v)
+        at_least = xp.maximum(v, xp.full_like(v, self.low))
+        return -xp.maximum(-at_least, xp.full_like(v, -self.high))
+
+
+def _shrunk(v: Array, by: float) -> Array:
+    xp = backend_of(v)
+    zero = xp.full_like(v, 0.0)
+    return xp.maximum(v - by, zero) - xp.maximum(-v - by, zero)

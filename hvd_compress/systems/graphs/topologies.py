@@ -1,0 +1,359 @@
+"""Who is whose neighbour: graphs for any number of ranks, made by networkx."""
+
+from __future__ import annotations
+
+import abc
+import ast
+import dataclasses
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hvd_compress.config import (
+    Configurable,
+    as_tuple,
+    build,
+    check_choice,
+    check_fraction,
+    check_seed,
+    is_whole,
+    lookup,
+)
+from hvd_compress.errors import ConfigError, SetupError
+from hvd_compress.systems.graphs.matrices import (
+    check_brings_together,
+    check_columns,
+    check_doubly_stochastic,
+    equal_in_weights,
+    equal_out_weights,
+    metropolis_hastings,
+)
+
+
+def networkx() -> Any:
+    """Return the library, which is imported when a graph is made."""
+    try:
+        import networkx
+    except ImportError as error:
+        raise SetupError(
+            "topologies need networkx: pip install 'hvd_compress[decentralized]', or networkx"
+        ) from error
+    return networkx
+
+
+class Topology(Configurable, abc.ABC, kind="graph"):
+    """A graph for any number of ranks, with its combination matrix.
+
+    Undirected graphs have Metropolis-Hastings weights, directed ones equal weights, unless a
+    subclass says otherwise in :meth:`combination`.
+    """
+
+    #: neighbours send without receiving
+    directed: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def edges(self, size: int, step: int) -> Any:
+        """Return a ``networkx.Graph`` or ``DiGraph`` of the nodes 0 to size - 1, whose edges lead
+        from senders to receivers; loops are left out."""
+
+    def period(self, size: int) -> int:
+        """Return after how many steps the graph repeats."""
+        return 1
+
+    def combination(self, graph: Any, push: bool) -> np.ndarray:
+        """Return the weights of one of the graphs, for methods of push-sum if ``push``."""
+        if push:
+            return equal_out_weights(graph)
+        return equal_in_weights(graph) if graph.is_directed() else metropolis_hastings(graph)
+
+    def graph(self, size: int, step: int = 0) -> Any:
+        """Return the graph of a step.
+
+        Raises:
+            ConfigError: it is not connected, over all steps of a period.
+        """
+        return _graph(self, size, step % self.period(size)).copy()
+
+    def weights(self, size: int, step: int = 0) -> np.ndarray:
+        """Return the combination matrix of a step, (size, size), doubly stochastic.
+
+        Raises:
+            ConfigError: the graph is not connected, or its weights are not doubly stochastic.
+        """
+        return _weights(self, size, step % self.period(size), False).copy()
+
+    def push_weights(self, size: int, step: int = 0) -> np.ndarray:
+        """Return the column stochastic matrix of a step, for methods of push-sum."""
+        return _weights(self, size, step % self.period(size), True).copy()
+
+
+def _bare(topology: Topology, size: int, step: int) -> Any:
+    nx = networkx()
+    if not is_whole(size) or size < 1:
+        raise ConfigError(f"a topology needs a number of ranks from 1; got {size!r}")
+    graph = topology.edges(size, step)
+    graph.add_nodes_from(range(size))
+    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
+    if set(graph) != set(range(size)):
+        raise ConfigError(f"{topology!r} has nodes beyond the {size} ranks 0 to {size - 1}")
+    return graph
+
+
+@functools.lru_cache(maxsize=256)
+def _graph(topology: Topology, size: int, step: int) -> Any:
+    _check_connected(topology, size)
+    return _bare(topology, size, step)
+
+
+@functools.lru_cache(maxsize=256)
+def _check_connected(topology: Topology, size: int) -> None:
+    nx = networkx()
+    graphs = [_bare(topology, size, step) for step in range(topology.period(size))]
+    whole = nx.compose_all(graphs)
+    connected = nx.is_strongly_connected if whole.is_directed() else nx.is_connected
+    if not connected(whole):
+        raise ConfigError(
+            f"{topology!r} is not connected with {size} ranks, which could never agree: add edges, "
+            "or for a random graph choose a larger p or another seed"
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _weights(topology: Topology, size: int, step: int, push: bool) -> np.ndarray:
+    w = topology.combination(_graph(topology, size, step), push)
+    (check_columns if push else check_doubly_stochastic)(w)
+    check_brings_together(w)
+    return w
+
+
+@dataclasses.dataclass(frozen=True)
+class Line(Topology, name="line"):
+    """Each rank has the ranks before and behind it."""
+
+    def edges(self, size: int, step: int) -> Any:
+        return networkx().path_graph(size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cycle(Topology, name="cycle"):
+    """A line whose ends meet."""
+
+    def edges(self, size: int, step: int) -> Any:
+        return networkx().cycle_graph(size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid(Topology, name="grid"):
+    """Ranks row by row in a rectangle.
+
+    Args:
+        rows: the number of rows; ``None`` for as square a rectangle as there is.
+    """
+
+    rows: int | None = None
+    _periodic: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rows is not None and (not is_whole(self.rows) or self.rows < 1):
+            raise ConfigError(f"rows must be a whole number from 1, or None; got {self.rows!r}")
+
+    def edges(self, size: int, step: int) -> Any:
+        rows = self.rows or max(r for r in range(1, int(size**0.5) + 1) if size % r == 0)
+        if size % rows:
+            raise ConfigError(f"rows={rows} do not divide {size} ranks")
+        nx, columns = networkx(), size // rows
+        grid = nx.grid_2d_graph(rows, columns, periodic=self._periodic)
+        return nx.relabel_nodes(grid, lambda place: place[0] * columns + place[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Torus(Grid, name="torus"):
+    """A grid whose opposite sides meet; see :class:`Grid`."""
+
+    _periodic: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Star(Topology, name="star"):
+    """All other ranks have rank 0 only."""
+
+    def edges(self, size: int, step: int) -> Any:
+        return networkx().star_graph(size - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Complete(Topology, name="complete"):
+    """Every rank has all others."""
+
+    def edges(self, size: int, step: int) -> Any:
+        return networkx().complete_graph(size)
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticExponential(Topology, name="exponential"):
+    """Rank i sends to the ranks i + 1, i + 2, i + 4 ..., modulo their number."""
+
+    directed = True
+
+    def edges(self, size: int, step: int) -> Any:
+        hops = [1 << k for k in range(_rounds(size))]
+        return networkx().DiGraph([(i, (i + hop) % size) for i in range(size) for hop in hops])
+
+
+@dataclasses.dataclass(frozen=True)
+class OnePeerExponential(Topology, name="one_peer"):
+    """Rank i sends to one rank a step, i + 1, i + 2, i + 4 ... in turn.  With a power of two of
+    ranks each turn has averaged exactly."""
+
+    directed = True
+
+    def period(self, size: int) -> int:
+        return max(_rounds(size), 1)
+
+    def edges(self, size: int, step: int) -> Any:
+        hop = 1 << step
+        return networkx().DiGraph([(i, (i + hop) % size) for i in range(size)])
+
+
+def _rounds(size: int) -> int:
+    """Return how many powers of two are less than ``size``."""
+    return (size - 1).bit_length()
+
+
+@dataclasses.dataclass(frozen=True)
+class ErdosRenyi(Topology, name="erdos_renyi"):
+    """Each pair of ranks are neighbours with probability ``p``, drawn from ``seed``."""
+
+    p: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fraction("p", self.p)
+        check_seed(self.seed)
+
+    def edges(self, size: int, step: int) -> Any:
+        return networkx().gnp_random_graph(size, self.p, seed=self.seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Edges(Topology, name="edges"):
+    """The edges that are given, as pairs of ranks, from sender to receiver if ``directed_edges``.
+
+    Args:
+        pairs: such as ``((0, 1), (1, 2))``.
+        directed_edges: a pair says nothing of the other direction.
+    """
+
+    pairs: tuple[tuple[int, int], ...] = ()
+    directed_edges: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("directed_edges", self.directed_edges, (True, False))
+        pairs = tuple(map(as_tuple("pairs"), as_tuple("pairs")(self.pairs)))
+        if any(len(pair) != 2 or not all(is_whole(i) and i >= 0 for i in pair) for pair in pairs):
+            raise ConfigError("pairs must be pairs of ranks, for instance ((0, 1), (1, 2))")
+        object.__setattr__(self, "pairs", pairs)
+
+    def edges(self, size: int, step: int) -> Any:
+        nx = networkx()
+        return (nx.DiGraph if self.directed_edges else nx.Graph)(list(self.pairs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights(Topology, name="weights"):
+    """A combination matrix of one's own: who has a weight is a neighbour.
+
+    Args:
+        matrix: square, a row for each rank; row i has the weights of what rank i takes of the
+            others and of itself.  A NumPy array, a tensor, or rows of numbers.  Most methods need
+            columns and rows that add up to 1, those for undirected graphs a symmetric matrix,
+            and ``PushDIGing`` columns that do.
+    """
+
+    matrix: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rows = self.matrix.tolist() if hasattr(self.matrix, "tolist") else self.matrix
+        try:
+            w = np.array(rows, np.float64)
+        except (TypeError, ValueError):
+            w = np.empty(0)
+        if w.ndim != 2 or w.shape[0] != w.shape[1] or not w.size:
+            raise ConfigError(
+                "matrix must be square, a row of numbers for each rank, for instance "
+                "[[0.5, 0.5], [0.5, 0.5]]"
+            )
+        if not (w >= 0).all() or np.isinf(w).any():
+            raise ConfigError("the weights of matrix must be finite, and none less than 0")
+        object.__setattr__(self, "matrix", tuple(map(tuple, w.tolist())))
+
+    def __hash__(self) -> int:
+        return hash(self.matrix[0])  # asked for in every step, where all of it would take long
+
+    def edges(self, size: int, step: int) -> Any:
+        w = np.array(self.matrix)
+        if size != len(w):
+            raise ConfigError(
+                f"the matrix of weights is for {len(w)} ranks, and there are {size}: give it as "
+                "many rows and columns as ranks"
+            )
+        nx = networkx()
+        kind = nx.Graph if (w == w.T).all() else nx.DiGraph
+        return kind([(int(j), int(i)) for i, j in np.argwhere(w)])
+
+    def combination(self, graph: Any, push: bool) -> np.ndarray:
+        return np.array(self.matrix)
+
+
+def edges_from_file(path: str | Path, *, directed: bool = False) -> Edges:
+    """Return the topology of a text file with two ranks in each line; what follows a ``#`` is a
+    comment.
+
+    Raises:
+        ConfigError: a line has something else.
+    """
+    pairs = []
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or not all(word.isdecimal() for word in words):
+            raise ConfigError(f"line {number} of {path} must have two ranks; it has {line!r}")
+        pairs.append((int(words[0]), int(words[1])))
+    return Edges(tuple(pairs), directed)
+
+
+def as_topology(topology: Any) -> Topology:
+    """Return a topology from an instance, a class, a text such as "grid:rows=4", a matrix of
+    weights (a two-dimensional array of floats), or pairs of ranks.
+
+    >>> as_topology("grid:rows=4")
+    Grid(rows=4)
+    """
+    if isinstance(topology, Topology):
+        return topology
+    if isinstance(topology, type) and issubclass(topology, Topology):
+        return topology()
+    if isinstance(topology, str):
+        name, _, text = topology.partition(":")
+        parts = [part.partition("=") for part in text.split(",") if part]
+        try:
+            options = {key.strip(): ast.literal_eval(value) for key, _, value in parts}
+        except (ValueError, SyntaxError):
+            raise ConfigError(f"options in {topology!r} are written {name}:option=value") from None
+        return build(lookup("graph", name.strip()), options)
+    if getattr(topology, "ndim", 0) == 2 and "float" in str(topology.dtype):
+        return Weights(topology)
+    if isinstance(topology, Iterable):
+        return Edges(tuple(topology))
+    raise ConfigError(
+        f"{topology!r} is no topology: pass for instance 'cycle', Grid(rows=4), pairs of ranks, "
+        "or a matrix of weights"
+    )

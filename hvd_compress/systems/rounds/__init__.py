@@ -1,0 +1,10 @@
+"""Methods with local steps between exchanges, in which all ranks meet."""
+
+from hvd_compress.optimizers.outer import OuterSGD
+from hvd_compress.systems.rounds.diloco import DiLoCo
+from hvd_compress.systems.rounds.easgd import EAMSGD, EASGD
+from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
+from hvd_compress.systems.rounds.local_sgd import LocalSGD
+from hvd_compress.systems.rounds.slowmo import SlowMo
+
+__all__ = ["EAMSGD", "EASGD", "DiLoCo", "LeaderSGD", "LocalSGD", "OuterSGD", "SlowMo"]

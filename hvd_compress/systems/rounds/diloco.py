@@ -1,0 +1,91 @@
+"""DiLoCo and Streaming DiLoCo (Douillard et al., 2023 and 2025)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hvd_compress.base import Array, Compressor
+from hvd_compress.config import check_between, check_choice, check_whole, converted
+from hvd_compress.errors import ConfigError
+from hvd_compress.methods import NoCompression
+from hvd_compress.optimizers.outer import OuterSGD
+from hvd_compress.systems.base import checked_compression
+from hvd_compress.systems.rounds.rounds import BUFFERS, Exchange, Rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class DiLoCo(Rounds, name="diloco"):
+    """Local steps of any optimizer, and an outer optimizer on the average of what they did::
+
+        d = mean of (x0 - x_i) over the ranks        after H = sync_every local steps
+        x0 = outer(x0, d)                            SGD with Nesterov momentum
+        x_i = x0 + mix (x_i - x0)
+
+    With F = ``fragments`` > 1 it is Streaming DiLoCo: the model is divided into F parts of about
+    equally many elements, in the order of the parameters; every H / F steps one of them is
+    exchanged, each every H steps.  An exchange that begins after a step is awaited ``delay`` local
+    steps later, and travels while these are computed.
+
+    State: ``anchor`` x0 and ``velocity``, the same on all ranks.  Sent: x0 - x_i, through the
+    compression; its error feedback, if it has one, is about the outer step.
+
+    Args:
+        outer: the outer optimizer; see :class:`~hvd_compress.optimizers.outer.OuterSGD`.
+        sync_every: H, the number of local steps between two exchanges of the same parameter.
+        fragments: F; H must be a multiple of it.
+        delay: tau, 0 or more and less than H / F.
+        mix: alpha, the share of a rank's own parameters in those that it goes on with.
+        compression: of what is sent, for instance "dgc:density=0.01".
+        buffers: what happens to the local optimizer's state at an exchange: "keep", "average" or
+            "reset".
+
+    Differs from the papers in: compression by any method; fragments are of neighbouring parameters,
+    whatever layer they belong to.
+    """
+
+    reference = "Douillard et al., 2023 and 2025 (streaming)"
+
+    outer: OuterSGD = OuterSGD()  # noqa: RUF009, frozen
+    sync_every: int = 500
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.0
+    compression: Compressor = dataclasses.field(
+        default=NoCompression(), metadata=converted(checked_compression)
+    )
+    buffers: str = "keep"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.outer, OuterSGD):
+            raise ConfigError(f"outer must be OuterSGD(lr, momentum, nesterov); got {self.outer!r}")
+        check_whole("sync_every", self.sync_every, 1)
+        check_whole("fragments", self.fragments, 1)
+        check_whole("delay", self.delay, 0)
+        check_between("mix", self.mix, 0, 1)
+        check_choice("buffers", self.buffers, BUFFERS)
+        gap, rest = divmod(self.sync_every, self.fragments)
+        if rest:
+            raise ConfigError(
+                f"sync_every={self.sync_every} must be a multiple of fragments={self.fragments}"
+            )
+        if self.delay >= gap:
+            raise ConfigError(
+                f"delay={self.delay} must be less than sync_every / fragments = {gap}, so that one "
+                "exchange ends before the next begins"
+            )
+
+    @property
+    def moments(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("velocity",) if self.outer.momentum else ()
+
+    def exchange_after(self, step: int) -> Exchange | None:
+        count, rest = divmod(step, self.sync_every // self.fragments)
+        return (
+            None if rest else Exchange((count - 1) % self.fragments, (count - 1) // self.fragments)
+        )
+
+    def outer_step(
+        self, anchor: Array, mean: Array, moments: dict[str, Array], rate: float | None
+    ) -> tuple[Array, dict[str, Array]]:
+        return self.outer.stepped(anchor, mean, moments)

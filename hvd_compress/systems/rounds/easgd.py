@@ -1,0 +1,137 @@
+"""Elastic averaging SGD (Zhang, Choromanska, LeCun; 2015), synchronous."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Generator
+from typing import Any
+
+from hvd_compress.base import Array, Compressor
+from hvd_compress.config import check_between, check_whole, converted
+from hvd_compress.methods import NoCompression
+from hvd_compress.systems.base import (
+    Arrays,
+    Finish,
+    Request,
+    Start,
+    State,
+    StepContext,
+    Steps,
+    TrainingMethod,
+    all_finite,
+    apart,
+    checked_compression,
+    copied,
+    like,
+    widened,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class EASGD(TrainingMethod, name="easgd"):
+    """An elastic force pulls every rank to a centre c, and c to the ranks; every ``sync_every``
+    steps, with the parameters x_i of before the step::
+
+        x_i = x_i - alpha (x_i - c), and the local step from the gradient at the old x_i
+        c = (1 - beta) c + beta mean of x_i over the ranks
+
+    with alpha = beta / P of P ranks, unless it is given.
+
+    State: ``centre`` c, the same on all ranks; it is what is tested.  Sent: x_i - c, through the
+    compression.
+
+    If a rank has NaN or Inf, the exchange is lost with a warning: nobody moves, and that rank goes
+    on from the centre.
+
+    Args:
+        sync_every: tau, the number of local steps between exchanges.
+        beta: how far the centre moves to the average.
+        alpha: how far a rank moves to the centre; ``None`` for beta / P.
+        compression: of what is sent, for instance "topk:density=0.01".
+
+    Differs from the paper in: no server, since every rank keeps the centre.  Unlike local SGD it
+    moves the stationary points of what is minimised.
+    """
+
+    reference = "Zhang, Choromanska, LeCun, NeurIPS 2015"
+    acts_before = True
+    recovers = True
+
+    sync_every: int = 10
+    beta: float = 0.43
+    alpha: float | None = None
+    compression: Compressor = dataclasses.field(
+        default=NoCompression(), metadata=converted(checked_compression)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("sync_every", self.sync_every, 1)
+        check_between("beta", self.beta, 0, 1)
+        if self.alpha is not None:
+            check_between("alpha", self.alpha, 0, 1)
+
+    def init(self, parameters: Arrays) -> State:
+        return {"centre": {name: copied(x) for name, x in parameters.items()}}
+
+    def before_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
+        rounds, rest = divmod(context.step, self.sync_every)
+        if rest:
+            return parameters, state
+        centre = state["centre"]
+        differences = {
+            name: self._pulled(name, x, context) - centre[name] for name, x in parameters.items()
+        }
+        yield Start(differences, rounds - 1)
+        means = yield Finish()
+        if not all_finite(means):
+            warnings.warn(
+                f"NaN or Inf in the parameters of a rank: the exchange of step {context.step} is "
+                "lost, and that rank goes on from the centre",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return parameters, state
+        alpha = self.beta / context.size if self.alpha is None else self.alpha
+        moved = {
+            name: like(widened(x) - differences[name] * alpha, x) for name, x in parameters.items()
+        }
+        after = {name: centre[name] + mean * self.beta for name, mean in means.items()}
+        return {**parameters, **moved}, {"centre": {**centre, **after}}
+
+    def after_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
+        # The gradients of before the step are NaN, too, so it would have led there again.
+        if context.step % self.sync_every == 0 and not all_finite(parameters):
+            centre = state["centre"]
+            parameters = {name: apart(centre[name], x) for name, x in parameters.items()}
+        return parameters, state
+        yield
+
+    def _pulled(self, name: str, x: Array, context: StepContext) -> Array:
+        """Return the point that the force acts on."""
+        return widened(x)
+
+    def consensus(self, parameters: Arrays, state: State) -> Generator[Request, Any, Arrays]:
+        return {name: like(state["centre"][name], x) for name, x in parameters.items()}
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class EAMSGD(EASGD, name="eamsgd"):
+    """EASGD with Nesterov momentum d in the local steps::
+
+        v = d v - eta g(x + d v)
+        x = x + v - alpha (x - c)        alpha = eta rho
+
+    The local optimizer is SGD with Nesterov momentum, whose parameters are y = x + d v; the force
+    acts on x = y - d v.
+
+    State, what is sent, and options are those of :class:`EASGD`.
+    """
+
+    needs_lookahead = True
+
+    def _pulled(self, name: str, x: Array, context: StepContext) -> Array:
+        ahead = context.lookahead.get(name)
+        return widened(x) if ahead is None else widened(x) - widened(ahead)

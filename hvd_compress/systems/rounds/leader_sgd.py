@@ -1,0 +1,258 @@
+"""Leader SGD (Teng et al., 2019): ranks are pulled to the one with the smallest loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+import warnings
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array
+from hvd_compress.config import check_between, check_whole, converted
+from hvd_compress.errors import ConfigError
+from hvd_compress.requests import Broadcast, Gather, Neighbors
+from hvd_compress.systems.base import (
+    Arrays,
+    State,
+    StepContext,
+    Steps,
+    TrainingMethod,
+    all_finite,
+    apart,
+    like,
+    widened,
+)
+from hvd_compress.systems.rounds.groups import Groups, checked_groups, groups_of
+
+_REPORT = struct.Struct("<dq")  # a rank's loss and its node
+
+
+class Leaders(NamedTuple):
+    """The ranks that lead: all ranks, and the group of this rank, which nobody ``is_led`` by if the
+    losses of the whole group are NaN or Inf."""
+
+    of_all: int
+    of_group: int
+    group: tuple[int, ...]
+    is_led: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LeaderSGD(TrainingMethod, name="leader_sgd"):
+    """The leader is the rank whose loss, averaged over its last minibatches, is the smallest.
+
+    Every rank is pulled to the leader z_j of its group and to the leader z of all, with the
+    parameters x of before the step::
+
+        x = x - l (x - z_j) - g (x - z), and the local step from the gradient at the old x
+
+    where ``local_every`` steps l = ``local_pull`` with the z_j of now, and every ``global_every``
+    steps g = ``global_pull`` with the z of now.  In all other steps, l = ``local_drift`` /
+    ``local_every`` and g = ``global_drift`` / ``global_every`` with the last z_j and z known.  A
+    leader is not pulled to itself, neither to what it is nor to what it was when it was chosen.
+
+    State: ``leader`` z and ``group_leader`` z_j, but not on these ranks.  Sent: 16 bytes by each
+    rank every ``local_every`` steps, and then the parameters of the leaders alone.
+
+    A loss that is NaN or Inf does not lead; if all are, nobody is pulled.  A rank whose parameters
+    are NaN or Inf goes on from those of its leader when there is one, with a warning.  Momentum is
+    left alone.
+
+    Args:
+        global_every, local_every: the periods; the first is a multiple of the second.
+        global_pull, local_pull, global_drift, local_drift: how far ranks are pulled.
+        groups: lists of ranks, or the number of ranks that make a group, in their order; ``None``
+            for the ranks of each node.
+        average_over: the number of minibatches whose mean loss is compared; ``None`` for
+            ``local_every``.
+
+    With one group, and where all ranks are on one node, there is one leader, and both pulls are to
+    it: ``local_pull=0, local_drift=0`` is Leader SGD with a single leader.
+
+    Differs from the released code in: pulls and gradient are of the same x, and a leader is not
+    pulled to its own older parameters, both as in the paper's formula; ranks do not send their
+    learning rates.
+    """
+
+    reference = "Teng et al., NeurIPS 2019"
+    per_rank = frozenset({"leader", "group_leader"})
+    acts_before = True
+    recovers = True
+
+    global_every: int = 16
+    local_every: int = 4
+    global_pull: float = 0.1
+    local_pull: float = 0.1
+    global_drift: float = 0.1
+    local_drift: float = 0.1
+    groups: Groups | int | None = dataclasses.field(
+        default=None, metadata=converted(checked_groups)
+    )
+    average_over: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("local_every", self.local_every, 1)
+        check_whole("global_every", self.global_every, 1)
+        if self.global_every % self.local_every:
+            raise ConfigError(
+                f"global_every={self.global_every} must be a multiple of "
+                f"local_every={self.local_every}"
+            )
+        for option in ("global_pull", "local_pull", "global_drift", "local_drift"):
+            check_between(option, getattr(self, option), 0, 1)
+        if self.average_over is not None:
+            check_whole("average_over", self.average_over, 1)
+
+    @property
+    def loss_window(self) -> int:
+        return self.local_every if self.average_over is None else self.average_over
+
+    def check_ranks(self, size: int) -> None:
+        if self.groups is not None:
+            groups_of(self.groups, size)
+
+    def before_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
+        pulls = {
+            "group_leader": self.local_drift / self.local_every,
+            "leader": self.global_drift / self.global_every,
+        }
+        if context.step % self.local_every == 0:
+            payload = _message(self._report(context), next(iter(parameters.values()), context.like))
+            reports = yield Gather(payload, equal_sizes=True)
+            leaders = self._elected([_read(each) for each in reports], context.rank)
+            if leaders is None:
+                return parameters, state
+            flat, state = pack(parameters), dict(state)
+            if self.local_pull or self.local_drift:
+                found = yield from self._from_group(flat, leaders, context.rank)
+                if leaders.is_led:
+                    leads = leaders.of_group == context.rank
+                    _keep(state, "group_leader", None if leads else unpack(found, parameters))
+                    pulls["group_leader"] = self.local_pull
+            if context.step % self.global_every == 0 and (self.global_pull or self.global_drift):
+                found = []
+                for part in flat:
+                    found.append((yield Broadcast(part, leaders.of_all)))
+                leads = leaders.of_all == context.rank
+                _keep(state, "leader", None if leads else unpack(found, parameters))
+                pulls["leader"] = self.global_pull
+        pulls = {key: pull for key, pull in pulls.items() if pull and key in state}
+        if not pulls:
+            return parameters, state
+        pulled = {}
+        for name, x in parameters.items():
+            wide = widened(x)
+            change = sum(
+                (wide - widened(state[key][name])) * pull
+                for key, pull in pulls.items()
+                if name in state[key]  # it may be trained only since the leader was chosen
+            )
+            pulled[name] = like(wide - change, x)
+        return pulled, state
+
+    def after_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
+        # The gradients of before the step are NaN, too, so it would have led there again.
+        if context.step % self.local_every == 0 and not all_finite(parameters):
+            for key in ("group_leader", "leader"):
+                leader = state.get(key, {})
+                if leader.keys() >= parameters.keys() and all_finite(leader):
+                    warnings.warn(
+                        f"NaN or Inf in the parameters of this rank in step {context.step}: it "
+                        "goes on from those of its leader",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+                    return {name: apart(leader[name], x) for name, x in parameters.items()}, state
+        return parameters, state
+        yield
+
+    def _report(self, context: StepContext) -> bytes:
+        losses = [float(loss) for loss in context.losses]
+        mean = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.inf
+        return _REPORT.pack(mean, zlib.crc32(context.node.encode()))
+
+    def _elected(self, reports: Sequence[tuple[float, int]], rank: int) -> Leaders | None:
+        """Return the leaders, given all ranks' losses and nodes; of equal losses the first rank's
+        is the smallest."""
+        losses = [loss for loss, _ in reports]
+        everyone = range(len(reports))
+        of_all = min(everyone, key=losses.__getitem__)
+        if losses[of_all] == math.inf:
+            return None
+        if self.groups is None:
+            group = tuple(r for r in everyone if reports[r][1] == reports[rank][1])
+        else:
+            group = next(g for g in groups_of(self.groups, len(reports)) if rank in g)
+        of_group = min(group, key=lambda r: (losses[r], r))
+        return Leaders(of_all, of_group, group, losses[of_group] != math.inf)
+
+    def _from_group(self, flat: Sequence[Array], leaders: Leaders, rank: int) -> Any:
+        """Return the parameters of the group's leader."""
+        leads = rank == leaders.of_group
+        targets = tuple(r for r in leaders.group if r != rank) if leads else ()
+        sources = () if leads else (leaders.of_group,)
+        found = []
+        for part in flat:
+            wide = widened(part)  # NumPy, through which bytes go, has no bfloat16
+            theirs = yield Neighbors(_bytes(wide), targets, sources)
+            found.append(part if leads else like(_values(theirs[0], wide), part))
+        return found
+
+
+def _keep(state: State, key: str, leader: Arrays | None) -> None:
+    """Keep the parameters of a leader; ``None``: this rank is the leader."""
+    if leader is None:
+        state.pop(key, None)
+    else:
+        state[key] = leader
+
+
+def pack(arrays: Arrays) -> list[Array]:
+    """Return all arrays end to end, one flat array for each dtype."""
+    parts: dict[str, list[Array]] = {}
+    for x in arrays.values():
+        xp = backend_of(x)
+        parts.setdefault(xp.dtype(x), []).append(xp.reshape(x, (xp.size(x),)))
+    return [backend_of(part[0]).concat(part) for part in parts.values()]
+
+
+def unpack(flat: Sequence[Array], shapes: Arrays) -> Arrays:
+    """Undo :func:`pack`, given arrays of the same names, shapes and dtypes."""
+    names: dict[str, list[str]] = {}
+    for name, x in shapes.items():
+        names.setdefault(backend_of(x).dtype(x), []).append(name)
+    found: Arrays = {}
+    for part, own in zip(flat, names.values(), strict=True):
+        xp = backend_of(part)
+        sizes = [xp.size(shapes[name]) for name in own]
+        for name, piece in zip(own, xp.split(part, sizes), strict=True):
+            found[name] = xp.reshape(piece, xp.shape(shapes[name]))
+    return {name: found[name] for name in shapes}
+
+
+def _message(content: bytes, like: Array) -> Array:
+    return backend_of(like).from_numpy(np.frombuffer(content, np.uint8).copy(), like)
+
+
+def _read(message: Array) -> tuple[float, int]:
+    loss, node = _REPORT.unpack(backend_of(message).to_numpy(message).tobytes())
+    return loss, node
+
+
+def _bytes(x: Array) -> Array:
+    """Return the bytes of a flat array."""
+    xp = backend_of(x)
+    return xp.from_numpy(xp.to_numpy(x).view(np.uint8), x)
+
+
+def _values(raw: Array, like: Array) -> Array:
+    """Undo :func:`_bytes`."""
+    xp = backend_of(like)
+    return xp.from_numpy(xp.to_numpy(raw).view(xp.dtype(like)), like)

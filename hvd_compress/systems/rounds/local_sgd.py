@@ -1,0 +1,79 @@
+"""Local SGD and post-local SGD."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hvd_compress.base import Array, Compressor
+from hvd_compress.config import check_choice, check_whole, converted
+from hvd_compress.methods import NoCompression
+from hvd_compress.systems.base import Arrays, State, StepContext, checked_compression, like
+from hvd_compress.systems.rounds.rounds import BUFFERS, Exchange, Rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalSGD(Rounds, name="local_sgd"):
+    """Every rank takes H = ``sync_every`` local steps, then all go on with the average::
+
+        x_i = mean of x_j over the ranks                          without compression
+        x_i = x0 = x0 - mean of C(x0 - x_j) over the ranks        with it
+
+    State: none without compression, else ``anchor`` x0, from where the round began.  Sent: the
+    parameters, or their compressed differences to x0, every H steps.
+
+    With H > 1 the fixed point is not that of synchronous SGD where the ranks' data differ.  NaN or
+    Inf on a rank reaches all ranks without compression, where there is nothing to go back to.
+
+    Args:
+        sync_every: H, the number of local steps between exchanges.
+        start: exchange after every step until this one: post-local SGD.
+        compression: of what is sent, for instance "topk:density=0.01".
+        buffers: what happens to the local optimizer's momentum at an exchange: "keep" each rank's
+            own, "average" it too, which sends as many bytes again, uncompressed, or "reset" it.
+
+    Differs from the paper in: compression, as in Qsparse-local-SGD (Basu et al., NeurIPS 2019).
+    """
+
+    reference = "Stich, ICLR 2019; Lin et al., ICLR 2020 (post-local SGD)"
+
+    sync_every: int = 8
+    start: int = 0
+    compression: Compressor = dataclasses.field(
+        default=NoCompression(), metadata=converted(checked_compression)
+    )
+    buffers: str = "keep"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("sync_every", self.sync_every, 1)
+        check_whole("start", self.start, 0)
+        check_choice("buffers", self.buffers, BUFFERS)
+
+    @property
+    def _sends_parameters(self) -> bool:
+        return isinstance(self.compression, NoCompression)
+
+    def exchange_after(self, step: int) -> Exchange | None:
+        if step <= self.start:
+            return Exchange(0, step - 1)
+        rounds, rest = divmod(step - self.start, self.sync_every)
+        return None if rest else Exchange(0, self.start + rounds - 1)
+
+    def init(self, parameters: Arrays) -> State:
+        return {} if self._sends_parameters else super().init(parameters)
+
+    def sent(self, parameters: Arrays, state: State) -> Arrays:
+        return parameters if self._sends_parameters else super().sent(parameters, state)
+
+    def received(
+        self, means: Arrays, parameters: Arrays, state: State, context: StepContext
+    ) -> tuple[Arrays, State]:
+        if self._sends_parameters:
+            own = {name: like(mean, parameters[name]) for name, mean in means.items()}
+            return {**parameters, **own}, state
+        return super().received(means, parameters, state, context)
+
+    def outer_step(
+        self, anchor: Array, mean: Array, moments: dict[str, Array], rate: float | None
+    ) -> tuple[Array, dict[str, Array]]:
+        return anchor - mean, {}

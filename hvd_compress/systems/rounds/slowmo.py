@@ -1,0 +1,70 @@
+"""SlowMo (Wang et al., 2020)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hvd_compress.base import Array, Compressor
+from hvd_compress.config import check_between, check_choice, check_whole, converted
+from hvd_compress.errors import ConfigError
+from hvd_compress.methods import NoCompression
+from hvd_compress.optimizers.outer import slow_momentum
+from hvd_compress.systems.base import checked_compression
+from hvd_compress.systems.rounds.rounds import BUFFERS, Exchange, Rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowMo(Rounds, name="slowmo"):
+    """Local SGD with momentum across the rounds of H = ``sync_every`` local steps::
+
+        u = beta u + (x0 - mean of x_i) / gamma
+        x_i = x0 = x0 - alpha gamma u
+
+    with gamma the learning rate of the local step at which the round ends.
+
+    State: ``anchor`` x0 and ``slow_momentum`` u, the same on all ranks.  Sent: x0 - x_i, through
+    the compression, every H steps.
+
+    Args:
+        sync_every: H, the number of local steps between exchanges.
+        momentum: beta.
+        lr: alpha.
+        compression: of what is sent, for instance "topk:density=0.01".
+        buffers: what happens to the local optimizer's momentum at an exchange: "keep", "average"
+            or "reset".
+    """
+
+    reference = "Wang et al., ICLR 2020"
+    needs_rates = True
+    moments = ("slow_momentum",)
+
+    sync_every: int = 8
+    momentum: float = 0.7
+    lr: float = 1.0
+    compression: Compressor = dataclasses.field(
+        default=NoCompression(), metadata=converted(checked_compression)
+    )
+    buffers: str = "keep"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("sync_every", self.sync_every, 1)
+        check_between("momentum", self.momentum, 0, 1)
+        check_between("lr", self.lr, 0)
+        check_choice("buffers", self.buffers, BUFFERS)
+
+    def exchange_after(self, step: int) -> Exchange | None:
+        rounds, rest = divmod(step, self.sync_every)
+        return None if rest else Exchange(0, rounds - 1)
+
+    def outer_step(
+        self, anchor: Array, mean: Array, moments: dict[str, Array], rate: float | None
+    ) -> tuple[Array, dict[str, Array]]:
+        if not rate:
+            raise ConfigError(
+                "SlowMo divides by the learning rate, which is 0 or unknown at the end of a round: "
+                "choose sync_every such that no round ends there, or pass rates"
+            )
+        u, beta = moments["slow_momentum"], self.momentum
+        x, u = slow_momentum(anchor, mean, u, rate=rate, lr=self.lr, momentum=beta)
+        return x, {"slow_momentum": u}

@@ -1,0 +1,27 @@
+"""Codistillation: models that are trained at the same time teach each other.
+
+Every rank, or every group of ranks, trains a model of its own, and an auxiliary loss draws what it
+predicts to what the others predict.  No gradient travels between them: either predictions do, on
+batches that all see, or the models themselves do, rarely.
+
+Nothing here knows a framework: who exchanges what and when, messages, schedules, the order of
+examples, and losses in NumPy.
+"""
+
+from hvd_compress.systems.teachers.exchanges import Counterparts
+from hvd_compress.systems.teachers.losses import LOSSES
+from hvd_compress.systems.teachers.method import Codistillation
+from hvd_compress.systems.teachers.owner import Codistiller
+from hvd_compress.systems.teachers.sampling import CoordinatedSampler
+from hvd_compress.systems.teachers.weights import Decay, Ramp, WeightDecay
+
+__all__ = [
+    "LOSSES",
+    "Codistillation",
+    "Codistiller",
+    "CoordinatedSampler",
+    "Counterparts",
+    "Decay",
+    "Ramp",
+    "WeightDecay",
+]

@@ -1,0 +1,176 @@
+"""All ranks of a training method in one process, for tests, studies and examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+from hvd_compress.agreement import differences, encode
+from hvd_compress.engines import lockstep
+from hvd_compress.engines.lockstep import reply_to
+from hvd_compress.errors import CompressionError, MismatchError
+from hvd_compress.stats import Record
+from hvd_compress.systems.base import (
+    WEIGHTS_AT_START,
+    Arrays,
+    Finish,
+    Mean,
+    Request,
+    Start,
+    State,
+    StepContext,
+    TrainingMethod,
+)
+
+
+class World:
+    """Ranks that advance together, one request at a time.
+
+    Args:
+        method: the training method.
+        size: the number of ranks.
+        nodes: the name of each rank's node; ``None`` if all are on one.
+        seed: the seed of random numbers that the ranks share.
+
+    Attributes:
+        states: the state of each rank.
+        step: the number of local steps so far.
+        exchanges: the number of steps so far in which ranks exchanged something.
+        bytes_sent: what rank 0 has sent.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress.systems.rounds import LocalSGD
+        >>> world = World(LocalSGD(sync_every=2), size=2)
+        >>> x = [{"w": np.array([0.0])}, {"w": np.array([4.0])}]
+        >>> for _ in range(2):
+        ...     x = world.after_step(world.before_step(x))
+        >>> x[0]["w"]
+        array([2.])
+    """
+
+    def __init__(
+        self,
+        method: TrainingMethod,
+        size: int,
+        *,
+        nodes: Sequence[str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        method.check_ranks(size)
+        self.method, self.size = method, size
+        self.nodes = [""] * size if nodes is None else list(nodes)
+        self.states: list[State] = []
+        self.step = self.exchanges = 0
+        self._averages = lockstep.World(method.compression, size, seed)
+        self._record = Record()
+        self._started: list[Arrays] = []
+        self._losses: list[list[Any]] = [[] for _ in range(size)]
+        self._known: dict[str, Any] = {}
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._record.bytes_sent + self._averages.record.bytes_sent
+
+    def before_step(
+        self,
+        parameters: Sequence[Arrays],
+        *,
+        losses: Sequence[float] | None = None,
+        rates: Mapping[str, float] | None = None,
+        lookahead: Sequence[Arrays] | None = None,
+    ) -> list[Arrays]:
+        """Run what the method does between the computation of gradients and the local step; all
+        but ``rates`` are in rank order."""
+        if not self.states:
+            self.states = [self.method.init(own) for own in parameters]
+            self._compare_starts()
+        window = self.method.loss_window
+        for rank in range(self.size if window else 0):
+            if losses is None:
+                raise CompressionError(f"{self.method!r} needs losses")
+            self._losses[rank] = [*self._losses[rank], losses[rank]][-window:]
+        self._known = {"rates": rates or {}}
+        ahead = [{}] * self.size if lookahead is None else lookahead
+        return self._stepped(self.method.before_step, parameters, ahead)
+
+    def _compare_starts(self) -> None:
+        starts = [self.method.in_common(state) for state in self.states]
+        if any(start != starts[0] for start in starts):
+            raise MismatchError(differences([encode({WEIGHTS_AT_START: own}) for own in starts]))
+
+    def after_step(self, parameters: Sequence[Arrays]) -> list[Arrays]:
+        """Run what the method does after the local step."""
+        result = self._stepped(self.method.after_step, parameters, [{}] * self.size)
+        self.step += 1
+        return result
+
+    def consensus(self, parameters: Sequence[Arrays]) -> list[Arrays]:
+        """Return the parameters that are to be tested."""
+        pairs = zip(parameters, self.states, strict=True)
+        steps = [self.method.consensus(own, state) for own, state in pairs]
+        return self._run(steps, is_step=False)
+
+    def _stepped(
+        self,
+        function: Callable[..., Any],
+        parameters: Sequence[Arrays],
+        lookahead: Sequence[Arrays],
+    ) -> list[Arrays]:
+        steps = []
+        for rank, own in enumerate(parameters):
+            context = StepContext(
+                self.step + 1,
+                rank,
+                self.size,
+                self._losses[rank],
+                lookahead=lookahead[rank],
+                node=self.nodes[rank],
+                **self._known,
+            )
+            steps.append(function(own, self.states[rank], context))
+        results = self._run(steps)
+        self.states = [state for _, state in results]
+        return [own for own, _ in results]
+
+    def _run(
+        self, steps: Sequence[Generator[Request, Any, Any]], is_step: bool = True
+    ) -> list[Any]:
+        replies: list[Any] = [None] * self.size
+        has_met = False
+        while True:
+            requests, results = [], []
+            for each, reply in zip(steps, replies, strict=True):
+                try:
+                    requests.append(each.send(reply))
+                except StopIteration as stop:
+                    results.append(stop.value)
+            if not requests:
+                self.exchanges += has_met and is_step
+                return results
+            if results or len({type(request) for request in requests}) > 1:
+                raise CompressionError(f"ranks ask for different things at once: {requests}")
+            has_met |= not isinstance(requests[0], Finish)
+            replies = self._answers(requests)
+
+    def _answers(self, requests: Sequence[Any]) -> list[Any]:
+        first = requests[0]
+        if isinstance(first, Start):
+            outcomes = self._averages.exchange_all(
+                [request.arrays for request in requests], step=first.round
+            )
+            self._started = [{name: o.direction for name, o in own.items()} for own in outcomes]
+            return [None] * self.size
+        if isinstance(first, Finish):
+            return self._started
+        if isinstance(first, Mean):
+            self._record.bytes_sent += sum(int(x.nbytes) for x in first.arrays.values())
+            mean = {
+                name: sum(request.arrays[name] for request in requests) / self.size
+                for name in first.arrays
+            }
+            return [mean] * self.size
+        replies = [reply_to(requests, rank) for rank in range(self.size)]
+        sent, _ = first.count(replies[0], 0, self.size)
+        self._record.bytes_sent += first.nbytes + sent
+        return replies

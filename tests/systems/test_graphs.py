@@ -1,0 +1,335 @@
+"""Decentralised methods: iterates and limits by hand, steady states, stability, exactness."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvd_compress import ConfigError, from_config
+from hvd_compress.codecs import inceptionn
+from hvd_compress.engines.local import LocalEngine
+from hvd_compress.errors import PayloadError
+from hvd_compress.studies import decentralized as theory
+from hvd_compress.systems import Coordinator
+from hvd_compress.systems.graphs import (
+    DGD,
+    EXTRA,
+    LEAD,
+    NIDS,
+    ChocoSGD,
+    CTADiffusion,
+    Diffusion,
+    ExactDiffusion,
+    GradientTracking,
+    PushDIGing,
+    lazy,
+    simulate,
+)
+from hvd_compress.systems.graphs.topologies import Weights, as_topology
+from hvd_compress.systems.world import World
+
+B = np.array([0.0, 0.0, 3.0])
+EXACT = (
+    *(ExactDiffusion("line"), NIDS("line"), EXTRA("line"), LEAD("line", codec=None)),
+    *(GradientTracking("line"), GradientTracking("line", form="atc"), PushDIGing("line")),
+)
+OWN = Weights([[0.5, 0.5, 0], [0.5, 0.2, 0.3], [0, 0.3, 0.7]])
+EVERY = (*EXACT, Diffusion("line"), CTADiffusion("line"), DGD("line"), ChocoSGD("line"))
+
+
+def pull(rank, x, step):
+    return x - B[rank]
+
+
+def iterates(method, steps, mu=0.1, start=None):
+    found = []
+    start = np.zeros((3, 1)) if start is None else start
+    simulate(method, pull, start, steps, mu, observe=lambda _, x: found.append(x[:, 0]))
+    return found
+
+
+# -- section H.5 -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "fixed", "limit"),
+    [
+        (Diffusion("line"), theory.diffusion_fixed_point, (0.75, 1, 1.25)),
+        (CTADiffusion("line"), theory.cta_fixed_point, (0.675, 0.9, 1.425)),
+        (DGD("line"), theory.dgd_fixed_point, (0.699301, 0.909091, 1.391608)),
+    ],
+)
+def test_biased_limits(method, fixed, limit):
+    w = as_topology("line").weights(3)
+    np.testing.assert_allclose(fixed(w, B, 0.1), limit, atol=5e-7)
+    np.testing.assert_allclose(iterates(method, 400)[-1], fixed(w, B, 0.1), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("method", "first"),
+    [
+        (
+            ExactDiffusion("line"),
+            [(0, 0.05, 0.25), (0.015833, 0.1425, 0.411667), (0.062694, 0.248375, 0.501931)],
+        ),
+        (EXTRA("line"), [(0, 0, 0.3), (0, 0.1, 0.47), (0.033333, 0.23, 0.549667)]),
+        (GradientTracking("line"), [(0, 0, 0.3), (0, 0.2, 0.37), (0.1, 0.26, 0.453)]),
+    ],
+)
+def test_first_iterates_of_exact_methods(method, first):
+    np.testing.assert_allclose(iterates(method, 3), first, atol=5e-7)
+
+
+@pytest.mark.parametrize("method", EXACT, ids=repr)
+def test_exact_methods_reach_the_minimum(method):
+    start = np.array([[3.0], [-1.0], [0.5]])  # apart
+    np.testing.assert_allclose(iterates(method, 600, start=start)[-1], 1, atol=1e-10)
+
+
+def test_closed_recursions():
+    """Exact diffusion, NIDS and gradient tracking against the formulas in stacked matrices."""
+    w, mu, x = as_topology("line").weights(3), 0.1, np.array([3.0, -1.0, 0.5])
+    wt, start = lazy(w), x[:, None].copy()
+
+    def g(x):
+        return x - B
+
+    exact = [x, wt @ (x - mu * g(x))]
+    nids = [x, x - mu * g(x)]
+    for rows in (exact, nids):
+        for _ in range(5):
+            a, b = rows[-1], rows[-2]
+            rows.append(wt @ (2 * a - b - mu * (g(a) - g(b))))
+    np.testing.assert_allclose(iterates(ExactDiffusion("line"), 6, start=start), exact[1:])
+    np.testing.assert_allclose(iterates(NIDS("line"), 6, start=start), nids[1:])
+    y, tracked = g(x), []
+    for _ in range(6):
+        after = w @ (x - mu * y)
+        y = w @ (y + g(after) - g(x))
+        x = after
+        tracked.append(x)
+    atc = GradientTracking("line", form="atc")
+    np.testing.assert_allclose(iterates(atc, 6, start=start), tracked)
+
+
+def test_push_diging_over_a_graph_that_is_not_balanced():
+    pairs = ((0, 1), (1, 2), (2, 0), (0, 2))
+    method = PushDIGing(as_topology("edges:directed_edges=True").__class__(pairs, True))
+    np.testing.assert_allclose(iterates(method, 800, mu=0.05)[-1], 1, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [ExactDiffusion, NIDS, EXTRA, GradientTracking, PushDIGing, LEAD])
+def test_a_matrix_of_ones_own(kind):
+    """It leads to the same minimum, on a way of its own."""
+    options = {"codec": None} if kind is LEAD else {}
+    own, line = (iterates(kind(graph, **options), 800, mu=0.05) for graph in (OWN, "line"))
+    np.testing.assert_allclose(own[-1], 1, atol=1e-9)
+    assert abs(own[2] - line[2]).max() > 1e-3
+
+
+def test_graphs_that_change():
+    method = GradientTracking("one_peer")
+    np.testing.assert_allclose(iterates(method, 600)[-1], 1, atol=1e-9)
+
+
+# -- section H.3 -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "limit"),
+    [
+        (ExactDiffusion("cycle"), theory.exact_diffusion_limit(1.0)),
+        (NIDS("cycle"), theory.exact_diffusion_limit(1.0)),
+        (DGD("cycle"), theory.dgd_limit(as_topology("cycle").weights(4), 1.0)),
+    ],
+)
+def test_largest_learning_rates(method, limit):
+    """On a cycle of four, whose lowest eigenvalue is -1/3."""
+    start = np.random.default_rng(0).standard_normal((4, 3))
+    below, above = (
+        abs(simulate(method, lambda rank, x, step: x, start, 800, factor * limit)).max()
+        for factor in (0.99, 1.02)
+    )
+    assert below < 1e-2
+    assert above > 1e2
+
+
+def test_extra_converges_within_its_bound_and_not_far_beyond():
+    """The mode of the lowest eigenvalue lam has z^2 - (1 + lam - mu) z + (1 + lam) / 2 - mu, with a
+    root at -1 for mu = (1 + 3 (1 + lam) / 2) / 2, which is 1 on a cycle of four."""
+    start = np.random.default_rng(0).standard_normal((4, 3))
+    bound = theory.dgd_limit(as_topology("cycle").weights(4), 1.0)
+    assert abs(bound - 2 / 3) < 1e-12
+    within, beyond = (
+        abs(simulate(EXTRA("cycle"), lambda rank, x, step: x, start, 800, mu)).max()
+        for mu in (0.99 * bound, 1.02)
+    )
+    assert within < 1e-2
+    assert beyond > 1e2
+
+
+# -- section H.6 -----------------------------------------------------------------------------------
+
+#: graph, mu, s^2: bias and noise of diffusion, exact diffusion
+MSD = [
+    ("line", 0.1, 1, 0.31128, 0.011412, 0.016751),
+    ("line", 0.01, 1, 0.10882, 5.107e-4, 6.852e-4),
+    ("line", 0.01, 0.01, 0.10882, 5.107e-6, 6.85e-6),
+    ("cycle", 0.1, 1, 0.13757, 0.010128, 0.015476),
+    ("cycle", 0.01, 1, 0.012098, 4.127e-4, 5.691e-4),
+    ("grid:rows=4", 0.01, 1, 1.5959e-3, 3.108e-4, 4.095e-4),
+    ("complete", 0.1, 1, 0, 0.0026316, 0.0062301),
+    ("complete", 0.01, 1, 0, 2.5126e-4, 2.8903e-4),
+]
+
+
+@pytest.mark.parametrize(("graph", "mu", "variance", "bias", "noise", "exact"), MSD)
+def test_closed_forms_of_steady_states(graph, mu, variance, bias, noise, exact):
+    w, b = as_topology(graph).weights(20), np.linspace(-1, 1, 20)
+    np.testing.assert_allclose(
+        theory.diffusion_msd(w, b, mu, variance), (bias, noise), rtol=3e-4, atol=1e-12
+    )
+    np.testing.assert_allclose(theory.exact_diffusion_msd(w, mu, variance), exact, rtol=1e-3)
+
+
+def test_closed_forms_of_three_nodes():
+    w = as_topology("line").weights(3)
+    found = theory.diffusion_msd(w, B, 0.1, 1.0)
+    np.testing.assert_allclose(found, (0.0416667, 0.0198587), rtol=1e-5)
+    assert abs(theory.exact_diffusion_msd(w, 0.1, 1.0) - 0.0243620) < 5e-8
+    # Where all average exactly, diffusion is centralised SGD.
+    complete = as_topology("complete").weights(20)
+    noise = theory.diffusion_msd(complete, np.zeros(20), 0.1, 1.0)[1]
+    assert abs(noise - theory.centralized_msd(20, 0.1, 1.0)) < 1e-12
+
+
+@pytest.mark.parametrize("graph", ["line", "cycle", "grid:rows=4", "complete"])
+def test_simulated_steady_states(graph):
+    """Each of many coordinates is a run of its own; the closed form is within five standard errors
+    of their mean, which are some percent."""
+    n, mu, runs, steps = 20, 0.1, 600, 300
+    w, b = as_topology(graph).weights(n), np.linspace(-1, 1, n)
+
+    def noisy(rank, x, step):
+        return x - b[rank] + np.random.default_rng([rank, step]).standard_normal(runs)
+
+    for method, expected in (
+        (Diffusion(graph), sum(theory.diffusion_msd(w, b, mu, 1.0))),
+        (ExactDiffusion(graph), theory.exact_diffusion_msd(w, mu, 1.0)),
+    ):
+        x = simulate(method, noisy, np.zeros((n, runs)), steps, mu)
+        distances = (x**2).mean(axis=0)
+        error = distances.std() / runs**0.5
+        assert abs(distances.mean() - expected) < 5 * error
+        assert error < 0.07 * expected
+
+
+# -- all methods -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", EVERY, ids=repr)
+def test_options_are_json_and_one_rank_is_alone(method):
+    assert from_config(method.to_config()) == method
+    sgd = simulate(method, lambda rank, x, step: x - 2.0, np.zeros((1, 4)), 200, 0.1)
+    np.testing.assert_allclose(sgd, 2, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", EVERY, ids=repr)
+def test_a_nan_reaches_the_neighbours_and_then_all(method):
+    def bad(rank, x, step):
+        return x * np.nan if rank == 0 and step == 1 else x
+
+    x = simulate(method, bad, np.ones((3, 2)), 6, 0.1)
+    assert not np.isfinite(x).any()
+
+
+def test_bytes_are_those_of_the_neighbours():
+    """A vector of 100 float64 in a frame of 16 bytes more, for each neighbour of rank 0."""
+    for method, vectors in ((ExactDiffusion, 1), (GradientTracking, 2)):
+        for topology, neighbours in (("line", 1), ("cycle", 2), ("complete", 7)):
+            world = World(method(topology), 8)
+            x = [{"a": np.ones((9, 10)), "b": np.ones(10)} for _ in range(8)]
+            x = world.after_step(world.before_step(x))
+            assert world.bytes_sent == neighbours * (16 + vectors * 800)
+            assert x[0]["a"].shape == (9, 10)
+
+
+def test_damage_names_the_neighbour():
+    method = Diffusion("cycle")
+    network = method.network(1, 3, 1)
+    update = method.update(np.ones(4), np.ones(4), {}, network)
+    frame = next(update).payload
+    broken = frame.copy()
+    broken[20] ^= 1
+    with pytest.raises(PayloadError, match="rank 2"):
+        update.send([frame, broken])
+
+
+def steps(coordinator, x, count):
+    """Local steps of 1/8 towards 0."""
+    for _ in range(count):
+        x = coordinator.before_step(x)
+        x = coordinator.after_step({name: own * 0.875 for name, own in x.items()})
+    return x
+
+
+def test_a_state_serves_the_parameters_that_it_was_made_for():
+    x = {"a": np.ones(2), "b": np.full((1, 3), 5.0)}
+    coordinator = Coordinator(PushDIGing, LocalEngine())
+    x = steps(coordinator, x, 2)
+    assert list(coordinator.state["tracker"]) == ["a", "b"]
+    steps(coordinator, {"b": x["b"]}, 1)
+    assert list(coordinator.state["tracker"]) == ["b"]
+    steps(coordinator, x, 1)
+    assert list(coordinator.state["tracker"]) == ["a", "b"]
+    assert steps(coordinator, {}, 1) == {}
+
+
+def test_the_order_of_parameters_in_a_checkpoint_does_not_matter():
+    x = {"a": np.ones(2), "b": np.full((1, 3), 5.0)}
+    coordinator, other = (Coordinator(ExactDiffusion, LocalEngine()) for _ in range(2))
+    x = steps(coordinator, x, 2)
+    saved = coordinator.state_dict()
+    turned = {key: dict(reversed(own.items())) for key, own in saved["state"].items()}
+    other.load_state_dict({**saved, "state": turned})
+    for one, two in zip(
+        steps(coordinator, x, 2).values(), steps(other, x, 2).values(), strict=True
+    ):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_a_state_of_another_version_is_refused():
+    world = World(ExactDiffusion("line"), 2)
+    x = world.after_step(world.before_step([{"a": np.ones(2)}] * 2))
+    for state in world.states:
+        state["psi"] = state.pop("correction")
+    with pytest.raises(ConfigError, match="begins anew"):
+        world.after_step(world.before_step(x))
+
+
+def test_numbers_of_ranks_that_cannot_be_are_found_at_once():
+    for method, words in ((Diffusion("grid:rows=2"), "rows=2"), (Diffusion([(0, 3)]), "beyond")):
+        with pytest.raises(ConfigError, match=words):
+            Coordinator(method, LocalEngine())
+    with pytest.raises(ConfigError, match="no training method"):
+        Coordinator("exact_diffusion", LocalEngine())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: GradientTracking(form="xyz"), "form"),
+        (lambda: ChocoSGD(gamma=0.0), "gamma"),
+        (lambda: LEAD(alpha=2.0), "alpha"),
+        (lambda: LEAD(gamma=0.0), "gamma"),
+        (lambda: LEAD(codec="topk"), "codec must be a codec"),
+        (lambda: ChocoSGD(codec="topk"), "codec must be a codec"),
+        (lambda: ChocoSGD(codec=inceptionn()), "of one size"),
+        *((lambda kind=kind: kind(prox=3), "prox") for kind in (LEAD, ExactDiffusion, NIDS, EXTRA)),
+        (lambda: simulate(DGD(), pull, np.zeros((3, 1)), 1, 0.0), "rate"),
+        (lambda: simulate(DGD(), pull, np.zeros((3, 1)), -1, 0.1), "steps"),
+    ],
+)
+def test_bad_options(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()

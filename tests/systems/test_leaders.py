@@ -1,0 +1,239 @@
+"""Leader SGD, EASGD and EAMSGD, in NumPy and lockstep."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from hvd_compress import from_config
+from hvd_compress.engines.local import LocalEngine
+from hvd_compress.errors import CompressionError, ConfigError
+from hvd_compress.systems import Coordinator, World
+from hvd_compress.systems.rounds import EAMSGD, EASGD, LeaderSGD
+from hvd_compress.systems.rounds.leader_sgd import pack, unpack
+from tests.systems.quadratics import Quadratics
+
+PERSISTENT = {
+    "local_every": 1,
+    "global_every": 1,
+    "local_pull": 0.0,
+    "local_drift": 0.0,
+    "average_over": 1,
+}
+
+
+def test_one_leader_by_hand():
+    ranks = Quadratics(LeaderSGD(**PERSISTENT), (2, -1))
+    expected = ((1.5, -0.9), (1.11, -0.81), (0.807, -0.729))
+    for values in expected:
+        assert ranks.step() == pytest.approx(values, abs=1e-12)
+
+
+def test_easgd_by_hand():
+    ranks = Quadratics(EASGD(sync_every=1, alpha=0.1, beta=0.2), (2, -1))
+    ranks.world.states = [{"centre": {"x": np.zeros(1)}} for _ in range(2)]
+    assert ranks.step() == pytest.approx((1.6, -0.8))
+    for state in ranks.world.states:
+        assert state["centre"]["x"] == pytest.approx([0.1])
+
+
+def test_eamsgd_follows_its_formula():
+    """Nesterov momentum as torch.optim.SGD keeps it, with y = x + d v for the parameter."""
+    d, lr, alpha, beta, b = 0.9, 0.05, 0.1, 0.3, 1.0
+    x, v, c = np.array([2.0, -1.0]), np.zeros(2), 0.0
+    y, buffer = x.copy(), np.zeros(2)
+    world = World(EAMSGD(sync_every=1, alpha=alpha, beta=beta), 2)
+    world.states = [{"centre": {"x": np.zeros(1)}} for _ in range(2)]
+    for _ in range(12):
+        g = (x + d * v) - b
+        gradient = y - b
+        ahead = [{"x": np.array([-lr * d * own])} for own in buffer]
+        pulled = world.before_step([{"x": np.array([own])} for own in y], lookahead=ahead)
+        y = np.array([own["x"][0] for own in pulled])
+        buffer = d * buffer + gradient
+        y = y - lr * (gradient + d * buffer)
+        y = np.array([own["x"][0] for own in world.after_step([{"x": np.array([o])} for o in y])])
+        mean, v = x.mean(), d * v - lr * g
+        x, c = x + v - alpha * (x - c), (1 - beta) * c + beta * mean
+        assert y == pytest.approx(x + d * v, rel=1e-12)
+        assert world.states[0]["centre"]["x"] == pytest.approx([c], rel=1e-12)
+
+
+def well(x):
+    """The gradient of (x^2 - 1)^2."""
+    return 4 * x * (x**2 - 1)
+
+
+def test_easgd_is_trapped_by_symmetry():
+    method = EASGD(sync_every=1, alpha=0.01, beta=0.02)
+    ranks = Quadratics(method, (0.4, -0.4), lr=0.01, gradient=well)
+    ranks.world.states = [{"centre": {"x": np.zeros(1)}} for _ in range(2)]
+    values = ranks.run(3000)
+    assert values == pytest.approx((0.8660254, -0.8660254), abs=1e-6)
+    assert ranks.world.states[0]["centre"]["x"] == pytest.approx([0.0], abs=1e-9)
+    assert (values[0] ** 2 - 1) ** 2 == pytest.approx(0.0625, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rho", "follower", "within"),
+    [(0.5, (1 + 0.5**0.5) / 2, 1e-6), (1.0, 0.5, 1e-2), (1.5, -1.0, 1e-6)],
+)
+def test_leader_sgd_breaks_the_symmetry(rho, follower, within):
+    method = LeaderSGD(**{**PERSISTENT, "global_pull": 0.01 * rho})
+    ranks = Quadratics(method, (0.4, -0.41), lr=0.01, gradient=well)
+    for _ in range(4000):
+        ranks.step([(x**2 - 1) ** 2 for x in ranks.values])
+    assert ranks.values[1] == pytest.approx(-1.0, abs=1e-9)
+    assert ranks.values[0] == pytest.approx(follower, abs=within)
+
+
+def test_the_pull_is_no_ascent_on_convex_functions():
+    """<grad f(x), x - z> >= f(x) - f(z) >= 0 for a leader that is at least as good."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        root = rng.normal(size=(4, 4))
+        hessian = root @ root.T
+        x, z = rng.normal(size=(2, 4))
+        f = [0.5 * point @ hessian @ point for point in (x, z)]
+        if f[1] > f[0]:
+            x, z, f = z, x, f[::-1]
+        assert (hessian @ x) @ (x - z) >= f[0] - f[1] - 1e-12
+
+
+@pytest.mark.parametrize("method", [LeaderSGD(**PERSISTENT), EASGD(sync_every=1, beta=0.5)])
+def test_consensus_at_a_minimum_stays(method):
+    assert Quadratics(method, (3, 3, 3), b=3).run(5) == pytest.approx([3.0] * 3)
+
+
+def test_groups_have_leaders_of_their_own():
+    method = LeaderSGD(local_every=1, global_every=2, groups=2, average_over=1)
+    ranks = Quadratics(method, (4, 3, 2, 1), gradient=lambda x: x * 0)
+    ranks.step(losses=[4, 3, 2, 1])
+    assert ranks.values == pytest.approx((3.9, 3, 1.9, 1))
+    ranks.step(losses=[3, 4, 2, 1])
+    # The pull to the leader of the group, now 3.9 in the first, and to that of all, now 1.
+    assert ranks.values == pytest.approx(
+        (3.9 - 0.29, 3 + 0.09 - 0.2, 1.9 - 0.09 - 0.09, 1), abs=1e-12
+    )
+
+
+def test_groups_are_those_of_the_nodes():
+    method = LeaderSGD(local_every=1, global_every=4, average_over=1)
+    ranks = Quadratics(method, (4, 3, 2, 1), gradient=lambda x: 0 * x, nodes=["a", "b", "a", "b"])
+    assert ranks.step(losses=[1, 2, 3, 4]) == pytest.approx((4, 3, 2.2, 1.2))
+
+
+def test_ranks_drift_to_the_last_leader_they_know():
+    method = LeaderSGD(
+        local_every=2,
+        global_every=2,
+        local_pull=0,
+        local_drift=0,
+        global_pull=0.1,
+        global_drift=0.2,
+    )
+    ranks = Quadratics(method, (2, 1), gradient=lambda x: 0 * x)
+    assert ranks.step(losses=[2, 1]) == [2, 1], "no leader is known yet"
+    assert ranks.step(losses=[2, 1]) == pytest.approx((1.9, 1))
+    assert ranks.step(losses=[9, 9]) == pytest.approx((1.81, 1)), "0.2 of every second step"
+    assert ranks.world.exchanges == 1
+
+
+def test_the_leader_is_chosen_by_the_mean_loss():
+    method = LeaderSGD(**{**PERSISTENT, "average_over": 3})
+    ranks = Quadratics(method, (2, 1), gradient=lambda x: 0 * x)
+    for losses in ((1, 3), (1, 3)):
+        ranks.step(losses=losses)
+    assert ranks.values[0] == 2
+    ranks.step(losses=(3, 0))  # a lucky batch
+    assert ranks.values[0] == 2
+    ranks.step(losses=(1, 0))
+    assert ranks.values[0] < 2
+
+
+def test_nan_does_not_lead():
+    ranks = Quadratics(LeaderSGD(**PERSISTENT), (np.nan, 1, 2), gradient=lambda x: 0 * x)
+    with pytest.warns(RuntimeWarning, match="step 1: it goes on from those of its leader"):
+        assert ranks.step(losses=[np.nan, 2, 3]) == pytest.approx((1, 1, 1.9))
+    assert ranks.step(losses=[np.nan] * 3) == pytest.approx((1, 1, 1.9))
+
+
+def test_nobody_moves_to_a_centre_of_nan():
+    ranks = Quadratics(EASGD(sync_every=1, beta=0.5), (1, np.nan, 3), gradient=lambda x: 0 * x)
+    ranks.world.states = [{"centre": {"x": np.zeros(1)}} for _ in range(3)]
+    with pytest.warns(RuntimeWarning, match="exchange of step 1 is lost"):
+        assert ranks.step() == [1, 0, 3]
+    assert ranks.world.states[2]["centre"]["x"] == 0
+
+
+@pytest.mark.parametrize(
+    ("losses", "sent"),
+    [
+        ([2, 1, 4, 3], 16),  # rank 0 leads nobody
+        ([1, 2, 0, 3], 16 + 800),  # its group: 100 numbers to one rank
+        ([1, 2, 4, 3], 16 + 2 * 800),  # and all, by a broadcast
+    ],
+)
+def test_only_leaders_send_parameters(losses, sent):
+    method = LeaderSGD(local_every=1, global_every=1, groups=2, average_over=1)
+    world = World(method, 4)
+    x = [{"w": np.ones(100) * rank} for rank in range(4)]
+    world.before_step(x, losses=losses)
+    assert world.bytes_sent == sent
+
+
+def test_a_leader_to_whom_nobody_is_pulled_sends_nothing():
+    world = World(LeaderSGD(**PERSISTENT), 4)
+    x = [{"w": np.ones(100) * rank} for rank in range(4)]
+    world.before_step(x, losses=[1, 2, 3, 4])
+    assert world.bytes_sent == 16 + 800
+    assert "group_leader" not in world.states[0]
+
+
+def test_a_coordinator_counts_what_it_sends_and_receives():
+    coordinator = Coordinator(LeaderSGD(**PERSISTENT), LocalEngine())
+    for step in (1, 2):
+        coordinator.report(1.0)
+        coordinator.after_step(coordinator.before_step({"w": np.ones(100)}))
+        total = coordinator.stats().total
+        assert (total.steps, total.bytes_sent) == (step, step * (16 + 800))
+
+
+def test_arrays_of_several_dtypes_are_packed():
+    arrays = {
+        "a": np.arange(6.0).reshape(2, 3),
+        "b": np.ones(2, np.float32),
+        "c": np.array([7.0]),
+    }
+    flat = pack(arrays)
+    assert [part.size for part in flat] == [7, 2]
+    for name, x in unpack(flat, arrays).items():
+        assert x.dtype == arrays[name].dtype
+        assert (x == arrays[name]).all()
+
+
+def test_a_loss_is_needed():
+    with pytest.raises(CompressionError, match="losses"):
+        World(LeaderSGD(), 1).before_step([{"w": np.ones(1)}])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: LeaderSGD(global_every=6, local_every=4), "multiple of local_every=4"),
+        (lambda: LeaderSGD(groups=[[0, 2]]), "every rank once"),
+        (lambda: LeaderSGD(local_pull=2), "local_pull must be from 0 to 1"),
+        (lambda: EASGD(beta=-1), "beta must be from 0 to 1"),
+        (lambda: EASGD(sync_every=0), "sync_every must be a whole number"),
+    ],
+)
+def test_errors_name_the_option(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_options_round_trip():
+    for method in (LeaderSGD(groups=((0, 1), (2, 3))), LeaderSGD(groups=2), EASGD(), EAMSGD()):
+        assert from_config(json.loads(json.dumps(method.to_config()))) == method

@@ -1,0 +1,331 @@
+"""Local SGD, SlowMo and DiLoCo, in NumPy and lockstep."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+
+from hvd_compress import TopK, from_config
+from hvd_compress.engines.local import LocalEngine
+from hvd_compress.errors import ConfigError
+from hvd_compress.systems import Coordinator, World
+from hvd_compress.systems.rounds import DiLoCo, LocalSGD, OuterSGD, SlowMo
+from hvd_compress.systems.rounds.rounds import cuts
+from tests.systems.quadratics import Quadratics
+
+PLAIN = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
+
+
+def after_rounds(method, rounds, **options):
+    """The common x after each round of two steps from 1, with minima at 0 and 4."""
+    ranks = Quadratics(method, (1, 1), b=(0, 4), **options)
+    found = []
+    for _ in range(rounds):
+        ranks.run(2)
+        assert ranks.values[0] == ranks.values[1]
+        found.append(ranks.values[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (LocalSGD(sync_every=2), (1.19, 1.3439, 1.468559)),
+        (LocalSGD(sync_every=2, compression="topk:density=1.0"), (1.19, 1.3439, 1.468559)),
+        (SlowMo(sync_every=2, momentum=0.7, lr=1.0), (1.19, 1.4769, 1.777119)),
+        (DiLoCo(sync_every=2), (1.2527, 1.549273, 1.840635)),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_three_rounds_by_hand(method, expected):
+    assert after_rounds(method, 3) == pytest.approx(expected, abs=5e-7)
+
+
+def test_pseudo_gradients_of_diloco_by_hand():
+    ranks = Quadratics(DiLoCo(sync_every=2), (1, 1), b=(0, 4))
+    found = []
+    for _ in range(3):
+        before = ranks.world.states[0]["anchor"]["x"][0] if ranks.world.states else 1.0
+        velocity = ranks.world.states[0]["velocity"]["x"][0] if ranks.world.states else 0.0
+        ranks.run(2)
+        after = ranks.world.states[0]["velocity"]["x"][0]
+        found.append(after - 0.9 * velocity)
+        assert ranks.values[0] != before
+    assert found == pytest.approx((-0.19, -0.141987, -0.085638), abs=5e-7)
+
+
+def test_local_steps_move_the_fixed_point():
+    """Sum of c_i b_i over sum of c_i, with c_i = 1 - (1 - eta h_i)^H; the optimum is 3."""
+    ranks = Quadratics(LocalSGD(sync_every=2), (0, 0), h=(1, 3), b=(0, 4))
+    assert ranks.run(400) == pytest.approx([2.914286] * 2, abs=1e-6)
+    exact = Quadratics(LocalSGD(sync_every=1), (0, 0), h=(1, 3), b=(0, 4))
+    assert exact.run(400) == pytest.approx([3.0] * 2, abs=1e-9)
+
+
+def synchronous(steps, lr=0.1, h=(1, 3), b=(0, 4), start=1.0):
+    x = start
+    for _ in range(steps):
+        x -= lr * np.mean([hi * (x - bi) for hi, bi in zip(h, b, strict=True)])
+    return x
+
+
+@pytest.mark.parametrize("method", [LocalSGD(sync_every=1), DiLoCo(PLAIN, sync_every=1)])
+def test_an_exchange_after_every_step_is_synchronous_sgd(method):
+    ranks = Quadratics(method, (1, 1), h=(1, 3), b=(0, 4))
+    assert ranks.run(7) == pytest.approx([synchronous(7)] * 2, rel=1e-12)
+
+
+def test_slowmo_without_momentum_is_local_sgd():
+    assert after_rounds(SlowMo(sync_every=2, momentum=0.0), 4) == pytest.approx(
+        after_rounds(LocalSGD(sync_every=2), 4), rel=1e-12
+    )
+
+
+def test_slow_momentum_is_in_units_of_a_gradient():
+    """Half the rate in the second round: u keeps its size, and x moves half as far."""
+    ranks = Quadratics(SlowMo(sync_every=2), (1, 1), b=(0, 4))
+    ranks.run(2)
+    u, ranks.lr = 0.19 / -0.1, 0.05
+    x = ranks.values[0]
+    locals_ = [x, x]
+    for _ in range(2):
+        locals_ = [y - 0.05 * (y - b) for y, b in zip(locals_, (0, 4), strict=True)]
+    u = 0.7 * u + (x - np.mean(locals_)) / 0.05
+    assert ranks.run(2) == pytest.approx([x - 0.05 * u] * 2, rel=1e-12)
+
+
+def test_post_local_sgd():
+    ranks = Quadratics(LocalSGD(sync_every=4, start=3), (1, 1), h=(1, 3), b=(0, 4))
+    equal = []
+    for _ in range(11):
+        ranks.step()
+        equal.append(ranks.values[0] == ranks.values[1])
+    assert [i for i, same in enumerate(equal, 1) if same] == [1, 2, 3, 7, 11]
+    assert ranks.world.exchanges == 5
+
+
+def vectors(method, steps, size=3, tensors=4, lr=0.1, seed=0):
+    """Ranks whose minima differ, of several tensors; every rank's parameters after each step."""
+    rng = np.random.default_rng(seed)
+    names = [f"t{i}" for i in range(tensors)]
+    targets = [{n: rng.normal(size=5) for n in names} for _ in range(size)]
+    world, x = World(method, size), [{n: np.zeros(5) for n in names} for _ in range(size)]
+    found = []
+    for _ in range(steps):
+        gradients = [
+            {n: own[n] - target[n] for n in names} for own, target in zip(x, targets, strict=True)
+        ]
+        x = world.before_step(x, rates=dict.fromkeys(names, lr))
+        x = [{n: own[n] - lr * g[n] for n in names} for own, g in zip(x, gradients, strict=True)]
+        x = world.after_step(x)
+        found.append(x)
+    return world, found
+
+
+def test_streaming_in_one_fragment_without_delay_is_diloco():
+    _, one = vectors(DiLoCo(sync_every=4), 12)
+    _, other = vectors(DiLoCo(sync_every=4, fragments=1, delay=0, mix=0.0), 12)
+    for a, b in zip(one[-1], other[-1], strict=True):
+        assert all((a[n] == b[n]).all() for n in a)
+
+
+def test_fragments_are_exchanged_in_turn():
+    world, found = vectors(DiLoCo(sync_every=4, fragments=2), 12)
+    equal = [
+        [(own[0]["t0"] == own[1]["t0"]).all(), (own[0]["t3"] == own[1]["t3"]).all()]
+        for own in found
+    ]
+    assert [i for i, same in enumerate(equal, 1) if same[0]] == [2, 6, 10]
+    assert [i for i, same in enumerate(equal, 1) if same[1]] == [4, 8, 12]
+    assert world.exchanges == 6
+    _, whole = vectors(DiLoCo(sync_every=4), 12)
+    assert (whole[-1][0]["t3"] == found[-1][0]["t3"]).all(), "parameters are apart here"
+
+
+@pytest.mark.parametrize("mix", [0.0, 0.5, 1.0])
+def test_a_delayed_exchange_by_hand(mix):
+    """x0 = 1, gradient -1 everywhere: after 4 steps of 0.1 the difference is -0.4; it is applied
+    after two more."""
+    ranks = Quadratics(
+        DiLoCo(PLAIN, sync_every=4, delay=2, mix=mix), (1, 1), gradient=lambda x: -np.ones(1)
+    )
+    assert ranks.run(5) == pytest.approx([1.5] * 2)
+    assert ranks.run(1) == pytest.approx([(1 - mix) * 1.4 + mix * 1.6] * 2)
+    assert ranks.world.states[0]["anchor"]["x"] == pytest.approx([1.4])
+
+
+def test_what_is_compressed_arrives_in_later_rounds():
+    """Error feedback between outer steps: one of five elements a tensor, and on average over the
+    steps the parameters are those of the dense run."""
+    method = DiLoCo(PLAIN, sync_every=2, compression="topk:density=0.05")
+    assert method.compression == TopK(density=0.05)
+    world, compressed = vectors(method, 600)
+    dense_world, dense = vectors(DiLoCo(PLAIN, sync_every=2), 600)
+    for n in dense[-1][0]:
+        mean = np.mean([own[0][n] for own in compressed[201::2]], axis=0)
+        assert mean == pytest.approx(dense[-1][0][n], abs=0.03)
+    assert (compressed[-1][0]["t0"] == compressed[-1][2]["t0"]).all()
+    assert world.exchanges == dense_world.exchanges == 300
+
+
+@pytest.mark.parametrize(
+    "method",
+    [DiLoCo(sync_every=2), SlowMo(sync_every=2), LocalSGD(sync_every=2, compression="topk")],
+    ids=lambda x: x.name,
+)
+def test_a_round_with_nan_is_lost_on_all_ranks(method):
+    ranks = Quadratics(method, (1, 1), b=(0, 4))
+    ranks.run(3)
+    before = {key: own["x"].copy() for key, own in ranks.world.states[0].items()}
+    ranks.x[1] = {"x": np.array([np.nan])}
+    with pytest.warns(RuntimeWarning, match="ends with step 4 is lost"):
+        ranks.run(1)
+    assert ranks.values[0] == ranks.values[1] == before["anchor"][0]
+    for key, x in before.items():
+        assert (ranks.world.states[0][key]["x"] == x).all()
+    assert np.isfinite(ranks.run(4)).all()
+
+
+@pytest.mark.parametrize(("delay", "mix"), [(0, 0.0), (1, 0.0), (0, 0.5)])
+def test_nan_in_all_fragments_is_lost_at_once(delay, mix):
+    """Or each fragment would make the others NaN again before it is their turn."""
+    method = DiLoCo(PLAIN, sync_every=4, fragments=2, delay=delay, mix=mix)
+    names, world = ("a", "b"), World(method, 2)
+    x, lost = [{n: np.zeros(3) for n in names} for _ in range(2)], []
+    for step in range(16):
+        x = world.before_step(x, rates=dict.fromkeys(names, 0.1))
+        # Each gradient depends on all parameters, as those of a network do.
+        x = [{n: own[n] + 0.1 + 0 * sum(map(np.sum, own.values())) for n in names} for own in x]
+        if step == 4:
+            x[1] = {n: np.full(3, np.nan) for n in names}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            x = world.after_step(x)
+        lost += [step] * bool(caught)
+    # With a delay the other fragment was on its way already.
+    assert lost == [5 + delay]
+    assert all(np.isfinite(own[n]).all() and (own[n] > 0).all() for own in x for n in names)
+
+
+@pytest.mark.parametrize("make", ["SGD", "AdamW"])
+def test_momentum_that_is_nan_is_lost_with_its_round(make):
+    """Or all later rounds would be lost, too."""
+    torch = pytest.importorskip("torch")
+    from hvd_compress.torch.systems.optimizer import train_locally
+
+    p = torch.nn.Parameter(torch.ones(3))
+    options = {"momentum": 0.9} if make == "SGD" else {"weight_decay": 0.0}
+    inner = getattr(torch.optim, make)([p], 0.1, **options)
+    optimizer = train_locally(inner, DiLoCo(PLAIN, sync_every=2), LocalEngine())
+    found = []
+    for step in range(8):
+        p.grad = torch.full((3,), float("nan") if step == 2 else 1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if step > 3 else "ignore")
+            optimizer.step()
+        found.append(p.detach().clone())
+    assert torch.equal(found[3], found[1])
+    torch.testing.assert_close(found[5] - found[3], found[1] - 1)  # a first round again
+    assert (found[7] < found[5]).all()
+
+
+def test_what_was_not_sent_is_forgotten_with_the_rest():
+    coordinator = Coordinator(LocalSGD(sync_every=1, compression="topk:density=0.5"), LocalEngine())
+    x = coordinator.before_step({"x": np.zeros(4)})
+    coordinator.after_step({"x": x["x"] + np.arange(1.0, 5.0)})
+    residual = coordinator.reducer.states["x"]["residual"]
+    assert residual.tolist() == [-1, -2, 0, 0]
+    coordinator.restart()
+    assert not coordinator.reducer.states["x"]["residual"].any()
+
+
+def test_nan_reaches_all_ranks_where_there_is_nothing_to_go_back_to():
+    ranks = Quadratics(LocalSGD(sync_every=1), (1, np.nan))
+    assert np.isnan(ranks.run(1)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_dtypes_are_kept_and_half_precisions_add_up_in_more(dtype):
+    world = World(DiLoCo(sync_every=1), 2)
+    x = [{"w": np.full(3, 1, dtype)} for _ in range(2)]
+    x = world.after_step(world.before_step(x))
+    assert x[0]["w"].dtype == dtype
+    assert world.states[0]["anchor"]["w"].dtype == np.float32
+
+
+def test_parameters_may_be_changed_in_place():
+    world = World(DiLoCo(sync_every=1), 1)
+    x = world.after_step(world.before_step([{"w": np.ones(2)}]))
+    anchor = world.states[0]["anchor"]["w"].copy()
+    x[0]["w"] += 1
+    assert (world.states[0]["anchor"]["w"] == anchor).all()
+
+
+def test_the_average_that_is_tested_is_no_exchange():
+    world, found = vectors(LocalSGD(sync_every=2), 5)
+    assert world.exchanges == 2
+    world.consensus(found[-1])
+    assert world.exchanges == 2
+
+
+def test_a_parameter_that_was_frozen_begins_anew():
+    coordinator = Coordinator(DiLoCo(PLAIN, sync_every=2, compression="topk"), LocalEngine())
+    x = {"a": np.zeros(2), "b": np.zeros(2)}
+    for _ in range(3):
+        x = coordinator.before_step(x)
+        x = coordinator.after_step({name: own + 1 for name, own in x.items()})
+    assert (coordinator.state["anchor"]["a"] == [2, 0]).all(), "top-k has sent one element"
+    residual = coordinator.reducer.states["a"]["residual"]
+    assert np.abs(residual).sum() == 2
+    frozen = coordinator.freeze({"a": x.pop("a")})
+    assert coordinator.state.keys() == {"anchor"}
+    assert coordinator.state["anchor"].keys() == {"b"}
+    assert not coordinator.reducer.states["a"]["residual"].any()
+    x = coordinator.after_step(coordinator.before_step(x))
+    x = coordinator.before_step({"a": frozen["a"] + 5, **x})
+    assert (coordinator.state["anchor"]["a"] == frozen["a"] + 5).all()
+
+
+def test_cuts():
+    assert cuts([1, 1, 1, 1], 2) == [0, 2, 4]
+    assert cuts([10, 1, 1, 1], 3) == [0, 1, 2, 4]
+    assert cuts([1, 1, 1, 10], 3) == [0, 2, 3, 4]
+    with pytest.raises(ConfigError, match="only 2 parameters"):
+        cuts([1, 1], 3)
+
+
+def test_options_round_trip():
+    for method in (
+        LocalSGD(sync_every=4, start=10, compression="topk:density=0.1", buffers="reset"),
+        SlowMo(momentum=0.5),
+        DiLoCo(OuterSGD(0.5, 0.8), sync_every=12, fragments=3, delay=2, mix=0.5),
+    ):
+        assert from_config(json.loads(json.dumps(method.to_config()))) == method
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: LocalSGD(sync_every=0), "sync_every must be a whole number from 1"),
+        (lambda: LocalSGD(buffers="drop"), "buffers must be one of"),
+        (lambda: SlowMo(momentum=2), "momentum must be from 0 to 1"),
+        (lambda: DiLoCo(sync_every=10, fragments=4), "multiple of fragments=4"),
+        (lambda: DiLoCo(sync_every=8, fragments=4, delay=2), "less than sync_every / fragments"),
+        (lambda: DiLoCo(outer=0.7), "outer must be OuterSGD"),
+        (lambda: DiLoCo(compression="onebit_adam:freeze_step=5"), "hands out the momenta"),
+        (lambda: OuterSGD(lr=-1), "lr must be 0 or more"),
+    ],
+)
+def test_errors_name_the_option(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_slowmo_needs_a_learning_rate():
+    world = World(SlowMo(sync_every=1), 1)
+    x = world.before_step([{"w": np.ones(1)}])
+    with pytest.raises(ConfigError, match="divides by the learning rate"):
+        world.after_step(x)

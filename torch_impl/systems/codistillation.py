@@ -1,0 +1,156 @@
+"""``hvd.Codistillation(model, ...)`` for PyTorch, over Horovod or MPI; see
+:mod:`hvd_compress.systems.teachers`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from hvd_compress.engines.base import Engine
+from hvd_compress.errors import ConfigError
+from hvd_compress.systems import teachers
+from hvd_compress.systems.teachers import Codistiller
+from hvd_compress.systems.teachers.facade import ModelWithTeachers, documented
+from hvd_compress.systems.teachers.losses import Functions, losses_over, target
+
+
+def _class_dim(z: torch.Tensor) -> int:
+    """Return the dimension of classes, as ``cross_entropy`` of torch has it."""
+    return 1 if z.dim() > 1 else 0
+
+
+#: those of :mod:`hvd_compress.systems.teachers.losses`
+LOSSES = losses_over(
+    Functions(
+        log_softmax=lambda z: functional.log_softmax(z, _class_dim(z)),
+        exp=torch.exp,
+        log=lambda p: torch.where(p > 0, p, 1).log(),
+        sums=lambda x: x.sum(_class_dim(x)).mean(),
+        mean=torch.mean,
+    )
+)
+
+
+class TorchModelWithTeachers(ModelWithTeachers):
+    """See :func:`codistillation_over`."""
+
+    def __init__(self, model: torch.nn.Module, codistiller: Codistiller) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        super().__init__(model, codistiller)
+        self._teacher: torch.nn.Module | None = None
+
+    def loss(
+        self, task: torch.Tensor, logits: torch.Tensor, *inputs: Any, **named: Any
+    ) -> torch.Tensor:
+        """Return the task's loss and the weighted distillation loss.  Call it once in every step,
+        on all ranks; a step with an exchange is a collective.
+
+        Args:
+            task: the loss of this batch, a tensor of one element.
+            logits: the model's outputs; classes are the dimension that ``cross_entropy`` of torch
+                takes them from, and outputs of half precision are computed with in float32.
+            inputs, named: what the model was called with: teachers are called with it as well.
+                With ``exchange="predictions"`` ranks compare tensors among it, and nothing if it
+                is left out.
+
+        Raises:
+            ConfigError: teachers need the inputs, and there are none.
+            MismatchError: the ranks differ in options, step or model; or, with
+                ``exchange="predictions"``, in the batch.
+        """
+        codistiller = self._codistiller
+        codistiller.next_step()
+        z = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        outputs = self._outputs(z, inputs, named)
+        if not (outputs and codistiller.weight):
+            return task
+        loss = LOSSES[self.method.loss]
+        return task + codistiller.weight * loss.distance(z, target(loss.view, outputs))
+
+    def set_weight_decay(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer the weight decay of this step, in those of its groups that began with
+        one.
+
+        Raises:
+            ConfigError: there is no schedule, ``weight_decay=WeightDecay(...)``.
+        """
+        decay = self.weight_decay
+        for group in optimizer.param_groups:
+            # Kept in checkpoints, as torch's schedulers keep "initial_lr".
+            if group.setdefault("initial_weight_decay", group["weight_decay"]):
+                group["weight_decay"] = decay
+
+    @torch.no_grad()
+    def _outputs(
+        self, z: torch.Tensor, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        codistiller = self._codistiller
+        if self.method.exchange == "predictions":
+            tensors = [x for x in (*inputs, *named.values()) if isinstance(x, torch.Tensor)]
+            return codistiller.predictions(z.detach(), [_bits(x) for x in tensors])
+        if not inputs and not named:
+            raise ConfigError(
+                "teachers predict on this rank's batch: write codistillation.loss(task, logits, x)"
+            )
+        teachers = codistiller.checkpoints(self._arrays, self._changing)
+        if not (teachers and codistiller.weight):
+            return []
+        teacher = self._for_teachers()
+        found = []
+        for arrays in teachers:
+            outputs = torch.func.functional_call(teacher, arrays, inputs, named)
+            found.append(outputs.to(z.dtype))
+        return codistiller.usable(found)
+
+    def _for_teachers(self) -> torch.nn.Module:
+        """Return a copy of the model in inference mode, for arrays of others."""
+        if self._teacher is None:
+            self._teacher = copy.deepcopy(self.model).eval()
+            self._teacher.requires_grad_(False)
+        return self._teacher
+
+    def _arrays(self) -> dict[str, torch.Tensor]:
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {name: x.detach() for name, x in named if x.is_floating_point()}
+
+    def _changing(self) -> list[str]:
+        trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        return [
+            *trained,
+            *(name for name, x in self.model.named_buffers() if x.is_floating_point()),
+        ]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        own = self._arrays()
+        for arrays in self._codistiller.teachers:
+            for name, x in arrays.items():
+                arrays[name] = x.to(own[name].device)
+
+
+def _bits(x: torch.Tensor) -> np.ndarray:
+    """Return the bytes of a tensor, of which NumPy has not every dtype."""
+    return x.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+
+
+def codistillation_over(
+    make_engine: Callable[[Any], Engine], module: str
+) -> type[ModelWithTeachers]:
+    """Return the class over the engines that ``make_engine`` makes of process sets; it belongs to
+    ``module``."""
+
+    class Codistillation(TorchModelWithTeachers):
+        def __init__(
+            self, model: torch.nn.Module, *args: Any, process_set: Any = None, **options: Any
+        ) -> None:
+            method = teachers.Codistillation(*args, **options)
+            engine = make_engine(process_set)
+            super().__init__(model, Codistiller(method, engine, like=torch.empty(0)))
+
+    return documented(Codistillation, module)

@@ -1,0 +1,89 @@
+"""What users call: ``hvd.LocalSGD(optimizer, sync_every=8)`` and so on, over Horovod or MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from hvd_compress.engines.base import Engine
+from hvd_compress.systems import TrainingMethod, graphs
+from hvd_compress.systems.rounds.factories import factories_of_methods
+
+from ..parameters import Parameter
+from .optimizer import LocalStepsOptimizer, train_locally
+
+#: those for ``method=``, which users meet beside the factories
+DECENTRALIZED: dict[str, type[TrainingMethod]] = {
+    cls.__name__: cls
+    for cls in (
+        graphs.DGD,
+        graphs.Diffusion,
+        graphs.CTADiffusion,
+        graphs.ExactDiffusion,
+        graphs.NIDS,
+        graphs.EXTRA,
+        graphs.GradientTracking,
+        graphs.PushDIGing,
+        graphs.ChocoSGD,
+        graphs.LEAD,
+    )
+}
+
+_MORE = """
+
+    The optimizer of this name takes ``optimizer`` first, of any class, and returns one of a class
+    made from it, with ``training`` as its attribute; a collective.  Without ``optimizer`` it is the
+    method itself, for ``hvd.DistributedOptimizer(optimizer, method=...)``.  More arguments:
+
+        named_parameters: ``model.named_parameters()``; names appear in statistics.
+        process_set: the ranks that take part; ``None`` for all.
+        seed: for randomness that the ranks share.
+"""
+
+
+class Factories(NamedTuple):
+    """For one kind of engine: ``local_steps(optimizer, method)``, and one for each method."""
+
+    local_steps: Callable[..., LocalStepsOptimizer]
+    of_methods: dict[str, Callable[..., LocalStepsOptimizer]]
+
+
+def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
+    """Return the factories over the engines that ``make_engine`` makes of process sets; they belong
+    to ``module``."""
+
+    def local_steps(
+        optimizer: torch.optim.Optimizer,
+        method: TrainingMethod | type[TrainingMethod],
+        *,
+        named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+        process_set: Any = None,
+        seed: int = 0,
+    ) -> LocalStepsOptimizer:
+        """Return an optimizer that trains by a method of ``hvd_compress.systems.rounds``, such as
+        ``LocalSGD(sync_every=8)``, of ``hvd_compress.systems.graphs``, such as
+        ``ExactDiffusion("cycle")``, or one of your own.  A collective.
+
+        Args:
+            optimizer: takes the local steps; of any class.
+            method: the training method.
+            named_parameters: ``model.named_parameters()``; names appear in statistics.
+            process_set: the ranks that take part; ``None`` for all.
+            seed: for randomness that the ranks share.
+
+        Raises:
+            ConfigError: an option has a value that cannot be honoured.
+            MismatchError: the ranks differ in method or options.
+        """
+        engine = make_engine(process_set)
+        return train_locally(
+            optimizer, method, engine, named_parameters=named_parameters, seed=seed
+        )
+
+    local_steps.__module__ = module
+    local_steps.__qualname__ = "local_steps"
+    own = {"named_parameters": None, "process_set": None, "seed": 0}
+    made = factories_of_methods(local_steps, module, own, _MORE)
+    return Factories(local_steps, made)

@@ -1,0 +1,336 @@
+"""An optimizer that steps on this rank's own gradients, and meets the other ranks in between."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hvd_compress.engines.base import Engine
+from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.integrations.checkpoints import refused
+from hvd_compress.systems import Coordinator, TrainingMethod
+from hvd_compress.systems.base import as_training_method
+
+from ..checkpoint import broadcast_tree
+from ..compressed_optimizer import CompressedOptimizer, take_over
+from ..parameters import Parameter, names_of_parameters
+
+#: the entry of a state dict that is not the user's optimizer's
+KEY = "training"
+
+
+class LocalStepsOptimizer(torch.optim.Optimizer):
+    """An optimizer whose ``step()`` is a local step with what a training method does around it.
+
+    Nothing travels during the backward pass.  All ranks take equally many steps, which a step that
+    a ``GradScaler`` skips counts as, too: the rank stays where it is and meets the others in time.
+
+    A parameter that is frozen, by ``requires_grad_(False)`` on all ranks, is given the value that
+    would be tested with the next step, the same on all ranks, and stays there.  Trained again, it
+    begins anew from where it is.
+
+    Attributes:
+        training: the method with its state: ``stats()``, ``set_epoch(epoch)``, ``exchanges``,
+            ``method``.
+    """
+
+    training: Coordinator
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: dict[Parameter, str], training: Coordinator
+    ) -> None:
+        take_over(self, optimizer)
+        self._parameter_names = names
+        self._followed: dict[str, Parameter] = {}  # that were trained in the last step
+        self.training = training
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def report(self, loss: Any) -> None:
+        """Tell the loss of this rank's batch, a number or a tensor of one element, before
+        ``step()``; needed by methods that choose by it, unless ``step`` gets a closure."""
+        self.training.report(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let the user's optimizer step on this rank's gradients, and meet the other ranks where
+        that is due."""
+        loss, method = None, self.training.method
+        if closure is not None and (method.acts_before or method.loss_window):
+            # Gradients are those before anything is done to the parameters.
+            with torch.enable_grad():
+                loss = closure()
+            self.report(loss)
+            self._before()
+            super().step()
+        else:
+            self._before()
+            loss = super().step(*([] if closure is None else [closure]))
+        self._after()
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # the user's step() calls torch's step hooks
+
+    def skip_step(self) -> None:
+        """Do all that ``step()`` does but the local step itself, which loss scaling leaves out."""
+        self._before()
+        self._after()
+
+    def _before(self) -> None:
+        method = self.training.method
+        rates = {n: float(g["lr"]) for n, _, g in self._trained()} if method.needs_rates else None
+        ahead = self._lookahead() if method.needs_lookahead else None
+        self._run(
+            lambda parameters: self.training.before_step(parameters, rates=rates, lookahead=ahead)
+        )
+
+    def _after(self) -> None:
+        spoilt: set[str] = set()
+
+        def after_step(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            result = self.training.after_step(parameters)
+            if self.training.method.recovers:
+                spoilt.update(n for n, x in parameters.items() if result[n] is not x and _lost(x))
+            return result
+
+        changed = self._run(after_step)
+        # Momentum that led to NaN would lead there again, and all exchanges would be lost.
+        for name in spoilt:
+            self.state.pop(changed[name], None)
+        buffers = self.training.method.buffers
+        if changed and buffers == "reset":
+            for p in changed.values():
+                self.state.pop(p, None)
+        elif changed and buffers == "average":
+            self._average_buffers(changed)
+
+    def _trained(self) -> list[tuple[str, Parameter, dict[str, Any]]]:
+        names = self._parameter_names
+        return [
+            (names[p], p, group)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.requires_grad
+        ]
+
+    def _run(
+        self, function: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+    ) -> dict[str, Parameter]:
+        """Replace the parameters by what the function makes of them, and return those that are
+        other ones."""
+        trained = {name: p for name, p, _ in self._trained()}
+        frozen = {name: p for name, p in self._followed.items() if name not in trained}
+        self._followed = trained
+        if frozen:
+            _replace(frozen, self.training.freeze)
+        return _replace(trained, function)
+
+    def _average_buffers(self, changed: Mapping[str, Parameter]) -> None:
+        own = {
+            f"{name}.{key}": x
+            for name, p in changed.items()
+            for key, x in sorted(self.state.get(p, {}).items())
+            if isinstance(x, torch.Tensor) and x.shape == p.shape and x.is_floating_point()
+        }
+        for label, mean in self.training.average(own).items():
+            own[label].copy_(mean)
+
+    def _lookahead(self) -> dict[str, torch.Tensor]:
+        """Return by how much parameters are ahead of the point that momentum moves: SGD with
+        Nesterov momentum keeps x + momentum v as the parameter, with v = -lr buffer."""
+        found = {}
+        for name, p, group in self._trained():
+            buffer = self.state.get(p, {}).get("momentum_buffer")
+            if buffer is not None:
+                sign = 1 if group["maximize"] else -1
+                found[name] = buffer * (sign * float(group["lr"]) * group["momentum"])
+        return found
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters later, on all ranks alike; they are named after their place in the
+        groups."""
+        super().add_param_group(param_group)
+        index = len(self.param_groups) - 1
+        for j, p in enumerate(self.param_groups[index]["params"]):
+            self._parameter_names.setdefault(p, f"added.{index}.{j}")
+
+    # -- the model that is tested ------------------------------------------------------------
+
+    def synchronize_parameters(self) -> None:
+        """Give all ranks the parameters that are to be tested: for most methods the average of the
+        ranks' own.  A collective, for the end of training."""
+        self._run(self.training.consensus)
+
+    @contextlib.contextmanager
+    def synchronized_parameters(self) -> Iterator[None]:
+        """In this context the parameters are those that are to be tested, and to be saved; behind
+        it they are this rank's own again.  A collective."""
+        own = {p: p.detach().clone() for _, p, _ in self._trained()}
+        self.synchronize_parameters()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, x in own.items():
+                    p.copy_(x)
+
+    @torch.no_grad()
+    def update_batch_norm(self, model: torch.nn.Module, batches: Iterable[Any]) -> None:
+        """Estimate the statistics of batch normalisation anew, as those of averaged parameters
+        differ from the averages of the ranks' statistics.  A collective.
+
+        Args:
+            model: with the parameters that are to be tested.
+            batches: inputs of this rank, or tuples whose first entry is the input.
+        """
+        torch.optim.swa_utils.update_bn(batches, model)
+        layers = {
+            name: layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
+            and layer.running_mean is not None
+        }
+        means = self.training.average({n: layer.running_mean for n, layer in layers.items()})
+        # The variance of all data is the mean variance and the variance of the means.
+        spread = {
+            n: layer.running_var + (layer.running_mean - means[n]) ** 2
+            for n, layer in layers.items()
+        }
+        for n, variance in self.training.average(spread).items():
+            layers[n].running_mean.copy_(means[n])
+            layers[n].running_var.copy_(variance)
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def consolidate_state_dict(self) -> None:
+        """Prepare a ``state_dict()`` that all ranks may load: wait for an exchange that is under
+        way, and average the residuals of the compression.  A collective."""
+        self.training.consolidate()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict of the user's optimizer, with the training method's state in it.
+
+        The former is this rank's own.  Of the latter, what all ranks have in common may be loaded
+        by any rank, and the rest, such as losses, is taken up by the same rank of as many only.
+        """
+        result: dict[str, Any] = super().state_dict()
+        result[KEY] = self.training.state_dict()
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; after the state dict of a plain optimizer the
+        first round begins at the parameters of then.
+
+        Raises:
+            ConfigError: it belongs to another model or method, or it is damaged; then nothing has
+                changed.
+        """
+        plain = {key: value for key, value in state_dict.items() if key != KEY}
+        devices = {self._parameter_names[p]: p.device for _, p, _ in self._trained()}
+        before = self.state, self.param_groups
+        try:
+            super().load_state_dict(plain)
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+            self.state, self.param_groups = before
+            raise refused(f"{type(self).__name__} says {error!r}") from error
+        try:
+            if KEY in state_dict:
+                self.training.load_state_dict(_moved(state_dict[KEY], devices))
+            else:
+                self.training.restart()
+        except ConfigError:
+            self.state, self.param_groups = before
+            raise
+        self._followed = {}
+
+
+def _lost(x: torch.Tensor) -> bool:
+    return not bool(x.isfinite().all())
+
+
+@torch.no_grad()
+def _replace(
+    parameters: Mapping[str, Parameter],
+    function: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> dict[str, Parameter]:
+    """Replace parameters by what the function makes of them; return those that are other ones."""
+    before = {name: p.detach() for name, p in parameters.items()}
+    changed = {}
+    for name, x in function(before).items():
+        if x is not before[name]:
+            parameters[name].copy_(x)
+            changed[name] = parameters[name]
+    return changed
+
+
+def _moved(tree: Any, devices: Mapping[str, torch.device], device: Any = None) -> Any:
+    """Return the tree with its tensors on the devices of the parameters that they belong to."""
+    if isinstance(tree, Mapping):
+        return {key: _moved(x, devices, devices.get(key, device)) for key, x in tree.items()}
+    return tree.to(device) if isinstance(tree, torch.Tensor) and device else tree
+
+
+def train_locally(
+    optimizer: torch.optim.Optimizer,
+    method: TrainingMethod | type[TrainingMethod],
+    engine: Engine,
+    *,
+    named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+    seed: int = 0,
+) -> LocalStepsOptimizer:
+    """Return an optimizer of a class made from that of ``optimizer``, which trains by ``method``.
+
+    Raises:
+        ConfigError: an option has a value that cannot be honoured.
+        MismatchError: the ranks differ in method or options.
+    """
+    method = as_training_method(method)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+        )
+    if is_distributed(optimizer):
+        raise ConfigError(
+            "this optimizer is distributed already; pass the one that it was made from"
+        )
+    if method.acts_before and isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            f"LBFGS evaluates gradients inside step(), where {type(method).__name__} cannot act; "
+            "local SGD and DiLoCo can use it"
+        )
+    if method.needs_lookahead and not _is_nesterov(optimizer):
+        raise ConfigError(
+            f"{type(method).__name__} needs torch.optim.SGD with nesterov=True; for other "
+            "optimizers use EASGD"
+        )
+    names = names_of_parameters(optimizer.param_groups, named_parameters)
+    training = Coordinator(method, engine, seed=seed, like=torch.empty(0))
+    user_class = type(optimizer)
+    cls = type(user_class.__name__, (LocalStepsOptimizer, user_class), {})
+    local: LocalStepsOptimizer = cls(optimizer, names, training)
+    return local
+
+
+def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer meets other ranks: one of ours, or Horovod's own."""
+    ours = isinstance(optimizer, CompressedOptimizer | LocalStepsOptimizer)
+    return ours or hasattr(optimizer, "skip_synchronize")
+
+
+def _is_nesterov(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.SGD) and all(
+        group["nesterov"] for group in optimizer.param_groups
+    )
+
+
+def broadcast_training_state(hvd: Any, optimizer: LocalStepsOptimizer, root_rank: int) -> None:
+    """Give all ranks the state of ``root_rank``'s optimizer and what the training method has in
+    common; call ``consolidate_state_dict()`` before, on every rank.  A method whose state is each
+    rank's own begins anew on all ranks."""
+    state = optimizer.state_dict() if hvd.rank() == root_rank else None
+    if state is not None and optimizer.training.method.state_is_own:
+        state[KEY]["state"] = {}
+    optimizer.load_state_dict(broadcast_tree(hvd, state, root_rank))
+    optimizer.training.reducer.forget_plan()  # a worker that has just come has none
