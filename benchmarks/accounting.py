@@ -1,6 +1,6 @@
 """Compression ratios as papers count them, to compare with what is really sent.
 
-    >>> from benchmarks.model_shapes import resnet50
+    >>> from hvd_compress.advisor.shapes import resnet50
     >>> shapes = resnet50()
     >>> round(ratio(shapes, dgc_paper_bytes(shapes, density=0.001)))
     277

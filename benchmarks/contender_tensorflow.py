@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 import tensorflow as tf
-from model_shapes import Shapes, resnet50
 
 import hvd_compress.tensorflow as hvd
+from hvd_compress.advisor.shapes import Shapes, resnet50
 from hvd_compress.tensorflow import backend
 
 _lock = threading.Lock()

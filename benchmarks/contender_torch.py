@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model_shapes import Shapes, resnet50
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import hvd_compress.torch as hvd
 import hvd_compress.torch.mpi as over_mpi  # noqa: F401  the other one that a contender may use
 from hvd_compress import kernels
+from hvd_compress.advisor.shapes import Shapes, resnet50
 
 
 class Contender:

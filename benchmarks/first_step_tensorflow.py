@@ -23,8 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from model_shapes import mobilenet_v2
-
+from hvd_compress.advisor.shapes import mobilenet_v2
 from hvd_compress.integrations.launch import under_horovodrun
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

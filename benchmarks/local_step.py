@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from model_shapes import resnet50
 
 from hvd_compress import kernels
+from hvd_compress.advisor.shapes import resnet50
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

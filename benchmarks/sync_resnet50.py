@@ -23,9 +23,9 @@ import importlib
 import math
 import statistics
 
-from model_shapes import resnet50
 from tqdm import tqdm
 
+from hvd_compress.advisor.shapes import resnet50
 from hvd_compress.integrations.launch import under_horovodrun
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

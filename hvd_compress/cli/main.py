@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_compress import __version__, methods
+from hvd_compress.advisor import ACCURACIES, MODELS
 from hvd_compress.base import Compressor
+from hvd_compress.cli.advise import advise, bandwidth, duration
 from hvd_compress.cli.costs import RANKS, SHAPE, costs_of_defaults
 from hvd_compress.cli.doctor import WANTED, doctor
 from hvd_compress.cli.horovod_build import install_horovod
@@ -113,6 +115,35 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--json", action="store_true", dest="as_json", help=JSON)
     command.set_defaults(run=stragglers)
+
+    command = commands.add_parser(
+        "advise",
+        help="what a step takes with each method on a network, and which to choose",
+        description="The time of a step with each method: messages by the formulas of good "
+        "collectives, and the method's own work as measured on one core.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = command.add_argument
+    add(
+        "--model",
+        default="resnet50",
+        help=f"{', '.join(MODELS)}, or module:function, which returns a torch.nn.Module or shapes "
+        "by name, and is measured on this machine",
+    )
+    add("--ranks", type=positive, default=16, metavar="P", help="in all")
+    add("--hosts", type=positive, metavar="H", help="among which they are divided (default: P)")
+    add("--bandwidth", type=bandwidth, default="1gbit", help="of each host's line")
+    add("--latency", type=duration, default="50us", help="of a small message, half a ping")
+    add("--backward", type=duration, default="100ms", help="time to compute the gradients")
+    add("--accuracy", choices=ACCURACIES, default="lossy", help="the most that may be lost")
+    add(
+        "--measure",
+        action="store_true",
+        help="measure network and methods where this runs, under mpirun: a minute",
+    )
+    add("--picture", type=picture_file, metavar="FILE", help="draw time over bandwidth and ranks")
+    add("--json", action="store_true", dest="as_json", help=JSON)
+    command.set_defaults(run=advise)
     return parser
 
 

@@ -50,7 +50,7 @@ class LGC(OfVelocities, name="lgc"):
     more than the model's 25.6 million parameters:
 
         >>> import numpy as np
-        >>> from benchmarks.model_shapes import resnet50
+        >>> from hvd_compress.advisor.shapes import resnet50
         >>> gradients = [np.zeros(shape, np.float32) for shape in resnet50().values()]
         >>> common = LGC().common(gradients[0])
         >>> common["autoencoder"].size, sum(x.size for x in common.values())

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.accounting import dense_bytes, dgc_paper_bytes, ratio
-from benchmarks.model_shapes import alexnet, deep_speech, mobilenet_v2, ptb_lstm, resnet50
 from hvd_compress import DGC, Context, Gather
+from hvd_compress.advisor.shapes import alexnet, deep_speech, mobilenet_v2, ptb_lstm, resnet50
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.reducer import Reducer

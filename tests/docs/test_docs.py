@@ -186,7 +186,7 @@ def test_the_readme_and_the_page_have_figures_of_one_run():
 
 def sent_for_resnet50(method):
     """The bytes of a rank in a step, counted from its messages."""
-    from benchmarks.model_shapes import resnet50
+    from hvd_compress.advisor.shapes import resnet50
 
     random = np.random.default_rng(0)
     reducer = Reducer(method, LocalEngine(), momentum=0.9 * method.takes_momentum, in_place=True)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.model_shapes import ptb_lstm, resnet18_cifar
 from hvd_compress import ConfigError, Context, PowerSGD
+from hvd_compress.advisor.shapes import ptb_lstm, resnet18_cifar
 from hvd_compress.backends import backend_of
 from hvd_compress.blocks import chain, error_feedback, power_sgd
 from hvd_compress.coding.factors import orthonormal_rows

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -133,3 +135,50 @@ def ptb_lstm(vocabulary: int = 10_000, width: int = 1500, layers: int = 2) -> Sh
             shapes[f"rnn.weight_{side}_l{layer}"] = (4 * width, width)
             shapes[f"rnn.bias_{side}_l{layer}"] = (4 * width,)
     return shapes | {"decoder.bias": (vocabulary,)}
+
+
+def vgg16(classes: int = 1000) -> Shapes:
+    """VGG-16 (Simonyan and Zisserman, ICLR 2015), of which most is one fully connected layer."""
+    shapes: Shapes = {}
+    inputs = 3
+    for i, width in enumerate((64, 64, 128, 128, 256, 256, 256, *6 * (512,))):
+        shapes |= {f"conv{i}.weight": (width, inputs, 3, 3), f"conv{i}.bias": (width,)}
+        inputs = width
+    shapes |= _linear("fc1", 4096, 512 * 7 * 7) | _linear("fc2", 4096, 4096)
+    return shapes | _linear("fc3", classes, 4096)
+
+
+def transformer(
+    vocabulary: int, positions: int, width: int, layers: int, hidden: int | None = None
+) -> Shapes:
+    """Layers of attention and a perceptron between two normalisations each (Vaswani et al., NeurIPS
+    2017), behind embeddings of tokens and positions; what predicts shares the tokens' matrix."""
+    hidden = 4 * width if hidden is None else hidden
+    shapes: Shapes = {"tokens.weight": (vocabulary, width), "positions.weight": (positions, width)}
+    for layer in range(layers):
+        at = f"layer{layer}"
+        shapes |= _norm(f"{at}.norm1", width) | _linear(f"{at}.qkv", 3 * width, width)
+        shapes |= _linear(f"{at}.out", width, width) | _norm(f"{at}.norm2", width)
+        shapes |= _linear(f"{at}.fc1", hidden, width) | _linear(f"{at}.fc2", width, hidden)
+    return shapes | _norm("norm", width)
+
+
+def bert_base() -> Shapes:
+    """The sizes of BERT-base (Devlin et al., NAACL 2019), without its pooler and heads."""
+    return transformer(30_522, 512, 768, 12)
+
+
+def small_transformer() -> Shapes:
+    """A transformer of 6 layers of 384, for texts of 256 bytes: 10.8 million parameters."""
+    return transformer(256, 256, 384, 6)
+
+
+#: models by the names that users write
+MODELS: dict[str, Callable[[], Shapes]] = {
+    "resnet50": resnet50,
+    "vgg16": vgg16,
+    "mobilenet_v2": mobilenet_v2,
+    "bert_base": bert_base,
+    "small_transformer": small_transformer,
+    "ptb_lstm": ptb_lstm,
+}

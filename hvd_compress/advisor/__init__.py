@@ -1,0 +1,38 @@
+"""Is compression worth it here?  A model of the time of a step, from measured pieces."""
+
+from hvd_compress.advisor.advice import (
+    ACCURACIES,
+    CANDIDATES,
+    Candidate,
+    Step,
+    allowed,
+    break_even,
+    choose,
+    is_bottleneck,
+    rows_of,
+    seconds_of,
+    step_of,
+)
+from hvd_compress.advisor.network import Network
+from hvd_compress.advisor.pieces import Piece, kept, measured
+from hvd_compress.advisor.shapes import MODELS, Shapes
+
+__all__ = [
+    "ACCURACIES",
+    "CANDIDATES",
+    "MODELS",
+    "Candidate",
+    "Network",
+    "Piece",
+    "Shapes",
+    "Step",
+    "allowed",
+    "break_even",
+    "choose",
+    "is_bottleneck",
+    "kept",
+    "measured",
+    "rows_of",
+    "seconds_of",
+    "step_of",
+]

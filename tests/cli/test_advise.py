@@ -1,0 +1,109 @@
+"""``hvd-compress advise``."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from hvd_compress.cli.main import main
+from tests import jobs
+
+
+def test_a_table_and_what_to_write(capsys):
+    assert main(["advise", "--model", "resnet50", "--ranks", "16", "--bandwidth", "1gbit"]) == 0
+    text = capsys.readouterr().out
+    assert "resnet50, 16 ranks, 1 Gbit/s, rounds of 50 us, 100 ms of backward" in text
+    assert "Is the network your bottleneck? Yes" in text
+    assert 'Write compression="topk:density=0.001"' in text
+    rows = [line.split() for line in text.splitlines()]
+    assert {"none", "fp16", "fp8", "powersgd:rank=2"} <= {row[0] for row in rows if row}
+
+
+def test_no_comes_first_where_the_network_is_fast(capsys):
+    main(["advise", "--bandwidth", "100 Gbit/s", "--backward", "1s", "--accuracy", "exact"])
+    text = capsys.readouterr().out
+    assert "Is the network your bottleneck? No" in text
+    assert 'compression="fp16"' in text
+    assert "topk" not in text
+
+
+def test_json(capsys):
+    main(["advise", "--ranks", "8", "--hosts", "2", "--bandwidth", "100mbit", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["bandwidth"] == 1e8
+    assert (found["ranks"], found["hosts"], found["bottleneck"]) == (8, 2, True)
+    seconds = [row["seconds"] for row in found["rows"]]
+    assert seconds == sorted(seconds)
+    assert found["best"] == found["rows"][0]["method"]
+
+
+def test_a_picture(tmp_path, capsys):
+    main(["advise", "--picture", str(tmp_path / "steps.png")])
+    assert (tmp_path / "steps.png").stat().st_size > 10_000
+    assert "steps.png" in capsys.readouterr().out
+
+
+MODULE = """
+import torch
+def net():
+    return torch.nn.Linear(50, 20)
+def shapes():
+    return {"w": (50, 20), "b": (20,)}
+def nothing():
+    return 7
+"""
+
+
+def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_models.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    sent = []
+    for function in ("net", "shapes"):
+        options = ["--accuracy", "exact", "--json"]
+        assert main(["advise", "--model", f"own_models:{function}", *options]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        sent.append(sorted((row["method"], row["bytes"]) for row in rows))
+    assert sent[0] == sent[1] == [("fp16", 2040), ("none", 4080)]
+    for wrong, named in (("nothing", "torch.nn.Module"), ("nix", "nix"), ("", "module:function")):
+        assert main(["advise", "--model", f"own_models:{wrong}"]) == 2
+        assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--bandwidth", "3"], "1gbit"),
+        (["--bandwidth", "0gbit"], "1gbit"),
+        (["--bandwidth", "1.2.3gbit"], "1gbit"),
+        (["--latency", "fast"], "50us"),
+        (["--backward", "..ms"], "100ms"),
+    ],
+)
+def test_what_is_no_quantity(options, named, capsys):
+    with pytest.raises(SystemExit):
+        main(["advise", *options])
+    assert named in capsys.readouterr().err
+
+
+def test_other_errors(capsys):
+    assert main(["advise", "--ranks", "4", "--hosts", "3"]) == 2
+    assert "hosts=3" in capsys.readouterr().err
+    assert main(["advise", "--model", "resnet51"]) == 2
+    assert "mobilenet_v2" in capsys.readouterr().err
+
+
+def test_measured_where_it_runs(tmp_path):
+    (tmp_path / "own_models.py").write_text(MODULE)
+    command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable]
+    command += ["-m", "hvd_compress", "advise", "--measure", "--json", "--accuracy", "exact"]
+    path = f"{tmp_path}{os.pathsep}{jobs.ROOT}"
+    _, text = jobs.run([*command, "--model", "own_models:shapes"], 120, PYTHONPATH=path)
+    found = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    assert (found["ranks"], found["hosts"]) == (2, 1)
+    assert found["inner_bandwidth"] > 1e6
+
+
+def test_one_rank_has_no_network_to_measure(capsys):
+    assert main(["advise", "--measure"]) == 2
+    assert "mpirun" in capsys.readouterr().err
