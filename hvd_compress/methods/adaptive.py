@@ -9,13 +9,13 @@ from hvd_compress import operators
 from hvd_compress.aggregators import allgather
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import column_means
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptiveThreshold(OneChain, name="adaptive"):
+class AdaptiveThreshold(Chained, name="adaptive"):
     """Send the largest positive and negative elements as two means, keep the rest for later.
 
     A fraction ``density`` of the positive elements and one of the negative is picked, about; what
@@ -35,7 +35,7 @@ class AdaptiveThreshold(OneChain, name="adaptive"):
     density: Density = 0.01
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         # Of what was picked all elements are one column.
         via = allgather(operators.adaptive_threshold(self.density), column_means())
         return chain(error_feedback(), via=via)

@@ -13,7 +13,7 @@ from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, Sta
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import Configurable, as_tuple, converted, is_whole
 from hvd_compress.errors import ConfigError
-from hvd_compress.methods._chained import Chained
+from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Start, as_start, started
 from hvd_compress.transforms import momentum_after_averaging
 
@@ -162,12 +162,12 @@ class MomentumAfter(Chained, name="momentum_after"):
             raise ConfigError(f"compressor must be a chain, or made of chains: {self.compressor!r}")
 
     def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain(self.compressor.chain(gradient, context))
+        return self._then_momentum(self.compressor.chain(gradient, context))
 
     def template(self, gradient: Array) -> Chain:
-        return self._chain(self.compressor.template(gradient))
+        return self._then_momentum(self.compressor.template(gradient))
 
-    def _chain(self, inner: Compressor) -> Chain:
+    def _then_momentum(self, inner: Compressor) -> Chain:
         assert isinstance(inner, Chain)
         # The first one settles last.
         after = momentum_after_averaging(self.momentum, self.nesterov)

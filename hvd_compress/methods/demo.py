@@ -8,12 +8,12 @@ import functools
 from hvd_compress.aggregators import dct_top_k
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.config import check_choice
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.transforms import majority_vote, momentum_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class DeMoCompression(OneChain, name="demo"):
+class DeMoCompression(Chained, name="demo"):
     """Send the largest cosine coefficients of each rank's momentum, and step along the sign of what
     comes back.
 
@@ -55,7 +55,7 @@ class DeMoCompression(OneChain, name="demo"):
     partner = "DeMo"
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         check_choice("sign", self.sign, (True, False))
         signs: tuple[Transform, ...] = (majority_vote(),) if self.sign else ()
         via = dct_top_k(self.chunk, self.top_k, self.values, self.indices)

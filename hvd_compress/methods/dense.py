@@ -7,10 +7,9 @@ import functools
 from typing import ClassVar
 
 from hvd_compress.aggregators import allreduce
-from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import converted
-from hvd_compress.methods._chained import Chained
+from hvd_compress.methods.chained import Chained
 from hvd_compress.methods.rows import SendsRows, checked_rows
 
 
@@ -23,16 +22,9 @@ class _Dense(SendsRows, Chained):
     algorithm: str | None = None
     rows: str = dataclasses.field(default="whole", metadata=converted(checked_rows))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self._chain  # its blocks check the option
-
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         return chain(via=allreduce(wire=self.wire, algorithm=self.algorithm))
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain
 
 
 @dataclasses.dataclass(frozen=True)

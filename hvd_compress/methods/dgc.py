@@ -14,7 +14,7 @@ from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.config import check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
-from hvd_compress.methods._chained import OfVelocities
+from hvd_compress.methods.chained import OfVelocities
 from hvd_compress.methods.rows import SendsRows, checked_rows
 from hvd_compress.schedules import Density, as_density
 from hvd_compress.transforms import clip_by_local_norm, error_feedback, momentum_after_averaging

@@ -11,13 +11,13 @@ from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.codecs import Codec
 from hvd_compress.config import converted, is_number
 from hvd_compress.errors import ConfigError
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Density, Start, as_start
 from hvd_compress.transforms import ef21, smoothing
 
 
 @dataclasses.dataclass(frozen=True)
-class EF21(OneChain, name="ef21"):
+class EF21(Chained, name="ef21"):
     """Send the largest changes of the gradient, add them to an estimate that all ranks share.
 
     On each rank, for C = top-k::
@@ -63,7 +63,7 @@ class EF21(OneChain, name="ef21"):
         super().__post_init__()
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         via = allgather(
             operators.top_k(self.density, self.selection), self.values, indices=self.indices
         )

@@ -8,12 +8,12 @@ import functools
 from hvd_compress import codecs
 from hvd_compress.aggregators import alltoall
 from hvd_compress.chain import Chain, chain
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class FP8(OneChain, name="fp8"):
+class FP8(Chained, name="fp8"):
     """Eight-bit floats and a scale a bucket, which puts the largest element at their largest.
 
     Sent: 8 bits an element, and the sums of a shard to all; received: twice 8 bits.  Each rank
@@ -31,5 +31,5 @@ class FP8(OneChain, name="fp8"):
     bucket: int | None = 512
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         return chain(error_feedback(), via=alltoall(codecs.float8(self.format, self.bucket)))

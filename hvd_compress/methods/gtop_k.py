@@ -7,13 +7,13 @@ import functools
 
 from hvd_compress import aggregators
 from hvd_compress.chain import Chain, chain
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class GTopK(OneChain, name="gtopk"):
+class GTopK(Chained, name="gtopk"):
     """Send the k = ceil(density * n) largest elements, merge them in pairs of ranks, and step along
     the k largest sums; an element that is not in these stays in the residual of its rank.
 
@@ -37,6 +37,6 @@ class GTopK(OneChain, name="gtopk"):
     indices: str = "packed"
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         via = aggregators.gtop_k(self.density, self.selection, self.indices)
         return chain(error_feedback(), via=via)

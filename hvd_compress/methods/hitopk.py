@@ -9,12 +9,12 @@ import functools
 from hvd_compress import operators
 from hvd_compress.aggregators import nodes_top_k
 from hvd_compress.chain import Chain, chain
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Density
 
 
 @dataclasses.dataclass(frozen=True)
-class HiTopK(OneChain, name="hitopk"):
+class HiTopK(Chained, name="hitopk"):
     """Add up dense gradients inside each node, and send the largest k = ceil(density * n) sums of
     each node to the others; see :class:`hvd_compress.blocks.nodes_top_k`.
 
@@ -40,6 +40,6 @@ class HiTopK(OneChain, name="hitopk"):
     indices: str = "packed"
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         select = operators.ms_top_k(self.density, self.rounds)
         return chain(via=nodes_top_k(select, self.ranks_per_node, self.indices))

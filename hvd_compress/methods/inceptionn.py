@@ -9,12 +9,12 @@ from hvd_compress import codecs
 from hvd_compress.aggregators import allgather
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class INCEPTIONN(OneChain, name="inceptionn"):
+class INCEPTIONN(Chained, name="inceptionn"):
     """Send nothing of a value below ``bound``, else 8, 16 or all bits of it, by its magnitude.
 
     State: ``residual``.  Sent: 2 bits an element, and the bits of those that are large enough; see
@@ -39,6 +39,6 @@ class INCEPTIONN(OneChain, name="inceptionn"):
         super().__post_init__()
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         via = allgather(codecs.inceptionn(self.bound))
         return chain(error_feedback(), via=via) if self.error_feedback else chain(via=via)

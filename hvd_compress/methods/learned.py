@@ -19,7 +19,7 @@ from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice, converted
 from hvd_compress.errors import ConfigError
-from hvd_compress.methods._chained import OfVelocities
+from hvd_compress.methods.chained import OfVelocities
 from hvd_compress.schedules import After, Start, as_start, started
 from hvd_compress.transforms import fading_memory
 

@@ -8,13 +8,13 @@ import functools
 from hvd_compress import operators
 from hvd_compress.aggregators import allgather
 from hvd_compress.chain import Chain, chain
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class MSTopK(OneChain, name="mstopk"):
+class MSTopK(Chained, name="mstopk"):
     """Send k = ceil(density * n) of the largest elements, found by halving an interval; keep the
     rest for later.
 
@@ -40,7 +40,7 @@ class MSTopK(OneChain, name="mstopk"):
     indices: str = "packed"
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         via = allgather(
             operators.ms_top_k(self.density, self.rounds), self.values, indices=self.indices
         )

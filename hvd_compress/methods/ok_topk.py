@@ -7,13 +7,13 @@ import functools
 
 from hvd_compress import aggregators
 from hvd_compress.chain import Chain, chain
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class OkTopk(OneChain, name="oktopk"):
+class OkTopk(Chained, name="oktopk"):
     """Send the k = ceil(density * n) largest elements to the owners of their regions, and step
     along about k of the largest sums; whatever is not among these stays in the residual of the rank
     whose it is.
@@ -40,7 +40,7 @@ class OkTopk(OneChain, name="oktopk"):
     values: str = "float32"
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         via = aggregators.ok_topk(
             self.density, self.selection, self.threshold_every, self.indices, self.values
         )

@@ -9,13 +9,13 @@ from hvd_compress.aggregators import allgather, alltoall, dense_until
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import column_means
 from hvd_compress.config import check_choice, converted
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Start, as_start
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class OneBit(OneChain, name="onebit"):
+class OneBit(Chained, name="onebit"):
     """Send one bit an element and two means a column, and keep what that leaves out.
 
     With ``via="alltoall"``, as in the paper, each rank adds up one shard of every tensor and
@@ -48,7 +48,7 @@ class OneBit(OneChain, name="onebit"):
         super().__post_init__()
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         aggregate = alltoall if self.via == "alltoall" else allgather
         via = dense_until(self.start, aggregate(column_means(self.column)))
         return chain(error_feedback(), via=via)

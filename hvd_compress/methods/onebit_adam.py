@@ -14,7 +14,7 @@ from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign
 from hvd_compress.config import converted, is_whole
 from hvd_compress.errors import ConfigError
-from hvd_compress.methods._chained import Chained
+from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import After, Start, as_start, started
 from hvd_compress.transforms import averaged_momentum, error_feedback
 

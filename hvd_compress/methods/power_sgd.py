@@ -12,7 +12,7 @@ from hvd_compress.chain import Chain, chain
 from hvd_compress.coding.factors import matrix_shape
 from hvd_compress.config import check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
-from hvd_compress.methods._chained import Chained
+from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Start, as_start
 from hvd_compress.transforms import error_feedback
 

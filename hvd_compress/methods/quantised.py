@@ -1,31 +1,21 @@
-"""Methods that round every element, without a bias and without a state."""
+"""Methods that round every element, without a bias and without a state.
+
+Every rank receives every other's codes: traffic grows with the number of ranks.
+"""
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 
 from hvd_compress import codecs
 from hvd_compress.aggregators import allgather
 from hvd_compress.chain import Chain, chain
-from hvd_compress.methods._chained import OneChain
-
-
-class _Quantised(OneChain):
-    """Every rank receives every other's codes: traffic grows with the number of ranks."""
-
-    @property
-    @abc.abstractmethod
-    def codec(self) -> codecs.Codec: ...
-
-    @functools.cached_property
-    def _chain(self) -> Chain:
-        return chain(via=allgather(self.codec))
+from hvd_compress.methods.chained import Chained
 
 
 @dataclasses.dataclass(frozen=True)
-class QSGD(_Quantised, name="qsgd"):
+class QSGD(Chained, name="qsgd"):
     """Round to ``levels`` uniform levels of each sign, at random, so that the mean is unbiased.
 
     Sent: log2(2 levels + 1) bits an element and a norm a bucket.  No state.  The default has 15
@@ -41,13 +31,13 @@ class QSGD(_Quantised, name="qsgd"):
     bucket: int | None = 512
     norm: str = "max"
 
-    @property
-    def codec(self) -> codecs.Codec:
-        return codecs.uniform_dithering(self.levels, self.bucket, self.norm)
+    @functools.cached_property
+    def blocks(self) -> Chain:
+        return chain(via=allgather(codecs.uniform_dithering(self.levels, self.bucket, self.norm)))
 
 
 @dataclasses.dataclass(frozen=True)
-class TernGrad(_Quantised, name="terngrad"):
+class TernGrad(Chained, name="terngrad"):
     """Send -m, 0 or m for every element, at random; m is the largest magnitude of the tensor.
 
     Sent: 1.6 bits an element and m.  No state.  Clipping at ``clip`` standard deviations keeps m
@@ -61,13 +51,13 @@ class TernGrad(_Quantised, name="terngrad"):
 
     clip: float | None = 2.5
 
-    @property
-    def codec(self) -> codecs.Codec:
-        return codecs.ternary(self.clip)
+    @functools.cached_property
+    def blocks(self) -> Chain:
+        return chain(via=allgather(codecs.ternary(self.clip)))
 
 
 @dataclasses.dataclass(frozen=True)
-class NaturalCompression(_Quantised, name="natural"):
+class NaturalCompression(Chained, name="natural"):
     """Round magnitudes to powers of two, at random: 9 bits an element, variance 1/8 |x|^2 at most.
 
     No state.  Reference: Horvath, Ho, Horvath, Sahu, Canini, Richtarik, MSML 2022.
@@ -75,13 +65,13 @@ class NaturalCompression(_Quantised, name="natural"):
 
     reference = "Horvath et al., MSML 2022"
 
-    @property
-    def codec(self) -> codecs.Codec:
-        return codecs.natural()
+    @functools.cached_property
+    def blocks(self) -> Chain:
+        return chain(via=allgather(codecs.natural()))
 
 
 @dataclasses.dataclass(frozen=True)
-class NaturalDithering(_Quantised, name="natural_dithering"):
+class NaturalDithering(Chained, name="natural_dithering"):
     """Round to ``levels`` powers of two below the norm of a bucket, at random.
 
     Sent: log2(2 levels + 1) bits an element and a norm a bucket.  No state.  Reference: Horvath et
@@ -94,6 +84,6 @@ class NaturalDithering(_Quantised, name="natural_dithering"):
     bucket: int | None = 512
     norm: str = "l2"
 
-    @property
-    def codec(self) -> codecs.Codec:
-        return codecs.natural_dithering(self.levels, self.bucket, self.norm)
+    @functools.cached_property
+    def blocks(self) -> Chain:
+        return chain(via=allgather(codecs.natural_dithering(self.levels, self.bucket, self.norm)))

@@ -9,13 +9,13 @@ from hvd_compress import operators
 from hvd_compress.aggregators import allreduce, gather_drawn
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomK(OneChain, name="randomk"):
+class RandomK(Chained, name="randomk"):
     """Send k = ceil(density * n) elements that are drawn at random, and no indices.
 
     With ``shared`` all ranks draw alike, and the values are summed by an ordinary allreduce, so
@@ -49,7 +49,7 @@ class RandomK(OneChain, name="randomk"):
         super().__post_init__()
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         aggregate = allreduce if self.shared else gather_drawn
         select = operators.random_k(self.density)
         via = aggregate(wire=self.wire, select=select, unbiased=not self.error_feedback)

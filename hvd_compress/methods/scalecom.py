@@ -8,13 +8,13 @@ import functools
 from hvd_compress.aggregators import leader_top_k
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.config import check_fraction
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback, low_pass_memory
 
 
 @dataclasses.dataclass(frozen=True)
-class ScaleCom(OneChain, name="scalecom"):
+class ScaleCom(Chained, name="scalecom"):
     """Send the elements that are largest on one rank, from all ranks; ranks take turns.
 
     Ranks whose accumulated gradients are alike would choose much the same elements; so one rank
@@ -44,6 +44,6 @@ class ScaleCom(OneChain, name="scalecom"):
         super().__post_init__()
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         memory: Transform = error_feedback() if self.beta == 1 else low_pass_memory(self.beta)
         return chain(memory, via=leader_top_k(self.density, self.selection))

@@ -8,13 +8,13 @@ import functools
 from hvd_compress import operators
 from hvd_compress.aggregators import allgather
 from hvd_compress.chain import Chain, chain
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class SIDCo(OneChain, name="sidco"):
+class SIDCo(Chained, name="sidco"):
     """Send about k = ceil(density * n) of the largest elements, found by the quantile of a fitted
     distribution; keep the rest for later.
 
@@ -38,7 +38,7 @@ class SIDCo(OneChain, name="sidco"):
     indices: str = "packed"
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         via = allgather(
             operators.sidco(self.density, self.fit, self.stages), self.values, indices=self.indices
         )

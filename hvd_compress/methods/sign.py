@@ -11,12 +11,12 @@ from hvd_compress.aggregators import allgather, alltoall
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice
 from hvd_compress.errors import NeedsTuning
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.transforms import error_feedback, majority_vote, moving_average
 
 
 @dataclasses.dataclass(frozen=True)
-class SignSGD(OneChain, name="signsgd"):
+class SignSGD(Chained, name="signsgd"):
     """Send the sign of each element; step along what the majority says, +1, -1, or 0 for a tie.
 
     Sent: one bit an element.  No state.  Nothing corrects the bias, and steps do not shrink with
@@ -34,12 +34,12 @@ class SignSGD(OneChain, name="signsgd"):
         _warn(self.name, 0.0002)
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         return chain(majority_vote(), via=allgather(codecs.sign()))
 
 
 @dataclasses.dataclass(frozen=True)
-class Signum(OneChain, name="signum"):
+class Signum(Chained, name="signum"):
     """Send the signs of a moving average of each rank's gradients; step as :class:`SignSGD` does.
 
     State: ``velocity``, the average ``m = beta m + (1 - beta) g``, in the place of the optimizer's
@@ -65,7 +65,7 @@ class Signum(OneChain, name="signum"):
         _warn(self.name, 0.0005)
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         average = moving_average(self.momentum, self.nesterov)
         return chain(average, majority_vote(), via=allgather(codecs.sign()))
 
@@ -82,7 +82,7 @@ def _warn(method: str, rate: float) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class EFSignSGD(OneChain, name="efsignsgd"):
+class EFSignSGD(Chained, name="efsignsgd"):
     """Send signs times the mean magnitude of the tensor, and keep what that leaves out.
 
     Sent: one bit an element and one number.  State: ``residual``, and ``owner_residual`` with
@@ -101,6 +101,6 @@ class EFSignSGD(OneChain, name="efsignsgd"):
         super().__post_init__()
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         aggregate = alltoall if self.via == "alltoall" else allgather
         return chain(error_feedback(), via=aggregate(codecs.scaled_sign()))

@@ -11,7 +11,7 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import converted
-from hvd_compress.methods._chained import OfVelocities
+from hvd_compress.methods.chained import OfVelocities
 from hvd_compress.schedules import Density, as_density
 
 

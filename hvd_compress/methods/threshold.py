@@ -9,12 +9,12 @@ from hvd_compress import codecs, operators
 from hvd_compress.aggregators import allgather
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class Threshold(OneChain, name="threshold"):
+class Threshold(Chained, name="threshold"):
     """Send what has grown beyond ``tau``, keep the rest for later::
 
         x = gradient + residual;  where |x| > tau send x;  residual = x - sent
@@ -46,7 +46,7 @@ class Threshold(OneChain, name="threshold"):
         super().__post_init__()
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         values = codecs.plus_minus(self.tau) if self.send == "sign" else "float32"
         select = operators.threshold(self.tau)
         return chain(error_feedback(), via=allgather(select, values, indices=self.indices))

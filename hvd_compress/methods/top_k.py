@@ -9,14 +9,14 @@ from hvd_compress import operators
 from hvd_compress.aggregators import allgather
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice, converted
-from hvd_compress.methods._chained import OneChain
+from hvd_compress.methods.chained import Chained
 from hvd_compress.methods.rows import SendsRows, checked_rows
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(SendsRows, OneChain, name="topk"):
+class TopK(SendsRows, Chained, name="topk"):
     """Send the k = ceil(density * n) elements of largest magnitude, keep the rest for later.
 
     State: ``residual``.  Sent: k values and k packed indices a tensor.  The optimizer's momentum
@@ -51,7 +51,7 @@ class TopK(SendsRows, OneChain, name="topk"):
         super().__post_init__()
 
     @functools.cached_property
-    def _chain(self) -> Chain:
+    def blocks(self) -> Chain:
         via = allgather(
             operators.top_k(self.density, self.selection), self.values, self.algorithm, self.indices
         )

@@ -16,7 +16,7 @@ from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign
 from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.methods._chained import Chained
+from hvd_compress.methods.chained import Chained
 from hvd_compress.methods.composed import Partition, rule
 from hvd_compress.methods.dense import NoCompression
 from hvd_compress.requests import Sum

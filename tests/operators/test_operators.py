@@ -266,7 +266,7 @@ def test_variance_of_the_average_over_ranks(ranks, shared):
         sizes.append((outcome.sent.values**2).sum())
     energy = (x**2).sum()
     assert np.mean(sizes) == pytest.approx(d / k * energy, rel=0.05)
-    assert method._chain.via.classes(d).zeta == d / k
+    assert method.blocks.via.classes(d).zeta == d / k
     errors = ((np.array(means) - x) ** 2).sum(1)
     expected = (d / k - 1) * energy / (1 if shared else ranks)
     assert errors.mean() == pytest.approx(expected, rel=0.05)

@@ -1,8 +1,7 @@
-"""Bases of the methods that are a chain: chosen per tensor, or the same for all tensors."""
+"""Bases of the methods that are chains of blocks."""
 
 from __future__ import annotations
 
-import abc
 import functools
 import math
 
@@ -19,13 +18,35 @@ from hvd_compress.transforms import (
 
 
 class Chained(Compressor):
-    @abc.abstractmethod
+    """A method that is a chain of blocks: ``blocks``, which its options make, or another one for
+    each tensor or step, if it overrides ``chain``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.blocks  # they check the options
+
+    @functools.cached_property
+    def blocks(self) -> Chain | None:
+        """The chain of all tensors and steps, if there is one for all."""
+        return None
+
     def chain(self, gradient: Array, context: Context) -> Chain:
         """Return the chain for this exchange of a tensor."""
+        if self.blocks is None:
+            raise NotImplementedError(f"{type(self).__name__} has neither blocks nor chain()")
+        return self.blocks
 
     def template(self, gradient: Array) -> Chain:
         """Return a chain that keeps the same state as those of all exchanges of the tensor."""
         return self.chain(gradient, Context())
+
+    @property
+    def homogeneous(self) -> bool:
+        return super().homogeneous if self.blocks is None else self.blocks.homogeneous
+
+    @property
+    def averages_momentum(self) -> bool:  # type: ignore[override]
+        return self.blocks is not None and self.blocks.averages_momentum
 
     def init(self, gradient: Array) -> State:
         return self.template(gradient).init(gradient)
@@ -47,29 +68,6 @@ class Chained(Compressor):
 
     def decode(self, message: Array, like: Array, context: Context) -> Array:
         return self.chain(like, context).decode(message, like, context)
-
-
-class OneChain(Chained):
-    """One chain for all tensors and steps, made of the options."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self._chain  # its blocks check the options
-
-    @functools.cached_property
-    @abc.abstractmethod
-    def _chain(self) -> Chain: ...
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._chain
-
-    @property
-    def homogeneous(self) -> bool:
-        return self._chain.homogeneous
-
-    @property
-    def averages_momentum(self) -> bool:  # type: ignore[override]
-        return self._chain.averages_momentum
 
 
 class OfVelocities(Chained):
