@@ -68,7 +68,12 @@ class PowerSGD(Chained, name="powersgd"):
 
     def chain(self, gradient: Array, context: Context) -> Chain:
         low_rank = self.compresses(backend_of(gradient).shape(gradient))
-        return self._low_rank if low_rank else chain(via=allreduce("gradient"))
+        return self._low_rank if low_rank else self._whole
+
+    @functools.cached_property
+    def _whole(self) -> Chain:
+        # One for all tensors, which are sent together if they ask for the same.
+        return chain(via=allreduce("gradient"))
 
     @functools.cached_property
     def _low_rank(self) -> Chain:
