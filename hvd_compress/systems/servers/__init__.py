@@ -9,8 +9,9 @@ from hvd_compress.systems.servers.link import Link
 from hvd_compress.systems.servers.optimizers import AdamServer, SGDServer
 from hvd_compress.systems.servers.pieces import Piece, joined, pieces_of, taken_from
 from hvd_compress.systems.servers.rules import Rules
-from hvd_compress.systems.servers.server import Server, ServerStats
+from hvd_compress.systems.servers.server import Server
 from hvd_compress.systems.servers.simulation import Simulation
+from hvd_compress.systems.servers.stats import ServerStats
 
 __all__ = [
     "AdamServer",

@@ -24,7 +24,8 @@ from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.systems.rounds.groups import Groups, checked_groups, groups_of
 from hvd_compress.systems.servers.messages import Kind, Message, decode, encode
 from hvd_compress.systems.servers.pieces import Arrays, is_finite
-from hvd_compress.systems.servers.server import Reply, ServerStats
+from hvd_compress.systems.servers.server import Reply
+from hvd_compress.systems.servers.stats import ServerStats
 
 
 class Role(enum.IntFlag):

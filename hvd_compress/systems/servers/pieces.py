@@ -71,6 +71,14 @@ def is_finite(arrays: Mapping[str, np.ndarray]) -> bool:
     return all(bool(np.isfinite(x).all()) for x in arrays.values())
 
 
+def added(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the sum of arrays, one after the other."""
+    total = arrays[0]
+    for other in arrays[1:]:
+        total = total + other
+    return total
+
+
 def joined(
     found: Mapping[str, np.ndarray], pieces: Sequence[Piece], into: Mapping[str, np.ndarray]
 ) -> None:

@@ -128,6 +128,12 @@ class Rules(Configurable, kind="parameter server", name="rules"):
                 f"backup={self.backup} of {workers} workers: a step takes a gradient of one at "
                 f"least, so backup can be up to {workers - 1} here"
             )
+        if isinstance(self.compression, LGC) and workers < 2:
+            raise ConfigError(
+                "compression='lgc' on a parameter server lets one worker's latent stand for those "
+                f"of others, and there is {workers} worker: start more ranks, or use "
+                "compression='dgc:small=sparse'"
+            )
 
     @property
     def needs_copies(self) -> bool:

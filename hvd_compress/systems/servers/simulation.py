@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.errors import ConfigError
-from hvd_compress.systems.servers.learned import ends_of
+from hvd_compress.systems.servers.link import Link
 from hvd_compress.systems.servers.optimizers import ServerOptimizer
 from hvd_compress.systems.servers.pieces import (
     Arrays,
@@ -68,10 +68,10 @@ class Simulation:
         self._pieces = pieces_of(self._start, servers)
         own = [taken_from(self._start, pieces) for pieces in self._pieces]
         everyone = range(workers)
-        a_server, a_link = ends_of(rules, workers)
+        rules.check_workers(workers)
         options: dict[str, Any] = {"seed": seed, "momentum": momentum}
-        self.servers = [a_server(x, optimizer(), everyone, rules, **options) for x in own]
-        self.links = [[a_link(x, w, rules, **options) for x in own] for w in everyone]
+        self.servers = [Server(x, optimizer(), everyone, rules, **options) for x in own]
+        self.links = [[Link(x, w, rules, **options) for x in own] for w in everyone]
         self.steps = [0] * workers
 
     @property

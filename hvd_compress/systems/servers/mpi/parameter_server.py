@@ -11,12 +11,12 @@ from mpi4py import MPI
 from hvd_compress.config import check_seed
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.transport.communicator import Communicator
-from hvd_compress.systems.servers.learned import ends_of
 from hvd_compress.systems.servers.link import Link
 from hvd_compress.systems.servers.mpi.serving import Serving
 from hvd_compress.systems.servers.optimizers import ServerOptimizer, SGDServer
 from hvd_compress.systems.servers.pieces import gradients_of, joined, pieces_of, taken_from
 from hvd_compress.systems.servers.rules import Rules
+from hvd_compress.systems.servers.server import Server
 
 
 class ParameterServer(Serving):
@@ -89,15 +89,15 @@ class ParameterServer(Serving):
         self._pieces = pieces_of(self.parameters, servers)
         own = [taken_from(self.parameters, pieces) for pieces in self._pieces]
         options: dict[str, Any] = {"seed": seed, "momentum": momentum, "nesterov": nesterov}
-        a_server, a_link = ends_of(self.rules, self.size)
+        self.rules.check_workers(self.size)
         self._links = [
-            a_link(x, self.rank, self.rules, server=f"rank {server}", **options)
+            Link(x, self.rank, self.rules, server=f"rank {server}", **options)
             for server, x in enumerate(own)
         ]
         if self.is_server:
             everyone = range(self.size)
             mine = own[ranks.rank]
-            self._server = a_server(mine, self._optimizer, everyone, self.rules, **options)
+            self._server = Server(mine, self._optimizer, everyone, self.rules, **options)
 
     @property
     def bytes_sent(self) -> int:
