@@ -43,6 +43,7 @@ from hvd_compress.methods import LGC
 from hvd_compress.operators import top_k
 from hvd_compress.operators.top_k import count
 from hvd_compress.schedules import started
+from hvd_compress.systems.servers.pieces import array_of
 
 FLOAT = np.dtype(np.float32)
 
@@ -107,24 +108,9 @@ class Layout:
             )
 
 
-def as_bytes(x: np.ndarray) -> np.ndarray:
-    """Return the bytes of an array."""
-    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-
-
 def floats(part: np.ndarray, size: int, sender: str) -> np.ndarray:
     """Return so many numbers from their bytes."""
-    return array(part, np.empty(size, FLOAT), sender)
-
-
-def array(part: np.ndarray, like: np.ndarray, sender: str) -> np.ndarray:
-    """Return an array of the shape and dtype of another from its bytes."""
-    if part.nbytes != like.nbytes:
-        raise PayloadError(
-            f"bad payload from {sender}: {part.nbytes} bytes where {like.nbytes} were expected: "
-            "the ranks' models or options differ"
-        )
-    return part.view(like.dtype).reshape(like.shape)
+    return array_of(part, np.empty(size, FLOAT), sender)
 
 
 def places_in(part: np.ndarray, layout: Layout, sender: str) -> np.ndarray:

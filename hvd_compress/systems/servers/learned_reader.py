@@ -21,12 +21,10 @@ from hvd_compress.systems.servers.learned import (
     FLOAT,
     Layout,
     Phase,
-    array,
-    as_bytes,
     floats,
     places_in,
 )
-from hvd_compress.systems.servers.pieces import Arrays
+from hvd_compress.systems.servers.pieces import Arrays, array_of, bytes_of
 
 _ENCODER = weights_of(ENCODER)
 
@@ -88,7 +86,8 @@ class LearnedReader:
         if len(found) != len(names) + (not is_whole) + is_common * (1 + self._codes):
             raise PayloadError(f"bad payload from {sender}: {len(found)} parts of a gradient")
         whole = {
-            name: array(part, like[name], sender) for name, part in zip(names, found, strict=False)
+            name: array_of(part, like[name], sender)
+            for name, part in zip(names, found, strict=False)
         }
         if is_whole:
             return _Push(whole)
@@ -127,7 +126,7 @@ class LearnedReader:
                 weights = self.learned["autoencoder"]
                 row = numpy_network.decode(weights, latent, layout.k, innovation, decoder)
                 self._rows[worker] = row[0] * scales
-                found[worker].append(as_bytes(self._rows[worker]))
+                found[worker].append(bytes_of(self._rows[worker]))
         return found
 
     def _innovation(self, push: _Push) -> np.ndarray:
@@ -196,5 +195,5 @@ class LearnedReader:
         news = self._codes and worker not in self._has_encoder
         if news:
             self._has_encoder.add(worker)
-        encoder = [as_bytes(self.learned["autoencoder"][:_ENCODER])] if news else []
+        encoder = [bytes_of(self.learned["autoencoder"][:_ENCODER])] if news else []
         return [self.phase, self.common, news], encoder

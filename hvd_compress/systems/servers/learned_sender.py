@@ -20,8 +20,8 @@ from hvd_compress.codecs.plain import plain
 from hvd_compress.methods import LGC
 from hvd_compress.requests import Request, Sum
 from hvd_compress.systems.servers.coding import Coder
-from hvd_compress.systems.servers.learned import FLOAT, Layout, Phase, as_bytes, floats, places_in
-from hvd_compress.systems.servers.pieces import Arrays
+from hvd_compress.systems.servers.learned import FLOAT, Layout, Phase, floats, places_in
+from hvd_compress.systems.servers.pieces import Arrays, bytes_of
 
 _NONE = np.zeros(0, FLOAT)
 _NO_RANDOM = np.random.default_rng(0)
@@ -89,8 +89,8 @@ class LearnedSender:
         if not all(np.isfinite(x).all() for x in (flat, *self._x.values())):
             return [], dict(states)
         if self.phase is Phase.WHOLE:
-            return [as_bytes(x) for x in self._x.values()], self._settled({})
-        parts = [as_bytes(self._x[name]) for name in layout.whole]
+            return [bytes_of(x) for x in self._x.values()], self._settled({})
+        parts = [bytes_of(self._x[name]) for name in layout.whole]
         own = layout.largest(flat, layout.innovations, step)
         parts.append(encode_coded(plain(), flat[own], _NO_RANDOM, own, layout.n, packed=True))
         self._flat, self._own = flat, own
@@ -105,7 +105,7 @@ class LearnedSender:
         if self.phase is Phase.LATENT:
             scales = largest_of(values, layout.counts)
             latent = numpy_network.encode(self.encoder, (values / layout.each(scales))[None])[0]
-            parts.append(as_bytes(np.concatenate([scales, latent])))
+            parts.append(bytes_of(np.concatenate([scales, latent])))
         return parts
 
     def answer(
@@ -132,7 +132,7 @@ class LearnedSender:
             there = everywhere[first:last]
             x = self._x[name]
             by_name[name] = Sparse(there - start, dense[there].astype(x.dtype))
-        return [as_bytes(answer)], self._settled(by_name)
+        return [bytes_of(answer)], self._settled(by_name)
 
     def _settled(self, sent: Mapping[str, Sparse]) -> dict[str, State]:
         """Return the states after what was sent; of other tensors it is everything."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from hvd_compress.base import State
-from hvd_compress.errors import ConfigError, PayloadError
-from hvd_compress.systems.servers.messages import Kind, Message, decode, encode
-from hvd_compress.systems.servers.pieces import Arrays
+from hvd_compress.errors import ConfigError
+from hvd_compress.systems.servers.messages import Kind, Message, decode, encode, tag_of
+from hvd_compress.systems.servers.pieces import Arrays, arrays_of
 from hvd_compress.systems.servers.rules import Rules
 from hvd_compress.systems.servers.stats import ServerStats
 from hvd_compress.systems.servers.ways import coders, sender_of
@@ -94,13 +94,13 @@ class Link:
         return self._sent(Message(Kind.PUSH, int(is_partial), self._pushes - 1, parts))
 
     def _sent(self, message: Message) -> np.ndarray:
-        frame = encode(message, self._rules.tag)
+        frame = encode(message, tag_of(self._rules))
         self.bytes_sent += frame.nbytes
         return frame
 
     def leave(self, *, failed: bool = False) -> np.ndarray:
         """Return the frame that says that this worker sends no more."""
-        return encode(Message(Kind.LEAVE, int(failed)), self._rules.tag)
+        return encode(Message(Kind.LEAVE, int(failed)), tag_of(self._rules))
 
     def receive(self, frame: np.ndarray) -> bool:
         """Take a frame of the server, and return whether it is the one that was waited for: a reply
@@ -110,7 +110,7 @@ class Link:
             PayloadError: the frame is damaged, or of other rules.
         """
         self.answer = None
-        message = decode(frame, self._rules.tag, self._server)
+        message = decode(frame, tag_of(self._rules), self._server)
         if message.kind is Kind.BEAT:
             return False
         self.bytes_received += frame.nbytes
@@ -121,7 +121,7 @@ class Link:
             return False
         if message.kind is Kind.END:
             self.stats = ServerStats.from_bytes(next(parts))
-            self.parameters = self._whole(parts)
+            self.parameters = arrays_of(parts, self.parameters, self._server)
             return True
         epoch, *orders = next(parts).view("<f8").tolist()
         self.way.told(orders, parts, self._server)
@@ -129,20 +129,9 @@ class Link:
             new = self._down.decode(parts, self.parameters, message.number, epoch, self._server)
             self.parameters = {name: x + new[name] for name, x in self.parameters.items()}
         else:
-            self.parameters = self._whole(parts)
+            self.parameters = arrays_of(parts, self.parameters, self._server)
         self.taken = bool(message.flag)
         if self._pending is not None and self.taken:
             self.states = self._pending
         self._pending = None
         return True
-
-    def _whole(self, parts: Iterator[np.ndarray]) -> Arrays:
-        found = {}
-        for (name, x), part in zip(self.parameters.items(), parts, strict=True):
-            if part.nbytes != x.nbytes:
-                raise PayloadError(
-                    f"bad payload from {self._server}: {part.nbytes} bytes for {name!r}, which has "
-                    f"{x.nbytes}: the ranks' models differ"
-                )
-            found[name] = part.view(x.dtype).reshape(x.shape).copy()
-        return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from typing import Any
 
 from hvd_compress.base import Compressor
@@ -144,8 +143,3 @@ class Rules(Configurable, kind="parameter server", name="rules"):
     def is_delta(self) -> bool:
         """Whether differences go to the workers, and not the parameters themselves."""
         return not isinstance(self.compression_down, NoCompression)
-
-    @property
-    def tag(self) -> int:
-        """16 bits by which messages made by other rules are noticed."""
-        return zlib.crc32(repr(self).encode()) & 0xFFFF

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_compress.errors import PayloadError
-from hvd_compress.systems.servers.messages import Kind, Message, decode, encode
+from hvd_compress.systems.servers.messages import Kind, Message, decode, encode, tag_of
 from hvd_compress.systems.servers.optimizers import ServerOptimizer
-from hvd_compress.systems.servers.pieces import Arrays, added
+from hvd_compress.systems.servers.pieces import Arrays, added, bytes_of
 from hvd_compress.systems.servers.rules import Rules
 from hvd_compress.systems.servers.stats import ServerStats
 from hvd_compress.systems.servers.ways import coders, reader_of
@@ -89,7 +89,7 @@ class Server:
             PayloadError: the frame is damaged, or of other rules.
         """
         sender = f"worker {worker}"
-        message = decode(frame, self.rules.tag, sender)
+        message = decode(frame, tag_of(self.rules), sender)
         if message.kind is Kind.LEAVE:
             self.stats.left(worker, bool(message.flag))
             return self._without(worker)
@@ -154,8 +154,8 @@ class Server:
 
     def end(self) -> np.ndarray:
         """Return the last frame, with the parameters as they are and the statistics."""
-        parts = [x.reshape(-1).view(np.uint8) for x in self.parameters.values()]
-        return encode(Message(Kind.END, parts=[self.stats.to_bytes(), *parts]), self.rules.tag)
+        parts = [bytes_of(x) for x in self.parameters.values()]
+        return encode(Message(Kind.END, parts=[self.stats.to_bytes(), *parts]), tag_of(self.rules))
 
     def _without(self, worker: int) -> list[Reply]:
         self.active.discard(worker)
@@ -267,7 +267,7 @@ class Server:
         number = self._replies[worker]
         self._replies[worker] += 1
         orders, parts = self.way.orders(worker)
-        parts = [np.array([self._epoch, *orders]).view(np.uint8), *parts]
+        parts = [bytes_of(np.array([self._epoch, *orders])), *parts]
         if self.rules.is_delta:
             known = self._known[worker]
             new = {name: x - known[name] for name, x in self.parameters.items()}
@@ -277,13 +277,13 @@ class Server:
                 known[name] = known[name] + x
             parts += encoded.parts
         else:
-            parts += [x.reshape(-1).view(np.uint8) for x in self.parameters.values()]
+            parts += [bytes_of(x) for x in self.parameters.values()]
             if self.rules.needs_copies:
                 self._known[worker] = self._copies()
         return self._sent(worker, Message(Kind.PARAMETERS, int(taken), number, parts))
 
     def _sent(self, worker: int, message: Message) -> Reply:
-        frame = encode(message, self.rules.tag)
+        frame = encode(message, tag_of(self.rules))
         self.stats.bytes_down += frame.nbytes
         return Reply(worker, frame)
 

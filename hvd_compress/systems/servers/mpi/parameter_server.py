@@ -12,6 +12,7 @@ from hvd_compress.config import check_seed
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.systems.servers.link import Link
+from hvd_compress.systems.servers.messages import tag_of
 from hvd_compress.systems.servers.mpi.serving import Serving
 from hvd_compress.systems.servers.optimizers import ServerOptimizer, SGDServer
 from hvd_compress.systems.servers.pieces import gradients_of, joined, pieces_of, taken_from
@@ -82,7 +83,7 @@ class ParameterServer(Serving):
         ranks.agree(f"ParameterServer({self.rules!r}, servers={servers}, seed={seed}, {shapes})")
         self._begin(ranks, parameters)
         super().__init__(ranks, servers, worker_timeout)
-        self._tag = self.rules.tag
+        self._tag = tag_of(self.rules)
         self.taken = True
         self.epoch: float | None = None
         self._optimizer = SGDServer() if optimizer is None else optimizer
