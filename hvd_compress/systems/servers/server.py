@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_compress.errors import PayloadError
+from hvd_compress.optimizers.base import Formula
 from hvd_compress.systems.servers.messages import Kind, Message, decode, encode, tag_of
-from hvd_compress.systems.servers.optimizers import ServerOptimizer
+from hvd_compress.systems.servers.optimizers import ServerOptimizer, as_server_optimizer
 from hvd_compress.systems.servers.pieces import Arrays, added, bytes_of
 from hvd_compress.systems.servers.rules import Rules
 from hvd_compress.systems.servers.stats import ServerStats
@@ -33,7 +34,7 @@ class Server:
 
     Args:
         parameters: its pieces by name, float32 or float64; copied.
-        optimizer: steps on them.
+        optimizer: steps on them; or a formula to step by.
         workers: the numbers of the workers, all of which know ``parameters``.
         rules: the same at all workers.
         seed: of random numbers that servers and workers share.
@@ -51,7 +52,7 @@ class Server:
     def __init__(
         self,
         parameters: Mapping[str, np.ndarray],
-        optimizer: ServerOptimizer,
+        optimizer: Formula | ServerOptimizer,
         workers: Iterable[int],
         rules: Rules,
         *,
@@ -60,7 +61,7 @@ class Server:
         nesterov: bool = False,
     ) -> None:
         self.parameters: Arrays = {name: np.array(x) for name, x in parameters.items()}
-        self.optimizer, self.rules = optimizer, rules
+        self.optimizer, self.rules = as_server_optimizer(optimizer), rules
         self.active = set(workers)
         self.waiting: dict[int, bool] = {}  # whether the gradient was taken
         self.stats = ServerStats()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.errors import ConfigError
+from hvd_compress.optimizers.base import Formula
 from hvd_compress.systems.servers.link import Link
 from hvd_compress.systems.servers.optimizers import ServerOptimizer
 from hvd_compress.systems.servers.pieces import (
@@ -43,9 +44,9 @@ class Simulation:
         links: by worker, one for each server.
 
     Example:
-        >>> from hvd_compress.systems.servers import SGDServer
+        >>> from hvd_compress.systems.servers import SGD
         >>> sim = Simulation({"x": np.ones(1)}, lambda worker, x, step: x, 2, Rules("async"),
-        ...     lambda: SGDServer(lr=0.1))
+        ...     lambda: SGD(lr=0.1))
         >>> sim.run([0, 1])  # both gradients are those at 1
         >>> sim.parameters["x"]
         array([0.8])
@@ -57,7 +58,7 @@ class Simulation:
         gradient: Gradient,
         workers: int,
         rules: Rules,
-        optimizer: Callable[[], ServerOptimizer],
+        optimizer: Callable[[], Formula | ServerOptimizer],
         *,
         servers: int = 1,
         seed: int = 0,

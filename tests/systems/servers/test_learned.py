@@ -10,8 +10,9 @@ import pytest
 from hvd_compress import LGC, After, ConfigError, PayloadError, PoorFit
 from hvd_compress.autoencoder import latent_size, numpy_network
 from hvd_compress.autoencoder.layout import DECODER, ENCODER, last_layer, weights_of
-from hvd_compress.systems.servers import Rules, Server, SGDServer, Simulation
+from hvd_compress.systems.servers import SGD, Rules, Server, Simulation
 from hvd_compress.systems.servers.learned import Phase
+from tests.systems.servers import Recorder
 
 WORKERS, N, K, M = 3, 1200, 60, 3
 SHAPES = {"b": (7,), "w10": (10, 20), "w9": (20, 50)}  # w9 is before w10, by its number
@@ -27,12 +28,6 @@ def alike(worker, step, noise=0.3):
         runs = common.normal(size=n // 25 + 1).repeat(25)[:n]
         found[name] = (runs + noise * own.normal(size=n)).reshape(shape).astype(np.float32)
     return found
-
-
-class Recorder(SGDServer):
-    def step(self, parameters, gradients, rates, scale=1.0):
-        self.__dict__.setdefault("steps", []).append(gradients)
-        super().step(parameters, gradients, rates, scale)
 
 
 def simulated(method=METHOD, gradient=alike, momentum=0.0, workers=WORKERS):
@@ -360,7 +355,7 @@ def test_damage_is_noticed():
             server.receive(0, damaged)
     fewer = Server(
         {"b": np.zeros(7, np.float32), "w9": np.zeros((20, 50), np.float32)},
-        SGDServer(),
+        SGD(),
         range(WORKERS),
         server.rules,
     )
@@ -381,7 +376,7 @@ def test_what_is_too_little_for_an_autoencoder_is_sent_as_it_is():
 def test_several_servers_have_autoencoders_of_their_own(servers):
     start = {"w": np.full((40, 40), 3, np.float32)}
     rules = Rules(compression=LGC(0.1, learn=2, code=12, min_size=0))
-    sim = Simulation(start, lambda w, x, s: x, 3, rules, lambda: SGDServer(lr=0.1), servers=servers)
+    sim = Simulation(start, lambda w, x, s: x, 3, rules, lambda: SGD(lr=0.1), servers=servers)
     run(sim, 60)
     assert np.abs(sim.parameters["w"]).mean() < 1
     assert {each.way.phase for each in sim.servers} == {Phase.LATENT}

@@ -11,10 +11,11 @@ from mpi4py import MPI
 from hvd_compress.config import check_seed
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.optimizers.base import Formula
 from hvd_compress.systems.servers.link import Link
 from hvd_compress.systems.servers.messages import tag_of
 from hvd_compress.systems.servers.mpi.serving import Serving
-from hvd_compress.systems.servers.optimizers import ServerOptimizer, SGDServer
+from hvd_compress.systems.servers.optimizers import SGD, ServerOptimizer
 from hvd_compress.systems.servers.pieces import gradients_of, joined, pieces_of, taken_from
 from hvd_compress.systems.servers.rules import Rules
 from hvd_compress.systems.servers.server import Server
@@ -23,7 +24,7 @@ from hvd_compress.systems.servers.server import Server
 class ParameterServer(Serving):
     """A parameter server over MPI; making one is a collective::
 
-        with mpi.ParameterServer(parameters, SGDServer(lr=0.1), mode="async") as worker:
+        with mpi.ParameterServer(parameters, SGD(lr=0.1), mode="async") as worker:
             for batch in worker.batches(data):
                 worker.step(gradients(worker.parameters, batch))
         parameters = worker.parameters  # on all ranks, the last ones
@@ -36,7 +37,8 @@ class ParameterServer(Serving):
     Args:
         parameters: arrays by name, float32 or float64, the same on all ranks or only meant on rank
             0, whose values all ranks get.
-        optimizer: steps on the servers' pieces.
+        optimizer: steps on the servers' pieces: a formula, such as ``SGD(lr=0.1)`` or one of
+            :mod:`hvd_compress.optimizers`, or an object with a method ``step`` of its own.
         servers: how many ranks serve.
         worker_timeout: seconds for which the others wait for a worker that sends nothing, or go on
             without it; a pause of all workers may be longer.
@@ -63,7 +65,7 @@ class ParameterServer(Serving):
     def __init__(
         self,
         parameters: Mapping[str, np.ndarray],
-        optimizer: ServerOptimizer | None = None,
+        optimizer: Formula | ServerOptimizer | None = None,
         *,
         servers: int = 1,
         worker_timeout: float = 60.0,
@@ -86,7 +88,7 @@ class ParameterServer(Serving):
         self._tag = tag_of(self.rules)
         self.taken = True
         self.epoch: float | None = None
-        self._optimizer = SGDServer() if optimizer is None else optimizer
+        self._optimizer = SGD() if optimizer is None else optimizer
         self._pieces = pieces_of(self.parameters, servers)
         own = [taken_from(self.parameters, pieces) for pieces in self._pieces]
         options: dict[str, Any] = {"seed": seed, "momentum": momentum, "nesterov": nesterov}
