@@ -363,7 +363,8 @@ class Coordinator:
 
     def _check(self, key: str, arrays: Arrays) -> None:
         for name, x in arrays.items():
-            shape = backend_of(x).shape(check_array(f"{key!r} of {name!r}", x))
+            check_array(f"{key!r} of {name!r}", x)
+            shape = backend_of(x).shape(x)
             if (self._shapes or {}).get(name, shape) != shape:
                 raise refused(f"{key!r} of {name!r} has shape {shape}")
 
