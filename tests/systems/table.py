@@ -92,13 +92,7 @@ ROUNDS = (
     *(Row(EASGD(sync_every=2, **more), starts_equal=True) for more in ({}, {"compression": TOP_K})),
     Row(EAMSGD(sync_every=2), starts_equal=True),
 )
-GRAPHS = tuple(
-    _graph(cls)
-    for cls in vars(graphs).values()
-    if isinstance(cls, type)
-    and issubclass(cls, DecentralizedMethod)
-    and cls is not DecentralizedMethod
-)
+GRAPHS = tuple(map(_graph, graphs.METHODS.values()))
 TEACHERS = (
     _taught("predictions"),
     _taught("predictions", every=3, burn_in=1),
