@@ -20,7 +20,7 @@ import numpy as np
 
 from hvd_compress import mpi
 from hvd_compress.errors import CollectiveTimeout, PayloadError
-from hvd_compress.systems.servers import Rules, SGDServer, Simulation
+from hvd_compress.systems.servers import SGD, Rules, Simulation
 from tests.systems.servers import STEPS, TIMEOUT
 
 WORLD = mpi.MPI.COMM_WORLD
@@ -63,7 +63,7 @@ def train(
     steps: int = STEPS,
     **options: Any,
 ) -> None:
-    worker = mpi.ParameterServer(start(), SGDServer(lr=0.1), **options)
+    worker = mpi.ParameterServer(start(), SGD(lr=0.1), **options)
     done = 0
     with worker:
         for step in worker.batches(range(steps)):
@@ -78,7 +78,7 @@ def synchronous(servers: int, **more: Any) -> None:
     train(servers=servers, **more)
     workers = WORLD.size - servers
     rules = Rules(**more)
-    sim = Simulation(start(), gradient, workers, rules, lambda: SGDServer(lr=0.1), servers=servers)
+    sim = Simulation(start(), gradient, workers, rules, lambda: SGD(lr=0.1), servers=servers)
     for _ in range(STEPS):
         sim.run(range(workers))
     found = json.loads((FOLDER[0] / str(WORLD.rank)).read_text())
@@ -121,7 +121,7 @@ def pauses_with_all(worker: mpi.ParameterServer, step: int) -> None:
 
 
 def ends_early() -> None:
-    worker = mpi.ParameterServer(start(), SGDServer(lr=0.1), mode="sync")
+    worker = mpi.ParameterServer(start(), SGD(lr=0.1), mode="sync")
     done = 0
     with worker:
         for step in worker.batches(range(3 if worker.rank == 1 else STEPS)):
@@ -132,7 +132,7 @@ def ends_early() -> None:
 
 def damaged() -> None:
     """A bit of a gradient changes on its way."""
-    worker = mpi.ParameterServer(start(), SGDServer(lr=0.1))
+    worker = mpi.ParameterServer(start(), SGD(lr=0.1))
     if worker.rank == 1:
         push = worker._links[0].push
 

@@ -26,6 +26,7 @@ from hvd_compress.integrations.horovod import (
 
 from . import elastic
 from .binding import Binding, native
+from .by_method import distribute_by_method
 from .optimizer import distribute, is_keras_3, is_tf_keras
 from .over_horovod import gather_bytes, runtime
 from .tape import binder, is_ours, wrap_allreduce, wrap_tape
@@ -105,11 +106,12 @@ def wrap_optimizer(
             ``factory`` hands only some of its options.  It makes those of tf_keras; those of Keras
             3 are all made here, since Horovod's own do not exchange gradients there.
     """
-    signature = with_options(factory, seed=0)
+    signature = with_options(factory, seed=0, method=None)
 
     @in_place_of(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        """Return a new optimizer like ``optimizer`` that averages gradients over the ranks.
+        """Return a new optimizer like ``optimizer`` that averages gradients over the ranks, or one
+        that trains by a ``method`` such as ``hvd.LocalSGD(sync_every=8)``.
 
         Args:
             optimizer: of Keras 3, or of tf_keras.
@@ -118,13 +120,20 @@ def wrap_optimizer(
                 With Horovod's own, and with none unless ``HVD_COMPRESSION`` names one, those of
                 tf_keras are Horovod's.
             seed: for randomness that the ranks share.
+            method: a training method, for Keras 3, which sends no gradients; options of these are
+                left out then.
 
         Raises:
             ConfigError, UnsupportedError: an option has a value that cannot be honoured.
             MismatchError: the ranks differ in method, options or variables; mostly in the first
                 step, where TensorFlow shows it inside of an error of its own.
         """
+        given = signature.bind(*args, **kwargs)
+        if given.arguments.get("method") is not None:
+            given.apply_defaults()
+            return distribute_by_method("hvd_compress.tensorflow.keras", signature, given.arguments)
         call = bind_call(signature, args, kwargs, runtime.hvd, gather_bytes)
+        del call.arguments["method"]
         options = dict(call.arguments)
         optimizer = options.pop("optimizer")
         if is_ours(options["compression"]) or (for_keras and is_keras_3(optimizer)):

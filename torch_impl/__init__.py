@@ -22,6 +22,7 @@ from hvd_compress.engines.local import LocalEngine
 from hvd_compress.integrations.exports import *  # noqa: F403
 from hvd_compress.integrations.exports import __all__ as _common
 from hvd_compress.integrations.horovod import load_horovod, names_of, rest_of, show_log
+from hvd_compress.systems import graphs
 from hvd_compress.systems.rounds import OuterSGD
 from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp, WeightDecay
 
@@ -30,7 +31,7 @@ from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
 from .systems.averaging import averaging
 from .systems.codistillation import codistillation_over
-from .systems.factories import DECENTRALIZED, factories
+from .systems.factories import factories
 
 
 def _register(horovod_torch: Any) -> None:
@@ -52,13 +53,13 @@ _factories = factories(_engine, __name__)
 local_steps = _factories.local_steps
 Codistillation = codistillation_over(_engine, __name__)
 average_parameters = averaging(sys.modules[__name__], __name__)
-globals().update(_factories.of_methods | DECENTRALIZED)
+globals().update(_factories.of_methods | graphs.METHODS)
 
 __all__ = [
     *_common,
     *_optimizers,
     *_factories.of_methods,
-    *DECENTRALIZED,
+    *graphs.METHODS,
     "Codistillation",
     "CoordinatedSampler",
     "DDPState",

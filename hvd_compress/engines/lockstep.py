@@ -7,7 +7,7 @@ hundreds of ranks fit into one test.  It works on the arrays of every backend.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_compress.backends import backend_of
@@ -25,8 +25,21 @@ def reply_to(requests: Sequence[Any], rank: int = 0) -> Any:
     return requests[0].reply(requests, rank)
 
 
-def run(exchanges: Sequence[Any]) -> list[Any]:
-    """Run one exchange per rank to the end, and return the outcomes in rank order."""
+def replies_to(requests: Sequence[Any]) -> list[Any]:
+    """Return all ranks' replies to their requests, both in rank order."""
+    if requests[0].is_common:
+        return [reply_to(requests)] * len(requests)
+    return [reply_to(requests, rank) for rank in range(len(requests))]
+
+
+def run(
+    exchanges: Sequence[Any], answers: Callable[[Sequence[Any]], list[Any]] = replies_to
+) -> list[Any]:
+    """Run one exchange per rank to the end, and return the outcomes in rank order.
+
+    Args:
+        answers: returns all ranks' replies, for exchanges that yield more kinds of requests.
+    """
     outcomes: list[Any] = []
     replies: list[Any] = [None] * len(exchanges)
     exchanges = [alone(exchange) for exchange in exchanges]
@@ -41,10 +54,9 @@ def run(exchanges: Sequence[Any]) -> list[Any]:
             return outcomes
         if outcomes:
             raise CompressionError("some ranks are done while others still want to exchange")
-        if requests[0].is_common:
-            replies = [reply_to(requests)] * len(requests)
-        else:
-            replies = [reply_to(requests, rank) for rank in range(len(requests))]
+        if len({type(request) for request in requests}) > 1:
+            raise CompressionError(f"ranks ask for different things at once: {requests}")
+        replies = answers(requests)
 
 
 class World:

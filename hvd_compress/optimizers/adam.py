@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from hvd_compress.backends import Array, backend_of
-from hvd_compress.errors import ConfigError
-from hvd_compress.optimizers.base import Formula, Now, Slot, State
+from hvd_compress.optimizers.base import Formula, Now, Slot, State, check_options
 
 MOMENTS = (Slot("exp_avg"), Slot("exp_avg_sq"))
 
@@ -30,9 +29,11 @@ class Adam(Formula):
 
     def check(self, names: Mapping[str, str]) -> None:
         self.check_not_negative(names, "lr", "eps", "weight_decay")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            option = names.get("betas", "betas")
-            raise ConfigError(f"{option} must be two numbers in [0, 1); got {self.betas!r}")
+        check_options(
+            {names.get("betas", "betas"): self.betas},
+            lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+            "two numbers in [0, 1)",
+        )
 
     def momentum(self, m: Array, g: Array) -> Array:
         """Return m after an update; reuses ``m``."""

@@ -163,15 +163,16 @@ def quotient(xp: Any, numerator: Any, denominator: Any, *norms: Any) -> Any:
 
 def check_not_negative(**options: Any) -> None:
     """Raise ``ConfigError`` unless all these options are 0 or more, and finite."""
-    _check(options, lambda value: 0 <= value < math.inf, "0 or more")
+    check_options(options, lambda value: 0 <= value < math.inf, "0 or more")
 
 
 def check_positive(**options: Any) -> None:
     """Raise ``ConfigError`` unless all these options are greater than 0, and finite."""
-    _check(options, lambda value: 0 < value < math.inf, "greater than 0")
+    check_options(options, lambda value: 0 < value < math.inf, "greater than 0")
 
 
-def _check(options: Mapping[str, Any], is_good: Any, words: str) -> None:
+def check_options(options: Mapping[str, Any], is_good: Any, words: str) -> None:
+    """Raise ``ConfigError`` unless all these options are ``words``, as ``is_good`` says."""
     for option, value in options.items():
         try:  # a tensor may be a learning rate
             good = not isinstance(value, bool) and bool(is_good(value))

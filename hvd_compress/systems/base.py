@@ -17,6 +17,7 @@ average over the ranks: :class:`Start` and :class:`Finish` send arrays through t
 from __future__ import annotations
 
 import abc
+import inspect
 import zlib
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -174,6 +175,15 @@ def as_training_method(method: Any) -> TrainingMethod:
             "hvd_compress.systems.graphs, or LocalSGD() of hvd_compress.systems.rounds"
         )
     return method
+
+
+def methods_in(names: Mapping[str, Any]) -> dict[str, type[TrainingMethod]]:
+    """Return the training methods among the names of a module."""
+    return {
+        name: cls
+        for name, cls in names.items()
+        if isinstance(cls, type) and issubclass(cls, TrainingMethod) and not inspect.isabstract(cls)
+    }
 
 
 def checked_compression(compression: Any) -> Compressor:

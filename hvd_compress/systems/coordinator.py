@@ -1,24 +1,21 @@
-"""The owner of a training method on one rank: its state, its steps, and its exchanges."""
+"""A training method on one rank: what it does around local steps, by an :class:`.Owner`."""
 
 from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
-
-import numpy as np
 
 from hvd_compress.agreement import Terms, listed
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
-from hvd_compress.engines.joining import Member, joined
 from hvd_compress.errors import ConfigError
-from hvd_compress.integrations.checkpoints import check_array, entry, refused, share, whole
+from hvd_compress.integrations.checkpoints import check_array, entry, refused, share
 from hvd_compress.reducer import Reducer
 from hvd_compress.requests import Collective
-from hvd_compress.stats import Record, Stats
+from hvd_compress.stats import Stats
 from hvd_compress.systems.base import (
     WEIGHTS_AT_START,
     Arrays,
@@ -31,8 +28,10 @@ from hvd_compress.systems.base import (
     TrainingMethod,
     as_training_method,
 )
+from hvd_compress.systems.owner import Exchange, Owner
 
-_VERSION = 1
+#: the key of averages that came in
+_MEANS = "means"
 #: the record of messages that belong to no single parameter
 _COMMON = "(all)"
 
@@ -59,10 +58,7 @@ class Coordinator:
 
     Attributes:
         method: the training method.
-        step: the number of local steps so far.
-        exchanges: the number of steps so far in which ranks exchanged something; what is averaged
-            to be tested (:meth:`consensus`) is no step, and only its bytes are counted.
-        state: the method's state.
+        owner: has its steps, state and exchanges.
         reducer: averages what the method sends through its compression.
     """
 
@@ -77,9 +73,7 @@ class Coordinator:
     ) -> None:
         self.method = method = as_training_method(method)
         method.check_ranks(engine.size)
-        self.step = self.exchanges = 0
-        self.state: State = {}
-        self.record = Record()
+        self.owner = Owner("training", lambda: self.reducer.engine, self.terms, like)
         self._losses: deque[Any] = deque(maxlen=max(method.loss_window, 1))
         self._reported = 0  # the step whose loss came last
         self._shapes: dict[str, tuple[int, ...]] | None = None
@@ -87,16 +81,25 @@ class Coordinator:
         self._rates: Mapping[str, float] = {}
         self._lookahead: Mapping[str, Array] = {}
         self._like, self._node = like, socket.gethostname() if node is None else node
-        self._is_under_way = False
-        self._arrived: Arrays | None = None  # what came in before the method asked for it
         self._consolidated: tuple[int, dict[str, Any]] | None = None
         self._has_begun = False  # before_step was called and after_step was not
         self.reducer = _AverageReducer(self, engine, seed)
 
     @property
-    def engine(self) -> Engine:
-        """The engine between the ranks."""
-        return self.reducer.engine
+    def step(self) -> int:
+        """The number of local steps so far."""
+        return self.owner.step
+
+    @property
+    def exchanges(self) -> int:
+        """The number of steps so far in which ranks exchanged something; what is averaged to be
+        tested (:meth:`consensus`) is no step, and only its bytes are counted."""
+        return self.owner.exchanges
+
+    @property
+    def state(self) -> State:
+        """The method's state."""
+        return self.owner.state
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -144,10 +147,9 @@ class Coordinator:
         if not self._has_begun:
             raise ConfigError("call before_step(parameters) before the local step")
         result = self._stepped(self.method.after_step, parameters)
-        self.step += 1
+        self.owner.step += 1
         self._has_begun = False
-        if self._is_under_way and self._arrived is None:
-            self.engine.poll()
+        self.owner.poll()
         return result
 
     def consensus(self, parameters: Arrays) -> Arrays:
@@ -162,13 +164,11 @@ class Coordinator:
         part of the method's state, such as an anchor, is forgotten, with the compression's
         residuals.  A collective, to be called before the first step without them.
         """
-        self._bring_in()
+        self.owner.bring_in()
         result = self._driven(self.method.consensus(parameters, self.state), is_step=False)
-        if self._arrived is not None:
-            self._arrived = _without(parameters, self._arrived)
-        self.state = {key: _without(parameters, arrays) for key, arrays in self.state.items()}
+        self.owner.forget(parameters)
         self.reducer.forget(parameters)
-        self._shapes = _without(parameters, self._shapes or {})
+        self._shapes = {n: x for n, x in (self._shapes or {}).items() if n not in parameters}
         self._consolidated = None
         return result
 
@@ -187,9 +187,10 @@ class Coordinator:
     def stats(self) -> Stats:
         """Return the exact bytes so far, by parameter and in total; ``steps`` are exchanges."""
         found = self.reducer.stats()
-        if not self.record.bytes_sent + self.record.bytes_received:
+        record = self.owner.record
+        if not record.bytes_sent + record.bytes_received:
             return found
-        return Stats({**found.layers, _COMMON: self.record}, found.times)
+        return Stats({**found.layers, _COMMON: record}, found.times)
 
     def _follow(self, parameters: Arrays) -> None:
         """Make a state for parameters that are new."""
@@ -198,7 +199,7 @@ class Coordinator:
             return
         fresh = self.method.init(parameters)
         if self.method.state_is_own and any(x.keys() != shapes.keys() for x in self.state.values()):
-            self.state = {}
+            self.owner.state = {}
         for key, arrays in fresh.items():
             own = self.state.setdefault(key, {})
             for name, x in arrays.items():
@@ -214,15 +215,15 @@ class Coordinator:
     def _stepped(self, function: Callable[..., Any], parameters: Arrays) -> Arrays:
         context = StepContext(
             self.step + 1,
-            self.engine.rank,
-            self.engine.size,
+            self.owner.engine.rank,
+            self.owner.engine.size,
             tuple(self._losses) if self.method.loss_window else (),
             self._rates,
             self._lookahead,
             self._node,
-            self._message_like(),
+            self.owner.like,
         )
-        result, self.state = self._driven(function(parameters, self.state, context))
+        result, self.owner.state = self._driven(function(parameters, self.state, context))
         return result
 
     # -- exchanges ---------------------------------------------------------------------------
@@ -233,54 +234,42 @@ class Coordinator:
             try:
                 request = steps.send(reply)
             except StopIteration as stop:
-                self.exchanges += has_met and is_step
-                self.record.steps += has_met_plainly and is_step
+                self.owner.exchanges += has_met and is_step
+                self.owner.record.steps += has_met_plainly and is_step
                 return stop.value
             has_met |= not isinstance(request, Finish)
             has_met_plainly |= not isinstance(request, Start | Finish)
             reply = self._answer(request)
 
     def _answer(self, request: Request) -> Any:
+        owner = self.owner
         if isinstance(request, Start):
             self.reducer.step = request.round
             self.reducer.start_together(request.arrays)
-            self._is_under_way = True
+            owner.expect(self._means)
             return None
         if isinstance(request, Finish):
-            self._bring_in()
-            arrived, self._arrived, self._is_under_way = self._arrived, None, False
-            return arrived
-        self._bring_in()  # an engine finishes all that is in flight
+            return owner.arrived()[_MEANS]
+        owner.bring_in()  # an engine finishes all that is in flight
+        before = owner.record.bytes_sent
         if isinstance(request, Mean):
-            self._agree({"average of": listed(_shapes_of(request.arrays))})
-            means = self.reducer.average(request.arrays)
-            self._start = None
+            shapes = [(name, backend_of(x).shape(x)) for name, x in request.arrays.items()]
+            owner.agree(**{"average of": listed(shapes)})
+            reply = self.reducer.average(request.arrays)
             sent = sum(int(x.nbytes) for x in request.arrays.values())
-            self.record.bytes_sent += sent
-            self.record.bytes_received += sent if self.engine.size > 1 else 0
-            self.record.dense_bytes += sent
-            return means
-        self._agree({})
-        before = self.record.bytes_sent
-        alone = joined(
-            [Member("training", _one(request), self.record)], self.engine.rank, self.engine.size
-        )
-        self.engine.start("training", alone)
-        (reply,) = self.engine.finish()["training"]["training"]
+            owner.record.bytes_sent += sent
+            owner.record.bytes_received += sent if owner.engine.size > 1 else 0
+        else:
+            owner.agree()
+            reply = owner.ask(_alone(request))
         self._start = None
-        self.record.dense_bytes += self.record.bytes_sent - before
+        owner.record.dense_bytes += owner.record.bytes_sent - before
         return reply
 
-    def _bring_in(self) -> None:
-        """Wait for what is in flight, before the method asks for it."""
-        if self._is_under_way and self._arrived is None:
-            self._arrived, self._start = self.reducer.finish(), None
-
-    def _agree(self, more: Terms) -> None:
-        self.engine.agree({**self.terms(), **more}, self._message_like())
-
-    def _message_like(self) -> Array:
-        return np.empty(0) if self._like is None else self._like
+    def _means(self) -> State:
+        found = {_MEANS: self.reducer.finish()}
+        self._start = None
+        return found
 
     def terms(self) -> Terms:
         """Return what must be the same on all ranks, as text."""
@@ -299,7 +288,7 @@ class Coordinator:
     def consolidate(self) -> None:
         """Prepare a :meth:`state_dict` that every rank may load: wait for what is under way, and
         average the residuals of the compression.  This is a collective."""
-        self._bring_in()
+        self.owner.bring_in()
         self._consolidated = self.step, self.reducer.state_dict()
 
     @property
@@ -317,7 +306,7 @@ class Coordinator:
         Raises:
             ConfigError: an exchange is under way.
         """
-        if self._is_under_way and self._arrived is None:
+        if self.owner.is_in_flight:
             raise ConfigError(
                 "an exchange is under way: call consolidate_state_dict() on every rank before "
                 "state_dict()"
@@ -327,26 +316,20 @@ class Coordinator:
             compression = self._consolidated[1]
         else:
             compression = self.reducer.state_dict(consolidate=False)
-        return {
-            "version": _VERSION,
-            "method": self.method.to_config(),
-            "step": self.step,
-            "rank": self.engine.rank,
-            "size": self.engine.size,
-            "consolidated": self.is_consolidated,
-            "state": {key: _copied(arrays) for key, arrays in self.state.items()},
-            "arrived": None if self._arrived is None else _copied(self._arrived),
-            "losses": [float(loss) for loss in self._losses],
-            "compression": compression,
-        }
+        return self.owner.state_dict(
+            method=self.method.to_config(),
+            consolidated=self.is_consolidated,
+            losses=[float(loss) for loss in self._losses],
+            compression=compression,
+        )
 
     def restart(self) -> None:
         """Forget the method's state, and what was not sent yet: the next step begins a first
         round."""
         self.reducer.abandon()
         self.reducer.forget(list(self.reducer.states))
-        self.state, self._shapes, self._start = {}, None, None
-        self._is_under_way, self._arrived, self._consolidated = False, None, None
+        self.owner.restart()
+        self._shapes, self._start, self._consolidated = None, None, None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned.
@@ -355,19 +338,15 @@ class Coordinator:
             ConfigError: it was made by another method or version, or it is damaged; then nothing
                 has changed.
         """
-        if (version := whole(state_dict, "version")) != _VERSION:
-            raise refused(f"it has version {version}, not {_VERSION}")
-        saved = entry(entry(state_dict, "method", Mapping), "training", str)
-        if saved != self.method.name:
-            raise refused(f"it is of {saved}, and the training method here is {self.method.name}")
-        step, rank = whole(state_dict, "step"), whole(state_dict, "rank")
-        size = whole(state_dict, "size", 1)
-        is_own = (rank, size) == (self.engine.rank, self.engine.size)
-        state, arrived = self._checked(state_dict)
-        if self.method.state_is_own and state and not is_own:
+        saved = self.owner.read(state_dict, self._check)
+        name = entry(entry(state_dict, "method", Mapping), "training", str)
+        if name != self.method.name:
+            raise refused(f"it is of {name}, and the training method here is {self.method.name}")
+        if self.method.state_is_own and saved.state and not saved.is_own:
+            engine = self.owner.engine
             raise refused(
-                f"it is of rank {rank} of {size}, and this is rank {self.engine.rank} of "
-                f"{self.engine.size}: the state of {saved} is each rank's own. Save and load it on "
+                f"it is of rank {saved.rank} of {saved.size}, and this is rank {engine.rank} of "
+                f"{engine.size}: the state of {name} is each rank's own. Save and load it on "
                 "every rank; or take the entry 'training' out, and the method begins anew, best "
                 "from parameters that average_parameters() has made equal"
             )
@@ -375,36 +354,19 @@ class Coordinator:
         compression = entry(state_dict, "compression", Mapping)
         is_mean = bool(entry(state_dict, "consolidated", (bool, int)))
         self.reducer.load_state_dict(compression)
-        self.reducer.take_share({"consolidated": is_mean, "rank": rank, "size": size})
-        self.step, self._arrived = step, arrived
-        self._is_under_way = arrived is not None
-        self.state = {
-            key: arrays
-            for key, arrays in state.items()
-            if is_own or key not in self.method.per_rank
-        }
+        self.reducer.take_share({"consolidated": is_mean, "rank": saved.rank, "size": saved.size})
+        self.owner.restore(saved, own=self.method.per_rank)
         self._losses.clear()
-        self._losses.extend(losses if is_own else ())
-        self._consolidated = (step, dict(compression)) if is_mean else None
+        self._losses.extend(losses if saved.is_own else ())
+        self._consolidated = (saved.step, dict(compression)) if is_mean else None
         self._shapes, self._start, self._has_begun = None, None, False
 
-    def _checked(self, state_dict: Mapping[str, Any]) -> tuple[State, Arrays | None]:
-        state: State = {}
-        for key in entry(state_dict, "state", Mapping):
-            arrays = entry(state_dict["state"], key, Mapping)
-            state[key] = {
-                name: backend_of(x).copy(check_array(f"{key!r} of {name!r}", x))
-                for name, x in arrays.items()
-            }
-            for name, x in arrays.items():
-                shape = backend_of(x).shape(x)
-                if (self._shapes or {}).get(name, shape) != shape:
-                    raise refused(f"{key!r} of {name!r} has shape {shape}")
-        arrived = entry(state_dict, "arrived", object)
-        if arrived is None:
-            return state, None
-        arrived = entry(state_dict, "arrived", Mapping)
-        return state, _copied({name: check_array(repr(name), x) for name, x in arrived.items()})
+    def _check(self, key: str, arrays: Arrays) -> None:
+        for name, x in arrays.items():
+            check_array(f"{key!r} of {name!r}", x)
+            shape = backend_of(x).shape(x)
+            if (self._shapes or {}).get(name, shape) != shape:
+                raise refused(f"{key!r} of {name!r} has shape {shape}")
 
 
 class _AverageReducer(Reducer):
@@ -436,17 +398,5 @@ class _AverageReducer(Reducer):
                 self.states[name][key] = self.states[name][key] * 0
 
 
-def _without(names: Container[str], entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in entries.items() if name not in names}
-
-
-def _one(request: Collective) -> Generator[Collective, Any, tuple[Any]]:
-    return ((yield request),)
-
-
-def _copied(arrays: Arrays) -> Arrays:
-    return {name: backend_of(x).copy(x) for name, x in arrays.items()}
-
-
-def _shapes_of(arrays: Arrays) -> list[tuple[str, tuple[int, ...]]]:
-    return [(name, backend_of(x).shape(x)) for name, x in arrays.items()]
+def _alone(request: Collective) -> Exchange:
+    return (yield request)

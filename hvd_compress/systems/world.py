@@ -7,8 +7,9 @@ from typing import Any
 
 from hvd_compress.agreement import differences, encode
 from hvd_compress.engines import lockstep
-from hvd_compress.engines.lockstep import reply_to
+from hvd_compress.engines.lockstep import replies_to, reply_to
 from hvd_compress.errors import CompressionError, MismatchError
+from hvd_compress.requests import Sum
 from hvd_compress.stats import Record
 from hvd_compress.systems.base import (
     WEIGHTS_AT_START,
@@ -67,6 +68,7 @@ class World:
         self._started: list[Arrays] = []
         self._losses: list[list[Any]] = [[] for _ in range(size)]
         self._known: dict[str, Any] = {}
+        self._has_met = False  # in the step under way
 
     @property
     def bytes_sent(self) -> int:
@@ -133,28 +135,15 @@ class World:
         self.states = [state for _, state in results]
         return [own for own, _ in results]
 
-    def _run(
-        self, steps: Sequence[Generator[Request, Any, Any]], is_step: bool = True
-    ) -> list[Any]:
-        replies: list[Any] = [None] * self.size
-        has_met = False
-        while True:
-            requests, results = [], []
-            for each, reply in zip(steps, replies, strict=True):
-                try:
-                    requests.append(each.send(reply))
-                except StopIteration as stop:
-                    results.append(stop.value)
-            if not requests:
-                self.exchanges += has_met and is_step
-                return results
-            if results or len({type(request) for request in requests}) > 1:
-                raise CompressionError(f"ranks ask for different things at once: {requests}")
-            has_met |= not isinstance(requests[0], Finish)
-            replies = self._answers(requests)
+    def _run(self, steps: Sequence[Generator[Request, Any, Any]], is_step: bool = True) -> Any:
+        self._has_met = False
+        results = lockstep.run(steps, self._answers)
+        self.exchanges += self._has_met and is_step
+        return results
 
     def _answers(self, requests: Sequence[Any]) -> list[Any]:
         first = requests[0]
+        self._has_met |= not isinstance(first, Finish)
         if isinstance(first, Start):
             outcomes = self._averages.exchange_all(
                 [request.arrays for request in requests], step=first.round
@@ -166,11 +155,11 @@ class World:
         if isinstance(first, Mean):
             self._record.bytes_sent += sum(int(x.nbytes) for x in first.arrays.values())
             mean = {
-                name: sum(request.arrays[name] for request in requests) / self.size
+                name: reply_to([Sum(request.arrays[name]) for request in requests]) / self.size
                 for name in first.arrays
             }
             return [mean] * self.size
-        replies = [reply_to(requests, rank) for rank in range(self.size)]
+        replies = replies_to(requests)
         sent, _ = first.count(replies[0], 0, self.size)
         self._record.bytes_sent += first.nbytes + sent
         return replies

@@ -361,16 +361,16 @@ def states_that_do_not_fit() -> None:
     codistillation = hvd.Codistillation(model, every=2)
     _train(model, codistillation, range(3), _mine)
     state = codistillation.state_dict()
-    teachers = codistillation._codistiller.teachers
+    teachers = codistillation._codistiller.owner.state
     for broken, words in (
         ({**state, "version": 7}, "version 7"),
         ({**state, "exchange": "predictions"}, "exchange must be one of 'checkpoints'"),
-        ({k: v for k, v in state.items() if k != "teachers"}, "has no 'teachers'"),
-        ({**state, "teachers": [{"w": torch.ones(1)}]}, "another model"),
+        ({k: v for k, v in state.items() if k != "state"}, "has no 'state'"),
+        ({**state, "state": {"0": {"w": torch.ones(1)}}}, "another model"),
     ):
         with raises(ConfigError, words):
             codistillation.load_state_dict(broken)
-    assert codistillation._codistiller.teachers is teachers
+    assert codistillation._codistiller.owner.state is teachers
     # What rank 0 saved gives others the step alone; they learn again from the next exchange on.
     everyones = hvd.broadcast_object(state if hvd.rank() == 0 else None, 0, name="state")
     codistillation.load_state_dict(everyones)

@@ -193,7 +193,7 @@ def a_run_goes_on_from_its_state() -> None:
     for v, w in zip(model.variables, other.variables, strict=True):
         np.testing.assert_array_equal(v.numpy(), w.numpy())
     with raises(ConfigError, "another model"):
-        two.load_state_dict({**state, "teachers": [{"w": tf.zeros(1)}]})
+        two.load_state_dict({**state, "state": {"0": {"w": tf.zeros(1)}}})
 
 
 def ranks_and_options_that_do_not_fit() -> None:

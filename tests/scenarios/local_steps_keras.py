@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvd_compress import systems
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
-from hvd_compress.systems import rounds
+from hvd_compress.systems import graphs, rounds
 from tests.scenarios.driver import raises
 from tests.scenarios.driver_tensorflow import hvd_keras as hvd
 
@@ -25,6 +25,8 @@ METHODS = (
     rounds.LeaderSGD(**LEADERS),
     rounds.LeaderSGD(**LEADERS, groups=2, average_over=3),
     rounds.EASGD(sync_every=2),
+    graphs.ExactDiffusion("complete"),
+    graphs.DGD("complete"),
 )
 
 
@@ -80,7 +82,7 @@ def _assert_follows(model: keras.Model, expected: dict, label) -> None:
 def fit_follows_the_lockstep_world() -> None:
     for method in METHODS:
         model = _model()
-        optimizer = hvd.local_steps(keras.optimizers.SGD(RATE), method)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(RATE), method=method)
         _fit(model, optimizer, range(STEPS))
         ranks, world = _reference(method)
         _assert_follows(model, ranks[hvd.rank()], method)
@@ -256,3 +258,8 @@ def a_round_that_nan_has_lost_does_not_lose_those_after_it() -> None:
         np.testing.assert_array_equal(found[3], found[1])
         assert (found[5] < found[3]).all()
         assert (found[7] < found[5]).all()
+
+
+def options_of_gradients_are_refused() -> None:
+    with raises(ConfigError, "compression='topk' and method=", "leave compression out"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(), compression="topk", method=hvd.LocalSGD())

@@ -9,12 +9,10 @@ import pytest
 
 from hvd_compress import from_config
 from hvd_compress.engines import lockstep
-from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError, MismatchError, PayloadError
 from hvd_compress.systems.rounds.groups import groups_of
 from hvd_compress.systems.teachers import (
     Codistillation,
-    Codistiller,
     CoordinatedSampler,
     Decay,
     Ramp,
@@ -341,15 +339,3 @@ def test_the_fixed_point_of_three():
 def test_identical_models_train_as_if_alone():
     free, bound = coupled(0.0, (1, 1), (9, 9), 30), coupled(2.0, (1, 1), (9, 9), 30)
     np.testing.assert_array_equal(free, bound)
-
-
-# -- the owner ------------------------------------------------------------------------------------
-
-
-def test_one_rank_has_no_teachers():
-    for exchange in ("predictions", "checkpoints"):
-        codistiller = Codistiller(Codistillation(exchange), LocalEngine())
-        codistiller.next_step()
-        assert codistiller.predictions(np.ones((1, 2))) == []
-        assert codistiller.checkpoints(lambda: {"w": np.ones(2)}) == []
-        assert codistiller.stats().total.bytes_sent == codistiller.exchanges == 0

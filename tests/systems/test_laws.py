@@ -1,4 +1,4 @@
-"""What holds for every training method, in NumPy and lockstep."""
+"""What holds for every system, on NumPy's arrays: each is a row of the table."""
 
 from __future__ import annotations
 
@@ -10,155 +10,231 @@ import pytest
 from hvd_compress import codecs
 from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.plain import plain
+from hvd_compress.config import from_config
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError, MismatchError
-from hvd_compress.systems import Coordinator, World, graphs
-from hvd_compress.systems.graphs import LEAD, DecentralizedMethod, ExactDiffusion
-from hvd_compress.systems.rounds import EAMSGD, EASGD, DiLoCo, LeaderSGD, LocalSGD, OuterSGD, SlowMo
+from hvd_compress.systems import Coordinator, World
+from hvd_compress.systems.graphs import LEAD
+from hvd_compress.systems.rounds import LeaderSGD
 from hvd_compress.systems.rounds.factories import METHODS
-
-SIZE, LR = 4, 0.1
-LEADERS = {"local_every": 2, "global_every": 4}
-#: every class, with short periods
-TABLE = (
-    *(LocalSGD(sync_every=2, start=2), LocalSGD(sync_every=2, compression="topk:density=0.5")),
-    SlowMo(sync_every=2, momentum=0.3),
-    DiLoCo(sync_every=2),
-    DiLoCo(OuterSGD(0.7, 0.5), sync_every=4, fragments=2, delay=1, mix=0.5),
-    *(LeaderSGD(**LEADERS), LeaderSGD(**LEADERS, groups=2), LeaderSGD(**LEADERS, groups=1)),
-    *(EASGD(sync_every=2), EASGD(sync_every=2, compression="topk:density=0.5")),
-    EAMSGD(sync_every=2),
-    *(
-        cls()
-        for cls in vars(graphs).values()
-        if isinstance(cls, type)
-        and issubclass(cls, DecentralizedMethod)
-        and cls is not DecentralizedMethod
-    ),
-)
-laws = pytest.mark.parametrize("method", TABLE, ids=repr)
+from tests.systems.ranks import LR, NAMES, SIZE, Served, Trained
+from tests.systems.table import GRAPHS, ROUNDS, SERVERS, TABLE, TEACHERS
 
 
-class Ranks:
-    """Each of them minimises |x - target|^2 / 2."""
+def law(rows):
+    return pytest.mark.parametrize("row", rows, ids=repr)
 
-    def __init__(self, method, names=("a", "b", "c"), spread=0.0, size=SIZE):
-        random = np.random.default_rng(0)
-        self.world, self.size = World(method, size), size
-        self.targets = [{n: random.normal(size=5) for n in names} for _ in range(size)]
-        self.x = [{n: np.full(5, spread * rank) for n in names} for rank in range(size)]
 
-    def run(self, steps):
-        for _ in range(steps):
-            pairs = list(zip(self.x, self.targets, strict=True))
-            # Each gradient depends on all parameters, as those of a network do.
-            lost = [0 * sum(map(np.sum, own.values())) for own in self.x]
-            gradients = [
-                {n: own[n] - target[n] + zero for n in own}
-                for (own, target), zero in zip(pairs, lost, strict=True)
-            ]
-            losses = [sum(float((g**2).sum()) for g in own.values()) for own in gradients]
-            rates = dict.fromkeys(self.x[0], LR)
-            pulled = self.world.before_step(self.x, losses=losses, rates=rates)
-            stepped = [
-                {n: x - LR * g[n] for n, x in own.items()}
-                for own, g in zip(pulled, gradients, strict=True)
-            ]
-            self.x = self.world.after_step(stepped)
-        return self
+def plainly(ranks, x, steps):
+    """Gradient descent on the mean of the ranks' functions."""
+    for _ in range(steps):
+        x = {
+            n: own - LR * (own - np.mean([t[n] for t in ranks.targets], 0)) for n, own in x.items()
+        }
+    return x
 
-    def finite(self):
-        return [all(np.isfinite(x).all() for x in own.values()) for own in self.x]
+
+def check_close(x, y, **options):
+    for name in x:
+        np.testing.assert_allclose(x[name], y[name], atol=1e-12, err_msg=name, **options)
 
 
 def test_all_are_here():
-    assert {type(method) for method in TABLE} >= set(METHODS)
-    assert ExactDiffusion in {type(method) for method in TABLE}
+    assert {type(row.method) for row in ROUNDS} >= {*METHODS.values()}
+    assert all(map(len, (GRAPHS, TEACHERS, SERVERS)))
 
 
-@laws
+@law(TABLE)
+def test_options_survive_json(row):
+    assert from_config(row.method.to_config()) == row.method
+
+
+@law([row for row in TABLE if row.keeps_mean])
+def test_the_mean_is_kept(row):
+    """It moves as if the ranks were one, whatever they tell each other."""
+    ranks = row.ranks(row.method).run(7)
+    mean = {n: np.mean([own[n] for own in ranks.x], 0) for n in NAMES}
+    check_close(mean, plainly(ranks, {n: np.zeros(5) for n in NAMES}, 7))
+
+
+@law([row for row in TABLE if row.equal_after])
+def test_ranks_are_equal_where_that_is_promised(row):
+    ranks = row.ranks(row.method)
+    for _ in range(3):
+        ranks.run(int(row.equal_after))
+        for own in ranks.x[1:]:
+            for name, x in own.items():
+                np.testing.assert_array_equal(x, ranks.x[0][name])
+
+
+@law([row for row in TABLE if row.alone is not None])
+def test_one_rank_trains_plainly(row):
+    ranks = row.ranks(row.alone, 1).run(9)
+    check_close(ranks.x[0], plainly(ranks, {n: np.zeros(5) for n in NAMES}, 9))
+    if row.has_models:
+        assert ranks.counted() == ([0], [0]), "there is nobody to learn from"
+
+
+@law([row for row in TABLE if row.resumes])
+@pytest.mark.parametrize("at", [3, 5])
+def test_resumed_is_uninterrupted(row, at):
+    whole, half = row.ranks(row.method).run(at + 8), row.ranks(row.method).run(at)
+    again = half.resumed().run(8)
+    for own, other in zip(whole.x, again.x, strict=True):
+        for name, x in own.items():
+            np.testing.assert_array_equal(x, other[name])
+
+
+@law([row for row in TABLE if row.resumes])
+def test_a_damaged_checkpoint_is_refused(row):
+    """And nothing has changed."""
+    ranks = row.ranks(row.method, 1) if row.alone is None else row.ranks(row.alone, 1)
+    ranks.run(3)
+    (owner,), (x,) = ranks.owners, ranks.x
+    saved = owner.state_dict()
+    nan = {key: dict.fromkeys(own, "?") for key, own in saved["state"].items()}
+    for broken in (
+        *({key: value for key, value in saved.items() if key != lost} for lost in saved),
+        *({**saved, key: "?"} for key in saved if key != "consolidated"),
+        {**saved, "version": 7},
+        *([{**saved, "state": nan}] if nan else []),
+    ):
+        if broken.get("consolidated", 0) == "?":
+            continue
+        with pytest.raises(ConfigError):
+            ranks.load(owner, broken, x)
+    after = owner.state_dict()
+    assert (after["step"], after["state"].keys()) == (3, saved["state"].keys())
+
+
+@law(TABLE)
 @pytest.mark.parametrize("after", [2, 3, 5])
-def test_nan_on_a_rank_does_not_stay_there_without_a_word(method, after):
-    """Either it is gone from all ranks, with a warning, and training goes on, or all have it."""
-    ranks = Ranks(method).run(after)
+def test_nan_on_a_rank_does_not_stay_there_without_a_word(row, after):
+    """Either it is gone from all ranks, with a warning or a count, and training goes on; or all
+    have it; or, where ranks have models of their own, the others go on without."""
+    ranks = row.ranks(row.method).run(after)
     before = ranks.x[0]["a"].copy()
-    ranks.x[1]["b"] = np.full(5, np.nan)
+    ranks.spoil(1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ranks.run(24)
-    finite = ranks.finite()
-    assert len(set(finite)) == 1, finite
+    finite = [all(np.isfinite(x).all() for x in own.values()) for own in ranks.x]
+    if row.has_models:
+        assert finite == [rank != 1 for rank in range(SIZE)]
+    else:
+        assert len(set(finite)) == 1, finite
     if finite[0]:
-        assert any("NaN or Inf" in str(each.message) for each in caught)
+        said = any("NaN or Inf" in str(each.message) for each in caught)
+        assert said or ranks.sim.servers[0].stats.non_finite == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             ranks.run(8)
         assert (ranks.x[0]["a"] != before).all(), "training goes on"
 
 
-@laws
-def test_without_trained_parameters_nothing_happens(method):
+@law(TABLE)
+def test_frozen_parameters_stay(row):
+    """Where they are when they are frozen; those of one model are equal.  Then they go on."""
+    ranks = row.ranks(row.method).run(5)
+    kept, before = ranks.freeze("b"), [own["a"].copy() for own in ranks.x]
+    ranks.run(9)
+    for own, still in zip(ranks.frozen(), kept, strict=True):
+        np.testing.assert_array_equal(own["b"], still["b"])
+        if not row.has_models:
+            np.testing.assert_array_equal(own["b"], kept[0]["b"])
+    assert all((own["a"] != x).all() for own, x in zip(ranks.x, before, strict=True))
+    ranks.thaw()
+    ranks.run(8)
+    for own in ranks.x:
+        assert np.isfinite(own["b"]).all()
+        assert (own["b"] != kept[0]["b"]).all()
+
+
+@law([row for row in TABLE if row.ranks is Trained])
+def test_without_trained_parameters_nothing_happens(row):
     """All are frozen: from the beginning, or in the middle, and trained again."""
-    assert Ranks(method, names=()).run(9).x == [{}] * SIZE
-    # Alone: the graph of one rank has no edges.
-    coordinator = Coordinator(_for_one(method), LocalEngine())
-    x = {name: np.full(3, 2.0) for name in ("a", "b")}
-    for step in range(15):
-        own = {} if 5 <= step < 10 else x
-        if step == 5:
-            kept = coordinator.freeze(x)
-        if method.loss_window:
-            coordinator.report(1.0)
-        own = coordinator.before_step(own, rates=dict.fromkeys(own, LR))
-        own = coordinator.after_step({name: value - LR for name, value in own.items()})
-        x = own or kept
-    assert coordinator.step == 15
-    assert all(np.isfinite(value).all() for value in x.values())
+    assert Trained(row.method, names=()).run(9).x == [{}] * SIZE
+    ranks = Trained(row.method, names=("a", "b")).run(5)
+    ranks.freeze("a", "b")
+    ranks.run(5)
+    assert ranks.x == [{}] * SIZE
+    ranks.thaw()
+    ranks.run(5)
+    assert [owner.step for owner in ranks.owners] == [15] * SIZE
+    assert all(np.isfinite(own["a"]).all() for own in ranks.x)
 
 
-def _for_one(method):
-    if isinstance(method, DecentralizedMethod):
-        return type(method)("complete")
-    return LeaderSGD(**LEADERS) if isinstance(method, LeaderSGD) else method
-
-
-@laws
-def test_ranks_that_begin_apart_are_told(method):
+@law([row for row in TABLE if row.ranks is Trained])
+def test_ranks_that_begin_apart_are_told(row):
     """With methods that keep something in common from the beginning; others bring ranks together,
     or keep them apart as they mean to."""
-    ranks = Ranks(method, spread=1.0)
-    if isinstance(method, DiLoCo | SlowMo | EASGD) or "compression=TopK" in repr(method):
+    ranks = Trained(row.method, spread=1.0)
+    if row.starts_equal:
         with pytest.raises(MismatchError, match=r"(?s)broadcast_parameters.* a \("):
-            ranks.run(1)
+            ranks.run(3)
     else:
         ranks.run(8)
-    if not method.state_is_own:
-        first, *others = map(method.in_common, ranks.world.states)
+    if not row.method.state_is_own:
+        first, *others = (row.method.in_common(owner.state) for owner in ranks.owners)
         assert len(set(first)) == len(first)
         assert bool(first) == any(other != first for other in others)
 
 
-@pytest.mark.parametrize(
-    "method", [m for m in TABLE if isinstance(m, LeaderSGD) and m.groups != 2], ids=repr
+@law([row for row in TABLE if row.ranks is not Served])
+def test_ranks_that_are_not_equally_far_are_told(row):
+    ranks = row.ranks(row.method).run(8)
+    ranks.owners[1].owner.step += 12  # all periods are divisors
+    with pytest.raises(MismatchError, match="step"):
+        ranks.run(8)
+
+
+@law(TABLE)
+def test_bytes_are_exact(row):
+    said, counted = row.ranks(row.method).run(9).counted()
+    assert said == counted
+    assert sum(said) > 0
+
+
+@law([row for row in TABLE if row.ranks is Trained])
+def test_the_world_has_the_bits_of_the_owners(row):
+    ranks, world = Trained(row.method), World(row.method, SIZE)
+    x = [dict(own) for own in ranks.x]
+    for _ in range(9):
+        gradients = [
+            {n: own[n] - target[n] for n in own}
+            for own, target in zip(x, ranks.targets, strict=True)
+        ]
+        losses = [sum(float((g**2).sum()) for g in own.values()) for own in gradients]
+        x = world.before_step(x, losses=losses, rates=dict.fromkeys(NAMES, LR))
+        x = [
+            {n: value - LR * g[n] for n, value in own.items()}
+            for own, g in zip(x, gradients, strict=True)
+        ]
+        x = world.after_step(x)
+    ranks.run(9)
+    for own, other in zip(x, ranks.x, strict=True):
+        for name, value in own.items():
+            np.testing.assert_array_equal(value, other[name])
+    assert [owner.exchanges for owner in ranks.owners] == [world.exchanges] * SIZE
+    assert world.bytes_sent == ranks.counted()[0][0]
+
+
+# -- of some ----------------------------------------------------------------------------------
+
+
+@law(
+    [row for row in ROUNDS if isinstance(row.method, LeaderSGD) and row.method.groups in (None, 1)]
 )
-def test_a_rank_that_leads_takes_plain_steps(method):
+def test_a_rank_that_leads_takes_plain_steps(row):
     """It is pulled neither to itself nor to what it was."""
-    x, alone = np.zeros(5), Ranks(_for_one(method), names=("a",), size=1)
-    target = alone.targets[0]["a"]
-    for _ in range(13):
-        alone.run(1)
-        x = x - LR * (x - target)
-    np.testing.assert_array_equal(alone.x[0]["a"], x)
-    several = Ranks(method, names=("a",))
-    for _ in range(13):
-        before = [own["a"] for own in several.x]
-        several.run(1)
-        if method.groups == 1 and several.world.step > 4:
-            leads = [rank for rank, own in enumerate(several.world.states) if "leader" not in own]
-            assert len(leads) == 1
-            (r,) = leads
-            plain = before[r] - LR * (before[r] - several.targets[r]["a"])
-            np.testing.assert_array_equal(several.x[r]["a"], plain)
+    ranks = Trained(row.method, names=("a",))
+    for step in range(1, 14):
+        before = [own["a"] for own in ranks.x]
+        ranks.run(1)
+        if row.method.groups == 1 and step > 4:
+            (r,) = (rank for rank, owner in enumerate(ranks.owners) if "leader" not in owner.state)
+            plain_step = before[r] - LR * (before[r] - ranks.targets[r]["a"])
+            np.testing.assert_array_equal(ranks.x[r]["a"], plain_step)
 
 
 def test_numbers_of_ranks_that_groups_do_not_fit_are_found_at_once():
@@ -187,6 +263,6 @@ def test_lead_refuses_biased_codecs(codec):
         with pytest.raises(ConfigError, match=words):
             LEAD("cycle", codec=codec)
         return
-    ranks = Ranks(LEAD("cycle", codec=codec, alpha=0.2, gamma=0.3), names=("a",)).run(300)
+    ranks = Trained(LEAD("cycle", codec=codec, alpha=0.2, gamma=0.3), names=("a",)).run(300)
     solution = np.mean([target["a"] for target in ranks.targets], axis=0)
     np.testing.assert_allclose([own["a"] for own in ranks.x], [solution] * SIZE, atol=1e-2)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
-from hvd_compress import from_config
-from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError
-from hvd_compress.systems import Coordinator, World
+from hvd_compress.systems import World
 from hvd_compress.systems.rounds import EAMSGD, EASGD, LeaderSGD
 from hvd_compress.systems.rounds.leader_sgd import pack, unpack
 from tests.systems.quadratics import Quadratics
@@ -192,15 +188,6 @@ def test_a_leader_to_whom_nobody_is_pulled_sends_nothing():
     assert "group_leader" not in world.states[0]
 
 
-def test_a_coordinator_counts_what_it_sends_and_receives():
-    coordinator = Coordinator(LeaderSGD(**PERSISTENT), LocalEngine())
-    for step in (1, 2):
-        coordinator.report(1.0)
-        coordinator.after_step(coordinator.before_step({"w": np.ones(100)}))
-        total = coordinator.stats().total
-        assert (total.steps, total.bytes_sent) == (step, step * (16 + 800))
-
-
 def test_arrays_of_several_dtypes_are_packed():
     arrays = {
         "a": np.arange(6.0).reshape(2, 3),
@@ -232,8 +219,3 @@ def test_a_loss_is_needed():
 def test_errors_name_the_option(make, words):
     with pytest.raises(ConfigError, match=words):
         make()
-
-
-def test_options_round_trip():
-    for method in (LeaderSGD(groups=((0, 1), (2, 3))), LeaderSGD(groups=2), EASGD(), EAMSGD()):
-        assert from_config(json.loads(json.dumps(method.to_config()))) == method

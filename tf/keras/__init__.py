@@ -15,6 +15,7 @@ import importlib
 from typing import Any
 
 from hvd_compress.integrations import horovod as drop_in
+from hvd_compress.systems import graphs
 from hvd_compress.systems.rounds import OuterSGD
 from hvd_compress.systems.rounds.factories import METHODS
 from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp
@@ -37,7 +38,7 @@ OPTIMIZERS = {
     "ZeroOneAdam": "zero_one_adam",
 }
 #: likewise; what these exchange is no gradient
-TRAINING = ("Codistillation", "local_steps", *(cls.__name__ for cls in METHODS))
+TRAINING = ("Codistillation", "local_steps", *METHODS, *graphs.METHODS)
 _TRAINING = dict.fromkeys(TRAINING, "training")
 
 __all__ = [*_methods, "CoordinatedSampler", "Decay", "OuterSGD", "Ramp", "callbacks"]

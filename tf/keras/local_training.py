@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -20,7 +20,7 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.systems import Coordinator, TrainingMethod
 from hvd_compress.systems.base import Arrays, as_training_method
-from hvd_compress.systems.rounds.factories import factories_of_methods
+from hvd_compress.systems.rounds.factories import Factories, factories_of
 
 from ..binding import native
 from ..loss_scaling import NotInLossScaling
@@ -231,18 +231,11 @@ _MORE = """
 
     The optimizer of this name takes ``optimizer`` first, one of Keras 3, and returns one of a class
     made from it, with ``training`` as its attribute.  Without ``optimizer`` it is the method
-    itself, for ``hvd.local_steps(optimizer, method)``.  More arguments:
+    itself, for ``hvd.DistributedOptimizer(optimizer, method=...)``.  More arguments:
 
         process_set: the ranks that take part; ``None`` for all.
         seed: for randomness that the ranks share.
 """
-
-
-class Factories(NamedTuple):
-    """For one kind of engine: ``local_steps(optimizer, method)``, and one for each method."""
-
-    local_steps: Callable[..., Any]
-    of_methods: dict[str, Callable[..., Any]]
 
 
 def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
@@ -257,7 +250,8 @@ def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
         seed: int = 0,
     ) -> Any:
         """Return an optimizer like ``optimizer``, of Keras 3, that trains by a method of
-        ``hvd_compress.systems.rounds``, such as ``LocalSGD(sync_every=8)``, or one of your own.
+        ``hvd_compress.systems.rounds``, such as ``LocalSGD(sync_every=8)``, of
+        ``hvd_compress.systems.graphs``, such as ``ExactDiffusion("cycle")``, or one of your own.
 
         Args:
             optimizer: takes the local steps; of any class, without loss scaling, and not used
@@ -271,6 +265,4 @@ def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
         """
         return _train_locally(optimizer, method, lambda: make_engine(process_set), seed)
 
-    local_steps.__module__, local_steps.__qualname__ = module, "local_steps"
-    own = {"process_set": None, "seed": 0}
-    return Factories(local_steps, factories_of_methods(local_steps, module, own, _MORE))
+    return factories_of(local_steps, module, {"process_set": None, "seed": 0}, _MORE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_compress.engines.base import Engine
+from hvd_compress.systems import graphs
 
 from ..eager import engine_of
 from ..engine import HorovodEngine
@@ -24,4 +25,4 @@ def _of_tensors(process_set: Any) -> Engine:
 
 Codistillation = codistillation_over(_of_tensors, _MODULE)
 local_steps, _of_methods = factories(_of_arrays, _MODULE)
-globals().update(_of_methods)
+globals().update(_of_methods | graphs.METHODS)

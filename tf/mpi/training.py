@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from hvd_compress.integrations.environment import chosen
@@ -9,6 +10,7 @@ from hvd_compress.mpi.process_sets import ProcessSet, global_process_set, rank
 
 from .. import optimizer as _optimizer
 from .. import tape
+from ..by_method import distribute_by_method
 from . import collectives
 from .collectives import Average, Compression
 from .engine import runtime
@@ -90,14 +92,18 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
     scale_local_gradients: bool = True,
     *,
     seed: int = 0,
+    method: Any = None,
 ) -> Any:
-    """Return a new optimizer of Keras that averages gradients over the ranks.
+    """Return a new optimizer of Keras that averages gradients over the ranks, or one that trains by
+    a ``method`` such as ``hvd.LocalSGD(sync_every=8)``.
 
     Args:
         optimizer: of Keras 3, or of tf_keras.
         name: of the new one.
         backward_passes_per_step: gradients of so many passes are added up before they are
             exchanged, and averaged with ``average_aggregated_gradients``.
+        method: a training method, for Keras 3, which sends no gradients; options of these are left
+            out then.
 
     All others are those of :func:`DistributedGradientTape`.
 
@@ -107,6 +113,10 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
     """
     options = dict(locals())
     rank()  # says if init() is missing
+    if method is not None:
+        signature = inspect.signature(DistributedOptimizer)
+        return distribute_by_method("hvd_compress.tensorflow.keras.mpi", signature, options)
+    del options["method"]
     options["compression"] = chosen(compression, Compression.none, rank)
     return _optimizer.distribute(runtime, **options)
 

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.local import LocalEngine
-from hvd_compress.errors import ConfigError
 from hvd_compress.systems import TrainingMethod
+from hvd_compress.systems.rounds.factories import check_left_out
 
 from ..parameters import Parameter
 from .optimizer import LocalStepsOptimizer, train_locally
-
-#: what to do instead of setting an option
-_INSTEAD = {
-    "compression": "codecs are options of ChocoSGD and LEAD, and compression= one of LocalSGD",
-    "backward_passes_per_step": "gradients add up until step(), however many passes there are",
-}
 
 
 def distribute_by_method(
@@ -45,19 +39,6 @@ def distribute_by_method(
     Raises:
         ConfigError: an option has a value that cannot be honoured; one of the last is not left out.
     """
-    _check_left_out(of_gradients, signature, method)
+    check_left_out(of_gradients, signature, method)
     engine = make_engine(process_set, 1.0) if process_set.included() else LocalEngine()
     return train_locally(optimizer, method, engine, named_parameters=named_parameters, seed=seed)
-
-
-def _check_left_out(
-    options: Mapping[str, Any], signature: inspect.Signature, method: object
-) -> None:
-    for option, value in options.items():
-        default = signature.parameters[option].default
-        if value is not default and value != default:
-            instead = f": {_INSTEAD[option]}" if option in _INSTEAD else ""
-            raise ConfigError(
-                f"{option}={value!r} and method={method!r} cannot be combined, since a training "
-                f"method sends no gradients; leave {option} out{instead}"
-            )

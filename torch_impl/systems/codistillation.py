@@ -18,6 +18,8 @@ from hvd_compress.systems.teachers import Codistiller
 from hvd_compress.systems.teachers.facade import ModelWithTeachers, documented
 from hvd_compress.systems.teachers.losses import Functions, losses_over, target
 
+from .optimizer import moved
+
 
 def _class_dim(z: torch.Tensor) -> int:
     """Return the dimension of classes, as ``cross_entropy`` of torch has it."""
@@ -127,11 +129,8 @@ class TorchModelWithTeachers(ModelWithTeachers):
         ]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        own = self._arrays()
-        for arrays in self._codistiller.teachers:
-            for name, x in arrays.items():
-                arrays[name] = x.to(own[name].device)
+        devices = {name: x.device for name, x in self._arrays().items()}
+        super().load_state_dict(moved(state_dict, devices))
 
 
 def _bits(x: torch.Tensor) -> np.ndarray:

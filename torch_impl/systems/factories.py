@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hvd_compress.engines.base import Engine
-from hvd_compress.systems import TrainingMethod, graphs
-from hvd_compress.systems.rounds.factories import factories_of_methods
+from hvd_compress.systems import TrainingMethod
+from hvd_compress.systems.rounds.factories import Factories, factories_of
 
 from ..parameters import Parameter
 from .optimizer import LocalStepsOptimizer, train_locally
-
-#: those for ``method=``, which users meet beside the factories
-DECENTRALIZED: dict[str, type[TrainingMethod]] = {
-    cls.__name__: cls
-    for cls in (
-        graphs.DGD,
-        graphs.Diffusion,
-        graphs.CTADiffusion,
-        graphs.ExactDiffusion,
-        graphs.NIDS,
-        graphs.EXTRA,
-        graphs.GradientTracking,
-        graphs.PushDIGing,
-        graphs.ChocoSGD,
-        graphs.LEAD,
-    )
-}
 
 _MORE = """
 
@@ -41,13 +24,6 @@ _MORE = """
         process_set: the ranks that take part; ``None`` for all.
         seed: for randomness that the ranks share.
 """
-
-
-class Factories(NamedTuple):
-    """For one kind of engine: ``local_steps(optimizer, method)``, and one for each method."""
-
-    local_steps: Callable[..., LocalStepsOptimizer]
-    of_methods: dict[str, Callable[..., LocalStepsOptimizer]]
 
 
 def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
@@ -82,8 +58,5 @@ def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
             optimizer, method, engine, named_parameters=named_parameters, seed=seed
         )
 
-    local_steps.__module__ = module
-    local_steps.__qualname__ = "local_steps"
     own = {"named_parameters": None, "process_set": None, "seed": 0}
-    made = factories_of_methods(local_steps, module, own, _MORE)
-    return Factories(local_steps, made)
+    return factories_of(local_steps, module, own, _MORE)

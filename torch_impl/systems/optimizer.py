@@ -237,7 +237,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             raise refused(f"{type(self).__name__} says {error!r}") from error
         try:
             if KEY in state_dict:
-                self.training.load_state_dict(_moved(state_dict[KEY], devices))
+                self.training.load_state_dict(moved(state_dict[KEY], devices))
             else:
                 self.training.restart()
         except ConfigError:
@@ -265,10 +265,10 @@ def _replace(
     return changed
 
 
-def _moved(tree: Any, devices: Mapping[str, torch.device], device: Any = None) -> Any:
+def moved(tree: Any, devices: Mapping[str, torch.device], device: Any = None) -> Any:
     """Return the tree with its tensors on the devices of the parameters that they belong to."""
     if isinstance(tree, Mapping):
-        return {key: _moved(x, devices, devices.get(key, device)) for key, x in tree.items()}
+        return {key: moved(x, devices, devices.get(key, device)) for key, x in tree.items()}
     return tree.to(device) if isinstance(tree, torch.Tensor) and device else tree
 
 

@@ -1,6 +1,7 @@
 """Training over a graph: every rank has parameters of its own, and exchanges vectors with its
 neighbours only."""
 
+from hvd_compress.systems.base import methods_in
 from hvd_compress.systems.graphs.base import DecentralizedMethod, Network, mix
 from hvd_compress.systems.graphs.choco import ChocoSGD
 from hvd_compress.systems.graphs.diffusion import DGD, CTADiffusion, Diffusion
@@ -75,3 +76,6 @@ __all__ = [
     "spectral_gap",
     "train",
 ]
+
+#: the training methods
+METHODS = methods_in(globals())

@@ -1,35 +1,61 @@
-"""What users call: ``hvd.LocalSGD(optimizer, sync_every=8)`` and so on, in every framework."""
+"""What users call: ``hvd.LocalSGD(optimizer, sync_every=8)`` and so on, in every framework, and the
+door that is the same for all methods, ``DistributedOptimizer(optimizer, method=...)``."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_compress.errors import ConfigError
-from hvd_compress.systems.base import TrainingMethod
-from hvd_compress.systems.rounds.diloco import DiLoCo
-from hvd_compress.systems.rounds.easgd import EAMSGD, EASGD
-from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
-from hvd_compress.systems.rounds.local_sgd import LocalSGD
-from hvd_compress.systems.rounds.slowmo import SlowMo
+from hvd_compress.systems import rounds
+from hvd_compress.systems.base import TrainingMethod, methods_in
 
 #: the training methods with a factory of their name
-METHODS: tuple[type[TrainingMethod], ...] = (LocalSGD, SlowMo, DiLoCo, LeaderSGD, EASGD, EAMSGD)
+METHODS = methods_in(vars(rounds))
+#: what to do instead of setting an option of ``DistributedOptimizer``
+_INSTEAD = {
+    "compression": "codecs are options of ChocoSGD and LEAD, and compression= one of LocalSGD",
+    "backward_passes_per_step": "gradients add up until step(), however many passes there are",
+}
 
 
-def factories_of_methods(
+class Factories(NamedTuple):
+    """For one kind of engine: ``local_steps(optimizer, method)``, and one for each method."""
+
+    local_steps: Callable[..., Any]
+    of_methods: dict[str, Callable[..., Any]]
+
+
+def factories_of(
     local_steps: Callable[..., Any], module: str, own: Mapping[str, Any], doc: str
-) -> dict[str, Callable[..., Any]]:
-    """Return a function for each method, which calls ``local_steps(optimizer, method)``, or returns
-    the method, for options that take one, if it gets no optimizer.
+) -> Factories:
+    """Return ``local_steps`` and a function for each method, which calls ``local_steps(optimizer,
+    method)``, or returns the method, for options that take one, if it gets no optimizer.
 
     Args:
         module: that they belong to.
         own: the options of ``local_steps`` itself with their defaults.
         doc: says what the functions return and what these options are.
     """
-    return {cls.__name__: _factory(cls, local_steps, module, own, doc) for cls in METHODS}
+    local_steps.__module__, local_steps.__qualname__ = module, "local_steps"
+    made = {name: _factory(cls, local_steps, module, own, doc) for name, cls in METHODS.items()}
+    return Factories(local_steps, made)
+
+
+def check_left_out(
+    options: Mapping[str, Any], signature: inspect.Signature, method: object
+) -> None:
+    """Raise ``ConfigError`` unless these options of ``DistributedOptimizer``, which are about
+    gradients, have their defaults."""
+    for option, value in options.items():
+        default = signature.parameters[option].default
+        if value is not default and value != default:
+            instead = f": {_INSTEAD[option]}" if option in _INSTEAD else ""
+            raise ConfigError(
+                f"{option}={value!r} and method={method!r} cannot be combined, since a training "
+                f"method sends no gradients; leave {option} out{instead}"
+            )
 
 
 def _factory(

@@ -114,15 +114,21 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
     def loss_window(self) -> int:
         return self.local_every if self.average_over is None else self.average_over
 
+    @property
+    def pulls(self) -> dict[str, tuple[float, float]]:
+        """How far ranks are pulled to the leader under each key of the state, when it is new, and
+        later."""
+        return {
+            "group_leader": (self.local_pull, self.local_drift / self.local_every),
+            "leader": (self.global_pull, self.global_drift / self.global_every),
+        }
+
     def check_ranks(self, size: int) -> None:
         if self.groups is not None:
             groups_of(self.groups, size)
 
     def before_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
-        pulls = {
-            "group_leader": self.local_drift / self.local_every,
-            "leader": self.global_drift / self.global_every,
-        }
+        pulls = {key: drift for key, (_, drift) in self.pulls.items()}
         if context.step % self.local_every == 0:
             payload = _message(self._report(context), next(iter(parameters.values()), context.like))
             reports = yield Gather(payload, equal_sizes=True)

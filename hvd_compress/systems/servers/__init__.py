@@ -6,18 +6,19 @@ and return messages, and :class:`Simulation` runs them in one process in a scrip
 """
 
 from hvd_compress.systems.servers.link import Link
-from hvd_compress.systems.servers.optimizers import AdamServer, SGDServer
+from hvd_compress.systems.servers.optimizers import SGD, Adam
 from hvd_compress.systems.servers.pieces import Piece, joined, pieces_of, taken_from
 from hvd_compress.systems.servers.rules import Rules
-from hvd_compress.systems.servers.server import Server, ServerStats
+from hvd_compress.systems.servers.server import Server
 from hvd_compress.systems.servers.simulation import Simulation
+from hvd_compress.systems.servers.stats import ServerStats
 
 __all__ = [
-    "AdamServer",
+    "SGD",
+    "Adam",
     "Link",
     "Piece",
     "Rules",
-    "SGDServer",
     "Server",
     "ServerStats",
     "Simulation",

@@ -5,26 +5,29 @@ all together have taken workers * ``local_every`` steps, the server asks the wor
 with the smallest mean loss for its parameters, and the others of the group get them with the
 replies to their next reports; after workers * ``global_every`` steps so does everybody with those
 of the best of all.  So nobody waits for anybody, and fast workers take more steps.
+
+Options are those of :class:`hvd_compress.systems.rounds.LeaderSGD`, whose ranks are workers here;
+periods are steps per worker, on average.  A worker is pulled behind its local step, in full to a
+leader that has just arrived.  A leader to whom nobody is pulled sends nothing, and a leader of a
+group is pulled to that of all.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import math
-import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from hvd_compress.config import Configurable, check_between, check_whole, converted
-from hvd_compress.errors import ConfigError, PayloadError
-from hvd_compress.systems.rounds.groups import Groups, checked_groups, groups_of
-from hvd_compress.systems.servers.messages import Kind, Message, decode, encode
-from hvd_compress.systems.servers.pieces import Arrays, is_finite
-from hvd_compress.systems.servers.server import Reply, ServerStats
+from hvd_compress.systems.rounds.groups import Groups, groups_of
+from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
+from hvd_compress.systems.servers.messages import Kind, Message, decode, encode, tag_of
+from hvd_compress.systems.servers.pieces import Arrays, added, arrays_of, bytes_of, is_finite
+from hvd_compress.systems.servers.server import Reply
+from hvd_compress.systems.servers.stats import ServerStats
 
 
 class Role(enum.IntFlag):
@@ -40,69 +43,9 @@ class Role(enum.IntFlag):
 _NEWS = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class LeaderRules(Configurable, kind="parameter server", name="leaders"):
-    """Options of asynchronous Leader SGD, those of :class:`hvd_compress.systems.rounds.LeaderSGD`:
-    with the leader z_j of the worker's group and the leader z of all, after each local step::
-
-        x = x - l (x - z_j) - g (x - z)
-
-    with l = ``local_pull`` when z_j has just arrived and ``local_drift`` / ``local_every`` in other
-    steps, and g alike.  A leader is not pulled to itself, but the leader of a group is to that of
-    all.
-
-    Args:
-        global_every, local_every: steps per worker, on average, between choices of the leader of
-            all and of those of groups; the first is a multiple of the second.
-        global_pull, local_pull, global_drift, local_drift: how far workers are pulled.  A leader to
-            whom nobody is pulled sends nothing.
-        groups: lists of workers, or the number of workers that make a group, in their order;
-            ``None`` for the workers of each node.
-        average_over: the number of minibatches whose mean loss is compared; ``None`` for
-            ``local_every``.
-
-    ``global_every=local_every, local_pull=0, local_drift=0`` is Leader SGD with one leader.
-    """
-
-    global_every: int = 16
-    local_every: int = 4
-    global_pull: float = 0.1
-    local_pull: float = 0.1
-    global_drift: float = 0.1
-    local_drift: float = 0.1
-    groups: Groups | int | None = dataclasses.field(
-        default=None, metadata=converted(checked_groups)
-    )
-    average_over: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("local_every", self.local_every, 1)
-        check_whole("global_every", self.global_every, 1)
-        if self.global_every % self.local_every:
-            raise ConfigError(
-                f"global_every={self.global_every} must be a multiple of "
-                f"local_every={self.local_every}"
-            )
-        for option in ("global_pull", "local_pull", "global_drift", "local_drift"):
-            check_between(option, getattr(self, option), 0, 1)
-        if self.average_over is None:
-            object.__setattr__(self, "average_over", self.local_every)
-        else:
-            check_whole("average_over", self.average_over, 1)
-
-    @property
-    def tag(self) -> int:
-        """See :class:`hvd_compress.systems.servers.Rules`."""
-        return zlib.crc32(repr(self).encode()) & 0xFFFF
-
-    @property
-    def pulls(self) -> dict[Role, tuple[float, float]]:
-        """How far workers are pulled to the leader in each role, when it is new, and later."""
-        return {
-            Role.GROUP: (self.local_pull, self.local_drift / self.local_every),
-            Role.ALL: (self.global_pull, self.global_drift / self.global_every),
-        }
+def pulls_of(method: LeaderSGD) -> dict[Role, tuple[float, float]]:
+    """Return how far workers are pulled to the leader in each role, when it is new, and later."""
+    return {Role.GROUP: method.pulls["group_leader"], Role.ALL: method.pulls["leader"]}
 
 
 class _Leader(NamedTuple):
@@ -119,8 +62,8 @@ class LeaderServer:
     Args:
         parameters: as workers have them in the beginning.
         workers: their numbers, from 0.
-        rules: the same at all workers.
-        nodes: the groups if ``rules.groups`` is ``None``; by default all workers are one.
+        method: the options, the same at all workers.
+        nodes: the groups if ``method.groups`` is ``None``; by default all workers are one.
 
     Attributes:
         leaders: the workers that were chosen to lead all, one after the other.
@@ -132,24 +75,25 @@ class LeaderServer:
         self,
         parameters: Mapping[str, np.ndarray],
         workers: Iterable[int],
-        rules: LeaderRules,
+        method: LeaderSGD,
         nodes: Groups | None = None,
     ) -> None:
         self._shapes: Arrays = {name: np.array(x) for name, x in parameters.items()}
-        self.rules, self.active = rules, set(workers)
+        self.method, self.active = method, set(workers)
+        self._tag, self._pulls = tag_of(method), pulls_of(method)
         self.waiting: dict[int, bool] = {}  # nobody ever waits
         self.stats = ServerStats()
         self.leaders: list[int] = []
         self.group_leaders: list[list[int]] = []
         everyone = len(self.active)
-        self._groups = groups_of(rules.groups or nodes or everyone, everyone)
+        self._groups = groups_of(method.groups or nodes or everyone, everyone)
         self._count = self._choices = 0
         self._losses: dict[int, deque[float]] = {
-            w: deque(maxlen=rules.average_over) for w in self.active
+            w: deque(maxlen=method.loss_window) for w in self.active
         }
         self._asked: dict[int, Role] = {}
         self._leader: dict[tuple[int, ...], _Leader] = {}  # of all: of the group ()
-        self._has = dict.fromkeys([(w, role) for w in self.active for role in rules.pulls], 0)
+        self._has = dict.fromkeys([(w, role) for w in self.active for role in self._pulls], 0)
         self._last: dict[int, Arrays] = {}  # parameters of workers that have left
 
     @property
@@ -158,11 +102,11 @@ class LeaderServer:
 
     def receive(self, worker: int, frame: np.ndarray) -> list[Reply]:
         """Take a frame, and return the replies."""
-        message = decode(frame, self.rules.tag, f"worker {worker}")
+        message = decode(frame, self._tag, f"worker {worker}")
         if message.kind is Kind.LEAVE:
             self.stats.left(worker, bool(message.flag))
             if message.parts:
-                self._last[worker] = _arrays(message.parts, self._shapes, f"worker {worker}")
+                self._last[worker] = arrays_of(message.parts, self._shapes, f"worker {worker}")
             return self._without(worker)
         self.stats.bytes_up += frame.nbytes
         self.stats.pushes += 1
@@ -197,15 +141,13 @@ class LeaderServer:
         self.stats.non_finite += len(everyone) - len(found)
         if not found and self._leader:
             last = max(self._leader.values(), key=lambda leader: leader.number)
-            found = [_arrays(last.parts, self._shapes, "the leader")]
+            found = [arrays_of(last.parts, self._shapes, "the leader")]
         found = found or everyone or [self._shapes]
         parts = [self.stats.to_bytes()]
         for name in self._shapes:
-            total = found[0][name]
-            for own in found[1:]:
-                total = total + own[name]
-            parts.append((total / len(found)).astype(total.dtype).reshape(-1).view(np.uint8))
-        return encode(Message(Kind.END, parts=parts), self.rules.tag)
+            total = added([own[name] for own in found])
+            parts.append(bytes_of((total / len(found)).astype(total.dtype)))
+        return encode(Message(Kind.END, parts=parts), self._tag)
 
     def _led(self, worker: int, role: Role) -> tuple[int, ...]:
         """Return the group whose leader a worker is, or has, in a role."""
@@ -221,19 +163,19 @@ class LeaderServer:
     def _choose(self) -> None:
         """Name leaders if enough steps were taken, and the last ones have sent what they were asked
         for."""
-        rules = self.rules
-        if self._asked or self._count < len(self.active) * rules.local_every:
+        method = self.method
+        if self._asked or self._count < len(self.active) * method.local_every:
             return
         self._count, self._choices = 0, self._choices + 1
-        if any(rules.pulls[Role.GROUP]):
+        if any(self._pulls[Role.GROUP]):
             best = [self._best(self.active.intersection(group)) for group in self._groups]
             chosen = [worker for worker in best if worker is not None]
             self.group_leaders.append(chosen)
             for worker in chosen:
                 if len(self._led(worker, Role.GROUP)) > 1:
                     self._asked[worker] = Role.GROUP
-        is_due = self._choices % (rules.global_every // rules.local_every) == 0
-        if is_due and any(rules.pulls[Role.ALL]) and (first := self._best(self.active)) is not None:
+        is_due = self._choices % (method.global_every // method.local_every) == 0
+        if is_due and any(self._pulls[Role.ALL]) and (first := self._best(self.active)) is not None:
             self.leaders.append(first)
             self._asked[first] = self._asked.get(first, Role.NONE) | Role.ALL
 
@@ -247,7 +189,7 @@ class LeaderServer:
     def _reply(self, worker: int) -> Reply:
         asked, news = self._asked.get(worker, Role.NONE), Role.NONE
         found: dict[int, list[np.ndarray]] = {}  # one that leads group and all is sent once
-        for role in self.rules.pulls:
+        for role in self._pulls:
             leader = self._leader.get(self._led(worker, role))
             if leader is not None and leader.number > self._has[worker, role]:
                 self._has[worker, role] = leader.number
@@ -255,7 +197,7 @@ class LeaderServer:
                 news |= role
         parts = [part for own in found.values() for part in own]
         flag = int(asked) | int(news) << _NEWS
-        frame = encode(Message(Kind.LEADER, flag, parts=parts), self.rules.tag)
+        frame = encode(Message(Kind.LEADER, flag, parts=parts), self._tag)
         self.stats.bytes_down += frame.nbytes
         return Reply(worker, frame)
 
@@ -272,10 +214,10 @@ class LeaderLink:
 
     answer: np.ndarray | None = None
 
-    def __init__(self, parameters: Mapping[str, np.ndarray], rules: LeaderRules) -> None:
+    def __init__(self, parameters: Mapping[str, np.ndarray], method: LeaderSGD) -> None:
         self._shapes: Arrays = {name: np.array(x) for name, x in parameters.items()}
         self.parameters = self._shapes
-        self._rules = rules
+        self._tag, self._pulls = tag_of(method), pulls_of(method)
         self.leaders: dict[Role, Arrays] = {}
         self.stats: ServerStats | None = None
         self._asked = self._news = Role.NONE
@@ -290,36 +232,36 @@ class LeaderLink:
         """Return the frame that reports a step; ``parameters`` travel only if this worker leads."""
         parts = [np.array([loss], "<f8").view(np.uint8)]
         if self._asked:
-            parts += _parts(parameters, self._shapes)
+            parts += [bytes_of(parameters[name]) for name in self._shapes]
             for role in _each(self._asked):
                 self.leaders.pop(role, None)
             self._asked = Role.NONE
-        frame = encode(Message(Kind.REPORT, parts=parts), self._rules.tag)
+        frame = encode(Message(Kind.REPORT, parts=parts), self._tag)
         self.parameters = {name: np.array(parameters[name]) for name in self._shapes}
         self.bytes_sent += frame.nbytes
         return frame
 
     def leave(self, *, failed: bool = False) -> np.ndarray:
         """Return the last frame, with the parameters of the last report."""
-        parts = [] if failed else _parts(self.parameters, self._shapes)
-        return encode(Message(Kind.LEAVE, int(failed), parts=parts), self._rules.tag)
+        parts = [] if failed else [bytes_of(self.parameters[name]) for name in self._shapes]
+        return encode(Message(Kind.LEAVE, int(failed), parts=parts), self._tag)
 
     def receive(self, frame: np.ndarray) -> bool:
         """Take a frame of the server; return whether it is the one that was waited for."""
-        message = decode(frame, self._rules.tag, "the server")
+        message = decode(frame, self._tag, "the server")
         if message.kind is Kind.BEAT:
             return False
         self.bytes_received += frame.nbytes
         if message.kind is Kind.END:
             head, *parts = message.parts
             self.stats = ServerStats.from_bytes(head)
-            self.parameters = _arrays(parts, self._shapes, "the server")
+            self.parameters = arrays_of(parts, self._shapes, "the server")
             return True
         self._asked = Role(message.flag & int(Role.GROUP | Role.ALL))
         self._news = Role(message.flag >> _NEWS)
         size, parts = len(self._shapes), list(message.parts)
         for role in _each(self._news):
-            self.leaders[role] = _arrays(parts[:size], self._shapes, "the server")
+            self.leaders[role] = arrays_of(parts[:size], self._shapes, "the server")
             parts = parts[size:] or parts  # the last ones may be of both roles
         return True
 
@@ -333,7 +275,7 @@ class LeaderLink:
                     self.recovered = True
                     return {name: x.copy() for name, x in self.leaders[role].items()}
         found = dict(parameters)
-        for role, (pull, drift) in self._rules.pulls.items():
+        for role, (pull, drift) in self._pulls.items():
             far = pull if role in self._news else drift
             if not far or role in self._asked or role not in self.leaders:
                 continue
@@ -345,17 +287,3 @@ class LeaderLink:
 
 def _each(roles: Role) -> list[Role]:
     return [role for role in (Role.GROUP, Role.ALL) if role in roles]
-
-
-def _parts(arrays: Mapping[str, np.ndarray], shapes: Arrays) -> list[np.ndarray]:
-    return [np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8) for name in shapes]
-
-
-def _arrays(parts: Iterable[np.ndarray], shapes: Arrays, sender: str) -> Arrays:
-    parts = list(parts)
-    if [part.nbytes for part in parts] != [x.nbytes for x in shapes.values()]:
-        raise PayloadError(f"bad payload from {sender}: parameters of another model")
-    return {
-        name: part.view(x.dtype).reshape(x.shape).copy()
-        for (name, x), part in zip(shapes.items(), parts, strict=True)
-    }

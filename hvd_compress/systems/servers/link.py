@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from hvd_compress.base import State
-from hvd_compress.errors import ConfigError, PayloadError
-from hvd_compress.systems.servers.messages import Kind, Message, decode, encode
-from hvd_compress.systems.servers.pieces import Arrays
+from hvd_compress.errors import ConfigError
+from hvd_compress.systems.servers.messages import Kind, Message, decode, encode, tag_of
+from hvd_compress.systems.servers.pieces import Arrays, arrays_of
 from hvd_compress.systems.servers.rules import Rules
-from hvd_compress.systems.servers.server import ServerStats, coders
+from hvd_compress.systems.servers.stats import ServerStats
+from hvd_compress.systems.servers.ways import coders, sender_of
 
 
 class Link:
@@ -27,6 +28,7 @@ class Link:
     Attributes:
         parameters: the pieces as this worker knows them.
         states: the states of the compression, residuals for instance.
+        way: what gradients travel by, see :mod:`.ways`.
         taken: whether the last gradient was used; if it was not, the states are as before it.
         stats: the server's statistics, when all is over.
         answer: a frame for the server, if what it has sent last is a question.
@@ -51,7 +53,8 @@ class Link:
         self.answer: np.ndarray | None = None
         self.bytes_sent = self.bytes_received = 0
         self._rules, self._server = rules, server
-        self._up, self._down = coders(rules, seed, worker, momentum, nesterov)
+        up, self._down = coders(rules, worker, seed, momentum, nesterov)
+        self.way = sender_of(rules, self.parameters, worker, up)
         self._pending: dict[str, State] | None = None
         self._pushes = 0
 
@@ -78,27 +81,26 @@ class Link:
         if not gradients.keys() <= self.parameters.keys():
             raise ConfigError(f"gradients of {sorted(gradients)}, not {sorted(self.parameters)}")
         known = math.nan if epoch is None else float(epoch)
+        if self.way.needs_all:
+            zeros = {n: np.zeros_like(x) for n, x in self.parameters.items() if n not in gradients}
+            gradients = {**gradients, **zeros}
         ordered = {name: gradients[name] for name in self.parameters if name in gradients}
         parts = [np.array([known, *rates]).view(np.uint8)]
         if is_partial := len(ordered) < len(self.parameters):
             parts.append(np.array([name in ordered for name in self.parameters], np.uint8))
-        parts += self._encoded(ordered, known)
+        coded, self._pending = self.way.encode(ordered, self.states, self._pushes, known)
+        parts += coded
         self._pushes += 1
         return self._sent(Message(Kind.PUSH, int(is_partial), self._pushes - 1, parts))
 
-    def _encoded(self, gradients: Arrays, epoch: float) -> list[np.ndarray]:
-        encoded = self._up.encode(gradients, self.states, self._pushes, epoch)
-        self._pending = encoded.states
-        return encoded.parts
-
     def _sent(self, message: Message) -> np.ndarray:
-        frame = encode(message, self._rules.tag)
+        frame = encode(message, tag_of(self._rules))
         self.bytes_sent += frame.nbytes
         return frame
 
     def leave(self, *, failed: bool = False) -> np.ndarray:
         """Return the frame that says that this worker sends no more."""
-        return encode(Message(Kind.LEAVE, int(failed)), self._rules.tag)
+        return encode(Message(Kind.LEAVE, int(failed)), tag_of(self._rules))
 
     def receive(self, frame: np.ndarray) -> bool:
         """Take a frame of the server, and return whether it is the one that was waited for: a reply
@@ -108,41 +110,28 @@ class Link:
             PayloadError: the frame is damaged, or of other rules.
         """
         self.answer = None
-        message = decode(frame, self._rules.tag, self._server)
+        message = decode(frame, tag_of(self._rules), self._server)
         if message.kind is Kind.BEAT:
             return False
         self.bytes_received += frame.nbytes
-        return self._take(message)
-
-    def _take(self, message: Message) -> bool:
         parts = iter(message.parts)
+        if message.kind is Kind.ASK:
+            answer, self._pending = self.way.answer(message.parts, self._server)
+            self.answer = self._sent(Message(Kind.ANSWER, parts=answer))
+            return False
         if message.kind is Kind.END:
             self.stats = ServerStats.from_bytes(next(parts))
-            self.parameters = self._whole(parts)
+            self.parameters = arrays_of(parts, self.parameters, self._server)
             return True
-        epoch = self._told(parts)
+        epoch, *orders = next(parts).view("<f8").tolist()
+        self.way.told(orders, parts, self._server)
         if self._rules.is_delta:
             new = self._down.decode(parts, self.parameters, message.number, epoch, self._server)
             self.parameters = {name: x + new[name] for name, x in self.parameters.items()}
         else:
-            self.parameters = self._whole(parts)
+            self.parameters = arrays_of(parts, self.parameters, self._server)
         self.taken = bool(message.flag)
         if self._pending is not None and self.taken:
-            self.states = {**self.states, **self._pending}
+            self.states = self._pending
         self._pending = None
         return True
-
-    def _told(self, parts: Iterator[np.ndarray]) -> float:
-        """Read what stands before the parameters, and return the epoch."""
-        return float(next(parts).view("<f8")[0])
-
-    def _whole(self, parts: Iterator[np.ndarray]) -> Arrays:
-        found = {}
-        for (name, x), part in zip(self.parameters.items(), parts, strict=True):
-            if part.nbytes != x.nbytes:
-                raise PayloadError(
-                    f"bad payload from {self._server}: {part.nbytes} bytes for {name!r}, which has "
-                    f"{x.nbytes}: the ranks' models differ"
-                )
-            found[name] = part.view(x.dtype).reshape(x.shape).copy()
-        return found

@@ -13,6 +13,7 @@ All numbers are little-endian::
 from __future__ import annotations
 
 import enum
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,6 +49,11 @@ class Message(NamedTuple):
     flag: int = 0
     number: int = 0
     parts: Sequence[np.ndarray] = ()
+
+
+def tag_of(rules: object) -> int:
+    """Return 16 bits by which messages made by other rules are noticed."""
+    return zlib.crc32(repr(rules).encode()) & 0xFFFF
 
 
 def encode(message: Message, tag: int) -> np.ndarray:

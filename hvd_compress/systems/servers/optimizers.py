@@ -1,16 +1,16 @@
-"""What servers step with: plain numbers, element by element, so that pieces step as wholes do."""
+"""What servers step with: formulas over arrays, or an optimizer of a framework."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from hvd_compress.config import is_number
-from hvd_compress.errors import ConfigError
+from hvd_compress.optimizers import adam
+from hvd_compress.optimizers.base import Formula, Now, State
 
 
 class ServerOptimizer(Protocol):
@@ -28,9 +28,33 @@ class ServerOptimizer(Protocol):
         multiplied by ``scale``."""
 
 
-@dataclasses.dataclass
-class SGDServer:
-    """SGD as ``torch.optim.SGD``, in NumPy.
+class FormulaOptimizer:
+    """Steps by a formula, with a state for each piece.  Where the formula works element by element,
+    pieces step as wholes do."""
+
+    def __init__(self, formula: Formula) -> None:
+        self.formula = formula
+        self._states: dict[str, State] = {}
+        self._steps = Counter[str]()  # a parameter without gradient takes none
+
+    def step(
+        self,
+        parameters: Mapping[str, np.ndarray],
+        gradients: Mapping[str, np.ndarray],
+        rates: Sequence[float],
+        scale: float = 1.0,
+    ) -> None:
+        lr = scale * (rates[0] if rates else self.formula.lr)
+        formula = dataclasses.replace(self.formula, lr=lr)
+        for name, g in gradients.items():
+            self._steps[name] += 1
+            w, state, now = parameters[name], self._states.get(name, {}), Now(self._steps[name])
+            w[...], self._states[name] = formula.step(w, g, state, now)
+
+
+@dataclasses.dataclass(frozen=True)
+class SGD(Formula):
+    """SGD as ``torch.optim.SGD``.
 
     Args:
         lr: the learning rate where the worker sends none.
@@ -42,74 +66,39 @@ class SGDServer:
     nesterov: bool = False
     weight_decay: float = 0.0
 
-    def __post_init__(self) -> None:
-        for option in ("lr", "momentum", "weight_decay"):
-            _check(option, getattr(self, option))
-        self._velocity: dict[str, np.ndarray] = {}
+    def check(self, names: Mapping[str, str]) -> None:
+        self.check_not_negative(names, "lr", "momentum", "weight_decay")
 
-    def step(
-        self,
-        parameters: Mapping[str, np.ndarray],
-        gradients: Mapping[str, np.ndarray],
-        rates: Sequence[float],
-        scale: float = 1.0,
-    ) -> None:
-        lr = scale * (rates[0] if rates else self.lr)
-        for name, g in gradients.items():
-            x = parameters[name]
-            if self.weight_decay:
-                g = g + self.weight_decay * x
-            if self.momentum:
-                v = self._velocity.get(name)
-                v = g.copy() if v is None else self.momentum * v + g
-                self._velocity[name] = v
-                g = g + self.momentum * v if self.nesterov else v
-            x -= lr * g
+    def update(
+        self, w: np.ndarray, g: np.ndarray, state: State, now: Now
+    ) -> tuple[np.ndarray, State]:
+        g = g + self.weight_decay * w if self.weight_decay else g
+        if self.momentum:
+            v = self.momentum * state["velocity"] + g if state else g
+            state, g = {"velocity": v}, g + self.momentum * v if self.nesterov else v
+        return w - self.lr * g, state
 
 
-@dataclasses.dataclass
-class AdamServer:
-    """Adam as ``torch.optim.Adam``, in NumPy.
+@dataclasses.dataclass(frozen=True)
+class Adam(adam.Adam):
+    """Adam as ``torch.optim.Adam``.
 
     Args:
         lr: the learning rate where the worker sends none.
         betas, eps, weight_decay: as usual; the decay is added to the gradient.
     """
 
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        for option in ("lr", "eps", "weight_decay"):
-            _check(option, getattr(self, option))
-        if len(self.betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in self.betas):
-            raise ConfigError(f"betas must be two numbers in [0, 1); got {self.betas!r}")
-        self._moments: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        self._steps = Counter[str]()  # a parameter without gradient takes none
-
-    def step(
-        self,
-        parameters: Mapping[str, np.ndarray],
-        gradients: Mapping[str, np.ndarray],
-        rates: Sequence[float],
-        scale: float = 1.0,
-    ) -> None:
-        lr = scale * (rates[0] if rates else self.lr)
-        one, two = self.betas
-        for name, g in gradients.items():
-            self._steps[name] += 1
-            x, steps = parameters[name], self._steps[name]
-            if self.weight_decay:
-                g = g + self.weight_decay * x
-            m, v = self._moments.get(name, (np.zeros_like(x), np.zeros_like(x)))
-            m, v = one * m + (1 - one) * g, two * v + (1 - two) * g * g
-            self._moments[name] = m, v
-            root = np.sqrt(v / (1 - two**steps)) + self.eps
-            x -= lr / (1 - one**steps) * m / root
+    def update(
+        self, w: np.ndarray, g: np.ndarray, state: State, now: Now
+    ) -> tuple[np.ndarray, State]:
+        g = g + self.weight_decay * w if self.weight_decay else g
+        m, v = self.momentum(state["exp_avg"], g), self.variance(state["exp_avg_sq"], g)
+        root = np.sqrt(v / (1 - self.betas[1] ** now.step)) + self.eps
+        step = self.lr / (1 - self.betas[0] ** now.step) * m / root
+        return w - step, {"exp_avg": m, "exp_avg_sq": v}
 
 
-def _check(option: str, value: Any) -> None:
-    if not is_number(value) or value < 0:
-        raise ConfigError(f"{option} must be 0 or more; got {value!r}")
+def as_server_optimizer(optimizer: Formula | ServerOptimizer) -> ServerOptimizer:
+    """Return what steps on a server's pieces, for a formula such as ``SGD(lr=0.1)``, one of
+    :mod:`hvd_compress.optimizers` among them."""
+    return FormulaOptimizer(optimizer) if isinstance(optimizer, Formula) else optimizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from typing import Any
 
 from hvd_compress.base import Compressor
@@ -128,6 +127,12 @@ class Rules(Configurable, kind="parameter server", name="rules"):
                 f"backup={self.backup} of {workers} workers: a step takes a gradient of one at "
                 f"least, so backup can be up to {workers - 1} here"
             )
+        if isinstance(self.compression, LGC) and workers < 2:
+            raise ConfigError(
+                "compression='lgc' on a parameter server lets one worker's latent stand for those "
+                f"of others, and there is {workers} worker: start more ranks, or use "
+                "compression='dgc:small=sparse'"
+            )
 
     @property
     def needs_copies(self) -> bool:
@@ -138,8 +143,3 @@ class Rules(Configurable, kind="parameter server", name="rules"):
     def is_delta(self) -> bool:
         """Whether differences go to the workers, and not the parameters themselves."""
         return not isinstance(self.compression_down, NoCompression)
-
-    @property
-    def tag(self) -> int:
-        """16 bits by which messages made by other rules are noticed."""
-        return zlib.crc32(repr(self).encode()) & 0xFFFF

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.errors import ConfigError
-from hvd_compress.systems.servers.learned import ends_of
+from hvd_compress.optimizers.base import Formula
+from hvd_compress.systems.servers.link import Link
 from hvd_compress.systems.servers.optimizers import ServerOptimizer
 from hvd_compress.systems.servers.pieces import (
     Arrays,
@@ -43,9 +44,9 @@ class Simulation:
         links: by worker, one for each server.
 
     Example:
-        >>> from hvd_compress.systems.servers import SGDServer
+        >>> from hvd_compress.systems.servers import SGD
         >>> sim = Simulation({"x": np.ones(1)}, lambda worker, x, step: x, 2, Rules("async"),
-        ...     lambda: SGDServer(lr=0.1))
+        ...     lambda: SGD(lr=0.1))
         >>> sim.run([0, 1])  # both gradients are those at 1
         >>> sim.parameters["x"]
         array([0.8])
@@ -57,7 +58,7 @@ class Simulation:
         gradient: Gradient,
         workers: int,
         rules: Rules,
-        optimizer: Callable[[], ServerOptimizer],
+        optimizer: Callable[[], Formula | ServerOptimizer],
         *,
         servers: int = 1,
         seed: int = 0,
@@ -68,10 +69,10 @@ class Simulation:
         self._pieces = pieces_of(self._start, servers)
         own = [taken_from(self._start, pieces) for pieces in self._pieces]
         everyone = range(workers)
-        a_server, a_link = ends_of(rules, workers)
+        rules.check_workers(workers)
         options: dict[str, Any] = {"seed": seed, "momentum": momentum}
-        self.servers = [a_server(x, optimizer(), everyone, rules, **options) for x in own]
-        self.links = [[a_link(x, w, rules, **options) for x in own] for w in everyone]
+        self.servers = [Server(x, optimizer(), everyone, rules, **options) for x in own]
+        self.links = [[Link(x, w, rules, **options) for x in own] for w in everyone]
         self.steps = [0] * workers
 
     @property

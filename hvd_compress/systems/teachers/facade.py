@@ -10,8 +10,8 @@ from typing import Any
 from hvd_compress.errors import ConfigError
 from hvd_compress.stats import Stats
 from hvd_compress.systems.base import Arrays
+from hvd_compress.systems.teachers.codistiller import Codistiller
 from hvd_compress.systems.teachers.method import Codistillation
-from hvd_compress.systems.teachers.owner import Codistiller
 from hvd_compress.systems.teachers.sampling import CoordinatedSampler
 
 _MORE = """

@@ -10,8 +10,9 @@ import pytest
 from hvd_compress import LGC, After, ConfigError, PayloadError, PoorFit
 from hvd_compress.autoencoder import latent_size, numpy_network
 from hvd_compress.autoencoder.layout import DECODER, ENCODER, last_layer, weights_of
-from hvd_compress.systems.servers import Rules, SGDServer, Simulation
-from hvd_compress.systems.servers.learned import LearnedServer, Phase
+from hvd_compress.systems.servers import SGD, Rules, Server, Simulation
+from hvd_compress.systems.servers.learned import Phase
+from tests.systems.servers import Recorder
 
 WORKERS, N, K, M = 3, 1200, 60, 3
 SHAPES = {"b": (7,), "w10": (10, 20), "w9": (20, 50)}  # w9 is before w10, by its number
@@ -27,12 +28,6 @@ def alike(worker, step, noise=0.3):
         runs = common.normal(size=n // 25 + 1).repeat(25)[:n]
         found[name] = (runs + noise * own.normal(size=n)).reshape(shape).astype(np.float32)
     return found
-
-
-class Recorder(SGDServer):
-    def step(self, parameters, gradients, rates, scale=1.0):
-        self.__dict__.setdefault("steps", []).append(gradients)
-        super().step(parameters, gradients, rates, scale)
 
 
 def simulated(method=METHOD, gradient=alike, momentum=0.0, workers=WORKERS):
@@ -73,12 +68,12 @@ def test_every_phase_by_its_formula():
         velocity = 0.9 * velocity + [g["b"] for g in gradients]
         u = 0.9 * u + [ordered(g) for g in gradients]
         v = v + u
-        weights, common = server.learned["autoencoder"].copy(), step - 2  # whose turn it is
+        weights, common = server.way.learned["autoencoder"].copy(), step - 2  # whose turn it is
         if step < 2:
             sent, masked = v, np.zeros_like(v, bool)
         else:
             common = step % WORKERS
-            assert server.common == common
+            assert server.way.common == common
             places = of_both(v[common], 50, 10)
             sent, masked = np.zeros_like(v), np.zeros_like(v, bool)
             scales = np.abs(v[common][places])
@@ -113,45 +108,45 @@ def test_every_phase_by_its_formula():
             np.testing.assert_allclose(memory, v[worker], atol=2e-3)
             assert states["b"].keys() == {"velocity"}
         trains = 2 <= step < 5
-        assert (server.learned["autoencoder"] != weights).any() == trains
-    assert server.phase is Phase.LATENT
+        assert (server.way.learned["autoencoder"] != weights).any() == trains
+    assert server.way.phase is Phase.LATENT
 
 
 def test_shapes_and_the_encoder_that_is_shipped():
     sim = simulated()
     (server,) = sim.servers
     one_decoder = weights_of((*DECODER, last_layer(innovation=True)))
-    assert server.learned["autoencoder"].shape == (172_996 + WORKERS * one_decoder,)
+    assert server.way.learned["autoencoder"].shape == (172_996 + WORKERS * one_decoder,)
     assert one_decoder == 43_648 + 34
     assert latent_size(K) == 4 * 2  # of 60, 29, 14, 6, 2
     run(sim, 4)
-    untrained = sim.links[0][0].encoder
+    untrained = sim.links[0][0].way.encoder
     run(sim, 1)
     for (link,) in sim.links:
-        assert link.encoder.shape == (weights_of(ENCODER),)
-        assert (link.encoder != untrained).any()
-        np.testing.assert_array_equal(link.encoder, server.learned["autoencoder"][:172_996])
+        assert link.way.encoder.shape == (weights_of(ENCODER),)
+        assert (link.way.encoder != untrained).any()
+        np.testing.assert_array_equal(link.way.encoder, server.way.learned["autoencoder"][:172_996])
 
 
 def test_equal_gradients_are_decoded_equally():
     """With decoders that begin alike they stay so; and the latents are the same for all."""
     sim = simulated(gradient=lambda worker, step: alike(0, step))
     (server,) = sim.servers
-    weights = server.learned["autoencoder"]
+    weights = server.way.learned["autoencoder"]
     one = weights[172_996 : 172_996 + 43_682]
-    server.learned["autoencoder"] = np.concatenate([weights[:172_996], *[one] * WORKERS])
+    server.way.learned["autoencoder"] = np.concatenate([weights[:172_996], *[one] * WORKERS])
     run(sim, 5)
-    decoders = server.learned["autoencoder"][172_996:].reshape(WORKERS, -1)
+    decoders = server.way.learned["autoencoder"][172_996:].reshape(WORKERS, -1)
     assert (decoders == decoders[0]).all()
     assert (decoders[0] != one).any()
-    assert server.learned["quality"][0] > 0
+    assert server.way.learned["quality"][0] > 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PoorFit)
         links = [own[0] for own in sim.links]
         for worker in range(WORKERS):
             for to, frame in server.receive(worker, links[worker].push(alike(0, 5))):
                 links[to].receive(frame)
-    rows = [server._rows[worker] for worker in range(WORKERS)]
+    rows = [server.way._rows[worker] for worker in range(WORKERS)]
     answers = [link.answer for link in links]
     assert all((row == rows[0]).all() for row in rows)
     assert all((answer == answers[0]).all() for answer in answers)
@@ -186,8 +181,8 @@ def test_training_helps():
                 for to, frame in server.receive(worker, link.push(alike(worker, step, 0.1))):
                     links[to].receive(frame)
             for worker, link in enumerate(links):
-                values = link._flat[server._where]
-                sent = server._layout.each(np.array([1.0, 1.0])) * server._rows[worker]
+                values = link.way._flat[server.way._where]
+                sent = server.way._layout.each(np.array([1.0, 1.0])) * server.way._rows[worker]
                 a = values @ sent / (sent @ sent)
                 found.append(np.square(values - a * sent).sum() / np.square(values).sum())
             for worker, link in enumerate(links):
@@ -278,7 +273,7 @@ def test_the_others_go_on_without_a_worker(at):
     sim = simulated()
     run(sim, at)
     (server,) = sim.servers
-    common = server.common
+    common = server.way.common
     other = (common + 1) % WORKERS
     sim.run(w for w in range(WORKERS) if w != common)
     assert server.stats.updates == at
@@ -290,7 +285,7 @@ def test_the_others_go_on_without_a_worker(at):
     run(sim, 1)
     assert server.stats.updates == at + 1
 
-    common = server.common
+    common = server.way.common
     links = [own[0] for own in sim.links]
     replies = []
     other = (common + 1) % WORKERS
@@ -317,7 +312,7 @@ def test_a_worker_that_comes_back_while_others_are_asked_waits_for_the_next_step
     sim = simulated()
     run(sim, 3)
     (server,), links = sim.servers, [own[0] for own in sim.links]
-    away = (server.common + 1) % WORKERS
+    away = (server.way.common + 1) % WORKERS
     sim.lose(away)
     asked = []
     for worker in {*range(WORKERS)} - {away}:
@@ -358,13 +353,13 @@ def test_damage_is_noticed():
         damaged[i] ^= 4
         with pytest.raises(PayloadError, match="worker 0"):
             server.receive(0, damaged)
-    fewer = LearnedServer(
+    fewer = Server(
         {"b": np.zeros(7, np.float32), "w9": np.zeros((20, 50), np.float32)},
-        SGDServer(),
+        SGD(),
         range(WORKERS),
         server.rules,
     )
-    fewer._version = 6
+    fewer._version = fewer.way.step = 6
     fewer._base = dict.fromkeys(range(WORKERS), 6)
     with pytest.raises(PayloadError, match="worker 0"):
         fewer.receive(0, frame)
@@ -373,7 +368,7 @@ def test_damage_is_noticed():
 def test_what_is_too_little_for_an_autoencoder_is_sent_as_it_is():
     sim = simulated(LGC(0.01, learn=0, code=1, min_size=0))
     run(sim, 4)
-    assert sim.servers[0].phase is Phase.VALUES
+    assert sim.servers[0].way.phase is Phase.VALUES
     assert sim.servers[0].stats.updates == 4
 
 
@@ -381,10 +376,10 @@ def test_what_is_too_little_for_an_autoencoder_is_sent_as_it_is():
 def test_several_servers_have_autoencoders_of_their_own(servers):
     start = {"w": np.full((40, 40), 3, np.float32)}
     rules = Rules(compression=LGC(0.1, learn=2, code=12, min_size=0))
-    sim = Simulation(start, lambda w, x, s: x, 3, rules, lambda: SGDServer(lr=0.1), servers=servers)
+    sim = Simulation(start, lambda w, x, s: x, 3, rules, lambda: SGD(lr=0.1), servers=servers)
     run(sim, 60)
     assert np.abs(sim.parameters["w"]).mean() < 1
-    assert {each.phase for each in sim.servers} == {Phase.LATENT}
+    assert {each.way.phase for each in sim.servers} == {Phase.LATENT}
 
 
 @pytest.mark.parametrize(

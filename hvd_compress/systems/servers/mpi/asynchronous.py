@@ -13,8 +13,10 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.nodes import nodes_of
 from hvd_compress.systems.rounds.groups import Groups, groups_of
+from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
 from hvd_compress.systems.servers.elastic import ElasticCentre, check_elastic, moved
-from hvd_compress.systems.servers.leaders import LeaderLink, LeaderRules, LeaderServer
+from hvd_compress.systems.servers.leaders import LeaderLink, LeaderServer
+from hvd_compress.systems.servers.messages import tag_of
 from hvd_compress.systems.servers.mpi.parameter_server import ParameterServer
 from hvd_compress.systems.servers.mpi.serving import Serving
 from hvd_compress.systems.servers.pieces import is_finite
@@ -37,7 +39,7 @@ class AsynchronousLeaderSGD(Serving):
         parameters: arrays by name; all ranks begin with those of rank 0.
         worker_timeout: seconds after which the others go on without a silent worker.
         comm: the ranks, of which the first serves; ``None`` for all.
-        options: of :class:`hvd_compress.systems.servers.leaders.LeaderRules`.
+        options: of :class:`hvd_compress.systems.rounds.LeaderSGD`.
 
     Attributes:
         parameters, is_server, rank, size: as of :class:`.ParameterServer`.
@@ -56,21 +58,21 @@ class AsynchronousLeaderSGD(Serving):
         comm: MPI.Comm | Communicator | None = None,
         **options: Any,
     ) -> None:
-        self.rules, ranks = LeaderRules(**options), Communicator.of(comm)
+        self.method, ranks = LeaderSGD(**options), Communicator.of(comm)
         shapes = [f"{name} {x.dtype.name}{list(x.shape)}" for name, x in parameters.items()]
-        ranks.agree(f"AsynchronousLeaderSGD({self.rules!r}, {shapes})")
+        ranks.agree(f"AsynchronousLeaderSGD({self.method!r}, {shapes})")
         super().__init__(ranks, 1, worker_timeout)
         self._begin(ranks, parameters)
         groups = self._groups(ranks)
-        self._tag = self.rules.tag
-        self._links = [LeaderLink(self.parameters, self.rules)]
+        self._tag = tag_of(self.method)
+        self._links = [LeaderLink(self.parameters, self.method)]
         if self.is_server:
-            self._server = LeaderServer(self.parameters, range(self.size), self.rules, groups)
+            self._server = LeaderServer(self.parameters, range(self.size), self.method, groups)
 
     def _groups(self, ranks: Communicator) -> Groups:
         """Return the numbers of the workers of each group."""
-        if self.rules.groups is not None:
-            return groups_of(self.rules.groups, self.size)
+        if self.method.groups is not None:
+            return groups_of(self.method.groups, self.size)
         of_nodes = (tuple(r - 1 for r in node if r) for node in nodes_of(ranks).members)
         return tuple(filter(None, of_nodes))
 

@@ -11,18 +11,20 @@ from mpi4py import MPI
 from hvd_compress.config import check_seed
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.transport.communicator import Communicator
-from hvd_compress.systems.servers.learned import ends_of
+from hvd_compress.optimizers.base import Formula
 from hvd_compress.systems.servers.link import Link
+from hvd_compress.systems.servers.messages import tag_of
 from hvd_compress.systems.servers.mpi.serving import Serving
-from hvd_compress.systems.servers.optimizers import ServerOptimizer, SGDServer
+from hvd_compress.systems.servers.optimizers import SGD, ServerOptimizer
 from hvd_compress.systems.servers.pieces import gradients_of, joined, pieces_of, taken_from
 from hvd_compress.systems.servers.rules import Rules
+from hvd_compress.systems.servers.server import Server
 
 
 class ParameterServer(Serving):
     """A parameter server over MPI; making one is a collective::
 
-        with mpi.ParameterServer(parameters, SGDServer(lr=0.1), mode="async") as worker:
+        with mpi.ParameterServer(parameters, SGD(lr=0.1), mode="async") as worker:
             for batch in worker.batches(data):
                 worker.step(gradients(worker.parameters, batch))
         parameters = worker.parameters  # on all ranks, the last ones
@@ -35,7 +37,8 @@ class ParameterServer(Serving):
     Args:
         parameters: arrays by name, float32 or float64, the same on all ranks or only meant on rank
             0, whose values all ranks get.
-        optimizer: steps on the servers' pieces.
+        optimizer: steps on the servers' pieces: a formula, such as ``SGD(lr=0.1)`` or one of
+            :mod:`hvd_compress.optimizers`, or an object with a method ``step`` of its own.
         servers: how many ranks serve.
         worker_timeout: seconds for which the others wait for a worker that sends nothing, or go on
             without it; a pause of all workers may be longer.
@@ -62,7 +65,7 @@ class ParameterServer(Serving):
     def __init__(
         self,
         parameters: Mapping[str, np.ndarray],
-        optimizer: ServerOptimizer | None = None,
+        optimizer: Formula | ServerOptimizer | None = None,
         *,
         servers: int = 1,
         worker_timeout: float = 60.0,
@@ -82,22 +85,22 @@ class ParameterServer(Serving):
         ranks.agree(f"ParameterServer({self.rules!r}, servers={servers}, seed={seed}, {shapes})")
         self._begin(ranks, parameters)
         super().__init__(ranks, servers, worker_timeout)
-        self._tag = self.rules.tag
+        self._tag = tag_of(self.rules)
         self.taken = True
         self.epoch: float | None = None
-        self._optimizer = SGDServer() if optimizer is None else optimizer
+        self._optimizer = SGD() if optimizer is None else optimizer
         self._pieces = pieces_of(self.parameters, servers)
         own = [taken_from(self.parameters, pieces) for pieces in self._pieces]
         options: dict[str, Any] = {"seed": seed, "momentum": momentum, "nesterov": nesterov}
-        a_server, a_link = ends_of(self.rules, self.size)
+        self.rules.check_workers(self.size)
         self._links = [
-            a_link(x, self.rank, self.rules, server=f"rank {server}", **options)
+            Link(x, self.rank, self.rules, server=f"rank {server}", **options)
             for server, x in enumerate(own)
         ]
         if self.is_server:
             everyone = range(self.size)
             mine = own[ranks.rank]
-            self._server = a_server(mine, self._optimizer, everyone, self.rules, **options)
+            self._server = Server(mine, self._optimizer, everyone, self.rules, **options)
 
     @property
     def bytes_sent(self) -> int:

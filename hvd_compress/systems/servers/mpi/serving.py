@@ -20,7 +20,8 @@ from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.mailbox import Mailbox
 from hvd_compress.systems.servers.messages import Kind, Message, encode
 from hvd_compress.systems.servers.patience import Patience
-from hvd_compress.systems.servers.server import Reply, ServerStats
+from hvd_compress.systems.servers.server import Reply
+from hvd_compress.systems.servers.stats import ServerStats
 
 logger = logging.getLogger("hvd_compress")
 T = TypeVar("T")

@@ -1,9 +1,9 @@
-"""The owner of codistillation on one rank: its step, its teachers, and its exchanges."""
+"""Codistillation on one rank: its teachers, and when they are exchanged, by an :class:`.Owner`."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,22 +13,19 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.config import check_choice
 from hvd_compress.engines.base import Engine
-from hvd_compress.engines.joining import Member, joined
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.integrations.checkpoints import entry, refused, whole
+from hvd_compress.integrations.checkpoints import entry, refused
 from hvd_compress.requests.base import itemsize
-from hvd_compress.stats import Record, Stats
+from hvd_compress.stats import Stats
 from hvd_compress.systems.base import Arrays
+from hvd_compress.systems.owner import Exchange, Owner
 from hvd_compress.systems.teachers.exchanges import (
     Counterparts,
-    Exchange,
     exchange_checkpoints,
     exchange_predictions,
     fingerprint_of,
 )
 from hvd_compress.systems.teachers.method import Codistillation
-
-_VERSION = 1
 
 
 class Codistiller:
@@ -52,26 +49,35 @@ class Codistiller:
 
     Attributes:
         method: the options.
-        step: the number of the step under way, from 1.
-        exchanges: the number of exchanges that this rank has begun.
-        teachers: the arrays of the other models by name; empty before the first exchange.
+        owner: has the step, the teachers and the exchanges.
     """
 
     def __init__(self, method: Codistillation, engine: Engine, *, like: Array = None) -> None:
-        self.method, self.engine = method, engine
-        self.step = self.exchanges = 0
-        self.teachers: list[Arrays] = []
-        self.record = Record()
-        self._like = np.empty(0) if like is None else like
-        self._started: int | None = None  # the step whose checkpoints are under way
+        self.method = method
+        self.owner = Owner("codistillation", lambda: engine, self._terms, like)
         self._changing: frozenset[str] | None = None  # as of the last exchange
         self._warned: set[int] = set()
         self.counterparts  # noqa: B018, raises if the groups do not fit
 
     @property
+    def step(self) -> int:
+        """The number of the step under way, from 1."""
+        return self.owner.step
+
+    @property
+    def exchanges(self) -> int:
+        """The number of exchanges that this rank has begun."""
+        return self.owner.exchanges
+
+    @property
+    def teachers(self) -> list[Arrays]:
+        """The arrays of the other models by name; empty before the first exchange."""
+        return list(self.owner.state.values())
+
+    @property
     def counterparts(self) -> Counterparts:
         """With whom this rank exchanges."""
-        return self.method.counterparts(self.engine.rank, self.engine.size)
+        return self.method.counterparts(self.owner.engine.rank, self.owner.engine.size)
 
     @property
     def weight(self) -> float:
@@ -80,7 +86,7 @@ class Codistiller:
 
     def next_step(self) -> None:
         """Begin a step."""
-        self.step += 1
+        self.owner.step += 1
 
     def predictions(self, own: Array, inputs: Sequence[np.ndarray] = ()) -> list[Array]:
         """Return what the teachers predict on the batch of this step; empty in steps without
@@ -97,9 +103,10 @@ class Codistiller:
         if not (peers.sources and self.weight and self.method.is_due(self.step)):
             return []
         fingerprint = fingerprint_of(inputs)
-        self._agree({})
-        self._start(exchange_predictions(own, peers, self.method.values, fingerprint), [own])
-        return self.usable(self._arrived())
+        self.owner.agree()
+        self._count([own])
+        found = self.owner.ask(exchange_predictions(own, peers, self.method.values, fingerprint))
+        return self.usable(found)
 
     def checkpoints(
         self, arrays: Callable[[], Arrays], changing: Callable[[], Sequence[str]] | None = None
@@ -122,17 +129,16 @@ class Codistiller:
             due = own.keys() if self._changing is None else names | self._changing
             sent = {name: x for name, x in own.items() if name in due}
             self._changing = names
-            shapes = [(name, backend_of(x).shape(x)) for name, x in sent.items()]
-            self._agree({"model": listed(shapes)})
+            self.owner.agree(model=listed((n, backend_of(x).shape(x)) for n, x in sent.items()))
             if sent:
-                exchange = exchange_checkpoints(sent, peers, self.method.values)
-                self._start(exchange, list(sent.values()))
-                self._started = self.step
-        if self._started is not None:
-            if self.step >= self._started + self.method.delay:
-                self._take_up()
-            else:
-                self.engine.poll()
+                self._count(list(sent.values()))
+                self.owner.start(_by_teacher(sent, peers, self.method.values))
+        if self.method.is_due(self.step - self.method.delay) and self.owner.is_under_way:
+            state = self.owner.state
+            self.owner.state = {
+                key: {**state.get(key, {}), **new} for key, new in self.owner.arrived().items()
+            }
+        self.owner.poll()
         return self.teachers
 
     def usable(self, outputs: Sequence[Array]) -> list[Array]:
@@ -155,50 +161,28 @@ class Codistiller:
     def stats(self) -> Stats:
         """Return the exact bytes so far; ``steps`` are exchanges, and "dense" is what they would
         have sent in the dtypes of predictions and parameters."""
-        return Stats({self.method.exchange: self.record})
+        return Stats({self.method.exchange: self.owner.record})
 
-    # -- exchanges ---------------------------------------------------------------------------
+    def _terms(self) -> Terms:
+        return {"codistillation": repr(self.method), "step": str(self.step)}
 
-    def _agree(self, more: Terms) -> None:
-        terms: Terms = {"codistillation": repr(self.method), "step": str(self.step), **more}
-        self.engine.agree(terms, self._like)
-
-    def _start(self, exchange: Exchange, own: Sequence[Array]) -> None:
-        copies = len(self.counterparts.targets)
+    def _count(self, own: Sequence[Array]) -> None:
+        copies, record = len(self.counterparts.targets), self.owner.record
         for x in own:
             xp = backend_of(x)
-            self.record.dense_bytes += copies * xp.size(x) * itemsize(xp.dtype(x))
-            self.record.elements += copies * xp.size(x)
-            self.record.elements_sent += copies * xp.size(x)
-        member = Member("codistillation", _one(exchange), self.record)
-        self.engine.start("codistillation", joined([member], self.engine.rank, self.engine.size))
-        self.exchanges += 1
-        self.record.steps += 1
-
-    def _arrived(self) -> Any:
-        (reply,) = self.engine.finish()["codistillation"]["codistillation"]
-        return reply
-
-    def _take_up(self) -> None:
-        arrived, self._started = self._arrived(), None
-        before = self.teachers or [{} for _ in arrived]
-        self.teachers = [{**old, **new} for old, new in zip(before, arrived, strict=True)]
+            record.dense_bytes += copies * xp.size(x) * itemsize(xp.dtype(x))
+            record.elements += copies * xp.size(x)
+            record.elements_sent += copies * xp.size(x)
+        self.owner.exchanges += 1
+        record.steps += 1
 
     # -- checkpoints -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank; the teachers in it are this rank's own.  It waits for an
         exchange that is under way."""
-        if self._started is not None:
-            self._take_up()
-        return {
-            "version": _VERSION,
-            "exchange": self.method.exchange,
-            "step": self.step,
-            "rank": self.engine.rank,
-            "size": self.engine.size,
-            "teachers": [dict(arrays) for arrays in self.teachers],
-        }
+        self.owner.bring_in()
+        return self.owner.state_dict(exchange=self.method.exchange)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], own: Arrays) -> None:
         """Restore what :meth:`state_dict` returned on this rank.  What another rank returned has
@@ -211,25 +195,29 @@ class Codistiller:
             ConfigError: it belongs to another model or version, or it is damaged; then nothing has
                 changed.
         """
-        if (version := whole(state_dict, "version")) != _VERSION:
-            raise refused(f"it has version {version}, not {_VERSION}")
+
+        def check(_: str, arrays: Arrays) -> None:
+            _check(arrays, own)
+
+        saved = self.owner.read(state_dict, check)
         check_choice("exchange", entry(state_dict, "exchange", str), (self.method.exchange,))
-        step, rank = whole(state_dict, "step"), whole(state_dict, "rank")
-        size = whole(state_dict, "size", 1)
-        teachers = [
-            _checked(arrays, own) for arrays in entry(state_dict, "teachers", (list, tuple))
-        ]
-        is_own = (rank, size) == (self.engine.rank, self.engine.size)
-        if is_own and teachers and len(teachers) != len(self.counterparts.sources):
-            raise refused(f"it has {len(teachers)} teachers, of other groups of ranks")
-        if self._started is not None:
-            self._take_up()  # which is of another run
-        self.step, self.teachers = step, teachers if is_own else []
+        sources, arrived = set(map(str, self.counterparts.sources)), saved.arrived
+        if saved.is_own and not saved.state.keys() | arrived.keys() <= sources:
+            raise refused(f"it has teachers of other groups of ranks: {sorted(saved.state)}")
+        if any(arrays.keys() != own.keys() for arrays in saved.state.values()):
+            raise refused("its teachers are of another model")
+        self.owner.bring_in()  # what is of another run
+        self.owner.restore(saved, own={*saved.state, *arrived})
         self._changing = None
 
 
-def _checked(arrays: Any, own: Arrays) -> Arrays:
-    if not isinstance(arrays, Mapping) or arrays.keys() != own.keys():
+def _by_teacher(sent: Arrays, peers: Counterparts, values: str | None) -> Exchange:
+    found = yield from exchange_checkpoints(sent, peers, values)
+    return dict(zip(map(str, peers.sources), found, strict=True))
+
+
+def _check(arrays: Arrays, own: Arrays) -> None:
+    if not arrays.keys() <= own.keys():
         raise refused("its teachers are of another model")
     for name, x in arrays.items():
         try:
@@ -238,8 +226,3 @@ def _checked(arrays: Any, own: Arrays) -> Arrays:
             raise refused(f"{name!r}: {error}") from None
         if shape != backend_of(own[name]).shape(own[name]):
             raise refused(f"{name!r} has shape {shape}: it is of another model")
-    return {name: backend_of(x).copy(x) for name, x in arrays.items()}
-
-
-def _one(exchange: Exchange) -> Generator[Any, Any, tuple[Any]]:
-    return ((yield from exchange),)

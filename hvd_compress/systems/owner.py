@@ -1,0 +1,208 @@
+"""The owner of a system on one rank: what all systems that meet over an engine do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Generator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvd_compress.agreement import Terms
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array
+from hvd_compress.engines.base import Engine
+from hvd_compress.engines.joining import Member, joined
+from hvd_compress.integrations.checkpoints import entry, refused, whole
+from hvd_compress.requests import Collective
+from hvd_compress.stats import Record
+from hvd_compress.systems.base import Arrays, State
+
+_VERSION = 1
+
+#: an exchange of a system: it yields requests, and returns what becomes of the replies
+Exchange = Generator[Collective, Any, Any]
+
+
+class Saved(NamedTuple):
+    """What a checkpoint of a rank of ``size`` says, checked; ``is_own``: it is this rank's."""
+
+    step: int
+    rank: int
+    size: int
+    is_own: bool
+    state: State
+    arrived: State
+
+
+class Owner:
+    """Counts steps, exchanges and bytes, compares the ranks, carries out a system's exchanges, one
+    of which may be under way while others steps are taken, and saves and restores its state.
+
+    What a system sends, and what it makes of what came, are its own pure functions.
+
+    Args:
+        system: its name, in exchanges and checkpoints.
+        engine: returns the engine between the ranks, which elastic training changes.
+        terms: returns what ranks have to agree about before an exchange.
+        like: an array of the kind in which they compare it; ``None`` for NumPy's.
+
+    Attributes:
+        step: the number of steps.
+        exchanges: the number of steps in which ranks exchanged something.
+        state: the system's state.
+        record: the bytes of exchanges.
+    """
+
+    def __init__(
+        self,
+        system: str,
+        engine: Callable[[], Engine],
+        terms: Callable[[], Terms],
+        like: Array = None,
+    ) -> None:
+        self.system = system
+        self.step = self.exchanges = 0
+        self.state: State = {}
+        self.record = Record()
+        self.like = np.empty(0) if like is None else like
+        self._engine, self._terms = engine, terms
+        self._wait: Callable[[], State] | None = None  # for what is in flight
+        self._arrived: State = {}  # what came in before the system asked for it
+
+    @property
+    def engine(self) -> Engine:
+        """The engine between the ranks."""
+        return self._engine()
+
+    # -- exchanges ---------------------------------------------------------------------------
+
+    def agree(self, **more: str | list[str]) -> None:
+        """Begin to compare the ranks' terms, and ``more``; the next exchange raises
+        ``MismatchError`` if they differ."""
+        self.engine.agree({**self._terms(), **more}, self.like)
+
+    def ask(self, exchange: Exchange) -> Any:
+        """Carry out an exchange at once, and return its result."""
+        self.bring_in()  # an engine finishes all that is in flight
+        return self._submitted(exchange)()
+
+    def start(self, exchange: Exchange) -> None:
+        """Begin an exchange, whose result is :meth:`arrived`."""
+        self.expect(self._submitted(exchange))
+
+    def expect(self, wait: Callable[[], State]) -> None:
+        """Note what is in flight: ``wait`` returns what arrives, something."""
+        self._wait = wait
+
+    def _submitted(self, exchange: Exchange) -> Callable[[], Any]:
+        engine, name = self.engine, self.system
+        member = Member(name, _one(exchange), self.record)
+        engine.start(name, joined([member], engine.rank, engine.size))
+        return lambda: engine.finish()[name][name][0]
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether something was started that has not come in."""
+        return self._wait is not None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something was started that has not been taken up."""
+        return self.is_in_flight or bool(self._arrived)
+
+    def poll(self) -> None:
+        """Move on what is in flight, without waiting."""
+        if self.is_in_flight:
+            self.engine.poll()
+
+    def bring_in(self) -> None:
+        """Wait for what is in flight, before the system asks for it."""
+        if self._wait is not None:
+            self._arrived = self._wait()
+            self._wait = None
+
+    def arrived(self) -> State:
+        """Return what was started, when it has come in."""
+        self.bring_in()
+        found, self._arrived = self._arrived, {}
+        return found
+
+    def forget(self, names: Mapping[str, Any]) -> None:
+        """Leave arrays out of the state, and of what has come in."""
+        self.state, self._arrived = _without(names, self.state), _without(names, self._arrived)
+
+    def restart(self) -> None:
+        """Forget the state, and what is under way."""
+        self.state, self._wait, self._arrived = {}, None, {}
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def state_dict(self, **more: Any) -> dict[str, Any]:
+        """Return the state for a checkpoint, and ``more``; nothing may be in flight."""
+        assert not self.is_in_flight
+        return {
+            "version": _VERSION,
+            "system": self.system,
+            "step": self.step,
+            "rank": self.engine.rank,
+            "size": self.engine.size,
+            "state": _copied(self.state),
+            "arrived": _copied(self._arrived),
+            **more,
+        }
+
+    def read(self, state_dict: Any, check: Callable[[str, Arrays], None]) -> Saved:
+        """Return what :meth:`state_dict` has saved, in memory of its own; nothing changes.
+
+        Args:
+            check: raises an error for arrays, under a key, that cannot be of this model.
+
+        Raises:
+            ConfigError: it is of another system or version, or damaged.
+        """
+        if (version := whole(state_dict, "version")) != _VERSION:
+            raise refused(f"it has version {version}, not {_VERSION}")
+        if (system := entry(state_dict, "system", str)) != self.system:
+            raise refused(f"it is of {system}, and this is {self.system}")
+        rank, size = whole(state_dict, "rank"), whole(state_dict, "size", 1)
+        return Saved(
+            whole(state_dict, "step"),
+            rank,
+            size,
+            (rank, size) == (self.engine.rank, self.engine.size),
+            _checked(state_dict, "state", check),
+            _checked(state_dict, "arrived", check),
+        )
+
+    def restore(self, saved: Saved, own: Container[str]) -> None:
+        """Go on from what was saved; of another rank's, without the keys ``own``."""
+        self._wait, self.step, without = None, saved.step, () if saved.is_own else own
+        self.state = {key: x for key, x in saved.state.items() if key not in without}
+        self._arrived = {key: x for key, x in saved.arrived.items() if key not in without}
+
+
+def _checked(state_dict: Any, entry_: str, check: Callable[[str, Arrays], None]) -> State:
+    found: State = {}
+    for key in (saved := entry(state_dict, entry_, Mapping)):
+        arrays = entry(saved, key, Mapping)
+        check(key, arrays)
+        found[key] = arrays
+    return _copied(found)
+
+
+def _without(names: Mapping[str, Any], state: State) -> State:
+    return {
+        key: {name: x for name, x in arrays.items() if name not in names}
+        for key, arrays in state.items()
+    }
+
+
+def _copied(state: State) -> State:
+    return {
+        key: {name: backend_of(x).copy(x) for name, x in arrays.items()}
+        for key, arrays in state.items()
+    }
+
+
+def _one(exchange: Exchange) -> Generator[Collective, Any, tuple[Any]]:
+    return ((yield from exchange),)
