@@ -41,6 +41,7 @@ def wrapped(
             sgd, sync_every=every, compression=f"dgc:density={density}"
         ),
         "streaming_diloco": lambda: hvd.DiLoCo(sgd, sync_every=every, fragments=2, delay=1),
+        "sparse_loco": lambda: hvd.SparseLoCo(sgd, every, density),
         "easgd": lambda: hvd.EASGD(sgd, every),
         "eamsgd": lambda: hvd.EAMSGD(sgd, every),
         "leader_sgd": lambda: hvd.LeaderSGD(sgd, **one),

@@ -33,6 +33,7 @@ METHODS = (
     "diloco+topk",
     "diloco+dgc",
     "streaming_diloco",
+    "sparse_loco",
     "easgd",
     "eamsgd",
     "leader_sgd",
@@ -48,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3, help="runs per method")
     parser.add_argument("--sync-every", type=int, default=8, help="local steps between exchanges")
-    parser.add_argument("--density", type=float, default=0.01, help="of dgc and topk")
+    parser.add_argument("--density", type=float, default=0.01, help="of dgc, topk and sparse_loco")
     parser.add_argument("--batch-size", type=int, default=16, help="per rank")
     parser.add_argument("--lr", type=float, default=0.03)
     parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")

@@ -138,8 +138,8 @@ class Owner:
     # -- checkpoints -------------------------------------------------------------------------
 
     def state_dict(self, **more: Any) -> dict[str, Any]:
-        """Return the state for a checkpoint, and ``more``; nothing may be in flight."""
-        assert not self.is_in_flight
+        """Return the state for a checkpoint, and ``more``; what is in flight comes in first."""
+        self.bring_in()
         return {
             "version": _VERSION,
             "system": self.system,

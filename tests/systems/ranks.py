@@ -15,7 +15,7 @@ from hvd_compress.agreement import differences, encode
 from hvd_compress.engines.base import alone
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.errors import MismatchError
-from hvd_compress.requests import Broadcast, Neighbors
+from hvd_compress.requests import Broadcast, Gather, Neighbors
 from hvd_compress.systems import Coordinator
 from hvd_compress.systems.servers import SGD, Simulation
 from hvd_compress.systems.teachers import Codistiller
@@ -113,7 +113,9 @@ class ThreadEngine:
             return size * len(request.targets)
         if isinstance(request, Broadcast):
             return request.array.nbytes * (self.rank == request.root)
-        return (request.payload if hasattr(request, "payload") else request.array).nbytes
+        if isinstance(request, Gather):
+            return request.payload.nbytes + 8 * (not request.equal_sizes)
+        return request.array.nbytes
 
 
 class _OnThreads:

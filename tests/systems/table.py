@@ -7,7 +7,16 @@ from typing import Any
 
 from hvd_compress.systems import graphs
 from hvd_compress.systems.graphs import DecentralizedMethod, PushDIGing
-from hvd_compress.systems.rounds import EAMSGD, EASGD, DiLoCo, LeaderSGD, LocalSGD, OuterSGD, SlowMo
+from hvd_compress.systems.rounds import (
+    EAMSGD,
+    EASGD,
+    DiLoCo,
+    LeaderSGD,
+    LocalSGD,
+    OuterSGD,
+    SlowMo,
+    SparseLoCo,
+)
 from hvd_compress.systems.servers import Rules
 from hvd_compress.systems.teachers import Codistillation
 from tests.systems.ranks import Served, Taught, Trained
@@ -85,6 +94,7 @@ ROUNDS = (
     _outer(SlowMo(sync_every=2, momentum=0.3)),
     _outer(DiLoCo(sync_every=2)),
     _outer(DiLoCo(OuterSGD(0.7, 0.5), sync_every=4, fragments=2, delay=1, mix=0.5), 0),
+    _outer(SparseLoCo(sync_every=2, density=0.5)),
     _leaders(),
     _leaders(groups=2),
     _leaders(groups=((0, 3), (1, 2))),

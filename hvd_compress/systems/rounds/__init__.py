@@ -6,5 +6,6 @@ from hvd_compress.systems.rounds.easgd import EAMSGD, EASGD
 from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
 from hvd_compress.systems.rounds.local_sgd import LocalSGD
 from hvd_compress.systems.rounds.slowmo import SlowMo
+from hvd_compress.systems.rounds.sparse_loco import SparseLoCo
 
-__all__ = ["EAMSGD", "EASGD", "DiLoCo", "LeaderSGD", "LocalSGD", "OuterSGD", "SlowMo"]
+__all__ = ["EAMSGD", "EASGD", "DiLoCo", "LeaderSGD", "LocalSGD", "OuterSGD", "SlowMo", "SparseLoCo"]

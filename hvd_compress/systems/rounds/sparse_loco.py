@@ -1,0 +1,73 @@
+"""SparseLoCo (Sarfi et al., 2025)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hvd_compress.aggregators import allgather
+from hvd_compress.base import Array, Compressor
+from hvd_compress.chain import chain
+from hvd_compress.codecs import Codec
+from hvd_compress.coding.elements import as_values
+from hvd_compress.config import check_between, check_choice, check_whole, converted
+from hvd_compress.operators import top_k
+from hvd_compress.optimizers.outer import OuterSGD
+from hvd_compress.schedules import Density
+from hvd_compress.systems.rounds.rounds import BUFFERS, Exchange, Rounds
+from hvd_compress.transforms import momentum_feedback
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseLoCo(Rounds, name="sparse_loco"):
+    """Local steps of any optimizer, then the largest elements of what they did, with an error
+    feedback that fades and takes the place of DiLoCo's outer momentum::
+
+        e_i = decay e_i + (x0 - x_i)          after H = sync_every local steps
+        d_i = the largest elements of e_i,    e_i = e_i - d_i
+        x0  = x0 - lr (mean of d_i over the ranks)
+
+    State: ``anchor`` x0, the same on all ranks; each rank has its e_i.  Sent: the elements of d_i
+    with their indices, to all.
+
+    Args:
+        sync_every: H, the number of local steps between two exchanges.
+        density: fraction of elements to send, or a schedule.
+        decay: of what was not sent, in [0, 1).
+        lr: the rate of the outer step.
+        values: how elements are sent: "float32", "float16", "4bit" or a codec.
+        buffers: what happens to the local optimizer's state at an exchange: "keep", "average" or
+            "reset".
+
+    Differs from the paper in: the largest elements are those of a tensor, not of chunks of it;
+    their values have 4 bits, where the paper has 2.
+    """
+
+    reference = "Sarfi et al., arXiv 2508.15706"
+
+    sync_every: int = 15
+    density: Density = 0.01
+    decay: float = 0.95
+    lr: float = 1.0
+    values: str | Codec = dataclasses.field(default="4bit", metadata=converted(as_values))
+    buffers: str = "keep"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("sync_every", self.sync_every, 1)
+        check_between("lr", self.lr, 0)
+        check_choice("buffers", self.buffers, BUFFERS)
+        _ = self.compression  # its blocks check the other options
+
+    @property
+    def compression(self) -> Compressor:  # type: ignore[override]
+        via = allgather(top_k(self.density), self.values)
+        return chain(momentum_feedback(self.decay), via=via)
+
+    def exchange_after(self, step: int) -> Exchange | None:
+        count, rest = divmod(step, self.sync_every)
+        return None if rest else Exchange(0, count - 1)
+
+    def outer_step(
+        self, anchor: Array, mean: Array, moments: dict[str, Array], rate: float | None
+    ) -> tuple[Array, dict[str, Array]]:
+        return OuterSGD(self.lr, 0.0).stepped(anchor, mean, moments)
