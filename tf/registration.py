@@ -23,10 +23,10 @@ from hvd_compress.integrations.horovod import (
     take_stateless,
     with_options,
 )
+from hvd_compress.systems.rounds.factories import distribute_by_method
 
 from . import elastic
 from .binding import Binding, native
-from .by_method import distribute_by_method
 from .optimizer import distribute, is_keras_3, is_tf_keras
 from .over_horovod import gather_bytes, runtime
 from .tape import binder, is_ours, wrap_allreduce, wrap_tape
@@ -131,7 +131,8 @@ def wrap_optimizer(
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("method") is not None:
             given.apply_defaults()
-            return distribute_by_method("hvd_compress.tensorflow.keras", signature, given.arguments)
+            training = importlib.import_module("hvd_compress.tensorflow.keras.training")
+            return distribute_by_method(training.local_steps, signature, given.arguments)
         call = bind_call(signature, args, kwargs, runtime.hvd, gather_bytes)
         del call.arguments["method"]
         options = dict(call.arguments)

@@ -3,6 +3,7 @@ training method a :class:`LocalStepsOptimizer`."""
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,12 +16,12 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.horovod import bind_call, hand_on, in_place_of, is_ours, with_options
 from hvd_compress.methods import as_compressor
+from hvd_compress.systems.rounds.factories import distribute_by_method
 
 from .binding import Binding
 from .compressed_optimizer import CompressedOptimizer, check_passes
 from .momentum import check_group, check_sparse_step
 from .parameters import Groups, Parameter, check_groups, names_of_parameters
-from .systems.by_method import distribute_by_method
 from .systems.optimizer import is_distributed
 
 
@@ -64,7 +65,8 @@ def wrap_factory(
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("method") is not None:
             given.apply_defaults()
-            return distribute_by_method(make_engine, signature, **given.arguments)
+            local_steps = importlib.import_module("hvd_compress.torch").local_steps
+            return distribute_by_method(local_steps, signature, given.arguments)
         call = bind_call(signature, args, kwargs, hvd, gather)
         del call.arguments["method"]
         compression = call.arguments["compression"]

@@ -2,7 +2,7 @@
 
 ``rounds`` has local steps between exchanges, ``graphs`` training over a graph, ``teachers``
 codistillation, and ``servers`` the parameter server.  Here is what they have in common: the
-contract of a training method, its owner on a rank, and all ranks in one process.
+contract of a training method, the owner of a system on a rank, and all ranks in one process.
 """
 
 from hvd_compress.systems.base import (
@@ -13,12 +13,14 @@ from hvd_compress.systems.base import (
     TrainingMethod,
 )
 from hvd_compress.systems.coordinator import Coordinator
+from hvd_compress.systems.owner import Owner
 from hvd_compress.systems.world import World
 
 __all__ = [
     "Coordinator",
     "Finish",
     "Mean",
+    "Owner",
     "Start",
     "StepContext",
     "TrainingMethod",

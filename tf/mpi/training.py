@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
 from hvd_compress.integrations.environment import chosen
 from hvd_compress.mpi.process_sets import ProcessSet, global_process_set, rank
+from hvd_compress.systems.rounds.factories import distribute_by_method
 
 from .. import optimizer as _optimizer
 from .. import tape
-from ..by_method import distribute_by_method
 from . import collectives
 from .collectives import Average, Compression
 from .engine import runtime
@@ -115,7 +116,8 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
     rank()  # says if init() is missing
     if method is not None:
         signature = inspect.signature(DistributedOptimizer)
-        return distribute_by_method("hvd_compress.tensorflow.keras.mpi", signature, options)
+        training = importlib.import_module("hvd_compress.tensorflow.keras.mpi.training")
+        return distribute_by_method(training.local_steps, signature, options)
     del options["method"]
     options["compression"] = chosen(compression, Compression.none, rank)
     return _optimizer.distribute(runtime, **options)

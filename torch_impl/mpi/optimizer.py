@@ -12,12 +12,12 @@ from hvd_compress.base import Compressor
 from hvd_compress.integrations.environment import chosen
 from hvd_compress.mpi.process_sets import ProcessSet, engine_over, global_process_set, rank
 from hvd_compress.systems import TrainingMethod
+from hvd_compress.systems.rounds.factories import distribute_by_method
 
 from .. import checkpoint
 from ..compressed_optimizer import CompressedOptimizer
 from ..distributed_optimizer import distribute
 from ..grad_scaler import watch_grad_scaler
-from ..systems.by_method import distribute_by_method
 from ..systems.codistillation import codistillation_over
 from ..systems.factories import factories
 from ..systems.optimizer import LocalStepsOptimizer, broadcast_training_state
@@ -85,7 +85,8 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
     }
     if method is not None:
         signature = inspect.signature(DistributedOptimizer)
-        return distribute_by_method(engine_over, signature, method=method, **options)
+        options["method"] = method
+        return distribute_by_method(training_factories.local_steps, signature, options)
     options["compression"] = chosen(compression, Compression.none, rank)
     return distribute(collectives, engine_over, **options)
 

@@ -43,19 +43,30 @@ def factories_of(
     return Factories(local_steps, made)
 
 
-def check_left_out(
-    options: Mapping[str, Any], signature: inspect.Signature, method: object
-) -> None:
-    """Raise ``ConfigError`` unless these options of ``DistributedOptimizer``, which are about
-    gradients, have their defaults."""
+def distribute_by_method(
+    local_steps: Callable[..., Any], signature: inspect.Signature, options: Mapping[str, Any]
+) -> Any:
+    """Return what ``local_steps(optimizer, method)`` does, with those of the options of
+    ``DistributedOptimizer`` that it has.
+
+    Args:
+        signature: that of ``DistributedOptimizer``, with the defaults.
+
+    Raises:
+        ConfigError: another one, which is about gradients, is not left out.
+    """
+    known = inspect.signature(local_steps).parameters
     for option, value in options.items():
+        if option in known:
+            continue
         default = signature.parameters[option].default
         if value is not default and value != default:
             instead = f": {_INSTEAD[option]}" if option in _INSTEAD else ""
             raise ConfigError(
-                f"{option}={value!r} and method={method!r} cannot be combined, since a training "
-                f"method sends no gradients; leave {option} out{instead}"
+                f"{option}={value!r} and method={options['method']!r} cannot be combined, since a "
+                f"training method sends no gradients; leave {option} out{instead}"
             )
+    return local_steps(**{name: value for name, value in options.items() if name in known})
 
 
 def _factory(
