@@ -16,7 +16,7 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import Member, joined
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.checkpoints import check_array, entry, refused, share, whole
-from hvd_compress.reducer import Reducer
+from hvd_compress.reduce import MemoryStore, Reducer
 from hvd_compress.requests import Collective
 from hvd_compress.stats import Record, Stats
 from hvd_compress.systems.base import (
@@ -91,7 +91,11 @@ class Coordinator:
         self._arrived: Arrays | None = None  # what came in before the method asked for it
         self._consolidated: tuple[int, dict[str, Any]] | None = None
         self._has_begun = False  # before_step was called and after_step was not
-        self.reducer = _AverageReducer(self, engine, seed)
+        self._sent = _SentStore(self)
+        self.reducer = Reducer(
+            method.compression, engine, store=self._sent, seed=seed, same_order=True
+        )
+        self.reducer.method.bind(self.reducer)
 
     @property
     def engine(self) -> Engine:
@@ -167,7 +171,7 @@ class Coordinator:
         if self._arrived is not None:
             self._arrived = _without(parameters, self._arrived)
         self.state = {key: _without(parameters, arrays) for key, arrays in self.state.items()}
-        self.reducer.forget(parameters)
+        self._sent.forget(parameters)
         self._shapes = _without(parameters, self._shapes or {})
         self._consolidated = None
         return result
@@ -344,7 +348,7 @@ class Coordinator:
         """Forget the method's state, and what was not sent yet: the next step begins a first
         round."""
         self.reducer.abandon()
-        self.reducer.forget(list(self.reducer.states))
+        self._sent.forget(list(self._sent.states))
         self.state, self._shapes, self._start = {}, None, None
         self._is_under_way, self._arrived, self._consolidated = False, None, None
 
@@ -375,7 +379,8 @@ class Coordinator:
         compression = entry(state_dict, "compression", Mapping)
         is_mean = bool(entry(state_dict, "consolidated", (bool, int)))
         self.reducer.load_state_dict(compression)
-        self.reducer.take_share({"consolidated": is_mean, "rank": rank, "size": size})
+        saver = {"consolidated": is_mean, "rank": rank, "size": size}
+        self._sent.take_share(self.engine, saver)
         self.step, self._arrived = step, arrived
         self._is_under_way = arrived is not None
         self.state = {
@@ -407,32 +412,32 @@ class Coordinator:
         return state, _copied({name: check_array(repr(name), x) for name, x in arrived.items()})
 
 
-class _AverageReducer(Reducer):
-    """Averages what a training method sends through its compression."""
+class _SentStore(MemoryStore):
+    """The states of the compression of what a training method sends."""
 
-    _set_epoch = "optimizer.training.set_epoch(epoch)"
+    set_epoch_call = "optimizer.training.set_epoch(epoch)"
 
-    def __init__(self, owner: Coordinator, engine: Engine, seed: int) -> None:
+    def __init__(self, owner: Coordinator) -> None:
+        super().__init__()
         self._owner = owner
-        super().__init__(owner.method.compression, engine, seed=seed, same_order=True)
 
-    def _terms(self) -> Terms:
-        return {**self._owner.terms(), "seed": str(self.seed), "epoch": str(self.epoch)}
+    def terms(self, own: Terms) -> Terms:
+        return {**self._owner.terms(), "seed": own["seed"], "epoch": own["epoch"]}
 
-    def _for_messages(self, like: Array) -> Array:
+    def for_messages(self, like: Array) -> Array:
         return like if self._owner._like is None else self._owner._like
 
-    def take_share(self, saved: Mapping[str, Any]) -> None:
+    def take_share(self, engine: Engine, saved: Mapping[str, Any]) -> None:
         """Multiply residuals that were loaded by what this rank has of them."""
-        own = [(name, key) for name, keys in self._per_rank.items() for key in keys]
-        if own and (factor := share(self.engine, saved)) != 1:
+        own = [(name, key) for name, keys in self.per_rank.items() for key in keys]
+        if own and (factor := share(engine, saved)) != 1:
             for name, key in own:
                 self.states[name][key] = self.states[name][key] * factor
 
     def forget(self, names: Iterable[str]) -> None:
         """Forget what of these tensors has not been sent yet."""
         for name in names:
-            for key in self._per_rank.get(name, ()):
+            for key in self.per_rank.get(name, ()):
                 self.states[name][key] = self.states[name][key] * 0
 
 
