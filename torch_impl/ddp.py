@@ -79,7 +79,7 @@ class ProcessGroupEngine(TorchEngine):
             return op, result, work
         tensor = op.tensor.reshape(-1)
         if op.kind in _OPS:
-            total = tensor.clone()  # reductions are in place
+            total = tensor if op.in_place else tensor.clone()  # reductions are in place
             work = dist.all_reduce(total, _OPS[op.kind], group=self._group, async_op=True)
             return op, total, work
         if op.kind == "gather_equal":
