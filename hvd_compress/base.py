@@ -93,6 +93,9 @@ class Context(NamedTuple):
     """What an exchange may know in addition to the gradient.  All fields but ``rank`` and
     ``gradient_norm`` are equal on all ranks.
 
+    Of the tensor are ``name``, ``momentum``, ``nesterov``, ``scratch``, ``learning_rate``,
+    ``dtype`` and ``shape``; all else is of the step and the rank, and set once a step.
+
     Attributes:
         name: the name of the tensor, unique within the model.
         rank, size: this rank and the number of ranks that take part.

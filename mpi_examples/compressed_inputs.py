@@ -34,7 +34,7 @@ from hvd_compress.blocks import (
 )
 from hvd_compress.cli.options import picture_file
 from hvd_compress.engines.local import LocalEngine
-from hvd_compress.reducer import Reducer
+from hvd_compress.reduce import Reducer
 from hvd_compress.studies.step_sizes import kept_by_top_k
 from mpi_examples.data import digits
 from mpi_examples.models import mlp

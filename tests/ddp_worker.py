@@ -200,13 +200,13 @@ def several_rounds() -> None:
 def nan_reaches_every_rank_and_no_state() -> None:
     model, state = _distributed(TopK(density=0.05))
     _train(model, range(2))
-    before = {n: s["residual"].clone() for n, s in state.reducer.states.items()}
+    before = {n: s["residual"].clone() for n, s in state.reducer.store.states.items()}
     loss = _loss(model, dist.get_rank(), 2)
     (loss * float("nan") if dist.get_rank() == 0 else loss).backward()
     for p in model.parameters():
         assert not torch.isfinite(p.grad).all()
     for name, residual in before.items():
-        assert torch.equal(state.reducer.states[name]["residual"], residual)
+        assert torch.equal(state.reducer.store.states[name]["residual"], residual)
 
 
 def a_state_may_be_made_before_its_model() -> None:
@@ -226,7 +226,7 @@ def a_state_may_be_made_before_its_model() -> None:
     places = [name for name, _ in model.module.named_parameters()]
     for i, name in enumerate(places):
         expected, found = (
-            s.reducer.states[n] for s, n in ((state, name), (early, f"parameter.{i}"))
+            s.reducer.store.states[n] for s, n in ((state, name), (early, f"parameter.{i}"))
         )
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], x) for key, x in expected.items())
@@ -268,7 +268,7 @@ def an_exception_in_the_middle_of_backward_ends_one_model_and_no_state() -> None
             _train(model, range(1))
         hook.remove()
         assert state._buckets, "some were on their way"
-        residuals = {n: dict(s) for n, s in state.reducer.states.items()}
+        residuals = {n: dict(s) for n, s in state.reducer.store.states.items()}
         inner = model.module
         inner.zero_grad()
         del model, hook
@@ -281,7 +281,7 @@ def an_exception_in_the_middle_of_backward_ends_one_model_and_no_state() -> None
         _train(other, range(2 - early))
         _train(other, range(2, 5))
         _assert_close(again, other)
-        assert residuals.keys() <= state.reducer.states.keys()
+        assert residuals.keys() <= state.reducer.store.states.keys()
 
 
 def a_state_dict_of_other_names_is_refused() -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from hvd_compress import mpi
 from hvd_compress.mpi.transport.point_to_point import exchange
-from hvd_compress.reducer import Reducer
+from hvd_compress.reduce import Reducer
 from hvd_compress.systems.graphs import Diffusion, train
 
 TIMEOUT = 3.0

@@ -22,7 +22,6 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import BucketExchange
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
-from hvd_compress.homes import Kind, look_of
 from hvd_compress.integrations.checkpoints import (
     check_array,
     entry,
@@ -34,6 +33,9 @@ from hvd_compress.integrations.checkpoints import (
 from hvd_compress.integrations.optimizers import momentum_inside
 from hvd_compress.methods import as_compressor
 from hvd_compress.methods.rows import keeps_residual, rows_state
+from hvd_compress.reduce import Reducer
+from hvd_compress.reduce.homes import Kind, look_of
+from hvd_compress.reduce.reducer import check_momentum
 from hvd_compress.requests import Sum
 from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.sharding import shards_of
@@ -42,7 +44,7 @@ from hvd_compress.stats import Record, Stats, norm_of_residual
 from . import backend
 from .rows import merged
 from .runtime import Runtime
-from .traced import COUNTED, Exchanged, TracedReducer, scaled
+from .store import COUNTED, Exchanged, VariableStore, exchange, scaled
 from .xla import refuse_xla
 
 logger = logging.getLogger("hvd_compress")
@@ -525,11 +527,28 @@ class Binding(tf.Module):
             own = {i: g for i, g in gradients.items() if _is_rows(g) == rows}
             if own:
                 with tf.device(self._devices[rows]):
-                    reducer = TracedReducer(self, engine, method, common, list(own))
-                    part, counted = reducer.exchange(own)
+                    part, counted = self._traced_step(engine, method, own, common)
                 results |= part
                 counts.append(counted)
         return results, sum(counts, start=tf.zeros_like(self._counts))
+
+    def _traced_step(
+        self, engine: Engine, method: Compressor, gradients: Mapping[int, Any], common: Context
+    ) -> Exchanged:
+        store = VariableStore(self, method, list(gradients), common.gradient_norm)
+        check_momentum(method, self.momentum)
+        reducer = Reducer(
+            method,
+            engine,
+            store=store,
+            sums=self._sums,
+            seed=self.seed,
+            groups=self.names_of_groups(list(gradients)),
+            same_order=True,
+            scratch=self._scratch,
+        )
+        reducer.step, reducer.phase = common.step, common.phase
+        return exchange(reducer, store, gradients)
 
     def momentum_used(self) -> tuple[float, bool]:
         """Return the (momentum, nesterov) that act inside the exchange."""

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvd_compress.agreement import Terms
 from hvd_compress.base import Array, Outcome
 from hvd_compress.engines.named import Op, ProcessSetEngine
 
@@ -42,6 +43,9 @@ class HorovodEngine(ProcessSetEngine):
     def prefix(self) -> str:  # type: ignore[override]
         beginning = self._prefix.removesuffix(".*")
         return beginning if beginning == self._prefix else self._numbered(beginning)
+
+    def agree(self, terms: Terms, like: Array) -> None:
+        """Do nothing, since the graph has compared everything."""
 
     def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
         """Do nothing, since a graph cannot wait while it is traced."""

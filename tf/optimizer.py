@@ -145,7 +145,7 @@ def distribute(
     new._hvd_setup(
         runtime,
         method,
-        {
+        options={
             "op": op,
             "process_set": process_set,
             "gradient_predivide_factor": gradient_predivide_factor,
@@ -154,10 +154,10 @@ def distribute(
             "device_sparse": device_sparse,
             "seed": seed,
         },
-        groups or num_groups,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        scale_local_gradients,
+        groups=groups or num_groups,
+        passes=backward_passes_per_step,
+        average_passes=average_aggregated_gradients,
+        scale_local=scale_local_gradients,
     )
     for variable in weights_of(local_layers):
         new.register_local_var(variable)
@@ -211,6 +211,7 @@ class CompressedOptimizer(NotInLossScaling):
         self,
         runtime: Runtime,
         method: Compressor,
+        *,
         options: dict[str, Any],
         groups: Any,
         passes: int,

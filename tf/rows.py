@@ -7,6 +7,8 @@ where nothing has to wait.
 
 from __future__ import annotations
 
+import functools
+
 import tensorflow as tf
 
 from hvd_compress.base import Context, Exchange, Outcome, State
@@ -43,15 +45,16 @@ def exchange_rows(
             the outcome's state, as ``IndexedSlices``.
     """
     own, width = merged(gradient), shape[1:].num_elements()
+    average = functools.partial(exchange, rows, n=shape[0], context=context, merge=_merge)
     values = tf.reshape(own.values, [tf.size(own.indices), width])
     if residual is None:
-        found = yield from exchange(rows, own.indices, values, None, shape[0], context, _merge)
+        found = yield from average(own.indices, values, waiting=None)
         state: State = {}
     else:
         # The variable is read and written where rows were touched, and nowhere else.
         places = own.indices[:, None] * width + tf.range(width, dtype=tf.int64)
         waiting = tf.gather(residual, places)
-        found = yield from exchange(rows, own.indices, values, waiting, shape[0], context, _merge)
+        found = yield from average(own.indices, values, waiting=waiting)
         left = tf.reshape(found.left, [-1])
         state = {"residual": tf.IndexedSlices(left, tf.reshape(places, [-1]))}
     mean = tf.reshape(found.values, [tf.size(found.indices), *shape[1:]])

@@ -19,8 +19,8 @@ from hvd_compress.integrations.checkpoints import (
 )
 from hvd_compress.optimizers import Formula
 
-from .binding import PREFIX
 from .optimizer_host import FormulaOptimizer
+from .store import PREFIX
 
 #: under which a state dict says what it is
 KEY = "hvd_compress"

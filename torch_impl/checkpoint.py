@@ -34,8 +34,8 @@ from hvd_compress.integrations.checkpoints import (
 from hvd_compress.methods.rows import rows_state
 
 from . import backend
-from .binding import PREFIX
 from .checked_state import KEY, VERSION, Entries, checked_entries, checked_header
+from .store import PREFIX
 
 
 def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
@@ -63,7 +63,7 @@ def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
     result = optimizer.users_state_dict()
     parameters = _parameters(optimizer)
     for index, p in enumerate(parameters):
-        ours = binding.state_of(p) | ({} if own else binding.consolidated.get(p, {}))
+        ours = binding.store.state_of(p) | ({} if own else binding.consolidated.get(p, {}))
         entries = {PREFIX + key: x for key, x in ours.items()}
         if binding.takes_optimizer_momentum and "velocity" in ours:
             # For a plain SGD that takes over; load_state_dict() prefers the velocity.
@@ -76,7 +76,7 @@ def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
     result[KEY] = {
         "version": VERSION,
         "method": binding.method.to_config(),
-        "sparse": [index for index, p in enumerate(parameters) if p in binding.sparse],
+        "sparse": [index for index, p in enumerate(parameters) if p in binding.store.sparse],
         "consolidated": binding.is_consolidated and not own,
         "rank": binding.engine.rank,
         "size": binding.engine.size,
@@ -90,7 +90,7 @@ def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
 def _differs(optimizer: Any) -> bool:
     binding = optimizer.compression
     return binding.engine.size > 1 and any(
-        binding.per_rank_keys(p) & binding.state_of(p).keys() for p in _parameters(optimizer)
+        binding.store.per_rank(p) & binding.store.state_of(p).keys() for p in _parameters(optimizer)
     )
 
 
@@ -102,12 +102,12 @@ def consolidate_state_dict(self: Any) -> None:
     self.check_at_rest("optimizer.consolidate_state_dict()")
     binding = self.compression
     own = {
-        (p, key): binding.state_of(p)[key]
+        (p, key): binding.store.state_of(p)[key]
         for p in _parameters(self)
-        for key in sorted(binding.per_rank_keys(p) & binding.state_of(p).keys())
+        for key in sorted(binding.store.per_rank(p) & binding.store.state_of(p).keys())
     }
     names = {(p, key): f"{self._parameter_names[p]}.{key}" for p, key in own}
-    means = binding.average({names[pair]: x for pair, x in own.items()})
+    means = binding.reducer.average({names[pair]: x for pair, x in own.items()})
     binding.consolidated = {}
     for p, key in own:
         binding.consolidated.setdefault(p, {})[key] = means[names[p, key]]
@@ -145,12 +145,13 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
         raise refused(f"{type(self).__name__} says {error!r}") from error
     binding.abandon()
     binding.forget_groups()
-    binding.step = saved.get("step", 0)
-    binding.epoch = saved.get("epoch", binding.epoch)
-    binding.seed = saved.get("seed", binding.seed)
-    binding.sparse = {parameters[index] for index in sparse}
+    reducer = binding.reducer
+    reducer.step = saved.get("step", 0)
+    reducer.epoch = saved.get("epoch", reducer.epoch)
+    reducer.seed = saved.get("seed", reducer.seed)
+    binding.store.sparse = {parameters[index] for index in sparse}
     for p, state in states.items():
-        binding._set_state(p, state)
+        binding.store.set_state(p, state)
     adopt_momentum_buffers(self)
 
 
@@ -160,7 +161,7 @@ def _loaded_state(
     """Return this package's state of a parameter from loaded entries; ``factor`` is that of
     :func:`checkpoints.share`."""
     binding, name = optimizer.compression, optimizer._parameter_names[p]
-    method = binding.method_for(p)
+    method = binding.store.method_for(p)
     fresh = method.init(p.detach())
     flat = backend.widen(p)
     common = method.common(p.detach())
@@ -169,7 +170,7 @@ def _loaded_state(
     templates = {**fresh, **common, "decay": p.detach().view(-1)}
     templates |= {"velocity": flat} | rows_state(method, p.detach()) if is_sparse else {}
     state = dict(fresh) if entries.values else {}
-    per_rank = binding.per_rank_keys(p, is_sparse)
+    per_rank = binding.store.per_rank(p, is_sparse)
     for key, x in entries.values.items():
         if key not in templates:
             # A velocity that is a momentum buffer too goes on as the optimizer's own momentum.
@@ -195,10 +196,10 @@ def adopt_momentum_buffers(optimizer: Any) -> None:
         return
     for p in _parameters(optimizer):
         buffer = optimizer.state.get(p, {}).pop("momentum_buffer", None)
-        if buffer is not None and "velocity" not in binding.state_of(p):
-            state = binding.method_for(p).init(p.detach())
+        if buffer is not None and "velocity" not in binding.store.state_of(p):
+            state = binding.store.method_for(p).init(p.detach())
             state["velocity"] = state["velocity"] + binding.velocity_factor(p) * buffer.reshape(-1)
-            binding._set_state(p, state)
+            binding.store.set_state(p, state)
 
 
 def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
@@ -225,22 +226,22 @@ def broadcast(optimizer: Any, root_rank: int) -> None:
     payload = broadcast_tree(
         hvd, local_state_dict(optimizer, own=True) if hvd.rank() == root_rank else None, root_rank
     )
-    binding.sparse = {parameters[index] for index in payload[KEY]["sparse"]}
-    alive = binding.step > 0 or any(binding.state_of(p) for p in parameters)
+    binding.store.sparse = {parameters[index] for index in payload[KEY]["sparse"]}
+    alive = binding.step > 0 or any(binding.store.state_of(p) for p in parameters)
     own = {}
     for index, entries in payload["state"].items():
         p = parameters[index]
-        for key in sorted(binding.per_rank_keys(p)):
+        for key in sorted(binding.store.per_rank(p)):
             if PREFIX + key in entries:
                 zeros = torch.zeros_like(entries[PREFIX + key], device=p.device)
-                mine = binding.state_of(p).get(key, zeros) if alive else zeros
+                mine = binding.store.state_of(p).get(key, zeros) if alive else zeros
                 own[f"{index}.{key}"] = mine
-    count = binding.average({"alive": torch.tensor([float(alive)])})["alive"].item()
-    for name, mean in binding.average(own).items():
+    count = binding.reducer.average({"alive": torch.tensor([float(alive)])})["alive"].item()
+    for name, mean in binding.reducer.average(own).items():
         index, key = name.split(".", 1)
         payload["state"][int(index)][PREFIX + key] = mean / count if count else mean
     load_state_dict(optimizer, payload, exact=True)
-    binding.forget_plan()  # a worker that has just come has none
+    binding.reducer.forget_plan()  # a worker that has just come has none
 
 
 class _Slot(NamedTuple):

@@ -27,7 +27,7 @@ from hvd_compress.engines.named import Op
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import as_compressor
-from hvd_compress.reducer import Reducer
+from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
 from .engine import TorchEngine
@@ -79,7 +79,7 @@ class ProcessGroupEngine(TorchEngine):
             return op, result, work
         tensor = op.tensor.reshape(-1)
         if op.kind in _OPS:
-            total = tensor.clone()  # reductions are in place
+            total = tensor if op.in_place else tensor.clone()  # reductions are in place
             work = dist.all_reduce(total, _OPS[op.kind], group=self._group, async_op=True)
             return op, total, work
         if op.kind == "gather_equal":
@@ -274,8 +274,9 @@ class DDPState:
                 "it into a DDPState that is made as the saved one was, with the model or without"
             )
         self.reducer.load_state_dict(state_dict)
-        for name, state in self.reducer.states.items():  # it may come from another one
-            state.update({key: x.to(devices[name]) for key, x in state.items()})
+        store = self.reducer.store
+        for name in store.names():  # it may come from another device
+            store.keep(name, {key: x.to(devices[name]) for key, x in store.get(name).items()})
 
     def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._use.has_begun = True

@@ -135,7 +135,15 @@ def distribute(
         process_set=process_set,
     )
     engine = make_engine(process_set, gradient_predivide_factor)
-    binding = Binding(distributed, method, hvd, op == hvd.Sum, engine, seed, sparse_step)
+    binding = Binding(
+        distributed,
+        method,
+        hvd,
+        sums=op == hvd.Sum,
+        engine=engine,
+        seed=seed,
+        sparse_step=sparse_step,
+    )
     distributed.begin(binding)
     return distributed
 

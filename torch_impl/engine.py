@@ -57,7 +57,8 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
         if op.splits is not None:
             return hvd.alltoall_async(op.tensor, op.splits, **common)
         if op.kind == "sum":
-            return hvd.allreduce_async(op.tensor, op=hvd.Sum, **self._scales, **common)
+            reduce = hvd.allreduce_async_ if op.in_place else hvd.allreduce_async
+            return reduce(op.tensor, op=hvd.Sum, **self._scales, **common)
         if op.kind == "max":
             return hvd.allreduce_async(op.tensor, op=hvd.Max, **common)
         if op.kind == "broadcast":

@@ -43,7 +43,9 @@ def exchange_rows(
         return total.indices()[0], total.values()
 
     waiting = None if table is None else table[indices]
-    found = yield from exchange(rows, indices, values, waiting, n, context, merge)
+    found = yield from exchange(
+        rows, indices, values, waiting=waiting, n=n, context=context, merge=merge
+    )
     state = {}
     if residual is not None and table is not None and found.left is not None:
         table[indices] = found.left

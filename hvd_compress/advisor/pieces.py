@@ -27,7 +27,7 @@ from hvd_compress.engines.base import alone
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.errors import ConfigError, NeedsTuning
 from hvd_compress.methods import as_compressor
-from hvd_compress.reducer import Reducer
+from hvd_compress.reduce import Reducer
 
 #: measured on one core of the machine that docs/performance.md is about
 _KEPT = Path(__file__).with_suffix(".json")

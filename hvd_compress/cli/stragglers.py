@@ -35,7 +35,15 @@ def stragglers(
                 percent = 100 * (number + done) / len(workers)
                 print(f"\rsimulated {percent:3.0f} %", end="", file=sys.stderr, flush=True)
 
-        found[n] = rows_of(delays, n, backup, local_steps, steps, seed, show)
+        found[n] = rows_of(
+            delays,
+            n,
+            backup=backup,
+            local_steps=local_steps,
+            steps=steps,
+            seed=seed,
+            progress=show,
+        )
     if sys.stderr.isatty():
         print("\r" + " " * 20 + "\r", end="", file=sys.stderr)
     if as_json:

@@ -38,6 +38,7 @@ class Op(NamedTuple):
 
     Of an all-to-all, ``splits`` are the numbers of elements of the tensor for each rank, and
     ``arriving`` those that come from each, if they are known.  ``root`` has what is broadcast.
+    ``in_place``: nobody needs the tensor afterwards, and a sum may be made in it.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Op(NamedTuple):
     splits: Array | None = None
     arriving: Array | None = None
     root: int = 0
+    in_place: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -192,7 +194,7 @@ class NamedEngine(abc.ABC):
         if xp.size(array) == 0:
             return array
         if request.wire is None:
-            return (yield Op("sum", name, array))
+            return (yield Op("sum", name, array, in_place=request.owned))
         in_bfloat16 = request.wire == "bfloat16"
         add = self._sum_bfloat16 if in_bfloat16 else self._sum
         total = yield from add(xp.cast(array, request.wire), name)

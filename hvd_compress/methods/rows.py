@@ -240,6 +240,7 @@ def exchange_rows(
     rows: Rows,
     indices: Array,
     values: Array,
+    *,
     waiting: Array | None,
     n: int,
     context: Context,

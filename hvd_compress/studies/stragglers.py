@@ -124,6 +124,7 @@ class Row:
 def rows_of(
     delays: Delays,
     workers: int,
+    *,
     backup: int,
     local_steps: int,
     steps: int,

@@ -13,7 +13,7 @@ from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.checkpoints import check_array, entry, refused, share
-from hvd_compress.reducer import Reducer
+from hvd_compress.reduce import MemoryStore, Reducer
 from hvd_compress.requests import Collective
 from hvd_compress.stats import Stats
 from hvd_compress.systems.base import (
@@ -83,7 +83,11 @@ class Coordinator:
         self._like, self._node = like, socket.gethostname() if node is None else node
         self._consolidated: tuple[int, dict[str, Any]] | None = None
         self._has_begun = False  # before_step was called and after_step was not
-        self.reducer = _AverageReducer(self, engine, seed)
+        self._sent = _SentStore(self)
+        self.reducer = Reducer(
+            method.compression, engine, store=self._sent, seed=seed, same_order=True
+        )
+        self.reducer.method.bind(self.reducer)
 
     @property
     def step(self) -> int:
@@ -167,7 +171,7 @@ class Coordinator:
         self.owner.bring_in()
         result = self._driven(self.method.consensus(parameters, self.state), is_step=False)
         self.owner.forget(parameters)
-        self.reducer.forget(parameters)
+        self._sent.forget(parameters)
         self._shapes = {n: x for n, x in (self._shapes or {}).items() if n not in parameters}
         self._consolidated = None
         return result
@@ -327,7 +331,7 @@ class Coordinator:
         """Forget the method's state, and what was not sent yet: the next step begins a first
         round."""
         self.reducer.abandon()
-        self.reducer.forget(list(self.reducer.states))
+        self._sent.forget(list(self._sent.states))
         self.owner.restart()
         self._shapes, self._start, self._consolidated = None, None, None
 
@@ -354,7 +358,8 @@ class Coordinator:
         compression = entry(state_dict, "compression", Mapping)
         is_mean = bool(entry(state_dict, "consolidated", (bool, int)))
         self.reducer.load_state_dict(compression)
-        self.reducer.take_share({"consolidated": is_mean, "rank": saved.rank, "size": saved.size})
+        saver = {"consolidated": is_mean, "rank": saved.rank, "size": saved.size}
+        self._sent.take_share(self.reducer.engine, saver)
         self.owner.restore(saved, own=self.method.per_rank)
         self._losses.clear()
         self._losses.extend(losses if saved.is_own else ())
@@ -369,32 +374,32 @@ class Coordinator:
                 raise refused(f"{key!r} of {name!r} has shape {shape}")
 
 
-class _AverageReducer(Reducer):
-    """Averages what a training method sends through its compression."""
+class _SentStore(MemoryStore):
+    """The states of the compression of what a training method sends."""
 
-    _set_epoch = "optimizer.training.set_epoch(epoch)"
+    set_epoch_call = "optimizer.training.set_epoch(epoch)"
 
-    def __init__(self, owner: Coordinator, engine: Engine, seed: int) -> None:
+    def __init__(self, owner: Coordinator) -> None:
+        super().__init__()
         self._owner = owner
-        super().__init__(owner.method.compression, engine, seed=seed, same_order=True)
 
-    def _terms(self) -> Terms:
-        return {**self._owner.terms(), "seed": str(self.seed), "epoch": str(self.epoch)}
+    def terms(self, own: Terms) -> Terms:
+        return {**self._owner.terms(), "seed": own["seed"], "epoch": own["epoch"]}
 
-    def _for_messages(self, like: Array) -> Array:
+    def for_messages(self, like: Array) -> Array:
         return like if self._owner._like is None else self._owner._like
 
-    def take_share(self, saved: Mapping[str, Any]) -> None:
+    def take_share(self, engine: Engine, saved: Mapping[str, Any]) -> None:
         """Multiply residuals that were loaded by what this rank has of them."""
-        own = [(name, key) for name, keys in self._per_rank.items() for key in keys]
-        if own and (factor := share(self.engine, saved)) != 1:
+        own = [(name, key) for name, keys in self.per_rank.items() for key in keys]
+        if own and (factor := share(engine, saved)) != 1:
             for name, key in own:
                 self.states[name][key] = self.states[name][key] * factor
 
     def forget(self, names: Iterable[str]) -> None:
         """Forget what of these tensors has not been sent yet."""
         for name in names:
-            for key in self._per_rank.get(name, ()):
+            for key in self.per_rank.get(name, ()):
                 self.states[name][key] = self.states[name][key] * 0
 
 

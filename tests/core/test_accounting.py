@@ -10,7 +10,7 @@ from hvd_compress import DGC, Context, Gather
 from hvd_compress.advisor.shapes import alexnet, deep_speech, mobilenet_v2, ptb_lstm, resnet50
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import reply_to
-from hvd_compress.reducer import Reducer
+from hvd_compress.reduce import Reducer
 from hvd_compress.wire import sparse_size
 
 MIB = 2**20

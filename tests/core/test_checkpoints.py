@@ -9,7 +9,7 @@ import pytest
 
 from hvd_compress import ConfigError
 from hvd_compress.engines.local import LocalEngine
-from hvd_compress.reducer import Reducer
+from hvd_compress.reduce import Reducer
 from tests.method_table import ROWS
 from tests.mutations import mutations, same
 

@@ -10,7 +10,7 @@ import pytest
 from hvd_compress import LGC, Compressor, ConfigError, Outcome, partition, rule
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
-from hvd_compress.reducer import Reducer
+from hvd_compress.reduce import Reducer
 from hvd_compress.requests import Joint
 
 
@@ -55,7 +55,11 @@ def of(*names, size=1, dtype="float64"):
 
 
 def totals(own):
-    return {name: state["total"].tolist() for name, state in own.states.items() if "total" in state}
+    return {
+        name: state["total"].tolist()
+        for name, state in own.store.states.items()
+        if "total" in state
+    }
 
 
 def test_one_tensor_keeps_it():
@@ -63,7 +67,7 @@ def test_one_tensor_keeps_it():
     for step in (1, 2, 3):
         own.reduce(of("c", "b", "d"))
         assert totals(own) == {"b": [3 * step]}
-        assert {name: state["own"].tolist() for name, state in own.states.items()} == {
+        assert {name: state["own"].tolist() for name, state in own.store.states.items()} == {
             name: [step] for name in "bcd"
         }
 
@@ -75,7 +79,7 @@ def test_its_home_need_not_have_a_gradient():
     own.reduce(of("a", "d"))  # those that come later, too
     own.reduce(of("b", "d"))
     assert totals(own) == {"b": [2 + 1 + 2 + 2]}
-    assert own.states["b"]["own"] == [2]
+    assert own.store.states["b"]["own"] == [2]
 
 
 def test_one_of_each_dtype():
@@ -169,7 +173,7 @@ def test_a_training_goes_on_bit_by_bit(via):
     for step in range(9):
         saved.append(own.state_dict())
         directions.append(own.reduce(gradients(step)))
-    homes = [name for name, state in own.states.items() if "autoencoder" in state]
+    homes = [name for name, state in own.store.states.items() if "autoencoder" in state]
     assert homes == ["first"]
     for start, state in enumerate(saved):
         other = reducer(method)

@@ -91,7 +91,15 @@ class World:
         indices, values = merged(indices, values)
         self.touched = {**getattr(self, "touched", {}), rank: indices}
         waiting = self.residuals[rank][indices] if self.rows.keeps_residual else None
-        return exchange_rows(self.rows, indices, values, waiting, self.shape[0], context, merged)
+        return exchange_rows(
+            self.rows,
+            indices,
+            values,
+            waiting=waiting,
+            n=self.shape[0],
+            context=context,
+            merge=merged,
+        )
 
     def _after(self, rank, outcome):
         self.sent[rank] = int(backend_of(outcome.sent).size(outcome.sent))

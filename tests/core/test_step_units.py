@@ -21,7 +21,7 @@ from hvd_compress.blocks import (
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError
-from hvd_compress.reducer import Reducer
+from hvd_compress.reduce import Reducer
 from hvd_compress.testing import check_laws
 
 STEPS = error_feedback(units="step")
@@ -124,7 +124,7 @@ def test_a_reducer_is_told_the_rate():
         reducer.reduce({"w": x})
     reducer.learning_rate = 0.5
     reducer.reduce({"w": np.array([1.0, 2, 3, 4])})
-    np.testing.assert_array_equal(reducer.states["w"]["residual"], [0.5, 1, 1.5, 0])
+    np.testing.assert_array_equal(reducer.store.states["w"]["residual"], [0.5, 1, 1.5, 0])
     reducer.learning_rate = 0.25
     direction = reducer.reduce({"w": np.zeros(4)})["w"]
     np.testing.assert_array_equal(direction, [0, 0, 6, 0])  # 6 * 0.25 is the step of 3 * 0.5

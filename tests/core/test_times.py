@@ -10,7 +10,7 @@ from hvd_compress import DGC, PowerSGD
 from hvd_compress import times as times_module
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
-from hvd_compress.reducer import Reducer
+from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 from hvd_compress.times import PHASES, Clock, Times, phase
 

@@ -13,7 +13,7 @@ import pytest
 from hvd_compress import DGC, RandomK, TopK, as_compressor, config, method_names
 from hvd_compress.cli.costs import costs, costs_of_defaults
 from hvd_compress.engines.local import LocalEngine
-from hvd_compress.reducer import Reducer
+from hvd_compress.reduce import Reducer
 from hvd_compress.testing import check_laws
 from tests import jobs
 

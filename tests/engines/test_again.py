@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hvd_compress import DGC, FP16, NoCompression, TopK, partition, rule, switch, warmup_to
 from hvd_compress.backends import backend_of
 from hvd_compress.engines.local import LocalEngine
-from hvd_compress.reducer import Reducer
+from hvd_compress.reduce import MemoryStore, Reducer
 from hvd_compress.schedules import StagedWarmup
 from tests.method_table import ROWS
 
@@ -29,15 +29,15 @@ METHODS = [
 ]
 
 
-class Asking(Reducer):
-    """Asks the method in every step."""
+class Asking(MemoryStore):
+    """Has the method asked in every step."""
 
-    def _circumstances(self):
+    def circumstances(self):
         return None
 
 
-def make(kind, method):
-    return kind(method, LocalEngine(), momentum=0.9 * method.takes_momentum, in_place=True)
+def make(store, method):
+    return Reducer(method, LocalEngine(), store=store(0.9 * method.takes_momentum), in_place=True)
 
 
 def count_asked(reducer):
@@ -64,7 +64,7 @@ EVENTS = ("nothing", "nothing", "missing", "strided", "nan", "state", "order", "
 )
 def test_steps_are_as_if_the_method_was_asked(of, method, events, seed):
     random = np.random.default_rng(seed)
-    reducers = [make(Asking, method), make(Reducer, method)]
+    reducers = [make(Asking, method), make(MemoryStore, method)]
     for event in events:
         names = list(SHAPES)
         if event == "missing":
@@ -80,9 +80,10 @@ def test_steps_are_as_if_the_method_was_asked(of, method, events, seed):
             own = {n: of(g) for n, g in gradients.items()}
             if event == "strided":
                 own[odd] = of(np.repeat(gradients[odd][..., None], 2, -1))[..., 0]
-            if event == "state" and reducer.states.get(odd):  # as when one is loaded by hand
-                key = min(reducer.states[odd])
-                reducer.states[odd] = {**reducer.states[odd], key: reducer.states[odd][key] * 2}
+            states = reducer.store.states
+            if event == "state" and states.get(odd):  # as when one is loaded by hand
+                key = min(states[odd])
+                states[odd] = {**states[odd], key: states[odd][key] * 2}
             if event == "reset":
                 reducer.reset_stats()
             for name, gradient in own.items():
@@ -93,9 +94,9 @@ def test_steps_are_as_if_the_method_was_asked(of, method, events, seed):
             x, y = (backend_of(r[name]).to_numpy(r[name]) for r in results)
             np.testing.assert_array_equal(x, y)
         assert reducers[0].records == reducers[1].records
-        for name, state in reducers[0].states.items():
+        for name, state in reducers[0].store.states.items():
             for key, x in state.items():
-                y = reducers[1].states[name][key]
+                y = reducers[1].store.states[name][key]
                 np.testing.assert_array_equal(
                     backend_of(x).to_numpy(x), backend_of(y).to_numpy(y), err_msg=f"{name} {key}"
                 )
@@ -114,7 +115,7 @@ def test_steps_are_as_if_the_method_was_asked(of, method, events, seed):
     ids=["dgc", "warm-up", "clipped", "fp16", "partition", "switch"],
 )
 def test_the_method_is_asked_only_where_steps_may_differ(method, asked_for):
-    reducer, steps = make(Reducer, method), []
+    reducer, steps = make(MemoryStore, method), []
     asked = count_asked(reducer)
     for _ in range(6):
         asked.clear()
@@ -126,7 +127,7 @@ def test_the_method_is_asked_only_where_steps_may_differ(method, asked_for):
 
 def run_both(method, steps):
     """The reducers that ask in every step and that do not, after the same steps."""
-    reducers = [make(Asking, method), make(Reducer, method)]
+    reducers = [make(Asking, method), make(MemoryStore, method)]
     for number, gradients in enumerate(steps):
         results = [r.reduce({n: g.copy() for n, g in gradients.items()}) for r in reducers]
         for name in gradients:

@@ -16,7 +16,7 @@ from hvd_compress import DGC, FP16, Context, NoCompression, Sparse, TopK, kernel
 from hvd_compress.engines.joining import Member, joined
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World, run
-from hvd_compress.reducer import Reducer
+from hvd_compress.reduce import Reducer
 from hvd_compress.requests import Joint
 from hvd_compress.stats import Record
 

@@ -16,7 +16,7 @@ from hvd_compress.codecs import linear
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.kernels import native
-from hvd_compress.reducer import Reducer
+from hvd_compress.reduce import Reducer
 
 #: with every amount of memory that is left to a process: what comes out, each with how often
 WITH_LITTLE_MEMORY = """

@@ -30,7 +30,7 @@ def _follows_the_lockstep_world(method: Compressor, tolerance: float, **options:
             expected = reference.exchange(everyone, name)[world.rank]
             np.testing.assert_allclose(own[name], expected.mean, rtol=tolerance, atol=tolerance)
             for key, array in expected.state.items():
-                found = reducer.states[name][key]
+                found = reducer.store.states[name][key]
                 np.testing.assert_allclose(found, array, rtol=tolerance, atol=tolerance)
         assert_same_everywhere(np.concatenate([own[name].reshape(-1) for name in sorted(SHAPES)]))
     reducer.engine.abandon()
@@ -66,7 +66,7 @@ def nothing_is_lost_where_sums_are_rounded() -> None:
         for name in SHAPES:
             own = sum(_gradients(world.rank, step)[name].reshape(-1) for step in range(4))
             went_in = mpi.allreduce(np.asarray(own, np.float64))
-            left = mpi.allreduce(reducer.states[name]["residual"].astype(np.float64))
+            left = mpi.allreduce(reducer.store.states[name]["residual"].astype(np.float64))
             np.testing.assert_allclose(
                 went_in, np.asarray(came[name], np.float64).reshape(-1) + left, atol=1e-4
             )

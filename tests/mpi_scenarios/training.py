@@ -102,7 +102,11 @@ def _compare(
             assert directions[name].dtype == dtype
             assert directions[name].tobytes() == want.direction.tobytes(), (method, name, step)
             for key, value in want.state.items():
-                assert reducer.states[name][key].tobytes() == value.tobytes(), (method, name, key)
+                assert reducer.store.states[name][key].tobytes() == value.tobytes(), (
+                    method,
+                    name,
+                    key,
+                )
 
 
 def double_buffering_keeps_a_residual_a_buffer() -> None:
@@ -188,9 +192,9 @@ def an_autoencoder_goes_on_bit_by_bit() -> None:
             found = again.reduce(dict(reversed(_gradients(world.rank, step).items())))
             assert all(found[name].tobytes() == x.tobytes() for name, x in directions.items())
         assert_same_everywhere(*directions.values())
-    homes = [name for name, state in again.states.items() if "autoencoder" in state]
+    homes = [name for name, state in again.store.states.items() if "autoencoder" in state]
     assert homes == ["w1"]
-    assert_same_everywhere(again.states["w1"]["autoencoder"])
+    assert_same_everywhere(again.store.states["w1"]["autoencoder"])
 
 
 def checkpoints_keep_the_total() -> None:
@@ -214,7 +218,7 @@ def checkpoints_keep_the_total() -> None:
             assert here[name].tobytes() == there[name].tobytes()
     spread = mpi.Reducer(method, momentum=0.9)
     spread.load_state_dict(world.bcast(saved))
-    assert_same_everywhere(spread.states["w1"]["residual"])
+    assert_same_everywhere(spread.store.states["w1"]["residual"])
     assert spread.step == 5
     assert_same_everywhere(spread.reduce(_gradients(world.rank, 5))["w1"])
     with raises(ConfigError, "topk", "dgc"):
@@ -244,7 +248,7 @@ def a_state_that_one_rank_alone_has_loaded_is_noticed() -> None:
 def nan_reaches_all_and_enters_no_state() -> None:
     reducer = mpi.Reducer("dgc:density=0.05", momentum=0.9)
     reducer.reduce(_gradients(world.rank, 0))
-    before = {key: x.copy() for key, x in reducer.states["w1"].items()}
+    before = {key: x.copy() for key, x in reducer.store.states["w1"].items()}
     spoilt = _gradients(world.rank, 1)
     if world.rank == world.size - 1:
         spoilt["w1"][3, 4] = np.nan
@@ -252,7 +256,7 @@ def nan_reaches_all_and_enters_no_state() -> None:
     assert not np.isfinite(directions["w1"]).all()
     assert np.isfinite(directions["w2"]).all()
     for key, x in before.items():
-        assert reducer.states["w1"][key].tobytes() == x.tobytes()
+        assert reducer.store.states["w1"][key].tobytes() == x.tobytes()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ def the_mean_of_what_waited_is_kept() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         found = 0
         for name, p in model.named_parameters():
-            for key, x in optimizer.compression.state_of(p).items():
+            for key, x in optimizer.compression.store.state_of(p).items():
                 mean = hvd.allreduce(x, name=f"{name}.{key}")
                 torch.testing.assert_close(mean, saved["means"][f"{name}.{key}"])
                 found += 1

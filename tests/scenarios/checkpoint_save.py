@@ -25,7 +25,7 @@ def save_on_rank_0() -> None:
     means = {
         f"{name}.{key}": hvd.allreduce(x, name=f"{name}.{key}")
         for name, p in model.named_parameters()
-        for key, x in optimizer.compression.state_of(p).items()
+        for key, x in optimizer.compression.store.state_of(p).items()
     }
     if hvd.rank() == 0:
         torch.save(

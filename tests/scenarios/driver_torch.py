@@ -85,7 +85,7 @@ class Run:
         return {
             f"{name}.{key}": x.numpy().copy()
             for name, p in zip(self.names, self.model.parameters(), strict=True)
-            for key, x in self.compression.state_of(p).items()
+            for key, x in self.compression.store.state_of(p).items()
         }
 
 
@@ -93,7 +93,7 @@ mismatch = MismatchError
 
 
 def set_step(run: Run, step: int) -> None:
-    run.compression.step = step
+    run.compression.reducer.step = step
 
 
 def turned(name: str, weight: np.ndarray) -> np.ndarray:

@@ -51,7 +51,7 @@ def _states(optimizer) -> list[torch.Tensor]:
         x.clone()
         for group in optimizer.param_groups
         for p in group["params"]
-        for x in binding.state_of(p).values()
+        for x in binding.store.state_of(p).values()
     ]
 
 
@@ -155,7 +155,7 @@ def overflow_under_a_grad_scaler() -> None:
                     scaler.step(optimizer)
             scaler.update()
             if not spoilt:
-                plain.compression.step = optimizer.compression.step - 1
+                plain.compression.reducer.step = optimizer.compression.step - 1
                 train(reference, plain, [step])
         assert len(scales) > 1, scales
         assert_same_everywhere(model)
@@ -505,7 +505,7 @@ def feedback_in_units_of_the_step_keeps_the_virtual_iterate() -> None:
         train(model, optimizer, [step])
         for i, (p, q) in enumerate(zip(model.parameters(), reference.parameters(), strict=True)):
             virtual[i] -= rate * q.grad / hvd.size()  # not in the loss, which is float32
-            residual = optimizer.compression.state_of(p)["residual"].view_as(p)
+            residual = optimizer.compression.store.state_of(p)["residual"].view_as(p)
             owed = hvd.allreduce(residual, name=f"owed.{step}.{i}", op=hvd.Average)
             torch.testing.assert_close(p.detach() - owed, virtual[i], rtol=0, atol=1e-12)
     assert_same_everywhere(model)

@@ -89,7 +89,9 @@ def consolidated_checkpoints_serve_all_ranks() -> None:
     for name, (keys, of_compression) in expected.items():
         model, optimizer = _run(name)
         train(model, optimizer, range(7))
-        own = {k: x.clone() for k, x in optimizer.compression.state_of(model[0].weight).items()}
+        own = {
+            k: x.clone() for k, x in optimizer.compression.store.state_of(model[0].weight).items()
+        }
         optimizer.consolidate_state_dict()
         state = copy.deepcopy(optimizer.state_dict())
         saved = state["state"][0]
@@ -138,7 +140,7 @@ def steps_that_a_scaler_skips_leave_no_trace() -> None:
             scaler.step(optimizer)
             scaler.update()
             if not spoilt:
-                plain.compression.step = optimizer.compression.step - 1
+                plain.compression.reducer.step = optimizer.compression.step - 1
                 train(reference, plain, [step])
         state = optimizer.state[model[0].weight]
         if "step" in state:

@@ -365,7 +365,7 @@ def half_and_double_precision_parameters() -> None:
             if compression != SPARSE:
                 dense_reference(reference, sgd(reference), range(4))
                 assert_close(model, reference, rtol=tolerance, atol=tolerance)
-            residual = optimizer.compression.state_of(model[0].weight).get("residual")
+            residual = optimizer.compression.store.state_of(model[0].weight).get("residual")
             half = dtype in (torch.float16, torch.bfloat16)
             assert residual is None or residual.dtype == (torch.float32 if half else dtype)
 

@@ -55,7 +55,7 @@ def buckets_leave_while_backward_goes_on() -> None:
         return  # alone, nothing leaves
     model = make_model()
     optimizer = distribute(sgd(model), model, TopK(density=0.05))
-    optimizer.compression.buckets.nbytes = 1
+    optimizer.compression.reducer.buckets.nbytes = 1
     train(model, optimizer, range(2))  # the first step finds out who comes when
     optimizer.zero_grad()
     loss_of(model, hvd.rank(), 2).backward()
@@ -72,7 +72,7 @@ def gradients_may_become_ready_in_another_order() -> None:
     torch.manual_seed(0)
     branches = torch.nn.ModuleList([torch.nn.Linear(40, 30) for _ in range(4)])
     optimizer = distribute(sgd(branches), branches, DGC(density=0.1, min_size=0))
-    optimizer.compression.buckets.nbytes = 1
+    optimizer.compression.reducer.buckets.nbytes = 1
     for step in range(4):
         optimizer.zero_grad()
         x, _ = batch(hvd.rank(), step)
@@ -131,7 +131,7 @@ def a_tensor_without_elements_alone_in_its_bucket() -> None:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(n)) for n in (0, 5)])
     optimizer = distribute(sgd(model), model, NoCompression())
     if hvd.size() > 1:
-        optimizer.compression.buckets.nbytes = 1
+        optimizer.compression.reducer.buckets.nbytes = 1
     for _ in range(3):
         optimizer.zero_grad()
         sum(((p - 1 - hvd.rank()) ** 2).sum() for p in model).backward()

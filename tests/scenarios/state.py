@@ -161,7 +161,7 @@ def damaged_checkpoints_are_refused_whole() -> None:
                 assert same(local_state_dict(optimizer), before), what
                 continue
             for p in model.parameters():
-                for key, x in optimizer.compression.state_of(p).items():
+                for key, x in optimizer.compression.store.state_of(p).items():
                     assert torch.isfinite(x).all(), (what, key)
             train(model, optimizer, range(1))
             optimizer.load_state_dict(copy.deepcopy(saved), exact=True)
@@ -209,7 +209,7 @@ def estimates_that_are_lost_are_made_anew() -> None:
     _warnings_of(lambda: resumed.load_state_dict(box[0]))
     for distributed in (optimizer, resumed):
         for p in distributed.param_groups[0]["params"]:
-            state = distributed.compression.state_of(p)
+            state = distributed.compression.store.state_of(p)
             mean = hvd.allreduce(state["estimate"], op=hvd.Average, name="estimate")
             torch.testing.assert_close(mean, state["mean_estimate"], rtol=1e-4, atol=1e-6)
 
@@ -229,10 +229,10 @@ def an_own_state_saved_as_everybodys_warns() -> None:
     assert bool(messages) == (hvd.rank() != 0)
     assert all("lost" in message for message in messages)
     # Rank 0's share of what waited is kept, nothing is counted P times, and whole tensors agree.
-    mine = resumed.compression.state_of(again[0].weight)["residual"]
-    own = optimizer.compression.state_of(model[0].weight)["residual"]
+    mine = resumed.compression.store.state_of(again[0].weight)["residual"]
+    own = optimizer.compression.store.state_of(model[0].weight)["residual"]
     assert torch.equal(mine, own if hvd.rank() == 0 else torch.zeros_like(own))
-    assert_same_everywhere([resumed.compression.state_of(again[0].bias)["velocity"]])
+    assert_same_everywhere([resumed.compression.store.state_of(again[0].bias)["velocity"]])
 
 
 def consolidation_leaves_the_run_alone() -> None:
@@ -316,7 +316,7 @@ def means_do_not_outlive_what_they_are_of() -> None:
     assert torch.equal(handler._saved["state"][0]["compression.residual"], own)
     optimizer.load_state_dict(box[0])
     assert not optimizer.compression.is_consolidated
-    assert torch.equal(optimizer.compression.state_of(model[0].weight)["residual"], own)
+    assert torch.equal(optimizer.compression.store.state_of(model[0].weight)["residual"], own)
 
 
 def step_hooks_run_once_also_after_loading() -> None:
@@ -349,14 +349,14 @@ def sparse_parameters_in_checkpoints() -> None:
     states = []
     _warnings_of(lambda: states.append(hvd.broadcast_object(optimizer.state_dict(), 0)))
     if hvd.rank() == hvd.size() - 1:  # a rank that knows nothing yet
-        optimizer.compression.sparse.clear()
+        optimizer.compression.store.sparse.clear()
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    velocity = optimizer.compression.state_of(model[0].weight)["velocity"]
+    velocity = optimizer.compression.store.state_of(model[0].weight)["velocity"]
     assert velocity.abs().sum() > 0
     assert_same_everywhere([velocity])
-    optimizer.compression.sparse.clear()
+    optimizer.compression.store.sparse.clear()
     _warnings_of(lambda: optimizer.load_state_dict(states[0]))
-    after = optimizer.compression.state_of(model[0].weight)["velocity"]
+    after = optimizer.compression.store.state_of(model[0].weight)["velocity"]
     assert torch.equal(velocity, after)
     steps(2)
     assert_same_everywhere(model)
@@ -375,17 +375,17 @@ def rows_that_wait_in_checkpoints() -> None:
             torch.nn.functional.cross_entropy(model(words), words % 5).backward()
             optimizer.step()
         weight = model[0].weight
-        own = optimizer.compression.state_of(weight)["residual"].clone()
+        own = optimizer.compression.store.state_of(weight)["residual"].clone()
         assert own.any()
         mean = hvd.allreduce(own, name="mean of what waits")
         optimizer.consolidate_state_dict()
         state = hvd.broadcast_object(optimizer.state_dict(), 0)
-        assert torch.equal(optimizer.compression.state_of(weight)["residual"], own)
-        optimizer.compression.sparse.clear()
+        assert torch.equal(optimizer.compression.store.state_of(weight)["residual"], own)
+        optimizer.compression.store.sparse.clear()
         optimizer.load_state_dict(state)
-        torch.testing.assert_close(optimizer.compression.state_of(weight)["residual"], mean)
+        torch.testing.assert_close(optimizer.compression.store.state_of(weight)["residual"], mean)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        torch.testing.assert_close(optimizer.compression.state_of(weight)["residual"], mean)
+        torch.testing.assert_close(optimizer.compression.store.state_of(weight)["residual"], mean)
 
 
 def one_parameter_keeps_the_autoencoder_of_all() -> None:
@@ -394,9 +394,11 @@ def one_parameter_keeps_the_autoencoder_of_all() -> None:
     model, optimizer = _clone_run(method)
 
     def everyones() -> list[torch.Tensor]:
-        found = [p for p in model.parameters() if optimizer.compression.state_of(p).keys() >= KEYS]
+        found = [
+            p for p in model.parameters() if optimizer.compression.store.state_of(p).keys() >= KEYS
+        ]
         assert found == [model[0].weight]
-        state = optimizer.compression.state_of(found[0])
+        state = optimizer.compression.store.state_of(found[0])
         return [state[key] for key in sorted(KEYS)]
 
     for action in ("load", "broadcast", "load", "step"):
@@ -433,12 +435,14 @@ def broadcast_optimizer_state() -> None:
                 for p in model.parameters():
                     binding = optimizer.compression
                     state = {k: torch.randn_like(x) for k, x in method.init(p.detach()).items()}
-                    binding._set_state(p, state)
+                    binding.store.set_state(p, state)
                 optimizer.param_groups[0]["lr"] = 0.123
             function(optimizer, root_rank=0)
             assert optimizer.param_groups[0]["lr"] == 0.123
             tensors = [
-                x for p in model.parameters() for x in optimizer.compression.state_of(p).values()
+                x
+                for p in model.parameters()
+                for x in optimizer.compression.store.state_of(p).values()
             ]
             assert tensors
             assert any(x.abs().sum() > 0 for x in tensors)
@@ -449,10 +453,10 @@ def broadcast_optimizer_state() -> None:
 
     # In mid-training every rank has residuals; their mean goes on.
     model, optimizer = _clone_run(SPARSE)
-    residual = optimizer.compression.state_of(model[0].weight)["residual"].clone()
+    residual = optimizer.compression.store.state_of(model[0].weight)["residual"].clone()
     mean = hvd.allreduce(residual, name="residual")
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    after = optimizer.compression.state_of(model[0].weight)["residual"]
+    after = optimizer.compression.store.state_of(model[0].weight)["residual"]
     torch.testing.assert_close(after, mean)
     assert_same_everywhere([after])
 
@@ -476,7 +480,7 @@ def statistics_count_every_byte() -> None:
             assert 8 * k * others <= record.bytes_received / steps <= (8 * k + 16) * others
             compressed.append((k, n, record))
             assert record.elements_sent == k * steps
-            residual = optimizer.compression.state_of(p)["residual"]
+            residual = optimizer.compression.store.state_of(p)["residual"]
             assert abs(record.residual_norm - residual.norm().item()) < 1e-5
             assert record.residual_norm > 0
         else:

@@ -58,7 +58,7 @@ def test_pareto_by_hand():
     [Delays(), Delays("exponential", 0.3), Delays("gaussian", 0.2), Delays("pareto", 0.5)],
 )
 def test_the_simulation_finds_the_formulas(delays):
-    synchronous, backup, local, free = rows_of(delays, 8, 2, 4, 20_000)
+    synchronous, backup, local, free = rows_of(delays, 8, backup=2, local_steps=4, steps=20_000)
     assert synchronous.simulated == pytest.approx(synchronous.expected, rel=0.02)
     assert backup.simulated == pytest.approx(backup.expected, rel=0.02)
     assert free.simulated == pytest.approx(1 / 8, rel=0.03)

@@ -235,10 +235,10 @@ def test_what_was_not_sent_is_forgotten_with_the_rest():
     coordinator = Coordinator(LocalSGD(sync_every=1, compression="topk:density=0.5"), LocalEngine())
     x = coordinator.before_step({"x": np.zeros(4)})
     coordinator.after_step({"x": x["x"] + np.arange(1.0, 5.0)})
-    residual = coordinator.reducer.states["x"]["residual"]
+    residual = coordinator.reducer.store.states["x"]["residual"]
     assert residual.tolist() == [-1, -2, 0, 0]
     coordinator.restart()
-    assert not coordinator.reducer.states["x"]["residual"].any()
+    assert not coordinator.reducer.store.states["x"]["residual"].any()
 
 
 def test_nan_reaches_all_ranks_where_there_is_nothing_to_go_back_to():
@@ -277,12 +277,12 @@ def test_a_parameter_that_was_frozen_begins_anew():
         x = coordinator.before_step(x)
         x = coordinator.after_step({name: own + 1 for name, own in x.items()})
     assert (coordinator.state["anchor"]["a"] == [2, 0]).all(), "top-k has sent one element"
-    residual = coordinator.reducer.states["a"]["residual"]
+    residual = coordinator.reducer.store.states["a"]["residual"]
     assert np.abs(residual).sum() == 2
     frozen = coordinator.freeze({"a": x.pop("a")})
     assert coordinator.state.keys() == {"anchor"}
     assert coordinator.state["anchor"].keys() == {"b"}
-    assert not coordinator.reducer.states["a"]["residual"].any()
+    assert not coordinator.reducer.store.states["a"]["residual"].any()
     x = coordinator.after_step(coordinator.before_step(x))
     x = coordinator.before_step({"a": frozen["a"] + 5, **x})
     assert (coordinator.state["anchor"]["a"] == frozen["a"] + 5).all()

@@ -240,8 +240,8 @@ def test_momentum_that_changes_in_every_step_plans_once():
         loss_of(model, 0, step).backward()
         optimizer.step()
         schedule.step()
-        plans.append(optimizer.compression.buckets.plan)
-        forms |= {id(form) for form in optimizer.compression.buckets._forms.values()}
+        plans.append(optimizer.compression.reducer.buckets.plan)
+        forms |= {id(form) for form in optimizer.compression.reducer.buckets._forms.values()}
     assert len({groups[0]["momentum"]} | {0.9}) == 2
     assert all(plan is plans[0] for plan in plans)
     assert len(forms) == len(plans[0])
@@ -267,7 +267,7 @@ def test_each_group_has_its_own_momentum():
             loss_of(model, 0, step).backward()
             optimizer.step()
         found.append(torch.cat([p.detach().reshape(-1) for p in parameters]))
-        buckets = optimizer.compression.buckets.plan
+        buckets = optimizer.compression.reducer.buckets.plan
         assert len(buckets) == (2 if together else len(parameters)), buckets
     assert torch.equal(*found)
 

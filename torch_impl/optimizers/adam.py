@@ -37,7 +37,7 @@ class OneBitAdam(PartnerOptimizer):
             frozen = self.state[p].get("step", 0) >= formula.freeze_step
             super().update(p, formula, frozen=frozen)
         else:
-            is_momentum = self._frozen and p not in self.binding.sparse
+            is_momentum = self._frozen and p not in self.binding.store.sparse
             super().update(p, formula, frozen=self._frozen, is_momentum=is_momentum)
 
 

@@ -51,5 +51,5 @@ class DeMo(PartnerOptimizer):
         if self.binding is None:
             raise ConfigError(NO_MOMENTUM)
         parameters = (p for group in self.param_groups for p in group["params"])
-        if any(p.grad is not None and p in self.binding.sparse for p in parameters):
+        if any(p.grad is not None and p in self.binding.store.sparse for p in parameters):
             raise ConfigError(NO_ROWS)

@@ -85,7 +85,7 @@ class ZeroOneAdam(PartnerOptimizer):
                 "local steps and loss scaling do not go together, since a rank alone cannot skip a "
                 "step: use bfloat16 or float32, or a later var_freeze_step"
             )
-        if binding.sparse:
+        if binding.store.sparse:
             raise ConfigError(
                 "local steps need dense gradients: pass sparse_as_dense=True to "
                 "hvd.DistributedOptimizer"
@@ -117,5 +117,5 @@ class ZeroOneAdam(PartnerOptimizer):
             rest = [state.pop(k) for k in ("sync.residual", "sync.owner_residual") if k in state]
             everything[p] = state["buffer"] + sum(x.view(p.shape) for x in rest)
         names = self._parameter_names
-        means = binding.average({f"{names[p]}.sync": x for p, x in everything.items()})
+        means = binding.reducer.average({f"{names[p]}.sync": x for p, x in everything.items()})
         return {p: means[f"{names[p]}.sync"] for p in states}

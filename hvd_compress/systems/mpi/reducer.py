@@ -6,13 +6,18 @@ from typing import Any
 
 from mpi4py import MPI
 
+from hvd_compress import reduce
 from hvd_compress.mpi.engine import MpiEngine
 from hvd_compress.mpi.transport.communicator import Communicator
-from hvd_compress.reducer import Reducer as CoreReducer
 
 
-class Reducer(CoreReducer):
-    """:class:`hvd_compress.reducer.Reducer` over MPI; making one is a collective.
+def Reducer(  # noqa: N802  # makes one, and is called like the class
+    compression: Any = "none",
+    *,
+    comm: MPI.Comm | Communicator | None = None,
+    **options: Any,
+) -> reduce.Reducer:
+    """Return a :class:`hvd_compress.reduce.Reducer` over MPI; making one is a collective.
 
     Args:
         compression: a method, its class, its name, or a string such as "dgc:density=0.01".
@@ -28,12 +33,4 @@ class Reducer(CoreReducer):
                 weights[name] -= learning_rate * direction
         print(reducer.stats())
     """
-
-    def __init__(
-        self,
-        compression: Any = "none",
-        *,
-        comm: MPI.Comm | Communicator | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(compression, MpiEngine(comm), **options)
+    return reduce.Reducer(compression, MpiEngine(comm), **options)

@@ -1,0 +1,234 @@
+"""What a reducer has to be told about the tensors whose gradients it averages."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from hvd_compress.agreement import Terms, listed
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array, Compressor, Context, Exchange, Sparse, State
+from hvd_compress.errors import ConfigError
+from hvd_compress.reduce.homes import Look, look
+
+
+class Store(abc.ABC):
+    """Keeps the states of tensors by name, and knows of tensors and their optimizer what a reducer
+    does not.
+
+    A reducer asks, and a store answers: it knows neither the reducer nor the ranks.  Every store
+    says where states are (``names``, ``get``, ``keep``, ``state_for``); the rest has answers that
+    are right for plain arrays.  Bindings to frameworks are stores, and :class:`MemoryStore` serves
+    a custom loop.
+    """
+
+    #: the calls that error messages tell users to write
+    set_epoch_call = "set_epoch(epoch)"
+    finish_call = "finish()"
+
+    # -- states --------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def names(self) -> Iterable[str]:
+        """Return the names of all tensors that may have a state."""
+
+    @abc.abstractmethod
+    def get(self, name: str) -> State:
+        """Return the state of a tensor as it is, which may be empty."""
+
+    @abc.abstractmethod
+    def keep(self, name: str, state: State) -> None:
+        """Keep new entries of a state, beside those that stay."""
+
+    @abc.abstractmethod
+    def state_for(self, name: str, gradient: Array, method: Compressor) -> State:
+        """Return a state with which ``method`` can exchange this gradient: a new one if the tensor
+        has none.  Raise ``ConfigError`` if it belongs to another tensor."""
+
+    def shares(self, name: str) -> bool:
+        """Return whether a tensor may have entries in common with others."""
+        return True
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def prepared(self, name: str, gradient: Array, context: Context) -> Array:
+        """Return the gradient that is exchanged in place of the one that was handed in."""
+        return gradient
+
+    def rows(self, name: str, gradient: Array, context: Context) -> Exchange | None:
+        """Return the exchange of the rows of an embedding; ``None``: the gradient is dense."""
+        return None
+
+    def extent(self, name: str, gradient: Array) -> tuple[int, int]:
+        """Return the number of elements and of bytes of an uncompressed gradient."""
+        return backend_of(gradient).size(gradient), gradient.nbytes
+
+    def norm(self, gradients: Mapping[str, Array]) -> Any:
+        """Return the L2 norm of all gradients of this rank."""
+        return math.hypot(*(backend_of(g).norm(g) for g in gradients.values()))
+
+    def multiplied(self, direction: Any, factor: float) -> Any:
+        """Return what came back for a gradient, times a number."""
+        if factor == 1:
+            return direction
+        if isinstance(direction, Sparse):
+            return direction._replace(values=direction.values * factor)
+        return direction * factor
+
+    def again(
+        self, names: Sequence[str], gradients: Sequence[Array]
+    ) -> tuple[Sequence[Mapping[str, Array]], Sequence[float]] | None:
+        """Return states and momenta of the tensors of a bucket that may be sent as in the step
+        before, ``None`` if one differs.  Unlike all others this is called in every step, so
+        bindings do as little as possible for each tensor."""
+        states = [self.get(name) for name in names]
+        for gradient in gradients:
+            backend_of(gradient).check_gradient(gradient, in_place=True)
+        return states, [self.momentum(name)[0] for name in names]
+
+    # -- the optimizer -------------------------------------------------------------------------
+
+    def momentum(self, name: str) -> tuple[float, bool]:
+        """Return momentum and Nesterov flag of the optimizer, which act inside the exchange."""
+        return 0.0, False
+
+    def rate(self, name: str) -> Any:
+        """Return the learning rate of the next step, ``None`` if unknown."""
+        return None
+
+    def circumstances(self) -> Hashable:
+        """Return what exchanges of this step depend on and only the store knows, beside gradients,
+        states and momenta; ``None`` if steps may differ all the same."""
+        return ()
+
+    # -- the ranks -----------------------------------------------------------------------------
+
+    def terms(self, own: Terms) -> Terms:
+        """Return everything that must be the same on all ranks, as text; ``own`` is what the
+        reducer knows."""
+        return own
+
+    def for_messages(self, like: Array) -> Array:
+        """Return an array of the kind in which ranks compare, given a gradient."""
+        return like
+
+    def is_waiting(self) -> bool:
+        """Return whether there are gradients that the reducer has not been given yet."""
+        return False
+
+
+class Looks:
+    """What the gradients of tensors look like, and the entries of the states that fit them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[Look, dict[str, Look]]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._seen
+
+    def expected(self, name: str, gradient: Array, method: Compressor) -> dict[str, Look]:
+        """Return what the entries of a state look like that fits a gradient."""
+        seen = look(gradient)
+        if name not in self._seen or self._seen[name][0] != seen:
+            fresh = method.init(gradient)
+            self._seen[name] = seen, {key: look(x) for key, x in fresh.items()}
+        return self._seen[name][1]
+
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the shapes of all gradients so far, sorted by name."""
+        return [(name, seen.shape) for name, (seen, _) in sorted(self._seen.items())]
+
+    def of_states(self) -> dict[str, dict[str, Look]]:
+        """Return what is expected of states by name."""
+        return {name: expected for name, (_, expected) in self._seen.items()}
+
+
+def check_state(name: str, gradient: Array, state: State, expected: Mapping[str, Look]) -> None:
+    """Raise ``ConfigError`` unless a state looks as expected: users may have given its arrays other
+    memory since the last step."""
+    if problem := misfit(state, expected):
+        raise ConfigError(
+            f"the gradient of {name!r} has {backend_of(gradient).size(gradient)} elements, and "
+            f"of its state {problem}: one name belongs to one tensor, and a state to its model "
+            "and options"
+        )
+
+
+def misfit(state: State, expected: Mapping[str, Look]) -> str:
+    """Return how a state differs from what was expected; an empty text if it fits."""
+    if state.keys() != expected.keys():
+        return f"there is {sorted(map(str, state))} where {sorted(expected)} was expected"
+    for key, there in expected.items():
+        here = look(state[key])
+        if here[:2] != there[:2]:
+            kinds = (f"{seen.dtype}{list(seen.shape)}" for seen in (here, there))
+            return f"{key!r} is {' instead of '.join(kinds)}"
+        if here != there:
+            return f"{key!r} is on {here.device} instead of {there.device}"
+    return ""
+
+
+class MemoryStore(Store):
+    """Keeps states in memory, for custom loops over any backend's arrays.
+
+    Args:
+        momentum, nesterov: of the optimizer, the same for all tensors.
+
+    Attributes:
+        states: the state of each tensor by name, as arrays by key.
+        per_rank: the keys of the states that differ between ranks, by name.
+        looks: of gradients and states.
+    """
+
+    def __init__(self, momentum: float = 0.0, nesterov: bool = False) -> None:
+        self._momentum, self._nesterov = momentum, nesterov
+        self.states: dict[str, State] = {}
+        self.per_rank: dict[str, frozenset[str]] = {}
+        self.looks = Looks()
+
+    def replace(self, states: dict[str, State], per_rank: dict[str, frozenset[str]]) -> None:
+        """Go on with states that were loaded."""
+        self.states, self.per_rank, self.looks = states, per_rank, Looks()
+
+    def names(self) -> Iterable[str]:
+        return self.states
+
+    def get(self, name: str) -> State:
+        return self.states[name]
+
+    def keep(self, name: str, state: State) -> None:
+        self.states[name] = {**self.states.get(name, {}), **state}
+
+    def state_for(self, name: str, gradient: Array, method: Compressor) -> State:
+        if name not in self.states:
+            self.states[name] = method.init(gradient)
+            self.per_rank[name] = method.per_rank(gradient)
+        is_new, state = name not in self.looks, self.states[name]
+        expected = self.looks.expected(name, gradient, method)
+        if is_new and (shared := method.common(gradient)).keys() & state.keys():
+            expected = expected | {key: look(x) for key, x in shared.items()}
+        keys = state.keys() if is_new else expected.keys() & state.keys()
+        check_state(name, gradient, {key: state[key] for key in keys}, expected)
+        return state
+
+    def again(
+        self, names: Sequence[str], gradients: Sequence[Array]
+    ) -> tuple[Sequence[Mapping[str, Array]], Sequence[float]] | None:
+        if any(name not in self.states for name in names):
+            return None
+        return super().again(names, gradients)
+
+    def momentum(self, name: str) -> tuple[float, bool]:
+        return self._momentum, self._nesterov
+
+    def circumstances(self) -> Hashable:
+        return self._nesterov
+
+    def terms(self, own: Terms) -> Terms:
+        return {
+            **own,
+            "momentum, nesterov": f"{self._momentum}, {self._nesterov}",
+            "tensors so far": listed(self.looks.shapes()),
+        }

@@ -1,0 +1,302 @@
+"""What an optimizer of PyTorch knows of its parameters: their states, momentum and rates."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hvd_compress.agreement import Terms, listed
+from hvd_compress.base import Compressor, Context, Exchange, Outcome, State
+from hvd_compress.errors import ConfigError
+from hvd_compress.methods.rows import as_rows, keeps_residual, rows_state
+from hvd_compress.reduce import Store
+from hvd_compress.reduce.store import Looks, check_state
+from hvd_compress.transforms import momentum_after_averaging
+
+from . import backend
+from .momentum import Momentum
+from .rows import exchange_rows
+
+#: prefix of this package's entries in ``optimizer.state[p]``
+PREFIX = "compression."
+
+
+@functools.cache
+def _prefixed(key: str) -> str:
+    return PREFIX + key
+
+
+class Gradient(NamedTuple):
+    """A gradient in flight: of whom, as sparse rows or not, divided by which loss scale, ``None``
+    if the scale stays in the gradient."""
+
+    parameter: torch.nn.Parameter
+    is_rows: bool
+    scale: float | None
+
+
+class _Own(Mapping[str, Any]):
+    """This package's entries of ``optimizer.state[p]``, without copying them."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+
+    def __getitem__(self, key: str) -> Any:
+        return self._state[_prefixed(key)]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key.removeprefix(PREFIX) for key in self._state if key.startswith(PREFIX))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class ParameterStore(Store):
+    """The states of one optimizer's parameters, in ``optimizer.state[p]``.
+
+    Args:
+        optimizer: a :class:`CompressedOptimizer`.
+        method: the compression method.
+        momentum: the side of the optimizer that momentum and weight decay are on.
+
+    Attributes:
+        sparse: the parameters whose last gradient was rows.
+        scale: the loss scale of the step in flight, ``None`` as long as unknown.
+        parameters: by name.
+        taken: the gradients in flight, by name.
+    """
+
+    set_epoch_call = "optimizer.compression.set_epoch(epoch)"
+    finish_call = "optimizer.step() or optimizer.synchronize()"
+
+    def __init__(self, optimizer: Any, method: Compressor, momentum: Momentum) -> None:
+        # The optimizer ends when its owner drops it, and with it the exchanges of its gradients,
+        # not when the collector comes, which on other ranks may be in another step.
+        self._reference = weakref.ref(optimizer)
+        self.method, self.momentum_side = method, momentum
+        self.sparse: set[torch.nn.Parameter] = set()
+        self.scale: float | None = None
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.taken: dict[str, Gradient] = {}
+        self._last: dict[str, Gradient] = {}
+        self._looks = Looks()
+        self._stateful: dict[str, bool] = {}
+        self._last_list: tuple[list[Any], list[str]] | None = None  # of which parameters, the text
+        #: parameters whose gradients are there, and whose exchange has not begun
+        self.ready: list[torch.nn.Parameter] = []
+
+    @property
+    def optimizer(self) -> Any:
+        if (optimizer := self._reference()) is None:
+            raise ConfigError("the optimizer of this compressor is gone: keep a reference to it")
+        return optimizer
+
+    def is_waiting(self) -> bool:
+        return bool(self.ready)
+
+    # -- states ------------------------------------------------------------------------------
+
+    def state_of(self, p: torch.nn.Parameter) -> State:
+        """Return this package's entries of ``optimizer.state[p]``."""
+        state = self.optimizer.state.get(p, {})
+        return {
+            key.removeprefix(PREFIX): value
+            for key, value in state.items()
+            if isinstance(key, str) and key.startswith(PREFIX)
+        }
+
+    def set_state(self, p: torch.nn.Parameter, state: State) -> None:
+        """Put entries into ``optimizer.state[p]``."""
+        if state:
+            own = self.optimizer.state[p]
+            for key, x in state.items():
+                own[_prefixed(key)] = x
+
+    def pop_state(self, p: torch.nn.Parameter) -> State:
+        """Take this package's entries out of ``optimizer.state[p]``, and return them."""
+        state, everyones = self.state_of(p), self.optimizer.state
+        for key in state:
+            del everyones[p][PREFIX + key]
+        if p in everyones and not everyones[p]:
+            del everyones[p]
+        return state
+
+    def names(self) -> Iterable[str]:
+        self.parameters = {name: p for p, name in self.optimizer._parameter_names.items()}
+        return self.parameters
+
+    def get(self, name: str) -> State:
+        return self.state_of(self.parameters[name])
+
+    def keep(self, name: str, state: State) -> None:
+        self.set_state(self.parameters[name], state)
+
+    def state_for(self, name: str, gradient: torch.Tensor, method: Compressor) -> State:
+        state, expected = self.get(name), self._looks.expected(name, gradient, method)
+        if not expected.keys() <= state.keys():  # the first step, or its owner has cleared it
+            state = {**method.init(gradient), **state}
+        check_state(name, gradient, {key: state[key] for key in expected}, expected)
+        return state
+
+    def method_for(self, p: torch.nn.Parameter) -> Compressor:
+        """Return the method of a parameter."""
+        return self.method.for_tensor(self.optimizer._parameter_names[p], tuple(p.shape))
+
+    def per_rank(self, p: torch.nn.Parameter, is_sparse: bool | None = None) -> frozenset[str]:
+        """Return the keys of a parameter's state under which ranks differ; ``is_sparse``: its
+        gradients are rows, if that is not known from its last one."""
+        method = self.method_for(p)
+        if p in self.sparse if is_sparse is None else is_sparse:
+            return frozenset({"residual"} if keeps_residual(method) else ())
+        return method.per_rank(p.detach())
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    def prepared(self, name: str, gradient: torch.Tensor, context: Context) -> torch.Tensor:
+        """Divide by the loss scale, and add the weight decay that belongs into the gradient."""
+        p, optimizer = self.parameters[name], self.optimizer
+        is_rows = gradient.is_sparse and not optimizer.sparse_as_dense
+        if is_rows or self.sparse:
+            (self.sparse.add if is_rows else self.sparse.discard)(p)
+        scale = self._scale_in(name, p, is_rows)
+        if scale not in (None, 1):
+            half = gradient.dtype in (torch.float16, torch.bfloat16)
+            gradient = (gradient.float() if half else gradient) / scale
+        self.taken[name] = self._last[name] = Gradient(p, is_rows, scale)
+        if is_rows:
+            return gradient
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if self.momentum_side.decays_gradients:
+            group = self.momentum_side.group_of(p)
+            sign = -1 if group["maximize"] else 1
+            alpha = sign * group["weight_decay"] / (context.size if context.sums else 1)
+            gradient = gradient.add(p.detach(), alpha=alpha)
+        return gradient
+
+    def _scale_in(self, name: str, p: torch.nn.Parameter, is_rows: bool) -> float | None:
+        """Return by which loss scale a gradient is divided before it is exchanged."""
+        if not is_rows:  # without a state the scale may stay, and keeps half precisions from 0
+            method = self.method.for_tensor(name, tuple(p.shape))
+            if name not in self._stateful:
+                like = p.detach()
+                self._stateful[name] = bool(method.init(like) or method.common(like))
+            if not self._stateful[name] and method.homogeneous:
+                return None
+        return self.known_scale
+
+    @property
+    def known_scale(self) -> float:
+        """The loss scale, or 1."""
+        return 1.0 if self.scale is None else self.scale
+
+    def rows(self, name: str, gradient: torch.Tensor, context: Context) -> Exchange | None:
+        if not gradient.is_sparse:
+            return None
+        return self._exchange_rows(self.parameters[name], gradient, context)
+
+    def _exchange_rows(
+        self, p: torch.nn.Parameter, gradient: torch.Tensor, context: Context
+    ) -> Exchange:
+        """Exchange the gradient of an embedding: rows are clipped like all gradients, sent as the
+        method's ``rows`` says, and take momentum after averaging."""
+        clipped, method, state = self._clip_rows(p, gradient, context), self.method_for(p), {}
+        rows = as_rows(method.rows_at(context))
+        if rows.keeps_residual:
+            state = self.state_of(p)
+            if "residual" not in state:
+                state |= rows_state(method, p.detach())
+        outcome = yield from exchange_rows(clipped, context, rows, state.get("residual"))
+        mean, sent, state = outcome.mean, outcome.sent, self.state_of(p) | outcome.state
+        momentum, nesterov = context.momentum, context.nesterov
+        if not momentum or not torch.isfinite(mean.values()).all():
+            return Outcome(mean, sent, state)
+        dense = backend.widen(mean.to_dense())
+        transform = momentum_after_averaging(momentum, nesterov)
+        velocity = state.get("velocity", torch.zeros_like(dense))
+        direction, new = transform.finish(dense, {"velocity": velocity}, Context())
+        return Outcome(mean, sent, state | new, direction.view(p.shape))
+
+    def _clip_rows(
+        self, p: torch.nn.Parameter, gradient: torch.Tensor, context: Context
+    ) -> torch.Tensor:
+        method = self.method_for(p)
+        template = method.template(gradient[0].to_dense())
+        rows = gradient.coalesce()
+        values = rows.values()
+        for transform in template.transforms:
+            if transform.needs_gradient_norm:
+                values, _ = transform.update(values, {}, context)
+        return torch.sparse_coo_tensor(
+            rows.indices(), values, gradient.shape, is_coalesced=True, check_invariants=False
+        )
+
+    def extent(self, name: str, gradient: torch.Tensor) -> tuple[int, int]:
+        return gradient.numel(), gradient.numel() * gradient.element_size()
+
+    def norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
+        parts = [g.coalesce().values() if g.is_sparse else g for g in gradients.values()]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in parts]
+        norms = [norm.to(norms[0].device) for norm in norms]
+        return torch.linalg.vector_norm(torch.stack(norms)).item() / self.known_scale
+
+    def again(
+        self, names: Sequence[str], gradients: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[Mapping[str, torch.Tensor]], Sequence[float]] | None:
+        if any(gradient.is_sparse for gradient in gradients):
+            return None
+        last, state = [self._last[name] for name in names], self.optimizer.state
+        self.taken.update(zip(names, last, strict=True))
+        # Indexing would make an entry.
+        states = [_Own(state.get(each.parameter, {})) for each in last]
+        return states, [self.momentum_side.of(each.parameter)[0] for each in last]
+
+    # -- the optimizer -----------------------------------------------------------------------
+
+    def momentum(self, name: str) -> tuple[float, bool]:
+        return self.momentum_side.of(self.parameters[name])
+
+    def rate(self, name: str) -> Any:
+        return self.momentum_side.group_of(self.parameters[name]).get("lr")
+
+    def circumstances(self) -> Hashable:
+        if self.scale is not None or self.sparse or self.momentum_side.decays_gradients:
+            return None
+        groups = map(self.momentum_side.of_group, self.optimizer.param_groups)
+        return tuple(nesterov for _, nesterov in groups)
+
+    def terms(self, own: Terms) -> Terms:
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        # Else momentum is the optimizer's own affair, and may be about to be broadcast.
+        taken = groups if self.method.takes_momentum else ()
+        momenta = [(group.get("momentum"), group.get("nesterov")) for group in taken]
+        return {
+            **own,
+            "gradient_predivide_factor": str(optimizer.gradient_predivide_factor),
+            "backward_passes_per_step": str(optimizer.backward_passes_per_step),
+            "momentum, nesterov": str(momenta),
+            "parameters": self._listed,
+        }
+
+    @property
+    def _listed(self) -> list[str]:
+        """The parameters with their shapes, and which of them are trained."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        now = [(p.requires_grad, p.shape) for p in parameters]
+        if self._last_list is None or self._last_list[0] != now:
+            names = self.optimizer._parameter_names
+            texts = listed(
+                (names[p] if p.requires_grad else f"{names[p]}, frozen,", p.shape)
+                for p in parameters
+            )
+            self._last_list = now, texts
+        return self._last_list[1]
+
+    def for_messages(self, like: Any) -> torch.Tensor:
+        return torch.empty(0)  # in host memory, where nothing has to wait
