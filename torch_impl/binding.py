@@ -108,6 +108,11 @@ class Binding:
         return self.reducer.epoch
 
     @property
+    def sums(self) -> bool:
+        """Whether results are sums instead of averages."""
+        return self.reducer.sums
+
+    @property
     def seed(self) -> int:
         """Of randomness that the ranks share."""
         return self.reducer.seed

@@ -13,8 +13,8 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -241,26 +241,23 @@ def kept(model: str) -> dict[str, Piece]:
     return {method: from_json(row) for method, row in rows.items()}
 
 
-def keep(methods: Iterable[str], models: Iterable[str]) -> None:
+def keep(methods: Sequence[str], models: Sequence[str]) -> None:
     """Measure the pieces of some models, or all, and write them into the file that :func:`kept`
-    reads."""
+    reads, as they come."""
     from tqdm import tqdm
 
     models = list(models) or list(MODELS)
     old = json.loads(_KEPT.read_text()) if _KEPT.exists() else {}
-    known = [name for name in MODELS if name in models or name in old]
-    rows: dict[str, dict[str, Any]] = {n: {} if n in models else old[n] for n in known}
-    todo = [(model, method) for method in methods for model in models]
+    rows = {name: {} if name in models else old.get(name, {}) for name in MODELS}
+    todo = [(model, method) for model in models for method in methods]
     # Each in a process of its own: large arrays leave memory in pieces that others cannot use.
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        found = pool.imap(_row, todo)
-        for (model, method), row in zip(tqdm(todo, ncols=90), found, strict=True):
-            rows[model][method] = row
-    _KEPT.write_text(_in_lines(rows))
+    for model, method in tqdm(todo, ncols=90):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            rows[model][method] = pool.submit(_row, model, method).result()
+        _KEPT.write_text(_in_lines(rows))
 
 
-def _row(todo: tuple[str, str]) -> dict[str, Any]:
-    model, method = todo
+def _row(model: str, method: str) -> dict[str, Any]:
     return to_json(measured(method, MODELS[model]()))
 
 

@@ -33,7 +33,7 @@ class SparseLoCo(Rounds, name="sparse_loco"):
         sync_every: H, the number of local steps between two exchanges.
         density: fraction of elements to send, or a schedule.
         decay: of what was not sent, in [0, 1).
-        lr: the rate of the outer step.
+        lr: the rate of the outer step; without momentum it has to be larger than DiLoCo's.
         values: how elements are sent: "float32", "float16", "4bit" or a codec.
         buffers: what happens to the local optimizer's state at an exchange: "keep", "average" or
             "reset".
@@ -47,7 +47,7 @@ class SparseLoCo(Rounds, name="sparse_loco"):
     sync_every: int = 15
     density: Density = 0.01
     decay: float = 0.95
-    lr: float = 1.0
+    lr: float = 2.0
     values: str | Codec = dataclasses.field(default="4bit", metadata=converted(as_values))
     buffers: str = "keep"
 
