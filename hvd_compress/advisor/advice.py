@@ -40,6 +40,7 @@ CANDIDATES = (
     Candidate("powersgd:rank=4", "feedback"),
     Candidate("efsignsgd", "feedback"),
     Candidate("onebit", "feedback"),
+    Candidate("linear", "feedback"),
     Candidate("fp8", "feedback"),
     Candidate("qsgd", "lossy"),
 )

@@ -242,13 +242,11 @@ def kept(model: str) -> dict[str, Piece]:
 
 
 def keep(methods: Sequence[str], models: Sequence[str]) -> None:
-    """Measure the pieces of some models, or all, and write them into the file that :func:`kept`
-    reads, as they come."""
+    """Measure pieces, and write them into the file that :func:`kept` reads, as they come."""
     from tqdm import tqdm
 
-    models = list(models) or list(MODELS)
-    old = json.loads(_KEPT.read_text()) if _KEPT.exists() else {}
-    rows = {name: {} if name in models else old.get(name, {}) for name in MODELS}
+    rows = json.loads(_KEPT.read_text()) if _KEPT.exists() else {}
+    rows = {name: rows.get(name, {}) for name in MODELS}
     todo = [(model, method) for model in models for method in methods]
     # Each in a process of its own: large arrays leave memory in pieces that others cannot use.
     for model, method in tqdm(todo, ncols=90):

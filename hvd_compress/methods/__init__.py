@@ -22,6 +22,7 @@ from hvd_compress.methods.gtop_k import GTopK
 from hvd_compress.methods.hitopk import HiTopK
 from hvd_compress.methods.inceptionn import INCEPTIONN
 from hvd_compress.methods.learned import LGC
+from hvd_compress.methods.linear import LinearQuantization
 from hvd_compress.methods.ms_top_k import MSTopK
 from hvd_compress.methods.ok_topk import OkTopk
 from hvd_compress.methods.one_bit import OneBit
@@ -51,6 +52,7 @@ __all__ = [
     "EFSignSGD",
     "GTopK",
     "HiTopK",
+    "LinearQuantization",
     "MSTopK",
     "MomentumAfter",
     "NaturalCompression",

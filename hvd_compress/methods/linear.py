@@ -13,7 +13,7 @@ from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear(Chained, name="linear"):
+class LinearQuantization(Chained, name="linear"):
     """Round to the nearest of 2^bits - 1 even levels, between minus and plus the largest magnitude
     of a column: int8 quantisation.
 

@@ -96,7 +96,7 @@ def test_an_error_on_one_rank_is_an_error():
 def test_pieces_are_kept():
     for model, shapes in MODELS.items():
         pieces = kept(model)
-        assert list(pieces) == [c.method for c in CANDIDATES], "python -m hvd_compress.advisor"
+        assert pieces.keys() == {c.method for c in CANDIDATES}, "python -m hvd_compress.advisor"
         dense = 4 * sum(map(math.prod, shapes().values()))
         assert pieces["none"].nbytes(2) == dense
         assert pieces["fp16"].nbytes(2) == dense / 2
