@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvd_compress.advisor import MODELS, kept
+from hvd_compress.advisor import KEPT, kept
 from hvd_compress.cli.options import picture_file
 from hvd_compress.studies.regret import cells
 
@@ -28,7 +28,7 @@ options = parser.parse_args()
 
 
 def main() -> None:
-    pieces = {model: kept(model) for model in MODELS}
+    pieces = {model: kept(model) for model in KEPT}
     regrets = {}
     for error in options.error:
         found = list(cells(pieces, error=error))

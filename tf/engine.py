@@ -45,7 +45,9 @@ class HorovodEngine(ProcessSetEngine):
         return beginning if beginning == self._prefix else self._numbered(beginning)
 
     def agree(self, terms: Terms, like: Array) -> None:
-        """Do nothing, since the graph has compared everything."""
+        """Compare the ranks at once; in a graph do nothing, since it has compared everything."""
+        if self._agreed is None and not tf.inside_function():
+            super().agree(terms, like)
 
     def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
         """Do nothing, since a graph cannot wait while it is traced."""

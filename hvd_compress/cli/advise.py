@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.advisor import (
+    KEPT,
     MODELS,
     Candidate,
     Network,
@@ -121,9 +122,9 @@ def measured_network() -> tuple[Network, bool]:
 def pieces_of(model: str, accuracy: str, fresh: bool) -> dict[str, Piece]:
     """Return what the methods of an accuracy cost for a model: what is kept of models with a name,
     or measured on this machine."""
-    if ":" not in model and not fresh:
-        return kept(model)
     shapes = shapes_of(model)
+    if model in KEPT and not fresh:
+        return kept(model)
     return {c.method: measured(c.method, shapes) for c in _shown(allowed(accuracy))}
 
 
@@ -143,9 +144,13 @@ def shapes_of(model: str) -> Shapes:
     Raises:
         ConfigError: there is no such model or function, or it returns something else.
     """
-    if ":" not in model:
-        kept(model)
+    if model in MODELS:
         return MODELS[model]()
+    if ":" not in model:
+        raise ConfigError(
+            f"--model {model!r} is not one of {', '.join(MODELS)}: write one of these, or "
+            "module:function of a function that returns your model"
+        )
     module, _, function = model.partition(":")
     sys.path.insert(0, str(Path.cwd()))  # as python -m has it
     try:
