@@ -6,6 +6,7 @@ Measured are whole steps of ``mpi.Reducer`` on the gradients of small models, wh
 a number of short sleeps, between which gradients become ready: so cores stay free for the exchange.
 The advisor knows the network as measured between these ranks, and the methods as measured on them.
 """
+# ruff: noqa: E402  A process that is no rank must not import MPI, which starts with it.
 
 from __future__ import annotations
 
@@ -14,13 +15,11 @@ import statistics
 import time
 
 import numpy as np
-from mpi4py import MPI
 from tqdm import tqdm
 
-from hvd_compress import mpi
 from hvd_compress.advisor import CANDIDATES, MODELS, choose, measured, step_of
 from hvd_compress.advisor.shapes import Shapes
-from hvd_compress.cli.advise import measured_network
+from hvd_compress.integrations.launch import under_mpirun
 
 parser = argparse.ArgumentParser(
     description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -28,7 +27,15 @@ parser = argparse.ArgumentParser(
 parser.add_argument("--models", nargs="+", default=["mobilenet_v2", "small_transformer"])
 parser.add_argument("--backward-ms", type=float, nargs="+", default=[0, 100])
 parser.add_argument("--rounds", type=int, default=5)
+parser.add_argument("--ranks", type=int, default=2, help="when started without mpirun")
 options = parser.parse_args()
+under_mpirun(options.ranks)
+
+from mpi4py import MPI
+
+from hvd_compress import mpi
+from hvd_compress.cli.advise import measured_network
+
 world = MPI.COMM_WORLD
 
 

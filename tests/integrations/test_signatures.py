@@ -163,7 +163,7 @@ def test_functions_over_mpi_name_their_options(name):
 
 
 def test_every_option_of_the_factories_arrives():
-    """Factories hand Horovod's options on by name."""
+    """Factories hand Horovod's options on by name, and a training method to ``local_steps``."""
     import hvd_compress.tensorflow as hvd
     import hvd_compress.tensorflow.keras as hvd_keras
     from hvd_compress.tensorflow.optimizer import distribute
@@ -174,7 +174,7 @@ def test_every_option_of_the_factories_arrives():
         hvd_keras.DistributedOptimizer,
         hvd_keras.PartialDistributedOptimizer,
     ):
-        assert set(inspect.signature(factory).parameters) - {"use_locking"} <= known
+        assert set(inspect.signature(factory).parameters) - {"use_locking", "method"} <= known
 
 
 @pytest.mark.parametrize(
