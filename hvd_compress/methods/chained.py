@@ -23,7 +23,12 @@ class Chained(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.blocks  # they check the options
+        # Blocks check the options.
+        if self.blocks is None and type(self).chain is Chained.chain:
+            raise ConfigError(
+                f"{type(self).__name__} has no blocks: write a property blocks that returns a "
+                "chain, or a method chain(gradient, context) that chooses one"
+            )
 
     @functools.cached_property
     def blocks(self) -> Chain | None:
@@ -32,8 +37,7 @@ class Chained(Compressor):
 
     def chain(self, gradient: Array, context: Context) -> Chain:
         """Return the chain for this exchange of a tensor."""
-        if self.blocks is None:
-            raise NotImplementedError(f"{type(self).__name__} has neither blocks nor chain()")
+        assert self.blocks is not None
         return self.blocks
 
     def template(self, gradient: Array) -> Chain:

@@ -1,5 +1,7 @@
 """Methods by tensor and by time, and their momenta."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -25,6 +27,7 @@ from hvd_compress import (
     switch,
 )
 from hvd_compress.engines.lockstep import World
+from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.stats import norm_of_residual
 
@@ -205,3 +208,12 @@ def test_all_that_waits_is_counted():
     assert norm_of_residual(state) == 5
     assert norm_of_residual({"memory": np.array([2.0])}) == 2
     assert norm_of_residual({"velocity": np.ones(1)}) is None
+
+
+def test_a_method_without_blocks_is_told_what_to_write():
+    @dataclasses.dataclass(frozen=True)
+    class Empty(Chained):
+        pass
+
+    with pytest.raises(ConfigError, match=r"Empty has no blocks.*property blocks"):
+        Empty()

@@ -58,9 +58,9 @@ class GradientNoiseScale(NoiseScale):
             if not is_whole(value) or value < 1:
                 raise ConfigError(f"{option} must be a whole number, 1 or more; got {value!r}")
         binding: Any = getattr(optimizer, "compression", None)
-        if getattr(binding, "sums", False):
+        if binding is not None and binding.sums:
             raise ConfigError("the noise scale needs averages: op=hvd.Average")
-        method = getattr(binding, "method", NoCompression())
+        method = NoCompression() if binding is None else binding.method
         if not isinstance(method, NoCompression | FP16 | BF16):
             raise ConfigError(
                 f"{method.name} does not hand out whole gradients: measure the noise scale with "
