@@ -398,9 +398,10 @@ def test_gradients_by_way_of_machines(size, method, order, ranks_per_machine):
 
 # -- every scenario --------------------------------------------------------------------------------
 
-#: patch what all threads of a process share, or need its garbage collector
+#: patch what all threads of a process share, or need its garbage collector or MPI's numbers
 OF_PROCESSES = {
     "agreement.a_dropped_one_is_in_use_until_all_have_dropped_it",
+    "agreement.notes_end_with_their_communicator",
     "agreement.what_all_have_dropped_is_freed",
     "algorithms.by_way_of_nodes",
     "hierarchical.parts_are_made_once_and_freed_with_the_whole",

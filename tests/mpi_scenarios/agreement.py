@@ -9,6 +9,7 @@ import numpy as np
 
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, MismatchError
+from hvd_compress.mpi.transport import notes
 from tests.mpi_scenarios.common import raises, world
 
 
@@ -103,3 +104,20 @@ def a_dropped_one_is_in_use_until_all_have_dropped_it() -> None:
         assert handles.mpi == mpi.MPI.COMM_NULL
     for comm in (second, third):
         comm.free()
+
+
+def notes_end_with_their_communicator() -> None:
+    """What nobody has read there is not taken for a note of the next one that gets its number."""
+    if world.size < 3:
+        return
+    part = world.Split(world.rank == 0, world.rank)
+    whole = mpi.Communicator(world)
+    notes.leave([whole.handles], "waits elsewhere")
+    world.Barrier()
+    whole.free()
+    kept = [mpi.Communicator(part) for _ in range(3)]
+    world.Barrier()
+    for each in kept:
+        assert notes.read(each) == {}
+        each.free()
+    part.Free()

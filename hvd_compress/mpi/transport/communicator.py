@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import sys
 import time
 import weakref
@@ -134,9 +135,9 @@ class Communicator:
         self._made_from: Communicator | None = None  # which lives as long as this one
         self._family = family_of(comm)
         self.handles = Handles(comm)  # until there is a duplicate
-        dropped = self._settle()
+        dropped, name = self._settle()
         self._family.free(dropped)
-        self.handles = Handles(self.run("Communicator()", _duplicated(comm))[0])
+        self.handles = Handles(self.run("Communicator()", _duplicated(comm))[0], name)
         self.mpi.Set_errhandler(MPI.ERRORS_RETURN)
         unfreed.add(self.handles)
         self._adopt()
@@ -160,12 +161,13 @@ class Communicator:
         """See to it that the duplicate is freed in the end."""
         self._family.add(self, self.handles)
 
-    def _settle(self) -> set[int]:
+    def _settle(self) -> tuple[set[int], bytes]:
         """Compare the options that must be the same on all ranks, and return the numbers of the
-        communicators that all ranks have dropped."""
+        communicators that all ranks have dropped, and a name for this one."""
         has_rdma = any(Path("/sys/class/infiniband").glob("*"))
         host, options = MPI.Get_processor_name(), [self.checks, self.segment]
-        mine = json.dumps([options, host, has_rdma, self._family.dropped()])
+        name = secrets.token_hex(4)  # the first rank's becomes that of all
+        mine = json.dumps([options, host, has_rdma, self._family.dropped(), name])
         (texts,) = self.run("Communicator()", _texts_of_all(self.mpi, mine))
         everyones = list(map(json.loads, texts))
         if any(theirs != options for theirs, *_ in everyones):
@@ -173,9 +175,10 @@ class Communicator:
             raise MismatchError(f"ranks differ in (checks, segment): {', '.join(found)}")
         if self.segment < 0:
             same_host = len({host for _, host, *_ in everyones}) == 1
-            is_whole = same_host or any(rdma for _, _, rdma, _ in everyones)
+            is_whole = same_host or any(rdma for _, _, rdma, *_ in everyones)
             self.segment = 0 if is_whole else _SEGMENT
-        return set.intersection(*(set(dropped) for *_, dropped in everyones))
+        dropped = set.intersection(*(set(theirs) for *_, theirs, _ in everyones))
+        return dropped, everyones[0][-1].encode()
 
     @property
     def mpi(self) -> MPI.Comm:

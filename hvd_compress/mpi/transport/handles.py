@@ -30,6 +30,8 @@ class Handles:
 
     Attributes:
         mpi: the communicator, an ``MPI.Comm``.
+        name: eight bytes that all its ranks know and no other communicator has; none for one that
+            belongs to the caller.
         requests: lists of persistent requests, by the id of whoever has made them.
         parts: the handles of communicators of some of its ranks, in the order of their making.
         under_way: jobs whose buffers MPI reads from or writes to; they keep their owner alive.
@@ -37,8 +39,8 @@ class Handles:
         is_broken: messages may arrive at any time, so nothing is freed.
     """
 
-    def __init__(self, mpi: MPI.Comm) -> None:
-        self.mpi = mpi
+    def __init__(self, mpi: MPI.Comm, name: bytes = b"") -> None:
+        self.mpi, self.name = mpi, name
         self.requests: dict[int, list[Any]] = {}
         self.parts: list[Handles] = []
         self.under_way: set[Any] = set()

@@ -3,6 +3,9 @@ somewhere else meanwhile, and that its program has ended.
 
 A rank that had fewer batches than the others goes on with something else, and the others wait for
 it; then each can say where the other one is.
+
+Notes that nobody reads may outlive their communicator, and MPI delivers them to the next one that
+gets its number, whose ranks may be others.  So each begins with the name of its communicator.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ _ENDED, _GAVE_UP = "has ended its program", "has given up"
 
 def leave(places: Iterable[Handles], text: str) -> None:
     """Tell all ranks of these communicators what is true of this one, such as "waits in f()"."""
-    note = np.frombuffer(text.encode()[:_BYTES].ljust(_BYTES), np.uint8)
     for place in places:
         rank, size = place.mpi.rank, place.mpi.size
+        signed = place.name + text.encode()
+        note = np.frombuffer(signed[:_BYTES].ljust(_BYTES), np.uint8)
         for peer in range(size) if not place.is_broken else ():
             if peer != rank:
                 send = place.mpi.Isend([note, _BYTES, MPI.BYTE], peer, tags() - _TAG)
@@ -50,11 +54,13 @@ def take_back(comm: Any) -> None:
 
 def read(comm: Any) -> dict[int, str]:
     """Return the last note of each rank that has left one on this communicator."""
-    status, tag = MPI.Status(), tags() - _TAG
-    while comm.mpi.Iprobe(MPI.ANY_SOURCE, tag, status):
+    status, name = MPI.Status(), comm.handles.name
+    while name and (found := comm.mpi.Improbe(MPI.ANY_SOURCE, tags() - _TAG, status)):
         note = np.empty(_BYTES, np.uint8)
-        comm.mpi.Recv([note, _BYTES, MPI.BYTE], status.Get_source(), tag)
-        comm.notes[status.Get_source()] = note.tobytes().decode(errors="replace").rstrip()
+        found.Recv([note, _BYTES, MPI.BYTE])
+        signed = note.tobytes()
+        if signed.startswith(name):
+            comm.notes[status.Get_source()] = signed[len(name) :].decode(errors="replace").rstrip()
     return comm.notes
 
 

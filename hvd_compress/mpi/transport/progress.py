@@ -174,16 +174,19 @@ class RollCall:
         comm, tag = self._comm, self._comm.tags - 1
         peers = [peer for peer in range(comm.size) if peer != comm.rank]
         if self._note is None:
-            self._note = np.array([self._number], "<i8")
+            signed = comm.handles.name + self._number.to_bytes(8, "big")  # see notes.py
+            self._note = np.frombuffer(signed, np.uint8)
             for peer in peers:
-                comm.handles.kept.append(comm.mpi.Isend([self._note, 8, MPI.BYTE], peer, tag))
+                comm.handles.kept.append(comm.mpi.Isend([self._note, 16, MPI.BYTE], peer, tag))
             return []
         absent = []
         for peer in peers:
-            number = np.zeros(1, "<i8")
-            while number[0] < self._number and comm.mpi.Iprobe(peer, tag):
-                comm.mpi.Recv([number, 8, MPI.BYTE], peer, tag)
-            if number[0] < self._number:
+            note, waits = np.zeros(16, np.uint8), False
+            while not waits and comm.mpi.Iprobe(peer, tag):
+                comm.mpi.Recv([note, 16, MPI.BYTE], peer, tag)
+                name, number = note.tobytes()[:8], note.tobytes()[8:]
+                waits = name == comm.handles.name and int.from_bytes(number, "big") >= self._number
+            if not waits:
                 absent.append(peer)
         return [getattr(comm, "members", range(comm.size))[peer] for peer in absent]
 
