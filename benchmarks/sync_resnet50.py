@@ -32,7 +32,12 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--framework", choices=["torch", "tensorflow"], default="torch")
 parser.add_argument("--rounds", type=int, default=15, help="samples per optimizer")
 parser.add_argument("--warmup", type=int, default=3, help="rounds that are not counted")
-parser.add_argument("--methods", nargs="+", metavar="NAME", help="a selection of the rows")
+parser.add_argument(
+    "--methods",
+    nargs="+",
+    metavar="NAME",
+    help="rows, or methods such as topk:density=0.01 or fp8",
+)
 parser.add_argument("--density", type=float, default=0.001)
 parser.add_argument("--ranks", type=int, default=4, help="when started without horovodrun")
 parser.add_argument("--controller", choices=["gloo", "mpi"], default="mpi")
@@ -57,18 +62,22 @@ def main() -> None:
         "dgc, sparse step": hvd.DGC(density=options.density),
         "dgc over MPI": hvd.DGC(density=options.density),
         "dgc compact": hvd.DGC.compact(density=options.density),
-        "topk": hvd.TopK(density=options.density),
-        "powersgd": hvd.PowerSGD(rank=2),
     }
     is_torch = options.framework == "torch"
     hooks = {"DDP": None, "DDP fp16": "fp16", "DDP powersgd": "powersgd"} if is_torch else {}
     known = [*methods, *hooks]
     if not is_torch:
         known = [name for name in known if name not in ("dgc, sparse step", "dgc over MPI")]
-    usual = [name for name in known if name not in ("none", "fp16", "powersgd", "topk")]
+    usual = [name for name in known if name not in ("none", "fp16")]
     chosen = options.methods or usual
-    if unknown := [name for name in chosen if name not in known]:
-        raise SystemExit(f"--methods {unknown[0]}: known are {', '.join(known)}")
+    for name in chosen:
+        if name not in known:
+            try:
+                methods[name] = hvd.as_compressor(name)
+            except hvd.ConfigError as error:
+                raise SystemExit(
+                    f"--methods {name}: rows are {', '.join(known)}; {error}"
+                ) from None
     contenders = []
     for name in chosen:
         if name in hooks:

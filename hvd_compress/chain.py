@@ -107,8 +107,8 @@ class Fused(Protocol):
         optimizer's step and the new states.
 
         What is done here for a tensor costs more than anything else in a step of many tensors, so
-        as little as possible is.  Directions may be written into the gradients, and of ``context``
-        only ``sparse`` counts."""
+        as little as possible is.  Directions may be written into the gradients, and ``context``
+        has what is of the step, and nothing of a tensor."""
 
     def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
         """Return a request whose reply is the outcome of the exchange of one tensor, or ``None`` if

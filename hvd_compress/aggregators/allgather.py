@@ -13,14 +13,14 @@ import numpy as np
 from hvd_compress.aggregators.meetings import gathered, summed, summed_densely
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Encoded, Sparse, State
-from hvd_compress.chain import Aggregated, Aggregator, Transform
+from hvd_compress.chain import Aggregated, Aggregator, Fused, Transform
 from hvd_compress.codecs import Codec, logarithmic
 from hvd_compress.coding import Coding, codes, elements, whole
 from hvd_compress.coding.elements import as_values
 from hvd_compress.coding.sparse_vectors import add_up
 from hvd_compress.config import check_choice, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.fused import FusedTopK, dense_is_less
+from hvd_compress.fused import FusedAllgather, FusedTopK, dense_is_less
 from hvd_compress.operators import Selector, random_k, top_k
 from hvd_compress.operators.classes import Classes
 from hvd_compress.requests import Request, SparseSum
@@ -106,7 +106,9 @@ class allgather(Aggregator, name="allgather"):
         codes = self.values.classes(d if k is None else k)
         return codes if k == d else codes.after_selecting(self.select.kept(d, context))
 
-    def fused(self, transforms: Sequence[Transform], context: Context) -> FusedTopK | None:
+    def fused(self, transforms: Sequence[Transform], context: Context) -> Fused | None:
+        if isinstance(self.select, Codec):
+            return FusedAllgather.of(transforms, self.select, context.size)
         if not (isinstance(self.select, top_k) and isinstance(self.values, str | logarithmic)):
             return None
         *before, last = transforms or (None,)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, State
-from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.codecs import Codec
 from hvd_compress.codecs.places import coded
 from hvd_compress.coding import Coding, codes
 from hvd_compress.coding.shards import Shards
 from hvd_compress.errors import ConfigError
+from hvd_compress.fused import FusedAlltoall
 from hvd_compress.requests import Alltoall, Gather, Request
 
 
@@ -58,6 +59,9 @@ class alltoall(Aggregator, name="alltoall"):
 
     def coding(self, n: int, context: Context) -> Coding:
         return codes(self.codec.for_shape(context.shape))
+
+    def fused(self, transforms: Sequence[Transform], context: Context) -> FusedAlltoall | None:
+        return FusedAlltoall.of(transforms, self.codec, context.size)
 
     def aggregate(
         self, x: Array, state: State, context: Context

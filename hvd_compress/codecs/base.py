@@ -49,6 +49,8 @@ class Codec(Configurable, abc.ABC, kind="block"):
 
     #: ``encode`` draws random numbers, and E[decode(encode(x))] = x
     unbiased: ClassVar[bool] = False
+    #: ``encode`` may draw random numbers
+    draws: ClassVar[bool] = True
     #: ``encode`` takes NaN and Inf, too, and tells receivers where they are
     takes_non_finite: ClassVar[bool] = False
     #: the number of bytes depends on the values, so that ``size`` raises ``UnsupportedError``, and

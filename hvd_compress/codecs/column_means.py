@@ -40,6 +40,7 @@ class column_means(Columns, name="column_means"):
     column: int | None = None
 
     levels = 2
+    draws = False
 
     def __post_init__(self) -> None:
         self._check_column()

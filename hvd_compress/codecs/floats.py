@@ -28,6 +28,8 @@ class float8(Compiled, name="float8"):
     format: str = "e4m3"
     bucket: int | None = None
 
+    draws = False
+
     def __post_init__(self) -> None:
         check_choice("format", self.format, ("e4m3", "e5m2"))
         buckets.check_bucket(self.bucket)

@@ -35,6 +35,7 @@ class linear(Columns, name="linear"):
     column: int | None = None
 
     levels = 1
+    draws = False
 
     def __post_init__(self) -> None:
         check_choice("bits", self.bits, tuple(range(2, 9)))

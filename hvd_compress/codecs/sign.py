@@ -65,6 +65,8 @@ class scaled_sign(_Signs, name="scaled_sign"):
 
     norm: str = "l1"
 
+    draws = False
+
     def __post_init__(self) -> None:
         check_choice("norm", self.norm, ("l1", "l2"))
 

@@ -6,7 +6,8 @@ request instead, and all tensors of a bucket have one pass over memory, one mess
 addition.
 """
 
+from hvd_compress.fused.coded import FusedAllgather, FusedAlltoall
 from hvd_compress.fused.dense import FusedSum
 from hvd_compress.fused.top_k import FusedTopK, dense_is_less
 
-__all__ = ["FusedSum", "FusedTopK", "dense_is_less"]
+__all__ = ["FusedAllgather", "FusedAlltoall", "FusedSum", "FusedTopK", "dense_is_less"]

@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import sys
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ __all__ = [
     "Steps",
     "add_up",
     "addresses",
+    "crc32",
     "elias_pack",
     "elias_unpack",
     "index_bits",
@@ -58,7 +60,7 @@ INSTALL = (
     "checkout make setup"
 )
 #: of what is called in the compiled module, and how; common.h has the same number
-INTERFACE = 2
+INTERFACE = 3
 logger = logging.getLogger("hvd_compress")
 
 
@@ -175,6 +177,14 @@ def stream(arrays: Sequence[tuple[Array, Array, Array]]) -> None:
     sizes = columns[0].sizes
     table = np.stack([Column(column.arrays, sizes).addresses for column in columns], 1)
     native.stream(np.ascontiguousarray(table), sizes, threads())
+
+
+def crc32(x: np.ndarray, start: int = 0) -> int:
+    """Return the CRC-32 of the bytes of ``x`` (1-D, uint8, contiguous) behind bytes whose CRC-32 is
+    ``start``, as ``zlib.crc32`` does."""
+    if native is not None and native.has_fast_crc32:
+        return native.crc32(x, start)
+    return zlib.crc32(x.data, start)
 
 
 def quotients(gaps: np.ndarray, b: int) -> int:

@@ -674,13 +674,31 @@ INLINE void scaled(const std::uint8_t* digits, Index n, T scale, bool streamed, 
 template <bool add, class T>
 void from_digits(const std::uint8_t* digits, Index n, const T* table, int zero, T scale,
                  bool streamed, T* out) {
-  if (table)
-    scaled<add, T>(digits, n, scale, streamed, out,
-                   [=](std::uint8_t digit) { return table[digit]; });
-  else
+  if (!table) {
     scaled<add, T>(digits, n, scale, streamed, out, [=](std::uint8_t digit) {
       return static_cast<T>(static_cast<int>(digit) - zero);
     });
+    return;
+  }
+  Index i = 0;
+#if defined(HVD_AVX2) || defined(HVD_AVX512)
+  if constexpr (std::is_same_v<T, float>) {
+    streamed &= !add && reinterpret_cast<std::uintptr_t>(out) % 32 == 0;
+    for (; i + 8 <= n; i += 8) {
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(digits + i));
+      const __m256i places = _mm256_cvtepu8_epi32(bytes);
+      auto values = reinterpret_cast<EightOf<T>>(_mm256_i32gather_ps(table, places, 4)) * scale;
+      if (add) values = eight(out + i) + values;
+      if (streamed)
+        stream(out + i, values);
+      else
+        std::memcpy(out + i, &values, sizeof values);
+    }
+    streamed = false;
+  }
+#endif
+  scaled<add, T>(digits + i, n - i, scale, streamed, out + i,
+                 [=](std::uint8_t digit) { return table[digit]; });
 }
 
 // -- natural compression --------------------------------------------------------------------------

@@ -684,9 +684,10 @@ void stream(const Array<Index>& addresses, const std::vector<Index>& sizes, int 
 
 }  // namespace
 
-void add_codecs(py::module_& m);  // of codecs.cpp
-void add_halves(py::module_& m);  // of halves.cpp
-void add_plans(py::module_& m);   // of plans.cpp
+void add_checksum(py::module_& m);  // of checksum.cpp
+void add_codecs(py::module_& m);    // of codecs.cpp
+void add_halves(py::module_& m);    // of halves.cpp
+void add_plans(py::module_& m);     // of plans.cpp
 
 PYBIND11_MODULE(native, m) {
   m.attr("INTERFACE") = kInterface;
@@ -703,6 +704,7 @@ PYBIND11_MODULE(native, m) {
   m.def("rice_pack", rice_pack, py::arg(), py::arg(), py::arg().noconvert());
   m.def("rice_unpack", rice_unpack);
   m.def("stream", stream);
+  add_checksum(m);
   auto codecs = m.def_submodule("codecs");
   add_codecs(codecs);
   auto halves = m.def_submodule("halves");

@@ -6,11 +6,12 @@ import dataclasses
 import functools
 
 from hvd_compress.aggregators import allgather, alltoall, dense_until
+from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import column_means
 from hvd_compress.config import check_choice, converted
 from hvd_compress.methods.chained import Chained
-from hvd_compress.schedules import Start, as_start
+from hvd_compress.schedules import Start, as_start, started
 from hvd_compress.transforms import error_feedback
 
 
@@ -39,6 +40,8 @@ class OneBit(Chained, name="onebit"):
 
     reference = "Seide et al., Interspeech 2014"
 
+    is_steady = True
+
     column: int | None = None
     via: str = "alltoall"
     start: Start = dataclasses.field(default=True, metadata=converted(as_start))
@@ -49,6 +52,13 @@ class OneBit(Chained, name="onebit"):
 
     @functools.cached_property
     def blocks(self) -> Chain:
+        return chain(error_feedback(), via=dense_until(self.start, self._coded.via))
+
+    @functools.cached_property
+    def _coded(self) -> Chain:
+        """The blocks from ``start`` on: the same state, and exchanges of whole buckets."""
         aggregate = alltoall if self.via == "alltoall" else allgather
-        via = dense_until(self.start, aggregate(column_means(self.column)))
-        return chain(error_feedback(), via=via)
+        return chain(error_feedback(), via=aggregate(column_means(self.column)))
+
+    def chain(self, gradient: Array, context: Context) -> Chain:
+        return self._coded if started(self.start, context.step, context.epoch) else self.blocks

@@ -27,6 +27,8 @@ class QSGD(Chained, name="qsgd"):
 
     reference = "Alistarh et al., NeurIPS 2017"
 
+    is_steady = True
+
     levels: int = 7
     bucket: int | None = 512
     norm: str = "max"
@@ -49,6 +51,8 @@ class TernGrad(Chained, name="terngrad"):
 
     reference = "Wen et al., NeurIPS 2017"
 
+    is_steady = True
+
     clip: float | None = 2.5
 
     @functools.cached_property
@@ -65,6 +69,8 @@ class NaturalCompression(Chained, name="natural"):
 
     reference = "Horvath et al., MSML 2022"
 
+    is_steady = True
+
     @functools.cached_property
     def blocks(self) -> Chain:
         return chain(via=allgather(codecs.natural()))
@@ -79,6 +85,8 @@ class NaturalDithering(Chained, name="natural_dithering"):
     """
 
     reference = "Horvath et al., MSML 2022"
+
+    is_steady = True
 
     levels: int = 7
     bucket: int | None = 512

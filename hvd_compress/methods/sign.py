@@ -94,6 +94,8 @@ class EFSignSGD(Chained, name="efsignsgd"):
 
     reference = "Karimireddy et al., ICML 2019"
 
+    is_steady = True
+
     via: str = "alltoall"
 
     def __post_init__(self) -> None:

@@ -355,7 +355,7 @@ class Reducer:
         if (found := self.store.again(names, gradients)) is None:
             return None
         tensors = Repeated(gradients, *found, form.weights, self._kept(names[0]))
-        exchange = form.function.again(tensors, form.key, Context(sparse=self.sparse_results))
+        exchange = form.function.again(tensors, form.key, self._common)
         return None if exchange is None else self._repeat(tuple(names), tensors, exchange)
 
     def _repeat(self, names: tuple[str, ...], tensors: Repeated, exchange: Any) -> Any:

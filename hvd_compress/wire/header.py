@@ -18,13 +18,13 @@ from __future__ import annotations
 import enum
 import functools
 import struct
-import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from hvd_compress.errors import PayloadError
+from hvd_compress.kernels import crc32
 
 _FIELDS = struct.Struct("<2sBBBBHI")
 _MAGIC, VERSION = b"HC", 3
@@ -43,6 +43,7 @@ class Kind(enum.IntEnum):
     CODED = 3  # values in the codes of a codec: codecs/frame.py
     ROWS = 4  # of a matrix: wire/rows.py
     SERVER = 5  # of a parameter server and its workers
+    BUCKET = 6  # values of several tensors in codes: fused/coded.py
 
 
 class Header(NamedTuple):
@@ -106,4 +107,4 @@ def length_tag(n: int) -> int:
 
 
 def _checksum(frame: np.ndarray) -> int:
-    return zlib.crc32(frame[START:].data, zlib.crc32(frame[: _FIELDS.size].data))
+    return crc32(frame[START:], crc32(frame[: _FIELDS.size]))

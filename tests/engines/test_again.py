@@ -8,7 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_compress import DGC, FP16, NoCompression, TopK, partition, rule, switch, warmup_to
+from hvd_compress import (
+    DGC,
+    FP8,
+    FP16,
+    QSGD,
+    After,
+    NoCompression,
+    OneBit,
+    TopK,
+    partition,
+    rule,
+    switch,
+    warmup_to,
+)
 from hvd_compress.backends import backend_of
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.reduce import MemoryStore, Reducer
@@ -24,6 +37,9 @@ METHODS = [
     TopK(density=0.02, values="float16"),
     NoCompression(),
     FP16(),
+    FP8(),
+    OneBit(start=After("step", 3)),
+    QSGD(),
     partition(rule(DGC(density=0.05), names="a"), otherwise=DGC(density=0.02)),
     switch(NoCompression(), TopK(density=0.02), start=3),
 ]
