@@ -147,10 +147,10 @@ class Regions:
         threshold: np.ndarray,
         own: np.ndarray,
         values: np.ndarray,
-        lost_indices: np.ndarray,
-        lost_values: np.ndarray,
-        *frames: np.ndarray,
+        *arrived: np.ndarray,
     ) -> list[np.ndarray]:
+        """``arrived`` are indices and values of what rounding took off sums, and all frames."""
+        lost_indices, lost_values, *frames = arrived
         bounds = self.bounds(total)
         regions = [
             self._decode(frame, bounds[i + 1] - bounds[i], i) for i, frame in enumerate(frames)

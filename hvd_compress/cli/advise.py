@@ -66,6 +66,7 @@ def advise(
     model: str,
     ranks: int,
     hosts: int | None,
+    *,
     bandwidth: float,
     latency: float,
     backward: float,

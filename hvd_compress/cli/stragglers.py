@@ -16,6 +16,7 @@ def stragglers(
     workers: Sequence[int],
     backup: int,
     local_steps: int,
+    *,
     distribution: str,
     spread: float,
     steps: int,

@@ -120,14 +120,14 @@ def _allreduce(
         if not nodes.is_flat and nbytes:
             chunk = max(CHUNK, -(-nbytes // _BLOCKS))
             return hierarchical.start(
-                comm, nodes, call, "direct", flat, out, op, chunk, channel=channel
+                comm, nodes, call, "direct", flat, out, op=op, chunk=chunk, channel=channel
             )
         name = "auto"
     if name == "auto":
         name = model_of(comm).fastest(nbytes, flat.dtype, among=DENSE)
     algorithm = ALGORITHMS[name]
     chunk = max(CHUNK, -(-nbytes // (algorithm.pieces(comm.size) * _BLOCKS)))
-    return start(comm, call, algorithm, flat, out, op, chunk, channel=channel)
+    return start(comm, call, algorithm, flat, out, op, chunk=chunk, channel=channel)
 
 
 def _sparse_sum(
@@ -136,7 +136,13 @@ def _sparse_sum(
     check_choice("algorithm", request.algorithm, SPARSE_SUMS)
     mine, like = take_in(request.sparse, request.n)
     form = Format.of(
-        request.n, mine.values.dtype.name, request.wire, "packed", "sum", comm.size, True
+        request.n,
+        mine.values.dtype.name,
+        values=request.wire,
+        indices="packed",
+        op="sum",
+        size=comm.size,
+        may_be_dense=True,
     )
     brought, rounded_off = form.bring(mine)
     name, channels = request.algorithm, [channel()]
@@ -169,7 +175,7 @@ def _sparse_sum(
 def _without_loss(
     nodes: Nodes, inside: Channel, across: Channel | None, mine: Sparse, form: Format
 ) -> Summed:
-    total = yield from by_nodes(nodes, inside, across, mine, form, "allgather", None)
+    total = yield from by_nodes(nodes, inside, across, mine, form, algorithm="allgather")
     return total, empty(form.wide)
 
 

@@ -152,7 +152,9 @@ def decode_sparse(
     Raises:
         PayloadError: the frame is damaged, or made with other options than this rank's.
     """
-    indices, decoded = _decode(frame, n, values, count, sender, (Kind.SPARSE,), whole or n)
+    indices, decoded = _decode(
+        frame, n, values, count, sender=sender, kinds=(Kind.SPARSE,), whole=whole or n
+    )
     assert indices is not None
     return indices, decoded
 
@@ -162,14 +164,16 @@ def decode(
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """Return ``(indices, values)`` of a frame that may be dense: then the indices are ``None``, and
     there are ``n`` values.  See :func:`decode_sparse`."""
-    return _decode(frame, n, values, None, sender, (Kind.SPARSE, Kind.DENSE), whole or n)
+    kinds = (Kind.SPARSE, Kind.DENSE)
+    return _decode(frame, n, values, None, sender=sender, kinds=kinds, whole=whole or n)
 
 
 def decode_dense(frame: np.ndarray, n: int, values: str, *, sender: str = "a rank") -> np.ndarray:
     """Return the ``n`` values of a dense frame; those of "bfloat16" as float32."""
     if values != "bfloat16":
-        return _decode(frame, n, values, n, sender, (Kind.DENSE,), n)[1]
-    return from_bfloat16(_decode(frame, n, values, n, sender, (Kind.DENSE,), n)[1])
+        return _decode(frame, n, values, n, sender=sender, kinds=(Kind.DENSE,), whole=n)[1]
+    words = _decode(frame, n, values, n, sender=sender, kinds=(Kind.DENSE,), whole=n)[1]
+    return from_bfloat16(words)
 
 
 def _decode(
@@ -177,6 +181,7 @@ def _decode(
     n: int,
     values: str,
     count: int | None,
+    *,
     sender: str,
     kinds: tuple[Kind, ...],
     whole: int,

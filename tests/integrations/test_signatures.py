@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from tests import jobs
+from tests.jobs import environment
 
 READ = r"""
 import importlib, inspect, json, re, sys
@@ -70,7 +70,7 @@ DIFFERENT = {
 def horovods():
     command = [sys.executable, "-c", READ, *DROP_INS]
     done = subprocess.run(
-        command, env=jobs.environment(), stdout=subprocess.PIPE, text=True, timeout=100, check=True
+        command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=100, check=True
     )
     return json.loads(done.stdout.splitlines()[-1])
 

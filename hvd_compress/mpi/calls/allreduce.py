@@ -45,7 +45,7 @@ def allreduce(
         MismatchError: ranks differ in shape, dtype or options (found by the first calls' check).
         CollectiveTimeout: a rank does not answer.
     """
-    return run(x, op, algorithm, out, comm, chunk, _fastest)
+    return run(x, op, algorithm, out, comm, chunk=chunk, choose=_fastest)
 
 
 def _fastest(comm: Communicator, n: int, dtype: str) -> str:

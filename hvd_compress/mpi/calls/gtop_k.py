@@ -58,7 +58,7 @@ def gtop_k_allreduce(
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
             raise ConfigError(f"k must be an integer, 1 or more; got {k!r}")
         mine, like = take_in(sparse, n)
-        form = Format.of(n, mine.values.dtype.name, None, indices, op, communicator.size)
+        form = Format.of(n, mine.values.dtype.name, indices=indices, op=op, size=communicator.size)
     merging = Merging(
         communicator.rank, communicator.size, form.n, min(int(k), form.n), form.wide, codec=indices
     )

@@ -71,7 +71,7 @@ def hierarchical_allreduce(
     nodes = nodes_of(communicator, ranks_per_node)
     if nodes.is_flat or not len(flat.array):
         return allreduce(x, op=op, algorithm=algorithm, out=out, comm=communicator, chunk=chunk)
-    start(communicator, nodes, call, algorithm, flat, target.array, op, chunk).wait()
+    start(communicator, nodes, call, algorithm, flat, target.array, op=op, chunk=chunk).wait()
     return put(target, out)
 
 
@@ -82,6 +82,7 @@ def start(
     algorithm: str,
     flat: Flat,
     out: Any,
+    *,
     op: str,
     chunk: int,
     channel: Callable[[Communicator], Channel] = lambda part: part.channel(),

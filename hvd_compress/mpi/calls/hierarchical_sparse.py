@@ -57,7 +57,9 @@ def hierarchical_sparse_allreduce(
         check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
         mine, like = take_in(sparse, n)
         dtype = mine.values.dtype.name
-        form = Format.of(n, dtype, None, indices, op, communicator.size, True)
+        form = Format.of(
+            n, dtype, indices=indices, op=op, size=communicator.size, may_be_dense=True
+        )
     name = f"{communicator.named(algorithm)} across nodes"
     name += f" of {ranks_per_node}" if ranks_per_node is not None else ""
     call = f"hierarchical_sparse_allreduce({form}, {name})"
@@ -75,7 +77,9 @@ def hierarchical_sparse_allreduce(
     def start() -> Algorithm:
         assert nodes.inside is not None
         across = None if nodes.across is None else nodes.across.channel()
-        return by_nodes(nodes, nodes.inside.channel(), across, mine, form, algorithm, model)
+        return by_nodes(
+            nodes, nodes.inside.channel(), across, mine, form, algorithm=algorithm, model=model
+        )
 
     return reduced(form, run(communicator, call, start), [], like)
 
@@ -86,8 +90,9 @@ def by_nodes(
     across: Channel | None,
     mine: Sparse,
     form: Format,
+    *,
     algorithm: str,
-    model: CostModel | None,
+    model: CostModel | None = None,
 ) -> Generator[Wait, None, Vector]:
     """Return the sum; ``across`` is ``None`` on ranks that do not send to other nodes."""
     owners = inside.size if nodes.is_even else 1
@@ -101,7 +106,9 @@ def by_nodes(
         if not isinstance(region, Sparse):
             places = np.flatnonzero(region)
             region = Sparse(places, region[places])
-        between = Format.of(length, form.wide, None, form.codec, "sum", across.size, True)
+        between = Format.of(
+            length, form.wide, indices=form.codec, op="sum", size=across.size, may_be_dense=True
+        )
         if model is not None:
             algorithm_across = fastest(across, region, between, model)
         else:

@@ -56,7 +56,14 @@ def sparse_allgather(
     communicator = Communicator.of(comm)
     with communicator.told():
         mine, like = take_in(sparse, n)
-        form = Format.of(n, mine.values.dtype.name, values, indices, "sum", communicator.size)
+        form = Format.of(
+            n,
+            mine.values.dtype.name,
+            values=values,
+            indices=indices,
+            op="sum",
+            size=communicator.size,
+        )
         brought, _ = form.bring(mine)
     lengths = [form.n] * communicator.size
 
@@ -97,7 +104,7 @@ def sparse_allreduce(
         MismatchError: ranks differ in n, dtype or options.
         PayloadError: a message was damaged on its way.
     """
-    return reduce(sparse, n, op, algorithm, comm, values, indices, _as_before)
+    return reduce(sparse, n, op, algorithm, comm, values=values, indices=indices, choose=_as_before)
 
 
 def fastest(channel: Channel, mine: Sparse, form: Format, model: CostModel) -> Summed:

@@ -41,6 +41,7 @@ def run(
     algorithm: str,
     out: Any,
     comm: Comm,
+    *,
     chunk: int,
     choose: Choose | None = None,
 ) -> Any:
@@ -142,7 +143,7 @@ def _reduce(
 ) -> None:
     call = Call(flat, op, algorithm.name)
     if not _is_repeated(algorithm, flat, comm, chunk):
-        start(comm, call, algorithm, flat, result, op, chunk).wait()
+        start(comm, call, algorithm, flat, result, op, chunk=chunk).wait()
         return
     plan, host = plan_of(comm, algorithm, op, flat), to_host(flat.array)
     if host is flat.array:
@@ -189,6 +190,7 @@ def start(
     flat: Flat,
     out: Any,
     op: str,
+    *,
     chunk: int = CHUNK,
     channel: Callable[[], Channel] | None = None,
 ) -> Work:

@@ -53,6 +53,7 @@ def reduce(
     op: str,
     algorithm: str,
     comm: Comm,
+    *,
     values: str | None,
     indices: str,
     choose: Choose | None = None,
@@ -63,7 +64,15 @@ def reduce(
     with communicator.told():
         check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
         mine, like = take_in(sparse, n)
-        form = Format.of(n, mine.values.dtype.name, values, indices, op, communicator.size, True)
+        form = Format.of(
+            n,
+            mine.values.dtype.name,
+            values=values,
+            indices=indices,
+            op=op,
+            size=communicator.size,
+            may_be_dense=True,
+        )
         brought, rounded_off = form.bring(mine)
 
     def start() -> Algorithm:
