@@ -105,8 +105,9 @@ def install_pinned(pip: list, install: list, pinned: list) -> None:
 
 
 def find_uv(pip: list, install: list, pinned: list) -> list:
-    """Return the command by which uv installs into ``.venv``, from the index that pip is told to
-    use; an empty one if there is no uv, or pip is told to use none."""
+    """Return the command by which uv installs into ``.venv``, from the index and with the
+    certificates that pip is told to use; an empty one if there is no uv, or pip is told to use no
+    index."""
     settings = subprocess.run([*pip, "config", "list"], capture_output=True, text=True).stdout
     if re.search(r"\bno-index=", settings):
         return []
@@ -116,6 +117,8 @@ def find_uv(pip: list, install: list, pinned: list) -> list:
     uv = shutil.which("uv", path=path)
     index = re.search(r"(?<!extra-)index-url='(.*)'", settings)
     named = ["--default-index", index[1]] if index else []
+    if certificates := re.search(r"\bcert='(.*)'", settings):
+        os.environ.setdefault("SSL_CERT_FILE", certificates[1])
     return [uv, "pip", "install", "--python", str(PYTHON), *named] if uv else []
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.agreement import Terms, listed
-from hvd_compress.base import Compressor, Context, Outcome
+from hvd_compress.base import Compressor, Context
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import BucketExchange
@@ -34,9 +34,9 @@ from hvd_compress.integrations.optimizers import momentum_inside
 from hvd_compress.methods import as_compressor
 from hvd_compress.methods.rows import keeps_residual, rows_state
 from hvd_compress.reduce import Reducer
+from hvd_compress.reduce.averages import averaged
 from hvd_compress.reduce.homes import Kind, look_of
 from hvd_compress.reduce.reducer import check_momentum
-from hvd_compress.requests import Sum
 from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.sharding import shards_of
 from hvd_compress.stats import Record, Stats, norm_of_residual
@@ -254,10 +254,10 @@ class Binding(tf.Module):
     def _average(self, own: Sequence[tuple[str, tf.Variable]], size: int) -> None:
         engine = self._runtime.engine(self._set, 1.0, f"hvd_compress.{self.number}", None)
         for name, variable in own:
-            engine.start(name, _summed(name, tf.reshape(variable.value(), [-1])))
-        totals = {name: found for each in engine.finish().values() for name, found in each.items()}
+            engine.start(name, _averaged(name, tf.reshape(variable.value(), [-1]), size))
+        means = {name: found for each in engine.finish().values() for name, found in each.items()}
         for name, variable in own:
-            variable.assign(tf.reshape(totals[name].mean, variable.shape) / size)
+            variable.assign(tf.reshape(means[name].mean, variable.shape))
 
     @property
     def is_consolidated(self) -> bool:
@@ -667,10 +667,9 @@ def _number(x: Any) -> Any:
     return x.item() if is_one else x
 
 
-def _summed(name: str, x: tf.Tensor) -> BucketExchange:
-    """The exchange of a bucket, whose outcome is the sum of a flat tensor."""
-    total = yield Sum(x)
-    return {name: Outcome(total, x, {})}
+def _averaged(name: str, x: tf.Tensor, size: int) -> BucketExchange:
+    """The exchange of a bucket of one flat tensor, whose outcome is its mean."""
+    return {name: (yield from averaged(x, size))}
 
 
 def _is_rows(gradient: Any) -> bool:

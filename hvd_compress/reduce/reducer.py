@@ -26,10 +26,10 @@ from hvd_compress.errors import CompressionError, ConfigError, UnsupportedError
 from hvd_compress.integrations.optimizers import check_one_momentum
 from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import checkpoints
+from hvd_compress.reduce.averages import averaged
 from hvd_compress.reduce.buckets import BUCKET_BYTES, Buckets
 from hvd_compress.reduce.homes import Homes
 from hvd_compress.reduce.store import MemoryStore, Store
-from hvd_compress.requests import Sum
 from hvd_compress.schedules import schedules_of
 from hvd_compress.stats import Record, Stats, norm_of_residual
 from hvd_compress.times import Clock
@@ -475,16 +475,11 @@ class Reducer:
     def average(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Return the mean of each array over the ranks, by name.  This is a collective, and names
         must be the same on all ranks."""
-        size = self.engine.size
-
-        def averaged(x: Array) -> Exchange:
-            total = yield Sum(x)
-            return Outcome(total / size, x, {})
-
-        outcomes = self.run(
-            [Member(name, averaged(x), Record(), x.nbytes) for name, x in sorted(arrays.items())],
-            next(iter(arrays.values()), _NOTHING),
-        )
+        members = [
+            Member(name, averaged(x, self.engine.size), Record(), x.nbytes)
+            for name, x in sorted(arrays.items())
+        ]
+        outcomes = self.run(members, next(iter(arrays.values()), _NOTHING))
         return {name: outcomes[name].mean for name in arrays}
 
     def run(self, members: Sequence[Member], like: Array) -> dict[str, Outcome]:

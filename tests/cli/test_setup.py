@@ -144,6 +144,8 @@ def test_pip_does_what_uv_does_not(tmp_path, monkeypatch, capfd, uv):
     monkeypatch.setattr(make, "LOG", tmp_path / "setup.log")
     monkeypatch.setattr(make, "PYTHON", tmp_path / "bin" / "python")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SSL_CERT_FILE", "")
+    monkeypatch.delenv("SSL_CERT_FILE")
     (tmp_path / "bin").mkdir()
     status = 0 if uv == "works" else 1
     for name, end in (("uv", status), ("pip", 0)):
@@ -151,6 +153,7 @@ def test_pip_does_what_uv_does_not(tmp_path, monkeypatch, capfd, uv):
         lines = [f"echo {name} $@ >> {tmp_path}/said", f"exit {end}"]
         if name == "pip":
             told = "global.no-index='1'" if uv == "may not" else "global.index-url='https://own/'"
+            told += "\nglobal.cert='/own/certificates.pem'"
             lines.insert(0, f'[ "$1" = config ] && echo "{told}" && exit')
         program.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
         program.chmod(0o755)
@@ -160,6 +163,8 @@ def test_pip_does_what_uv_does_not(tmp_path, monkeypatch, capfd, uv):
     into = f"--python {tmp_path}/bin/python --default-index https://own/"
     by_uv = f"uv pip install {into} --require-hashes --requirement constraints.txt"
     by_pip = "pip install --require-hashes --requirement constraints.txt"
+    trusted = None if uv == "may not" else "/own/certificates.pem"
+    assert os.environ.get("SSL_CERT_FILE") == trusted
     expected = {"works": [by_uv], "fails": [by_uv, by_pip], "may not": [by_pip]}
     assert said == expected[uv]
 
