@@ -186,11 +186,9 @@ def _print(
         f"{model}, {network.ranks} ranks{hosts}, {_rate(network.bandwidth)}, rounds of "
         f"{1e6 * network.latency:.3g} us, {1000 * backward:g} ms of backward\n"
     )
-    hidden = 1 - (base - backward - by_method["fp16"]["processor"]) / base
     if matters:
-        print(
-            f"Is the network your bottleneck? Yes: {1 - hidden:.0%} of a step in fp16 wait for it."
-        )
+        waits = (base - backward - by_method["fp16"]["processor"]) / base
+        print(f"Is the network your bottleneck? Yes: {waits:.0%} of a step in fp16 wait for it.")
     else:
         print("Is the network your bottleneck? No: a step in fp16 hardly waits for it.")
     if best in ("none", "fp16"):
@@ -207,7 +205,7 @@ def _print(
     print(f"\n{header}\n{'-' * len(header)}")
     for row in rows:
         print(
-            f"{row['method']:<20} {_ms(row['seconds'])} {base / row['seconds']:>8.2f}x"
+            f"{row['method']:<20} {_ms(row['seconds'])} {_times(base, row['seconds']):>8.2f}x"
             f" {_ms(row['processor'])} {_ms(row['wire'])} {row['bytes']:>12,}"
             f"  {_even(row):<13} {row['accuracy']}"
         )
@@ -216,6 +214,11 @@ def _print(
         'core a rank.\nAccuracy: "exact" but for 16 bits; "feedback" sends later what it has not '
         'sent; "lossy" does not.'
     )
+
+
+def _times(base: float, seconds: float) -> float:
+    """How many times as fast a step is; a single rank without backward takes no time at all."""
+    return base / seconds if seconds else 1.0
 
 
 def _ms(seconds: float) -> str:

@@ -38,6 +38,13 @@ def test_json(capsys):
     assert found["best"] == found["rows"][0]["method"]
 
 
+def test_one_rank_without_backward(capsys):
+    assert main(["advise", "--ranks", "1", "--backward", "0s"]) == 0
+    text = capsys.readouterr().out
+    assert "bottleneck? No" in text
+    assert text.count(" 1.00x ") == 13
+
+
 def test_a_picture(tmp_path, capsys):
     main(["advise", "--picture", str(tmp_path / "steps.png")])
     assert (tmp_path / "steps.png").stat().st_size > 10_000
