@@ -87,8 +87,17 @@ def advise(
     best = choose(pieces, network, backward, accuracy)
     matters = is_bottleneck(pieces, network, backward)
     if as_json:
+        for row in rows:
+            if row["break_even"] == math.inf:  # which JSON does not have
+                row["break_even"] = "always"
         facts = {"model": model, **dataclasses.asdict(network), "backward": backward}
-        print(json.dumps(facts | {"bottleneck": matters, "best": best, "rows": rows}, indent=2))
+        print(
+            json.dumps(
+                facts | {"bottleneck": matters, "best": best, "rows": rows},
+                indent=2,
+                allow_nan=False,
+            )
+        )
     else:
         _print(model, network, backward, rows, best, matters)
     if picture is not None:

@@ -38,6 +38,15 @@ def test_json(capsys):
     assert found["best"] == found["rows"][0]["method"]
 
 
+def test_json_has_no_infinity(capsys):
+    def refuse(name):
+        raise ValueError(name)
+
+    main(["advise", "--ranks", "2", "--bandwidth", "10gbit", "--json"])
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert "always" in {row["break_even"] for row in found["rows"]}
+
+
 def test_one_rank_without_backward(capsys):
     assert main(["advise", "--ranks", "1", "--backward", "0s"]) == 0
     text = capsys.readouterr().out
