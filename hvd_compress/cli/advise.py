@@ -7,11 +7,12 @@ import importlib
 import importlib.util
 import json
 import math
+import operator
 import re
 import socket
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,23 +162,48 @@ def shapes_of(model: str) -> Shapes:
             "module:function of a function that returns your model"
         )
     module, _, function = model.partition(":")
-    sys.path.insert(0, str(Path.cwd()))  # as python -m has it
+    sys.path.insert(0, here := str(Path.cwd()))  # as python -m has it
     try:
-        found = getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--model {model}: {error}; write module:function") from None
+        found = _function(model, module, function)()
     finally:
-        sys.path.pop(0)
+        if here in sys.path:
+            sys.path.remove(here)
     if hasattr(found, "named_parameters"):
         found = {name: p for name, p in found.named_parameters() if p.requires_grad}
+        if not found:
+            raise ConfigError(f"--model {model}: no parameter of it is trained")
     if not isinstance(found, Mapping) or not found:
         raise ConfigError(
             f"--model {model}: it must return a torch.nn.Module, or shapes by name such as "
             "{'weight': (512, 2000)}; it returned "
             f"{type(found).__name__}"
         )
-    shapes: dict[str, Any] = {str(name): getattr(x, "shape", x) for name, x in found.items()}
-    return {name: tuple(map(int, shape)) for name, shape in shapes.items()}
+    return {str(name): _shape(model, name, x) for name, x in found.items()}
+
+
+def _function(model: str, module: str, function: str) -> Callable[[], Any]:
+    """Return a function of the user's, whose own errors are the user's, too."""
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--model {model}: {error}; write module:function") from None
+    if not callable(found):
+        raise ConfigError(f"--model {model}: {function} is no function; write module:function")
+    return found
+
+
+def _shape(model: str, name: Any, x: Any) -> tuple[int, ...]:
+    """Return a shape, or that of an array."""
+    try:
+        shape = tuple(map(operator.index, getattr(x, "shape", x)))
+    except (TypeError, RuntimeError):  # the latter of a lazy module's parameters
+        shape = (-1,)
+    if min(shape, default=0) < 0:
+        raise ConfigError(
+            f"--model {model}: {name!r} must have a shape of whole numbers, such as (512, 2000); "
+            f"it is {type(x).__name__} {x!r:.60}"
+        )
+    return shape
 
 
 def _print(
