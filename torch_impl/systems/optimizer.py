@@ -96,10 +96,14 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             return result
 
         changed = self._run(after_step)
-        # Momentum that led to NaN would lead there again, and all exchanges would be lost.
-        for name in spoilt:
-            self.state.pop(changed[name], None)
         buffers = self.training.method.buffers
+        # Momentum that led to NaN would lead there again, and all exchanges would be lost.
+        for p in map(changed.__getitem__, spoilt):
+            if buffers == "average":  # of the same arrays on all ranks
+                for x in self._buffers(p).values():
+                    x.zero_()
+            else:
+                self.state.pop(p, None)
         if changed and buffers == "reset":
             for p in changed.values():
                 self.state.pop(p, None)
@@ -131,11 +135,18 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         own = {
             f"{name}.{key}": x
             for name, p in changed.items()
-            for key, x in sorted(self.state.get(p, {}).items())
-            if isinstance(x, torch.Tensor) and x.shape == p.shape and x.is_floating_point()
+            for key, x in sorted(self._buffers(p).items())
         }
         for label, mean in self.training.average(own).items():
             own[label].copy_(mean)
+
+    def _buffers(self, p: Parameter) -> dict[str, torch.Tensor]:
+        """Return the entries of a parameter's state that have an element for each of its own."""
+        return {
+            key: x
+            for key, x in self.state.get(p, {}).items()
+            if isinstance(x, torch.Tensor) and x.shape == p.shape and x.is_floating_point()
+        }
 
     def _lookahead(self) -> dict[str, torch.Tensor]:
         """Return by how much parameters are ahead of the point that momentum moves: SGD with
