@@ -127,6 +127,8 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         trained = {name: p for name, p, _ in self._trained()}
         frozen = {name: p for name, p in self._followed.items() if name not in trained}
         self._followed = trained
+        for p in frozen.values():  # its momentum would go on with any gradient, zeros included
+            p.grad = None
         if frozen:
             _replace(frozen, self.training.freeze)
         return _replace(trained, function)

@@ -1,0 +1,46 @@
+"""Optimizers that train by a method, where one process shows it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import hvd_compress.torch.mpi as hvd
+from tests.scenarios.common import loss_of, make_model, sgd
+
+hvd.init()
+
+
+def train(model, optimizer, steps, set_to_none=True):
+    for step in steps:
+        optimizer.zero_grad(set_to_none)
+        loss_of(model, 0, step).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_frozen_parameter_stays_where_it_is(set_to_none):
+    """Zeros, and the gradient of before, are gradients that momentum and decay step on."""
+    model = make_model()
+    optimizer = hvd.LocalSGD(sgd(model, weight_decay=0.1), sync_every=4)
+    train(model, optimizer, range(3), set_to_none)
+    frozen = model[0].weight.requires_grad_(False)
+    before = frozen.detach().clone()
+    train(model, optimizer, range(3, 6), set_to_none)
+    assert torch.equal(frozen, before)
+    frozen.requires_grad_(True)
+    train(model, optimizer, range(6, 8), set_to_none)
+    assert not torch.equal(frozen, before)
+
+
+def test_a_parameter_may_be_frozen_behind_a_checkpoint():
+    """It begins anew as one that is frozen at any other time."""
+    model = make_model()
+    optimizer = hvd.DiLoCo(sgd(model), sync_every=4)
+    train(model, optimizer, range(3))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model[0].weight.requires_grad_(False)
+    train(model, optimizer, range(3, 5))
+    assert len(optimizer.training.state["anchor"]) == len(list(model.parameters())) - 1
