@@ -256,7 +256,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         except ConfigError:
             self.state, self.param_groups = before
             raise
-        self._followed = {}
+        self._followed = {name: p for name, p, _ in self._trained()}
 
 
 def _lost(x: torch.Tensor) -> bool:
