@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -198,7 +199,7 @@ class Coordinator:
 
     def _follow(self, parameters: Arrays) -> None:
         """Make a state for parameters that are new."""
-        shapes = {name: backend_of(x).shape(x) for name, x in parameters.items()}
+        shapes = _shapes_of(parameters)
         if shapes == self._shapes:
             return
         fresh = self.method.init(parameters)
@@ -335,14 +336,20 @@ class Coordinator:
         self.owner.restart()
         self._shapes, self._start, self._consolidated = None, None, None
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], parameters: Arrays | None = None
+    ) -> None:
         """Restore what :meth:`state_dict` returned.
 
+        Args:
+            parameters: those that it has to fit, by name; ``None`` for those of the last step.
+
         Raises:
-            ConfigError: it was made by another method or version, or it is damaged; then nothing
-                has changed.
+            ConfigError: it was made by another method or version, or for another model, or it is
+                damaged; then nothing has changed.
         """
-        saved = self.owner.read(state_dict, self._check)
+        shapes = self._shapes if parameters is None else _shapes_of(parameters)
+        saved = self.owner.read(state_dict, functools.partial(_check, shapes or {}))
         name = entry(entry(state_dict, "method", Mapping), "training", str)
         if name != self.method.name:
             raise refused(f"it is of {name}, and the training method here is {self.method.name}")
@@ -365,13 +372,6 @@ class Coordinator:
         self._losses.extend(losses if saved.is_own else ())
         self._consolidated = (saved.step, dict(compression)) if is_mean else None
         self._shapes, self._start, self._has_begun = None, None, False
-
-    def _check(self, key: str, arrays: Arrays) -> None:
-        for name, x in arrays.items():
-            check_array(f"{key!r} of {name!r}", x)
-            shape = backend_of(x).shape(x)
-            if (self._shapes or {}).get(name, shape) != shape:
-                raise refused(f"{key!r} of {name!r} has shape {shape}")
 
 
 class _SentStore(MemoryStore):
@@ -401,6 +401,19 @@ class _SentStore(MemoryStore):
         for name in names:
             for key in self.per_rank.get(name, ()):
                 self.states[name][key] = self.states[name][key] * 0
+
+
+def _shapes_of(arrays: Arrays) -> dict[str, tuple[int, ...]]:
+    return {name: backend_of(x).shape(x) for name, x in arrays.items()}
+
+
+def _check(shapes: Mapping[str, tuple[int, ...]], key: str, arrays: Arrays) -> None:
+    for name, x in arrays.items():
+        check_array(f"{key!r} of {name!r}", x)
+        if (shape := backend_of(x).shape(x)) != shapes.get(name, shape):
+            raise refused(
+                f"{key!r} of {name!r} has shape {shape}, and the parameter {shapes[name]}"
+            )
 
 
 def _alone(request: Collective) -> Exchange:

@@ -44,3 +44,21 @@ def test_a_parameter_may_be_frozen_behind_a_checkpoint():
     model[0].weight.requires_grad_(False)
     train(model, optimizer, range(3, 5))
     assert len(optimizer.training.state["anchor"]) == len(list(model.parameters())) - 1
+
+
+@pytest.mark.parametrize("make", [hvd.LocalSGD, hvd.DiLoCo])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_checkpoint_of_another_model_is_refused(make, momentum):
+    """Before the first step as well, when everything is loaded."""
+    saved = []
+    for width in (7, 9):
+        model = torch.nn.Linear(4, width)
+        optimizer = make(torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum))
+        if saved and (momentum or make is hvd.DiLoCo):
+            with pytest.raises(hvd.ConfigError, match=r"nothing was changed.*shape \W7, 4\W"):
+                optimizer.load_state_dict(saved[0])
+            assert not optimizer.state
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        saved.append(copy.deepcopy(optimizer.state_dict()))

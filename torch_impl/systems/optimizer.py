@@ -14,6 +14,7 @@ from hvd_compress.integrations.checkpoints import refused
 from hvd_compress.systems import Coordinator, TrainingMethod
 from hvd_compress.systems.base import as_training_method
 
+from ..checked_state import BUFFERS
 from ..checkpoint import broadcast_tree
 from ..compressed_optimizer import CompressedOptimizer, take_over
 from ..parameters import Parameter, names_of_parameters
@@ -249,14 +250,29 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             self.state, self.param_groups = before
             raise refused(f"{type(self).__name__} says {error!r}") from error
         try:
+            self._check_shapes()
             if KEY in state_dict:
-                self.training.load_state_dict(moved(state_dict[KEY], devices))
+                parameters = {name: p.detach() for p, name in self._parameter_names.items()}
+                self.training.load_state_dict(moved(state_dict[KEY], devices), parameters)
             else:
                 self.training.restart()
         except ConfigError:
             self.state, self.param_groups = before
             raise
         self._followed = {name: p for name, p, _ in self._trained()}
+
+    def _check_shapes(self) -> None:
+        """Raise ``ConfigError`` unless buffers are as large as their parameters, which PyTorch does
+        not look at."""
+        for p, name in self._parameter_names.items():
+            entries = self.state.get(p, {})
+            for key in BUFFERS & entries.keys():
+                x = entries[key]
+                if isinstance(x, torch.Tensor) and x.shape != p.shape:
+                    raise refused(
+                        f"{key!r} of {name!r} has shape {list(x.shape)}, and the parameter "
+                        f"{list(p.shape)}"
+                    )
 
 
 def _lost(x: torch.Tensor) -> bool:
