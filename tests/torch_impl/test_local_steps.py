@@ -62,3 +62,17 @@ def test_a_checkpoint_of_another_model_is_refused(make, momentum):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         saved.append(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("damage", [7, {"momentum_buffer": "x"}])
+def test_a_state_that_is_damaged_is_refused(damage):
+    model = make_model()
+    optimizer = hvd.LocalSGD(sgd(model))
+    train(model, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1] = damage
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(hvd.ConfigError, match="nothing was changed"):
+        optimizer.load_state_dict(saved)
+    after = optimizer.state_dict()
+    torch.testing.assert_close(after["state"], before["state"])

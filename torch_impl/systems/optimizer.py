@@ -266,12 +266,13 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         not look at."""
         for p, name in self._parameter_names.items():
             entries = self.state.get(p, {})
+            if not isinstance(entries, Mapping):
+                raise refused(f"the state of {name!r} is {entries!r} where a dict was expected")
             for key in BUFFERS & entries.keys():
-                x = entries[key]
-                if isinstance(x, torch.Tensor) and x.shape != p.shape:
+                if (x := entries[key]) is not None and getattr(x, "shape", None) != p.shape:
+                    found = list(x.shape) if isinstance(x, torch.Tensor) else repr(x)
                     raise refused(
-                        f"{key!r} of {name!r} has shape {list(x.shape)}, and the parameter "
-                        f"{list(p.shape)}"
+                        f"{key!r} of {name!r} has shape {found}, and the parameter {list(p.shape)}"
                     )
 
 
