@@ -11,6 +11,7 @@ from typing import Any
 from hvd_compress.agreement import Terms, listed
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
+from hvd_compress.config import is_number
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.checkpoints import check_array, entry, refused, share
@@ -254,7 +255,8 @@ class Coordinator:
             owner.expect(self._means)
             return None
         if isinstance(request, Finish):
-            return owner.arrived()[_MEANS]
+            # Nothing, if it would have begun before a restart, or has not with other options.
+            return owner.arrived().get(_MEANS, {})
         owner.bring_in()  # an engine finishes all that is in flight
         before = owner.record.bytes_sent
         if isinstance(request, Mean):
@@ -361,7 +363,9 @@ class Coordinator:
                 "every rank; or take the entry 'training' out, and the method begins anew, best "
                 "from parameters that average_parameters() has made equal"
             )
-        losses = [float(loss) for loss in entry(state_dict, "losses", (list, tuple))]
+        losses = entry(state_dict, "losses", (list, tuple))
+        if not all(map(is_number, losses)):
+            raise refused(f"'losses' is {losses!r} where numbers were expected")
         compression = entry(state_dict, "compression", Mapping)
         is_mean = bool(entry(state_dict, "consolidated", (bool, int)))
         self.reducer.load_state_dict(compression)
