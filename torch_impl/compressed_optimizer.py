@@ -112,11 +112,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Watch parameters, instead of any optimizer that was made of one of them before: both
         would exchange its gradient until the other is collected."""
         parameters = list(parameters)
-        others = [o for o in bound_optimizers if o is not self and o._watches(parameters)]
-        for other in others:
-            other.check_at_rest("making another DistributedOptimizer of the same parameters")
-        for other in others:
-            other._retire(type(self))
+        retire_others(parameters, self)
         for p in parameters:
             self._watch(p)
 
@@ -330,6 +326,17 @@ class CompressedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self.reset_hooks()
         self._synchronized, self._should_synchronize = False, True
+
+
+def retire_others(parameters: Iterable[Parameter], heir: torch.optim.Optimizer) -> None:
+    """Let all optimizers but ``heir`` that exchange the gradient of one of the parameters end, or
+    raise ``ConfigError`` if gradients are under way."""
+    parameters = list(parameters)
+    others = [o for o in bound_optimizers if o is not heir and o._watches(parameters)]
+    for other in others:
+        other.check_at_rest("making another DistributedOptimizer of the same parameters")
+    for other in others:
+        other._retire(type(heir))
 
 
 def _remove(hooks: Iterable[Any]) -> None:

@@ -76,3 +76,18 @@ def test_a_state_that_is_damaged_is_refused(damage):
         optimizer.load_state_dict(saved)
     after = optimizer.state_dict()
     torch.testing.assert_close(after["state"], before["state"])
+
+
+def test_local_steps_take_the_parameters_of_a_compressed_optimizer_over():
+    """Its hooks would exchange gradients that nobody waits for."""
+    model = make_model()
+    compressed = hvd.DistributedOptimizer(sgd(model), compression="topk:density=0.1")
+    loss_of(model, 0, 0).backward()
+    with pytest.raises(hvd.ConfigError, match="under way"):
+        hvd.LocalSGD(sgd(model))
+    compressed.step()
+    optimizer = hvd.LocalSGD(sgd(model))
+    train(model, optimizer, range(3))
+    assert compressed.compression.step == 1
+    with pytest.raises(hvd.ConfigError, match="taken them over"):
+        compressed.step()

@@ -16,7 +16,7 @@ from hvd_compress.systems.base import as_training_method
 
 from ..checked_state import BUFFERS
 from ..checkpoint import broadcast_tree
-from ..compressed_optimizer import CompressedOptimizer, take_over
+from ..compressed_optimizer import CompressedOptimizer, retire_others, take_over
 from ..parameters import Parameter, names_of_parameters
 
 #: the entry of a state dict that is not the user's optimizer's
@@ -340,6 +340,7 @@ def train_locally(
     user_class = type(optimizer)
     cls = type(user_class.__name__, (LocalStepsOptimizer, user_class), {})
     local: LocalStepsOptimizer = cls(optimizer, names, training)
+    retire_others((p for group in local.param_groups for p in group["params"]), local)
     return local
 
 
