@@ -313,6 +313,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     # -- checkpoints -------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise no_copy(self)
+
     consolidate_state_dict = checkpoint.consolidate_state_dict
     load_state_dict = checkpoint.load_state_dict
     state_dict = checkpoint.state_dict
@@ -353,6 +356,15 @@ def take_over(distributed: torch.optim.Optimizer, optimizer: torch.optim.Optimiz
         (key, value)
         for key, value in vars(optimizer).items()
         if not callable(getattr(cls, key, None))
+    )
+
+
+def no_copy(optimizer: torch.optim.Optimizer) -> ConfigError:
+    """Return the error for copying or pickling an optimizer that meets other ranks: what PyTorch
+    copies of it could not step."""
+    return ConfigError(
+        f"a distributed {type(optimizer).__name__} cannot be copied or pickled: save its "
+        "state_dict(), and load it into one that was made in the same way"
     )
 
 

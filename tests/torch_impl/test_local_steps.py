@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -91,3 +92,14 @@ def test_local_steps_take_the_parameters_of_a_compressed_optimizer_over():
     assert compressed.compression.step == 1
     with pytest.raises(hvd.ConfigError, match="taken them over"):
         compressed.step()
+
+
+@pytest.mark.parametrize("method", [{"method": hvd.LocalSGD}, {"compression": "topk"}])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_optimizer_that_is_copied_says_what_to_do_instead(method, copied):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), **method)
+    with pytest.raises(hvd.ConfigError, match="state_dict"):
+        copied(optimizer)
+    train(model, optimizer, range(2))
+    copy.deepcopy(model)

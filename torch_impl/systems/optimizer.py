@@ -16,7 +16,7 @@ from hvd_compress.systems.base import as_training_method
 
 from ..checked_state import BUFFERS
 from ..checkpoint import broadcast_tree
-from ..compressed_optimizer import CompressedOptimizer, retire_others, take_over
+from ..compressed_optimizer import CompressedOptimizer, no_copy, retire_others, take_over
 from ..parameters import Parameter, names_of_parameters
 
 #: the entry of a state dict that is not the user's optimizer's
@@ -217,6 +217,9 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             layers[n].running_var.copy_(variance)
 
     # -- checkpoints -------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise no_copy(self)
 
     def consolidate_state_dict(self) -> None:
         """Prepare a ``state_dict()`` that all ranks may load: wait for an exchange that is under
