@@ -103,3 +103,12 @@ def test_an_optimizer_that_is_copied_says_what_to_do_instead(method, copied):
         copied(optimizer)
     train(model, optimizer, range(2))
     copy.deepcopy(model)
+
+
+def test_a_group_that_is_added_needs_what_the_method_needs():
+    model, more = make_model(), torch.nn.Linear(5, 5)
+    optimizer = hvd.EAMSGD(sgd(model, nesterov=True))
+    with pytest.raises(hvd.ConfigError, match="nesterov=True"):
+        optimizer.add_param_group({"params": more.parameters(), "nesterov": False})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": more.parameters()})

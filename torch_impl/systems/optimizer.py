@@ -165,6 +165,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later, on all ranks alike; they are named after their place in the
         groups."""
+        _check_lookahead(self.training.method, self, {**self.defaults, **param_group})
         super().add_param_group(param_group)
         index = len(self.param_groups) - 1
         for j, p in enumerate(self.param_groups[index]["params"]):
@@ -333,11 +334,8 @@ def train_locally(
             f"LBFGS evaluates gradients inside step(), where {type(method).__name__} cannot act; "
             "local SGD and DiLoCo can use it"
         )
-    if method.needs_lookahead and not _is_nesterov(optimizer):
-        raise ConfigError(
-            f"{type(method).__name__} needs torch.optim.SGD with nesterov=True; for other "
-            "optimizers use EASGD"
-        )
+    for group in optimizer.param_groups:
+        _check_lookahead(method, optimizer, group)
     names = names_of_parameters(optimizer.param_groups, named_parameters)
     training = Coordinator(method, engine, seed=seed, like=torch.empty(0))
     user_class = type(optimizer)
@@ -353,10 +351,15 @@ def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
     return ours or hasattr(optimizer, "skip_synchronize")
 
 
-def _is_nesterov(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.SGD) and all(
-        group["nesterov"] for group in optimizer.param_groups
-    )
+def _check_lookahead(
+    method: TrainingMethod, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
+) -> None:
+    is_nesterov = isinstance(optimizer, torch.optim.SGD) and group["nesterov"]
+    if method.needs_lookahead and not is_nesterov:
+        raise ConfigError(
+            f"{type(method).__name__} needs torch.optim.SGD with nesterov=True; for other "
+            "optimizers use EASGD"
+        )
 
 
 def broadcast_training_state(hvd: Any, optimizer: LocalStepsOptimizer, root_rank: int) -> None:
