@@ -251,7 +251,11 @@ class Coordinator:
         owner = self.owner
         if isinstance(request, Start):
             self.reducer.step = request.round
-            self.reducer.start_together(request.arrays)
+            try:
+                self.reducer.start_together(request.arrays)
+            except BaseException:  # the next step may begin an exchange all the same
+                self.reducer.abandon()
+                raise
             owner.expect(self._means)
             return None
         if isinstance(request, Finish):

@@ -267,6 +267,15 @@ def test_a_checkpoint_goes_on_with_a_longer_delay():
     assert (x == 6).all()
 
 
+def test_an_exchange_that_cannot_begin_leaves_room_for_the_next():
+    method = DiLoCo(PLAIN, sync_every=1, compression="topk:density=1.0")
+    coordinator, x = Coordinator(method, LocalEngine()), np.zeros(2, np.float32)
+    x = _stepped(coordinator, x)
+    with pytest.raises(ConfigError, match="float64"):
+        _stepped(coordinator, x.astype(np.float64))
+    assert (_stepped(coordinator, x) == 2).all()
+
+
 @pytest.mark.parametrize("losses", [[None], ["x"], [np.zeros(2)]])
 def test_losses_that_are_no_numbers_are_refused(losses):
     coordinator = Coordinator(LocalSGD(sync_every=2), LocalEngine())
