@@ -172,13 +172,13 @@ class Binding:
         self._saw_backward |= in_backward
         try:
             with self.reducer.clock.running():
-                self._start(list(parameters))
+                self._start(list(parameters), in_backward)
         except BaseException:  # the optimizer stays usable
             self.store.optimizer.reset_hooks()
             self.abandon()
             raise
 
-    def _start(self, parameters: list[torch.nn.Parameter]) -> None:
+    def _start(self, parameters: list[torch.nn.Parameter], in_backward: bool) -> None:
         self.consolidated, self.is_consolidated = {}, False
         self.store.optimizer._synchronized = False
         if (scale := running_scale()) is not None:
@@ -189,6 +189,8 @@ class Binding:
         for p in parameters:
             if p.grad is None:  # other ranks may have one
                 p.grad = self._no_gradient(p)
+            elif not in_backward and _shares_elements(p.grad):
+                p.grad = p.grad.clone()  # they cannot be written to; backward leaves no such
             gradient = p.grad
             name = self._name_of(p)
             _check_gradient(name, gradient, p)
@@ -389,6 +391,10 @@ def _check_gradient(name: str, gradient: torch.Tensor, p: torch.nn.Parameter) ->
             f"parameter {list(p.shape)} on {p.device}: after changing .data of a parameter, set "
             "its .grad to None"
         )
+
+
+def _shares_elements(gradient: torch.Tensor) -> bool:
+    return gradient.layout is torch.strided and 0 in gradient.stride()
 
 
 def _as_coo(direction: Sparse, p: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,8 @@ from .store import PREFIX
 #: under which a state dict says what it is
 KEY = "hvd_compress"
 VERSION = 1
+#: entries that SGD and Adam's family have for each parameter, as large as it
+BUFFERS = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 
 
@@ -129,7 +131,7 @@ def _check_buffers(optimizer: Any, p: torch.Tensor, entries: Mapping[str, Any]) 
     optimizers are as large as the parameter."""
     slots = getattr(optimizer, "formula", Formula).slots
     own = {slot.name for slot in slots if slot.kind == "array"}
-    for key in {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"} | own:
+    for key in BUFFERS | own:
         if (x := entries.get(key)) is None:
             continue
         if not isinstance(x, torch.Tensor) or x.shape != p.shape:

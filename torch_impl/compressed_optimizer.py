@@ -112,11 +112,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Watch parameters, instead of any optimizer that was made of one of them before: both
         would exchange its gradient until the other is collected."""
         parameters = list(parameters)
-        others = [o for o in bound_optimizers if o is not self and o._watches(parameters)]
-        for other in others:
-            other.check_at_rest("making another DistributedOptimizer of the same parameters")
-        for other in others:
-            other._retire(type(self))
+        retire_others(parameters, self)
         for p in parameters:
             self._watch(p)
 
@@ -317,6 +313,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     # -- checkpoints -------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise no_copy(self)
+
     consolidate_state_dict = checkpoint.consolidate_state_dict
     load_state_dict = checkpoint.load_state_dict
     state_dict = checkpoint.state_dict
@@ -330,6 +329,17 @@ class CompressedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self.reset_hooks()
         self._synchronized, self._should_synchronize = False, True
+
+
+def retire_others(parameters: Iterable[Parameter], heir: torch.optim.Optimizer) -> None:
+    """Let all optimizers but ``heir`` that exchange the gradient of one of the parameters end, or
+    raise ``ConfigError`` if gradients are under way."""
+    parameters = list(parameters)
+    others = [o for o in bound_optimizers if o is not heir and o._watches(parameters)]
+    for other in others:
+        other.check_at_rest("making another DistributedOptimizer of the same parameters")
+    for other in others:
+        other._retire(type(heir))
 
 
 def _remove(hooks: Iterable[Any]) -> None:
@@ -346,6 +356,15 @@ def take_over(distributed: torch.optim.Optimizer, optimizer: torch.optim.Optimiz
         (key, value)
         for key, value in vars(optimizer).items()
         if not callable(getattr(cls, key, None))
+    )
+
+
+def no_copy(optimizer: torch.optim.Optimizer) -> ConfigError:
+    """Return the error for copying or pickling an optimizer that meets other ranks: what PyTorch
+    copies of it could not step."""
+    return ConfigError(
+        f"a distributed {type(optimizer).__name__} cannot be copied or pickled: save its "
+        "state_dict(), and load it into one that was made in the same way"
     )
 
 

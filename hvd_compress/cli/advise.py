@@ -7,11 +7,12 @@ import importlib
 import importlib.util
 import json
 import math
+import operator
 import re
 import socket
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,17 @@ def advise(
     best = choose(pieces, network, backward, accuracy)
     matters = is_bottleneck(pieces, network, backward)
     if as_json:
+        for row in rows:
+            if row["break_even"] == math.inf:  # which JSON does not have
+                row["break_even"] = "always"
         facts = {"model": model, **dataclasses.asdict(network), "backward": backward}
-        print(json.dumps(facts | {"bottleneck": matters, "best": best, "rows": rows}, indent=2))
+        print(
+            json.dumps(
+                facts | {"bottleneck": matters, "best": best, "rows": rows},
+                indent=2,
+                allow_nan=False,
+            )
+        )
     else:
         _print(model, network, backward, rows, best, matters)
     if picture is not None:
@@ -153,23 +163,48 @@ def shapes_of(model: str) -> Shapes:
             "module:function of a function that returns your model"
         )
     module, _, function = model.partition(":")
-    sys.path.insert(0, str(Path.cwd()))  # as python -m has it
+    sys.path.insert(0, here := str(Path.cwd()))  # as python -m has it
     try:
-        found = getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--model {model}: {error}; write module:function") from None
+        found = _function(model, module, function)()
     finally:
-        sys.path.pop(0)
+        if here in sys.path:
+            sys.path.remove(here)
     if hasattr(found, "named_parameters"):
         found = {name: p for name, p in found.named_parameters() if p.requires_grad}
+        if not found:
+            raise ConfigError(f"--model {model}: no parameter of it is trained")
     if not isinstance(found, Mapping) or not found:
         raise ConfigError(
             f"--model {model}: it must return a torch.nn.Module, or shapes by name such as "
             "{'weight': (512, 2000)}; it returned "
             f"{type(found).__name__}"
         )
-    shapes: dict[str, Any] = {str(name): getattr(x, "shape", x) for name, x in found.items()}
-    return {name: tuple(map(int, shape)) for name, shape in shapes.items()}
+    return {str(name): _shape(model, name, x) for name, x in found.items()}
+
+
+def _function(model: str, module: str, function: str) -> Callable[[], Any]:
+    """Return a function of the user's, whose own errors are the user's, too."""
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--model {model}: {error}; write module:function") from None
+    if not callable(found):
+        raise ConfigError(f"--model {model}: {function} is no function; write module:function")
+    return found
+
+
+def _shape(model: str, name: Any, x: Any) -> tuple[int, ...]:
+    """Return a shape, or that of an array."""
+    try:
+        shape = tuple(map(operator.index, getattr(x, "shape", x)))
+    except (TypeError, RuntimeError):  # the latter of a lazy module's parameters
+        shape = (-1,)
+    if min(shape, default=0) < 0:
+        raise ConfigError(
+            f"--model {model}: {name!r} must have a shape of whole numbers, such as (512, 2000); "
+            f"it is {type(x).__name__} {x!r:.60}"
+        )
+    return shape
 
 
 def _print(
@@ -187,11 +222,9 @@ def _print(
         f"{model}, {network.ranks} ranks{hosts}, {_rate(network.bandwidth)}, rounds of "
         f"{1e6 * network.latency:.3g} us, {1000 * backward:g} ms of backward\n"
     )
-    hidden = 1 - (base - backward - by_method["fp16"]["processor"]) / base
     if matters:
-        print(
-            f"Is the network your bottleneck? Yes: {1 - hidden:.0%} of a step in fp16 wait for it."
-        )
+        waits = (base - backward - by_method["fp16"]["processor"]) / base
+        print(f"Is the network your bottleneck? Yes: {waits:.0%} of a step in fp16 wait for it.")
     else:
         print("Is the network your bottleneck? No: a step in fp16 hardly waits for it.")
     if best in ("none", "fp16"):
@@ -208,7 +241,7 @@ def _print(
     print(f"\n{header}\n{'-' * len(header)}")
     for row in rows:
         print(
-            f"{row['method']:<20} {_ms(row['seconds'])} {base / row['seconds']:>8.2f}x"
+            f"{row['method']:<20} {_ms(row['seconds'])} {_times(base, row['seconds']):>8.2f}x"
             f" {_ms(row['processor'])} {_ms(row['wire'])} {row['bytes']:>12,}"
             f"  {_even(row):<13} {row['accuracy']}"
         )
@@ -217,6 +250,11 @@ def _print(
         'core a rank.\nAccuracy: "exact" but for 16 bits; "feedback" sends later what it has not '
         'sent; "lossy" does not.'
     )
+
+
+def _times(base: float, seconds: float) -> float:
+    """How many times as fast a step is; a single rank without backward takes no time at all."""
+    return base / seconds if seconds else 1.0
 
 
 def _ms(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 from hvd_compress.agreement import Terms, listed
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
+from hvd_compress.config import is_number
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.checkpoints import check_array, entry, refused, share
@@ -198,7 +200,7 @@ class Coordinator:
 
     def _follow(self, parameters: Arrays) -> None:
         """Make a state for parameters that are new."""
-        shapes = {name: backend_of(x).shape(x) for name, x in parameters.items()}
+        shapes = _shapes_of(parameters)
         if shapes == self._shapes:
             return
         fresh = self.method.init(parameters)
@@ -249,11 +251,16 @@ class Coordinator:
         owner = self.owner
         if isinstance(request, Start):
             self.reducer.step = request.round
-            self.reducer.start_together(request.arrays)
+            try:
+                self.reducer.start_together(request.arrays)
+            except BaseException:  # the next step may begin an exchange all the same
+                self.reducer.abandon()
+                raise
             owner.expect(self._means)
             return None
         if isinstance(request, Finish):
-            return owner.arrived()[_MEANS]
+            # Nothing, if it would have begun before a restart, or has not with other options.
+            return owner.arrived().get(_MEANS, {})
         owner.bring_in()  # an engine finishes all that is in flight
         before = owner.record.bytes_sent
         if isinstance(request, Mean):
@@ -335,14 +342,20 @@ class Coordinator:
         self.owner.restart()
         self._shapes, self._start, self._consolidated = None, None, None
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], parameters: Arrays | None = None
+    ) -> None:
         """Restore what :meth:`state_dict` returned.
 
+        Args:
+            parameters: those that it has to fit, by name; ``None`` for those of the last step.
+
         Raises:
-            ConfigError: it was made by another method or version, or it is damaged; then nothing
-                has changed.
+            ConfigError: it was made by another method or version, or for another model, or it is
+                damaged; then nothing has changed.
         """
-        saved = self.owner.read(state_dict, self._check)
+        shapes = self._shapes if parameters is None else _shapes_of(parameters)
+        saved = self.owner.read(state_dict, functools.partial(_check, shapes or {}))
         name = entry(entry(state_dict, "method", Mapping), "training", str)
         if name != self.method.name:
             raise refused(f"it is of {name}, and the training method here is {self.method.name}")
@@ -354,7 +367,9 @@ class Coordinator:
                 "every rank; or take the entry 'training' out, and the method begins anew, best "
                 "from parameters that average_parameters() has made equal"
             )
-        losses = [float(loss) for loss in entry(state_dict, "losses", (list, tuple))]
+        losses = entry(state_dict, "losses", (list, tuple))
+        if not all(map(is_number, losses)):
+            raise refused(f"'losses' is {losses!r} where numbers were expected")
         compression = entry(state_dict, "compression", Mapping)
         is_mean = bool(entry(state_dict, "consolidated", (bool, int)))
         self.reducer.load_state_dict(compression)
@@ -365,13 +380,6 @@ class Coordinator:
         self._losses.extend(losses if saved.is_own else ())
         self._consolidated = (saved.step, dict(compression)) if is_mean else None
         self._shapes, self._start, self._has_begun = None, None, False
-
-    def _check(self, key: str, arrays: Arrays) -> None:
-        for name, x in arrays.items():
-            check_array(f"{key!r} of {name!r}", x)
-            shape = backend_of(x).shape(x)
-            if (self._shapes or {}).get(name, shape) != shape:
-                raise refused(f"{key!r} of {name!r} has shape {shape}")
 
 
 class _SentStore(MemoryStore):
@@ -401,6 +409,19 @@ class _SentStore(MemoryStore):
         for name in names:
             for key in self.per_rank.get(name, ()):
                 self.states[name][key] = self.states[name][key] * 0
+
+
+def _shapes_of(arrays: Arrays) -> dict[str, tuple[int, ...]]:
+    return {name: backend_of(x).shape(x) for name, x in arrays.items()}
+
+
+def _check(shapes: Mapping[str, tuple[int, ...]], key: str, arrays: Arrays) -> None:
+    for name, x in arrays.items():
+        check_array(f"{key!r} of {name!r}", x)
+        if (shape := backend_of(x).shape(x)) != shapes.get(name, shape):
+            raise refused(
+                f"{key!r} of {name!r} has shape {shape}, and the parameter {shapes[name]}"
+            )
 
 
 def _alone(request: Collective) -> Exchange:

@@ -38,6 +38,22 @@ def test_json(capsys):
     assert found["best"] == found["rows"][0]["method"]
 
 
+def test_json_has_no_infinity(capsys):
+    def refuse(name):
+        raise ValueError(name)
+
+    main(["advise", "--ranks", "2", "--bandwidth", "10gbit", "--json"])
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert "always" in {row["break_even"] for row in found["rows"]}
+
+
+def test_one_rank_without_backward(capsys):
+    assert main(["advise", "--ranks", "1", "--backward", "0s"]) == 0
+    text = capsys.readouterr().out
+    assert "bottleneck? No" in text
+    assert text.count(" 1.00x ") == 13
+
+
 def test_a_picture(tmp_path, capsys):
     main(["advise", "--picture", str(tmp_path / "steps.png")])
     assert (tmp_path / "steps.png").stat().st_size > 10_000
@@ -52,6 +68,21 @@ def shapes():
     return {"w": (50, 20), "b": (20,)}
 def nothing():
     return 7
+def frozen():
+    return torch.nn.Linear(2, 2).requires_grad_(False)
+def number():
+    return {"w": 5}
+def negative():
+    return {"w": (5, -1)}
+def fraction():
+    return {"w": (5.5, 2)}
+def text():
+    return {"w": "512"}
+def lazy():
+    return torch.nn.LazyLinear(5)
+def broken():
+    return [].no_list_has_this
+no_function = 5
 """
 
 
@@ -68,6 +99,28 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
     for wrong, named in (("nothing", "torch.nn.Module"), ("nix", "nix"), ("", "module:function")):
         assert main(["advise", "--model", f"own_models:{wrong}"]) == 2
         assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        ("frozen", "trained"),
+        *((name, "whole numbers") for name in ("number", "negative", "fraction", "text", "lazy")),
+        ("no_function", "no_function is no function"),
+    ],
+)
+def test_a_model_that_has_no_shapes(function, named, tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_models.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    assert main(["advise", "--model", f"own_models:{function}"]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_errors_of_a_model_are_its_own(tmp_path, monkeypatch):
+    (tmp_path / "own_models.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AttributeError, match="no_list_has_this"):
+        main(["advise", "--model", "own_models:broken"])
 
 
 @pytest.mark.parametrize(

@@ -427,6 +427,7 @@ def nan_on_a_rank_is_gone_after_an_exchange() -> None:
     leaders = {"local_every": 2, "global_every": 2, "groups": 1}
     for method in (
         rounds.DiLoCo(sync_every=2),
+        rounds.SlowMo(sync_every=2, buffers="average"),
         rounds.EASGD(sync_every=2),
         rounds.EAMSGD(sync_every=2),
         *([rounds.LeaderSGD(**leaders)] if hvd.size() > 1 else []),

@@ -241,6 +241,48 @@ def test_what_was_not_sent_is_forgotten_with_the_rest():
     assert not coordinator.reducer.store.states["x"]["residual"].any()
 
 
+def _stepped(coordinator, x):
+    x = coordinator.before_step({"x": x})
+    return coordinator.after_step({"x": x["x"] + 1})["x"]
+
+
+def test_what_travels_when_a_method_begins_anew_is_not_awaited():
+    coordinator, x = Coordinator(DiLoCo(PLAIN, sync_every=3, delay=2), LocalEngine()), np.zeros(2)
+    for step in range(8):
+        if step == 4:
+            coordinator.restart()
+        x = _stepped(coordinator, x)
+    assert (x == 6).all(), "back to what left with step 6: local steps 7 and 8 come behind"
+
+
+def test_a_checkpoint_goes_on_with_a_longer_delay():
+    """Then nothing is under way where the new options expect something."""
+    first, x = Coordinator(DiLoCo(PLAIN, sync_every=3), LocalEngine()), np.zeros(2)
+    for _ in range(3):
+        x = _stepped(first, x)
+    second = Coordinator(DiLoCo(PLAIN, sync_every=3, delay=2), LocalEngine())
+    second.load_state_dict(first.state_dict())
+    for _ in range(5):
+        x = _stepped(second, x)
+    assert (x == 6).all()
+
+
+def test_an_exchange_that_cannot_begin_leaves_room_for_the_next():
+    method = DiLoCo(PLAIN, sync_every=1, compression="topk:density=1.0")
+    coordinator, x = Coordinator(method, LocalEngine()), np.zeros(2, np.float32)
+    x = _stepped(coordinator, x)
+    with pytest.raises(ConfigError, match="float64"):
+        _stepped(coordinator, x.astype(np.float64))
+    assert (_stepped(coordinator, x) == 2).all()
+
+
+@pytest.mark.parametrize("losses", [[None], ["x"], [np.zeros(2)]])
+def test_losses_that_are_no_numbers_are_refused(losses):
+    coordinator = Coordinator(LocalSGD(sync_every=2), LocalEngine())
+    with pytest.raises(ConfigError, match="'losses' is"):
+        coordinator.load_state_dict({**coordinator.state_dict(), "losses": losses})
+
+
 def test_nan_reaches_all_ranks_where_there_is_nothing_to_go_back_to():
     ranks = Quadratics(LocalSGD(sync_every=1), (1, np.nan))
     assert np.isnan(ranks.run(1)).all()

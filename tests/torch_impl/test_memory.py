@@ -220,6 +220,21 @@ def test_gradients_stay_where_they_are(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_gradients_whose_elements_share_memory(method):
+    """As ``expand`` makes them, and plain optimizers take them; backward never leaves such."""
+    found = []
+    for made in (lambda x: x, torch.Tensor.clone):
+        model = make_model()
+        optimizer = distributed(model, method)
+        for _ in range(3):
+            for p in model.parameters():
+                p.grad = made(torch.full((1,), 0.5).expand(p.shape))
+            optimizer.step()
+        found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_a_state_that_is_cleared_begins_anew(method):
     def disturb(when, model, optimizer):
         if when == "after step" and optimizer.compression.step == 2:

@@ -14,8 +14,9 @@ from hvd_compress.integrations.checkpoints import refused
 from hvd_compress.systems import Coordinator, TrainingMethod
 from hvd_compress.systems.base import as_training_method
 
+from ..checked_state import BUFFERS
 from ..checkpoint import broadcast_tree
-from ..compressed_optimizer import CompressedOptimizer, take_over
+from ..compressed_optimizer import CompressedOptimizer, no_copy, retire_others, take_over
 from ..parameters import Parameter, names_of_parameters
 
 #: the entry of a state dict that is not the user's optimizer's
@@ -96,10 +97,14 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             return result
 
         changed = self._run(after_step)
-        # Momentum that led to NaN would lead there again, and all exchanges would be lost.
-        for name in spoilt:
-            self.state.pop(changed[name], None)
         buffers = self.training.method.buffers
+        # Momentum that led to NaN would lead there again, and all exchanges would be lost.
+        for p in map(changed.__getitem__, spoilt):
+            if buffers == "average":  # of the same arrays on all ranks
+                for x in self._buffers(p).values():
+                    x.zero_()
+            else:
+                self.state.pop(p, None)
         if changed and buffers == "reset":
             for p in changed.values():
                 self.state.pop(p, None)
@@ -123,6 +128,8 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         trained = {name: p for name, p, _ in self._trained()}
         frozen = {name: p for name, p in self._followed.items() if name not in trained}
         self._followed = trained
+        for p in frozen.values():  # its momentum would go on with any gradient, zeros included
+            p.grad = None
         if frozen:
             _replace(frozen, self.training.freeze)
         return _replace(trained, function)
@@ -131,11 +138,18 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         own = {
             f"{name}.{key}": x
             for name, p in changed.items()
-            for key, x in sorted(self.state.get(p, {}).items())
-            if isinstance(x, torch.Tensor) and x.shape == p.shape and x.is_floating_point()
+            for key, x in sorted(self._buffers(p).items())
         }
         for label, mean in self.training.average(own).items():
             own[label].copy_(mean)
+
+    def _buffers(self, p: Parameter) -> dict[str, torch.Tensor]:
+        """Return the entries of a parameter's state that have an element for each of its own."""
+        return {
+            key: x
+            for key, x in self.state.get(p, {}).items()
+            if isinstance(x, torch.Tensor) and x.shape == p.shape and x.is_floating_point()
+        }
 
     def _lookahead(self) -> dict[str, torch.Tensor]:
         """Return by how much parameters are ahead of the point that momentum moves: SGD with
@@ -151,6 +165,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later, on all ranks alike; they are named after their place in the
         groups."""
+        _check_lookahead(self.training.method, self, {**self.defaults, **param_group})
         super().add_param_group(param_group)
         index = len(self.param_groups) - 1
         for j, p in enumerate(self.param_groups[index]["params"]):
@@ -204,6 +219,9 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
 
     # -- checkpoints -------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise no_copy(self)
+
     def consolidate_state_dict(self) -> None:
         """Prepare a ``state_dict()`` that all ranks may load: wait for an exchange that is under
         way, and average the residuals of the compression.  A collective."""
@@ -236,14 +254,30 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             self.state, self.param_groups = before
             raise refused(f"{type(self).__name__} says {error!r}") from error
         try:
+            self._check_shapes()
             if KEY in state_dict:
-                self.training.load_state_dict(moved(state_dict[KEY], devices))
+                parameters = {name: p.detach() for p, name in self._parameter_names.items()}
+                self.training.load_state_dict(moved(state_dict[KEY], devices), parameters)
             else:
                 self.training.restart()
         except ConfigError:
             self.state, self.param_groups = before
             raise
-        self._followed = {}
+        self._followed = {name: p for name, p, _ in self._trained()}
+
+    def _check_shapes(self) -> None:
+        """Raise ``ConfigError`` unless buffers are as large as their parameters, which PyTorch does
+        not look at."""
+        for p, name in self._parameter_names.items():
+            entries = self.state.get(p, {})
+            if not isinstance(entries, Mapping):
+                raise refused(f"the state of {name!r} is {entries!r} where a dict was expected")
+            for key in BUFFERS & entries.keys():
+                if (x := entries[key]) is not None and getattr(x, "shape", None) != p.shape:
+                    found = list(x.shape) if isinstance(x, torch.Tensor) else repr(x)
+                    raise refused(
+                        f"{key!r} of {name!r} has shape {found}, and the parameter {list(p.shape)}"
+                    )
 
 
 def _lost(x: torch.Tensor) -> bool:
@@ -300,16 +334,14 @@ def train_locally(
             f"LBFGS evaluates gradients inside step(), where {type(method).__name__} cannot act; "
             "local SGD and DiLoCo can use it"
         )
-    if method.needs_lookahead and not _is_nesterov(optimizer):
-        raise ConfigError(
-            f"{type(method).__name__} needs torch.optim.SGD with nesterov=True; for other "
-            "optimizers use EASGD"
-        )
+    for group in optimizer.param_groups:
+        _check_lookahead(method, optimizer, group)
     names = names_of_parameters(optimizer.param_groups, named_parameters)
     training = Coordinator(method, engine, seed=seed, like=torch.empty(0))
     user_class = type(optimizer)
     cls = type(user_class.__name__, (LocalStepsOptimizer, user_class), {})
     local: LocalStepsOptimizer = cls(optimizer, names, training)
+    retire_others((p for group in local.param_groups for p in group["params"]), local)
     return local
 
 
@@ -319,10 +351,15 @@ def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
     return ours or hasattr(optimizer, "skip_synchronize")
 
 
-def _is_nesterov(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.SGD) and all(
-        group["nesterov"] for group in optimizer.param_groups
-    )
+def _check_lookahead(
+    method: TrainingMethod, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
+) -> None:
+    is_nesterov = isinstance(optimizer, torch.optim.SGD) and group["nesterov"]
+    if method.needs_lookahead and not is_nesterov:
+        raise ConfigError(
+            f"{type(method).__name__} needs torch.optim.SGD with nesterov=True; for other "
+            "optimizers use EASGD"
+        )
 
 
 def broadcast_training_state(hvd: Any, optimizer: LocalStepsOptimizer, root_rank: int) -> None:

@@ -63,8 +63,8 @@ def distribute_by_method(
         if value is not default and value != default:
             instead = f": {_INSTEAD[option]}" if option in _INSTEAD else ""
             raise ConfigError(
-                f"{option}={value!r} and method={options['method']!r} cannot be combined, since a "
-                f"training method sends no gradients; leave {option} out{instead}"
+                f"{option}={value!r:.60} and method={options['method']!r} cannot be combined, "
+                f"since a training method sends no gradients; leave {option} out{instead}"
             )
     return local_steps(**{name: value for name, value in options.items() if name in known})
 
