@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import threading
 import zlib
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -385,9 +386,7 @@ class _Whole(_Bucket):
         self.keys = (_R,) if form.feeds_back else ()
         self._message = _Message(codecs, [slice(0, n) for n in sizes])
         self._frame = np.zeros(self._message.size, np.uint8)
-        longest = max(sizes)
-        self._x = np.empty(longest if form.feeds_back else 0, np.float32)
-        self._total = np.empty(longest, np.float32)
+        self._longest = max(sizes)
 
     def encode(self, arrays: _Arrays, step: int) -> np.ndarray:
         views, frame = arrays.views(), self._frame
@@ -397,7 +396,8 @@ class _Whole(_Bucket):
             for i, part in enumerate(self._message.parts):
                 x = views.x[i]
                 if self.form.feeds_back:
-                    x = np.add(x, views.states[_R][i], out=self._x[: x.size])
+                    room = _room(self._longest)[0, : x.size]
+                    x = np.add(x, views.states[_R][i], out=room)
                 self.put(part, x, self.random(i, step), frame, flags)
         return self._message.seal(frame)
 
@@ -407,14 +407,13 @@ class _Whole(_Bucket):
         views, finite = arrays.views(), []
         with np.errstate(over="ignore", invalid="ignore"):
             for i, part in enumerate(self._message.parts):
-                total = self._total[: self.sizes[i]]
+                total, sent = _room(self._longest)[:, : self.sizes[i]]
                 total.fill(0)
                 for rank, frame in enumerate(frames):
                     self.take(part, frame, flags[rank], total, rank, add=True)
                 finite.append(all_finite(total))
                 if (self.form.feeds_back and finite[i]) or arrays.sent is not None:
-                    x = self._x if arrays.sent is None else arrays.sent[i]
-                    sent = x[: total.size]
+                    sent = sent if arrays.sent is None else arrays.sent[i]
                     self.take(part, self._frame, own, sent, self.rank)
                     if self.form.feeds_back and finite[i]:
                         residual = views.states[_R][i]
@@ -447,7 +446,7 @@ class _Sharded(_Bucket):
         self._frames = [np.zeros(message.size, np.uint8) for message in self._messages]
         self._reply = np.zeros(self._replies[self.rank].size, np.uint8)
         longest = max(self._length(i, r) for i in range(len(sizes)) for r in range(self.size))
-        self._x, self._sent = np.empty((2, longest), np.float32)
+        self._longest = longest
         #: of the rank's own shards: their sums, and then what their codes leave out
         self._left = [np.empty(self._length(i, self.rank), np.float32) for i in range(len(sizes))]
         #: what owned others' shards when it was last looked through, and how often it was written
@@ -505,7 +504,8 @@ class _Sharded(_Bucket):
         """Return what is coded of a shard, ``x`` in the blocks' words."""
         own, x = part.own, views.x[part.tensor][part.own]
         if self.form.feeds_back:
-            x = np.add(x, views.states[_R][part.tensor][own], out=self._x[: x.size])
+            room = _room(self._longest)[0, : x.size]
+            x = np.add(x, views.states[_R][part.tensor][own], out=room)
         if (foreign := self._foreign.get(part.tensor)) is not None:
             x = x + foreign[own]
         return x
@@ -523,7 +523,7 @@ class _Sharded(_Bucket):
                 for rank, frame in enumerate(frames):
                     self.take(part, frame, theirs[rank], total, rank, add=True)
                 if self.put(own, total, self.random(i, step, 1), self._reply, flags):
-                    sent = self._sent[: total.size]
+                    sent = _room(self._longest)[1, : total.size]
                     self.take(own, self._reply, flags, sent, self.rank)
                     if not all_finite(sent):
                         flags[i] = _OVERFLOWS
@@ -560,7 +560,7 @@ class _Sharded(_Bucket):
         part = self._messages[rank].parts[tensor]
         if arrays.sent is None and not (fine and self.form.feeds_back):
             return
-        sent = self._sent[: self._length(tensor, rank)]
+        sent = _room(self._longest)[1, : self._length(tensor, rank)]
         frame = self._frames[rank]
         self.take(part, frame, self._messages[rank].flags(frame), sent, self.rank)
         if (foreign := self._foreign.get(tensor)) is not None:
@@ -571,6 +571,22 @@ class _Sharded(_Bucket):
             residual = views.states[_R][tensor][part.own]
             np.add(views.x[tensor][part.own], residual, out=residual)
             residual -= sent
+
+
+class _Rooms(threading.local):
+    """Memory for one tensor's part at a time, whatever the bucket."""
+
+    room = np.empty((2, 0), np.float32)
+
+
+_rooms = _Rooms()
+
+
+def _room(n: int) -> np.ndarray:
+    """Return two arrays of ``n`` elements or more, which nothing keeps beyond a turn."""
+    if _rooms.room.shape[1] < n:
+        _rooms.room = np.empty((2, n), np.float32)
+    return _rooms.room
 
 
 def _settled(states: Sequence[State], finite: Sequence[bool]) -> list[State]:
