@@ -27,6 +27,7 @@ from hvd_compress.systems.rounds import OuterSGD
 from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp, WeightDecay
 
 from .ddp import DDPState, ddp_hook
+from .fsdp import compress_replicas
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
 from .systems.averaging import averaging
@@ -68,6 +69,7 @@ __all__ = [
     "Ramp",
     "WeightDecay",
     "average_parameters",
+    "compress_replicas",
     "ddp_hook",
     "local_steps",
 ]
