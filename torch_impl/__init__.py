@@ -30,6 +30,8 @@ from .ddp import DDPState, ddp_hook
 from .fsdp import compress_replicas
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
+from .replica_engine import engine_over
+from .replicas import is_group
 from .systems.averaging import averaging
 from .systems.codistillation import codistillation_over
 from .systems.factories import factories
@@ -44,6 +46,8 @@ def _register(horovod_torch: Any) -> None:
 def _engine(process_set: Any) -> Any:
     from .engine import HorovodEngine
 
+    if is_group(process_set):
+        return engine_over(process_set)
     chosen = __getattr__("global_process_set") if process_set is None else process_set
     return HorovodEngine(_horovod, chosen) if chosen.included() else LocalEngine()
 

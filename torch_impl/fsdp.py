@@ -15,7 +15,7 @@ After ``loss.backward()`` the gradients are averages over all ranks, as with PyT
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from hvd_compress.agreement import Terms, differences, encode, listed
 from hvd_compress.base import Compressor
-from hvd_compress.engines.named import Op
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.integrations.checkpoints import entry, refused
 from hvd_compress.integrations.optimizers import check_partner
@@ -31,29 +30,9 @@ from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
-from .ddp import ProcessGroupEngine
+from .replica_engine import ReplicaEngine
 from .replicas import check_model, group_of, is_sharded, local, sharded_modules
 from .sharded_modules import Part, ShardedModule
-
-
-class ReplicaEngine(ProcessGroupEngine):
-    """Exchanges between replicas, in which half precisions are added in float32: 16 bits travel, as
-    many as in a ring, and the sum is rounded once."""
-
-    def _sum(self, array: torch.Tensor, name: str) -> Generator[Op, Any, torch.Tensor]:
-        half = array.dtype in (torch.float16, torch.bfloat16)
-        if not half or self.size == 2:  # where there is one addition, which every library rounds so
-            return (yield Op("sum", name, array))
-        flat = array.reshape(-1)
-        parts = torch.tensor_split(flat, self.size)
-        splits = self._splits([part.numel() for part in parts])
-        arriving = self._splits([parts[self.rank].numel()] * self.size)
-        mine, _ = yield Op("alltoall", f"{name}.scatter", flat, splits, arriving)
-        summed = mine.view(self.size, -1).float().sum(0).to(array.dtype)
-        total = yield Op("gather", f"{name}.gather", summed)
-        return total.view(array.shape)
-
-    _sum_bfloat16 = _sum
 
 
 class ReplicaExchange:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -126,3 +126,10 @@ def check_apart(shards: Collection[int], replicas: dist.ProcessGroup) -> None:
             f"{', '.join(map(str, sorted(among)))} of them are given as replicas of one another, "
             f"but have different parts: {HOW}"
         )
+
+
+def check_shards(parameters: Iterable[Any], replicas: dist.ProcessGroup) -> None:
+    """Raise ``ConfigError`` if parameters are divided among ranks of ``replicas``."""
+    for p in parameters:
+        if is_sharded(p):
+            check_apart(p.device_mesh.mesh.flatten().tolist(), replicas)
