@@ -323,6 +323,8 @@ def mixed_precision() -> None:
             _train(model, range(2, STEPS))
             _same_in_replicas(model)
             assert model.inner.weight.grad.dtype == torch.float32
+            if method == "topk:density=0.05":
+                assert _states(exchange)["inner.weight", "residual"].dtype == torch.float32
     fp16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)  # which FSDP2 divides twice
     native = _sharded(MESHES["2x2"], mp_policy=fp16)
     model, _ = _compressed("none", policy=fp16)

@@ -31,7 +31,7 @@ from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
 from .replica_engine import ReplicaEngine
-from .replicas import check_model, group_of, is_sharded, local, sharded_modules
+from .replicas import check_model, group_of, groups_of, is_sharded, local, sharded_modules
 from .sharded_modules import Part, ShardedModule
 
 
@@ -233,7 +233,7 @@ def compress_replicas(
     group = group_of(replicas)
     shards = check_model(model, group)
     (_, first), *_ = sharded_modules(model)
-    device = first._get_fsdp_state()._fsdp_param_groups[0].device
+    device = groups_of(first)[0].device
     names = [f"{n} {p.dtype}" for n, p in model.named_parameters()]
     shapes = listed((n, p.shape) for n, p in zip(names, model.parameters(), strict=True))
     options = {"method": repr(method), "momentum, nesterov": f"{momentum}, {nesterov}"}

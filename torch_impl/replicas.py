@@ -18,13 +18,21 @@ HOW = (
     "fully_shard(module, mesh=mesh['shard']) for each module, then "
     "hvd.compress_replicas(model, mesh['replica'], 'topk')"
 )
+_OTHER_TORCH = (
+    f"FSDP2 of PyTorch {torch.__version__} keeps parameters elsewhere than that of 2.13, with "
+    "which compress_replicas was tested: install that version"
+)
 
 
 def is_group(x: Any) -> bool:
     """Return whether ``x`` names ranks of ``torch.distributed``: a mesh, or a process group."""
     if not dist.is_available():
         return False
-    return isinstance(x, dist.ProcessGroup | dist.DeviceMesh)
+    return isinstance(x, dist.ProcessGroup) or _is_mesh(x)
+
+
+def _is_mesh(x: Any) -> bool:
+    return isinstance(x, getattr(dist, "DeviceMesh", ()))  # which PyTorch 2.1 has not
 
 
 def group_of(replicas: Any) -> dist.ProcessGroup:
@@ -38,7 +46,7 @@ def group_of(replicas: Any) -> dist.ProcessGroup:
             f"replicas are given as a mesh, mesh['replica'], or as a process group, not as "
             f"{type(replicas).__name__}"
         )
-    if isinstance(replicas, dist.DeviceMesh):
+    if _is_mesh(replicas):
         if replicas.ndim != 1:
             raise ConfigError(
                 f"the replicas' mesh has {replicas.ndim} dimensions: pass the one that counts the "
@@ -62,6 +70,14 @@ def local(x: torch.Tensor) -> torch.Tensor:
     return shard
 
 
+def groups_of(module: Any) -> list[Any]:
+    """Return FSDP2's groups of the parameters of an ``FSDPModule``: one for each mesh."""
+    groups: list[Any] | None = getattr(module._get_fsdp_state(), "_fsdp_param_groups", None)
+    if groups is None:
+        raise UnsupportedError(_OTHER_TORCH)
+    return groups
+
+
 def sharded_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
     """Return the modules that ``fully_shard`` has sharded and that have parameters of their own,
     with their names in the model; of those that were given to it together, the first.
@@ -70,15 +86,17 @@ def sharded_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
         ConfigError: there are none.
         UnsupportedError: parameters of one module are on several meshes.
     """
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
+    try:
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    except ImportError as error:
+        raise UnsupportedError(_OTHER_TORCH) from error
     found: dict[int, tuple[str, Any]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ConfigError(f"FullyShardedDataParallel has no place for this exchange: {HOW}")
         if not isinstance(module, FSDPModule):
             continue
-        groups = module._get_fsdp_state()._fsdp_param_groups
+        groups = groups_of(module)
         if len(groups) > 1:
             raise UnsupportedError(
                 f"parameters of {name or 'the model'} are on several meshes (shard_placement_fn), "
@@ -103,7 +121,7 @@ def check_model(model: torch.nn.Module, replicas: dist.ProcessGroup) -> dist.Pro
     """
     groups = []
     for name, module in sharded_modules(model):
-        (parameters,) = module._get_fsdp_state()._fsdp_param_groups
+        (parameters,) = groups_of(module)
         mesh = parameters.mesh_info
         if hasattr(mesh, "replicate_process_group"):
             raise ConfigError(

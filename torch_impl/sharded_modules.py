@@ -17,6 +17,8 @@ import torch
 
 from hvd_compress.errors import ConfigError, UnsupportedError
 
+from .replicas import groups_of
+
 
 class Part(NamedTuple):
     """A parameter's shard on this rank.
@@ -63,7 +65,7 @@ class ShardedModule:
     ) -> None:
         self.name = name or "the model"
         self._begin, self._start = begin, start
-        (self.group,) = module._get_fsdp_state()._fsdp_param_groups
+        (self.group,) = groups_of(module)
         if self.group._all_reduce_hook is not None:
             raise ConfigError(
                 f"{self.name} has an all-reduce hook already: call compress_replicas once, for the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def test_plain_tensors_are_no_shards():
     assert not is_group(None)
 
 
-def test_an_optimizer_of_shards_says_what_works(monkeypatch):
+def test_an_optimizer_of_shards_says_what_works():
     """Without ranks: of the class alone."""
     shard = torch.Tensor._make_subclass(DTensor, torch.ones(3))
     with pytest.raises(UnsupportedError, match=r"hvd_compress\.torch\.compress_replicas\(model"):
@@ -57,3 +58,15 @@ def results(tmp_path_factory):
 def test_scenario(results, name):
     for rank, found in enumerate(results()):
         assert found[name] is None, f"rank {rank}: {found[name]}"
+
+
+@pytest.mark.timeout(150)
+def test_the_example_learns():
+    example = jobs.ROOT / "mpi_examples" / "train_hsdp.py"
+    assert len(example.read_text().splitlines()) <= 40  # to be copied
+    command = ["torchrun", "--standalone", "--nproc-per-node", str(RANKS), str(example)]
+    _, output = jobs.run([*command, "topk:density=0.05"], timeout=120)
+    accuracy = re.search(r"test accuracy (\S+)%", output)
+    assert accuracy
+    assert float(accuracy[1]) > 85
+    assert "elements sent 5.0" in output
