@@ -98,7 +98,7 @@ def blocks_that_run(page: str) -> list[str]:
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory):
     """The files with each page's blocks, and what was printed when they ran: one job for all that
-    MPI or Horovod starts, since most time goes into imports, and one for each that torchrun does."""
+    MPI or Horovod starts, since most time goes into imports, and one for each under torchrun."""
     folder = tmp_path_factory.mktemp("pages")
     (folder / "run_all.py").write_text(RUN_ALL)
     files: dict[str, list[str]] = {}
