@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import hvd_compress.torch as hvd
 from hvd_compress import Sum, method_names
@@ -382,6 +383,9 @@ def frozen_parameters_and_unused_ones() -> None:
     model.requires_grad_(True)
     _train(model, range(2, 4))
     _same_in_replicas(model)
+    model.inner.requires_grad_(False)  # whose state stays
+    exchange.load_state_dict(exchange.state_dict())
+    _train(model, range(4, 5))
 
     class Half(_Model):
         def forward(self, x):
@@ -408,6 +412,42 @@ def a_module_may_be_used_twice() -> None:
     for shape in (mesh, mesh["shard"]):
         torch.manual_seed(0)
         models.append(_sharded(shape, Twice()))
+    hvd.compress_replicas(models[1], mesh["replica"], "none")
+    for model in models:
+        _train(model, range(3))
+    _assert_close(_own(models[0]), _own(models[1]))
+
+
+def activations_may_be_computed_again() -> None:
+    class Again(_Model):
+        def __init__(self, reentrant):
+            super().__init__()
+            self._reentrant = reentrant
+
+        def forward(self, x):
+            x = self.inner(x).tanh()
+            x = checkpoint(self.middle, x, use_reentrant=self._reentrant).tanh()
+            return checkpoint(self.head, x, use_reentrant=self._reentrant) * self.scale
+
+    mesh = MESHES["2x2"]
+    for reentrant in (False, True):
+        models = []
+        for shape in (mesh, mesh["shard"]):
+            torch.manual_seed(0)
+            models.append(_sharded(shape, Again(reentrant)))
+        exchange = hvd.compress_replicas(models[1], mesh["replica"], "none")
+        for model in models:
+            _train(model, range(3))
+        _assert_close(_own(models[0]), _own(models[1]))
+        assert not exchange._begun
+
+
+def modules_may_be_sharded_together() -> None:
+    mesh, models = MESHES["2x2"], []
+    for shape in (mesh, mesh["shard"]):
+        model = _model()
+        fully_shard([model.inner, model.middle], mesh=shape)
+        models.append(fully_shard(model, mesh=shape))
     hvd.compress_replicas(models[1], mesh["replica"], "none")
     for model in models:
         _train(model, range(3))
@@ -503,6 +543,8 @@ def states_of_others_are_refused() -> None:
         exchange.load_state_dict({own: {**rest, "states": {**rest["states"], "other": {}}}})
     with pytest.raises(ConfigError, match="not everything was loaded: take a step before"):
         exchange.load_state_dict({own: {**rest, "states": {}}})
+    with pytest.raises(ConfigError, match="'about' is damaged"):
+        exchange.load_state_dict({own: {**rest, "about": "{}"}})
     _, other = _compressed("none")
     with pytest.raises(ConfigError, match="it is of topk, and the method here is none"):
         other.load_state_dict({own: rest})

@@ -71,7 +71,8 @@ class ReplicaExchange:
         if self._device.type != "cpu":
             self._stream = torch.accelerator.current_stream(self._device)
         self._begun.append(module)
-        self.reducer.start_together(module.gradients())
+        if gradients := module.gradients():  # replicas of this rank have nothing either
+            self.reducer.start_together(gradients)
 
     def _end(self) -> None:
         self._is_awaited = False
@@ -85,7 +86,7 @@ class ReplicaExchange:
 
     def _finish(self) -> None:
         begun, self._begun = self._begun, []
-        averages = self.reducer.finish()
+        averages = self.reducer.finish() if self.reducer.has_begun else {}
         for module in begun:
             module.settle(averages)
 
@@ -148,10 +149,14 @@ class ReplicaExchange:
                 "others leave it out, and training begins with empty residuals"
             )
         own = entry(state_dict, _own_key(), Mapping)
-        about = json.loads(entry(own, "about", str))
-        states, keys = entry(own, "states", Mapping), about.pop("keys")
-        parts = self._parts()
-        if unknown := states.keys() - parts.keys():
+        states = entry(own, "states", Mapping)
+        try:
+            about = json.loads(entry(own, "about", str))
+            keys = about.pop("keys")
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            raise refused(f"its text 'about' is damaged: {error!r}") from error
+        here = {part.name for module in self._modules for part in module.parts}
+        if unknown := states.keys() - here:
             raise refused(f"it has a state of {min(unknown)!r}, which the model has not")
         for name, there in keys.items():
             if name not in states or there != sorted(states[name]):
@@ -161,7 +166,10 @@ class ReplicaExchange:
                     "some of its state there; or use torch.save and torch.load on every rank"
                 )
         placed = {
-            name: {key: x.to(self._device) for key, x in state.items()}
+            name: {
+                key: x.to(self._device) if isinstance(x, torch.Tensor) else x
+                for key, x in state.items()
+            }
             for name, state in states.items()
         }
         self.reducer.load_state_dict({**about, "states": placed})
@@ -170,7 +178,8 @@ class ReplicaExchange:
         if any(module.is_under_way for module in self._modules):
             raise ConfigError(
                 "gradients are under way: save and load between steps, when the gradients of all "
-                "passes have been exchanged"
+                "passes have been exchanged; after a backward pass that has failed on all ranks "
+                "call abandon()"
             )
 
     def _parts(self) -> dict[str, tuple[Part, torch.dtype]]:
