@@ -43,5 +43,5 @@ class ReplicaEngine(ProcessGroupEngine):
 
 def engine_over(replicas: Any) -> ReplicaEngine:
     """Return an engine over a mesh of one dimension, or a process group."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the current one
     return ReplicaEngine(group_of(replicas), device)
