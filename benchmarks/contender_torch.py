@@ -102,7 +102,7 @@ class DDP(Backward):
 
     def __init__(self, name: str, hook: str | None = None) -> None:
         super().__init__(name)
-        _start_process_group()
+        start_process_group()
         # The callbacks of PowerSGD's hook may run in another order on each rank, unless there is
         # but one bucket.
         more = {"bucket_cap_mb": 1024} if hook == "powersgd" else {}
@@ -117,11 +117,11 @@ class DDP(Backward):
             self.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def _start_process_group() -> None:
+def start_process_group(over: Any = hvd) -> None:
     """Over the first network that is not of one machine, if the ranks are on several."""
     if dist.is_initialized():
         return
-    alone = hvd.local_size() == hvd.size()
+    alone = over.local_size() == over.size()
     for _, interface in socket.if_nameindex():
         name = interface.encode()[:15]
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -134,10 +134,10 @@ def _start_process_group() -> None:
             break
     with socket.socket() as probe:
         probe.bind((address, 0))
-        place = hvd.broadcast_object((address, probe.getsockname()[1]), 0)
+        place = over.broadcast_object((address, probe.getsockname()[1]), 0)
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     url = f"tcp://{place[0]}:{place[1]}"
-    dist.init_process_group("gloo", url, rank=hvd.rank(), world_size=hvd.size())
+    dist.init_process_group("gloo", url, rank=over.rank(), world_size=over.size())
 
 
 _SIOCGIFADDR = 0x8915

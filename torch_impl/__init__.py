@@ -27,8 +27,11 @@ from hvd_compress.systems.rounds import OuterSGD
 from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp, WeightDecay
 
 from .ddp import DDPState, ddp_hook
+from .fsdp import compress_replicas
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
+from .replica_engine import engine_over
+from .replicas import is_group
 from .systems.averaging import averaging
 from .systems.codistillation import codistillation_over
 from .systems.factories import factories
@@ -43,6 +46,8 @@ def _register(horovod_torch: Any) -> None:
 def _engine(process_set: Any) -> Any:
     from .engine import HorovodEngine
 
+    if is_group(process_set):
+        return engine_over(process_set)
     chosen = __getattr__("global_process_set") if process_set is None else process_set
     return HorovodEngine(_horovod, chosen) if chosen.included() else LocalEngine()
 
@@ -68,6 +73,7 @@ __all__ = [
     "Ramp",
     "WeightDecay",
     "average_parameters",
+    "compress_replicas",
     "ddp_hook",
     "local_steps",
 ]

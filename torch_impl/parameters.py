@@ -12,6 +12,7 @@ import torch
 from hvd_compress.errors import ConfigError
 
 from .plain import check_plain
+from .replicas import is_sharded
 
 Parameter = torch.nn.Parameter
 Groups = int | list[list[Parameter]] | None
@@ -20,11 +21,14 @@ Groups = int | list[list[Parameter]] | None
 def names_of_parameters(
     param_groups: Sequence[dict[str, Any]],
     named_parameters: Iterable[tuple[str, Parameter]] | None,
+    *,
+    sharded: bool = False,
 ) -> dict[Parameter, str]:
     """Return the name of every parameter.
 
     Args:
         param_groups: those of the optimizer.
+        sharded: parameters may be divided among ranks.
         named_parameters: ``model.named_parameters()``; ``None`` for names by place,
             ``allreduce.noname.GROUP.INDEX``.
 
@@ -33,7 +37,8 @@ def names_of_parameters(
         UnsupportedError: a parameter is no plain tensor.
     """
     for p in (p for group in param_groups for p in group["params"]):
-        check_plain(p)
+        if not (sharded and is_sharded(p)):
+            check_plain(p)
     if named_parameters is None:
         return {
             p: f"allreduce.noname.{i}.{j}"

@@ -21,8 +21,10 @@ def check_plain(x: torch.Tensor) -> None:
     detail = " on the device meta" if x.is_meta else " of quantised elements" * x.is_quantized
     raise UnsupportedError(
         f"cannot compress what is a {kind.__name__}{detail}: parameters and gradients must be "
-        "plain tensors, whole on every rank. Instead of fully_shard or tensor parallelism, wrap "
-        "the model in DistributedDataParallel and give it the hook of hvd_compress.torch.ddp; "
-        "outside of torch.func, FakeTensorMode and the device meta, make the optimizer of the real "
-        "model"
+        "plain tensors, whole on every rank. For a model that fully_shard has sharded there is "
+        "hvd_compress.torch.compress_replicas(model, mesh['replica'], ...), or a training method "
+        "between replicas, hvd.DiLoCo(optimizer, process_set=mesh['replica']); with tensor "
+        "parallelism alone, wrap the model in DistributedDataParallel and give it the hook of "
+        "hvd_compress.torch.ddp; outside of torch.func, FakeTensorMode and the device meta, make "
+        "the optimizer of the real model"
     )

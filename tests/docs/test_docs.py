@@ -64,6 +64,7 @@ def test_every_method_has_its_row_and_page(name):
 PAGES_THAT_RUN = (
     "README.md",
     "docs/decentralized.md",
+    "docs/fsdp.md",
     "docs/mpi.md",
     "docs/mpi-training.md",
     "docs/measures.md",
@@ -97,7 +98,7 @@ def blocks_that_run(page: str) -> list[str]:
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory):
     """The files with each page's blocks, and what was printed when they ran: one job for all that
-    MPI or Horovod starts, since most time goes into imports, and one for all that torchrun does."""
+    MPI or Horovod starts, since most time goes into imports, and one for each under torchrun."""
     folder = tmp_path_factory.mktemp("pages")
     (folder / "run_all.py").write_text(RUN_ALL)
     files: dict[str, list[str]] = {}
@@ -112,7 +113,7 @@ def pages(tmp_path_factory):
     said = ""
     for launcher, each in (
         ([*jobs.launcher(2, "mpirun"), sys.executable], of_mpi),
-        (TORCHRUN, of_torchrun),
+        *((TORCHRUN, [file]) for file in of_torchrun),  # a process joins one group in its life
     ):
         command = [*launcher, str(folder / "run_all.py"), *each]
         _, output = jobs.run(command, timeout=120 + 15 * len(each), check=False)

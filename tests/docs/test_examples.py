@@ -361,6 +361,19 @@ def test_benchmark(framework):
     assert any(row.startswith("dgc ") and kilobytes in row for row in rows), output
 
 
+@full
+@pytest.mark.timeout(200)
+def test_hsdp():
+    script = str(ROOT / "benchmarks" / "hsdp.py")
+    command = [sys.executable, script, "--width", "64", "--layers", "2", "--rounds", "1"]
+    _, output = jobs.run([*command, "--methods", "none", "topk:density=0.01"], timeout=180)
+    assert "2 replicas of 2 shards, 8,320 elements" in output
+    rows = re.findall(
+        r"^(\S.*?) +[\d.]+ ms, least +[\d.]+ ms, sent +([\d.]+) kB", output, re.MULTILINE
+    )
+    assert rows[:3] == [("HSDP float32", "16.6"), ("HSDP bfloat16", "8.3"), ("none", "16.6")]
+
+
 def test_local_step():
     script = ROOT / "benchmarks" / "local_step.py"
     _, output = jobs.run([sys.executable, str(script), "--rounds", "3"], timeout=60)

@@ -21,7 +21,9 @@ _MORE = """
     method itself, for ``hvd.DistributedOptimizer(optimizer, method=...)``.  More arguments:
 
         named_parameters: ``model.named_parameters()``; names appear in statistics.
-        process_set: the ranks that take part; ``None`` for all.
+        process_set: the ranks that take part; ``None`` for all.  ``hvd_compress.torch`` takes a
+            mesh or a process group of ``torch.distributed`` as well, without Horovod: for a model
+            that ``fully_shard`` has sharded, ``mesh["replica"]``.
         seed: for randomness that the ranks share.
 """
 

@@ -18,6 +18,8 @@ from ..checked_state import BUFFERS
 from ..checkpoint import broadcast_tree
 from ..compressed_optimizer import CompressedOptimizer, no_copy, retire_others, take_over
 from ..parameters import Parameter, names_of_parameters
+from ..replica_engine import ReplicaEngine
+from ..replicas import check_shards, local
 
 #: the entry of a state dict that is not the user's optimizer's
 KEY = "training"
@@ -117,7 +119,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             (names[p], p, group)
             for group in self.param_groups
             for p in group["params"]
-            if p.requires_grad
+            if p.requires_grad and local(p).numel()  # the last ranks may have nothing of it
         ]
 
     def _run(
@@ -136,7 +138,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
 
     def _average_buffers(self, changed: Mapping[str, Parameter]) -> None:
         own = {
-            f"{name}.{key}": x
+            f"{name}.{key}": local(x)
             for name, p in changed.items()
             for key, x in sorted(self._buffers(p).items())
         }
@@ -159,7 +161,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             buffer = self.state.get(p, {}).get("momentum_buffer")
             if buffer is not None:
                 sign = 1 if group["maximize"] else -1
-                found[name] = buffer * (sign * float(group["lr"]) * group["momentum"])
+                found[name] = local(buffer) * (sign * float(group["lr"]) * group["momentum"])
         return found
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -256,7 +258,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         try:
             self._check_shapes()
             if KEY in state_dict:
-                parameters = {name: p.detach() for p, name in self._parameter_names.items()}
+                parameters = {n: local(p.detach()) for p, n in self._parameter_names.items()}
                 self.training.load_state_dict(moved(state_dict[KEY], devices), parameters)
             else:
                 self.training.restart()
@@ -290,11 +292,11 @@ def _replace(
     function: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
 ) -> dict[str, Parameter]:
     """Replace parameters by what the function makes of them; return those that are other ones."""
-    before = {name: p.detach() for name, p in parameters.items()}
+    before = {name: local(p.detach()) for name, p in parameters.items()}
     changed = {}
     for name, x in function(before).items():
         if x is not before[name]:
-            parameters[name].copy_(x)
+            local(parameters[name]).copy_(x)
             changed[name] = parameters[name]
     return changed
 
@@ -336,7 +338,11 @@ def train_locally(
         )
     for group in optimizer.param_groups:
         _check_lookahead(method, optimizer, group)
-    names = names_of_parameters(optimizer.param_groups, named_parameters)
+    names = names_of_parameters(
+        optimizer.param_groups, named_parameters, sharded=isinstance(engine, ReplicaEngine)
+    )
+    if isinstance(engine, ReplicaEngine):
+        check_shards(names, engine.group)
     training = Coordinator(method, engine, seed=seed, like=torch.empty(0))
     user_class = type(optimizer)
     cls = type(user_class.__name__, (LocalStepsOptimizer, user_class), {})

@@ -1,0 +1,671 @@
+"""Scenarios of the exchange between replicas of a sharded model, for four ranks on a mesh of 2 x 2;
+``torchrun tests/fsdp_worker.py FOLDER`` runs them on every rank."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import hvd_compress.torch as hvd
+from hvd_compress import Sum, method_names
+from hvd_compress.engines.lockstep import World
+from hvd_compress.errors import ConfigError, MismatchError, NeedsTuning, UnsupportedError
+from hvd_compress.methods import as_compressor
+from hvd_compress.torch.replica_engine import ReplicaEngine
+from tests.scenarios import run_all
+
+STEPS, LR = 4, 0.05
+DGC = "dgc:density=0.05,momentum=0.9,min_size=0"
+MESHES: dict[str, DeviceMesh] = {}
+
+
+class _Model(torch.nn.Module):
+    """Sizes that two ranks cannot divide evenly; of the last bias the second rank has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(40, 33)
+        self.middle = torch.nn.Linear(33, 33)
+        self.head = torch.nn.Linear(33, 5)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.head(self.middle(self.inner(x).tanh()).tanh()) * self.scale
+
+
+def _model():
+    torch.manual_seed(0)
+    return _Model()
+
+
+def _sharded(mesh, model=None, **options):
+    model = model or _model()
+    for layer in (model.inner, model.middle, model.head):
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def _compressed(method, *, policy=None, **options):
+    mesh, policies = MESHES["2x2"], {} if policy is None else {"mp_policy": policy}
+    model = _sharded(mesh["shard"], **policies)
+    return model, hvd.compress_replicas(model, mesh["replica"], method, **options)
+
+
+def _loss(model, step, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * rank + step))
+    return torch.nn.functional.cross_entropy(model(x), (x[:, :5] + 0.5 * x[:, 5:10]).argmax(1))
+
+
+def _sgd(model, momentum=0.0):
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum)
+
+
+def _train(model, steps, optimizer=None):
+    optimizer = optimizer or _sgd(model)
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = _loss(model, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _local(tensors):
+    return [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
+
+
+def _own(model):
+    """This rank's parts of the parameters."""
+    return _local(p.detach() for p in model.parameters())
+
+
+def _assert_equal(xs, ys):
+    for x, y in zip(xs, ys, strict=True):
+        assert torch.equal(x, y), (x - y).abs().max()
+
+
+def _assert_close(xs, ys, rtol=1e-4, atol=1e-5):
+    for x, y in zip(xs, ys, strict=True):
+        torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
+
+
+def _same_in_replicas(model):
+    mine = torch.cat([x.reshape(-1) for x in _own(model)])
+    group = MESHES["2x2"]["replica"].get_group()
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, mine, group=group)
+    assert all(torch.equal(theirs, mine) for theirs in everyones)
+
+
+def _in_backward(model, function):
+    """Call a function when the gradient comes to the first layer, behind all others."""
+
+    def watch(module, arguments, output):
+        output.register_hook(lambda gradient: function())
+
+    return model.inner.register_forward_hook(watch)
+
+
+def _states(exchange):
+    return {
+        (name, key): x.clone()
+        for name, state in exchange.reducer.store.states.items()
+        for key, x in state.items()
+    }
+
+
+def _lockstep(method, steps, momentum=0.0):
+    """This rank's parts after training in one process: means of a replica's gradients, cut into
+    shards, of which each meets the other replica's."""
+    model, mesh = _model(), MESHES["2x2"]
+    worlds, replicas = [World(as_compressor(method), 2) for _ in range(2)], mesh.mesh.tolist()
+    for step in range(steps):
+        means = []
+        for ranks in replicas:
+            model.zero_grad()
+            (sum(_loss(model, step, rank) for rank in ranks) / len(ranks)).backward()
+            means.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        for name, p in model.named_parameters():
+            cut = [torch.chunk(mean[name], 2) for mean in means]
+            directions = [
+                world.exchange(list(shards), name=name, momentum=momentum)[0].direction
+                for world, *shards in zip(worlds, *cut, strict=False)
+            ]
+            with torch.no_grad():
+                p.add_(torch.cat(directions), alpha=-LR)
+    place = mesh["shard"].get_local_rank()
+    chunks = [torch.chunk(p.detach(), 2) for p in model.parameters()]
+    return [each[place] if place < len(each) else each[0][:0] for each in chunks]
+
+
+# -- training ------------------------------------------------------------------------------------
+
+
+def trains_as_the_lockstep_world() -> None:
+    for method in ("none", "topk:density=0.05", "randomk:density=0.1", "onebit:column=16"):
+        model, exchange = _compressed(method)
+        _train(model, range(STEPS))
+        _same_in_replicas(model)
+        _assert_close(_own(model), _lockstep(method, STEPS))
+        record = exchange.stats().layers["inner.weight"]
+        shard = model.inner.weight.to_local()
+        assert record.steps == STEPS
+        assert record.elements == STEPS * shard.numel()
+    model, _ = _compressed(DGC)
+    _train(model, range(STEPS))
+    _assert_close(_own(model), _lockstep(DGC, STEPS, momentum=0.9))
+
+
+def dense_is_native_hsdp() -> None:
+    native, (model, exchange) = _sharded(MESHES["2x2"]), _compressed("none")
+    losses = [_train(each, range(STEPS), _sgd(each, momentum=0.9)) for each in (native, model)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    _assert_close(_own(native), _own(model), rtol=1e-6, atol=1e-7)
+    assert exchange.stats().total.ratio == 1
+
+
+def whole_shards_have_the_bits_of_ddp() -> None:
+    """Four replicas of one shard are what DistributedDataParallel trains."""
+    mesh = MESHES["4x1"]
+    for method in ("topk:density=0.05", DGC, "none", "qsgd"):
+        model = _sharded(mesh["shard"])
+        hvd.compress_replicas(model, mesh["replica"], method)
+        ddp = DistributedDataParallel(_model())
+        ddp.register_comm_hook(hvd.DDPState(method, ddp), hvd.ddp_hook)
+        losses = [_train(each, range(STEPS)) for each in (model, ddp)]
+        if method in ("none", DGC):  # sums of Gloo depend on the place in the bucket
+            assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+            _assert_close(_own(model), _own(ddp), rtol=1e-5, atol=1e-7)
+        else:
+            assert losses[0] == losses[1]
+            _assert_equal(_own(model), _own(ddp))
+
+
+def every_method_goes_on_from_its_state() -> None:
+    """As an uninterrupted run, bit for bit, on every rank; and replicas are equal."""
+    refused = set()
+    for name in method_names():
+        if name.startswith("test-"):
+            continue
+        options = {"momentum": 0.9} if as_compressor(name).takes_momentum else {}
+        try:
+            model, exchange = _compressed(name, **options)
+        except ConfigError:
+            refused.add(name)
+            continue
+        exchange.set_epoch(0)
+        _train(model, range(2))
+        weights = [x.clone() for x in _own(model)]
+        saved = copy.deepcopy(exchange.state_dict())
+        _train(model, range(2, 4))
+        _same_in_replicas(model)
+        again, other = _compressed(name, **options)
+        for x, y in zip(_own(again), weights, strict=True):
+            x.copy_(y)
+        other.load_state_dict(saved)
+        _train(again, range(2, 4))
+        assert all(map(torch.equal, _own(again), _own(model))), name
+    assert refused == {"demo", "onebit_adam", "zero_one_adam"}  # which are optimizers
+
+
+def nan_reaches_every_replica_and_no_state() -> None:
+    for method in ("topk:density=0.05", DGC, "powersgd"):
+        model, exchange = _compressed(method)
+        _train(model, range(2))
+        before = _states(exchange)
+        loss = _loss(model, 2)
+        (loss * float("nan") if dist.get_rank() == 0 else loss).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert not norm.full_tensor().isfinite()  # on every rank, so that all leave the step out
+        for key, x in _states(exchange).items():
+            assert torch.equal(x, before[key]), key
+        model.zero_grad()
+        _train(model, range(3, 5))
+        _same_in_replicas(model)
+        assert all(x.isfinite().all() for x in _own(model))
+
+
+def clipping_sees_the_averages() -> None:
+    native, (model, _) = _sharded(MESHES["2x2"]), _compressed("none")
+    norms = []
+    for each in (native, model):
+        optimizer = _sgd(each)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            _loss(each, step).backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1).full_tensor())
+            optimizer.step()
+    _assert_close(norms[:STEPS], norms[STEPS:])
+    _assert_close(_own(native), _own(model))
+
+
+def gradients_accumulate() -> None:
+    """In each of the three ways of FSDP2, as in native HSDP; once with as many exchanges as steps,
+    once with as many as passes."""
+
+    def without_sync(model, is_last):
+        model.set_requires_gradient_sync(is_last)
+
+    def without_all_reduce(model, is_last):
+        model.set_requires_all_reduce(is_last)
+
+    def last_backward(model, is_last):
+        model.set_is_last_backward(is_last)
+
+    for announce, passes in ((without_sync, 1), (without_all_reduce, 1), (last_backward, 3)):
+        native, (model, exchange) = _sharded(MESHES["2x2"]), _compressed("none")
+        for each in (native, model):
+            optimizer = _sgd(each)
+            for step in range(2):
+                optimizer.zero_grad()
+                for part in range(3):
+                    announce(each, part == 2)
+                    _loss(each, 3 * step + part).backward()
+                    if each is model and announce is without_all_reduce and part < 2:
+                        with pytest.raises(ConfigError, match="between steps"):
+                            exchange.state_dict()
+                optimizer.step()
+        _assert_close(_own(native), _own(model))
+        assert exchange.reducer.step == 2 * passes
+
+
+def gradients_of_zero_grad_stay_where_they_are() -> None:
+    model, _ = _compressed("topk:density=0.05")
+    reference, _ = _compressed("topk:density=0.05")
+    optimizer, places = _sgd(model), set()
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        _loss(model, step).backward()
+        optimizer.step()
+        places.add(tuple(p.grad.to_local().data_ptr() for p in model.parameters()))
+    assert len(places) == 1
+    _train(reference, range(STEPS))
+    _assert_equal(_own(model), _own(reference))
+
+
+def mixed_precision() -> None:
+    bf16 = torch.bfloat16
+    full = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32)
+    half = MixedPrecisionPolicy(param_dtype=bf16)
+    for policy, size in ((full, 4), (half, 2)):
+        native = _sharded(MESHES["2x2"], mp_policy=policy)
+        _train(native, range(STEPS))
+        model, exchange = _compressed("none", policy=policy)
+        _train(model, range(STEPS))
+        _same_in_replicas(model)
+        _assert_close(_own(native), _own(model), rtol=1e-2, atol=1e-3)
+        total = exchange.stats().total
+        assert total.bytes_sent == size * total.elements
+        for method in ("topk:density=0.05", DGC, "bf16", "powersgd"):
+            model, exchange = _compressed(method, policy=policy)
+            _train(model, range(2))
+            exchange.load_state_dict(exchange.state_dict())
+            _train(model, range(2, STEPS))
+            _same_in_replicas(model)
+            assert model.inner.weight.grad.dtype == torch.float32
+            if method == "topk:density=0.05":
+                assert _states(exchange)["inner.weight", "residual"].dtype == torch.float32
+    fp16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)  # which FSDP2 divides twice
+    native = _sharded(MESHES["2x2"], mp_policy=fp16)
+    model, _ = _compressed("none", policy=fp16)
+    for each in (native, model):
+        _train(each, range(STEPS))
+    _assert_close(_own(native), _own(model), rtol=1e-2, atol=1e-3)
+
+
+def half_precisions_are_added_in_float32() -> None:
+    """1 + three times 2^-9 is lost in bfloat16, one by one."""
+
+    def added(x):
+        return (yield Sum(x, wire=str(x.dtype).removeprefix("torch.")))
+
+    engine = ReplicaEngine(dist.group.WORLD, torch.device("cpu"))
+    x = torch.full((7,), 1.0 if dist.get_rank() == 0 else 2**-9)
+    for dtype in (torch.bfloat16, torch.float16):
+        engine.start("x", added(x.to(dtype)))
+        assert torch.equal(engine.finish()["x"], torch.full((7,), 1 + 3 * 2**-9).to(dtype))
+
+
+def starts_during_backward() -> None:
+    """The last layer's exchange is under way when the first layer's gradient is computed."""
+    model, exchange = _compressed("topk:density=0.05")
+    _train(model, range(2))
+    seen = []
+    _in_backward(model, lambda: seen.append([module.name for module in exchange._begun]))
+    _train(model, range(2, 3))
+    assert seen == [["head", "middle"]]
+    assert not exchange._begun
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+def replicas_begin_alike() -> None:
+    mesh = MESHES["2x2"]
+    torch.manual_seed(mesh["replica"].get_local_rank())
+    model = _sharded(mesh["shard"], _Model())
+    hvd.compress_replicas(model, mesh["replica"], "topk")
+    _same_in_replicas(model)
+
+
+def frozen_parameters_and_unused_ones() -> None:
+    model, exchange = _compressed("topk:density=0.05")
+    model.inner.requires_grad_(False)
+    model.head.weight.requires_grad_(False)
+    _train(model, range(2))
+    assert set(exchange.state_dict()[f"rank {dist.get_rank()}"]["states"]) <= {
+        "middle.weight",
+        "middle.bias",
+        "head.bias",
+        "scale",
+    }
+    model.requires_grad_(True)
+    _train(model, range(2, 4))
+    _same_in_replicas(model)
+    model.inner.requires_grad_(False)  # whose state stays
+    exchange.load_state_dict(exchange.state_dict())
+    _train(model, range(4, 5))
+
+    class Half(_Model):
+        def forward(self, x):
+            return self.head(self.inner(x).tanh()) * self.head.weight.sum()
+
+    mesh = MESHES["2x2"]
+    part = fully_shard(Half(), mesh=mesh["shard"])
+    exchange = hvd.compress_replicas(part, mesh["replica"], "topk:density=0.05")
+    with pytest.raises(UnsupportedError, match="set_reduce_scatter_unused_params"):
+        _train(part, range(1))
+    part.reset_iter_state()
+    part.set_reduce_scatter_unused_params(True)
+    _train(part, range(2))
+    _same_in_replicas(part)
+
+
+def a_module_may_be_used_twice() -> None:
+    class Twice(_Model):
+        def forward(self, x):
+            x = self.middle(self.inner(x).tanh()).tanh()
+            return self.head(self.middle(x).tanh()) * self.scale
+
+    mesh, models = MESHES["2x2"], []
+    for shape in (mesh, mesh["shard"]):
+        torch.manual_seed(0)
+        models.append(_sharded(shape, Twice()))
+    hvd.compress_replicas(models[1], mesh["replica"], "none")
+    for model in models:
+        _train(model, range(3))
+    _assert_close(_own(models[0]), _own(models[1]))
+
+
+def activations_may_be_computed_again() -> None:
+    class Again(_Model):
+        def __init__(self, reentrant):
+            super().__init__()
+            self._reentrant = reentrant
+
+        def forward(self, x):
+            x = self.inner(x).tanh()
+            x = checkpoint(self.middle, x, use_reentrant=self._reentrant).tanh()
+            return checkpoint(self.head, x, use_reentrant=self._reentrant) * self.scale
+
+    mesh = MESHES["2x2"]
+    for reentrant in (False, True):
+        models = []
+        for shape in (mesh, mesh["shard"]):
+            torch.manual_seed(0)
+            models.append(_sharded(shape, Again(reentrant)))
+        exchange = hvd.compress_replicas(models[1], mesh["replica"], "none")
+        for model in models:
+            _train(model, range(3))
+        _assert_close(_own(models[0]), _own(models[1]))
+        assert not exchange._begun
+
+
+def modules_may_be_sharded_together() -> None:
+    mesh, models = MESHES["2x2"], []
+    for shape in (mesh, mesh["shard"]):
+        model = _model()
+        fully_shard([model.inner, model.middle], mesh=shape)
+        models.append(fully_shard(model, mesh=shape))
+    hvd.compress_replicas(models[1], mesh["replica"], "none")
+    for model in models:
+        _train(model, range(3))
+    _assert_close(_own(models[0]), _own(models[1]))
+
+
+def an_exception_in_the_middle_of_backward_ends_one_step() -> None:
+    """What FSDP2 itself keeps of it, gradients of the root, is as in native HSDP."""
+
+    def fail():
+        raise RuntimeError("in the middle")
+
+    native, (model, exchange) = _sharded(MESHES["2x2"]), _compressed("none")
+    biased, its_exchange = _compressed("topk:density=0.05")
+    for each in (native, model, biased):
+        _train(each, range(2))
+        before = _states(its_exchange)
+        handle = _in_backward(each, fail)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            _train(each, range(2, 3))
+        handle.remove()
+        if each is model:
+            assert exchange._begun, "some were on their way"
+        if each is biased:
+            for key, x in _states(its_exchange).items():
+                assert torch.equal(x, before[key])
+        each.reset_iter_state()
+        _train(each, range(3, 5))
+    _assert_close(_own(native), _own(model))
+    _same_in_replicas(biased)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+class _Saved:
+    """Model and optimizer, as PyTorch's tutorial has them."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state):
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+
+def distributed_checkpoints_resume_bit_for_bit() -> None:
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders)
+    for number, method in enumerate(("topk:density=0.05", DGC, "powersgd", "none")):
+        momentum = 0.0 if method == DGC else 0.9
+
+        def fresh(method=method, momentum=momentum):
+            model, exchange = _compressed(method)
+            optimizer = _sgd(model, momentum)
+            saved = _Saved(model, optimizer)
+            return model, optimizer, exchange, {"training": saved, "exchange": exchange}
+
+        model, optimizer, exchange, everything = fresh()
+        _train(model, range(3), optimizer)
+        path = str(Path(folders[0]) / str(number))
+        dcp.save(everything, checkpoint_id=path)
+        _train(model, range(3, 6), optimizer)
+
+        again, its_optimizer, other, everything = fresh()
+        for x in _own(again):
+            x.zero_()
+        dcp.load(everything, checkpoint_id=path)
+        assert other.reducer.step == 3
+        _train(again, range(3, 6), its_optimizer)
+        _assert_equal(_own(again), _own(model))
+        mine, theirs = _states(exchange), _states(other)
+        assert mine.keys() == theirs.keys()
+        for key, x in mine.items():
+            assert torch.equal(theirs[key], x), key
+
+
+def states_of_others_are_refused() -> None:
+    model, exchange = _compressed("topk:density=0.05")
+    _train(model, range(2))
+    own, (rest,) = f"rank {dist.get_rank()}", exchange.state_dict().values()
+    with pytest.raises(ConfigError, match=r"it has rank 9, and this is rank \d"):
+        exchange.load_state_dict({"rank 9": rest})
+    with pytest.raises(ConfigError, match="'other', which the model has not"):
+        exchange.load_state_dict({own: {**rest, "states": {**rest["states"], "other": {}}}})
+    with pytest.raises(ConfigError, match="not everything was loaded: take a step before"):
+        exchange.load_state_dict({own: {**rest, "states": {}}})
+    with pytest.raises(ConfigError, match="'about' is damaged"):
+        exchange.load_state_dict({own: {**rest, "about": "{}"}})
+    _, other = _compressed("none")
+    with pytest.raises(ConfigError, match="it is of topk, and the method here is none"):
+        other.load_state_dict({own: rest})
+
+
+# -- mistakes ------------------------------------------------------------------------------------
+
+
+def mistakes_are_errors() -> None:
+    mesh = MESHES["2x2"]
+    replica, shard = mesh["replica"], mesh["shard"]
+    compress = hvd.compress_replicas
+    with pytest.raises(ConfigError, match="fully_shard was not called"):
+        compress(_model(), replica, "topk")
+    with pytest.raises(ConfigError, match="both dimensions of the mesh"):
+        compress(_sharded(mesh), replica, "topk")
+    world = init_device_mesh("cpu", (4,))
+    with pytest.raises(ConfigError, match="divided among ranks 0, 1, 2, 3, and ranks"):
+        compress(_sharded(world), replica, "topk")
+    with pytest.raises(ConfigError, match="divided among ranks"):
+        compress(_sharded(shard), shard, "topk")
+    with pytest.raises(ConfigError, match="one replica only"):
+        compress(_sharded(shard), MESHES["4x1"]["shard"], "topk")
+    with pytest.raises(ConfigError, match="has 2 dimensions"):
+        compress(_sharded(shard), mesh, "topk")
+    with pytest.raises(ConfigError, match="as a mesh"):
+        compress(_sharded(shard), 2, "topk")
+    with pytest.raises(ConfigError, match="give the optimizer momentum=0"):
+        compress(_sharded(shard), replica, "dgc")
+    with pytest.raises(ConfigError, match="leaves momentum to the optimizer"):
+        compress(_sharded(shard), replica, "topk", momentum=0.9)
+    with pytest.raises(ConfigError, match="no place for this exchange"):
+        compress(FullyShardedDataParallel(_model(), device_id=torch.device("cpu")), replica, "topk")
+    model, _ = _compressed("topk")
+    with pytest.raises(ConfigError, match="call compress_replicas once"):
+        compress(model, replica, "topk")
+    model.inner.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(UnsupportedError, match="step after loss"):
+        _train(model, range(1))
+
+
+def all_ranks_learn_that_one_differs() -> None:
+    method = "topk:density=0.05" if dist.get_rank() != 3 else "topk:density=0.01"
+    with pytest.raises(MismatchError, match=r"rank 0, 1, 2: TopK.*\n.*rank 3: TopK"):
+        _compressed(method)
+    with pytest.raises(MismatchError, match="seed"):
+        _compressed("topk", seed=dist.get_rank() % 2)
+    model, exchange = _compressed("topk:density=0.05")
+    exchange.set_epoch(dist.get_rank() // 2)
+    with pytest.raises(MismatchError, match="epoch"):
+        _train(model, range(1))
+
+
+# -- local steps between replicas ----------------------------------------------------------------
+
+
+def local_steps_between_replicas() -> None:
+    """Replicas train alone and meet; parts of the model that a rank has not are none of its
+    business."""
+    replica = MESHES["2x2"]["replica"]
+    for make in (
+        lambda o: hvd.DiLoCo(o, sync_every=2, process_set=replica, compression="topk:density=0.1"),
+        lambda o: hvd.LocalSGD(o, sync_every=2, process_set=replica.get_group()),
+        lambda o: hvd.SlowMo(o, sync_every=2, process_set=replica),
+    ):
+        model = _sharded(MESHES["2x2"]["shard"])
+        optimizer = make(_sgd(model, momentum=0.9))
+        _train(model, range(STEPS), optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        weights = [x.clone() for x in _own(model)]
+        _train(model, range(STEPS, STEPS + 3), optimizer)
+        again = _sharded(MESHES["2x2"]["shard"])
+        for x, y in zip(_own(again), weights, strict=True):
+            x.copy_(y)
+        other = make(_sgd(again, momentum=0.9))
+        other.load_state_dict(saved)
+        _train(again, range(STEPS, STEPS + 3), other)
+        _assert_equal(_own(again), _own(model))
+        with optimizer.synchronized_parameters():
+            _same_in_replicas(model)
+        _assert_equal(_own(again), _own(model))
+
+
+def local_sgd_of_one_step_is_native_hsdp() -> None:
+    native, model = (_sharded(mesh) for mesh in (MESHES["2x2"], MESHES["2x2"]["shard"]))
+    optimizer = hvd.LocalSGD(_sgd(model), sync_every=1, process_set=MESHES["2x2"]["replica"])
+    _train(native, range(STEPS))
+    _train(model, range(STEPS), optimizer)
+    _assert_close(_own(native), _own(model))
+
+
+def optimizers_of_shards_say_what_works() -> None:
+    shard = MESHES["2x2"]["shard"]
+    with pytest.raises(ConfigError, match="divided among ranks"):
+        hvd.DiLoCo(_sgd(_sharded(shard)), process_set=shard)
+    with pytest.raises(ConfigError, match="divided among ranks"):
+        hvd.DiLoCo(_sgd(_sharded(MESHES["2x2"])), process_set=MESHES["2x2"]["replica"])
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning)  # of PyTorch's own calls
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=NeedsTuning)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    names = ("replica", "shard")
+    MESHES["2x2"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    MESHES["4x1"] = init_device_mesh("cpu", (4, 1), mesh_dim_names=names)
+    run_all(sys.argv[1], dist.get_rank(), SCENARIOS, dist.barrier)
+    dist.destroy_process_group()
+
+
+SCENARIOS = {
+    name: function
+    for name, function in list(globals().items())
+    if inspect.isfunction(function)
+    and function.__module__ == __name__
+    and not name.startswith("_")
+    and name != "main"
+}
+
+if __name__ == "__main__":
+    main()

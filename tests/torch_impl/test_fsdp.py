@@ -1,0 +1,72 @@
+"""The exchange between replicas of a sharded model, in a real job that torchrun starts."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.torch.plain import check_plain
+from hvd_compress.torch.replicas import is_group, is_sharded, local
+from tests import jobs
+from tests.fsdp_worker import SCENARIOS
+from tests.scenarios import read
+
+RANKS = 4
+
+
+def test_plain_tensors_are_no_shards():
+    x = torch.ones(3)
+    assert local(x) is x
+    assert not is_sharded(x)
+    assert not is_group(x)
+    assert not is_group(None)
+
+
+def test_an_optimizer_of_shards_says_what_works():
+    """Without ranks: of the class alone."""
+    shard = torch.Tensor._make_subclass(DTensor, torch.ones(3))
+    with pytest.raises(UnsupportedError, match=r"hvd_compress\.torch\.compress_replicas\(model"):
+        check_plain(shard)
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory):
+    """``results()[rank]``: a problem or ``None`` by scenario name."""
+
+    @functools.cache
+    def run() -> list[dict[str, str | None]]:
+        folder = tmp_path_factory.mktemp("fsdp")
+        command = ["torchrun", "--standalone", "--nproc-per-node", str(RANKS)]
+        try:
+            jobs.run([*command, str(jobs.TESTS / "fsdp_worker.py"), str(folder)], timeout=240)
+        except jobs.JobError as error:
+            (folder / "failure").write_text(str(error))
+        return [read(folder, rank, list(SCENARIOS)) for rank in range(RANKS)]
+
+    return run
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, id=f"torchrun-{RANKS}@{name}") for name in SCENARIOS]
+)
+def test_scenario(results, name):
+    for rank, found in enumerate(results()):
+        assert found[name] is None, f"rank {rank}: {found[name]}"
+
+
+@pytest.mark.timeout(150)
+def test_the_example_learns():
+    example = jobs.ROOT / "mpi_examples" / "train_hsdp.py"
+    assert len(example.read_text().splitlines()) <= 40  # to be copied
+    command = ["torchrun", "--standalone", "--nproc-per-node", str(RANKS), str(example)]
+    _, output = jobs.run([*command, "topk:density=0.05"], timeout=120)
+    accuracy = re.search(r"test accuracy (\S+)%", output)
+    assert accuracy
+    assert float(accuracy[1]) > 85
+    assert "elements sent 5.0" in output

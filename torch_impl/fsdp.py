@@ -1,0 +1,285 @@
+"""Compressed exchanges between the replicas of a model that FSDP2 shards.
+
+Inside a node ``fully_shard`` gathers and reduces as always, over the shard dimension of a mesh;
+between nodes the replicas of each shard average it by a method of this package::
+
+    mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("replica", "shard"))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    exchange = compress_replicas(model, mesh["replica"], "topk:density=0.01")
+
+After ``loss.backward()`` the gradients are averages over all ranks, as with PyTorch's own HSDP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvd_compress.agreement import Terms, differences, encode, listed
+from hvd_compress.base import Compressor
+from hvd_compress.errors import ConfigError, MismatchError
+from hvd_compress.integrations.checkpoints import entry, refused
+from hvd_compress.integrations.optimizers import check_partner
+from hvd_compress.methods import as_compressor
+from hvd_compress.reduce import Reducer
+from hvd_compress.stats import Stats
+
+from .replica_engine import ReplicaEngine
+from .replicas import check_model, group_of, groups_of, is_sharded, local, sharded_modules
+from .sharded_modules import Part, ShardedModule
+
+
+class ReplicaExchange:
+    """What :func:`compress_replicas` returns: the exchange between the replicas of a model.
+
+    A backward pass starts it module by module, as FSDP2 has reduced their gradients inside the
+    shard group, and waits for all at its end.
+
+    Attributes:
+        reducer: has the method, and the states of this rank's shards by name of the parameter.
+    """
+
+    def __init__(self, model: torch.nn.Module, reducer: Reducer, device: torch.device) -> None:
+        self.reducer, self._device = reducer, device
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._modules = [
+            ShardedModule(module, name, names, self._begin, self._start)
+            for name, module in sharded_modules(model)
+        ]
+        self._begun: list[ShardedModule] = []
+        self._is_awaited = False  # the end of this backward pass
+        self._stream: Any = None  # of a GPU, on which hooks run
+        model.register_forward_pre_hook(self._look_back)
+
+    # -- the backward pass -------------------------------------------------------------------
+
+    def _begin(self, module: ShardedModule) -> None:
+        if module in self._begun:  # it is used twice in this step
+            self._finish()
+        if not self._is_awaited:
+            # Behind FSDP2's own callback, in which hooks of the first modules may run.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            self._is_awaited = True
+
+    def _start(self, module: ShardedModule) -> None:
+        if self._device.type != "cpu":
+            self._stream = torch.accelerator.current_stream(self._device)
+        self._begun.append(module)
+        if gradients := module.gradients():  # replicas of this rank have nothing either
+            self.reducer.start_together(gradients)
+
+    def _end(self) -> None:
+        self._is_awaited = False
+        if self._stream is None:
+            self._finish()
+            return
+        streams = torch.get_device_module(self._device)
+        with streams.stream(self._stream):  # on which FSDP2 has made the parameters' gradients
+            self._finish()
+        streams.current_stream(self._device).wait_stream(self._stream)
+
+    def _finish(self) -> None:
+        begun, self._begun = self._begun, []
+        averages = self.reducer.finish() if self.reducer.has_begun else {}
+        for module in begun:
+            module.settle(averages)
+
+    def _look_back(self, *_: Any) -> None:
+        """Forget a backward pass that an exception has ended."""
+        if self._is_awaited:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Discard the gradients of a backward pass that has failed, on all ranks, as FSDP2's
+        ``model.reset_iter_state()`` does; the next forward pass does it by itself."""
+        self._begun, self._is_awaited = [], False
+        self.reducer.abandon()
+        for module in self._modules:
+            module.forget()
+
+    # -- statistics --------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Return the exact bytes that this rank has exchanged with other replicas, and the norms of
+        the residuals, by parameter and in total."""
+        return self.reducer.stats()
+
+    def reset_stats(self) -> None:
+        """Begin at zero with all that :meth:`stats` counts."""
+        self.reducer.reset_stats()
+
+    def set_epoch(self, epoch: float) -> None:
+        """Announce an epoch, for schedules by epoch."""
+        self.reducer.set_epoch(epoch)
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of this rank's shards, under the name of the rank; no collective.
+
+        It is for ``torch.distributed.checkpoint``, which takes this object itself beside model and
+        optimizer, or for ``torch.save`` on every rank.
+        """
+        self._check_at_rest()
+        self._make_states()
+        saved = self.reducer.state_dict(consolidate=False)
+        states = saved.pop("states")
+        keys = {name: sorted(state) for name, state in states.items()}
+        about = json.dumps({**saved, "keys": keys})
+        return {_own_key(): {"about": about, "states": states}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned on this rank, of as many.
+
+        Raises:
+            ConfigError: it belongs to other ranks, another model or method, or it is damaged; then
+                nothing has changed.
+        """
+        self._check_at_rest()
+        if _own_key() not in state_dict:
+            raise refused(
+                f"it has {', '.join(map(str, state_dict)) or 'nothing'}, and this is {_own_key()}: "
+                "each rank loads what it has saved, with as many ranks on the same mesh; with "
+                "others leave it out, and training begins with empty residuals"
+            )
+        own = entry(state_dict, _own_key(), Mapping)
+        states = entry(own, "states", Mapping)
+        try:
+            about = json.loads(entry(own, "about", str))
+            keys = about.pop("keys")
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            raise refused(f"its text 'about' is damaged: {error!r}") from error
+        here = {part.name for module in self._modules for part in module.parts}
+        if unknown := states.keys() - here:
+            raise refused(f"it has a state of {min(unknown)!r}, which the model has not")
+        for name, there in keys.items():
+            if name not in states or there != sorted(states[name]):
+                raise refused(
+                    f"of {name!r} not everything was loaded: take a step before "
+                    f"torch.distributed.checkpoint.load, since {self.reducer.method.name} makes "
+                    "some of its state there; or use torch.save and torch.load on every rank"
+                )
+        placed = {
+            name: {
+                key: x.to(self._device) if isinstance(x, torch.Tensor) else x
+                for key, x in state.items()
+            }
+            for name, state in states.items()
+        }
+        self.reducer.load_state_dict({**about, "states": placed})
+
+    def _check_at_rest(self) -> None:
+        if any(module.is_under_way for module in self._modules):
+            raise ConfigError(
+                "gradients are under way: save and load between steps, when the gradients of all "
+                "passes have been exchanged; after a backward pass that has failed on all ranks "
+                "call abandon()"
+            )
+
+    def _parts(self) -> dict[str, tuple[Part, torch.dtype]]:
+        return {
+            part.name: (part, module.dtype)
+            for module in self._modules
+            for part in module.trained()
+            if part.shape.numel()
+        }
+
+    def _make_states(self) -> None:
+        """Make the states of shards that have had no gradient yet: who loads a checkpoint asks
+        first what there may be."""
+        method, store = self.reducer.method, self.reducer.store
+        for name, (part, dtype) in self._parts().items():
+            like = torch.zeros(part.shape, dtype=dtype, device=self._device)
+            store.state_for(name, like, method.for_tensor(name, tuple(part.shape)))
+
+
+def _own_key() -> str:
+    return f"rank {dist.get_rank()}"
+
+
+def compress_replicas(
+    model: torch.nn.Module,
+    replicas: Any,
+    compression: Any,
+    *,
+    momentum: float | None = None,
+    nesterov: bool = False,
+    seed: int = 0,
+) -> ReplicaExchange:
+    """Average gradients between the replicas of a model that ``fully_shard`` has sharded, by a
+    compression method.  A collective of all ranks, before the first step.
+
+    The shards of the first replica are copied to the others.  Each parameter's shard is one tensor
+    for the method, of the shape that it has on this rank; its name is the parameter's.
+
+    Args:
+        model: sharded over the shard dimension alone, ``fully_shard(layer, mesh=mesh["shard"])``.
+        replicas: ``mesh["replica"]``, or the process group of the ranks with the same shard.
+        compression: a method, its class, its name, or a text such as "dgc:density=0.01".
+        momentum, nesterov: for methods that take momentum over (DGC): then the optimizer must have
+            none.  ``momentum=0.0`` for none at all.
+        seed: for randomness that the ranks share.
+
+    Raises:
+        ConfigError: the model is not sharded so, there is one replica only, or the method takes
+            momentum over, and none was named.
+        MismatchError: the ranks differ in method, options or parameters.
+    """
+    method: Compressor = as_compressor(compression)
+    check_partner(method, None, None)
+    if method.takes_momentum and momentum is None and method.momentum is None:
+        raise ConfigError(
+            f"{method.name} corrects momentum, and nothing is known of the optimizer here: write "
+            f"compress_replicas(model, mesh['replica'], {type(method).__name__}(momentum=0.9)) and "
+            "give the optimizer momentum=0; or momentum=0.0 for error feedback alone"
+        )
+    group = group_of(replicas)
+    shards = check_model(model, group)
+    (_, first), *_ = sharded_modules(model)
+    device = groups_of(first)[0].device
+    names = [f"{n} {p.dtype}" for n, p in model.named_parameters()]
+    shapes = listed((n, p.shape) for n, p in zip(names, model.parameters(), strict=True))
+    options = {"method": repr(method), "momentum, nesterov": f"{momentum}, {nesterov}"}
+    _agree({**options, "seed": str(seed), "parameters": shapes}, group, shards)
+    reducer = Reducer(
+        method,
+        ReplicaEngine(group, device),
+        momentum=momentum or 0.0,
+        nesterov=nesterov,
+        seed=seed,
+        same_order=True,
+        in_place=True,
+    )
+    exchange = ReplicaExchange(model, reducer, device)
+    _copy_parameters(model, group)
+    return exchange
+
+
+def _agree(terms: Terms, replicas: Any, shards: Any) -> None:
+    """Compare over all ranks, so that all raise the error: those without it would wait for the
+    others."""
+    everyone = {dist.get_rank(): encode(terms)}
+    for group in (replicas, shards):
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, everyone, group=group)
+        everyone = {rank: text for part in parts for rank, text in part.items()}
+    if len(set(everyone.values())) > 1:
+        raise MismatchError(differences([text for _, text in sorted(everyone.items())]))
+
+
+@torch.no_grad()
+def _copy_parameters(model: torch.nn.Module, replicas: Any) -> None:
+    """Give all replicas the shards of the first."""
+    first = dist.get_global_rank(replicas, 0)
+    for p in model.parameters():
+        if is_sharded(p) and not p.is_meta:
+            shard = local(p)
+            whole = shard.contiguous()
+            dist.broadcast(whole, first, group=replicas)
+            shard.copy_(whole)

@@ -1,0 +1,153 @@
+"""Which ranks have copies of the same shard: groups and meshes of ``torch.distributed``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvd_compress.errors import ConfigError, UnsupportedError
+
+#: how to shard a model for an exchange between replicas
+HOW = (
+    "shard over one dimension of a mesh and exchange over the other: mesh = init_device_mesh("
+    "device, (nodes, ranks_per_node), mesh_dim_names=('replica', 'shard')), "
+    "fully_shard(module, mesh=mesh['shard']) for each module, then "
+    "hvd.compress_replicas(model, mesh['replica'], 'topk')"
+)
+_OTHER_TORCH = (
+    f"FSDP2 of PyTorch {torch.__version__} keeps parameters elsewhere than that of 2.13, with "
+    "which compress_replicas was tested: install that version"
+)
+
+
+def is_group(x: Any) -> bool:
+    """Return whether ``x`` names ranks of ``torch.distributed``: a mesh, or a process group."""
+    if not dist.is_available():
+        return False
+    return isinstance(x, dist.ProcessGroup) or _is_mesh(x)
+
+
+def _is_mesh(x: Any) -> bool:
+    return isinstance(x, getattr(dist, "DeviceMesh", ()))  # which PyTorch 2.1 has not
+
+
+def group_of(replicas: Any) -> dist.ProcessGroup:
+    """Return the process group of a mesh of one dimension, or the group that was given.
+
+    Raises:
+        ConfigError: it is something else, or this rank is alone in it.
+    """
+    if not is_group(replicas):
+        raise ConfigError(
+            f"replicas are given as a mesh, mesh['replica'], or as a process group, not as "
+            f"{type(replicas).__name__}"
+        )
+    if _is_mesh(replicas):
+        if replicas.ndim != 1:
+            raise ConfigError(
+                f"the replicas' mesh has {replicas.ndim} dimensions: pass the one that counts the "
+                "replicas, mesh['replica']"
+            )
+        replicas = replicas.get_group()
+    if dist.get_world_size(replicas) == 1:
+        raise ConfigError(f"there is one replica only, so nothing travels between replicas: {HOW}")
+    return replicas
+
+
+def is_sharded(x: torch.Tensor) -> bool:
+    """Return whether a tensor is a ``DTensor``."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # whose import takes long
+    return tensors is not None and isinstance(x, tensors.DTensor)
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor: itself, or the shard of a ``DTensor``."""
+    shard: torch.Tensor = x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
+    return shard
+
+
+def groups_of(module: Any) -> list[Any]:
+    """Return FSDP2's groups of the parameters of an ``FSDPModule``: one for each mesh."""
+    groups: list[Any] | None = getattr(module._get_fsdp_state(), "_fsdp_param_groups", None)
+    if groups is None:
+        raise UnsupportedError(_OTHER_TORCH)
+    return groups
+
+
+def sharded_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Return the modules that ``fully_shard`` has sharded and that have parameters of their own,
+    with their names in the model; of those that were given to it together, the first.
+
+    Raises:
+        ConfigError: there are none.
+        UnsupportedError: parameters of one module are on several meshes.
+    """
+    try:
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    except ImportError as error:
+        raise UnsupportedError(_OTHER_TORCH) from error
+    found: dict[int, tuple[str, Any]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise ConfigError(f"FullyShardedDataParallel has no place for this exchange: {HOW}")
+        if not isinstance(module, FSDPModule):
+            continue
+        groups = groups_of(module)
+        if len(groups) > 1:
+            raise UnsupportedError(
+                f"parameters of {name or 'the model'} are on several meshes (shard_placement_fn), "
+                "where PyTorch has no hook: call fully_shard for each part with one mesh"
+            )
+        if groups:
+            found.setdefault(id(groups[0]), (name, module))
+    if not found:
+        raise ConfigError(
+            "fully_shard was not called for any module of this model, or for none with "
+            f"parameters: {HOW}. A model that is whole on every rank belongs into "
+            "DistributedDataParallel, with the hook hvd.ddp_hook"
+        )
+    return list(found.values())
+
+
+def check_model(model: torch.nn.Module, replicas: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the process group of the shards.
+
+    Raises:
+        ConfigError: the model is not sharded over other ranks than those of ``replicas``.
+    """
+    groups = []
+    for name, module in sharded_modules(model):
+        (parameters,) = groups_of(module)
+        mesh = parameters.mesh_info
+        if hasattr(mesh, "replicate_process_group"):
+            raise ConfigError(
+                f"{name or 'the model'} was given to fully_shard with both dimensions of the mesh, "
+                "so PyTorch averages between replicas itself, uncompressed and before any hook: "
+                f"{HOW}"
+            )
+        check_apart(dist.get_process_group_ranks(mesh.shard_process_group), replicas)
+        groups.append(mesh.shard_process_group)
+    return groups[0]
+
+
+def check_apart(shards: Collection[int], replicas: dist.ProcessGroup) -> None:
+    """Raise ``ConfigError`` if ranks among which a model is divided are said to be replicas of one
+    another."""
+    among = set(shards) & set(dist.get_process_group_ranks(replicas))
+    if among != {dist.get_rank()}:
+        raise ConfigError(
+            f"the model is divided among ranks {', '.join(map(str, sorted(shards)))}, and ranks "
+            f"{', '.join(map(str, sorted(among)))} of them are given as replicas of one another, "
+            f"but have different parts: {HOW}"
+        )
+
+
+def check_shards(parameters: Iterable[Any], replicas: dist.ProcessGroup) -> None:
+    """Raise ``ConfigError`` if parameters are divided among ranks of ``replicas``."""
+    for p in parameters:
+        if is_sharded(p):
+            check_apart(p.device_mesh.mesh.flatten().tolist(), replicas)
