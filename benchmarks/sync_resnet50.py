@@ -20,12 +20,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import math
 import statistics
+from pathlib import Path
 
 from tqdm import tqdm
 
 from hvd_compress.advisor.shapes import resnet50
+from hvd_compress.cli.options import picture_file
 from hvd_compress.integrations.launch import under_horovodrun
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -40,6 +43,9 @@ parser.add_argument(
 )
 parser.add_argument("--density", type=float, default=0.001)
 parser.add_argument("--ranks", type=int, default=4, help="when started without horovodrun")
+parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+parser.add_argument("--picture", type=picture_file, metavar="FILE", help="draw the medians")
+parser.add_argument("--title", default="", help="of the picture")
 parser.add_argument("--controller", choices=["gloo", "mpi"], default="mpi")
 options = parser.parse_args()
 under_horovodrun(options.ranks, options.controller)
@@ -92,6 +98,7 @@ def main() -> None:
         rate, stream = backend.line_rate(), backend.Stream("stream")
         backward = backend.Backward("backward")
         contenders += [backward, stream, backend.PlainTopK("plain top-k", options.density)]
+    received: dict[str, float] = {}
     sent = {"Horovod dense": dense, "Horovod fp16": dense / 2, "DDP": dense, "DDP fp16": dense / 2}
     rounds = options.warmup + options.rounds
     with tqdm(total=rounds * len(contenders), disable=hvd.rank() != 0, ncols=90) as bar:
@@ -123,6 +130,7 @@ def main() -> None:
         if contender.compression is not None:
             total = contender.compression.stats().total
             sent[contender.name] = total.bytes_sent / total.steps
+            received[contender.name] = total.bytes_received / total.steps
         count = sent.get(contender.name, getattr(contender, "bytes_sent", None))
         median = statistics.median(contender.seconds)
         print(f"{contender.name:17}", *map(in_ms, (median, *extremes(contender.seconds))), end="")
@@ -138,7 +146,8 @@ def main() -> None:
             beyond = median - (0 if whole else statistics.median(backward.seconds))
             print(f" {in_ms(beyond)}", end="")
             if known:
-                floor = floor_of(count, dense, rate, statistics.median(stream.seconds))
+                arrives = received.get(contender.name, count)
+                floor = floor_of(count, arrives, dense, rate, statistics.median(stream.seconds))
                 print(f" {in_ms(floor)} {beyond / floor:5.1f}x", end="")
             else:
                 print(16 * " ", end="")
@@ -151,6 +160,39 @@ def main() -> None:
         if contender.compression is not None and (times := contender.compression.stats().times):
             print(f"{contender.name:18} {times.line()}")
 
+    medians = {c.name: statistics.median(c.seconds) for c in contenders}
+    if options.json:
+        found = {
+            "ranks": hvd.size(),
+            "line_bytes_per_s": rate,
+            "rows": {
+                c.name: {"seconds": c.seconds, "bytes_sent": sent.get(c.name)} for c in contenders
+            },
+        }
+        options.json.write_text(json.dumps(found, indent=1))
+        print(f"\nmeasured: {options.json}")
+    if options.picture:
+        draw({name: medians[name] for name in chosen}, options.picture)
+        print(f"\npicture: {options.picture}")
+
+
+def draw(medians: dict[str, float], picture: Path) -> None:
+    """A bar for each row, in the order of their length."""
+    import matplotlib.pyplot as plt
+
+    names = sorted(medians, key=medians.__getitem__, reverse=True)
+    seconds = [1000 * medians[name] for name in names]
+    figure, axes = plt.subplots(figsize=(7, 0.6 + 0.3 * len(names)), layout="constrained")
+    plain = ("Horovod", "DDP")
+    bars = axes.barh(
+        names, seconds, color=["#b0b0b0" if n.startswith(plain) else "#2a6f97" for n in names]
+    )
+    axes.bar_label(bars, [f"{value:,.0f} ms" for value in seconds], padding=3)
+    axes.set_xlim(0, 1.12 * max(seconds))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(options.title, loc="left", fontsize=10)
+    figure.savefig(picture, dpi=150)
+
 
 def in_ms(seconds: float) -> str:
     return f"{1000 * seconds:5.0f} ms"
@@ -160,12 +202,12 @@ def extremes(values: list[float]) -> tuple[float, float]:
     return min(values), max(values)
 
 
-def floor_of(count: float, dense: float, rate: float, stream: float) -> float:
-    """Seconds that a method cannot do without: an allreduce moves two arrays but for a share, an
-    allgather all messages to all."""
-    if count >= dense / 2:
-        return count * (hvd.size() - 1) * 2 / hvd.size() / rate
-    return stream + count * (hvd.size() - 1) / rate
+def floor_of(count: float, arrives: float, dense: float, rate: float, stream: float) -> float:
+    """Seconds that a method cannot do without, which counts ``count`` bytes as sent and ``arrives``
+    as received: an allreduce, whose two numbers are equal, moves two arrays but for a share."""
+    if count >= dense / 2 or arrives <= 1.01 * count:
+        arrives = count * (hvd.size() - 1) * 2 / hvd.size()
+    return arrives / rate + (stream if count < dense / 2 else 0)
 
 
 if __name__ == "__main__":

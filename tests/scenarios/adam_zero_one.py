@@ -120,7 +120,8 @@ def most_local_steps_send_nothing() -> None:
         if step in (1, 2, 4, 6, 8, 12):
             assert count == 4 * n
         elif step <= FREEZE or step in (13, 14, 16, 20, 24):
-            assert bits <= count <= bits + 24 * (hvd.size() + 1), (step, count)
+            # Headers, flags and scales of the bucket, most of which count to its largest tensor.
+            assert bits <= count <= bits + 48 * (hvd.size() + 1), (step, count)
         else:
             assert count == 0, (step, count)
 
