@@ -107,7 +107,8 @@ class FusedCodes(abc.ABC):
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         bucket = self._bucket(tensors)
-        xp, states = backend_of(tensors[0].x), [t.state for t in tensors]
+        xp = backend_of(tensors[0].x)
+        states = [{key: _flat(x) for key, x in t.state.items()} for t in tensors]
         out = [t.x if t.in_place else xp.zeros(xp.size(t.x), t.x) for t in tensors]
         sent = [np.empty(n, np.float32) for n in bucket.sizes]
         arrays = _Arrays(bucket, [t.x for t in tensors], states, out, sent)
@@ -571,6 +572,14 @@ class _Sharded(_Bucket):
             residual = views.states[_R][tensor][part.own]
             np.add(views.x[tensor][part.own], residual, out=residual)
             residual -= sent
+
+
+def _flat(x: Array) -> Array:
+    """Return ``x``, or what takes its place if it was given memory with other strides."""
+    xp = backend_of(x)
+    device = getattr(x, "device", None)
+    is_flat = xp.addresses([x], [xp.size(x)], xp.dtype(x), device) is not None
+    return x if is_flat else xp.copy(x)
 
 
 class _Rooms(threading.local):
