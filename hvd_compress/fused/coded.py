@@ -112,7 +112,7 @@ class FusedCodes(abc.ABC):
         out = [t.x if t.in_place else xp.zeros(xp.size(t.x), t.x) for t in tensors]
         sent = [np.empty(n, np.float32) for n in bucket.sizes]
         arrays = _Arrays(bucket, [t.x for t in tensors], states, out, sent)
-        finite = yield from self._meet(bucket, arrays, tensors[0].context.step)
+        finite = yield from self._meet(bucket, arrays, tensors[0].context)
         means = []
         for tensor, mean in zip(tensors, out, strict=True):
             in_gradient = xp.address(mean) == xp.address(tensor.gradient)
@@ -125,21 +125,23 @@ class FusedCodes(abc.ABC):
     ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], list[State]]] | None:
         """See :class:`hvd_compress.chain.Fused`."""
         bucket = tensors.scratch.get("bucket")
-        if self.before or bucket is None or not bucket.is_of(tensors) or context.sparse:
+        if self.before or context.sparse or bucket is None or bucket.form is not self:
             return None
-        return self._again(bucket, tensors, context.step)
+        if bucket.rank != context.rank or not bucket.is_of(tensors):
+            return None
+        return self._again(bucket, tensors, context)
 
     def _again(
-        self, bucket: _Bucket, tensors: Repeated, step: int
+        self, bucket: _Bucket, tensors: Repeated, context: Context
     ) -> Generator[Request, Any, tuple[Sequence[Array], list[State]]]:
         states = [{key: state[key] for key in bucket.keys} for state in tensors.states]
         arrays = _Arrays(bucket, tensors.gradients, states, tensors.gradients)
-        finite = yield from self._meet(bucket, arrays, step)
+        finite = yield from self._meet(bucket, arrays, context)
         return tensors.gradients, _settled(states, finite)
 
     @abc.abstractmethod
     def _meet(
-        self, bucket: Any, arrays: _Arrays, step: int
+        self, bucket: Any, arrays: _Arrays, context: Context
     ) -> Generator[Request, Any, Sequence[bool]]:
         """Write means and states, and return of which tensors they are finite."""
 
@@ -152,8 +154,13 @@ class FusedCodes(abc.ABC):
         scratch, shapes = tensors[0].context.scratch, [t.context.shape for t in tensors]
         names = [t.context.name for t in tensors]
         assert scratch is not None
-        bucket = scratch.get("bucket")
-        if bucket is None or (bucket.shapes, bucket.names) != (shapes, names):
+        bucket: _Bucket | None = scratch.get("bucket")
+        if (
+            bucket is None
+            or bucket.form is not self  # but that of what a switch began with
+            or (bucket.shapes, bucket.names) != (shapes, names)
+            or bucket.rank != tensors[0].context.rank
+        ):
             sizes = [backend_of(t.x).size(t.x) for t in tensors]
             codecs = [self.codec.for_shape(shape) for shape in shapes]
             bucket = scratch["bucket"] = self._made(tensors, sizes, codecs)
@@ -167,14 +174,14 @@ class FusedAlltoall(FusedCodes):
         return _Sharded(self, tensors, sizes, codecs)
 
     def _meet(
-        self, bucket: _Sharded, arrays: _Arrays, step: int
+        self, bucket: _Sharded, arrays: _Arrays, context: Context
     ) -> Generator[Request, Any, Sequence[bool]]:
         xp = backend_of(arrays.gradients[0])
         with phase("encode"):
-            frames = bucket.encode(arrays, step)
+            frames = bucket.encode(arrays, context)
         received = yield Alltoall([xp.from_numpy(frame, None) for frame in frames])
         with phase("add_up"):
-            frame = bucket.add_up(arrays, [xp.to_numpy(x) for x in received], step)
+            frame = bucket.add_up(arrays, [xp.to_numpy(x) for x in received], context)
         replies = yield Gather(xp.from_numpy(frame, None), bucket.has_equal_replies)
         with phase("add_up"):
             return bucket.settle(arrays, [xp.to_numpy(x) for x in replies])
@@ -187,11 +194,11 @@ class FusedAllgather(FusedCodes):
         return _Whole(self, tensors, sizes, codecs)
 
     def _meet(
-        self, bucket: _Whole, arrays: _Arrays, step: int
+        self, bucket: _Whole, arrays: _Arrays, context: Context
     ) -> Generator[Request, Any, Sequence[bool]]:
         xp = backend_of(arrays.gradients[0])
         with phase("encode"):
-            frame = bucket.encode(arrays, step)
+            frame = bucket.encode(arrays, context)
         replies = yield Gather(xp.from_numpy(frame, None), equal_sizes=True)
         with phase("add_up"):
             return bucket.settle(arrays, [xp.to_numpy(x) for x in replies])
@@ -315,10 +322,9 @@ class _Bucket(abc.ABC):
         self, form: FusedCodes, tensors: list[Tensor], sizes: list[int], codecs: list[Codec]
     ) -> None:
         self.form, self.sizes, self.codecs = form, sizes, codecs
-        self.contexts = [t.context._replace(scratch=None) for t in tensors]
-        self.shapes = [context.shape for context in self.contexts]
-        self.names = [context.name for context in self.contexts]
-        self.rank, self.size = self.contexts[0].rank, form.size
+        self.shapes = [t.context.shape for t in tensors]
+        self.names = [t.context.name for t in tensors]
+        self.rank, self.size = tensors[0].context.rank, form.size
         if form.feeds_back:
             for i, (codec, n) in enumerate(zip(codecs, sizes, strict=True)):
                 codec.check_feedback(self.fed_back(i, n))
@@ -341,11 +347,11 @@ class _Bucket(abc.ABC):
         found = backend_of(arrays[0]).addresses(arrays, self.sizes, "float32", device)
         return found is not None
 
-    def random(self, tensor: int, step: int, turn: int = 0) -> Any:
-        """Return the random numbers of a tensor, if its codec takes any."""
+    def random(self, tensor: int, step: Context, turn: int = 0) -> Any:
+        """Return the random numbers of a tensor in a step, if its codec takes any."""
         if not self.codecs[tensor].draws:
             return None
-        return own_generator(self.contexts[tensor]._replace(step=step), turn)
+        return own_generator(step._replace(name=self.names[tensor]), turn)
 
     def put(
         self, part: _Part, x: np.ndarray, random: Any, frame: np.ndarray, flags: np.ndarray
@@ -389,7 +395,7 @@ class _Whole(_Bucket):
         self._frame = np.zeros(self._message.size, np.uint8)
         self._longest = max(sizes)
 
-    def encode(self, arrays: _Arrays, step: int) -> np.ndarray:
+    def encode(self, arrays: _Arrays, step: Context) -> np.ndarray:
         views, frame = arrays.views(), self._frame
         flags = self._message.flags(frame)
         flags[:] = _FINE
@@ -462,7 +468,7 @@ class _Sharded(_Bucket):
     def fed_back(self, tensor: int, n: int) -> int:
         return max(self._length(tensor, rank) for rank in range(self.form.size))
 
-    def encode(self, arrays: _Arrays, step: int) -> list[np.ndarray]:
+    def encode(self, arrays: _Arrays, step: Context) -> list[np.ndarray]:
         """Return a message for each rank."""
         views = arrays.views()
         self._look(arrays.states[_O], views.states[_O])
@@ -511,7 +517,7 @@ class _Sharded(_Bucket):
             x = x + foreign[own]
         return x
 
-    def add_up(self, arrays: _Arrays, frames: Sequence[np.ndarray], step: int) -> np.ndarray:
+    def add_up(self, arrays: _Arrays, frames: Sequence[np.ndarray], step: Context) -> np.ndarray:
         """Return the message of the sums of the rank's own shards."""
         message, reply = self._messages[self.rank], self._replies[self.rank]
         theirs = [message.opened(frame, rank) for rank, frame in enumerate(frames)]

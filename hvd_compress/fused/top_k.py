@@ -128,7 +128,7 @@ class FusedTopK:
     ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], list[State]]] | None:
         """See :class:`hvd_compress.chain.Fused`."""
         bucket = tensors.scratch.get("bucket")
-        if self.before or bucket is None or not bucket.is_of(tensors):
+        if self.before or bucket is None or bucket.form is not self or not bucket.is_of(tensors):
             return None
         return self._again(bucket, tensors, context.sparse)
 
@@ -220,14 +220,17 @@ class FusedTopK:
         """What is kept of a bucket between steps, in the first tensor's scratch."""
         size, scratch = backend_of(tensors[0].x).size, tensors[0].scratch
         sizes, counts = [size(t.x) for t in tensors], [t.k for t in tensors]
-        bucket, device = scratch.get("bucket"), _device(tensors[0].x)
-        if bucket is None or (bucket.sizes, bucket.counts, bucket.device) != (
-            *(sizes, counts),
-            device,
+        bucket: _Bucket | None = scratch.get("bucket")
+        device = _device(tensors[0].x)
+        if (
+            bucket is None
+            or bucket.form is not self  # but that of what a switch began with
+            or (bucket.sizes, bucket.counts, bucket.device) != (sizes, counts, device)
         ):
             keys = (_R,) if self.correction is None else (_R, _V)
             message = message_of(self.values, self.indices, sum(sizes), counts)
-            bucket = _Bucket(sizes, counts, keys, message, tensors[0].x, scratch.get("memory"))
+            like, memory = tensors[0].x, scratch.get("memory")
+            bucket = _Bucket(self, sizes, counts, keys, message, like, memory=memory)
             scratch["bucket"] = bucket
         return bucket
 
@@ -237,14 +240,16 @@ class _Bucket:
 
     def __init__(
         self,
+        form: FusedTopK,
         sizes: list[int],
         counts: list[int],
         keys: tuple[str, ...],
         message: Any,
         like: Array,
+        *,
         memory: Memory | None,
     ) -> None:
-        self.sizes, self.counts, self.message = sizes, counts, message
+        self.form, self.sizes, self.counts, self.message = form, sizes, counts, message
         self.device, self.loops = _device(like), loops_of(like)
         self.selection = self.loops.Selection(sizes, counts)
         self.starts = np.cumsum([0, *sizes[:-1]])

@@ -42,6 +42,9 @@ METHODS = [
     QSGD(),
     partition(rule(DGC(density=0.05), names="a"), otherwise=DGC(density=0.02)),
     switch(NoCompression(), TopK(density=0.02), start=3),
+    switch(TopK(density=0.02), FP8(), start=3),
+    switch(QSGD(), TopK(density=0.02), start=3),
+    switch(TopK(density=0.02), TopK(density=0.02, values="float16"), start=3),
 ]
 
 

@@ -28,6 +28,7 @@ from hvd_compress import (
     TernGrad,
     TopK,
     kernels,
+    switch,
 )
 from hvd_compress.aggregators import alltoall
 from hvd_compress.chain import Chain
@@ -357,6 +358,31 @@ def test_after_another_number_of_ranks_nothing_is_lost(method, make):
         for found, other in zip(fewer.exchange(own), expected, strict=True):
             for name in shapes:
                 assert_equal(found[name], other[name])
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (TopK(density=0.05), FP8()),
+        (EFSignSGD(via="allgather"), TopK(density=0.05)),
+        (TopK(density=0.05), TopK(density=0.05, values="float16")),
+        (QSGD(), NaturalCompression()),
+    ],
+    ids=repr,
+)
+def test_a_switch_takes_nothing_over_from_the_other_form(first, then):
+    method, random = switch(first, then, start=2), np.random.default_rng(0)
+    shapes = {"a": (50, 40), "b": (300, 3)}
+    ranks, expected = Ranks(method, shapes, 2, in_place=True), World(method, 2)
+    for _ in range(5):
+        own = [
+            {n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+            for _ in "01"
+        ]
+        other = expected.exchange_all(copy.deepcopy(own), momentum=0.9, gradient_norm=3.0)
+        for found, wanted in zip(ranks.exchange(own), other, strict=True):
+            for name in shapes:
+                assert_equal(found[name], wanted[name])
 
 
 def exchange_of(method, shapes, gradients, scratch, states, rank=0, size=2):
