@@ -1,18 +1,13 @@
 """Hypothesis draws the same examples in every run, and may take its time on a busy machine."""
 
-import functools
 import gc
 import os
-import re
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
 settings.load_profile("deterministic")
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # Small arrays, many processes: threads that wait for each other cost ten times what they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -59,39 +54,14 @@ def seconds_allowed(item):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Tests that read the results of one job go to one worker, which starts the job once: those
-    whose names are equal up to an @.
-
-    Half of the workers run jobs, the longest first, while the others run what needs one process:
-    ranks of several jobs at once wait for each other's processors, and what takes ten seconds alone
-    takes minutes.  What is left in the end, anybody runs.
-    """
+    whose names are equal up to an @."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByJob(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             return nodeid.partition("@")[0]
 
-        def _assign_work_unit(self, node):
-            runs_jobs = node in self.nodes[: max(1, self.numnodes // 2)]
-            own = (scope for scope in self.workqueue if starts_jobs(scope) == runs_jobs)
-            if (chosen := next(own, None)) is not None:  # else whatever is left
-                self.workqueue.move_to_end(chosen, last=False)
-            super()._assign_work_unit(node)
-
     return ByJob(config, log)
-
-
-def starts_jobs(nodeid):
-    """Whether a test is of a module that starts several processes at once, by its name alone."""
-    return _imports_jobs(nodeid.partition("::")[0])
-
-
-@functools.cache
-def _imports_jobs(path):
-    file = ROOT / path
-    return file.suffix == ".py" and bool(
-        re.search(r"^from tests import jobs$", file.read_text(), re.M)
-    )
 
 
 # Programs that are started by tests, with arguments, and what runs inside jobs.

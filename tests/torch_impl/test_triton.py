@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvd_compress.torch import backend
-from tests import jobs as one_process
+from tests import jobs
 
 #: files of laws, and the parts that are run each in a process of its own
 LAWS = {
@@ -21,12 +21,12 @@ PARTS = [(file, part) for file, parts in LAWS.items() for part in parts]
 
 
 def run(file, part, interpreted):
-    if problem := one_process.triton_missing():
+    if problem := jobs.triton_missing():
         pytest.skip(f"{problem}; its kernels were not tested")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    paths = f"{one_process.ROOT}:{one_process.TRITON}"
-    _, output = one_process.run(
-        [*command, str(one_process.TESTS / "torch_impl" / file), "-k", part],
+    paths = f"{jobs.ROOT}:{jobs.TRITON}"
+    _, output = jobs.run(
+        [*command, str(jobs.TESTS / "torch_impl" / file), "-k", part],
         timeout=280,
         TRITON_INTERPRET=interpreted,
         PYTHONPATH=paths,
