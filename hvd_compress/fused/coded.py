@@ -27,7 +27,7 @@ from hvd_compress.base import Array, Context, Outcome, Sparse, State
 from hvd_compress.chain import Repeated, Transform, in_range
 from hvd_compress.codecs import Codec
 from hvd_compress.errors import CompressionError
-from hvd_compress.kernels import Column, loops_of
+from hvd_compress.kernels import Column, are_flat, loops_of
 from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.operators.random_k import own_generator
 from hvd_compress.requests import Alltoall, Gather, Joint, Request
@@ -338,14 +338,8 @@ class _Bucket(abc.ABC):
         if self.sizes != list(tensors.weights):
             return False
         columns = [[state.get(key) for state in tensors.states] for key in self.keys]
-        return all(self._are_flat(arrays) for arrays in (tensors.gradients, *columns))
-
-    def _are_flat(self, arrays: Sequence[Array | None]) -> bool:
-        if any(x is None for x in arrays):
-            return False
-        device = getattr(arrays[0], "device", None)
-        found = backend_of(arrays[0]).addresses(arrays, self.sizes, "float32", device)
-        return found is not None
+        device = getattr(tensors.gradients[0], "device", None)
+        return are_flat([tensors.gradients, *columns], self.sizes, device)
 
     def random(self, tensor: int, step: Context, turn: int = 0) -> Any:
         """Return the random numbers of a tensor in a step, if its codec takes any."""

@@ -26,7 +26,7 @@ from hvd_compress.codecs import logarithmic
 from hvd_compress.errors import CompressionError
 from hvd_compress.fused.messages import message_of
 from hvd_compress.fused.on_host import Memory, exchange_on_host
-from hvd_compress.kernels import Column, Steps, addresses, loops_of, merge
+from hvd_compress.kernels import Column, Steps, addresses, are_flat, loops_of, merge
 from hvd_compress.operators import top_k
 from hvd_compress.requests import Gather, Joint, Request
 from hvd_compress.times import phase
@@ -265,13 +265,7 @@ class _Bucket:
         if self._memory is not None or self.counts != list(tensors.weights):
             return False
         columns = [[state.get(key) for state in tensors.states] for key in self._keys]
-        return all(self._are_flat(arrays) for arrays in (tensors.gradients, *columns))
-
-    def _are_flat(self, arrays: Sequence[Array | None]) -> bool:
-        if any(x is None for x in arrays):
-            return False
-        find = backend_of(arrays[0]).addresses
-        return find(arrays, self.sizes, "float32", self.device) is not None
+        return are_flat([tensors.gradients, *columns], self.sizes, self.device)
 
     def empty(self, like: Array) -> Array:
         """Return memory for a result."""

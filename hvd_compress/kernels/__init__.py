@@ -28,6 +28,7 @@ from hvd_compress.kernels.arrays import (
     Selected,
     Steps,
     addresses,
+    are_flat,
     momenta_of,
 )
 
@@ -38,6 +39,7 @@ __all__ = [
     "Steps",
     "add_up",
     "addresses",
+    "are_flat",
     "crc32",
     "elias_pack",
     "elias_unpack",

@@ -55,6 +55,17 @@ def addresses(arrays: Sequence[Array], sizes: Sequence[int]) -> np.ndarray | Non
     return None if found is None else np.array(found, np.int64)
 
 
+def are_flat(columns: Iterable[Sequence[Array | None]], sizes: Sequence[int], device: Any) -> bool:
+    """Return whether all arrays of all columns are there, are as :func:`addresses` wants them, and
+    on ``device``."""
+    for arrays in columns:
+        if any(x is None for x in arrays):
+            return False
+        if backend_of(arrays[0]).addresses(arrays, sizes, "float32", device) is None:
+            return False
+    return True
+
+
 class Steps(NamedTuple):
     """The arrays of a bucket in one step: what is read, and where the new state is written.
     Without momentum there are no velocities."""
