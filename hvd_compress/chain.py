@@ -385,7 +385,8 @@ class Chain(Compressor, name="chain"):
     def _fused(self, context: Context) -> Fused | None:
         token = context.nesterov, context.size
         if token not in self._forms:
-            self._forms[token] = self.via.fused(self.transforms, context)
+            # Of two threads that make it at once, both take one: a bucket is of one form.
+            return self._forms.setdefault(token, self.via.fused(self.transforms, context))
         return self._forms[token]
 
     @functools.cached_property

@@ -6,6 +6,7 @@ processor's of the first of them, so neither the others nor other programs distu
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import multiprocessing
@@ -96,11 +97,12 @@ class _Meeting:
         """Return the reply to a rank's request, when all ranks are there."""
         self._requests[rank] = request
         if self._barrier.wait() == 0:  # one thread answers all
-            common = reply_to(self._requests) if request.is_common else None
-            self._replies = [
-                common if request.is_common else reply_to(self._requests, rank)
-                for rank in range(len(self._requests))
-            ]
+            # Copies: a rank that goes on writes its next message where this one stood.
+            if request.is_common:
+                self._replies = [copy.deepcopy(reply_to(self._requests))] * len(self._requests)
+            else:
+                ranks = range(len(self._requests))
+                self._replies = [copy.deepcopy(reply_to(self._requests, rank)) for rank in ranks]
         self._barrier.wait()
         return self._replies[rank]
 
@@ -195,11 +197,12 @@ def _run(
 ) -> tuple[float, float, _Engine]:
     """Least seconds of rank 0 before the first exchange of each bucket and after it, and its
     engine, which has counted the last step."""
-    meeting, chosen = _Meeting(size), as_compressor(method)
+    meeting = _Meeting(size)
     engines = [_Engine(rank, size, meeting) for rank in range(size)]
 
     def train(rank: int) -> list[tuple[float, float]]:
         engine, random = engines[rank], np.random.default_rng((seed, rank))
+        chosen = as_compressor(method)  # of its own, as a rank has it
         momentum = 0.9 * chosen.takes_momentum
         reducer = Reducer(chosen, engine, momentum=momentum, in_place=True)
         reducer.step, reducer.epoch, reducer.learning_rate = _LATE, _LATE, 0.1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +26,7 @@ from hvd_compress import (
     warmup_to,
 )
 from hvd_compress.backends import backend_of
+from hvd_compress.base import Context
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.reduce import MemoryStore, Reducer
 from hvd_compress.schedules import StagedWarmup
@@ -187,3 +191,24 @@ def test_equal_steps_keep_their_buckets(row):
     for _ in range(5):
         reducer.reduce({n: random.standard_normal(s, np.float32) for n, s in shapes.items()})
     assert len(plans) <= 1, plans
+
+
+def test_threads_that_share_a_method_make_one_form_of_it(monkeypatch):
+    """Else the tensors of a rank would be in buckets of two forms, and other ranks' in one's."""
+    method, both = QSGD(), threading.Barrier(2, timeout=30)
+    make = type(method.blocks.via).fused
+
+    def make_at_once(*args):
+        both.wait()
+        return make(*args)
+
+    monkeypatch.setattr(type(method.blocks.via), "fused", make_at_once)
+    gradient = np.ones(8, np.float32)
+
+    def form(rank):
+        context = Context(rank=rank, size=2, scratch={}, in_place=True)
+        return next(method.exchange(gradient.copy(), method.init(gradient), context)).function
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(form, range(2))
+    assert one is other

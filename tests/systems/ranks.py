@@ -7,6 +7,7 @@ gradient depends on all of them, as those of a network do.
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import numpy as np
@@ -105,7 +106,10 @@ class ThreadEngine:
             except StopIteration as stop:
                 return stop.value
             self.sent += self._size(request)
-            reply = self.meeting.meet(self.rank, request, lambda all_: reply_to(all_, self.rank))
+            # A copy: a rank that goes on writes its next message where this one stood.
+            reply = self.meeting.meet(
+                self.rank, request, lambda all_: copy.deepcopy(reply_to(all_, self.rank))
+            )
 
     def _size(self, request):
         if isinstance(request, Neighbors):
