@@ -8,8 +8,10 @@ FRAMEWORK ?= torch
 DEMO_torch := train_digits
 DEMO_tensorflow := train_digits_keras
 
+# Told to write no bytecode, as in many containers, every process would compile all that it imports.
 # Open MPI refuses to start as root, as in a container, unless told twice.
-RUN := env PATH="$(CURDIR)/.venv/bin:$$PATH" TF_CPP_MIN_LOG_LEVEL=3 \
+RUN := env -u PYTHONDONTWRITEBYTECODE \
+	PATH="$(CURDIR)/.venv/bin:$$PATH" TF_CPP_MIN_LOG_LEVEL=3 \
 	OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
 .PHONY: help setup demo test test-all sanitize lint clean

@@ -119,7 +119,10 @@ def find_uv(pip: list, install: list, pinned: list) -> list:
     named = ["--default-index", index[1]] if index else []
     if certificates := re.search(r"\bcert='(.*)'", settings):
         os.environ.setdefault("SSL_CERT_FILE", certificates[1])
-    return [uv, "pip", "install", "--python", str(PYTHON), *named] if uv else []
+    # Each of the tests' many processes would compile what it imports, where Python is told not to
+    # write what it has compiled, as it is in most containers.
+    command = [uv, "pip", "install", "--compile-bytecode", "--python", str(PYTHON), *named]
+    return command if uv else []
 
 
 def install_pytorch(pip: list, install: list) -> None:
