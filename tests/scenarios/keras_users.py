@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import tempfile
 from pathlib import Path
 
@@ -289,6 +291,24 @@ def an_environment_of_some_ranks_only_is_an_error_on_all() -> None:
         with environment(text), raises(MismatchError, *words):
             begin()
     step()
+
+
+def distributed_optimizers_are_not_copied() -> None:
+    """The error says how a plain one is had, from which a new one is made."""
+    optimizer = hvd.DistributedOptimizer(_sgd(0.3), compression=SPARSE)
+    copies = (
+        copy.copy,
+        copy.deepcopy,
+        pickle.dumps,
+        lambda o: type(o).from_config(o.get_config()),
+    )
+    for copied in copies:
+        with raises(UnsupportedError, "make the plain optimizer from it"):
+            copied(optimizer)
+    plain = type(optimizer).__bases__[-1].from_config(optimizer.get_config())
+    assert type(plain) is keras.optimizers.SGD
+    assert float(np.asarray(plain.learning_rate)) == np.float32(0.3)
+    hvd.DistributedOptimizer(plain, compression=SPARSE)
 
 
 def optimizers_of_keras_2() -> None:
