@@ -213,6 +213,7 @@ class DDPState:
             nesterov=nesterov,
             seed=seed,
             same_order=True,
+            in_place=True,  # the gradients are views into DDP's own buffers
         )
         #: of a world of one until there is a process group: it knows the epoch
         self.reducer = self._make(LocalEngine())
@@ -317,7 +318,8 @@ class DDPState:
         directions = self.reducer.finish()
         for bucket in buckets:
             for name, gradient in self._gradients(bucket).items():
-                gradient.copy_(directions[name])  # a view into the buffer
+                if directions[name] is not gradient:
+                    gradient.copy_(directions[name])
             bucket.future.set_result(bucket.buffer)
 
 
