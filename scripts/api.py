@@ -290,9 +290,17 @@ def entry(name: str, of: Any, public: set[type]) -> str:
 
 
 def documented(of: Any) -> str:
-    """The docstring of an object itself, and not what ``dataclass`` or a base class puts there."""
-    text = of.__doc__ or ""
-    return "" if inspect.isclass(of) and text.startswith(f"{of.__name__}(") else text
+    """The docstring of an object itself, and not what ``dataclass`` or a base class puts there.
+    What takes the place of a function of Horovod has that one's docstring behind its own, which is
+    not copied."""
+    text = inspect.cleandoc(of.__doc__ or "")
+    if inspect.isclass(of) and not text:  # one of a library's own says nothing of this class
+        ours = [cls for cls in of.__mro__ if cls.__module__.startswith(ALL)]
+        text = next((inspect.cleandoc(cls.__doc__) for cls in ours if cls.__doc__), "")
+    if inspect.isclass(of) and text.startswith(f"{of.__name__}("):
+        return ""
+    own, found, _ = text.partition("All else:")
+    return f"{own}All other options are Horovod's." if found else text
 
 
 def slug(heading: str) -> str:

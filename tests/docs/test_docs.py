@@ -85,7 +85,8 @@ PAGES_THAT_RUN = (
 #: own, since some write files
 RUN_ALL = """
 import os, runpy, sys
-for file in sys.argv[1:]:
+for file in list(sys.argv[1:]):
+    sys.argv[:] = [file]
     os.chdir(os.path.dirname(file))
     runpy.run_path(file, run_name="__main__")
     print("ran", file, flush=True)

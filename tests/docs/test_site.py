@@ -110,6 +110,15 @@ def test_every_public_name_is_on_an_api_page_once(api, written):
             assert set(getattr(module, "__all__", ())) <= set(public)
 
 
+def test_every_public_name_has_a_description(api):
+    for page in api.PAGES:
+        for path in page.modules:
+            module = importlib.import_module(path)
+            for name in api.names_of(module):
+                of = api.thing(module, name)
+                assert not callable(of) or api.documented(of), f"{path}.{name}"
+
+
 #: modules with a list that are for the rest of the package, or whose names have another home
 INNER = {
     *("aggregators", "codecs", "operators", "transforms"),  # hvd_compress.blocks
