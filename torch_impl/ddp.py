@@ -324,8 +324,23 @@ class DDPState:
 
 
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Exchange a bucket of gradients, as a hook for ``model.register_comm_hook(state, ddp_hook)``;
-    ``state`` is a :class:`DDPState`."""
+    """Exchange a bucket of gradients, as a hook for DistributedDataParallel::
+
+        state = DDPState("topk:density=0.01", model)
+        model.register_comm_hook(state, ddp_hook)
+
+    Args:
+        state: a :class:`DDPState`, of this model alone.
+        bucket: from DDP: gradients of floating point, one behind the other.
+
+    Returns:
+        A future of the bucket's averages, a flat tensor of the same length, dtype and device; the
+        same bits on all ranks.
+
+    Raises:
+        ConfigError: ``state`` is something else, or belongs to another model.
+        MismatchError: the ranks differ in method, options or parameters.
+    """
     if not isinstance(state, DDPState):
         raise ConfigError(
             f"the hook's state is {type(state).__name__}: write "

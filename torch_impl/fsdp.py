@@ -216,7 +216,12 @@ def compress_replicas(
     compression method.  A collective of all ranks, before the first step.
 
     The shards of the first replica are copied to the others.  Each parameter's shard is one tensor
-    for the method, of the shape that it has on this rank; its name is the parameter's.
+    for the method, of the shape that it has on this rank; its name is the parameter's::
+
+        names = ("replica", "shard")
+        mesh = init_device_mesh("cuda", (nodes, gpus_of_a_node), mesh_dim_names=names)
+        fully_shard(model, mesh=mesh["shard"])
+        exchange = hvd.compress_replicas(model, mesh["replica"], "topk:density=0.01")
 
     Args:
         model: sharded over the shard dimension alone, ``fully_shard(layer, mesh=mesh["shard"])``.

@@ -120,6 +120,13 @@ def _required(cls: Any) -> list[str]:
 def as_compressor(compression: Any) -> Compressor:
     """Return a method from an instance, a class (its defaults) or a text.
 
+    Args:
+        compression: such as ``DGC(density=0.01)``, ``DGC``, "dgc", "dgc:density=0.01"
+            or a preset such as "dgc:compact".
+
+    Raises:
+        ConfigError: there is no such method, option or value; the message has those that there are.
+
     >>> as_compressor("efsignsgd:via=allgather")
     EFSignSGD(via='allgather')
     >>> as_compressor("dgc:compact") == DGC.compact()
