@@ -158,7 +158,8 @@ class _Use:
             warnings.warn(
                 "this DDPState has got no gradients: so far nothing is compressed. Register it "
                 "by model.register_comm_hook(state, ddp_hook), and check that the framework does "
-                "so where it trains: Lightning leaves hooks out without a GPU",
+                "so where it trains: Lightning leaves hooks out without a GPU, where "
+                "hvd_compress.torch.lightning has a strategy",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -346,8 +347,8 @@ def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 
 def refuse_scaler(state: DDPState, scaler: Any, instead: str) -> None:
-    """Raise ``ConfigError`` where the gradients that a hook gets are multiplied by a loss scale that
-    changes, and the method keeps some of them for later steps."""
+    """Raise ``ConfigError`` where a loss scale that changes is in the gradients that a hook gets,
+    and the method keeps some of them for later steps."""
     method = state.reducer.method
     if scaler is not None and method.per_rank(torch.zeros(64, 64)):
         raise ConfigError(

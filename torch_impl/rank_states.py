@@ -20,8 +20,8 @@ KEY = "ranks"
 
 
 def gathered(saved: dict[str, Any], group: Any) -> dict[str, Any]:
-    """Return on the first rank of a process group what ``DDPState.state_dict`` has saved on each, in
-    one state dict; on the others ``saved``.  A collective."""
+    """Return on the first rank of a process group the states of all, in the state dict that
+    ``DDPState.state_dict`` has made on each; on the others ``saved``.  A collective."""
     mine = {
         name: {key: saved["states"][name][key].cpu() for key in keys}
         for name, keys in saved["per_rank"].items()

@@ -94,5 +94,3 @@ def clipping_is_of_the_average() -> None:
     assert torch.equal(norms, theirs)
     assert len(norms) == 8
     assert norms.max() > 0.05
-
-
