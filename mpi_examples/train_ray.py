@@ -13,29 +13,29 @@ from hvd_compress.torch import DDPState, ddp_hook
 
 
 def work(config: dict[str, str]) -> None:
-    layers = torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10)
-    model = rt.torch.prepare_model(torch.nn.Sequential(*layers))
+    first, second = torch.nn.Linear(64, 1024), torch.nn.Linear(1024, 10)
+    model = rt.torch.prepare_model(torch.nn.Sequential(first, torch.nn.ReLU(), second))
     state = DDPState(config["method"], model)  # these two lines are new
     model.register_comm_hook(state, ddp_hook)
-    optimizer, first = torch.optim.AdamW(model.parameters(), lr=0.005), 0
+    optimizer, begin = torch.optim.AdamW(model.parameters(), lr=0.005), 0
     if before := rt.get_checkpoint():  # a worker has failed
-        *saved, first = torch.load(Path(before.path, "all.pt"))
+        *saved, begin = torch.load(Path(before.path, "all.pt"))
         for part, its in zip((model, optimizer, state), saved, strict=True):
             part.load_state_dict(its)
     x, y = (torch.as_tensor(a) for a in load_digits(return_X_y=True))
     x, rank = x.float() / 16, rt.get_context().get_world_rank()
-    for epoch in range(first, 5):
+    for epoch in range(begin, 5):
         order = torch.randperm(1500, generator=torch.Generator().manual_seed(epoch))
         for batch in order[rank::2].split(32):
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
             optimizer.step()
-        saved = [part.state_dict() for part in (model, optimizer, state)]  # on all workers
+        states = [part.state_dict() for part in (model, optimizer, state)]  # on all workers
         accuracy = (model(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
-        text = f"test accuracy {accuracy:.1%}\n{state.stats().line()}"
-        with tempfile.TemporaryDirectory() as folder:
-            torch.save([*saved, epoch + 1], Path(folder, "all.pt"))
-            rt.report({"text": text}, rt.Checkpoint.from_directory(folder) if rank == 0 else None)
+        text = {"text": f"test accuracy {accuracy:.1%}\n{state.stats().line()}"}
+        with tempfile.TemporaryDirectory() as at:
+            torch.save([*states, epoch + 1], Path(at, "all.pt"))
+            rt.report(text, rt.Checkpoint.from_directory(at) if rank == 0 else None)
 
 
 ray.init(num_cpus=3)  # one for each worker, one for the trainer; leave it out on a cluster

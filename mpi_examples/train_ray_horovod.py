@@ -1,4 +1,4 @@
-"""Train on real scans with Horovod on Ray, by two workers, with compressed gradients.
+"""Train on real scans with Horovod on Ray, with compressed gradients.
 
 python mpi_examples/train_ray_horovod.py "dgc:density=0.01"
 """
@@ -16,14 +16,12 @@ import hvd_compress.torch as hvd
 def train(method: str) -> str:
     hvd.init()
     torch.manual_seed(0)
-    layers = torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10)
-    model = torch.nn.Sequential(*layers)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        named_parameters=model.named_parameters(),
-        compression=method,  # this is new
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10)
     )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    names, sgd = model.named_parameters(), torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(sgd, named_parameters=names, compression=method)
     x, y = (torch.as_tensor(a) for a in load_digits(return_X_y=True))
     x, batches = x.float() / 16, torch.Generator().manual_seed(hvd.rank())
     for _ in range(120):

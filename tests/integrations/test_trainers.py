@@ -69,7 +69,7 @@ def test_scenario(results, trainer, name):
 def test_workers_of_ray_that_take_over_have_the_same_bits(tmp_path):
     need("ray")
     command = [sys.executable, "-m", "tests.trainers.ray_job", str(tmp_path)]
-    _, output = jobs.run(command, timeout=240, RAY_AUTH_MODE="disabled")
+    _, output = jobs.run(command, timeout=240)
     assert "the same bits" in output
 
 
@@ -89,9 +89,9 @@ def test_example(tmp_path, monkeypatch, name):
     need(name.partition("_")[0])
     launcher, accuracy, ratio = EXAMPLES[name]
     file = jobs.ROOT / "mpi_examples" / f"train_{name}.py"
-    assert len(file.read_text().splitlines()) <= 42
+    assert len([line for line in file.read_text().splitlines() if line]) <= 40
     monkeypatch.chdir(tmp_path)  # where it writes its checkpoints
-    _, output = jobs.run([*launcher, str(file)], timeout=180, RAY_AUTH_MODE="disabled")
+    _, output = jobs.run([*launcher, str(file)], timeout=180)
     found = re.search(r"test accuracy ([\d.]+)%\n.*ratio of bytes ([\d.]+)", output)
     assert found, output[-3000:]
     assert float(found[1]) > accuracy
