@@ -72,7 +72,7 @@ def main() -> None:
         install_pytorch(pip, install)
     install_pinned(pip, install, pinned)
     # What it needs is there, but for the libraries of a CUDA build of PyTorch.
-    extras = "torch,tensorflow-cpu,horovod,examples,dev"
+    extras = "torch,tensorflow-cpu,horovod,integrations,examples,dev"
     ours = ["--no-build-isolation", "--editable", f".[{extras}]"]
     logged("4/8", "hvd_compress", [*install, *ours])
     if not is_installed("mpich", "constraints-mpich.txt", MPICH):

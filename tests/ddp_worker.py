@@ -31,6 +31,7 @@ from hvd_compress.torch import (
     TopK,
     ddp_hook,
 )
+from hvd_compress.torch.rank_states import own as own_states
 from tests.ring_method import Ring
 from tests.scenarios import run_all
 
@@ -168,6 +169,39 @@ def checkpoints_go_on() -> None:
     later.load_state_dict(common)
     _train(again, range(6, 8))
     _same_everywhere(again)
+
+
+def a_checkpoint_may_have_all_ranks() -> None:
+    """Who loads its own goes on with the same bits, and another number of ranks gets the mean."""
+    model, state = _distributed("topk:density=0.05", residuals="ranks")
+    _train(model, range(3))
+    weights, saved = copy.deepcopy(model.module.state_dict()), state.state_dict()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert ("ranks" in saved) == (rank == 0)
+    everyones = [saved]
+    dist.broadcast_object_list(everyones)
+    [saved] = everyones
+    again, later = _distributed("topk:density=0.05")
+    again.module.load_state_dict(weights)
+    later.load_state_dict(saved)
+    for name, own in state.reducer.store.states.items():
+        assert torch.equal(own["residual"], later.reducer.store.states[name]["residual"])
+    for each in (model, again):
+        _train(each, range(3, 6))
+    _assert_equal(model, again)
+    everyones = [{"0.weight": states["0.weight"]} for states in saved["ranks"]]
+    fewer = {
+        **saved,
+        "ranks": [*everyones, everyones[0]],  # one more than there are now
+        "states": {"0.weight": saved["states"]["0.weight"]},
+        "per_rank": {"0.weight": saved["per_rank"]["0.weight"]},
+    }
+    mean = own_states(fewer, rank, size)["states"]["0.weight"]["residual"]
+    total = sum(each["0.weight"]["residual"] for each in fewer["ranks"])
+    torch.testing.assert_close(mean * (size + 1), total)
+    for damaged in ({"ranks": []}, {"ranks": [1] * size}, {"ranks": [{}] * size}, {"ranks": 1}):
+        with pytest.raises(ConfigError, match="nothing was changed"):
+            later.load_state_dict(saved | damaged)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,6 +350,8 @@ def mistakes_are_errors() -> None:
         DDPState("topk", momentum=0.9)
     with pytest.raises(ConfigError, match="DDPState"):
         ddp_hook(None, None)
+    with pytest.raises(ConfigError, match="'all'"):
+        DDPState("topk", residuals="all")
 
 
 def main() -> None:
