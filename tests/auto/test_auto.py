@@ -54,6 +54,20 @@ class Ranks:
         self.given = {name: np.zeros(shape) for name, shape in shapes.items()}
         self.came = {name: np.zeros(shape) for name, shape in shapes.items()}
 
+    def meet(self, size, state=None):
+        """Go on with so many ranks, of which new ones take over a state."""
+        self.meeting, self.size = Meeting(size), size
+        self.reducers = self.reducers[:size]
+        for reducer in self.reducers:
+            engine = reducer._shared
+            engine.meeting, engine.size = self.meeting, size
+        for rank in range(len(self.reducers), size):
+            engine = ThreadEngine(self.meeting, rank)
+            self.reducers.append(Reducer(self.pilots[0].auto, engine, in_place=True))
+            self.reducers[-1].load_state_dict(state)
+        for reducer in self.reducers:
+            reducer.forget_plan()
+
     def gradients(self, rank, step, scale=1.0):
         random = np.random.default_rng((rank, step))
         return {
@@ -305,6 +319,25 @@ def test_an_error_while_rank_0_measures_leaves_nobody_waiting(monkeypatch, caplo
     ranks = Ranks(Auto(**QUICK)).until("using")
     assert ranks.phase == ("using", "none")
     assert "no more" in ranks.pilots[2].why
+
+
+def test_ranks_that_go_and_come_measure_again(chosen):
+    """As in an elastic run, whose new worker gets the state of another one."""
+    text = "linear"
+    chosen(text)
+    ranks = Ranks(Auto(methods=(text,), **QUICK), 3, [Ticking(0.0)] * 3).until("using").run(3)
+    ranks.meet(2)
+    sums = {n: x.reshape(SHAPES[n]) for n, x in ranks.waits().items()}
+    ranks.given = {n: ranks.came[n] + x / 2 for n, x in sums.items()}  # that of the third is gone
+    ranks.run(1)
+    assert ranks.phase == ("measuring", "none")
+    ranks.until("using").run(3).nothing_is_lost()
+    state = ranks.meeting.run(lambda r: ranks.reducers[r].state_dict(consolidate=False))[0]
+    ranks.meet(3, state)
+    ranks.run(1)
+    assert ranks.phase == ("measuring", "none")
+    assert ranks.until("using").phase == ("using", text)
+    assert ranks.the(lambda p: p.figures.ranks) == 3
 
 
 class TestCheckpoints:
