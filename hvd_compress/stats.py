@@ -117,7 +117,9 @@ class Stats:
             f"{human_bytes(t.dense_bytes / steps)} dense (ratio of bytes {t.ratio:.1f}, "
             f"elements sent {t.density:.4%}), {human_bytes(t.bytes_received)} received in all, "
             f"residual norm {t.residual_norm:.3g}"
-        ) + (f"; {self.times.line()}" if self.times and self.times.steps else "")
+            + (f"; {self.times.line()}" if self.times and self.times.steps else "")
+            + (f"; {self.choice['phase']} {self.choice['method']}" if self.choice else "")
+        )
 
     def __str__(self) -> str:
         width = max([len("total"), *map(len, self.layers)])

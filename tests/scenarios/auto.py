@@ -13,8 +13,18 @@ import torch
 
 from hvd_compress import ConfigError
 from hvd_compress.auto import meeting, pilot
-from tests.scenarios.common import assert_same_everywhere, distribute, make_model, sgd, train
-from tests.scenarios.driver import hvd, raises
+from tests.scenarios.common import (
+    assert_close,
+    assert_same_everywhere,
+    distribute,
+    loss_of,
+    make_model,
+    sgd,
+    train,
+)
+from tests.scenarios.driver import assert_same_everywhere as same_weights
+from tests.scenarios.driver import hvd, make, raises
+from tests.scenarios.driver import train as train_run
 
 TEXT = "topk:density=0.05"
 AUTO = hvd.Auto(methods=(TEXT, "fp16", "linear"), steps=2, check=20)
@@ -184,6 +194,51 @@ def steps_that_are_not_finite_are_not_measured() -> None:
     assert not reducer_of(optimizer).pilot._samples
     train(model, optimizer, range(CHOICE))
     assert facts(optimizer)["phase"] == "using"
+
+
+def loss_scaling_goes_on_through_a_change() -> None:
+    if hvd.size() == 1:
+        return
+    models = []
+    for scales in (True, False):
+        model, optimizer = begin()
+        still(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scales)
+        with chosen(TEXT):
+            for step in range(CHOICE + 12):
+                if step == CHOICE + 6:
+                    reducer_of(optimizer).pilot._leave(reducer_of(optimizer), "none")
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, hvd.rank(), step)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert facts(optimizer)["method"] == "none"
+        assert_same_everywhere(model)
+        models.append(model)
+    assert_close(*models)
+
+
+def embeddings_with_sparse_gradients() -> None:
+    if hvd.size() == 1:
+        return
+    run = make(AUTO, kind="words", momentum=0.0)
+    still(run.optimizer)
+    with chosen(TEXT):
+        train_run(run, range(CHOICE + 6))
+    assert facts(run.optimizer)["method"] == TEXT
+    reducer_of(run.optimizer).pilot._leave(reducer_of(run.optimizer), "none")
+    train_run(run, range(CHOICE + 6, CHOICE + 12))
+    assert facts(run.optimizer)["phase"] == "using"
+    same_weights(run.weights())
+
+
+def statistics_may_begin_anew_in_every_step() -> None:
+    model, optimizer = begin()
+    for step in range(CHOICE + LOOK + 4):
+        train(model, optimizer, [step])
+        facts(optimizer)
+        optimizer.compression.reset_stats()
+    assert_same_everywhere(model)
 
 
 def momentum_stays_the_optimizers() -> None:
