@@ -99,7 +99,8 @@ def decided(
         notes.append("gradients are too small or too large for fp16")
     texts = [c.method for c in candidates]
     log.info(
-        "auto: measuring what %s cost on %.2g of %.2g million elements, for some %.0f seconds",
+        "auto: rank 0 measures what %s cost, on %.2g of %.2g million elements, for %.0f seconds at "
+        "most",
         ", ".join(texts),
         elements_of(sampled(shapes)) / 1e6,
         elements_of(shapes) / 1e6,
@@ -124,7 +125,7 @@ def _reason(best: str, pieces: Mapping[str, Piece], network: Network, backward: 
     hosts = network.hosts or network.ranks
     latency = network.latency if hosts > 1 else network.inner_latency
     where = (
-        f"{_rate(network.bandwidth)} and rounds of {1e6 * latency:.3g} us measured between "
+        f"{_rate(network.bandwidth)} and rounds of {_span(latency)} measured between "
         f"{network.ranks} ranks on {hosts} host{'s' * (hosts > 1)}, {1000 * backward:.3g} ms of "
         "backward"
     )
@@ -177,6 +178,10 @@ def has_16_bits(method: str) -> bool:
 def _rate(bits: float) -> str:
     scale, unit = (1e9, "Gbit/s") if bits >= 1e9 else (1e6, "Mbit/s")
     return f"{bits / scale:.3g} {unit}"
+
+
+def _span(seconds: float) -> str:
+    return f"{1e6 * seconds:.3g} us" if seconds < 1e-3 else f"{1e3 * seconds:.3g} ms"
 
 
 def _is_on_host(x: Array) -> bool:

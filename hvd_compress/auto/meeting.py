@@ -20,7 +20,7 @@ from hvd_compress.requests import Gather, Sum
 from hvd_compress.stats import Record
 
 #: elements of the sums that are timed: the first one, the largest, and when one is long enough
-_FIRST, _LARGEST, _ENOUGH = 2**16, 2**22, 0.02
+_FIRST, _LARGEST, _ENOUGH = 2**16, 2**22, 0.05
 _TIMES = 3
 
 
