@@ -9,7 +9,16 @@ import math
 import numpy as np
 import pytest
 
-from hvd_compress import Auto, ConfigError, MismatchError, TopK, as_compressor, from_config
+from hvd_compress import (
+    Auto,
+    ConfigError,
+    MismatchError,
+    TopK,
+    as_compressor,
+    from_config,
+    partition,
+    switch,
+)
 from hvd_compress.advisor import CANDIDATES, Network, choose
 from hvd_compress.auto import choosing, meeting, pilot
 from hvd_compress.engines.local import LocalEngine
@@ -477,6 +486,9 @@ def test_options():
 def test_where_nothing_can_change_it_auto_is_refused():
     with pytest.raises(ConfigError, match="advise --measure"):
         checked_compression("auto")
+    for composed in (lambda: partition(otherwise="auto"), lambda: switch("auto", "none", 5)):
+        with pytest.raises(ConfigError, match="chooses for all tensors"):
+            composed()
     with pytest.raises(ConfigError, match="leaves momentum to the optimizer"):
         Reducer("auto", LocalEngine(), momentum=0.9)
     for call in (

@@ -302,3 +302,14 @@ def optimizers_of_keras_2() -> None:
     with raises(UnsupportedError, "legacy_opts"):
         hvd_keras.load_model("model.keras", legacy_opts=True)
     barrier()
+
+
+def a_graph_does_not_choose_its_method() -> None:
+    """Where nothing can change it later, the error says what to write."""
+    for wrong in ("auto", "auto:accuracy=feedback"):
+        with raises(ConfigError, "advise --measure"):
+            hvd.DistributedOptimizer(_sgd(), compression=wrong)
+        with raises(ConfigError, "advise --measure"):
+            hvd.DistributedGradientTape(tf.GradientTape(), compression=wrong).gradient(
+                tf.constant(0.0), [tf.Variable([1.0, 2.0])]
+            )
