@@ -25,6 +25,8 @@ from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.reduce import Reducer
 from hvd_compress.systems.base import checked_compression
+from tests.core.test_checkpoints import problem_of
+from tests.mutations import mutations, same
 from tests.systems.ranks import Meeting, ThreadEngine
 
 SHAPES = {"a": (40, 30), "b": (30,), "c": (64, 20)}
@@ -442,6 +444,18 @@ class TestCheckpoints:
         with pytest.raises(ConfigError, match="nothing was changed"):
             other.reducers[0].load_state_dict(saved)
         assert other.pilots[0].state() == before
+
+    def test_damaged_choices_are_refused_whole_or_are_choices(self, trained):
+        (saved, *_) = trained.meeting.run(lambda r: trained.reducers[r].state_dict())
+        other, refused = self.again(trained).reducers[0], 0
+        for what, damaged in mutations({"choice": saved["choice"]}, 300):
+            before = other.state_dict(consolidate=False)
+            if problem := problem_of(lambda d=damaged: other.load_state_dict({**saved, **d})):
+                refused += 1
+                assert "nothing was changed" in problem, what
+                assert same(other.state_dict(consolidate=False), before), what
+            json.dumps(other.stats().as_dict())
+        assert refused > 50
 
 
 def json_like(state):

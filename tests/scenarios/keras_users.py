@@ -309,7 +309,8 @@ def a_graph_does_not_choose_its_method() -> None:
     for wrong in ("auto", "auto:accuracy=feedback"):
         with raises(ConfigError, "advise --measure"):
             hvd.DistributedOptimizer(_sgd(), compression=wrong)
+        weight = tf.Variable([1.0, 2.0])
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=wrong) as tape:
+            loss = tf.reduce_sum(weight * weight)
         with raises(ConfigError, "advise --measure"):
-            hvd.DistributedGradientTape(tf.GradientTape(), compression=wrong).gradient(
-                tf.constant(0.0), [tf.Variable([1.0, 2.0])]
-            )
+            tape.gradient(loss, [weight])
