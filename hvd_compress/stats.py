@@ -72,21 +72,28 @@ class Record:
 class Stats:
     """Records of all tensors: ``layers`` by tensor name, and ``total``, their sum; and ``times``,
     where this rank's time went, which is ``None`` where it cannot be seen (in graphs of
-    TensorFlow).
+    TensorFlow).  With ``compression="auto"``, ``choice`` says what was measured and chosen, as
+    plain values; else it is ``None``.
 
     ``print(stats)`` shows a table, ``stats.line()`` is one line, and
     ``stats.to_tensorboard(writer, step)`` writes scalars.
     """
 
-    def __init__(self, layers: Mapping[str, Record], times: Times | None = None) -> None:
-        self.times = times
+    def __init__(
+        self,
+        layers: Mapping[str, Record],
+        times: Times | None = None,
+        choice: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.times, self.choice = times, choice
         self.layers = dict(layers)
         self.total = Record()
         for record in self.layers.values():
             self.total = self.total.plus(record)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return "total", "layers" and "times" as dicts of plain numbers, which JSON can hold."""
+        """Return "total", "layers" and "times" as dicts of plain numbers, which JSON can hold, and
+        "choice" if there is one."""
 
         def plain(record: Record) -> dict[str, Any]:
             return {
@@ -97,7 +104,8 @@ class Stats:
 
         layers = {name: plain(record) for name, record in self.layers.items()}
         times = None if self.times is None else dataclasses.asdict(self.times)
-        return {"total": plain(self.total), "layers": layers, "times": times}
+        choice = {} if self.choice is None else {"choice": dict(self.choice)}
+        return {"total": plain(self.total), "layers": layers, "times": times, **choice}
 
     def line(self) -> str:
         """Return the totals in one line.  It shows both the ratio of bytes and the fraction of
@@ -109,7 +117,9 @@ class Stats:
             f"{human_bytes(t.dense_bytes / steps)} dense (ratio of bytes {t.ratio:.1f}, "
             f"elements sent {t.density:.4%}), {human_bytes(t.bytes_received)} received in all, "
             f"residual norm {t.residual_norm:.3g}"
-        ) + (f"; {self.times.line()}" if self.times and self.times.steps else "")
+            + (f"; {self.times.line()}" if self.times and self.times.steps else "")
+            + (f"; {self.choice['phase']} {self.choice['method']}" if self.choice else "")
+        )
 
     def __str__(self) -> str:
         width = max([len("total"), *map(len, self.layers)])

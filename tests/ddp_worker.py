@@ -8,6 +8,7 @@ import gc
 import inspect
 import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress import Gather, Max, Outcome, Sum
+from hvd_compress.auto import pilot
 from hvd_compress.base import Compressor
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError
@@ -22,6 +24,7 @@ from hvd_compress.torch import (
     BF16,
     DGC,
     FP16,
+    Auto,
     DDPState,
     GTopK,
     NoCompression,
@@ -222,6 +225,28 @@ class _Rounds(Compressor, name="test-ddp-rounds"):
         total = yield Sum(gradient)
         assert (total.abs().view(-1) <= context.size * largest * 1.01).all()
         return Outcome(total / context.size, gradient, state)
+
+
+def a_method_is_chosen_in_the_first_steps() -> None:
+    if dist.get_world_size() == 1:
+        return
+    text = "topk:density=0.05"
+    auto = Auto(methods=(text,), steps=2)
+    model, state = _distributed(auto)
+    seconds = {"none": 1.0, "fp16": 1.0, text: 0.1}
+    with mock.patch.object(pilot, "decided", return_value=(text, "for a test", seconds)):
+        _train(model, range(8))
+    _same_everywhere(model)
+    assert state.stats().choice["method"] == text
+    assert any(x.any() for x in state.reducer.waiting().values())
+    saved = copy.deepcopy(state.state_dict())
+    again, other = _distributed(auto)
+    again.module.load_state_dict(model.module.state_dict())
+    other.load_state_dict(saved)
+    with mock.patch.object(pilot, "measured_network", None):  # nothing is measured again
+        _train(again, range(8, 12))
+    assert other.stats().choice["method"] == text
+    _same_everywhere(again)
 
 
 def several_rounds() -> None:

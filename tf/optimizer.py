@@ -29,7 +29,7 @@ from hvd_compress.integrations.optimizers import (
     moved,
     velocity_of_one,
 )
-from hvd_compress.methods import FP16, NoCompression, as_compressor
+from hvd_compress.methods import FP16, NoCompression, as_fixed
 from hvd_compress.transforms import momentum_after_averaging
 
 from .binding import Binding, native, places_of_groups, slots_of
@@ -69,7 +69,7 @@ def as_ours(compression: Any) -> Compressor:
     if compression is None:
         return NoCompression()
     if is_ours(compression):
-        return as_compressor(compression)
+        return as_fixed(compression)
     name = getattr(compression, "__name__", type(compression).__name__)
     known = {"NoneCompressor": NoCompression(), "FP16Compressor": FP16()}
     if name not in known:

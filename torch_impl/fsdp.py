@@ -26,7 +26,7 @@ from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.integrations.checkpoints import entry, refused
 from hvd_compress.integrations.optimizers import check_partner
-from hvd_compress.methods import as_compressor
+from hvd_compress.methods import as_fixed
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
@@ -236,7 +236,7 @@ def compress_replicas(
             momentum over, and none was named.
         MismatchError: the ranks differ in method, options or parameters.
     """
-    method: Compressor = as_compressor(compression)
+    method: Compressor = as_fixed(compression)
     check_partner(method, None, None)
     if method.takes_momentum and momentum is None and method.momentum is None:
         raise ConfigError(

@@ -322,3 +322,15 @@ def optimizers_of_keras_2() -> None:
     with raises(UnsupportedError, "legacy_opts"):
         hvd_keras.load_model("model.keras", legacy_opts=True)
     barrier()
+
+
+def a_graph_does_not_choose_its_method() -> None:
+    """Where nothing can change it later, the error says what to write."""
+    for wrong in ("auto", "auto:accuracy=feedback"):
+        with raises(ConfigError, "advise --measure"):
+            hvd.DistributedOptimizer(_sgd(), compression=wrong)
+        weight = tf.Variable([1.0, 2.0])
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=wrong) as tape:
+            loss = tf.reduce_sum(weight * weight)
+        with raises(ConfigError, "advise --measure"):
+            tape.gradient(loss, [weight])
