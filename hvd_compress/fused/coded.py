@@ -18,7 +18,7 @@ import dataclasses
 import threading
 import zlib
 from collections.abc import Generator, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -71,6 +71,8 @@ class FusedCodes(abc.ABC):
         feeds_back: whether there is error feedback.
         size: the number of ranks.
     """
+
+    sends_all: ClassVar[bool] = True
 
     before: tuple[Transform, ...]
     codec: Codec
