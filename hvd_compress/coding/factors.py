@@ -129,7 +129,7 @@ def left(xp: Any, q: Array, matrix: Array) -> Array:
     (*stack, rank, _), n = xp.shape(q), xp.shape(matrix)[-2]
     matrices, columns = _matrices(stack, n, xp.shape(q)[-1], rank, x)
     found = np.empty(matrices.of_p, np.float32)
-    matrices.left(columns, None, factor, found)
+    matrices.left(columns, factor, found)
     return xp.reshape(xp.from_numpy(found, matrix), (*stack, rank, n))
 
 
@@ -142,7 +142,7 @@ def right(xp: Any, p: Array, matrix: Array) -> Array:
     (*stack, rank, n), m = xp.shape(p), xp.shape(matrix)[-1]
     matrices, columns = _matrices(stack, n, m, rank, x)
     found = np.empty(matrices.of_q, np.float32)
-    matrices.right(columns, None, factor, found)
+    matrices.right(columns, factor, found)
     return xp.reshape(xp.from_numpy(found, matrix), (*stack, rank, m))
 
 

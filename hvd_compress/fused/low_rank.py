@@ -4,9 +4,9 @@ A chain of error feedback and factors does for a bucket at once what its blocks 
 after the other, and gives the same bits; tests hold the two equal.  The factors of all matrices are
 end to end in two sums.
 
-What is compressed, gradient + residual, is computed again in each pass: that takes less than to
-write it and to read it, and no memory.  States are written in place in the last pass, when it is
-known that the mean is finite.
+What is compressed, gradient + residual, is written where the mean will be.  States are written in
+place in the last pass, when it is known that the mean is finite, so they need no second copy; and a
+step with a NaN or Inf on any rank leaves them as they were.
 """
 
 from __future__ import annotations
@@ -222,19 +222,20 @@ class _Bucket:
 
     def left(self, arrays: _Arrays) -> np.ndarray:
         """Return what is sent first: all P, transposed."""
-        x, _, factors, residuals = arrays.columns()
+        x, out, factors, residuals = arrays.columns()
         np.concatenate(factors.arrays, out=self._new)
         # Its scale means nothing to the result, and could take the product out of range.
         self._matrices.unit(self._new, self._q)
-        self._matrices.left(x, residuals, self._q, self._rows)
+        added = () if residuals is None else (residuals, out)
+        self._matrices.left(x, self._q, self._rows, *added)
         return self._rows
 
     def right(self, arrays: _Arrays, total: np.ndarray) -> np.ndarray:
         """Return what is sent then, given the sum of all ranks' P: all Q, transposed."""
-        x, _, _, residuals = arrays.columns()
+        x, out, _, residuals = arrays.columns()
         np.divide(total, np.float32(self.form.size), out=self._p)
         self._matrices.orthonormal(self._p)
-        self._matrices.right(x, residuals, self._p, self._own)
+        self._matrices.right(x if residuals is None else out, self._p, self._own)
         return self._own
 
     def settle(
@@ -242,11 +243,11 @@ class _Bucket:
     ) -> np.ndarray:
         """Write means and states, given the sum of all ranks' Q; return of which tensors the mean
         is finite."""
-        x, out, factors, residuals = arrays.columns()
+        _, out, factors, residuals = arrays.columns()
         np.divide(total, np.float32(self.form.size), out=self._new)
         finite = self._finite()
         self._matrices.settle(
-            *(x, residuals, self._p, self._new, self._own, out),
+            *(out, residuals, self._p, self._new, self._own, out),
             *(None if sent is None else Column(sent, self.sizes), finite),
         )
         old = np.concatenate(factors.arrays)

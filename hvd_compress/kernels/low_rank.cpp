@@ -25,18 +25,20 @@ constexpr Index kWide = 2048;    // columns of a row of sums that stay in the fi
 constexpr Index kTaken = 1 << 16;  // elements that a thread takes at a time, or a few more
 constexpr float kTiny = 1e-30f;
 
-// A matrix x of n rows and m columns, to which y is added; its factors, P^T and Q^T, of `rank` rows.
+// A matrix x of n rows and m columns, to which y is added; its factors, P^T and Q^T, of `rank` rows;
+// where results go; and whether these go around the caches.
 struct Matrix {
   Index n, m, rank;
   const float* x;
   float *y, *p, *q;
   const float* own;
   float *out, *sent;
+  bool streamed;
 };
 
 struct Loops {
   bool (*left[2])(const Matrix&, Index, Index);
-  void (*right[2])(const Matrix&, Index, Index);
+  void (*right)(const Matrix&, Index, Index);
   void (*settle)(const Matrix&, Index, Index);
   void (*unit)(const float*, float*, Index);
   void (*orthonormal)(float*, Index, Index);
@@ -55,9 +57,11 @@ namespace avx2 {
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
+#define HVD_AVX512
 namespace avx512 {
 #include "low_rank.h"
 }
+#undef HVD_AVX512
 #pragma GCC pop_options
 #endif
 
@@ -130,16 +134,18 @@ void in_pieces(const std::vector<Matrix>& all, Index Matrix::*extent, Index Matr
            [&](Index i) { work(pieces[i].t, pieces[i].first, pieces[i].last); });
 }
 
-Array<bool> left(const Table& dims, const Table& x, const Table& y, const Array<float>& q,
-                 Array<float>& p, int threads) {
+Array<bool> left(const Table& dims, const Table& x, const Table& y, const Table& out,
+                 const Array<float>& q, Array<float>& p, int threads) {
   auto all = matrices_of(dims);
   set(all, &Matrix::x, x);
   set(all, &Matrix::y, y);
+  set(all, &Matrix::out, out);
+  if (y.size() != out.size()) throw std::invalid_argument("a place for each sum");
   set(all, &Matrix::q, const_cast<float*>(q.data()), q.size(), &Matrix::m);
   set(all, &Matrix::p, p.mutable_data(), p.size(), &Matrix::n);
   const auto count = static_cast<Index>(all.size());
   Array<bool> fine(count);
-  bool* out = fine.mutable_data();
+  bool* is_fine = fine.mutable_data();
   {
     py::gil_scoped_release release;
     std::vector<std::atomic<bool>> finite(count);
@@ -150,25 +156,23 @@ Array<bool> left(const Table& dims, const Table& x, const Table& y, const Array<
                 if (!own(all[t], first, last)) finite[t] = false;
               });
     for (Index t = 0; t < count; ++t) {
-      out[t] = finite[t];
-      if (!out[t])
+      is_fine[t] = finite[t];
+      if (!is_fine[t])
         std::fill_n(all[t].p, all[t].rank * all[t].n, std::numeric_limits<float>::quiet_NaN());
     }
   }
   return fine;
 }
 
-void right(const Table& dims, const Table& x, const Table& y, const Array<float>& p,
-           Array<float>& q, int threads) {
+void right(const Table& dims, const Table& x, const Array<float>& p, Array<float>& q,
+           int threads) {
   auto all = matrices_of(dims);
   set(all, &Matrix::x, x);
-  set(all, &Matrix::y, y);
   set(all, &Matrix::p, const_cast<float*>(p.data()), p.size(), &Matrix::n);
   set(all, &Matrix::q, q.mutable_data(), q.size(), &Matrix::m);
   py::gil_scoped_release release;
-  const auto own = loops->right[y.size() > 0];
   in_pieces(all, &Matrix::m, &Matrix::n, kLanes * 64, kWide, threads,
-            [&](Index t, Index first, Index last) { own(all[t], first, last); });
+            [&](Index t, Index first, Index last) { loops->right(all[t], first, last); });
 }
 
 void settle(const Table& dims, const Table& x, const Table& y, const Array<float>& p,
@@ -184,11 +188,20 @@ void settle(const Table& dims, const Table& x, const Table& y, const Array<float
   set(all, &Matrix::own, own.data(), own.size(), &Matrix::m);
   set(all, &Matrix::out, out);
   set(all, &Matrix::sent, sent);
-  for (std::size_t t = 0; t < all.size(); ++t)
+  Index elements = 0;
+  for (const auto& each : all) elements += each.n * each.m;
+  for (std::size_t t = 0; t < all.size(); ++t) {
     if (!finite.data()[t]) all[t].y = nullptr;
+    all[t].streamed = elements * static_cast<Index>(sizeof(float)) > kStreamed;
+  }
   py::gil_scoped_release release;
   in_pieces(all, &Matrix::n, &Matrix::m, 1, std::numeric_limits<Index>::max(), threads,
-            [&](Index t, Index first, Index last) { loops->settle(all[t], first, last); });
+            [&](Index t, Index first, Index last) {
+              loops->settle(all[t], first, last);
+#if defined(__x86_64__)
+              _mm_sfence();
+#endif
+            });
 }
 
 void unit(const std::vector<Index>& lengths, const Array<float>& rows, Array<float>& out) {
@@ -226,8 +239,8 @@ void add_low_rank(py::module_& m) {
   // What is written to is never a copy.
   const auto out = py::arg().noconvert();
   const py::arg in;
-  m.def("left", left, in, in, in, in, out, in);
-  m.def("right", right, in, in, in, in, out, in);
+  m.def("left", left, in, in, in, in, in, out, in);
+  m.def("right", right, in, in, in, out, in);
   m.def("settle", settle);
   m.def("unit", unit, in, in, out);
   m.def("orthonormal", orthonormal, in, out, in);

@@ -23,6 +23,19 @@ INLINE Floats load(const float* from, Index count) {
 
 INLINE void store(float* to, Floats x, Index count) { std::memcpy(to, &x, count * sizeof(float)); }
 
+// Store without reading what is there into the caches; `to` is a multiple of 64 bytes.
+INLINE void stream(float* to, Floats x) {
+#if defined(HVD_AVX512)
+  _mm512_stream_ps(to, reinterpret_cast<__m512>(x));
+#elif defined(__SSE2__)
+  __m128 parts[4];
+  std::memcpy(parts, &x, sizeof x);
+  for (int i = 0; i < 4; ++i) _mm_stream_ps(to + 4 * i, parts[i]);
+#else
+  store(to, x);
+#endif
+}
+
 INLINE Ints magnitudes(Floats x) { return reinterpret_cast<Ints>(x) & 0x7fffffff; }
 
 template <class Lanes>
@@ -46,7 +59,8 @@ INLINE void for_lanes(Index n, const Step& step) {
         [=](float* to, Floats x) __attribute__((always_inline)) { store(to, x, count); });
 }
 
-// Columns of P = (x + y) Q for `K` of them and rows first..last-1; the largest magnitude, as bits.
+// Columns of P = M Q for `K` of them and rows first..last-1, where M = x, or `out` = x + y is made
+// here; the largest magnitude of M, as bits.
 template <int K, bool two>
 Ints left(const Matrix& t, Index first, Index last, const float* q, float* p) {
   Ints largest = {};
@@ -55,10 +69,10 @@ Ints left(const Matrix& t, Index first, Index last, const float* q, float* p) {
     float total[K] = {};
     for (Index start = 0; start < t.m; start += kSummed) {
       Floats sums[K] = {};
-      for_lanes(std::min(kSummed, t.m - start), [&](Index at, auto load, auto) INLINED {
+      for_lanes(std::min(kSummed, t.m - start), [&](Index at, auto load, auto store) INLINED {
         const Index j = start + at;
         Floats own = load(x + j);
-        if constexpr (two) own = own + load(y + j);
+        if constexpr (two) store(t.out + i * t.m + j, own = own + load(y + j));
         const Ints bits = magnitudes(own);
         largest = bits > largest ? bits : largest;
         for (int k = 0; k < K; ++k) sums[k] = sums[k] + own * load(q + k * t.m + j);
@@ -75,22 +89,23 @@ Ints left(const Matrix& t, Index first, Index last, const float* q, float* p) {
 
 template <bool two>
 bool left_all(const Matrix& t, Index first, Index last) {
-  Ints largest = {};
-  const auto take = [&](Ints own) { largest = own > largest ? own : largest; };
-  Index k = 0;
-  for (; k + 4 <= t.rank; k += 4) take(left<4, two>(t, first, last, t.q + k * t.m, t.p + k * t.n));
-  const float* q = t.q + k * t.m;
-  float* p = t.p + k * t.n;
-  if (t.rank - k == 3) take(left<3, two>(t, first, last, q, p));
-  if (t.rank - k == 2) take(left<2, two>(t, first, last, q, p));
-  if (t.rank - k == 1) take(left<1, two>(t, first, last, q, p));
+  constexpr decltype(&left<1, two>) by_columns[] = {left<1, two>, left<2, two>, left<3, two>,
+                                                    left<4, two>};
+  constexpr decltype(&left<1, false>) more[] = {left<1, false>, left<2, false>, left<3, false>,
+                                                left<4, false>};
+  const auto columns = [&](Index k) { return std::min<Index>(4, t.rank - k) - 1; };
+  const Ints largest = by_columns[columns(0)](t, first, last, t.q, t.p);
+  Matrix made = t;
+  if (two) made.x = t.out;
+  for (Index k = 4; k < t.rank; k += 4)
+    more[columns(k)](made, first, last, t.q + k * t.m, t.p + k * t.n);
   std::int32_t most = 0;
   for (Index i = 0; i < kLanes; ++i) most = std::max(most, largest[i]);
   return most < 0x7f800000;
 }
 
-// Columns first..last-1 of `K` rows of Q^T = P^T (x + y).
-template <int K, bool two>
+// Columns first..last-1 of `K` rows of Q^T = P^T x.
+template <int K>
 void right(const Matrix& t, Index first, Index last, const float* p, float* q) {
   alignas(64) float sums[K][kWide];
   const Index width = last - first;
@@ -105,7 +120,6 @@ void right(const Matrix& t, Index first, Index last, const float* p, float* q) {
         for (int r = 0; r < R; ++r) {
           const Index place = (i + r) * t.m + first + at;
           own[r] = load_(t.x + place);
-          if constexpr (two) own[r] = own[r] + load_(t.y + place);
         }
         for (int k = 0; k < K; ++k) {
           Floats sum = load(sums[k] + at);
@@ -124,24 +138,22 @@ void right(const Matrix& t, Index first, Index last, const float* p, float* q) {
   }
 }
 
-template <bool two>
 void right_all(const Matrix& t, Index first, Index last) {
-  Index k = 0;
-  for (; k + 4 <= t.rank; k += 4) right<4, two>(t, first, last, t.p + k * t.n, t.q + k * t.m);
-  const float* p = t.p + k * t.n;
-  float* q = t.q + k * t.m;
-  if (t.rank - k == 3) right<3, two>(t, first, last, p, q);
-  if (t.rank - k == 2) right<2, two>(t, first, last, p, q);
-  if (t.rank - k == 1) right<1, two>(t, first, last, p, q);
+  constexpr decltype(&right<1>) by_rows[] = {right<1>, right<2>, right<3>, right<4>};
+  for (Index k = 0; k < t.rank; k += 4)
+    by_rows[std::min<Index>(4, t.rank - k) - 1](t, first, last, t.p + k * t.n, t.q + k * t.m);
 }
 
-// Rows first..last-1 of the product P `new`^T, and what it leaves of x + y; K = 0: of any rank.
+// Rows first..last-1 of the product P Q^T, and in y what P `own`^T leaves of x; K = 0: of any rank.
 template <int K, bool sends, bool keeps>
 void settle(const Matrix& t, Index first, Index last) {
   const int rank = K ? K : static_cast<int>(t.rank);
   for (Index i = first; i < last; ++i) {
     const float* p = t.p + i;
     const Index row = i * t.m;
+    // Rows of y that are aligned, but for what is left of them.
+    const bool streamed =
+        keeps && t.streamed && reinterpret_cast<std::uintptr_t>(t.y + row) % 64 == 0;
     for_lanes(t.m, [&](Index j, auto load, auto store) INLINED {
       const auto product = [&](const float* q) INLINED {
         Floats sum = p[0] * load(q + j);
@@ -153,8 +165,11 @@ void settle(const Matrix& t, Index first, Index last) {
         const Floats sent = product(t.own);
         if constexpr (sends) store(t.sent + row + j, sent);
         if constexpr (keeps) {
-          const Floats x = load(t.x + row + j) + load(t.y + row + j);
-          store(t.y + row + j, x - sent);
+          const Floats left = load(t.x + row + j) - sent;
+          if (streamed && j + kLanes <= t.m)
+            stream(t.y + row + j, left);
+          else
+            store(t.y + row + j, left);
         }
       }
       store(t.out + row + j, mean);
@@ -216,5 +231,4 @@ void orthonormal(float* rows, Index rank, Index n) {
   }
 }
 
-const Loops loops{{left_all<false>, left_all<true>}, {right_all<false>, right_all<true>},
-                  settle_all, unit, orthonormal};
+const Loops loops{{left_all<false>, left_all<true>}, right_all, settle_all, unit, orthonormal};

@@ -42,20 +42,25 @@ class Matrices:
         )
         self.of_p, self.of_q = (int((self._dims[:, i] * self._dims[:, 2]).sum()) for i in (0, 1))
 
-    def left(self, x: Column, y: Column | None, q: np.ndarray, p: np.ndarray) -> np.ndarray:
-        """Write (M Q)^T to ``p`` where M = x + y, or M = x, and return of which matrices all
-        elements are finite (bool); of one that is not all is NaN.
+    def left(self, x: Column, q: np.ndarray, p: np.ndarray, *added: Column) -> np.ndarray:
+        """Write (M Q)^T to ``p`` where M = x, or M = x + y for two columns that are ``added``: y,
+        and where M is written, which may be x.  Return of which M all elements are finite (bool);
+        of one that is not all of ``p`` is NaN.
 
         4096 elements of a row make one sum: the 16 sums of every sixteenth product each, of which
         the second half is added to the first until one is left.  Such sums are added in their
         order.
         """
         if is_compiled():
-            own = _addresses(x), _addresses(y)
-            return native.low_rank.left(self._dims, *own, q, p, threads())
+            columns = [column.addresses for column in (x, *added)] + [_NONE] * (2 - len(added))
+            return native.low_rank.left(self._dims, *columns, q, p, threads())
         finite = []
         with np.errstate(over="ignore", invalid="ignore"):
-            for matrix, its_p, its_q in zip(self._sums(x, y), self._p(p), self._q(q), strict=True):
+            if added:
+                for a, b, out in zip(*map(self._matrices, (x, *added)), strict=True):
+                    np.add(a, b, out=out)
+                x = added[1]
+            for matrix, its_p, its_q in zip(self._matrices(x), self._p(p), self._q(q), strict=True):
                 for row, column in zip(its_p, its_q, strict=True):
                     row[:] = _row_sums(matrix * column)
                 finite.append(bool(np.isfinite(matrix).all()))
@@ -63,14 +68,14 @@ class Matrices:
                     its_p.fill(np.nan)
         return np.array(finite)
 
-    def right(self, x: Column, y: Column | None, p: np.ndarray, q: np.ndarray) -> None:
+    def right(self, x: Column, p: np.ndarray, q: np.ndarray) -> None:
         """Write (M^T P)^T to ``q``: products with 256 rows are added in their order, and such sums
         in theirs."""
         if is_compiled():
-            native.low_rank.right(self._dims, _addresses(x), _addresses(y), p, q, threads())
+            native.low_rank.right(self._dims, x.addresses, p, q, threads())
             return
         with np.errstate(over="ignore", invalid="ignore"):
-            for matrix, its_p, its_q in zip(self._sums(x, y), self._p(p), self._q(q), strict=True):
+            for matrix, its_p, its_q in zip(self._matrices(x), self._p(p), self._q(q), strict=True):
                 for column, row in zip(its_p, its_q, strict=True):
                     row[:] = _column_sums(matrix, column)
 
@@ -98,7 +103,7 @@ class Matrices:
         finite: np.ndarray,
     ) -> None:
         """Write P Q^T to ``out``, which may be ``x``, and of matrices that are ``finite``
-        x + y - P own^T to ``y``, if it is there; P own^T to ``sent``, if that is there."""
+        x - P own^T to ``y``, if it is there; P own^T to ``sent``, if that is there."""
         if is_compiled():
             columns = [_addresses(column) for column in (x, y, out, sent)]
             native.low_rank.settle(
@@ -114,7 +119,7 @@ class Matrices:
                 if to is not None:
                     to[:] = mine
                 if b is not None and fine:
-                    b[:] = (a + b) - mine
+                    b[:] = a - mine
                 mean[:] = _product(its_p, its_q)
 
     def orthonormal(self, p: np.ndarray) -> None:
@@ -175,10 +180,6 @@ class Matrices:
             return [None] * len(self._dims)
         pairs = zip(column.on_host().arrays, self._dims.tolist(), strict=True)
         return [x.reshape(n, m) for x, (n, m, _) in pairs]
-
-    def _sums(self, x: Column, y: Column | None) -> Iterator[np.ndarray]:
-        for a, b in zip(self._matrices(x), self._matrices(y), strict=True):
-            yield a if b is None else a + b
 
 
 def _addresses(column: Column | None) -> np.ndarray:

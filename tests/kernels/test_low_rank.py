@@ -44,16 +44,17 @@ def step(shapes, ranks, x, y, q, *, sends, finite):
     """All that a step computes of these matrices."""
     all_ = Matrices(shapes, ranks)
     x, y = [a.copy() for a in x], None if y is None else [a.copy() for a in y]
-    columns = Column(x), None if y is None else Column(y)
+    residuals, made = None if y is None else Column(y), Column(x)
+    added = () if residuals is None else (residuals, made)
     start, rows = np.empty_like(q), np.empty(all_.of_p, np.float32)
     all_.unit(q, start)
-    fine = all_.left(*columns, start, rows)
+    fine = all_.left(made, start, rows, *added)
     p, own = rows.copy(), np.empty_like(q)
     all_.orthonormal(p)
-    all_.right(*columns, p, own)
+    all_.right(made, p, own)
     sent = [np.empty_like(a) for a in x]
     to = Column(sent) if sends else None
-    all_.settle(*columns, p, start, own, Column(x), to, finite)
+    all_.settle(made, residuals, p, start, own, made, to, finite)
     return [start, fine, rows, p, own, *x, *(y or []), *(sent if sends else [])]
 
 
@@ -108,10 +109,26 @@ def test_they_are_products():
         np.testing.assert_array_equal(residual, expected)
 
 
+def test_results_go_around_the_caches():
+    """Those of many elements, whose rows are aligned or not."""
+    random, found = np.random.default_rng(0), []
+    shapes, ranks = [(300, 2048), (300, 2049)], [2, 5]
+    monkeypatch = pytest.MonkeyPatch()
+    x, y = ([random.standard_normal(n * m).astype("f4") for n, m in shapes] for _ in "xy")
+    q = random.standard_normal(Matrices(shapes, ranks).of_q).astype(np.float32)
+    options = {"sends": False, "finite": np.ones(2, bool)}
+    for way in WAYS:
+        own = by(way, monkeypatch, lambda: step(shapes, ranks, x, y, q, **options))
+        found += [] if own is None else [own]
+    for own in found[1:]:
+        for a, b in zip(own, found[0], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 def test_arrays_that_do_not_fit_are_an_error():
     all_, x = Matrices([(4, 5)], [2]), Column([np.ones(20, np.float32)])
     with pytest.raises(ValueError, match="another size"):
-        all_.left(x, None, np.ones(9, np.float32), np.ones(8, np.float32))
+        all_.left(x, np.ones(9, np.float32), np.ones(8, np.float32))
     with pytest.raises(ValueError, match="another size"):
         all_.orthonormal(np.ones(9, np.float32))
     parts = np.ones(8, np.float32), *2 * [np.ones(10, np.float32)]
