@@ -22,6 +22,7 @@ from hvd_compress.base import Array, Context, Outcome, Sparse, State
 from hvd_compress.chain import Repeated, Transform, in_range
 from hvd_compress.coding.factors import factors, matrix_shape
 from hvd_compress.errors import CompressionError
+from hvd_compress.fused.coded import stand_ins
 from hvd_compress.kernels import Column, are_flat
 from hvd_compress.kernels.low_rank import Matrices
 from hvd_compress.requests import Joint, Request, Sum
@@ -36,7 +37,8 @@ _LARGE = 1e38
 
 class Tensor(NamedTuple):
     """One tensor of a bucket in one step: the gradient as it was given, flat as ``x``; whether the
-    result may be written there; its shape as a matrix, the rank, and the scratch."""
+    result may be written there; its shape as a matrix, the rank, the scratch, and whether somebody
+    looks at what was sent."""
 
     gradient: Array
     x: Array
@@ -45,6 +47,7 @@ class Tensor(NamedTuple):
     shape: tuple[int, int]
     rank: int
     scratch: dict[str, Any]
+    needs_sent: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,21 +96,27 @@ class FusedLowRank:
             return None
         shape = xp.shape(gradient)
         rank, (n, m) = self.block.rank_of(shape), matrix_shape(shape)
-        tensor = Tensor(gradient, x, state, context.in_place, (n, m), rank, context.scratch)
+        tensor = Tensor(
+            *(gradient, x, state, context.in_place, (n, m), rank),
+            *(context.scratch, context.needs_sent),
+        )
         return Joint(self, tensor, weight=rank * (n + m), key=xp.__name__)
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         bucket, xp = self._bucket(tensors), backend_of(tensors[0].x)
         states = [{key: _flat(t.state[key]) for key in bucket.keys} for t in tensors]
         out = [t.x if t.in_place else xp.zeros(xp.size(t.x), t.x) for t in tensors]
-        sent = [np.empty(n, np.float32) for n in bucket.sizes]
+        is_needed = tensors[0].needs_sent
+        sent = [np.empty(n, np.float32) for n in bucket.sizes] if is_needed else None
         arrays = _Arrays(bucket, [t.x for t in tensors], states, out)
         finite = yield from self._meet(bucket, arrays, sent)
         means = []
         for tensor, mean in zip(tensors, out, strict=True):
             in_gradient = xp.address(mean) == xp.address(tensor.gradient)
             means.append(tensor.gradient if in_gradient else xp.restore(mean, tensor.gradient))
-        own = [xp.from_numpy(x, t.x) for x, t in zip(sent, tensors, strict=True)]
+        own = stand_ins(bucket.sizes)
+        if sent is not None:
+            own = [xp.from_numpy(x, t.x) for x, t in zip(sent, tensors, strict=True)]
         return list(map(Outcome, means, own, _settled(states, finite)))
 
     def again(

@@ -217,6 +217,7 @@ class Reducer:
             phase=self.phase,
             in_place=self.in_place,
             sparse=self.sparse_results,
+            needs_sent=False,
         )
 
     def forget_plan(self) -> None:

@@ -328,6 +328,20 @@ def test_a_steady_step_needs_no_fresh_memory():
     assert peak < n * 4 / 10
 
 
+@pytest.mark.parametrize(("method", "states"), [(PowerSGD(rank=2), 1), (QSGD(), 0)], ids=repr)
+def test_the_first_step_needs_memory_for_states_and_messages_alone(method, states):
+    """And none for what was sent, which nobody looks at."""
+    random, n = np.random.default_rng(0), 2_000_000
+    reducer = Reducer(method, LocalEngine(), in_place=True)
+    gradients = {f"t{i}": random.standard_normal((200, n // 2000), np.float32) for i in range(10)}
+    tracemalloc.start()
+    reducer.reduce(gradients)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < (states + 0.4) * 4 * n
+    assert all(r.elements_sent == r.elements == n // 10 for r in reducer.records.values())
+
+
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
 @pytest.mark.parametrize("method", CODED[:5], ids=repr)
 def test_after_another_number_of_ranks_nothing_is_lost(method, make):
