@@ -118,6 +118,8 @@ class Context(NamedTuple):
         sparse: the ``mean`` of an outcome may be a :class:`Sparse`, of a flat array, without twice
             the same index.
         learning_rate: that of the optimizer's next step of this tensor; ``None`` if unknown.
+        needs_sent: somebody looks at what an outcome ``sent``; else any array of as many elements
+            may stand for it, which saves the memory of one in the first step.
     """
 
     name: str = "tensor"
@@ -137,6 +139,7 @@ class Context(NamedTuple):
     in_place: bool = False
     sparse: bool = False
     learning_rate: Any = None
+    needs_sent: bool = True
 
 
 Exchange = Generator[Request, Any, Outcome]

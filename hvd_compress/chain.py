@@ -93,7 +93,13 @@ class Repeated(NamedTuple):
 
 
 class Fused(Protocol):
-    """The form of a chain for whole buckets; see :mod:`hvd_compress.fused`."""
+    """The form of a chain for whole buckets; see :mod:`hvd_compress.fused`.
+
+    Attributes:
+        sends_all: a tensor has as many elements sent as it has, not as many as its request weighs.
+    """
+
+    sends_all: ClassVar[bool]
 
     def __call__(self, tensors: list[Any]) -> Generator[Request, Any, list[Outcome]]:
         """The exchange of a bucket, given the arguments of its tensors' requests."""

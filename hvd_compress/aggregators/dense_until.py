@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from hvd_compress.aggregators.meetings import summed
 from hvd_compress.base import Array, Context, State
-from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.chain import Aggregated, Aggregator, Fused, Transform
 from hvd_compress.coding import Coding, whole
 from hvd_compress.config import converted
 from hvd_compress.errors import ConfigError
+from hvd_compress.fused import FusedLowRank
 from hvd_compress.requests import Request
 from hvd_compress.schedules import Start, as_start, started
 
@@ -61,6 +62,11 @@ class dense_until(Aggregator, name="dense_until"):
             return (yield from self.via.aggregate(x, state, context))
         own = {key: state[key] for key in self.keys}
         return (yield from summed(x, own, context))
+
+    def fused(self, transforms: Sequence[Transform], context: Context) -> Fused | None:
+        form = self.via.fused(transforms, context)
+        # Others do not know when they begin.
+        return form.beginning(self.start) if isinstance(form, FusedLowRank) else None
 
     def coding(self, n: int, context: Context) -> Coding:
         if started(self.start, context.step, context.epoch):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, State
-from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.coding.factors import (
     factors,
     left,
@@ -22,6 +22,7 @@ from hvd_compress.coding.factors import (
 )
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.fused import FusedLowRank
 from hvd_compress.requests import Batch, Request, Sum
 
 #: matrices of so many elements gain more from being multiplied together than copying them costs
@@ -117,6 +118,9 @@ class power_sgd(Aggregator, name="power_sgd"):
         if self.alternate:
             raise UnsupportedError("with alternate=True a receiver would need the sender's state")
         return self._factors
+
+    def fused(self, transforms: Sequence[Transform], context: Context) -> FusedLowRank | None:
+        return None if self.alternate else FusedLowRank.of(transforms, self._factors, context.size)
 
     @property
     def _factors(self) -> factors:

@@ -39,12 +39,15 @@ class Tally:
     """Counts steps of a bucket whose tensors do the same in each, for all of them at once.
 
     Args:
-        weights: the elements that tensors send in a step, by which they share its bytes.
+        weights: by which tensors share the bytes of a step.
         extents: the elements and bytes of their gradients, uncompressed.
+        sends_all: all elements are sent, not as many as the weights say.
     """
 
-    def __init__(self, weights: Sequence[int], extents: Sequence[tuple[int, int]]) -> None:
-        self.weights, self._extents = weights, extents
+    def __init__(
+        self, weights: Sequence[int], extents: Sequence[tuple[int, int]], sends_all: bool
+    ) -> None:
+        self.weights, self._extents, self._sends_all = weights, extents, sends_all
         self._bounds = np.array([0, *itertools.accumulate(weights)])
         self._clear()
 
@@ -69,7 +72,7 @@ class Tally:
             record.steps += self._steps
             record.elements += self._steps * elements
             record.dense_bytes += self._steps * nbytes
-            record.elements_sent += self._steps * weight
+            record.elements_sent += self._steps * (elements if self._sends_all else weight)
             record.bytes_sent += sent
             record.bytes_received += received
         self._clear()

@@ -8,6 +8,14 @@ addition.
 
 from hvd_compress.fused.coded import FusedAllgather, FusedAlltoall
 from hvd_compress.fused.dense import FusedSum
+from hvd_compress.fused.low_rank import FusedLowRank
 from hvd_compress.fused.top_k import FusedTopK, dense_is_less
 
-__all__ = ["FusedAllgather", "FusedAlltoall", "FusedSum", "FusedTopK", "dense_is_less"]
+__all__ = [
+    "FusedAllgather",
+    "FusedAlltoall",
+    "FusedLowRank",
+    "FusedSum",
+    "FusedTopK",
+    "dense_is_less",
+]

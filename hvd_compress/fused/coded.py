@@ -18,7 +18,7 @@ import dataclasses
 import threading
 import zlib
 from collections.abc import Generator, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -72,6 +72,8 @@ class FusedCodes(abc.ABC):
         size: the number of ranks.
     """
 
+    sends_all: ClassVar[bool] = True
+
     before: tuple[Transform, ...]
     codec: Codec
     feeds_back: bool
@@ -110,14 +112,17 @@ class FusedCodes(abc.ABC):
         xp = backend_of(tensors[0].x)
         states = [{key: _flat(x) for key, x in t.state.items()} for t in tensors]
         out = [t.x if t.in_place else xp.zeros(xp.size(t.x), t.x) for t in tensors]
-        sent = [np.empty(n, np.float32) for n in bucket.sizes]
+        is_needed = tensors[0].context.needs_sent
+        sent = [np.empty(n, np.float32) for n in bucket.sizes] if is_needed else None
         arrays = _Arrays(bucket, [t.x for t in tensors], states, out, sent)
         finite = yield from self._meet(bucket, arrays, tensors[0].context)
         means = []
         for tensor, mean in zip(tensors, out, strict=True):
             in_gradient = xp.address(mean) == xp.address(tensor.gradient)
             means.append(tensor.gradient if in_gradient else xp.restore(mean, tensor.gradient))
-        own = [xp.from_numpy(x, t.x) for x, t in zip(sent, tensors, strict=True)]
+        own = stand_ins(bucket.sizes)
+        if sent is not None:
+            own = [xp.from_numpy(x, t.x) for x, t in zip(sent, tensors, strict=True)]
         return list(map(Outcome, means, own, _settled(states, finite)))
 
     def again(
@@ -572,6 +577,11 @@ class _Sharded(_Bucket):
             residual = views.states[_R][tensor][part.own]
             np.add(views.x[tensor][part.own], residual, out=residual)
             residual -= sent
+
+
+def stand_ins(sizes: Sequence[int]) -> list[Array]:
+    """Return arrays of these sizes that take no memory, in the place of what was sent."""
+    return [np.broadcast_to(np.float32(0), n) for n in sizes]
 
 
 def _flat(x: Array) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Generator, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,8 @@ class FusedSum:
         wire, algorithm: of the sum.
         size: the number of ranks.
     """
+
+    sends_all: ClassVar[bool] = True
 
     before: tuple[Transform, ...]
     momentum: Any

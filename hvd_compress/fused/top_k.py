@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -67,6 +67,8 @@ class FusedTopK:
         values, indices: of the message.
         size: the number of ranks.
     """
+
+    sends_all: ClassVar[bool] = False
 
     before: tuple[Transform, ...]
     select: top_k

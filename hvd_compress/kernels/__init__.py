@@ -62,7 +62,7 @@ INSTALL = (
     "checkout make setup"
 )
 #: of what is called in the compiled module, and how; common.h has the same number
-INTERFACE = 3
+INTERFACE = 4
 logger = logging.getLogger("hvd_compress")
 
 

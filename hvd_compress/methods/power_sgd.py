@@ -50,6 +50,7 @@ class PowerSGD(Chained, name="powersgd"):
     """
 
     reference = "Vogels et al., NeurIPS 2019"
+    is_steady = True
 
     rank: int = 1
     error_feedback: bool = True

@@ -48,6 +48,7 @@ class _Again(NamedTuple):
     directions: Sequence[Any]
     states: Sequence[State]
     record: Record
+    sends_all: bool
 
 
 @final
@@ -226,6 +227,7 @@ class Reducer:
             phase=self.phase,
             in_place=self.in_place,
             sparse=self.sparse_results,
+            needs_sent=False,
         )
 
     def forget_plan(self) -> None:
@@ -346,7 +348,7 @@ class Reducer:
             extents = [self.store.extent(name, gradient) for name, gradient in gradients]
             if tally is not None:
                 tally.settle(bucket.names, self._records)
-            tally = self._tallies[bucket.names] = Tally(bucket.weights, extents)
+            tally = self._tallies[bucket.names] = Tally(bucket.weights, extents, bucket.sends_all)
         tally.count(bucket.record)
         for name, state in zip(bucket.names, bucket.states, strict=True):
             self.store.keep(name, state)
@@ -404,12 +406,18 @@ class Reducer:
             return None
         tensors = Repeated(gradients, *found, form.weights, self._kept(names[0]))
         exchange = form.function.again(tensors, form.key, self._common)
-        return None if exchange is None else self._repeat(tuple(names), tensors, exchange)
+        if exchange is None:
+            return None
+        return self._repeat(tuple(names), tensors, exchange, form.function.sends_all)
 
-    def _repeat(self, names: tuple[str, ...], tensors: Repeated, exchange: Any) -> Any:
+    def _repeat(
+        self, names: tuple[str, ...], tensors: Repeated, exchange: Any, sends_all: bool
+    ) -> Any:
         rank, size, record = self.engine.rank, self.engine.size, Record()
         directions, states = yield from run_counted(exchange, record, rank, size)
-        return _Again(names, tensors.weights, tensors.gradients, directions, states, record)
+        return _Again(
+            *(names, tensors.weights, tensors.gradients, directions, states, record, sends_all)
+        )
 
     def _kept(self, name: str) -> dict[str, Any]:
         """Return what is kept for a tensor beside its state; see :class:`Context`."""

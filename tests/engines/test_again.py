@@ -19,6 +19,7 @@ from hvd_compress import (
     After,
     NoCompression,
     OneBit,
+    PowerSGD,
     TopK,
     partition,
     rule,
@@ -44,6 +45,10 @@ METHODS = [
     FP8(),
     OneBit(start=After("step", 3)),
     QSGD(),
+    PowerSGD(rank=2, min_compression_rate=1),
+    PowerSGD(start=After("step", 3)),
+    PowerSGD(rank=3, error_feedback=False),
+    PowerSGD(alternate=True),
     partition(rule(DGC(density=0.05), names="a"), otherwise=DGC(density=0.02)),
     switch(NoCompression(), TopK(density=0.02), start=3),
     switch(TopK(density=0.02), FP8(), start=3),
@@ -132,10 +137,12 @@ def test_steps_are_as_if_the_method_was_asked(of, method, events, seed):
         (DGC(density=warmup_to(0.01, steps=4)), 5),
         (DGC(density=0.02, clip_norm=1.0), 6),
         (FP16(), 2),
+        (PowerSGD(), 2),
+        (PowerSGD(start=After("step", 2)), 4),
         (partition(rule(TopK(density=0.05), names="a"), otherwise=TopK(density=0.02)), 2),
         (switch(NoCompression(), TopK(density=0.02), start=3), 6),
     ],
-    ids=["dgc", "warm-up", "clipped", "fp16", "partition", "switch"],
+    ids=["dgc", "warm-up", "clipped", "fp16", "powersgd", "its start", "partition", "switch"],
 )
 def test_the_method_is_asked_only_where_steps_may_differ(method, asked_for):
     reducer, steps = make(MemoryStore, method), []

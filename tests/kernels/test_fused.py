@@ -24,6 +24,7 @@ from hvd_compress import (
     NaturalCompression,
     NoCompression,
     OneBit,
+    PowerSGD,
     Sparse,
     TernGrad,
     TopK,
@@ -71,6 +72,8 @@ CODED = [
         via=alltoall(contraction(uniform_dithering(7, 64))),
     ),
     Chain((), via=alltoall(natural())),
+    PowerSGD(rank=2, min_compression_rate=1),
+    PowerSGD(rank=6, min_compression_rate=1, error_feedback=False),
 ]
 MAKERS = {"numpy": np.array, "torch": torch.tensor, "tensorflow": tf.constant}
 
@@ -325,6 +328,20 @@ def test_a_steady_step_needs_no_fresh_memory():
     assert peak < n * 4 / 10
 
 
+@pytest.mark.parametrize(("method", "states"), [(PowerSGD(rank=2), 1), (QSGD(), 0)], ids=repr)
+def test_the_first_step_needs_memory_for_states_and_messages_alone(method, states):
+    """And none for what was sent, which nobody looks at."""
+    random, n = np.random.default_rng(0), 2_000_000
+    reducer = Reducer(method, LocalEngine(), in_place=True)
+    gradients = {f"t{i}": random.standard_normal((200, n // 2000), np.float32) for i in range(10)}
+    tracemalloc.start()
+    reducer.reduce(gradients)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < (states + 0.4) * 4 * n
+    assert all(r.elements_sent == r.elements == n // 10 for r in reducer.records.values())
+
+
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
 @pytest.mark.parametrize("method", CODED[:5], ids=repr)
 def test_after_another_number_of_ranks_nothing_is_lost(method, make):
@@ -367,6 +384,7 @@ def test_after_another_number_of_ranks_nothing_is_lost(method, make):
         (EFSignSGD(via="allgather"), TopK(density=0.05)),
         (TopK(density=0.05), TopK(density=0.05, values="float16")),
         (QSGD(), NaturalCompression()),
+        (FP8(), PowerSGD(rank=2)),
     ],
     ids=repr,
 )
@@ -396,7 +414,7 @@ def exchange_of(method, shapes, gradients, scratch, states, rank=0, size=2):
 
 @pytest.mark.parametrize("method", CODED, ids=repr)
 def test_a_step_that_ends_early_leaves_states_as_they_were(method):
-    shapes, random = {"a": (50, 40), "b": (300,)}, np.random.default_rng(0)
+    shapes, random = {"a": (50, 40), "b": (30, 10)}, np.random.default_rng(0)
     ranks = Ranks(method, shapes, 2)
     ranks.exchange([{n: random.standard_normal(s).astype("f4") for n, s in shapes.items()}] * 2)
     before = copy.deepcopy(ranks.states)
@@ -460,7 +478,9 @@ def test_memory_that_is_changed_on_the_way_is_an_error():
 
 
 @pytest.mark.parametrize(
-    "method", [DGC(density=0.001), DGC.compact(density=0.001), FP16(), *CODED[:9]], ids=repr
+    "method",
+    [DGC(density=0.001), DGC.compact(density=0.001), FP16(), *CODED[:9], CODED[-2]],
+    ids=repr,
 )
 def test_a_steady_step_of_torch_needs_no_large_blocks(method):
     """By PyTorch's profiler and tracemalloc; a sum needs its message, as large as the gradients in

@@ -1,0 +1,233 @@
+"""Products of matrices and thin factors, and what makes their columns orthonormal.
+
+A :class:`Matrices` says what is computed, in NumPy, which also serves where nothing is compiled;
+the compiled loops give the same bits, in one pass over memory each, for any number of threads.
+Matrices are in host memory, float32 and contiguous, of any library.
+
+A matrix M has n rows and m columns; its factors are P^T, of ``rank`` rows and n columns, and Q^T.
+The factors of all matrices are end to end in a flat array each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.kernels import is_compiled, native, threads
+from hvd_compress.kernels.arrays import Column
+
+_NONE = np.empty(0, np.int64)
+#: elements of a row, and rows, that are added up in one go
+_SUMMED, _ROWS, _LANES = 4096, 256, 16
+_TINY = np.float32(1e-30)
+
+
+class Matrices:
+    """Matrices of a bucket.
+
+    Args:
+        shapes: rows and columns of each, which are not zero.
+        ranks: rows of the factors of each.
+
+    Attributes:
+        of_p, of_q: the number of elements of all P, and of all Q.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], ranks: Sequence[int]) -> None:
+        self._dims = np.array(
+            [(n, m, rank) for (n, m), rank in zip(shapes, ranks, strict=True)], np.int64
+        )
+        self.of_p, self.of_q = (int((self._dims[:, i] * self._dims[:, 2]).sum()) for i in (0, 1))
+
+    def left(self, x: Column, q: np.ndarray, p: np.ndarray, *added: Column) -> np.ndarray:
+        """Write (M Q)^T to ``p`` where M = x, or M = x + y for two columns that are ``added``: y,
+        and where M is written, which may be x.  Return of which M all elements are finite (bool);
+        of one that is not all of ``p`` is NaN.
+
+        4096 elements of a row make one sum: the 16 sums of every sixteenth product each, of which
+        the second half is added to the first until one is left.  Such sums are added in their
+        order.
+        """
+        if is_compiled():
+            columns = [column.addresses for column in (x, *added)] + [_NONE] * (2 - len(added))
+            return native.low_rank.left(self._dims, *columns, q, p, threads())
+        finite = []
+        with np.errstate(over="ignore", invalid="ignore"):
+            if added:
+                for a, b, out in zip(*map(self._matrices, (x, *added)), strict=True):
+                    np.add(a, b, out=out)
+                x = added[1]
+            for matrix, its_p, its_q in zip(self._matrices(x), self._p(p), self._q(q), strict=True):
+                for row, column in zip(its_p, its_q, strict=True):
+                    row[:] = _row_sums(matrix * column)
+                finite.append(bool(np.isfinite(matrix).all()))
+                if not finite[-1]:
+                    its_p.fill(np.nan)
+        return np.array(finite)
+
+    def right(self, x: Column, p: np.ndarray, q: np.ndarray) -> None:
+        """Write (M^T P)^T to ``q``: products with 256 rows are added in their order, and such sums
+        in theirs."""
+        if is_compiled():
+            native.low_rank.right(self._dims, x.addresses, p, q, threads())
+            return
+        with np.errstate(over="ignore", invalid="ignore"):
+            for matrix, its_p, its_q in zip(self._matrices(x), self._p(p), self._q(q), strict=True):
+                for column, row in zip(its_p, its_q, strict=True):
+                    row[:] = _column_sums(matrix, column)
+
+    def product(
+        self,
+        p: np.ndarray,
+        q: np.ndarray,
+        out: Column,
+        sent: Column | None = None,
+        own: np.ndarray | None = None,
+    ) -> None:
+        """Write P Q^T to ``out``, the first product first, and P ``own``^T to ``sent``."""
+        fine = np.ones(len(self._dims), bool)
+        self.settle(None, None, p, q, q if own is None else own, out, sent, fine)
+
+    def settle(
+        self,
+        x: Column | None,
+        y: Column | None,
+        p: np.ndarray,
+        q: np.ndarray,
+        own: np.ndarray,
+        out: Column,
+        sent: Column | None,
+        finite: np.ndarray,
+    ) -> None:
+        """Write P Q^T to ``out``, which may be ``x``, and of matrices that are ``finite``
+        x - P own^T to ``y``, if it is there; P own^T to ``sent``, if that is there."""
+        if is_compiled():
+            columns = [_addresses(column) for column in (x, y, out, sent)]
+            native.low_rank.settle(
+                self._dims, *columns[:2], p, q, own, *columns[2:], finite, threads()
+            )
+            return
+        matrices = [self._matrices(column) for column in (x, y, out, sent)]
+        factors = self._p(p), self._q(q), self._q(own)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for *factor, fine, a, b, mean, to in zip(*factors, finite, *matrices, strict=True):
+                its_p, its_q, its_own = factor
+                mine = _product(its_p, its_own)
+                if to is not None:
+                    to[:] = mine
+                if b is not None and fine:
+                    b[:] = a - mine
+                mean[:] = _product(its_p, its_q)
+
+    def orthonormal(self, p: np.ndarray) -> None:
+        """Make the rows of each P^T orthonormal, in place; they span the same space.
+
+        Gram-Schmidt, row by row, each row twice, since once is not enough where rows are nearly
+        alike, in float64 and rounded after each turn.
+        """
+        if is_compiled():
+            native.low_rank.orthonormal(self._p_shapes, p, threads())
+            return
+        with np.errstate(over="ignore", invalid="ignore"):
+            for rows in self._p(p):
+                for k, row in enumerate(rows):
+                    for _ in range(2):
+                        if k:
+                            shares = [_dot(row, rows[j]) for j in range(k)]
+                            known = shares[0] * rows[0].astype(np.float64)
+                            for j in range(1, k):
+                                known = known + shares[j] * rows[j].astype(np.float64)
+                            row[:] = row - known
+                        row[:] = _of_unit_length(row)
+
+    def unit(self, q: np.ndarray, out: np.ndarray) -> None:
+        """Write the rows of each Q^T at length 1; zeros stay zeros."""
+        if is_compiled():
+            native.low_rank.unit(self._q_lengths, q, out)
+            return
+        with np.errstate(over="ignore", invalid="ignore"):
+            for rows, its_out in zip(self._q(q), self._q(out), strict=True):
+                for row, to in zip(rows, its_out, strict=True):
+                    to[:] = _of_unit_length(row)
+
+    @functools.cached_property
+    def _p_shapes(self) -> np.ndarray:
+        return np.ascontiguousarray(self._dims[:, [2, 0]])
+
+    @functools.cached_property
+    def _q_lengths(self) -> list[int]:
+        return np.repeat(self._dims[:, 1], self._dims[:, 2]).tolist()
+
+    def _p(self, flat: np.ndarray) -> Iterator[np.ndarray]:
+        return self._factors(flat, 0)
+
+    def _q(self, flat: np.ndarray) -> Iterator[np.ndarray]:
+        return self._factors(flat, 1)
+
+    def _factors(self, flat: np.ndarray, side: int) -> Iterator[np.ndarray]:
+        """The factor of each matrix, as a view."""
+        at = 0
+        for dims in self._dims.tolist():
+            width, rank = dims[side], dims[2]
+            yield flat[at : at + rank * width].reshape(rank, width)
+            at += rank * width
+
+    def _matrices(self, column: Column | None) -> list[Any]:
+        if column is None:
+            return [None] * len(self._dims)
+        pairs = zip(column.on_host().arrays, self._dims.tolist(), strict=True)
+        return [x.reshape(n, m) for x, (n, m, _) in pairs]
+
+
+def _addresses(column: Column | None) -> np.ndarray:
+    return _NONE if column is None else column.addresses
+
+
+def _halved(lanes: np.ndarray) -> np.ndarray:
+    """The sum along the last axis, of 16 elements."""
+    while (half := lanes.shape[-1] // 2) > 0:
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0]
+
+
+def _row_sums(products: np.ndarray) -> np.ndarray:
+    """The sum of each row, in the order of :meth:`Matrices.left`."""
+    total = np.zeros(len(products), products.dtype)
+    for start in range(0, products.shape[1], _SUMMED):
+        run = products[:, start : start + _SUMMED]
+        lanes = np.zeros((len(run), _LANES), run.dtype)
+        for at in range(0, run.shape[1], _LANES):
+            part = run[:, at : at + _LANES]
+            lanes[:, : part.shape[1]] += part
+        total = total + _halved(lanes) if start else _halved(lanes)
+    return total
+
+
+def _column_sums(matrix: np.ndarray, column: np.ndarray) -> np.ndarray:
+    """The sum of the rows times their element of ``column``, in the order of
+    :meth:`Matrices.right`."""
+    total = np.zeros(matrix.shape[1], matrix.dtype)
+    for start in range(0, len(matrix), _ROWS):
+        run = np.zeros_like(total)
+        for i in range(start, min(start + _ROWS, len(matrix))):
+            run += column[i] * matrix[i]
+        total = total + run if start else run
+    return total
+
+
+def _product(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    found = p[0][:, None] * q[0]
+    for k in range(1, len(p)):
+        found = found + p[k][:, None] * q[k]
+    return found
+
+
+def _dot(x: np.ndarray, y: np.ndarray) -> np.float64:
+    return _row_sums((x.astype(np.float64) * y.astype(np.float64))[None])[0]
+
+
+def _of_unit_length(row: np.ndarray) -> np.ndarray:
+    return row / np.maximum(np.float32(np.sqrt(_dot(row, row))), _TINY)
