@@ -12,7 +12,7 @@ DEMO_tensorflow := train_digits_keras
 RUN := env PATH="$(CURDIR)/.venv/bin:$$PATH" TF_CPP_MIN_LOG_LEVEL=3 \
 	OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
-.PHONY: help setup demo test test-all sanitize lint clean
+.PHONY: help setup demo test test-all sanitize lint dist clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -43,6 +43,9 @@ lint: setup ## ruff and mypy
 	@$(RUN) ruff check .
 	@$(RUN) ruff format --check .
 	@$(RUN) mypy
+
+dist: ## what is released: dist/ with an sdist and a wheel (manylinux) for PYTHON
+	@$(PYTHON) scripts/dist.py
 
 clean: ## remove .venv and everything built (the cache of Horovod wheels stays)
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis results
