@@ -8,11 +8,13 @@ FRAMEWORK ?= torch
 DEMO_torch := train_digits
 DEMO_tensorflow := train_digits_keras
 
+# Told to write no bytecode, as in many containers, every process would compile all that it imports.
 # Open MPI refuses to start as root, as in a container, unless told twice.
-RUN := env PATH="$(CURDIR)/.venv/bin:$$PATH" TF_CPP_MIN_LOG_LEVEL=3 \
+RUN := env -u PYTHONDONTWRITEBYTECODE \
+	PATH="$(CURDIR)/.venv/bin:$$PATH" TF_CPP_MIN_LOG_LEVEL=3 \
 	OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
-.PHONY: help setup demo test test-all sanitize lint dist clean
+.PHONY: help setup demo test test-all sanitize lint docs dist clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -44,9 +46,12 @@ lint: setup ## ruff and mypy
 	@$(RUN) ruff format --check .
 	@$(RUN) mypy
 
+docs: setup ## the documentation as a site, in site/; needs Python 3.11
+	@$(RUN) python scripts/docs.py $(ARGS)
+
 dist: ## what is released: dist/ with an sdist and a wheel (manylinux) for PYTHON
 	@$(PYTHON) scripts/dist.py
 
 clean: ## remove .venv and everything built (the cache of Horovod wheels stays)
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis results
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis results site .cache
 	find . -name __pycache__ -type d -exec rm -rf {} +

@@ -98,9 +98,10 @@ class _Products(torch.nn.Module):
 
 
 class DDP(Backward):
-    """PyTorch's DistributedDataParallel on Gloo, with one of its own communication hooks."""
+    """PyTorch's DistributedDataParallel on Gloo, with one of its own communication hooks, or with
+    this package's and a method."""
 
-    def __init__(self, name: str, hook: str | None = None) -> None:
+    def __init__(self, name: str, hook: Any = None) -> None:
         super().__init__(name)
         start_process_group()
         # The callbacks of PowerSGD's hook may run in another order on each rank, unless there is
@@ -115,6 +116,12 @@ class DDP(Backward):
         elif hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(group, 2, start_powerSGD_iter=2)
             self.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif hook is not None:
+            hook = hvd.as_compressor(hook)
+            momentum = 0.9 if hook.takes_momentum else None
+            state = hvd.DDPState(hook, self.module, process_group=group, momentum=momentum)
+            self.module.register_comm_hook(state, hvd.ddp_hook)
+            self.compression = state
 
 
 def start_process_group(over: Any = hvd) -> None:

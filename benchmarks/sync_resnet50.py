@@ -39,7 +39,7 @@ parser.add_argument(
     "--methods",
     nargs="+",
     metavar="NAME",
-    help="rows, or methods such as topk:density=0.01 or fp8",
+    help='rows, or methods such as topk:density=0.01 or fp8; "DDP fp8": as a hook',
 )
 parser.add_argument("--density", type=float, default=0.001)
 parser.add_argument("--ranks", type=int, default=4, help="when started without horovodrun")
@@ -78,8 +78,11 @@ def main() -> None:
     chosen = options.methods or usual
     for name in chosen:
         if name not in known:
+            table, own = methods, name
+            if is_torch and name.startswith("DDP "):
+                table, own = hooks, name.removeprefix("DDP ")
             try:
-                methods[name] = hvd.as_compressor(name)
+                table[name] = methods[own] if own in methods else hvd.as_compressor(own)
             except hvd.ConfigError as error:
                 raise SystemExit(
                     f"--methods {name}: rows are {', '.join(known)}; {error}"

@@ -7,6 +7,7 @@ The frameworks have packages of their own, ``hvd_compress.torch`` and ``hvd_comp
 from importlib.metadata import PackageNotFoundError, version
 
 from hvd_compress import requests
+from hvd_compress.auto import Auto
 from hvd_compress.base import Context, Outcome
 from hvd_compress.config import from_config
 from hvd_compress.integrations import exports
@@ -19,7 +20,7 @@ try:
 except PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0+unknown"
 
-__all__ = ["PAPER_DENSITIES", "Context", "Outcome", "from_config"]
+__all__ = ["PAPER_DENSITIES", "Auto", "Context", "Outcome", "from_config"]
 __all__ += exports.__all__
 __all__ += requests.__all__
 

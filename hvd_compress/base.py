@@ -173,6 +173,8 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     partner: ClassVar[str | None] = None
     #: the names of the kinds of steps, if the method has several
     phases: ClassVar[tuple[str, ...]] = ()
+    #: the method is none itself, but says how one is chosen in the first steps: see :meth:`pilot`
+    is_chosen_later: ClassVar[bool] = False
 
     @abc.abstractmethod
     def init(self, gradient: Array) -> State:
@@ -244,6 +246,11 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     def rows_texts(self) -> frozenset[str]:
         """How rows are sent in any step."""
         return frozenset({"whole"})
+
+    def pilot(self) -> Any:
+        """Return a new :class:`hvd_compress.reduce.Pilot`, which changes the method of a reducer
+        while it trains; ``None``: the method stays."""
+        return None
 
     def repaired(self, gradient: Array, state: State) -> State:
         """Return a consistent state after a checkpoint was loaded, in which entries that differ

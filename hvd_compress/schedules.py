@@ -78,6 +78,15 @@ class StagedWarmup(_Staged, name="staged"):
 
     The default is the list of Lin et al. (2018): 25, 6.25, 1.5625, 0.4 and 0.1 %.  Any list of
     fractions is possible; 1.0 makes a dense stage.
+
+    Options:
+        unit: "step" or "epoch"; epochs must be announced, ``compression.set_epoch(epoch)``.
+        stage_length: of each stage, in these.
+        densities: one for each stage, in (0, 1].
+
+    >>> schedule = StagedWarmup(stage_length=100, densities=(0.25, 0.01))
+    >>> schedule(step=99), schedule(step=100), schedule(step=5000)
+    (0.25, 0.01, 0.01)
     """
 
     densities: tuple[float, ...] = dataclasses.field(
@@ -106,6 +115,16 @@ class ExponentialWarmup(_Staged, name="exponential"):
 
     With 5 stages and density 0.001 this is the default of the authors' released code: 0.3162, 0.1,
     0.03162, 0.01, 0.003162, 0.001.  It differs from the list in their paper.
+
+    Options:
+        unit: "step" or "epoch"; epochs must be announced, ``compression.set_epoch(epoch)``.
+        stage_length: of each stage, in these.
+        density: of the end, in (0, 1].
+        stages: before it, 0 or more.
+
+    >>> schedule = ExponentialWarmup(unit="epoch", density=0.001, stages=2)
+    >>> [round(schedule(step=0, epoch=epoch), 4) for epoch in range(4)]
+    [0.1, 0.01, 0.001, 0.001]
     """
 
     density: float = 0.001
@@ -134,6 +153,13 @@ def warmup_to(
     fractional epochs, ``set_epoch(epoch + batch / batches)``, or give ``steps``: with whole epochs
     the first stage of an epoch lasts until its end, which is safe and sends more.
 
+    Args:
+        density: of the end, in (0, 1].
+        steps, epochs: the length of the warm-up, one of the two; 0 for none.
+
+    Raises:
+        ConfigError: an option is out of its range, or there is not one length.
+
     >>> warmup_to(0.01, epochs=3)
     StagedWarmup(unit='epoch', stage_length=1, densities=(0.25, 0.0625, 0.015625, 0.01))
     """
@@ -153,7 +179,16 @@ def warmup_to(
 
 @dataclasses.dataclass(frozen=True)
 class After(_Staged, name="after"):
-    """A schedule that is False for the first ``stage_length`` steps or epochs, and then True."""
+    """A schedule that is False for the first ``stage_length`` steps or epochs, and then True.
+
+    Options:
+        unit: "step" or "epoch"; epochs must be announced, ``compression.set_epoch(epoch)``.
+        stage_length: a positive number of these.
+
+    >>> start = After(unit="epoch", stage_length=2)
+    >>> start(step=500, epoch=1.5), start(step=900, epoch=2)
+    (False, True)
+    """
 
     @property
     def stages_in_all(self) -> int:

@@ -89,7 +89,8 @@ class Stats:
     """Records of all tensors: ``layers`` by tensor name, and ``total``, their sum; and ``times``,
     where this rank's time went, which is ``None`` where it cannot be seen (in graphs of
     TensorFlow); and ``buckets``, the same of tensors that are sent together, by the name under
-    which they are (empty in graphs).
+    which they are (empty in graphs).  With ``compression="auto"``, ``choice`` says what was
+    measured and chosen, as plain values; else it is ``None``.
 
     ``print(stats)`` shows a table, ``stats.line()`` is one line, and :func:`hvd_compress.log_stats`
     writes scalars for TensorBoard and the like.
@@ -99,9 +100,10 @@ class Stats:
         self,
         layers: Mapping[str, Record],
         times: Times | None = None,
+        choice: Mapping[str, Any] | None = None,
         buckets: Mapping[str, tuple[Sequence[str], BucketTimes]] | None = None,
     ) -> None:
-        self.times = times
+        self.times, self.choice = times, choice
         self.layers = dict(layers)
         self.total = _sum(self.layers.values())
         self.buckets = {
@@ -114,7 +116,8 @@ class Stats:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Return "total", "layers", "times" and "buckets" as dicts that JSON can hold."""
+        """Return "total", "layers", "times" and "buckets" as dicts that JSON can hold, and "choice"
+        if there is one."""
 
         def plain(record: Record) -> dict[str, Any]:
             return {
@@ -133,7 +136,8 @@ class Stats:
             }
             for label, each in self.buckets.items()
         }
-        return {"total": plain(self.total), "layers": layers, "times": times, "buckets": buckets}
+        found = {"total": plain(self.total), "layers": layers, "times": times, "buckets": buckets}
+        return found if self.choice is None else {**found, "choice": dict(self.choice)}
 
     def scalars(self, *, tensors: bool = False) -> dict[str, float]:
         """Return numbers by name, for a plot over the steps: of ``total``, of each bucket, where
@@ -170,7 +174,9 @@ class Stats:
             f"{human_bytes(t.dense_bytes / steps)} dense (ratio of bytes {t.ratio:.1f}, "
             f"elements sent {t.density:.4%}), {human_bytes(t.bytes_received)} received in all, "
             f"residual norm {t.residual_norm:.3g}"
-        ) + (f"; {self.times.line()}" if self.times and self.times.steps else "")
+            + (f"; {self.times.line()}" if self.times and self.times.steps else "")
+            + (f"; {self.choice['phase']} {self.choice['method']}" if self.choice else "")
+        )
 
     def __str__(self) -> str:
         width = max([len("total"), *map(len, self.layers)])

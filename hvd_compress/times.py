@@ -7,10 +7,11 @@ backward goes on and messages are on their way, is not counted: it costs the cal
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -81,9 +82,14 @@ _current: ContextVar[Clock | None] = ContextVar("clock", default=None)
 
 
 class Clock:
-    """Counts the seconds of each phase."""
+    """Counts the seconds of each phase.
 
-    def __init__(self) -> None:
+    Args:
+        now: returns seconds since any time.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
         self.reset()
         self._phase: str | None = None
         self._since = 0.0
@@ -106,19 +112,28 @@ class Clock:
         what it is."""
         return running(self)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Return a context in which nothing is counted."""
+        before = self.switch(None)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
     def leaves(self) -> None:
         """Note that a bucket is sent."""
-        self._left_at = min(self._left_at, time.perf_counter())
+        self._left_at = min(self._left_at, self.now())
 
     def awaited(self) -> None:
         """Note that all buckets are waited for from now on."""
         if self._left_at < math.inf:
-            self._hidden += time.perf_counter() - self._left_at
+            self._hidden += self.now() - self._left_at
         self._left_at = math.inf
 
     def switch(self, phase: str | None) -> str | None:
         """Begin another phase, and return the one that ends; ``None``: none, nothing is counted."""
-        now, before = time.perf_counter(), self._phase
+        now, before = self.now(), self._phase
         if before is not None:
             self._seconds[before] += now - self._since
         self._phase, self._since = phase, now

@@ -30,6 +30,8 @@ RATES = {"signsgd": 0.004, "signum": 0.01}
 warnings.simplefilter("ignore", NeedsTuning)  # of those rates
 #: why a method may stay behind, printed where it does
 REASONS = {
+    "dgc": "an element waits for 1 / density steps or so, and arrives late in a short run: more "
+    "--epochs, or a larger density",
     "signsgd": "votes have no magnitude and nothing corrects their bias; wants a rate of its own",
     "signum": "votes have no magnitude and nothing corrects their bias; wants a rate of its own",
     "terngrad": "one magnitude a tensor: most variance of all that are unbiased",

@@ -19,6 +19,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 MPICH = VENV / "mpich"
 TRITON = VENV / "triton"
+ZENSICAL = VENV / "docs"
 STAMP = VENV / "setup.stamp"
 LOG = VENV / "setup.log"
 OLDEST, NEWEST = (3, 10), (3, 13)
@@ -29,6 +30,7 @@ INPUTS = [
     "hvd_compress/kernels/*.cpp",
     "hvd_compress/kernels/*.h",
     "constraints.txt",
+    "constraints-docs.txt",
     "constraints-mpich.txt",
     "constraints-triton.txt",
     "constraints-uv.txt",
@@ -58,7 +60,7 @@ def main() -> None:
 
     if not usable:
         base = getattr(sys, "_base_executable", sys.executable)
-        say("1/7", f".venv for Python {version()}")
+        say("1/8", f".venv for Python {version()}")
         done = subprocess.run([base, "-m", "venv", "--clear", str(VENV)], capture_output=True)
         if done.returncode:
             fail("no virtual environment: install python3-venv, or another Python: make PYTHON=...")
@@ -70,23 +72,25 @@ def main() -> None:
         install_pytorch(pip, install)
     install_pinned(pip, install, pinned)
     # What it needs is there, but for the libraries of a CUDA build of PyTorch.
-    extras = "torch,tensorflow-cpu,horovod,examples,dev"
+    extras = "torch,tensorflow-cpu,horovod,integrations,examples,dev"
     ours = ["--no-build-isolation", "--editable", f".[{extras}]"]
-    logged("4/7", "hvd_compress", [*install, *ours])
+    logged("4/8", "hvd_compress", [*install, *ours])
     if not is_installed("mpich", "constraints-mpich.txt", MPICH):
         # In a folder of its own: the programs of both MPIs have the same names.  pip would only
         # lay a new version over the old one there.
         shutil.rmtree(MPICH, ignore_errors=True)
         apart = ["--ignore-installed", "--prefix", str(MPICH)]
         command = [*install, *apart, *pinned, "constraints-mpich.txt"]
-        logged("5/7", "MPICH beside Open MPI, for the tests", command)
+        logged("5/8", "MPICH beside Open MPI, for the tests", command)
     if not is_installed("triton", "constraints-triton.txt", TRITON, ""):
         # Its LLVM and TensorFlow's end a process that loads both in the wrong order: torch imports
         # Triton wherever it finds it.
         shutil.rmtree(TRITON, ignore_errors=True)
         command = [*install, "--target", str(TRITON), *pinned, "constraints-triton.txt"]
-        logged("6/7", "Triton apart, for the tests", command)
-    say("7/7", "Horovod")
+        logged("6/8", "Triton apart, for the tests", command)
+    if not is_installed("zensical", "constraints-docs.txt", ZENSICAL, ""):
+        install_zensical(pip, install, pinned)
+    say("8/8", "Horovod")
     command = [str(VENV / "bin" / "hvd-compress"), "install-horovod"]
     if subprocess.run(command, cwd=ROOT).returncode:
         sys.exit(1)
@@ -98,10 +102,22 @@ def install_pinned(pip: list, install: list, pinned: list) -> None:
     minutes, if it is there or can be had; else, and where that fails, by pip."""
     what, command = "the other pinned packages", [*pinned, "constraints.txt"]
     if uv := find_uv(pip, install, pinned):
-        if logged("3/7", f"{what}, by uv", [*uv, *command], is_needed=False):
+        if logged("3/8", f"{what}, by uv", [*uv, *command], is_needed=False):
             return
-        say("3/7", "pip instead")
-    logged("3/7", what, [*install, *command])
+        say("3/8", "pip instead")
+    logged("3/8", what, [*install, *command])
+
+
+def install_zensical(pip: list, install: list, pinned: list) -> None:
+    """What `make docs` and its test build the site with: a folder of its own, since TensorBoard
+    wants some of the same packages.  All else works without it."""
+    if sys.version_info < (3, 11):
+        say("7/8", "no Zensical for the site, which needs Python 3.11")
+        return
+    shutil.rmtree(ZENSICAL, ignore_errors=True)
+    command = find_uv(pip, install, pinned) or install
+    command = [*command, "--target", str(ZENSICAL), *pinned, "constraints-docs.txt"]
+    logged("7/8", "Zensical apart, for the site", command, is_needed=False)
 
 
 def find_uv(pip: list, install: list, pinned: list) -> list:
@@ -113,13 +129,16 @@ def find_uv(pip: list, install: list, pinned: list) -> list:
         return []
     path = os.pathsep.join([str(PYTHON.parent), os.environ.get("PATH", os.defpath)])
     if not shutil.which("uv", path=path):
-        logged("3/7", "uv", [*install, *pinned, "constraints-uv.txt"], is_needed=False)
+        logged("3/8", "uv", [*install, *pinned, "constraints-uv.txt"], is_needed=False)
     uv = shutil.which("uv", path=path)
     index = re.search(r"(?<!extra-)index-url='(.*)'", settings)
     named = ["--default-index", index[1]] if index else []
     if certificates := re.search(r"\bcert='(.*)'", settings):
         os.environ.setdefault("SSL_CERT_FILE", certificates[1])
-    return [uv, "pip", "install", "--python", str(PYTHON), *named] if uv else []
+    # Each of the tests' many processes would compile what it imports, where Python is told not to
+    # write what it has compiled, as it is in most containers.
+    command = [uv, "pip", "install", "--compile-bytecode", "--python", str(PYTHON), *named]
+    return command if uv else []
 
 
 def install_pytorch(pip: list, install: list) -> None:
@@ -131,14 +150,14 @@ def install_pytorch(pip: list, install: list) -> None:
     with tempfile.TemporaryDirectory(dir=VENV) as folder:
         download = [*pip, "download", "--disable-pip-version-check", "--no-deps", "--dest", folder]
         name = f"torch=={pinned_version('torch', 'constraints.txt')}"
-        logged("2/7", "PyTorch, download", [*download, name])
+        logged("2/8", "PyTorch, download", [*download, name])
         [wheel] = Path(folder).iterdir()
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
         if digest not in (ROOT / "constraints.txt").read_text():
             if "+" not in wheel.name:
                 fail(f"{wheel.name} is not the published file: look at `pip config list`")
-            say("2/7", f"no hash is recorded for {wheel.name}, which is from an index of its own")
-        logged("2/7", "PyTorch", [*install, "--no-deps", str(wheel)])
+            say("2/8", f"no hash is recorded for {wheel.name}, which is from an index of its own")
+        logged("2/8", "PyTorch", [*install, "--no-deps", str(wheel)])
 
 
 def digest_of_inputs() -> str:

@@ -70,4 +70,4 @@ collect_ignore = [
     "horovods_own.py",
     *("parameter_server_job.py", "parameter_server_torch_job.py"),
 ]
-collect_ignore_glob = ["scenarios/*", "mpi_scenarios/*"]
+collect_ignore_glob = ["scenarios/*", "mpi_scenarios/*", "trainers/*"]

@@ -8,6 +8,7 @@ import gc
 import inspect
 import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress import Gather, Max, Outcome, Sum
+from hvd_compress.auto import pilot
 from hvd_compress.base import Compressor
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError
@@ -22,6 +24,7 @@ from hvd_compress.torch import (
     BF16,
     DGC,
     FP16,
+    Auto,
     DDPState,
     GTopK,
     NoCompression,
@@ -31,6 +34,7 @@ from hvd_compress.torch import (
     TopK,
     ddp_hook,
 )
+from hvd_compress.torch.rank_states import own as own_states
 from tests.ring_method import Ring
 from tests.scenarios import run_all
 
@@ -170,6 +174,39 @@ def checkpoints_go_on() -> None:
     _same_everywhere(again)
 
 
+def a_checkpoint_may_have_all_ranks() -> None:
+    """Who loads its own goes on with the same bits, and another number of ranks gets the mean."""
+    model, state = _distributed("topk:density=0.05", residuals="ranks")
+    _train(model, range(3))
+    weights, saved = copy.deepcopy(model.module.state_dict()), state.state_dict()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert ("ranks" in saved) == (rank == 0)
+    everyones = [saved]
+    dist.broadcast_object_list(everyones)
+    [saved] = everyones
+    again, later = _distributed("topk:density=0.05")
+    again.module.load_state_dict(weights)
+    later.load_state_dict(saved)
+    for name, own in state.reducer.store.states.items():
+        assert torch.equal(own["residual"], later.reducer.store.states[name]["residual"])
+    for each in (model, again):
+        _train(each, range(3, 6))
+    _assert_equal(model, again)
+    everyones = [{"0.weight": states["0.weight"]} for states in saved["ranks"]]
+    fewer = {
+        **saved,
+        "ranks": [*everyones, everyones[0]],  # one more than there are now
+        "states": {"0.weight": saved["states"]["0.weight"]},
+        "per_rank": {"0.weight": saved["per_rank"]["0.weight"]},
+    }
+    mean = own_states(fewer, rank, size)["states"]["0.weight"]["residual"]
+    total = sum(each["0.weight"]["residual"] for each in fewer["ranks"])
+    torch.testing.assert_close(mean * (size + 1), total)
+    for damaged in ({"ranks": []}, {"ranks": [1] * size}, {"ranks": [{}] * size}, {"ranks": 1}):
+        with pytest.raises(ConfigError, match="nothing was changed"):
+            later.load_state_dict(saved | damaged)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Rounds(Compressor, name="test-ddp-rounds"):
     """Three rounds of different kinds; payloads of different sizes."""
@@ -188,6 +225,28 @@ class _Rounds(Compressor, name="test-ddp-rounds"):
         total = yield Sum(gradient)
         assert (total.abs().view(-1) <= context.size * largest * 1.01).all()
         return Outcome(total / context.size, gradient, state)
+
+
+def a_method_is_chosen_in_the_first_steps() -> None:
+    if dist.get_world_size() == 1:
+        return
+    text = "topk:density=0.05"
+    auto = Auto(methods=(text,), steps=2)
+    model, state = _distributed(auto)
+    seconds = {"none": 1.0, "fp16": 1.0, text: 0.1}
+    with mock.patch.object(pilot, "decided", return_value=(text, "for a test", seconds)):
+        _train(model, range(8))
+    _same_everywhere(model)
+    assert state.stats().choice["method"] == text
+    assert any(x.any() for x in state.reducer.waiting().values())
+    saved = copy.deepcopy(state.state_dict())
+    again, other = _distributed(auto)
+    again.module.load_state_dict(model.module.state_dict())
+    other.load_state_dict(saved)
+    with mock.patch.object(pilot, "measured_network", None):  # nothing is measured again
+        _train(again, range(8, 12))
+    assert other.stats().choice["method"] == text
+    _same_everywhere(again)
 
 
 def several_rounds() -> None:
@@ -316,6 +375,8 @@ def mistakes_are_errors() -> None:
         DDPState("topk", momentum=0.9)
     with pytest.raises(ConfigError, match="DDPState"):
         ddp_hook(None, None)
+    with pytest.raises(ConfigError, match="'all'"):
+        DDPState("topk", residuals="all")
 
 
 def main() -> None:

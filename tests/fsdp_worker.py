@@ -644,6 +644,43 @@ def optimizers_of_shards_say_what_works() -> None:
         hvd.DiLoCo(_sgd(_sharded(MESHES["2x2"])), process_set=MESHES["2x2"]["replica"])
 
 
+def the_hook_of_ddp_serves_tensor_parallel_models() -> None:
+    """Each rank exchanges its shards with the ranks that have the same."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "parallel"))
+    group = mesh.get_group("replica")
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5)
+    model = torch.nn.Sequential(*layers)
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    _pre_dp_module_transform(parallelize_module(model, mesh["parallel"], plan))
+    shards = dict(model.named_parameters())  # in forward they are others
+    before = {name: p.detach().clone() for name, p in shards.items()}
+    model = DistributedDataParallel(model, process_group=group)
+    state = hvd.DDPState("topk:density=0.05", model, process_group=group)
+    model.register_comm_hook(state, hvd.ddp_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(4):
+        batches = torch.Generator().manual_seed(10 * dist.get_rank(group) + step)
+        x = torch.randn(8, 40, generator=batches)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), x[:, :5].argmax(1)).backward()
+        optimizer.step()
+    assert state.stats().total.ratio > 8
+    assert shards["0.weight"].shape == (32, 40)
+    for name, p in shards.items():
+        theirs = [torch.empty_like(p) for _ in range(2)]
+        dist.all_gather(theirs, p.detach(), group=group)
+        assert torch.equal(*theirs)
+        assert not torch.equal(p, before[name])
+
+
 def main() -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)  # of PyTorch's own calls

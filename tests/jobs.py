@@ -85,6 +85,14 @@ def triton_missing() -> str | None:
     return f"Triton is not installed: make setup, or pip install --no-deps --target {TRITON} triton"
 
 
+def package_missing(name: str, command: str) -> str | None:
+    """Why nothing can be tested with a package, with the command that helps, or None if it is
+    there."""
+    if importlib.util.find_spec(name):
+        return None
+    return f"{name} is not installed, and nothing was tested with it: {command}"
+
+
 def run(
     command: Sequence[str], timeout: float, *, check: bool = True, **env: str
 ) -> tuple[int, str]:

@@ -31,7 +31,7 @@ from hvd_compress.integrations.checkpoints import (
     whole,
 )
 from hvd_compress.integrations.optimizers import momentum_inside
-from hvd_compress.methods import as_compressor
+from hvd_compress.methods import as_fixed
 from hvd_compress.methods.rows import keeps_residual, rows_state
 from hvd_compress.reduce import Reducer
 from hvd_compress.reduce.averages import averaged
@@ -142,7 +142,7 @@ class Binding(tf.Module):
         seed: int = 0,
     ) -> None:
         super().__init__(name="hvd_compress")
-        self.method: Compressor = as_compressor(compression)
+        self.method: Compressor = as_fixed(compression)
         hvd = runtime.hvd
         op = hvd.Average if op is None else op
         if op not in (hvd.Average, hvd.Sum):

@@ -29,7 +29,7 @@ from hvd_compress.integrations.optimizers import (
     moved,
     velocity_of_one,
 )
-from hvd_compress.methods import FP16, NoCompression, as_compressor
+from hvd_compress.methods import FP16, NoCompression, as_fixed
 from hvd_compress.transforms import momentum_after_averaging
 
 from .binding import Binding, native, places_of_groups, slots_of
@@ -39,6 +39,10 @@ from .state_on_disk import state_on_disk
 from .tape import is_ours
 
 logger = logging.getLogger("hvd_compress")
+_COPY = (
+    "make the plain optimizer from it, type(optimizer).__bases__[-1].from_config("
+    "optimizer.get_config()), and pass that to hvd.DistributedOptimizer"
+)
 
 
 def is_keras_3(optimizer: Any) -> bool:
@@ -65,7 +69,7 @@ def as_ours(compression: Any) -> Compressor:
     if compression is None:
         return NoCompression()
     if is_ours(compression):
-        return as_compressor(compression)
+        return as_fixed(compression)
     name = getattr(compression, "__name__", type(compression).__name__)
     known = {"NoneCompressor": NoCompression(), "FP16Compressor": FP16()}
     if name not in known:
@@ -237,6 +241,13 @@ class CompressedOptimizer(NotInLossScaling):
         if name == "compression":
             hint = ": it is there after the first step, or optimizer.build(trainable_variables)"
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(f"a configuration holds no compression and no ranks: {_COPY}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(f"a distributed optimizer is not copied or pickled: {_COPY}")
 
     def set_compression_epoch(self, epoch: int) -> None:
         """Announce the epoch, for schedules by epoch; this may be before the optimizer is built."""
@@ -506,7 +517,7 @@ def made_like(optimizer: Any, mixin: type) -> Any:
     rate = getattr(optimizer, "_learning_rate", None)
     if callable(rate):  # a schedule of the user's own, which Keras would not find by its name
         config["learning_rate"] = rate
-    new = cls.from_config(config)
+    new = base.from_config.__func__(cls, config)  # the mixin's own refuses
     old, inner = (getattr(o, "inner_optimizer", o) for o in (optimizer, new))
     for excluded in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
         if hasattr(old, excluded):  # not in the configuration

@@ -15,7 +15,7 @@ from hvd_compress.integrations import horovod as drop_in
 from hvd_compress.integrations.environment import Gather
 from hvd_compress.integrations.horovod import bind_call, hand_on, in_place_of, with_options
 from hvd_compress.integrations.optimizers import check_partner
-from hvd_compress.methods import as_compressor
+from hvd_compress.methods import as_fixed
 from hvd_compress.methods.rows import keeps_residual
 
 from .binding import Binding, Slot, native, places_of_groups, slots_of
@@ -71,7 +71,7 @@ def _bound(runtime: Runtime, compression: Any, variables: Sequence[Any], **optio
     variables = [native(variable) for variable in variables]
     if not variables:
         raise ConfigError("there are no variables whose gradients could be exchanged")
-    method = as_compressor(compression)
+    method = as_fixed(compression)
     names_momentum = "momentum" in options
     check_partner(method, None, None)
     options["groups"] = places_of_groups(options.get("groups"), variables)
@@ -260,7 +260,7 @@ def _binding_for(
     name: str | None,
     **options: Any,
 ) -> Any:
-    method = as_compressor(compression)
+    method = as_fixed(compression)
     if not all(t.shape.is_fully_defined() for t in tensors):
         raise ConfigError(
             f"compression needs shapes that are known; got {[t.shape for t in tensors]}"

@@ -18,6 +18,7 @@ try:
 except ImportError as error:
     raise ImportError("hvd_compress.torch needs PyTorch: pip install torch") from error
 
+from hvd_compress.auto import Auto
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.integrations.exports import *  # noqa: F403
 from hvd_compress.integrations.exports import __all__ as _common
@@ -65,6 +66,7 @@ __all__ = [
     *_optimizers,
     *_factories.of_methods,
     *graphs.METHODS,
+    "Auto",
     "Codistillation",
     "CoordinatedSampler",
     "DDPState",

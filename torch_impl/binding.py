@@ -94,7 +94,7 @@ class Binding:
 
     @property
     def method(self) -> Compressor:
-        """The compressor."""
+        """The compressor in use."""
         return self.reducer.method
 
     @property
@@ -144,7 +144,7 @@ class Binding:
             stats = self.stats()
         except ConfigError:  # the optimizer is gone, and with it the residuals
             stats = Stats(self.reducer.records, self.reducer.clock.times)
-        logger.info("%s: %s", self.method.name, stats.line())
+        logger.info("%s: %s", self.reducer.compression.name, stats.line())
 
     # -- the exchange ------------------------------------------------------------------------
 

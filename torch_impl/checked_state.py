@@ -52,6 +52,7 @@ def checked_header(saved: Any) -> dict[str, Any]:
         "step": whole(saved, "step"),
         "epoch": epoch_in(saved),
         "seed": whole(saved, "seed", -(2**63)),
+        "choice": saved.get("choice"),
     }
 
 

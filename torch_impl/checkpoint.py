@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvd_compress.base import State
+from hvd_compress.base import Compressor, State
 from hvd_compress.engines.named import ProcessSetEngine
 from hvd_compress.integrations.checkpoints import (
     check_array,
@@ -35,7 +35,7 @@ from hvd_compress.methods.rows import rows_state
 
 from . import backend
 from .checked_state import KEY, VERSION, Entries, checked_entries, checked_header
-from .store import PREFIX
+from .store import PREFIX, per_rank_of
 
 
 def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
@@ -75,7 +75,8 @@ def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
             result["state"][index] = result["state"].get(index, {}) | entries
     result[KEY] = {
         "version": VERSION,
-        "method": binding.method.to_config(),
+        "method": binding.reducer.compression.to_config(),
+        **({} if binding.reducer.pilot is None else {"choice": binding.reducer.pilot.state()}),
         "sparse": [index for index, p in enumerate(parameters) if p in binding.store.sparse],
         "consolidated": binding.is_consolidated and not own,
         "rank": binding.engine.rank,
@@ -133,8 +134,13 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
     if not sparse <= set(range(len(parameters))):
         raise refused(f"'sparse' has {sorted(sparse)}, and there are {len(parameters)} parameters")
     factor = 1.0 if exact else share(binding.engine, saved)
+    reducer = binding.reducer
+    pilot = reducer.pilot and reducer.pilot.read(saved.get("choice"))
+    method = reducer.method if pilot is None else pilot.method
     states = {
-        parameters[place]: _loaded_state(self, parameters[place], own, place in sparse, factor)
+        parameters[place]: _loaded_state(
+            self, method, parameters[place], own, place in sparse, factor
+        )
         for place, own in ours.items()
     }
     before = self.state, self.param_groups
@@ -145,7 +151,8 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
         raise refused(f"{type(self).__name__} says {error!r}") from error
     binding.abandon()
     binding.forget_groups()
-    reducer = binding.reducer
+    if pilot is not None:
+        reducer.take_pilot(pilot)
     reducer.step = saved.get("step", 0)
     reducer.epoch = saved.get("epoch", reducer.epoch)
     reducer.seed = saved.get("seed", reducer.seed)
@@ -156,12 +163,17 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
 
 
 def _loaded_state(
-    optimizer: Any, p: torch.nn.Parameter, entries: Entries, is_sparse: bool, factor: float
+    optimizer: Any,
+    whole: Compressor,
+    p: torch.nn.Parameter,
+    entries: Entries,
+    is_sparse: bool,
+    factor: float,
 ) -> State:
-    """Return this package's state of a parameter from loaded entries; ``factor`` is that of
-    :func:`checkpoints.share`."""
-    binding, name = optimizer.compression, optimizer._parameter_names[p]
-    method = binding.store.method_for(p)
+    """Return this package's state of a parameter from loaded entries; ``whole`` is the method of
+    all parameters, and ``factor`` that of :func:`checkpoints.share`."""
+    name = optimizer._parameter_names[p]
+    method = whole.for_tensor(name, tuple(p.shape))
     fresh = method.init(p.detach())
     flat = backend.widen(p)
     common = method.common(p.detach())
@@ -170,7 +182,7 @@ def _loaded_state(
     templates = {**fresh, **common, "decay": p.detach().view(-1)}
     templates |= {"velocity": flat} | rows_state(method, p.detach()) if is_sparse else {}
     state = dict(fresh) if entries.values else {}
-    per_rank = binding.store.per_rank(p, is_sparse)
+    per_rank = per_rank_of(method, p, is_sparse)
     for key, x in entries.values.items():
         if key not in templates:
             # A velocity that is a momentum buffer too goes on as the optimizer's own momentum.
@@ -227,11 +239,15 @@ def broadcast(optimizer: Any, root_rank: int) -> None:
         hvd, local_state_dict(optimizer, own=True) if hvd.rank() == root_rank else None, root_rank
     )
     binding.store.sparse = {parameters[index] for index in payload[KEY]["sparse"]}
+    method, pilot = binding.method, binding.reducer.pilot
+    if pilot is not None:  # what was chosen may be another method than on a rank that has just come
+        method = pilot.read(payload[KEY]["choice"]).method
     alive = binding.step > 0 or any(binding.store.state_of(p) for p in parameters)
     own = {}
     for index, entries in payload["state"].items():
         p = parameters[index]
-        for key in sorted(binding.store.per_rank(p)):
+        own_method = method.for_tensor(optimizer._parameter_names[p], tuple(p.shape))
+        for key in sorted(per_rank_of(own_method, p, p in binding.store.sparse)):
             if PREFIX + key in entries:
                 zeros = torch.zeros_like(entries[PREFIX + key], device=p.device)
                 mine = binding.store.state_of(p).get(key, zeros) if alive else zeros

@@ -15,6 +15,7 @@ import functools
 import time
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
 from .engine import TorchEngine
+from .rank_states import gathered, own
 
 # Its name before PyTorch 2.13 was another one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -156,7 +158,8 @@ class _Use:
             warnings.warn(
                 "this DDPState has got no gradients: so far nothing is compressed. Register it "
                 "by model.register_comm_hook(state, ddp_hook), and check that the framework does "
-                "so where it trains: Lightning leaves hooks out without a GPU",
+                "so where it trains: Lightning leaves hooks out without a GPU, where "
+                "hvd_compress.torch.lightning has a strategy",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -181,10 +184,13 @@ class DDPState:
         momentum, nesterov: for methods that take momentum over (DGC): then the optimizer must have
             none, since a hook cannot switch it off.  ``momentum=0.0`` for none at all.
         seed: for randomness that the ranks share.
+        residuals: what of them a consolidated :meth:`state_dict` has: "mean", of the size of one
+            rank's, or "ranks", those of all ranks, on rank 0.  Both can be loaded by any number of
+            ranks; as many ranks go on from "ranks" with the bits of a run without a pause.
 
     Raises:
-        ConfigError: the method takes momentum over, and none was named; or, from the hook, this
-            state belongs to another model.
+        ConfigError: the method takes momentum over, and none was named; ``residuals`` is neither
+            of the two; or, from the hook, this state belongs to another model.
     """
 
     def __init__(
@@ -196,6 +202,7 @@ class DDPState:
         momentum: float | None = None,
         nesterov: bool = False,
         seed: int = 0,
+        residuals: str = "mean",
     ) -> None:
         method: Compressor = as_compressor(compression)
         check_partner(method, None, None)
@@ -205,6 +212,9 @@ class DDPState:
                 f"write DDPState({type(method).__name__}(momentum=0.9), ...) and give the "
                 "optimizer momentum=0; or DDPState(..., momentum=0.0) for error feedback alone"
             )
+        if residuals not in ("mean", "ranks"):
+            raise ConfigError(f'residuals is "mean" or "ranks", not {residuals!r}')
+        self._residuals = residuals
         self._group = process_group
         self._make = functools.partial(
             Reducer,
@@ -213,6 +223,7 @@ class DDPState:
             nesterov=nesterov,
             seed=seed,
             same_order=True,
+            in_place=True,  # the gradients are views into DDP's own buffers
         )
         #: of a world of one until there is a process group: it knows the epoch
         self.reducer = self._make(LocalEngine())
@@ -252,9 +263,11 @@ class DDPState:
 
     def state_dict(self, *, consolidate: bool = True) -> dict[str, Any]:
         """Return the state for ``torch.save``.  This is a collective unless ``consolidate`` is
-        false: residuals are averaged over the ranks, so that any number of ranks can load rank 0's
-        state dict."""
+        false: residuals are averaged over the ranks, or gathered on rank 0, so that any number of
+        ranks can load rank 0's state dict."""
         self._use.look()
+        if consolidate and self._is_bound and self._residuals == "ranks":
+            return gathered(self.reducer.state_dict(consolidate=False), self._group)
         return self.reducer.state_dict(consolidate=consolidate)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -266,7 +279,9 @@ class DDPState:
         self._buckets.clear()
         self._load(state_dict)
 
-    def _load(self, state_dict: dict[str, Any]) -> None:
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
+        engine = self.reducer.engine
+        state_dict = own(state_dict, engine.rank, engine.size)
         devices = {name: p.device for p, name in self._names.items()}
         if unknown := set(state_dict.get("states", ())) - devices.keys():
             raise ConfigError(
@@ -317,16 +332,43 @@ class DDPState:
         directions = self.reducer.finish()
         for bucket in buckets:
             for name, gradient in self._gradients(bucket).items():
-                gradient.copy_(directions[name])  # a view into the buffer
+                if directions[name] is not gradient:
+                    gradient.copy_(directions[name])
             bucket.future.set_result(bucket.buffer)
 
 
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Exchange a bucket of gradients, as a hook for ``model.register_comm_hook(state, ddp_hook)``;
-    ``state`` is a :class:`DDPState`."""
+    """Exchange a bucket of gradients, as a hook for DistributedDataParallel::
+
+        state = DDPState("topk:density=0.01", model)
+        model.register_comm_hook(state, ddp_hook)
+
+    Args:
+        state: a :class:`DDPState`, of this model alone.
+        bucket: from DDP: gradients of floating point, one behind the other.
+
+    Returns:
+        A future of the bucket's averages, a flat tensor of the same length, dtype and device; the
+        same bits on all ranks.
+
+    Raises:
+        ConfigError: ``state`` is something else, or belongs to another model.
+        MismatchError: the ranks differ in method, options or parameters.
+    """
     if not isinstance(state, DDPState):
         raise ConfigError(
             f"the hook's state is {type(state).__name__}: write "
             'model.register_comm_hook(DDPState("topk"), ddp_hook)'
         )
     return state._start(bucket)
+
+
+def refuse_scaler(state: DDPState, scaler: Any, instead: str) -> None:
+    """Raise ``ConfigError`` where a loss scale that changes is in the gradients that a hook gets,
+    and the method keeps some of them for later steps."""
+    method = state.reducer.method
+    if scaler is not None and method.per_rank(torch.zeros(64, 64)):
+        raise ConfigError(
+            f"{method.name} keeps residuals, and with a loss scale that changes between steps they "
+            f"would be of another scale than the gradients that they are added to: {instead}"
+        )

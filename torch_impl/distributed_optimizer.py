@@ -45,9 +45,22 @@ def wrap_factory(
     @in_place_of(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
         """Return an optimizer whose ``step()`` works on the gradients of all ranks, or one that
-        trains by a ``method`` such as ``hvd.ExactDiffusion(topology="cycle")``.
+        trains by a ``method`` such as ``hvd.ExactDiffusion(topology="cycle")``::
+
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+                named_parameters=model.named_parameters(),
+                compression=hvd.DGC(density=0.01),
+            )
+
+        It is of a class made from that of ``optimizer``, and steps along the averages of
+        gradients, of the shapes and dtypes of the parameters; with a method of this package it is
+        a :class:`CompressedOptimizer`, with ``method`` a :class:`LocalStepsOptimizer`.
 
         Args:
+            optimizer: of any class of ``torch.optim`` but ``LBFGS``; its momentum and weight decay
+                are handed over to methods that take them.
+            named_parameters: ``model.named_parameters()``, for statistics and rules by name.
             compression: a method such as ``hvd.DGC``, an instance, its name, or a text such as
                 "dgc:density=0.01"; the optimizer is this package's then.  With Horovod's own, and
                 with none unless ``HVD_COMPRESSION`` names one, it is Horovod's.

@@ -26,7 +26,7 @@ from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.integrations.checkpoints import entry, refused
 from hvd_compress.integrations.optimizers import check_partner
-from hvd_compress.methods import as_compressor
+from hvd_compress.methods import as_fixed
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
@@ -216,7 +216,12 @@ def compress_replicas(
     compression method.  A collective of all ranks, before the first step.
 
     The shards of the first replica are copied to the others.  Each parameter's shard is one tensor
-    for the method, of the shape that it has on this rank; its name is the parameter's.
+    for the method, of the shape that it has on this rank; its name is the parameter's::
+
+        names = ("replica", "shard")
+        mesh = init_device_mesh("cuda", (nodes, gpus_of_a_node), mesh_dim_names=names)
+        fully_shard(model, mesh=mesh["shard"])
+        exchange = hvd.compress_replicas(model, mesh["replica"], "topk:density=0.01")
 
     Args:
         model: sharded over the shard dimension alone, ``fully_shard(layer, mesh=mesh["shard"])``.
@@ -231,7 +236,7 @@ def compress_replicas(
             momentum over, and none was named.
         MismatchError: the ranks differ in method, options or parameters.
     """
-    method: Compressor = as_compressor(compression)
+    method: Compressor = as_fixed(compression)
     check_partner(method, None, None)
     if method.takes_momentum and momentum is None and method.momentum is None:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,7 @@ class Momentum:
     def __init__(self, optimizer: Any, method: Compressor, tells: bool) -> None:
         self._reference, self._method = weakref.ref(optimizer), method
         self._groups: dict[int, dict[str, Any]] = {}  # by id: to hash a parameter takes long
+        self._read: list[dict[str, Any]] = []  # the groups of which that is
         self.is_taken = method.takes_momentum and isinstance(optimizer, torch.optim.SGD)
         if method.takes_momentum and tells:
             self._tell()
@@ -68,13 +70,15 @@ class Momentum:
 
     def group_of(self, p: torch.nn.Parameter) -> dict[str, Any]:
         """Return the parameter group with the options of ``p``."""
-        if not self._groups:
-            self._groups = {id(p): g for g in self._optimizer.param_groups for p in g["params"]}
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._read) or any(map(operator.is_not, groups, self._read)):
+            self._read = list(groups)
+            self._groups = {id(p): g for g in groups for p in g["params"]}
         return self._groups[id(p)]
 
     def forget_groups(self) -> None:
         """Read the parameter groups again, since they have changed."""
-        self._groups.clear()
+        self._read = []
 
     def of(self, p: torch.nn.Parameter) -> tuple[float, bool]:
         """Return the (momentum, nesterov) that act inside the exchange, or beside it on rows and

@@ -30,6 +30,14 @@ def _prefixed(key: str) -> str:
     return PREFIX + key
 
 
+def per_rank_of(method: Compressor, p: torch.nn.Parameter, is_sparse: bool) -> frozenset[str]:
+    """Return the keys of a parameter's state under which ranks differ, by the method of this
+    parameter; ``is_sparse``: its gradients are rows."""
+    if is_sparse:
+        return frozenset({"residual"} if keeps_residual(method) else ())
+    return method.per_rank(p.detach())
+
+
 class Gradient(NamedTuple):
     """A gradient in flight: of whom, as sparse rows or not, divided by which loss scale, ``None``
     if the scale stays in the gradient."""
@@ -127,6 +135,17 @@ class ParameterStore(Store):
             del everyones[p]
         return state
 
+    def use(self, method: Compressor, states: Mapping[str, State]) -> None:
+        for name in self.names():
+            self.pop_state(self.parameters[name])
+            self.set_state(self.parameters[name], states.get(name, {}))
+        self.forget(method)
+
+    def forget(self, method: Compressor) -> None:
+        """Forget what was known of gradients under another method."""
+        self.method, self._looks = method, Looks()
+        self._stateful.clear()
+
     def names(self) -> Iterable[str]:
         self.parameters = {name: p for p, name in self.optimizer._parameter_names.items()}
         return self.parameters
@@ -148,13 +167,9 @@ class ParameterStore(Store):
         """Return the method of a parameter."""
         return self.method.for_tensor(self.optimizer._parameter_names[p], tuple(p.shape))
 
-    def per_rank(self, p: torch.nn.Parameter, is_sparse: bool | None = None) -> frozenset[str]:
-        """Return the keys of a parameter's state under which ranks differ; ``is_sparse``: its
-        gradients are rows, if that is not known from its last one."""
-        method = self.method_for(p)
-        if p in self.sparse if is_sparse is None else is_sparse:
-            return frozenset({"residual"} if keeps_residual(method) else ())
-        return method.per_rank(p.detach())
+    def per_rank(self, p: torch.nn.Parameter) -> frozenset[str]:
+        """Return the keys of a parameter's state under which ranks differ."""
+        return per_rank_of(self.method_for(p), p, p in self.sparse)
 
     # -- gradients ---------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hvd_compress.advisor.network import Network
@@ -86,17 +86,31 @@ def allowed(accuracy: str) -> tuple[Candidate, ...]:
 
 
 def choose(
-    pieces: Mapping[str, Piece], network: Network, backward: float = 0.0, accuracy: str = "lossy"
+    pieces: Mapping[str, Piece],
+    network: Network,
+    backward: float = 0.0,
+    accuracy: str = "lossy",
+    candidates: Sequence[Candidate] | None = None,
 ) -> str:
-    """Return the method of the shortest step; one that loses more must gain 2 %."""
+    """Return the method of the shortest step; one that loses more must gain 2 %.
+
+    Args:
+        pieces: by method; others are not chosen.
+        network: where messages travel.
+        backward: seconds of computing gradients.
+        accuracy: the most that may be lost.
+        candidates: from which to choose, in the place of the advisor's of this accuracy; those that
+            lose least first.
+    """
     seconds = seconds_of(pieces, network, backward)
-    best, least = "", math.inf
-    for candidate in allowed(accuracy):
+    best, least, loses = "", math.inf, ""
+    for candidate in allowed(accuracy) if candidates is None else candidates:
         if candidate.method not in seconds:
             continue
-        worse = bool(best) and candidate.accuracy != _accuracy(best)
+        worse = bool(best) and candidate.accuracy != loses
         if seconds[candidate.method] < least * (1 - _MARGIN * worse):
             best, least = candidate.method, seconds[candidate.method]
+            loses = candidate.accuracy
     return best
 
 
@@ -134,10 +148,6 @@ def is_bottleneck(pieces: Mapping[str, Piece], network: Network, backward: float
     step = step_of(pieces["fp16"], network, backward)
     alone = backward + step.processor
     return step.whole - alone > 0.05 * step.whole
-
-
-def _accuracy(method: str) -> str:
-    return next(c.accuracy for c in CANDIDATES if c.method == method)
 
 
 def rows_of(

@@ -52,6 +52,31 @@ class Network:
             if not is_number(value) or not 0 <= value < math.inf:
                 raise ConfigError(f"{name} must be seconds, 0 or more; got {value!r}")
 
+    @classmethod
+    def fitted(cls, ranks: int, hosts: int, short: float, long: float, nbytes: float) -> Network:
+        """Return the network on which two sums take what was measured.
+
+        Args:
+            ranks: their number, 2 or more.
+            hosts: their number; where ranks are not divided evenly among them, each rank counts as
+                a host.
+            short: seconds of a sum of next to nothing.
+            long: seconds of a sum of ``nbytes`` bytes.
+        """
+        hosts = hosts if ranks % hosts == 0 else ranks
+        here, inner = ranks // hosts, cls(ranks, 1e12, 0.0, hosts)
+        between, inside = (2 * math.ceil(math.log2(n)) for n in (hosts, here))
+        # Where two are as one, the rate is beyond what can be measured.
+        moved = max(long - short, 1e-3 * long, 1e-9)
+        if hosts == 1:
+            rate = 8 * _bytes("sum", nbytes, ranks, here)[1] / moved
+            latency = short / inside
+            return cls(ranks, rate, latency, 1, inner_bandwidth=rate, inner_latency=latency)
+        line, within = _bytes("sum", nbytes, ranks, here)
+        moved = max(moved - 8 * within / inner.inner_bandwidth, 0.1 * moved)
+        latency = max(short - inside * inner.inner_latency, 0.0) / between
+        return cls(ranks, 8 * line / moved, latency, hosts)
+
     @property
     def ranks_per_host(self) -> int:
         return self.ranks if self.hosts == 1 else self.ranks // (self.hosts or self.ranks)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import multiprocessing
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -238,6 +237,10 @@ def kept(model: str) -> dict[str, Piece]:
 
 def keep(methods: Sequence[str], models: Sequence[str]) -> None:
     """Measure pieces, and write them into the file that :func:`kept` reads, as they come."""
+    # What few need, and everybody would wait for who imports the package.
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     from tqdm import tqdm
 
     rows = json.loads(_FILE.read_text()) if _FILE.exists() else {}

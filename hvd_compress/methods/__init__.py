@@ -98,8 +98,14 @@ def from_environment() -> Compressor | None:
 
 
 def method_names() -> list[str]:
-    """Return the names of the methods that a text can name: those not made of others."""
-    return [name for name in names("method") if not _required(lookup("method", name))]
+    """Return the names of the methods that a text can name: those not made of others, nor chosen
+    among others."""
+    classes = {name: lookup("method", name) for name in names("method")}
+    return [
+        name
+        for name, cls in classes.items()
+        if not _required(cls) and not getattr(cls, "is_chosen_later", False)
+    ]
 
 
 def named(name: str) -> Any:
@@ -119,6 +125,13 @@ def _required(cls: Any) -> list[str]:
 
 def as_compressor(compression: Any) -> Compressor:
     """Return a method from an instance, a class (its defaults) or a text.
+
+    Args:
+        compression: such as ``DGC(density=0.01)``, ``DGC``, "dgc", "dgc:density=0.01"
+            or a preset such as "dgc:compact".
+
+    Raises:
+        ConfigError: there is no such method, option or value; the message has those that there are.
 
     >>> as_compressor("efsignsgd:via=allgather")
     EFSignSGD(via='allgather')
@@ -151,6 +164,22 @@ def as_compressor(compression: Any) -> Compressor:
         f"{compression!r} is no compression method: pass DGC, DGC(density=0.01) or "
         "'dgc:density=0.01'"
     )
+
+
+def as_fixed(compression: Any) -> Compressor:
+    """Return a method as :func:`as_compressor` does, where nothing can change it later.
+
+    Raises:
+        ConfigError: it is one that is chosen in the first steps.
+    """
+    method = as_compressor(compression)
+    if method.is_chosen_later:
+        raise ConfigError(
+            f"compression={method.name!r} is for hvd.DistributedOptimizer of PyTorch, DDPState and "
+            "Reducer, which can change the method between steps. Here measure once, by `mpirun ... "
+            "hvd-compress advise --measure`, and write the method that it names"
+        )
+    return method
 
 
 def _value(text: str) -> Any:

@@ -57,6 +57,8 @@ class rule(Configurable, kind="block", name="rule"):
 def _check_method(part: Any) -> None:
     if not isinstance(part, Compressor):
         raise ConfigError(f"{part!r} is no compression method: write DGC() or partition()")
+    if part.is_chosen_later:
+        raise ConfigError(f"{part.name} chooses for all tensors and steps: it cannot be a part")
 
 
 class _Composed(Compressor):

@@ -65,6 +65,16 @@ class DGC(SendsRows, OfVelocities, name="dgc"):
     Differs from the paper in: the message has exactly k elements (see ``operators/top_k.py``);
     indices are packed instead of run lengths of 16 bits; density 1 turns masking off, since masking
     everything that is sent would turn momentum off.
+
+    Example, two ranks in one process.  What is sent is masked: its velocity begins anew:
+        >>> import numpy as np
+        >>> from hvd_compress.engines.lockstep import World
+        >>> world = World(DGC(density=0.25, momentum=0.9, min_size=1), size=2)
+        >>> rank_0, rank_1 = np.array([[4.0, 1.0, 0.0, 2.0]]), np.array([[1.0, 0.0, 6.0, 3.0]])
+        >>> world.exchange([rank_0, rank_1])[0].mean
+        array([[2., 0., 3., 0.]])
+        >>> world.states["tensor"][0]["velocity"], world.states["tensor"][0]["residual"]
+        (array([0., 1., 0., 2.]), array([0., 1., 0., 2.]))
     """
 
     reference = "Lin et al., ICLR 2018"

@@ -23,6 +23,11 @@ class QSGD(Chained, name="qsgd"):
 
     Reference: Alistarh, Grubic, Li, Tomioka, Vojnovic, NeurIPS 2017.  Differs from it in: the codes
     have a fixed length, where the paper may use Elias codes.
+
+    Options:
+        levels: of each sign, 1 or more; 2 levels + 1 values in all.
+        bucket: so many elements have a norm in common; ``None`` for all of a tensor.
+        norm: "max", the largest magnitude, or "l2".
     """
 
     reference = "Alistarh et al., NeurIPS 2017"
@@ -47,6 +52,9 @@ class TernGrad(Chained, name="terngrad"):
 
     Reference: Wen, Xu, Yan, Wu, Wang, Chen, Li, NeurIPS 2017.  Differs from it in: every rank has
     an m of its own, which is less noise than one for all.
+
+    Options:
+        clip: in standard deviations of the tensor, as the paper's 2.5, or ``None``.
     """
 
     reference = "Wen et al., NeurIPS 2017"
@@ -82,6 +90,11 @@ class NaturalDithering(Chained, name="natural_dithering"):
 
     Sent: log2(2 levels + 1) bits an element and a norm a bucket.  No state.  Reference: Horvath et
     al., MSML 2022; Beznosikov et al., JMLR 2023, who call it exponential dithering for any base.
+
+    Options:
+        levels: of each sign; 2 levels + 1 values in all.
+        bucket: so many elements have a norm in common; ``None`` for all of a tensor.
+        norm: "l2", or "max", the largest magnitude.
     """
 
     reference = "Horvath et al., MSML 2022"

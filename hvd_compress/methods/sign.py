@@ -86,7 +86,10 @@ class EFSignSGD(Chained, name="efsignsgd"):
     """Send signs times the mean magnitude of the tensor, and keep what that leaves out.
 
     Sent: one bit an element and one number.  State: ``residual``, and ``owner_residual`` with
-    ``via="alltoall"``: see :class:`OneBit`, which has the same options.
+    ``via="alltoall"``: see :class:`OneBit`.
+
+    Options:
+        via: "alltoall", sums by owners of shards, coded twice, or "allgather", everybody's codes.
 
     Reference: Karimireddy, Rebjock, Stich, Jaggi, ICML 2019.  Differs from it in: the residual is
     in units of the gradient, not of the step, so that it survives a change of the learning rate.

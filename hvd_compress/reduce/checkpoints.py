@@ -23,7 +23,8 @@ def saved(reducer: Reducer, store: MemoryStore, consolidate: bool) -> dict[str, 
         _consolidate(reducer, store, states)
     return {
         "version": _VERSION,
-        "method": reducer.method.to_config(),
+        "method": reducer.compression.to_config(),
+        **({} if reducer.pilot is None else {"choice": reducer.pilot.state()}),
         "step": reducer.step,
         "epoch": reducer.epoch,
         "seed": reducer.seed,
@@ -48,16 +49,20 @@ def load(reducer: Reducer, store: MemoryStore, state_dict: Mapping[str, Any]) ->
     if version != _VERSION:
         raise refused(f"it has version {version}, not {_VERSION}")
     method = entry(entry(state_dict, "method", Mapping), "method", str)
-    if method != reducer.method.name:
-        raise refused(f"it is of {method}, and the method here is {reducer.method.name}")
+    if method != reducer.compression.name:
+        raise refused(f"it is of {method}, and the method here is {reducer.compression.name}")
+    pilot = reducer.pilot and reducer.pilot.read(state_dict.get("choice"))
     step, epoch = whole(state_dict, "step"), epoch_in(state_dict)
     seed = whole(state_dict, "seed", -(2**63))
     states, per_rank = _loaded(state_dict)
-    for name, expected in store.looks.of_states().items():  # others: with their first gradient
+    looks = store.looks.of_states() if pilot is None or pilot.method == reducer.method else {}
+    for name, expected in looks.items():  # others: with their first gradient
         loaded = reducer.homes.own(name, entry(states, name, dict))
         if problem := misfit(loaded, expected):
             raise refused(f"of {name!r} {problem}")
     reducer.abandon()
+    if pilot is not None:
+        reducer.take_pilot(pilot)
     reducer.step, reducer.epoch, reducer.seed = step, epoch, seed
     store.replace(states, per_rank)
 

@@ -29,6 +29,7 @@ from hvd_compress.reduce import checkpoints
 from hvd_compress.reduce.averages import averaged
 from hvd_compress.reduce.buckets import BUCKET_BYTES, Buckets, label_of
 from hvd_compress.reduce.homes import Homes
+from hvd_compress.reduce.pilot import Pilot
 from hvd_compress.reduce.store import MemoryStore, Store
 from hvd_compress.schedules import schedules_of
 from hvd_compress.stats import Record, Stats, norm_of_residual
@@ -77,7 +78,9 @@ class Reducer:
         scratch: memory for all tensors that outlives this reducer; see :class:`Context`.
 
     Attributes:
-        method: the compressor.
+        compression: the method that was asked for.
+        pilot: changes the method between steps, where that is what was asked for, or ``None``.
+        method: the one in use.
         step, epoch: the step and epoch of the next exchange.
         phase: of the method, where the step is a symbol.
         learning_rate: of the next step, for methods that need it; ``None``: as the store says.
@@ -105,10 +108,14 @@ class Reducer:
         sparse: bool = False,
         scratch: dict[str, Any] | None = None,
     ) -> None:
-        self.method: Compressor = as_compressor(compression)
+        self.compression: Compressor = as_compressor(compression)
+        self.pilot: Pilot | None = self.compression.pilot()
+        self.method = self.compression if self.pilot is None else self.pilot.method
         check_seed(seed)
-        check_momentum(self.method, momentum)
+        check_momentum(self.compression, momentum)
         self.store = MemoryStore(momentum, nesterov) if store is None else store
+        if self.pilot is not None:
+            self.store.use(self.method, {})
         self.sums, self.seed = sums, seed
         self.in_place, self.sparse_results = in_place, sparse
         self.step: Any = 0
@@ -144,7 +151,7 @@ class Reducer:
             engine.finish()
             self._agrees = False
         if store is None:
-            self.method.bind(self)
+            self.compression.bind(self)
 
     @property
     def engine(self) -> Engine:
@@ -201,6 +208,9 @@ class Reducer:
         """Prepare a step, unless it has begun."""
         if self._in_flight or self._deferred or self._agrees:
             return
+        if self.pilot is not None:
+            self.pilot.sees(self)
+            self.pilot.begins(self)
         self._current = self.engine
         if self._current.size != self._planned_for:  # which ranks see in the same step
             self._planned_for = self._current.size
@@ -226,6 +236,37 @@ class Reducer:
         self._close_tallies()
         self._plan, self._scratch, self._before = None, {}, None
 
+    def waiting(self) -> dict[str, Array]:
+        """Return what this rank has not sent yet, by the names of the tensors that keep residuals:
+        flat, and in units of a gradient of its own."""
+        found = {}
+        for name in self.store.names():
+            state = self.store.get(name)
+            parts = [state[key] for key in ("residual", "owner_residual") if key in state]
+            if parts:  # what an owner has left out of a sum counts like a part of its own gradient
+                found[name] = sum(parts[1:], start=parts[0])
+        return found
+
+    def change_method(self, method: Compressor, waiting: Mapping[str, Array]) -> None:
+        """Use another method from the next step on.  To be called on all ranks between the same
+        steps.
+
+        Args:
+            waiting: what becomes the residuals of tensors, by name, as :meth:`waiting` returns it;
+                ``method`` must keep a "residual" of these, and nothing else.  All other states are
+                forgotten.
+        """
+        self.method = method
+        self.store.use(method, {name: {"residual": x} for name, x in waiting.items()})
+        self.homes = Homes(self.store.names, self.store.get)
+        self.forget_plan()
+
+    def take_pilot(self, pilot: Pilot) -> None:
+        """Go on with a pilot that was read from a checkpoint, whose states follow."""
+        self.pilot = pilot
+        if pilot.method != self.method:
+            self.change_method(pilot.method, {})
+
     def finish(self) -> dict[str, Array]:
         """Wait for all gradients that were started, and return what :meth:`reduce` returns.
 
@@ -233,9 +274,14 @@ class Reducer:
             MismatchError: the ranks differ in method, options, step or tensors.
         """
         with self.clock.running():
-            return self._finish()
+            directions, gradients = self._finish()
+        if self.pilot is not None:
+            with self.clock.paused():
+                self.pilot.ended(self, gradients, directions)
+        return directions
 
-    def _finish(self) -> dict[str, Array]:
+    def _finish(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Return directions and gradients by name."""
         self.clock.awaited()
         try:
             self._begin_step()
@@ -266,7 +312,7 @@ class Reducer:
             )
         if directions.keys() != expected.keys():
             raise CompressionError(f"lost on the way: {expected.keys() - directions.keys()}")
-        return directions
+        return directions, expected
 
     def abandon(self) -> None:
         """Discard everything in flight, because the collectives failed or a checkpoint was
@@ -274,6 +320,8 @@ class Reducer:
         self._in_flight, self._deferred, self._agrees, self._current = {}, {}, False, None
         self._scratch, self._before = {}, None
         self.clock.awaited()
+        if self.pilot is not None:
+            self.pilot.abandoned()
         self.homes.forget()
         self._local.abandon()
         self.buckets.abandon()
@@ -392,6 +440,7 @@ class Reducer:
         return self.store.terms(
             {
                 "method": repr(self.method),
+                **self._terms_of_choice(),
                 "op": "Sum" if self.sums else "Average",
                 "seed": str(self.seed),
                 "step": str(self.step),
@@ -399,6 +448,11 @@ class Reducer:
                 "buckets": self.buckets.digest,
             }
         )
+
+    def _terms_of_choice(self) -> Terms:
+        if self.pilot is None:
+            return {}
+        return {"compression": repr(self.compression), "choice": self.pilot.progress()}
 
     def stats(self) -> Stats:
         """Return the exact bytes so far and the norm of the residuals, by name and in total, and
@@ -412,7 +466,8 @@ class Reducer:
             for names, times in self.clock.buckets.items()
             if not self.buckets.plan or names in self.buckets.plan
         }
-        return Stats(self.records, self.clock.times, buckets)
+        facts = None if self.pilot is None else self.pilot.facts()
+        return Stats(self.records, self.clock.times, facts, buckets)
 
     def reset_stats(self) -> None:
         """Begin at zero with all that :meth:`stats` counts: called after every step, it makes them
@@ -429,6 +484,8 @@ class Reducer:
 
     def poll(self) -> None:
         """Let messages that are under way go on; never waits."""
+        if self.pilot is not None:
+            self.pilot.sees(self)
         if self._current is not None:
             self._current.poll()
 

@@ -10,7 +10,7 @@ from typing import Any
 from hvd_compress.agreement import Terms, listed
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor, Context, Exchange, Sparse, State
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.reduce.homes import Look, look
 
 
@@ -46,6 +46,13 @@ class Store(abc.ABC):
     def state_for(self, name: str, gradient: Array, method: Compressor) -> State:
         """Return a state with which ``method`` can exchange this gradient: a new one if the tensor
         has none.  Raise ``ConfigError`` if it belongs to another tensor."""
+
+    def use(self, method: Compressor, states: Mapping[str, State]) -> None:
+        """Go on with another method, and with ``states`` in the place of all."""
+        raise UnsupportedError(
+            f"{type(self).__name__} keeps the states of one method: write this method in the place "
+            'of "auto"'
+        )
 
     def shares(self, name: str) -> bool:
         """Return whether a tensor may have entries in common with others."""
@@ -191,6 +198,11 @@ class MemoryStore(Store):
     def replace(self, states: dict[str, State], per_rank: dict[str, frozenset[str]]) -> None:
         """Go on with states that were loaded."""
         self.states, self.per_rank, self.looks = states, per_rank, Looks()
+
+    def use(self, method: Compressor, states: Mapping[str, State]) -> None:
+        # What differs between methods waits, and is each rank's own.
+        kept = {name: frozenset(state) for name, state in states.items()}
+        self.replace({name: dict(state) for name, state in states.items()}, kept)
 
     def names(self) -> Iterable[str]:
         return self.states

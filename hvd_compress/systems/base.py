@@ -28,7 +28,7 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor
 from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError
-from hvd_compress.methods import NoCompression, as_compressor
+from hvd_compress.methods import NoCompression, as_fixed
 from hvd_compress.requests import Collective
 
 #: arrays by the name of the parameter
@@ -188,7 +188,7 @@ def methods_in(names: Mapping[str, Any]) -> dict[str, type[TrainingMethod]]:
 
 def checked_compression(compression: Any) -> Compressor:
     """Return the method of an option ``compression``, which must be one for averages."""
-    method = as_compressor(compression)
+    method = as_fixed(compression)
     if method.partner is not None:
         raise ConfigError(
             f"compression={method.name!r} hands out the momenta of {method.partner}: between local "

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("make_setup", ROOT / "scripts" / "setup.py")
 make = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make)
-FILES = [f"constraints{of}.txt" for of in ("", "-mpich", "-triton", "-uv")]
+FILES = [f"constraints{of}.txt" for of in ("", "-docs", "-mpich", "-triton", "-uv")]
 # Come with CUDA builds of PyTorch, and are cut.
 OF_CUDA = re.compile("cuda|nvidia|triton")
 

@@ -59,9 +59,9 @@ def test_names_cover_neither_error_bars_nor_the_legend():
 
 @pytest.mark.parametrize("cut_short", [False, True])
 def test_no_reason_is_known_only_where_the_warm_up_was_over(cut_short):
-    runs = [Run(m, 0, scores=[s]) for m, s in (("none", 98.0), ("dgc", 50.0), ("topk", 97.5))]
+    runs = [Run(m, 0, scores=[s]) for m, s in (("none", 98.0), ("fp8", 50.0), ("topk", 97.5))]
     line = behind(runs, cut_short).strip()
-    assert line.startswith("dgc: 48.0 points below none; ")
+    assert line.startswith("fp8: 48.0 points below none; ")
     assert ("no reason is known" in line) is not cut_short
     assert ("the warm-up was cut short" in line) is cut_short
 
@@ -78,8 +78,8 @@ def test_of_perplexities_less_is_better():
             dense_bytes=40,
             steps=2,
         )
-        for m, p in (("none", 20.0), ("dgc", 25.25), ("topk", 18.0))
+        for m, p in (("none", 20.0), ("fp8", 25.25), ("topk", 18.0))
     ]
-    assert behind(runs).strip() == "dgc: 5.2 points above none; no reason is known"
+    assert behind(runs).strip() == "fp8: 5.2 points above none; no reason is known"
     row = table(runs).splitlines()[3]
-    assert row.split() == ["dgc", "25.25", "6", "B", "3.3x", "4", "B", "5.0x", "0.0", "ms"]
+    assert row.split() == ["fp8", "25.25", "6", "B", "3.3x", "4", "B", "5.0x", "0.0", "ms"]

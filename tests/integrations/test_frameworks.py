@@ -23,7 +23,7 @@ FOLLOWS = (
     "parity.quantised_sums_follow_the_oracle",
     "parity.neighbours_and_broadcasts_follow_the_oracle",
 )
-ONCE = ("training", "options", "numerics", "state", "shared", "rows")
+ONCE = ("training", "options", "numerics", "state", "shared", "rows", "auto")
 TORCH = (*ONCE, *PARITY)
 KERAS = ("parity", "shared", "keras_fit", "keras_users")
 GRAPHS = ("decentralized", "decentralized_state")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import tempfile
 from pathlib import Path
 
@@ -291,6 +293,24 @@ def an_environment_of_some_ranks_only_is_an_error_on_all() -> None:
     step()
 
 
+def distributed_optimizers_are_not_copied() -> None:
+    """The error says how a plain one is had, from which a new one is made."""
+    optimizer = hvd.DistributedOptimizer(_sgd(0.3), compression=SPARSE)
+    copies = (
+        copy.copy,
+        copy.deepcopy,
+        pickle.dumps,
+        lambda o: type(o).from_config(o.get_config()),
+    )
+    for copied in copies:
+        with raises(UnsupportedError, "make the plain optimizer from it"):
+            copied(optimizer)
+    plain = type(optimizer).__bases__[-1].from_config(optimizer.get_config())
+    assert type(plain) is keras.optimizers.SGD
+    assert float(np.asarray(plain.learning_rate)) == np.float32(0.3)
+    hvd.DistributedOptimizer(plain, compression=SPARSE)
+
+
 def optimizers_of_keras_2() -> None:
     """Given to the drop-in while ``tf.keras`` is Keras 3."""
     import tf_keras
@@ -302,3 +322,15 @@ def optimizers_of_keras_2() -> None:
     with raises(UnsupportedError, "legacy_opts"):
         hvd_keras.load_model("model.keras", legacy_opts=True)
     barrier()
+
+
+def a_graph_does_not_choose_its_method() -> None:
+    """Where nothing can change it later, the error says what to write."""
+    for wrong in ("auto", "auto:accuracy=feedback"):
+        with raises(ConfigError, "advise --measure"):
+            hvd.DistributedOptimizer(_sgd(), compression=wrong)
+        weight = tf.Variable([1.0, 2.0])
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=wrong) as tape:
+            loss = tf.reduce_sum(weight * weight)
+        with raises(ConfigError, "advise --measure"):
+            tape.gradient(loss, [weight])

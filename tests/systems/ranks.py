@@ -16,7 +16,7 @@ from hvd_compress.agreement import differences, encode
 from hvd_compress.engines.base import alone
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.errors import MismatchError
-from hvd_compress.requests import Broadcast, Gather, Neighbors
+from hvd_compress.requests import Alltoall, Broadcast, Gather, Neighbors
 from hvd_compress.systems import Coordinator
 from hvd_compress.systems.servers import SGD, Simulation
 from hvd_compress.systems.teachers import Codistiller
@@ -119,6 +119,8 @@ class ThreadEngine:
             return request.array.nbytes * (self.rank == request.root)
         if isinstance(request, Gather):
             return request.payload.nbytes + 8 * (not request.equal_sizes)
+        if isinstance(request, Alltoall):
+            return request.nbytes
         return request.array.nbytes
 
 

@@ -287,6 +287,26 @@ def test_each_group_has_its_own_momentum():
     assert torch.equal(*found)
 
 
+def test_a_group_that_is_replaced_counts_from_then_on():
+    """By a scheduler that makes new ones, say."""
+    found = []
+    for replaced in (True, False):
+        model = make_model()
+        optimizer = distributed(model, "dgc:density=0.05")
+        for step in range(STEPS):
+            if step == STEPS // 2:
+                new = optimizer.param_groups[0] | {"momentum": 0.3}
+                if replaced:
+                    optimizer.param_groups[0] = new
+                else:
+                    optimizer.param_groups[0].update(new)
+            optimizer.zero_grad()
+            loss_of(model, 0, step).backward()
+            optimizer.step()
+        found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert torch.equal(*found)
+
+
 # -- what is no plain tensor -----------------------------------------------------------------
 
 

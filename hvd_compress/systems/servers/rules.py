@@ -8,7 +8,7 @@ from typing import Any
 from hvd_compress.base import Compressor
 from hvd_compress.config import Configurable, check_choice, converted, is_number, is_whole
 from hvd_compress.errors import ConfigError
-from hvd_compress.methods import LGC, NoCompression, as_compressor
+from hvd_compress.methods import LGC, NoCompression, as_fixed
 from hvd_compress.schedules import After
 
 MODES = ("sync", "async", "bounded")
@@ -18,7 +18,7 @@ _LAM = {"compensate": 0.04, "compensate_adaptive": 2.0}
 
 
 def _checked(compression: Any) -> Compressor:
-    method = as_compressor(compression)
+    method = as_fixed(compression)
     if method.partner is not None:
         raise ConfigError(
             f"compression={method.name!r} hands out the momenta of {method.partner}, and a server "

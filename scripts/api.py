@@ -1,0 +1,381 @@
+"""Write the pages of the API, ``docs/api/*.md``, from docstrings: ``python scripts/api.py``.
+
+Not by a plugin of the site: many names are made when a package is imported (``hvd.DiLoCo`` takes
+an optimizer in PyTorch), so nothing that only reads sources finds them.  Pages lie in ``docs/`` and
+can be read without building anything; ``tests/docs/test_site.py`` compares them with the docstrings
+and demands that each public name stands there once.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+API = Path(__file__).resolve().parent.parent / "docs" / "api"
+
+
+class Page(NamedTuple):
+    file: str
+    title: str
+    modules: tuple[str, ...]
+
+
+ALL = "hvd_compress"
+PAGES = (
+    Page("methods", "Methods and schedules", (f"{ALL}.methods", f"{ALL}.schedules")),
+    Page("errors", "Errors", (f"{ALL}.errors",)),
+    Page("core", "The core", (ALL, f"{ALL}.reduce", f"{ALL}.stats", f"{ALL}.testing")),
+    Page("torch", "PyTorch", (f"{ALL}.torch",)),
+    Page("torch-mpi", "PyTorch over MPI", (f"{ALL}.torch.mpi",)),
+    Page("tensorflow", "TensorFlow", (f"{ALL}.tensorflow",)),
+    Page("keras", "Keras", (f"{ALL}.tensorflow.keras", f"{ALL}.tensorflow.keras.callbacks")),
+    Page("tensorflow-mpi", "TensorFlow over MPI", (f"{ALL}.tensorflow.mpi",)),
+    Page(
+        "keras-mpi",
+        "Keras over MPI",
+        tuple(f"{ALL}.tensorflow.keras.mpi{m}" for m in ("", ".callbacks")),
+    ),
+    Page("mpi", "Collectives over MPI", (f"{ALL}.mpi",)),
+    Page(
+        "systems",
+        "Systems",
+        tuple(f"{ALL}.systems{of}" for of in ("", ".rounds", ".graphs", ".teachers", ".servers")),
+    ),
+    Page("optimizers", "Formulas of optimizers", (f"{ALL}.optimizers",)),
+    Page("blocks", "Building blocks", (f"{ALL}.blocks", f"{ALL}.coding")),
+    Page("advisor", "The advisor", (f"{ALL}.advisor",)),
+    Page(
+        "studies",
+        "Studies",
+        (f"{ALL}.studies.measures", f"{ALL}.torch.studies", f"{ALL}.torch.studies.measures"),
+    ),
+)
+#: names of modules that have no list, or that are there beside it: made when they are asked for, or
+#: classes of what is returned
+MORE = {
+    f"{ALL}.schedules": [
+        "After",
+        "ExponentialWarmup",
+        "PAPER_DENSITIES",
+        "StagedWarmup",
+        "warmup_to",
+    ],
+    f"{ALL}.stats": ["Record", "Stats"],
+    f"{ALL}.testing": ["check_laws"],
+    f"{ALL}.torch": [
+        "DistributedOptimizer",
+        "binding.Binding",
+        "compressed_optimizer.CompressedOptimizer",
+        "systems.optimizer.LocalStepsOptimizer",
+    ],
+    f"{ALL}.tensorflow": ["DistributedGradientTape", "binding.Binding"],
+    f"{ALL}.tensorflow.keras": ["DistributedOptimizer", "*OPTIMIZERS", "*TRAINING"],
+    f"{ALL}.tensorflow.keras.callbacks": ["CompressionCallback"],
+    f"{ALL}.tensorflow.keras.mpi": ["*OPTIMIZERS", "*TRAINING"],
+}
+
+
+def names_of(module: ModuleType) -> list[str]:
+    """Return the public names of a module, those with dots being of modules inside of it."""
+    names = list(getattr(module, "__all__", ()))
+    for name in MORE.get(module.__name__.replace("torch_impl", f"{ALL}.torch"), ()):
+        names += getattr(module, name[1:]) if name.startswith("*") else [name]
+    return sorted(set(names), key=lambda name: (name.rpartition(".")[2].lower(), name))
+
+
+def thing(module: ModuleType, name: str) -> Any:
+    inside, _, last = name.rpartition(".")
+    return getattr(
+        importlib.import_module(f"{module.__name__}.{inside}") if inside else module, last
+    )
+
+
+INTRODUCTION = """\
+All public names, from their docstrings. Users of PyTorch import `hvd_compress.torch as hvd`, users
+of Keras `hvd_compress.tensorflow.keras as hvd`; each of these has everything of the Horovod package
+whose place it takes, and the methods, schedules and errors of the first two pages. What is on no
+page may change in any release."""
+#: what users need of classes that they do not make themselves
+OF_RETURNED = {
+    "Binding": {"epoch", "method", "report_at_exit", "reset_stats", "set_epoch", "stats", "step"},
+    "CompressedOptimizer": {
+        "add_param_group",
+        "compression",
+        "consolidate_state_dict",
+        "load_state_dict",
+        "set_backward_passes_per_step",
+        "skip_synchronize",
+        "state_dict",
+        "step",
+        "synchronize",
+        "synchronize_parameters",
+        "zero_grad",
+    },
+    "LocalStepsOptimizer": set(),  # all
+}
+#: what an optimizer over a formula has for the rest of the package
+INNER = {"begin_step", "binding", "compression_options", "formula_of", "update"}
+
+
+# --- Docstrings to Markdown
+
+
+def markdown(text: str) -> str:
+    """Return a docstring as Markdown: its literals, literal blocks and lists of arguments."""
+    return "\n\n".join(_blocks(inspect.cleandoc(text).splitlines()))
+
+
+#: what Markdown would read as markup
+_SPECIAL = re.compile(r"([*<\[\]]|(?<!\w)_|_(?!\w))")
+
+
+def _blocks(lines: list[str]) -> list[str]:
+    """Paragraphs, one after the other; what is indented behind one belongs to it."""
+    blocks, at = [], 0
+    while at < len(lines):
+        if not lines[at].strip():
+            at += 1
+            continue
+        start = at
+        while at < len(lines) and lines[at].strip() and not (at > start and lines[at][0] == " "):
+            at += 1
+        paragraph, start = lines[start:at], at
+        while at < len(lines) and (not lines[at].strip() or lines[at][0] == " "):
+            at += 1
+        inner = textwrap.dedent("\n".join(lines[start:at])).strip("\n")
+        blocks += _block(paragraph, inner)
+    return blocks
+
+
+def _block(paragraph: list[str], inner: str) -> list[str]:
+    first = paragraph[0]
+    if first.startswith(">>>"):
+        return [f"```pycon\n{chr(10).join(paragraph)}\n```", *(_blocks(inner.splitlines()))]
+    if paragraph[-1].endswith("::"):
+        said = prose([*paragraph[:-1], paragraph[-1][:-1]])
+        return [said, f"```{'python' if _is_program(inner) else 'text'}\n{inner}\n```"]
+    if inner and paragraph[-1].endswith(":"):
+        return [_title(prose(paragraph)), _items(inner)]
+    if first.startswith("- "):
+        joined = "\n".join(paragraph + [f"  {line}" for line in inner.splitlines()])
+        items = re.split(r"^- ", joined, flags=re.MULTILINE)[1:]
+        return ["\n".join(f"- {prose(item.split(chr(10)))}" for item in items)]
+    return [prose(paragraph), *_blocks(inner.splitlines())]
+
+
+def _is_program(text: str) -> bool:
+    try:
+        compile(text, "docstring", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
+def _title(text: str) -> str:
+    return f"**{text}**" if " " not in text else text
+
+
+def _items(inner: str) -> str:
+    """Entries ``name: text``, of which each may go on in lines that are indented."""
+    entries = re.split(r"\n+(?=\S)", inner)
+    items = []
+    for entry in entries:
+        text = re.sub(r"\s*\n\s*", " ", entry)
+        if named := re.match(r"([*\w., ]+?|``.+?``): (.*)", text):
+            names = ", ".join(f"`{one.strip('` ')}`" for one in named[1].split(","))
+            items.append(f"- {names}: {prose([named[2]])}")
+        else:
+            items.append(f"- {prose([text.removeprefix('- ')])}")
+    return "\n".join(items)
+
+
+def prose(lines: list[str]) -> str:
+    """One paragraph in one line, with literals as Markdown has them."""
+    text = " ".join(line.strip() for line in lines)
+    text = re.sub(r":(?:class|func|meth|mod|attr):`~?(?:[\w.]*\.)?(\w+)`", r"``\1``", text)
+    escaped = (
+        f"`{part[2:-2]}`" if part.startswith("``") else _SPECIAL.sub(r"\\\1", part)
+        for part in re.split(r"(``.+?``)", text)
+    )
+    return "".join(escaped)
+
+
+# --- Objects to Markdown
+
+
+def signature(name: str, of: Any) -> str:
+    """Return how it is called, as a block of code; empty if it cannot be said."""
+    try:
+        found = inspect.signature(of)
+    except (TypeError, ValueError):
+        return ""
+    parameters = [p for p in found.parameters.values() if p.name not in {"self", "cls"}]
+    texts = [_parameter(p) for p in parameters]
+    kinds = [p.kind for p in parameters]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        texts.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    result = found.return_annotation
+    arrow = "" if result is found.empty or inspect.isclass(of) else f" -> {_annotation(result)}"
+    line = f"{name}({', '.join(texts)}){arrow}"
+    if len(line) > 88:
+        line = "\n".join([f"{name}(", *(f"    {text}," for text in texts), f"){arrow}"])
+    return f"```python\n{line}\n```"
+
+
+def _annotation(of: Any) -> str:
+    return of if isinstance(of, str) else inspect.formatannotation(of)
+
+
+def _parameter(p: inspect.Parameter) -> str:
+    star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+    noted = "" if p.annotation is p.empty else f": {_annotation(p.annotation)}"
+    if p.default is p.empty:
+        return f"{star}{p.name}{noted}"
+    return f"{star}{p.name}{noted}{' = ' if noted else '='}{_default(p.default)}"
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    text = getattr(value, "__name__", None) or repr(value)
+    return "..." if " at 0x" in text or text.startswith("<") else text
+
+
+def members(of: type, public: set[type]) -> list[tuple[str, Any]]:
+    """The public methods and properties of a class with docstrings, but those of a base class that
+    has an entry of its own.  Of a method, a block or a system those that are new in it: all others
+    stand at their base class."""
+    configurable = importlib.import_module(f"{ALL}.config").Configurable
+    bases = [cls for cls in of.__mro__ if cls.__module__.startswith(ALL) and cls != configurable]
+    is_one_of_many = configurable in of.__mro__ and configurable not in of.__bases__
+    found = {}
+    for cls in [of] if is_one_of_many else reversed(bases):
+        if cls is not of and cls in public:
+            continue
+        for name, value in vars(cls).items():
+            again = any(name in vars(base) for base in bases[1:])
+            if name.startswith("_") or name in INNER or (is_one_of_many and again):
+                continue
+            inner = getattr(value, "__func__", getattr(value, "func", value))
+            if not (isinstance(inner, property) or inspect.isfunction(inner)) or not inner.__doc__:
+                continue
+            if not inner.__doc__.startswith("See "):
+                found[name] = property(inner) if hasattr(value, "func") else inner
+    return sorted(found.items())
+
+
+def entry(name: str, of: Any, public: set[type]) -> str:
+    """What stands below the heading of an object."""
+    if isinstance(of, ModuleType):
+        return markdown((of.__doc__ or "").partition("\n\n")[0])
+    if not (inspect.isclass(of) or inspect.isroutine(of)):
+        shown = repr(of)
+        short = shown if len(shown) < 300 and " at 0x" not in shown else type(of).__name__
+        return f"```python\n{name} = {short}\n```"
+    called = signature(name, of) if name not in OF_RETURNED else ""
+    parts = [called, markdown(documented(of))]
+    if inspect.isclass(of):
+        for member, value in members(of, public):
+            if member not in (OF_RETURNED.get(name) or {member}):
+                continue
+            called = "" if isinstance(value, property) else signature(member, value)
+            parts += [f"#### {name}.{member}", called, markdown(value.__doc__)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def documented(of: Any) -> str:
+    """The docstring of an object itself, and not what ``dataclass`` or a base class puts there.
+    What takes the place of a function of Horovod has that one's docstring behind its own, which is
+    not copied."""
+    text = inspect.cleandoc(of.__doc__ or "")
+    if inspect.isclass(of) and not text:  # one of a library's own says nothing of this class
+        ours = [cls for cls in of.__mro__ if cls.__module__.startswith(ALL)]
+        text = next((inspect.cleandoc(cls.__doc__) for cls in ours if cls.__doc__), "")
+    if inspect.isclass(of) and text.startswith(f"{of.__name__}("):
+        return ""
+    own, found, _ = text.partition("All else:")
+    return f"{own}All other options are Horovod's." if found else text
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-")
+
+
+class Writer:
+    """Writes one page after the other, and knows where each object and each text stands."""
+
+    def __init__(self) -> None:
+        modules = [importlib.import_module(path) for page in PAGES for path in page.modules]
+        things = [thing(module, name) for module in modules for name in names_of(module)]
+        self.public = {of for of in things if inspect.isclass(of)}
+        self.places: dict[Any, str] = {}
+        self.texts: list[tuple[str, str]] = []
+
+    def page(self, page: Page) -> str:
+        parts = [f"# {page.title}", "<!-- written by scripts/api.py -->"]
+        taken: set[str] = set()
+        for path in page.modules:
+            module = importlib.import_module(path)
+            parts += [f"## `{path}`", markdown(module.__doc__ or "")]
+            taken.add(slug(path))
+            elsewhere, own = [], []
+            for name in names_of(module):
+                of, short = thing(module, name), name.rpartition(".")[2]
+                # small values are one object wherever they come from
+                key = (short, repr(of)) if isinstance(of, str | int | float | tuple) else id(of)
+                if key in self.places:
+                    elsewhere.append(f"[`{short}`]({self.places[key]})")
+                    continue
+                anchor = slug(short)
+                self.places[key] = f"{page.file}.md" + f"#{anchor}" * (anchor not in taken)
+                taken.add(anchor)
+                own += [f"### {short}", self.entry(short, of, self.places[key])]
+            parts += [f"Also here, from other pages: {', '.join(elsewhere)}."] if elsewhere else []
+            parts += own
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def entry(self, name: str, of: Any, place: str) -> str:
+        """What stands below a heading: in short, where most of it stands elsewhere."""
+        text = documented(of) if callable(of) else ""
+        if not text:
+            return entry(name, of, self.public)
+        for other, there in self.texts:
+            if text.startswith(other) or other.startswith(text):
+                first = markdown(re.sub(r":+$", ".", text.partition("\n\n")[0]))
+                parts = [signature(name, of), first, f"More: [`{name}`]({there})."]
+                return "\n\n".join(part for part in parts if part)
+        self.texts.append((text, place))
+        return entry(name, of, self.public)
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page of the API by its file's name."""
+    writer = Writer()
+    return {f"{page.file}.md": writer.page(page) for page in PAGES} | {"index.md": index()}
+
+
+def index() -> str:
+    rows = []
+    for page in PAGES:
+        for path in page.modules:
+            doc = (importlib.import_module(path).__doc__ or "").strip()
+            first = prose(re.split(r"\n\n|(?<=\.)\s|::|;", doc)[0].splitlines()).rstrip(":.")
+            rows.append(f"| [`{path}`]({page.file}.md#{slug(path)}) | {first} |")
+    table = "\n".join(["| module | what it has |", "|---|---|", *rows])
+    return f"# API\n\n<!-- written by scripts/api.py -->\n\n{INTRODUCTION}\n\n{table}\n"
+
+
+def main() -> None:
+    API.mkdir(exist_ok=True)
+    for file, text in pages().items():
+        (API / file).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

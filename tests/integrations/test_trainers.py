@@ -1,0 +1,113 @@
+"""Lightning, Accelerate, Transformers and Ray train with our compression, in two processes of the
+real packages: scenarios, and the examples."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests import jobs
+from tests.scenarios import read
+
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+#: packages by the part of this project that needs them
+COMMANDS = {
+    **dict.fromkeys(("lightning", "accelerate", "transformers"), "make setup"),
+    "ray": "pip install -e '.[ray]' (0.5 GB, so `make setup` leaves it out)",
+}
+
+
+def need(name):
+    if problem := jobs.package_missing(name, COMMANDS[name]):
+        pytest.skip(problem)
+
+
+def scenarios(name):
+    """The functions of a file, without an import, for which a package may be missing."""
+    tree = ast.parse((jobs.TESTS / "trainers" / f"{name}_scenarios.py").read_text())
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [each for each in functions if not each.startswith("_")]
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory):
+    """``results(name)[rank]``: a problem or ``None`` by scenario."""
+
+    @functools.cache
+    def run(name: str) -> list[dict[str, str | None]]:
+        folder = tmp_path_factory.mktemp(name)
+        try:
+            jobs.run([*TORCHRUN, "-m", "tests.trainers", str(folder), name], timeout=150)
+        except jobs.JobError as error:
+            (folder / "failure").write_text(str(error))
+        return [read(folder, rank, scenarios(name)) for rank in range(2)]
+
+    return run
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("trainer", "name"),
+    [
+        pytest.param(trainer, name, id=f"{trainer}@{name}")
+        for trainer in ("lightning", "accelerate", "transformers")
+        for name in scenarios(trainer)
+    ],
+)
+def test_scenario(results, trainer, name):
+    need(trainer)
+    for rank, found in enumerate(results(trainer)):
+        assert found[name] is None, f"rank {rank}: {found[name]}"
+
+
+@pytest.mark.timeout(250)
+def test_workers_of_ray_that_take_over_have_the_same_bits(tmp_path):
+    need("ray")
+    command = [sys.executable, "-m", "tests.trainers.ray_job", str(tmp_path)]
+    _, output = jobs.run(command, timeout=240)
+    assert "the same bits" in output
+
+
+#: what starts an example, the least accuracy, and the least ratio of bytes
+EXAMPLES = {
+    "lightning": (TORCHRUN, 75, 70),
+    "accelerate": (TORCHRUN, 75, 70),
+    "transformers": (TORCHRUN, 80, 15),
+    "ray": ([sys.executable], 75, 70),
+    "ray_horovod": ([sys.executable], 75, 30),
+}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(tmp_path, monkeypatch, name):
+    need(name.partition("_")[0])
+    launcher, accuracy, ratio = EXAMPLES[name]
+    file = jobs.ROOT / "mpi_examples" / f"train_{name}.py"
+    assert len([line for line in file.read_text().splitlines() if line]) <= 40
+    monkeypatch.chdir(tmp_path)  # where it writes its checkpoints
+    _, output = jobs.run([*launcher, str(file)], timeout=180)
+    found = re.search(r"test accuracy ([\d.]+)%\n.*ratio of bytes ([\d.]+)", output)
+    assert found, output[-3000:]
+    assert float(found[1]) > accuracy
+    assert float(found[2]) > ratio
+
+
+@pytest.mark.parametrize(
+    ("module", "hides", "says"),
+    [
+        ("lightning", "'lightning', 'pytorch_lightning'", "hvd_compress[lightning]"),
+        ("transformers", "'transformers'", "hvd_compress[transformers]"),
+    ],
+)
+def test_what_is_missing_is_said(module, hides, says):
+    code = f"import sys\nfor name in ({hides},): sys.modules[name] = None\n"
+    command = [sys.executable, "-c", code + f"import hvd_compress.torch.{module}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert says in done.stderr.splitlines()[-1]
+    assert "SetupError" in done.stderr.splitlines()[-1]

@@ -1,0 +1,249 @@
+"""A method that is chosen in the first steps, in PyTorch over Horovod and over MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from hvd_compress import ConfigError
+from hvd_compress.auto import meeting, pilot
+from tests.scenarios.common import (
+    assert_close,
+    assert_same_everywhere,
+    distribute,
+    loss_of,
+    make_model,
+    sgd,
+    train,
+)
+from tests.scenarios.driver import assert_same_everywhere as same_weights
+from tests.scenarios.driver import hvd, make, raises
+from tests.scenarios.driver import train as train_run
+
+TEXT = "topk:density=0.05"
+AUTO = hvd.Auto(methods=(TEXT, "fp16", "linear"), steps=2, check=20)
+#: steps until the choice, and until the first look at it
+CHOICE = pilot._UNEVEN + AUTO.steps
+LOOK = pilot._UNEVEN + pilot._WINDOW
+
+
+def begin(compression: Any = AUTO, **options: Any) -> tuple[torch.nn.Module, Any]:
+    model = make_model()
+    return model, distribute(sgd(model, **options), model, compression)
+
+
+def reducer_of(optimizer: Any) -> Any:
+    return optimizer.compression.reducer
+
+
+def facts(optimizer: Any) -> dict[str, Any]:
+    """What all ranks have chosen and know, which must be the same."""
+    found = optimizer.compression.stats().choice
+    everyone = meeting.told(reducer_of(optimizer), found, torch.empty(0))
+    assert all(each == found for each in everyone), everyone
+    return found
+
+
+@contextlib.contextmanager
+def chosen(text: str) -> Iterator[None]:
+    """Rank 0 chooses so, whatever was measured."""
+    predicted = {"none": 1.0, "fp16": 0.9, text: 0.1}
+    with mock.patch.object(pilot, "decided", return_value=(text, "for a test", predicted)):
+        yield
+
+
+def still(optimizer: Any, seconds: float = 0.0) -> None:
+    """A clock that goes on by so many seconds whenever it is read."""
+    reducer_of(optimizer).clock.now = itertools.count(0.0, seconds).__next__
+
+
+def one_of_them_is_chosen_by_what_is_measured() -> None:
+    model, optimizer = begin("auto:accuracy=feedback,steps=2")
+    train(model, optimizer, range(CHOICE))
+    found = facts(optimizer)
+    if hvd.size() > 1:
+        assert found["phase"] == "using"
+        assert found["ranks"] == hvd.size()
+        assert found["bandwidth"] > 0
+        assert found["method"] in found["predicted"]
+    assert found["method"] == facts(optimizer)["method"]
+    train(model, optimizer, range(CHOICE, CHOICE + LOOK + 4))
+    facts(optimizer)
+    assert_same_everywhere(model)
+
+
+def ranks_with_other_clocks_choose_alike() -> None:
+    model, optimizer = begin()
+    still(optimizer, 10.0 ** (3 * hvd.rank() - 4))
+    train(model, optimizer, range(CHOICE + LOOK + 30))
+    facts(optimizer)
+    assert_same_everywhere(model)
+
+
+def the_choice_is_used_and_left() -> None:
+    if hvd.size() == 1:
+        return
+    for text in (TEXT, "linear"):
+        model, optimizer = begin()
+        still(optimizer)
+        with chosen(text):
+            train(model, optimizer, range(CHOICE))
+        assert facts(optimizer)["method"] == text
+        train(model, optimizer, range(CHOICE, CHOICE + 5))
+        reducer = reducer_of(optimizer)
+        assert any(x.any() for x in reducer.waiting().values())
+        still(optimizer, 1.0)  # exchanges take seconds where they took no time at all
+        train(model, optimizer, range(CHOICE + 5, CHOICE + LOOK + 40))
+        found = facts(optimizer)
+        assert (found["phase"], [*found["struck"]]) == ("using", [text])
+        assert found["method"] in ("none", "fp16")
+        assert not reducer.waiting()
+        assert_same_everywhere(model)
+
+
+def a_dense_step_sends_all_that_waited() -> None:
+    if hvd.size() == 1:
+        return
+    model, optimizer = begin(lr=0.0, momentum=0.0)  # so that gradients do not depend on it
+    other = make_model()
+    dense = distribute(sgd(other, lr=0.0, momentum=0.0), other, hvd.NoCompression())
+    still(optimizer)
+    sums = [{name: torch.zeros_like(p) for name, p in m.named_parameters()} for m in (model, other)]
+    for step in range(CHOICE + 8):
+        if step == CHOICE + 6:
+            reducer_of(optimizer).pilot._leave(reducer_of(optimizer), "none")
+        with chosen(TEXT):
+            train(model, optimizer, [step])
+        train(other, dense, [step])
+        for own, each in zip(sums, (model, other), strict=True):
+            for name, p in each.named_parameters():
+                own[name] += p.grad
+    assert facts(optimizer)["method"] == "none"
+    for name, total in sums[0].items():
+        torch.testing.assert_close(total, sums[1][name], rtol=1e-4, atol=1e-5)
+
+
+def checkpoints_have_the_choice() -> None:
+    if hvd.size() == 1:
+        return
+    model, optimizer = begin()
+    still(optimizer)
+    with chosen(TEXT):
+        train(model, optimizer, range(CHOICE + 3))
+    optimizer.consolidate_state_dict()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    found = facts(optimizer)
+    copy = make_model()
+    copy.load_state_dict(model.state_dict())
+    again = distribute(sgd(copy), copy, AUTO)
+    still(again)
+    file.seek(0)
+    again.load_state_dict(torch.load(file))
+    assert facts(again) == found
+    with mock.patch.object(pilot, "measured_network", None):  # nothing is measured again
+        train(copy, again, range(CHOICE + 3, CHOICE + 8))
+    assert facts(again) == found
+    assert_same_everywhere(copy)
+    # Loaded on one rank and broadcast.
+    third = make_model()
+    optimizer_3 = distribute(sgd(third), third, AUTO)
+    still(optimizer_3)
+    file.seek(0)
+    if hvd.rank() == 0:
+        optimizer_3.load_state_dict(torch.load(file))
+    hvd.broadcast_parameters(third.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer_3, root_rank=0)
+    assert facts(optimizer_3) == found
+    train(third, optimizer_3, range(3))
+    assert_same_everywhere(third)
+    # What a damaged choice would do is nothing.
+    file.seek(0)
+    damaged = torch.load(file)
+    damaged["hvd_compress"]["choice"]["phase"] = "asleep"
+    with raises(ConfigError, "asleep"):
+        optimizer_3.load_state_dict(damaged)
+    assert facts(optimizer_3) == found
+    # Another method takes the residuals.
+    file.seek(0)
+    plain = make_model()
+    fixed = distribute(sgd(plain), plain, hvd.TopK(density=0.05))
+    fixed.load_state_dict(torch.load(file))
+    assert any(x.any() for x in reducer_of(fixed).waiting().values())
+
+
+def steps_that_are_not_finite_are_not_measured() -> None:
+    if hvd.size() == 1:
+        return
+    model, optimizer = begin()
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.full((2, 40), float("nan") if hvd.rank() == 1 else 1.0)
+        model(x).sum().backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            pass
+        optimizer.end_step()
+        assert facts(optimizer)["phase"] == "measuring", step
+    assert not reducer_of(optimizer).pilot._samples
+    train(model, optimizer, range(CHOICE))
+    assert facts(optimizer)["phase"] == "using"
+
+
+def loss_scaling_goes_on_through_a_change() -> None:
+    if hvd.size() == 1:
+        return
+    models = []
+    for scales in (True, False):
+        model, optimizer = begin()
+        still(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scales)
+        with chosen(TEXT):
+            for step in range(CHOICE + 12):
+                if step == CHOICE + 6:
+                    reducer_of(optimizer).pilot._leave(reducer_of(optimizer), "none")
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, hvd.rank(), step)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert facts(optimizer)["method"] == "none"
+        assert_same_everywhere(model)
+        models.append(model)
+    assert_close(*models)
+
+
+def embeddings_with_sparse_gradients() -> None:
+    if hvd.size() == 1:
+        return
+    run = make(AUTO, kind="words", momentum=0.0)
+    still(run.optimizer)
+    with chosen(TEXT):
+        train_run(run, range(CHOICE + 6))
+    assert facts(run.optimizer)["method"] == TEXT
+    reducer_of(run.optimizer).pilot._leave(reducer_of(run.optimizer), "none")
+    train_run(run, range(CHOICE + 6, CHOICE + 12))
+    assert facts(run.optimizer)["phase"] == "using"
+    same_weights(run.weights())
+
+
+def statistics_may_begin_anew_in_every_step() -> None:
+    model, optimizer = begin()
+    for step in range(CHOICE + LOOK + 4):
+        train(model, optimizer, [step])
+        facts(optimizer)
+        optimizer.compression.reset_stats()
+    assert_same_everywhere(model)
+
+
+def momentum_stays_the_optimizers() -> None:
+    model, optimizer = begin(momentum=0.9)
+    train(model, optimizer, range(2))
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    assert not optimizer.compression.takes_optimizer_momentum
+    assert any("momentum_buffer" in state for state in optimizer.state.values())
