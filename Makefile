@@ -14,7 +14,7 @@ RUN := env -u PYTHONDONTWRITEBYTECODE \
 	PATH="$(CURDIR)/.venv/bin:$$PATH" TF_CPP_MIN_LOG_LEVEL=3 \
 	OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
-.PHONY: help setup demo test test-all sanitize lint docs clean
+.PHONY: help setup demo test test-all sanitize lint docs dist clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -48,6 +48,9 @@ lint: setup ## ruff and mypy
 
 docs: setup ## the documentation as a site, in site/; needs Python 3.11
 	@$(RUN) python scripts/docs.py $(ARGS)
+
+dist: ## what is released: dist/ with an sdist and a wheel (manylinux) for PYTHON
+	@$(PYTHON) scripts/dist.py
 
 clean: ## remove .venv and everything built (the cache of Horovod wheels stays)
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis results site .cache

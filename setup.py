@@ -33,6 +33,12 @@ setup(
     ],
     package_dir={"hvd_compress.torch": "torch_impl", "hvd_compress.tensorflow": "tf"},
     package_data={
-        "hvd_compress": ["*.in", "cli/*.json", "kernels/*.cpp", "kernels/*.h", "py.typed"],
+        "hvd_compress": [
+            "advisor/*.json",
+            "cli/*.json",
+            "kernels/*.cpp",
+            "kernels/*.h",
+            "py.typed",
+        ],
     },
 )

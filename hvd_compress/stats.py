@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hvd_compress.backends import backend_of
-from hvd_compress.times import PHASES, Times
+from hvd_compress.times import PHASES, BucketTimes, Times
 
 #: keys of states under which residuals are kept, to be sent later
 WAITING = ("residual", "memory", "owner_residual")
@@ -69,14 +70,30 @@ class Record:
         )
 
 
+@dataclasses.dataclass
+class Bucket:
+    """The exchanges of tensors that are sent together.
+
+    Attributes:
+        names: of the tensors.
+        record: the sum of their records.
+        times: where this rank's time went.
+    """
+
+    names: tuple[str, ...]
+    record: Record
+    times: BucketTimes
+
+
 class Stats:
     """Records of all tensors: ``layers`` by tensor name, and ``total``, their sum; and ``times``,
     where this rank's time went, which is ``None`` where it cannot be seen (in graphs of
-    TensorFlow).  With ``compression="auto"``, ``choice`` says what was measured and chosen, as
-    plain values; else it is ``None``.
+    TensorFlow); and ``buckets``, the same of tensors that are sent together, by the name under
+    which they are (empty in graphs).  With ``compression="auto"``, ``choice`` says what was
+    measured and chosen, as plain values; else it is ``None``.
 
-    ``print(stats)`` shows a table, ``stats.line()`` is one line, and
-    ``stats.to_tensorboard(writer, step)`` writes scalars.
+    ``print(stats)`` shows a table, ``stats.line()`` is one line, and :func:`hvd_compress.log_stats`
+    writes scalars for TensorBoard and the like.
     """
 
     def __init__(
@@ -84,16 +101,23 @@ class Stats:
         layers: Mapping[str, Record],
         times: Times | None = None,
         choice: Mapping[str, Any] | None = None,
+        buckets: Mapping[str, tuple[Sequence[str], BucketTimes]] | None = None,
     ) -> None:
         self.times, self.choice = times, choice
         self.layers = dict(layers)
-        self.total = Record()
-        for record in self.layers.values():
-            self.total = self.total.plus(record)
+        self.total = _sum(self.layers.values())
+        self.buckets = {
+            label: Bucket(
+                tuple(names),
+                _sum(self.layers[name] for name in names if name in self.layers),
+                dataclasses.replace(own),
+            )
+            for label, (names, own) in (buckets or {}).items()
+        }
 
     def as_dict(self) -> dict[str, Any]:
-        """Return "total", "layers" and "times" as dicts of plain numbers, which JSON can hold, and
-        "choice" if there is one."""
+        """Return "total", "layers", "times" and "buckets" as dicts that JSON can hold, and "choice"
+        if there is one."""
 
         def plain(record: Record) -> dict[str, Any]:
             return {
@@ -104,8 +128,41 @@ class Stats:
 
         layers = {name: plain(record) for name, record in self.layers.items()}
         times = None if self.times is None else dataclasses.asdict(self.times)
-        choice = {} if self.choice is None else {"choice": dict(self.choice)}
-        return {"total": plain(self.total), "layers": layers, "times": times, **choice}
+        buckets = {
+            label: {
+                "names": list(each.names),
+                **plain(each.record),
+                "times": dataclasses.asdict(each.times),
+            }
+            for label, each in self.buckets.items()
+        }
+        found = {"total": plain(self.total), "layers": layers, "times": times, "buckets": buckets}
+        return found if self.choice is None else {**found, "choice": dict(self.choice)}
+
+    def scalars(self, *, tensors: bool = False) -> dict[str, float]:
+        """Return numbers by name, for a plot over the steps: of ``total``, of each bucket, where
+        the time of a step goes, and, with ``tensors=True``, of each tensor.
+
+        ``total/...`` and those of tensors are the attributes of :class:`Record`, since the
+        beginning or the last ``reset_stats()``.  ``buckets/...`` are bytes and seconds of a step.
+        """
+        found: dict[str, float] = {}
+        for name, record in [("total", self.total), *(self.layers.items() if tensors else ())]:
+            for key in ("bytes_sent", "bytes_received", "ratio", "density", "residual_norm"):
+                found[f"{name}/{key}"] = float(getattr(record, key))
+        if self.times is not None:
+            for key in PHASES:
+                found[f"seconds a step/{key}"] = getattr(self.times, key) / max(self.times.steps, 1)
+        for label, each in self.buckets.items():
+            for key in ("bytes_sent", "bytes_received"):
+                found[f"buckets/{label}/{key}"] = getattr(each.record, key) / max(
+                    each.record.steps, 1
+                )
+            for key in (*PHASES, "under_way"):
+                found[f"buckets/{label}/{key}"] = getattr(each.times, key) / max(
+                    each.times.steps, 1
+                )
+        return found
 
     def line(self) -> str:
         """Return the totals in one line.  It shows both the ratio of bytes and the fraction of
@@ -136,15 +193,14 @@ class Stats:
         return "\n".join(rows)
 
     def to_tensorboard(self, writer: Any, step: int, prefix: str = "compression") -> None:
-        """Write scalars to ``writer``, which needs ``add_scalar``, as torch's ``SummaryWriter``
-        has."""
-        for name, record in [("total", self.total), *self.layers.items()]:
-            for key in ("bytes_sent", "bytes_received", "ratio", "density", "residual_norm"):
-                writer.add_scalar(f"{prefix}/{name}/{key}", getattr(record, key), step)
-        if self.times is not None:
-            for key in PHASES:
-                seconds = getattr(self.times, key) / max(self.times.steps, 1)
-                writer.add_scalar(f"{prefix}/seconds a step/{key}", seconds, step)
+        """Write all :meth:`scalars` to ``writer``, which needs ``add_scalar``, as torch's
+        ``SummaryWriter`` has."""
+        for name, value in self.scalars(tensors=True).items():
+            writer.add_scalar(f"{prefix}/{name}", value, step)
+
+
+def _sum(records: Iterable[Record]) -> Record:
+    return functools.reduce(Record.plus, records, Record())
 
 
 def human_bytes(count: float) -> str:

@@ -11,8 +11,9 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,28 @@ class Times:
         return 1000 * getattr(self, name) / max(self.steps, 1)
 
 
+@dataclasses.dataclass
+class BucketTimes:
+    """Seconds of one bucket on this rank, in total over ``steps`` steps.
+
+    Attributes:
+        search, encode, add_up: as in :class:`Times`.
+        other: the rest of what this rank computes for the bucket.
+        wait: what this rank waited while the bucket was under way.  Buckets are waited for
+            together, so their sum may be more than the wait of all.
+        under_way: from each request to its reply, whatever this rank did meanwhile.
+        steps: the number of steps.
+    """
+
+    search: float = 0.0
+    encode: float = 0.0
+    wait: float = 0.0
+    add_up: float = 0.0
+    other: float = 0.0
+    under_way: float = 0.0
+    steps: int = 0
+
+
 PHASES = ("search", "encode", "wait", "add_up", "other")
 _current: ContextVar[Clock | None] = ContextVar("clock", default=None)
 
@@ -76,6 +99,8 @@ class Clock:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._hidden, self._left_at = 0.0, math.inf
         self.steps = 0
+        #: by the names of the tensors in a bucket
+        self.buckets: dict[tuple[str, ...], BucketTimes] = {}
 
     @property
     def times(self) -> Times:
@@ -113,6 +138,43 @@ class Clock:
             self._seconds[before] += now - self._since
         self._phase, self._since = phase, now
         return before
+
+    def watch(
+        self, names: Sequence[str], exchange: Generator[Any, Any, Any]
+    ) -> Generator[Any, Any, Any]:
+        """Return the exchange of a bucket, whose time is counted."""
+        own = self.buckets.setdefault(tuple(names), BucketTimes())
+        reply, is_over, result = None, False, None
+        while not is_over:
+            before = self._read()
+            try:
+                request = exchange.send(reply)
+            except StopIteration as stop:
+                is_over, result = True, stop.value
+            left = self._read()
+            named = 0.0
+            for key in ("search", "encode", "add_up"):
+                named += (seconds := left[key] - before[key])
+                setattr(own, key, getattr(own, key) + seconds)
+            own.other += left["now"] - before["now"] - named
+            if not is_over:
+                reply = yield request
+                came = self._read()
+                own.wait += came["wait"] - left["wait"]
+                own.under_way += came["now"] - left["now"]
+        own.steps += 1
+        return result
+
+    def _read(self) -> dict[str, float]:
+        """Return the seconds of each phase up to now, and what time that is."""
+        self.switch(self._phase)
+        return {**self._seconds, "now": self._since}
+
+
+def watched(names: Sequence[str], exchange: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Return the exchange of a bucket, counted by the clock that runs, if one does."""
+    clock = _current.get()
+    return exchange if clock is None else clock.watch(names, exchange)
 
 
 def leaves() -> None:

@@ -22,7 +22,7 @@ from hvd_compress.engines.joining import (
 )
 from hvd_compress.errors import ConfigError
 from hvd_compress.requests import Gather, Joint
-from hvd_compress.times import leaves, phase
+from hvd_compress.times import leaves, phase, watched
 
 #: a bucket is full when the gradients in it have that many bytes, uncompressed
 BUCKET_BYTES = 25 * 2**20
@@ -216,8 +216,7 @@ class Buckets:
 
     def _launch(self, names: Sequence[str], exchange: BucketExchange) -> None:
         self._sent.update(names)
-        label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        self._engine().start(label, exchange)
+        self._engine().start(label_of(names), watched(names, exchange))
         leaves()
 
     def _first(self, name: str) -> str:
@@ -267,6 +266,11 @@ class Buckets:
                 buckets.append(tuple(bucket))
                 del open_buckets[look.kind], sizes[look.kind]
         return [*buckets, *map(tuple, open_buckets.values())]
+
+
+def label_of(names: Sequence[str]) -> str:
+    """Return what a bucket is called, by its tensors."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _order_of_rank_0(own: Sequence[int], like: Array) -> Exchange:

@@ -27,7 +27,7 @@ from hvd_compress.integrations.optimizers import check_one_momentum
 from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import checkpoints
 from hvd_compress.reduce.averages import averaged
-from hvd_compress.reduce.buckets import BUCKET_BYTES, Buckets
+from hvd_compress.reduce.buckets import BUCKET_BYTES, Buckets, label_of
 from hvd_compress.reduce.homes import Homes
 from hvd_compress.reduce.pilot import Pilot
 from hvd_compress.reduce.store import MemoryStore, Store
@@ -468,8 +468,14 @@ class Reducer:
         for name in self.store.names():
             if (norm := norm_of_residual(self.store.get(name))) is not None:
                 self.records.setdefault(name, Record()).residual_norm = norm
+        # Those of the first step, which had no plan yet, are of no interest later.
+        buckets = {
+            label_of(names): (names, times)
+            for names, times in self.clock.buckets.items()
+            if not self.buckets.plan or names in self.buckets.plan
+        }
         facts = None if self.pilot is None else self.pilot.facts()
-        return Stats(self.records, self.clock.times, facts)
+        return Stats(self.records, self.clock.times, facts, buckets)
 
     def reset_stats(self) -> None:
         """Begin at zero with all that :meth:`stats` counts: called after every step, it makes them

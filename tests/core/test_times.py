@@ -11,7 +11,7 @@ from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
-from hvd_compress.times import PHASES, Clock, Times, phase
+from hvd_compress.times import PHASES, BucketTimes, Clock, Times, phase
 
 GRADIENTS = {"a": np.ones((60, 50), np.float32), "b": np.ones(7, np.float32)}
 
@@ -79,6 +79,51 @@ def test_what_goes_on_while_buckets_are_under_way_is_hidden():
     reducer.reduce(GRADIENTS)
     assert reducer.stats().times.hidden == 3.0
     assert reducer.stats().times.total == 0.0
+
+
+def test_every_bucket_has_its_times_and_bytes():
+    wide = {**GRADIENTS, "c": np.ones((300, 10), np.float32)}
+    reducer = Reducer(DGC(density=0.01), LocalEngine(), bucket_bytes=4 * 3000, same_order=True)
+    for _ in range(3):
+        reducer.reduce(wide)
+    stats = reducer.stats()
+    assert {tuple(each.names) for each in stats.buckets.values()} == set(reducer.buckets.plan)
+    assert len(stats.buckets) > 1
+    for label, each in stats.buckets.items():
+        assert label.startswith(each.names[0])
+        assert each.record.bytes_sent == sum(stats.layers[n].bytes_sent for n in each.names)
+        assert each.times.steps > 0
+    for key in ("search", "encode", "add_up"):
+        seconds = sum(getattr(each.times, key) for each in stats.buckets.values())
+        assert 0 < seconds <= getattr(stats.times, key) * (1 + 1e-9)
+    as_dict = json.loads(json.dumps(stats.as_dict()))["buckets"]
+    assert {label: each["names"] for label, each in as_dict.items()} == {
+        label: list(each.names) for label, each in stats.buckets.items()
+    }
+
+
+def test_the_wait_of_a_bucket_is_the_wait_while_it_is_under_way():
+    now = map(float, range(100))
+
+    def exchange():
+        with phase("search"):
+            pass
+        reply = yield "request"
+        with phase("add_up"):
+            pass
+        return reply
+
+    clock = Clock(now.__next__)
+    with clock.running():
+        watched = clock.watch(["a", "b"], exchange())
+        assert next(watched) == "request"
+        with phase("wait"), pytest.raises(StopIteration) as stop:
+            watched.send("reply")
+    assert stop.value.value == "reply"
+    [(names, own)] = clock.buckets.items()
+    assert names == ("a", "b")
+    # Each look at the clock takes a second: search and add_up are one, and so is the rest of both.
+    assert own == BucketTimes(search=1, add_up=1, other=4, wait=1, under_way=2, steps=1)
 
 
 def test_times_are_shown_a_step():

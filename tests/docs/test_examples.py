@@ -518,7 +518,14 @@ def test_sparse_allgather(ranks):
 def test_slurm_script(tmp_path):
     """All of it but srun, and training with NumPy."""
     picture = tmp_path / "digits.png"
-    command = ["bash", str(EXAMPLES / "slurm.sh"), "--framework", "numpy", "--epochs", "5"]
+    command = [
+        "bash",
+        str(EXAMPLES / "clusters" / "slurm.sh"),
+        "--framework",
+        "numpy",
+        "--epochs",
+        "5",
+    ]
     command += ["--warmup-epochs", "2", "--output", str(picture)]
     launcher = " ".join(jobs.launcher(2, "mpirun"))
     _, output = jobs.run(command, timeout=100, START=launcher, SLURM_SUBMIT_DIR=str(ROOT))

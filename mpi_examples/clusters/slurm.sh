@@ -1,8 +1,8 @@
 #!/bin/bash
 # Train on two nodes with four ranks each, from the root of the checkout:
 #
-#     sbatch mpi_examples/slurm.sh
-#     sbatch --nodes=4 mpi_examples/slurm.sh --framework numpy --epochs 30
+#     sbatch mpi_examples/clusters/slurm.sh
+#     sbatch --nodes=4 mpi_examples/clusters/slurm.sh --framework numpy --epochs 30
 #
 #SBATCH --job-name=digits
 #SBATCH --nodes=2
