@@ -37,13 +37,17 @@ def parser() -> argparse.ArgumentParser:
     frames.add_argument("--cases", type=int, default=1_000_000)
     frames.add_argument("--jobs", type=int, default=1, help="processes")
     frames.add_argument("--only", nargs="+", metavar="TEXT", help="frames whose names have it")
-    exchanges = campaign("exchanges", "whole exchanges of every method, in which one message of one rank is damaged")
+    exchanges = campaign(
+        "exchanges", "whole exchanges of every method, in which one message of one rank is damaged"
+    )
     exchanges.add_argument("--cases", type=int, default=100_000)
     exchanges.add_argument("--jobs", type=int, default=1, help="processes")
     exchanges.add_argument("--only", nargs="+", metavar="TEXT", help="methods whose names have it")
     kills = campaign("kills", "jobs of which a rank is killed or stopped, or a link cut or slowed")
     kills.add_argument("--runs", type=int, default=10, help="of each job with each accident")
-    kills.add_argument("--only", nargs="+", choices=JOBS, default=JOBS, metavar="JOB", help=", ".join(JOBS))
+    kills.add_argument(
+        "--only", nargs="+", choices=JOBS, default=JOBS, metavar="JOB", help=", ".join(JOBS)
+    )
     memory = campaign("memory", "resident memory over many steps, and over many optimizers")
     memory.add_argument("--ranks", type=int, default=2)
     memory.add_argument("--steps", type=int, default=10_000)

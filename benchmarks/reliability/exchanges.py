@@ -27,7 +27,10 @@ class _DamagedWorld(World):
         """Return what each rank has in the end: numbers of means, directions and states."""
         random_numbers = np.random.default_rng(seed)
         gradients: list[dict[str, np.ndarray]] = [
-            {name: random_numbers.standard_normal(s).astype(np.float32) for name, s in SHAPES.items()}
+            {
+                name: random_numbers.standard_normal(s).astype(np.float32)
+                for name, s in SHAPES.items()
+            }
             for _ in range(self.size)
         ]
         for name, shape in SHAPES.items():

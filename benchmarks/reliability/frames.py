@@ -22,7 +22,9 @@ from hvd_compress.wire.rows import decode_rows, encode_rows
 from tests.codecs.test_codecs import EVERY
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # two methods want other learning rates, which nobody takes here
+    warnings.simplefilter(
+        "ignore"
+    )  # two methods want other learning rates, which nobody takes here
     from tests.method_table import ROWS
 
 _F4, _F8 = np.dtype(np.float32), np.dtype(np.float64)

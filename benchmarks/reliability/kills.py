@@ -54,7 +54,10 @@ class Running:
     def lives(self, rank: int) -> bool:
         """Return whether a rank's process is there, and no zombie."""
         with contextlib.suppress(OSError):
-            return Path(f"/proc/{self.pid(rank)}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            return (
+                Path(f"/proc/{self.pid(rank)}/stat").read_text().rpartition(")")[2].split()[0]
+                != "Z"
+            )
         return False
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
@@ -99,9 +102,7 @@ class Job(NamedTuple):
 GOES_ON, NAMED, ERROR, ENDED = "goes on", "error names it", "error", "launcher ends all"
 _RECOVERY = ("--enable-recovery",)
 JOBS = {
-    "horovod": Job(
-        _command("horovod", 3, "mpirun"), {"kill": {ENDED}, "pause": {GOES_ON}}
-    ),
+    "horovod": Job(_command("horovod", 3, "mpirun"), {"kill": {ENDED}, "pause": {GOES_ON}}),
     "horovod-gloo": Job(
         _command("horovod", 3, "gloo"),
         {"kill": {ENDED, ERROR}, "stop": {ENDED, ERROR}, "pause": {GOES_ON}},
@@ -143,20 +144,23 @@ def run(options: argparse.Namespace) -> tuple[Any, list[str]]:
         options.only.remove("network")
     cases = [
         (name, accident, number)
+        for number in range(options.runs)
         for name in options.only
         for accident in (_elastic().ACCIDENTS if name == "elastic" else JOBS[name].accidents)
-        for number in range(options.runs)
     ]
-    for name, accident, number in tqdm(cases, ncols=90):
-        draw = random.Random(f"{options.seed}-{name}-{accident}-{number}")
-        with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-            one = _elastic().one if name == "elastic" else _one
-            outcome = one(name, accident, Path(folder), draw)
-        row = {"job": name, "accident": accident, "number": number, **outcome._asdict()}
-        found.append(row)
-        if outcome.problem:
-            problems.append(f"--seed {options.seed} {name} {accident} {number}: {outcome.problem}")
-            tqdm.write(problems[-1])
+    with contextlib.suppress(KeyboardInterrupt):  # what was done by then counts
+        for name, accident, number in tqdm(cases, ncols=90):
+            draw = random.Random(f"{options.seed}-{name}-{accident}-{number}")
+            with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+                one = _elastic().one if name == "elastic" else _one
+                outcome = one(name, accident, Path(folder), draw)
+            found.append({"job": name, "accident": accident, "number": number, **outcome._asdict()})
+            if outcome.problem:
+                of = f"--seed {options.seed} {name} {accident} {number}"
+                problems.append(f"{of}: {outcome.problem}")
+                tqdm.write(problems[-1])
+            if options.json:
+                options.json.write_text(json.dumps(found, indent=1))
     print()
     for job, accident in dict.fromkeys((row["job"], row["accident"]) for row in found):
         rows = [row for row in found if (row["job"], row["accident"]) == (job, accident)]
@@ -286,7 +290,9 @@ def _ends(job: Running, survivors: list[int], victim: int, start: float) -> Outc
     seconds = time.monotonic() - start
     if not gone:
         left = [rank for rank in survivors if job.lives(rank)]
-        return Outcome("hang", seconds, f"ranks {left} live on; ends: {list(map(job.end, survivors))}")
+        return Outcome(
+            "hang", seconds, f"ranks {left} live on; ends: {list(map(job.end, survivors))}"
+        )
     ends = [end for rank in survivors if (end := job.end(rank))]
     if any(not name for name, *_ in ends):
         return Outcome("success", seconds, "a survivor ended as if all were well")

@@ -263,9 +263,7 @@ class Network:
 
     def slow(self, host: int, rate: str) -> None:
         """Change the rate of a host's link, in both directions, as of :class:`Network`."""
-        limit = [rate if before == "rate" else word for before, word in zip(
-            ["", *self.limit], self.limit, strict=False
-        )]
+        limit = [*self.limit[:2], rate, *self.limit[3:]]
         for namespace, device in ((f"{self.name}-sw", f"h{host}"), (self._namespace(host), "eth0")):
             _command("tc", "-n", namespace, "qdisc", "change", "dev", device, "root", *limit)
 

