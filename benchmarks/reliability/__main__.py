@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -58,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     options = parser().parse_args()
+    for ends in (signal.SIGINT, signal.SIGTERM):  # with what was found by then
+        signal.signal(ends, signal.default_int_handler)
     # Here, since --help shall need neither PyTorch nor MPI.
     if options.campaign in ("frames", "exchanges"):
         from benchmarks.reliability import damage as campaign

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import numpy as np
 import pytest
 
 from benchmarks.reliability import damage, exchanges, frames
+from tests import jobs
 
 #: ``(seed, number)`` of chunks of cases, as the campaign counts them.  One in which something came
 #: out that should not is added here, and stays.
@@ -50,3 +52,17 @@ def test_all_methods_that_send_bytes_are_in_the_campaign():
     )
     case = exchanges.Case("fp8", random.Random(0))
     assert case.outcome() in (damage.NOTICED, damage.UNCHANGED)
+
+
+@pytest.mark.parametrize("campaign", ["frames", "exchanges", "kills", "memory"])
+def test_help_needs_neither_frameworks_nor_mpi(campaign):
+    script = (
+        "import runpy, sys\n"
+        f"sys.argv = ['reliability', '{campaign}', '--help']\n"
+        "try:\n    runpy.run_module('benchmarks.reliability', run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "assert not {'numpy', 'torch', 'mpi4py', 'tensorflow'} & set(sys.modules)\n"
+    )
+    _, output = jobs.run([sys.executable, "-c", script], timeout=60)
+    assert "--json" in output
+    assert "--seed" in output
