@@ -97,8 +97,10 @@ def _under_another_header(frame: np.ndarray, others: Any, draw: random.Random) -
 
 def _begun_with_another(frame: np.ndarray, others: Any, draw: random.Random) -> np.ndarray:
     other = draw.choice(others)
-    at = draw.randrange(min(frame.size, other.size) if other.size else 1)  # never all of it
-    return np.concatenate([other[:at], frame[at:]])
+    at = draw.randrange(min(frame.size, other.size) if other.size else 1)
+    damaged = np.concatenate([other[:at], frame[at:]])
+    # A whole frame of the same layout, which no receiver can know from the right one.
+    return _flipped(frame, others, draw) if np.array_equal(damaged, other) else damaged
 
 
 def _repeated(frame: np.ndarray, others: Any, draw: random.Random) -> np.ndarray:
