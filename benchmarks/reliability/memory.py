@@ -1,7 +1,7 @@
 """The campaign of memory: what a process has, over steps and over optimizers.
 
 Over MPI.  "grows" is by how much the resident memory of a rank is more at the end
-than after the first fifth, when all has been made that is kept, and "a step" is that divided by the
+than after the first half, when all has been made that is kept, and "a step" is that divided by the
 steps between the two.  Of optimizers each takes two steps and is dropped, with its model.
 """
 
@@ -54,8 +54,8 @@ def run(options: argparse.Namespace) -> tuple[Any, list[str]]:
 
 
 def over(turn: Callable[[int], None], count: int) -> dict[str, float]:
-    """Return the resident memory after ``count`` turns, and by how much it grew after a fifth."""
-    begin = max(1, count // 5)
+    """Return the resident memory after ``count`` turns, and by how much it grew in the second half."""
+    begin = max(1, count // 2)
     for i in range(begin):
         turn(i)
     gc.collect()
