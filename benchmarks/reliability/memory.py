@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> tuple[Any, list[str]]:
 
 
 def over(turn: Callable[[int], None], count: int) -> dict[str, float]:
-    """Return the resident memory after ``count`` turns, and by how much it grew in the second half."""
+    """Return the resident memory after ``count`` turns, and by how much it grew in their second
+    half."""
     begin = max(1, count // 2)
     for i in range(begin):
         turn(i)
