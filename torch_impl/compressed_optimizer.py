@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
 
 from . import checkpoint
@@ -370,5 +371,5 @@ def no_copy(optimizer: torch.optim.Optimizer) -> ConfigError:
 
 def check_passes(passes: int) -> None:
     """Raise ``ConfigError`` unless this is a value for ``backward_passes_per_step``."""
-    if passes < 1:
-        raise ConfigError(f"backward_passes_per_step={passes}: it must be 1 or more")
+    if not is_whole(passes) or passes < 1:
+        raise ConfigError(f"backward_passes_per_step={passes!r}: it must be 1 or more")

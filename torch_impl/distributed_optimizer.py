@@ -21,7 +21,7 @@ from hvd_compress.systems.rounds.factories import distribute_by_method
 from .binding import Binding
 from .compressed_optimizer import CompressedOptimizer, check_passes
 from .momentum import check_group, check_sparse_step
-from .parameters import Groups, Parameter, check_groups, names_of_parameters
+from .parameters import Groups, Parameter, check_groups, check_process_set, names_of_parameters
 from .systems.optimizer import is_distributed
 
 
@@ -80,6 +80,7 @@ def wrap_factory(
             given.apply_defaults()
             local_steps = importlib.import_module("hvd_compress.torch").local_steps
             return distribute_by_method(local_steps, signature, given.arguments)
+        check_process_set(given.arguments.get("process_set", hvd.global_process_set))
         call = bind_call(signature, args, kwargs, hvd, gather)
         del call.arguments["method"]
         compression = call.arguments["compression"]
@@ -133,8 +134,10 @@ def distribute(
         warnings.warn(
             "num_groups is deprecated: pass groups instead", DeprecationWarning, stacklevel=3
         )
+        check_groups(num_groups, "num_groups")
         groups = num_groups if groups is None else groups
     check_groups(groups)
+    check_process_set(process_set)
     user_class = type(optimizer)
     cls = type(user_class.__name__, (CompressedOptimizer, user_class), {})
     distributed: CompressedOptimizer = cls(

@@ -65,18 +65,30 @@ def names_of_parameters(
     return names
 
 
-def check_groups(groups: Groups) -> None:
+def check_process_set(process_set: Any) -> None:
+    """Raise ``ConfigError`` unless this is a value for the option ``process_set``."""
+    if not callable(getattr(process_set, "included", None)):
+        raise ConfigError(
+            f"process_set={process_set!r}: pass hvd.global_process_set, or what "
+            "hvd.add_process_set(...) returns"
+        )
+
+
+def check_groups(groups: Groups, option: str = "groups") -> None:
     """Raise ``ConfigError`` unless this is a value for the option ``groups``."""
     if groups is None:
         return
     if isinstance(groups, bool) or not isinstance(groups, int | list):
         raise ConfigError(
-            f"groups={groups!r}: pass the number of groups, or a list of lists of parameters"
+            f"{option}={groups!r}: pass the number of groups, or a list of lists of parameters"
         )
     if isinstance(groups, int):
         if groups < 1:
-            raise ConfigError(f"groups={groups}: pass 1 or more, or None for no groups")
+            raise ConfigError(f"{option}={groups}: pass 1 or more, or None for no groups")
         return
+    # The elements of a tensor are tensors, too.
+    if not all(isinstance(g, Iterable) and not isinstance(g, torch.Tensor) for g in groups):
+        raise ConfigError("groups must be a list of lists of parameters, or a number of groups")
     members = [p for group in groups for p in group]
     if not all(isinstance(p, torch.Tensor) for p in members):
         raise ConfigError("groups must be lists of parameters, that is of torch.Tensor")

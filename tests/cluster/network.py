@@ -261,6 +261,12 @@ class Network:
         self._namespace(host)
         _command("ip", "-n", f"{self.name}-sw", "link", "set", f"h{host}", "up")
 
+    def slow(self, host: int, rate: str) -> None:
+        """Change the rate of a host's link, in both directions, as of :class:`Network`."""
+        limit = [*self.limit[:2], rate, *self.limit[3:]]
+        for namespace, device in ((f"{self.name}-sw", f"h{host}"), (self._namespace(host), "eth0")):
+            _command("tc", "-n", namespace, "qdisc", "change", "dev", device, "root", *limit)
+
     def traffic(self) -> dict[int, Traffic]:
         """What each host received and sent since the network began, as the limiters counted."""
         # They count the headers of every frame; interfaces those of every uncut packet.

@@ -104,6 +104,18 @@ def traces(name):
 
 
 # A busy machine may be slower than the link, and never faster.
+def test_a_link_can_be_slowed():
+    with Network(hosts=2) as network:
+        network.slow(2, "20mbit")
+        text = ["tc", "qdisc", "show", "dev", "eth0"]
+        shown = [
+            subprocess.run(network.on(host, text), capture_output=True, text=True).stdout
+            for host in network.hosts
+        ]
+        assert "rate 1Gbit" in shown[0]
+        assert "rate 20Mbit" in shown[1]
+
+
 @pytest.mark.parametrize(
     ("rate", "size", "least", "most"),
     [("1gbit", 20 * MEGA, 700, 1000), ("200mbit", 4 * MEGA, 150, 200)],

@@ -11,7 +11,8 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.systems import TrainingMethod
 from hvd_compress.systems.rounds.factories import Factories, factories_of
 
-from ..parameters import Parameter
+from ..parameters import Parameter, check_process_set
+from ..replicas import is_group
 from .optimizer import LocalStepsOptimizer, train_locally
 
 _MORE = """
@@ -55,6 +56,8 @@ def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
             ConfigError: an option has a value that cannot be honoured.
             MismatchError: the ranks differ in method or options.
         """
+        if process_set is not None and not is_group(process_set):
+            check_process_set(process_set)
         engine = make_engine(process_set)
         return train_locally(
             optimizer, method, engine, named_parameters=named_parameters, seed=seed

@@ -1,0 +1,68 @@
+"""Short runs of the campaigns of damage; docs/reliability.md has the long ones."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks.reliability import damage, exchanges, frames
+from tests import jobs
+
+#: ``(seed, number)`` of chunks of cases, as the campaign counts them.  One in which something came
+#: out that should not is added here, and stays.
+CHUNKS = [(0, 0), (1, 44)]
+
+
+@pytest.mark.parametrize(("seed", "number"), CHUNKS)
+def test_damaged_frames(seed, number):
+    counts, problems = damage.chunk_of_frames((seed, number, damage.CHUNK, [""]))
+    assert not problems, problems[:5]
+    assert sum(counts.values()) == damage.CHUNK
+    noticed = sum(n for (_, outcome), n in counts.items() if outcome == damage.NOTICED)
+    assert noticed > 0.7 * damage.CHUNK
+    kinds = {kind for kind, _ in counts}
+    assert kinds == {"coded", "dense", "joined", "method", "rows", "server", "sparse"}
+
+
+def test_damaged_exchanges():
+    counts, problems = damage.chunk_of_exchanges((0, 0, 150, [""]))
+    assert not problems, problems[:5]
+    assert sum(n for (_, outcome), n in counts.items() if outcome == damage.NOTICED) > 100
+
+
+def test_what_is_not_noticed_would_be_found():
+    """By the campaign: a reader that takes everything, and one whose results are out of range."""
+    frame = next(f for f in frames.every(0) if f.name.startswith("sparse float32 int32"))
+    damaged = frame.frame.copy()
+    damaged[20] ^= 1
+    with pytest.raises(AssertionError, match="not noticed"):
+        damage.judge(frame._replace(read=lambda f: ()), damaged, False)
+    where = np.array([3, frame.n])
+    with pytest.raises(AssertionError, match="out of range"):
+        damage.judge(frame._replace(read=lambda f: (where, where)), damaged, True)
+    assert damage.judge(frame, damaged, False) == damage.NOTICED
+
+
+def test_all_methods_that_send_bytes_are_in_the_campaign():
+    assert {"topk", "dgc-packed", "onebit", "gtopk", "oktopk", "fp8", "scalecom"} <= set(
+        exchanges.names()
+    )
+    case = exchanges.Case("fp8", random.Random(0))
+    assert case.outcome() in (damage.NOTICED, damage.UNCHANGED)
+
+
+@pytest.mark.parametrize("campaign", ["frames", "exchanges", "kills", "memory"])
+def test_help_needs_neither_frameworks_nor_mpi(campaign):
+    script = (
+        "import runpy, sys\n"
+        f"sys.argv = ['reliability', '{campaign}', '--help']\n"
+        "try:\n    runpy.run_module('benchmarks.reliability', run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "assert not {'numpy', 'torch', 'mpi4py', 'tensorflow'} & set(sys.modules)\n"
+    )
+    _, output = jobs.run([sys.executable, "-c", script], timeout=60)
+    assert "--json" in output
+    assert "--seed" in output
