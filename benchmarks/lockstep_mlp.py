@@ -8,6 +8,7 @@ Their directions have the same bits (tests/methods/test_lockstep_mlp.py).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -168,13 +169,12 @@ class Network:
     def __init__(self, widths: tuple[int, ...], random: np.random.Generator) -> None:
         self.weights: Arrays = {}
         self.layers = len(widths) - 1
-        for layer, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
+        for layer, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
             bound = inputs**-0.5
-            for name, shape in (
-                (f"weight{layer}", (outputs, inputs)),
-                (f"bias{layer}", (outputs,)),
-            ):
-                self.weights[name] = random.uniform(-bound, bound, shape).astype(np.float32)
+            weight = random.uniform(-bound, bound, (outputs, inputs))
+            self.weights[f"weight{layer}"] = weight.astype(np.float32)
+            bias = random.uniform(-bound, bound, outputs)
+            self.weights[f"bias{layer}"] = bias.astype(np.float32)
 
     def forward(self, x: np.ndarray) -> list[np.ndarray]:
         """Return what goes into each layer, and the logits."""

@@ -1,4 +1,4 @@
-"""When momentum factor masking and a warm-up of the density pay: DGC with and without, beside top-k.
+"""When momentum factor masking and a warm-up of the density pay: DGC beside top-k.
 
     python -m benchmarks.fetch_mnist
     python -m benchmarks.masking
@@ -51,10 +51,8 @@ class Cell(NamedTuple):
 
     def key(self, seed: int) -> str:
         """What a run depends on."""
-        options = " ".join(
-            f"{name}={value}" for name, value in self._asdict().items() if name != "label"
-        )
-        return f"{options} seed={seed}"
+        options = {name: value for name, value in self._asdict().items() if name != "label"}
+        return " ".join(f"{name}={value}" for name, value in (options | {"seed": seed}).items())
 
     def train(self, seed: int) -> dict[str, Any]:
         if self.task == "mnist":
@@ -112,13 +110,12 @@ PARTS: dict[str, list[Cell]] = {
     ],
     "steps": [
         cell
-        for epochs in (1, 12)
+        for epochs in (2, 12)
         for cell in named(
             f"{epochs} epochs",
             [
                 DENSE._replace(epochs=epochs),
-                *trio(0.001, epochs=epochs),
-                *trio(0.01, epochs=epochs),
+                *(cell for density in (0.001, 0.01) for cell in trio(density, epochs=epochs)),
             ],
         )
     ],
@@ -207,10 +204,7 @@ def save(known: dict[str, Any], path: Path) -> None:
 
 def table(cells: list[Cell], seeds: int, known: dict[str, Any]) -> str:
     """One row a cell of which a run is known: the mean, and half its 95 % confidence interval."""
-    lines = [
-        "| | score | test loss | sent a step | in the last | seeds |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| | score | test loss | sent a step | in the last | seeds |", f"|{'---|' * 6}"]
     for cell in cells:
         found = [known[key] for seed in range(seeds) if (key := cell.key(seed)) in known]
         if found:
