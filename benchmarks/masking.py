@@ -27,8 +27,8 @@ from tqdm import tqdm
 from benchmarks.lockstep_mlp import Network, exchange
 from hvd_compress.cli.options import picture_file
 from mpi_examples import accuracy
-from mpi_examples.accuracy import interval
-from mpi_examples.data import mnist, mnist_folder
+from mpi_examples.accuracy import half_width, interval
+from mpi_examples.data import Arrays, mnist, mnist_cache, mnist_folder
 from mpi_examples.demo import compressor
 
 RESULTS = Path(__file__).with_suffix(".json")
@@ -54,9 +54,9 @@ class Cell(NamedTuple):
         options = {name: value for name, value in self._asdict().items() if name != "label"}
         return " ".join(f"{name}={value}" for name, value in (options | {"seed": seed}).items())
 
-    def train(self, seed: int) -> dict[str, Any]:
+    def train(self, seed: int, folder: Path) -> dict[str, Any]:
         if self.task == "mnist":
-            return train(self, seed)
+            return train(self, seed, _mnist(folder))
         changes = self._asdict()
         settings = accuracy.TASKS[self.task].settings
         settings = settings._replace(**{n: changes[n] for n in settings._fields if n in changes})
@@ -86,18 +86,20 @@ def named(words: str, cells: list[Cell]) -> list[Cell]:
     return [cell._replace(label=f"{cell.label}, {words}") for cell in cells]
 
 
+DENSITIES, RATES = (0.001, 0.01, 0.1), (0.05, 0.15, 0.5)
+REDS = ("lightcoral", "tab:red", "darkred")
 DENSE = Cell("dense", "none")
 PLAIN = Cell("dense, no momentum", "none", momentum=0.0)
 TEXT: dict[str, Any] = {"task": "lstm", "lr": 8.0, "epochs": 3}
 PARTS: dict[str, list[Cell]] = {
-    "density": [DENSE, PLAIN, *(cell for density in (0.001, 0.01, 0.1) for cell in trio(density))],
+    "density": [DENSE, PLAIN, *(cell for density in DENSITIES for cell in trio(density))],
     "warm-up": [
         *(dgc(d, masking, warmup=True) for d in (0.001, 0.01) for masking in (True, False)),
         Cell("top-k 0.1 %, warm-up", "topk"),
     ],
     "rate": [
         cell
-        for lr in (0.15, 0.5)
+        for lr in RATES[1:]
         for cell in named(
             f"lr {lr}",
             [
@@ -137,13 +139,13 @@ PARTS: dict[str, list[Cell]] = {
 }
 
 
-_mnist = functools.cache(lambda: mnist(mnist_folder(str(mnist_folder()))))
+_mnist = functools.cache(mnist)
 
 
-def train(cell: Cell, seed: int) -> dict[str, Any]:
+def train(cell: Cell, seed: int, data: Arrays) -> dict[str, Any]:
     """Return the test accuracy and loss after each epoch, and the bytes that a rank sent: a step,
     and in the last."""
-    x, x_test, y, y_test = _mnist()
+    x, x_test, y, y_test = data
     x, x_test = x.reshape(-1, WIDTHS[0]), x_test.reshape(-1, WIDTHS[0])
     network = Network(WIDTHS, np.random.default_rng(seed))
     method = compressor(cell.method, cell.density, WARMUP)
@@ -179,20 +181,29 @@ def main() -> None:
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each row")
+    parser.add_argument("--data-dir", default=str(mnist_cache()), help="with MNIST's files")
     parser.add_argument("--results", type=Path, default=RESULTS, help="what was trained")
     parser.add_argument("--load", action="store_true", help="train nothing: show what is known")
     parser.add_argument("--picture", type=picture_file, help="where to draw")
     options = parser.parse_args()
     known = json.loads(options.results.read_text()) if options.results.exists() else {}
     cells = [cell for part in options.parts for cell in PARTS[part]]
-    if not options.load:
-        runs = {c.key(seed): (c, seed) for seed in range(options.seeds) for c in cells}
-        for key, (cell, seed) in tqdm(runs.items(), unit="run"):
-            if key not in known:
-                known[key] = cell.train(seed)
-                save(known, options.results)
+    runs = {c.key(seed): (c, seed) for seed in range(options.seeds) for c in cells}
+    missing = {} if options.load else {key: run for key, run in runs.items() if key not in known}
+    folder = Path(options.data_dir)
+    if any(cell.task == "mnist" for cell, _ in missing.values()):
+        try:
+            folder = mnist_folder(options.data_dir)
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
+    for key, (cell, seed) in tqdm(missing.items(), unit="run", disable=not missing):
+        known[key] = cell.train(seed, folder)
+        save(known, options.results)
     for part in options.parts:
         print(f"\n{part}\n{table(PARTS[part], options.seeds, known)}")
+    if options.picture is not None:
+        draw(options.picture, options.seeds, known)
+        print(f"\npicture: {options.picture}")
 
 
 def save(known: dict[str, Any], path: Path) -> None:
@@ -218,6 +229,55 @@ def table(cells: list[Cell], seeds: int, known: dict[str, Any]) -> str:
                 f"| {len(found)} |"
             )
     return "\n".join(lines)
+
+
+#: what is drawn in which colour and by which name, over the density and over the learning rate
+OVER_DENSITY = {
+    "DGC": ("tab:red", [dgc(d, True) for d in DENSITIES]),
+    "DGC, no masking": ("tab:blue", [dgc(d, False) for d in DENSITIES]),
+    "top-k": ("tab:green", [trio(d)[2] for d in DENSITIES]),
+}
+OVER_RATE = {
+    "dense": ("black", DENSE),
+    "dense, no momentum": ("gray", PLAIN),
+    **{f"DGC {percent(d)}": (c, dgc(d, True)) for d, c in zip(DENSITIES, REDS, strict=True)},
+    "DGC 1 %, no masking": ("tab:blue", dgc(0.01, False)),
+    "top-k 1 %": ("tab:green", trio(0.01)[2]),
+}
+
+
+def draw(picture: Path, seeds: int, known: dict[str, Any]) -> None:
+    """Accuracy over the density, and over the learning rate."""
+    import matplotlib.pyplot as plt
+
+    from mpi_examples.report import save as save_figure
+
+    def points(axes: Any, xs: Any, cells: list[Cell], **style: Any) -> None:
+        shown = []
+        for x, cell in zip(xs, cells, strict=True):
+            finals = [known[k]["final"] for s in range(seeds) if (k := cell.key(s)) in known]
+            if finals:
+                error = half_width(finals) if len(finals) > 2 else 0.0
+                shown.append((x, statistics.mean(finals), error))
+        if shown:
+            axes.errorbar(*zip(*shown, strict=True), marker="o", capsize=3, **style)
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    for label, (colour, cells) in OVER_DENSITY.items():
+        points(left, [100 * d for d in DENSITIES], cells, color=colour, label=label)
+    ends = [100 * DENSITIES[0], 100 * DENSITIES[-1]]
+    points(left, ends, [DENSE] * 2, color="black", linestyle=":", label="dense")
+    points(left, ends, [PLAIN] * 2, color="gray", linestyle=":", label="dense, no momentum")
+    left.set(xscale="log", xlabel="elements sent [%]", title="the same learning rate, 0.05")
+    for label, (colour, cell) in OVER_RATE.items():
+        cells = [cell._replace(lr=lr) for lr in RATES]
+        points(right, RATES, cells, color=colour, label=label)
+    right.set(xscale="log", xlabel="learning rate", title="other learning rates", ylim=(96.4, 98.4))
+    for axes in (left, right):
+        axes.set_ylabel("test accuracy [%]")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    save_figure(figure, picture)
 
 
 if __name__ == "__main__":

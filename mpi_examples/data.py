@@ -39,12 +39,14 @@ def digits(seed: int) -> Arrays:
     return (x - x.mean()) / x.std(), (x_test - x.mean()) / x.std(), y, y_test
 
 
-def mnist_folder(text: str | None = None) -> Path:
-    """The folder with MNIST's files, of a command line; without one, where
-    ``python -m benchmarks.fetch_mnist`` puts them."""
-    if text is None:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(cache) / "hvd_compress" / "mnist"
+def mnist_cache() -> Path:
+    """The folder that ``python -m benchmarks.fetch_mnist`` puts MNIST's files in."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "hvd_compress" / "mnist"
+
+
+def mnist_folder(text: str) -> Path:
+    """The folder with MNIST's files, of a command line."""
     folder = Path(text).expanduser()
     for name in MNIST:
         if not any((folder / file).is_file() for file in (name, f"{name}.gz")):
