@@ -128,7 +128,7 @@ class TransformerText(Text):
 class AdamText(TransformerText):
     """Half as wide, with AdamW in the place of SGD."""
 
-    settings: ClassVar[Settings] = Text.settings._replace(lr=0.003, epochs=3, clip=None)
+    settings: ClassVar[Settings] = Text.settings._replace(lr=0.003, epochs=2, clip=None)
     width = 64
     adam: ClassVar[dict[str, Any]] = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
 
