@@ -90,7 +90,7 @@ DENSITIES, RATES = (0.001, 0.01, 0.1), (0.05, 0.15, 0.5)
 REDS = ("lightcoral", "tab:red", "darkred")
 DENSE = Cell("dense", "none")
 PLAIN = Cell("dense, no momentum", "none", momentum=0.0)
-TEXT: dict[str, Any] = {"task": "lstm", "lr": 8.0, "epochs": 3}
+TEXT: dict[str, Any] = {"task": "lstm", "lr": 8.0, "epochs": 2}
 PARTS: dict[str, list[Cell]] = {
     "density": [DENSE, PLAIN, *(cell for density in DENSITIES for cell in trio(density))],
     "warm-up": [
