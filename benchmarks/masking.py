@@ -86,7 +86,7 @@ def named(words: str, cells: list[Cell]) -> list[Cell]:
     return [cell._replace(label=f"{cell.label}, {words}") for cell in cells]
 
 
-DENSITIES, RATES = (0.001, 0.01, 0.1), (0.05, 0.15, 0.5)
+DENSITIES, RATES = (0.001, 0.01, 0.1), (0.015, 0.05, 0.15, 0.5)
 REDS = ("lightcoral", "tab:red", "darkred")
 DENSE = Cell("dense", "none")
 PLAIN = Cell("dense, no momentum", "none", momentum=0.0)
@@ -99,7 +99,8 @@ PARTS: dict[str, list[Cell]] = {
     ],
     "rate": [
         cell
-        for lr in RATES[1:]
+        for lr in RATES
+        if lr != DENSE.lr
         for cell in named(
             f"lr {lr}",
             [
@@ -272,7 +273,7 @@ def draw(picture: Path, seeds: int, known: dict[str, Any]) -> None:
     for label, (colour, cell) in OVER_RATE.items():
         cells = [cell._replace(lr=lr) for lr in RATES]
         points(right, RATES, cells, color=colour, label=label)
-    right.set(xscale="log", xlabel="learning rate", title="other learning rates", ylim=(96.4, 98.4))
+    right.set(xscale="log", xlabel="learning rate", title="other learning rates", ylim=(93.5, 98.5))
     for axes in (left, right):
         axes.set_ylabel("test accuracy [%]")
         axes.grid(alpha=0.3)
