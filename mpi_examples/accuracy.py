@@ -365,13 +365,15 @@ def interval(values: Sequence[float]) -> str:
 
 
 def table(name: str, runs: dict[str, list[dict[str, float]]]) -> str:
-    """One row a method: mean and standard deviation, by how much the mean differs from that of the
-    dense runs, also in the deviations of these, and the bytes of the last step."""
+    """One row a method: mean, half its 95 % confidence interval and standard deviation, by how much
+    the mean differs from that of the dense runs, also in the deviations of these, and the bytes of
+    the last step."""
     measure = TASKS[name].measure
     dense = [run["final"] for run in runs["none"]]
     width = max(map(len, runs))
     header = (
-        f"{'method':<{width}} {'mean':>8} {'deviation':>10} {'difference':>11} {'deviations':>11}"
+        f"{'method':<{width}} {'mean':>8} {'+- 95 %':>8} {'deviation':>10} {'difference':>11}"
+        f" {'deviations':>11}"
     )
     lines = [
         f"{name}: test {measure.name}; dense runs are from {min(dense):.2f} to {max(dense):.2f}",
@@ -382,7 +384,8 @@ def table(name: str, runs: dict[str, list[dict[str, float]]]) -> str:
         difference = statistics.mean(final) - statistics.mean(dense)
         last = group[0]["sent_last"]
         lines.append(
-            f"{method:<{width}} {statistics.mean(final):>8.2f} {statistics.stdev(final):>10.2f}"
+            f"{method:<{width}} {statistics.mean(final):>8.2f} {half_width(final):>8.2f}"
+            f" {statistics.stdev(final):>10.2f}"
             f" {difference:>+11.2f} {difference / (statistics.stdev(dense) or math.nan):>+11.1f}"
             f" {human_bytes(last):>12} {group[0]['dense'] / last:>6.0f}x"
         )

@@ -350,7 +350,7 @@ def test_table_of_accuracies_by_hand():
 
     lines = table("lstm", {"none": runs(10, 11, 12), "dgc": runs(12, 12, 15)}).splitlines()
     assert lines[0] == "lstm: test perplexity; dense runs are from 10.00 to 12.00"
-    assert lines[3].split() == ["dgc", "13.00", "1.73", "+2.00", "+2.0", "100", "B", "4x"]
+    assert lines[3].split() == ["dgc", "13.00", "4.30", "1.73", "+2.00", "+2.0", "100", "B", "4x"]
 
 
 @full
