@@ -274,7 +274,10 @@ def draw(picture: Path, seeds: int, known: dict[str, Any]) -> None:
         cells = [cell._replace(lr=lr) for lr in RATES]
         points(right, RATES, cells, color=colour, label=label)
     right.set(xscale="log", xlabel="learning rate", title="other learning rates", ylim=(94, 98.5))
+    left.set_xticks(percents := [100 * d for d in DENSITIES], [f"{x:g}" for x in percents])
+    right.set_xticks(RATES, [f"{lr:g}" for lr in RATES])
     for axes in (left, right):
+        axes.minorticks_off()
         axes.set_ylabel("test accuracy [%]")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
