@@ -11,6 +11,8 @@ train_text.py.  What was trained is kept in ``--results`` and not trained again.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -18,7 +20,7 @@ import math
 import multiprocessing
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,7 +29,9 @@ import torch
 from torch.nn import functional
 from tqdm import tqdm
 
+from hvd_compress import Compressor, as_compressor, optimizers
 from hvd_compress.engines.lockstep import World
+from hvd_compress.optimizers import Now
 from hvd_compress.stats import human_bytes
 from mpi_examples.data import digits
 from mpi_examples.data_text import segments, share, standard_library
@@ -48,6 +52,8 @@ class Settings(NamedTuple):
     warmup_epochs: int
     density: float  # where the method names none
     clip: float | None = None
+    ranks: int = RANKS
+    momentum: float = MOMENTUM
 
 
 class Digits:
@@ -56,14 +62,15 @@ class Digits:
     measure: ClassVar[Measure] = ACCURACY
     settings: ClassVar[Settings] = Settings(0.05, epochs=15, warmup_epochs=4, density=0.001)
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, ranks: int = RANKS) -> None:
         self.x, self.x_test, self.y, self.y_test = map(torch.from_numpy, digits(seed))
         self.model: torch.nn.Module = cnn((1, 8, 8), 10)
+        self.ranks, self.of_a_rank = ranks, 16
 
     def batches(self, random: np.random.Generator) -> Iterator[Batch]:
         order = torch.from_numpy(random.permutation(len(self.x)))
-        for batch in order.split(RANKS * 16)[:-1]:
-            yield [(self.x[mine], self.y[mine]) for mine in batch.split(16)]
+        for batch in order.split(self.ranks * self.of_a_rank)[:-1]:
+            yield [(self.x[mine], self.y[mine]) for mine in batch.split(self.of_a_rank)]
 
     def losses(self, batch: Batch) -> Iterator[torch.Tensor]:
         for x, y in batch:
@@ -82,16 +89,18 @@ class Text:
     measure: ClassVar[Measure] = PERPLEXITY
     settings: ClassVar[Settings] = Settings(8.0, 5, warmup_epochs=1, density=0.01, clip=0.25)
     make: ClassVar[Any] = LSTM
+    width: ClassVar[int] = 128
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, ranks: int = RANKS) -> None:
         self.text = _corpus()
-        self.model = self.make(self.text.words, 128, 16, 0.0)
+        self.model = self.make(self.text.words, self.width, 16, 0.0)
+        self.ranks = ranks
         self.states: list[Any] = []
 
     def batches(self, random: np.random.Generator) -> Iterator[Batch]:
         text = np.roll(self.text.train, random.integers(len(self.text.train)))
-        self.states = [None] * RANKS
-        parts = [segments(share(text, 8, rank, RANKS), 16) for rank in range(RANKS)]
+        self.states, columns = [None] * self.ranks, 32 // self.ranks
+        parts = [segments(share(text, columns, rank, self.ranks), 16) for rank in range(self.ranks)]
         return map(list, zip(*parts, strict=True))
 
     def losses(self, batch: Batch) -> Iterator[torch.Tensor]:
@@ -116,8 +125,21 @@ class TransformerText(Text):
     make = Transformer
 
 
+class AdamText(TransformerText):
+    """Half as wide, with AdamW in the place of SGD."""
+
+    settings: ClassVar[Settings] = Text.settings._replace(lr=0.003, epochs=2, clip=None)
+    width = 64
+    adam: ClassVar[dict[str, Any]] = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
+
+
 _corpus = functools.cache(standard_library)
-TASKS: dict[str, Any] = {"digits": Digits, "lstm": Text, "transformer": TransformerText}
+TASKS: dict[str, Any] = {
+    "digits": Digits,
+    "lstm": Text,
+    "transformer": TransformerText,
+    "adam": AdamText,
+}
 
 
 class Wanted(NamedTuple):
@@ -133,47 +155,187 @@ class Wanted(NamedTuple):
         return f"{self.task} {self.method} seed={self.seed} {options}"
 
 
-def train(run: Wanted) -> dict[str, float]:
-    """What a run ends with, and the bytes that rank 0 sent: a step, and in the last."""
+def train(run: Wanted) -> dict[str, Any]:
+    """What a run ends with, what it had after each epoch, and the bytes that rank 0 sent: a step,
+    and in the last."""
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
-    task, settings = TASKS[run.task](run.seed), run.settings
-    compression = compressor(run.method, settings.density, settings.warmup_epochs)
-    clips_itself = settings.clip is not None and hasattr(compression, "clip_norm")
-    if clips_itself:
-        compression = dataclasses.replace(compression, clip_norm=settings.clip)
-    world, model = World(compression, RANKS, fused=True), task.model
-    inside = MOMENTUM if compression.takes_momentum else 0.0
-    beside = MOMENTUM - inside
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=settings.lr, momentum=beside, nesterov=beside > 0
-    )
-    parameters, done, sent = dict(model.named_parameters()), 0, 0
+    settings = run.settings
+    task = TASKS[run.task](run.seed, settings.ranks)
+    trainer = (AdamTrainer if hasattr(task, "adam") else Trainer)(task, run)
+    scores, done, sent = [], 0, 0
     for epoch in range(settings.epochs):
         batches = list(task.batches(np.random.default_rng([run.seed, epoch])))
+        trainer.epochs_of(len(batches))
+        world = trainer.world
         for step, batch in enumerate(batches):
             world.epoch = epoch + step / len(batches)
-            optimizer.param_groups[0]["lr"] = settings.lr * rate(world.epoch, settings)
-            gradients = []
-            for loss in task.losses(batch):
-                optimizer.zero_grad()
-                loss.backward()
-                gradients.append({n: p.grad for n, p in parameters.items()})
             before = world.record.bytes_sent
-            found = world.exchange_all(gradients, momentum=inside, nesterov=inside > 0)[0]
+            trainer.step(batch, settings.lr * rate(world.epoch, settings))
             sent = world.record.bytes_sent - before
-            for n, p in parameters.items():
-                p.grad = found[n].direction
-            if settings.clip is not None and not clips_itself:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-            optimizer.step()
             done += 1
-    model.eval()
-    with torch.no_grad():
-        score = task.score()
-    dense = 4 * sum(p.numel() for p in parameters.values())
+        task.model.eval()
+        with torch.no_grad(), trainer.tested():
+            scores.append(task.score())
+        task.model.train()
+    dense = 4 * sum(p.numel() for p in task.model.parameters())
     whole = world.record.bytes_sent / done
-    return {"final": score, "sent": whole, "sent_last": sent, "dense": dense, "steps": done}
+    with torch.no_grad():
+        loss = task.test_loss()
+    return {
+        **{"final": scores[-1], "scores": scores, "test_loss": loss},
+        **{"sent": whole, "sent_last": sent, "dense": dense, "steps": done},
+    }
+
+
+class Trainer:
+    """SGD with Nesterov momentum, the optimizer's or the method's."""
+
+    def __init__(self, task: Any, run: Wanted) -> None:
+        self.task, self.settings = task, run.settings
+        self.parameters = dict(task.model.named_parameters())
+        self.method = self.of(run)
+        self.world = World(self.method, run.settings.ranks, fused=True)
+        momentum = run.settings.momentum
+        self.inside = momentum if self.method.takes_momentum else 0.0
+        self.optimizer = self.beside(momentum - self.inside)
+
+    def of(self, run: Wanted) -> Compressor:
+        settings = run.settings
+        method = compressor(run.method, settings.density, settings.warmup_epochs)
+        self.clips = settings.clip is not None
+        if self.clips and hasattr(method, "clip_norm"):
+            self.clips = False  # it does so before anything is accumulated
+            return dataclasses.replace(method, clip_norm=settings.clip)
+        return method
+
+    def beside(self, momentum: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            self.parameters.values(), self.settings.lr, momentum, nesterov=momentum > 0
+        )
+
+    def epochs_of(self, steps: int) -> None:
+        """What depends on the length of an epoch."""
+
+    def gradients(self, batch: Batch) -> Iterator[dict[str, Any]]:
+        """Of every rank."""
+        for loss in self.task.losses(batch):
+            for p in self.parameters.values():
+                p.grad = None
+            loss.backward()
+            yield {n: p.grad for n, p in self.parameters.items()}
+
+    def step(self, batch: Batch, lr: float) -> None:
+        options = {"momentum": self.inside, "nesterov": self.inside > 0}
+        found = self.world.exchange_all(list(self.gradients(batch)), **options)[0]
+        for n, p in self.parameters.items():
+            p.grad = found[n].direction
+        if self.clips:
+            torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.clip)
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+
+    def tested(self) -> contextlib.AbstractContextManager[None]:
+        """The model has the weights that one would deploy."""
+        return contextlib.nullcontext()
+
+
+class AdamTrainer(Trainer):
+    """AdamW on the average; or 1-bit Adam and 0/1 Adam, which freeze Adam's variance after a third
+    of the training, each by its formula, with weights for each rank."""
+
+    formula: Any = None
+
+    def of(self, run: Wanted) -> Compressor:
+        if as_compressor(run.method).partner is None:
+            return super().of(run)
+        self.clips = False
+        self.name = run.method
+        return as_compressor(run.method)  # replaced when the length of the training is known
+
+    def beside(self, momentum: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            self.parameters.values(), self.settings.lr, foreach=True, **self.task.adam
+        )
+
+    def epochs_of(self, steps: int) -> None:
+        if self.method.partner is None or self.formula is not None:
+            return
+        options = {**self.task.adam, "lr": self.settings.lr}
+        freeze = max(steps * self.settings.epochs // 3, 1)
+        if self.method.partner == "OneBitAdam":
+            self.formula = optimizers.OneBitAdam(freeze_step=freeze, **options)
+        else:
+            self.formula = optimizers.ZeroOneAdam(
+                var_freeze_step=freeze, local_step_scaler=freeze, **options
+            )
+        ranks = self.settings.ranks
+        self.world = World(self.formula.compressor(), ranks, fused=True)
+        self.count = self.learnt = 0
+        self.freeze = freeze
+        # Equal on all ranks until 0/1 Adam steps locally; then each has its own.
+        self.weights = [{n: p.data for n, p in self.parameters.items()}] * ranks
+        self.states: list[dict[str, Any]] = [{n: {} for n in self.parameters}] * ranks
+
+    def gradients(self, batch: Batch) -> Iterator[dict[str, Any]]:
+        if self.formula is None:
+            yield from super().gradients(batch)
+            return
+        losses = self.task.losses(batch)
+        for weights in self.weights:
+            for n, p in self.parameters.items():
+                p.data, p.grad = weights[n], None
+            next(losses).backward()
+            yield {n: p.grad for n, p in self.parameters.items()}
+
+    def step(self, batch: Batch, lr: float) -> None:
+        if self.formula is None:
+            super().step(batch, lr)
+            return
+        self.count += 1
+        found = self.world.exchange_all(list(self.gradients(batch)))
+        formula = dataclasses.replace(self.formula, lr=lr)
+        is_local, frozen, phase = False, self.count > self.freeze, ""
+        if isinstance(formula, optimizers.ZeroOneAdam):
+            phase = formula.phases.phase(self.count)
+            is_local, frozen = phase in ("local", "sync"), phase != "variance"
+        self.learnt += not frozen
+        is_momentum = frozen and not phase
+        now = Now(self.count, self.learnt, frozen, is_momentum, is_local)
+        if is_local and self.weights[0] is self.weights[1]:
+            self.weights = [{n: w.clone() for n, w in own.items()} for own in self.weights]
+            self.states = copy.deepcopy(self.states)
+            self.states = [copy.deepcopy(own) for own in self.states]
+        ranks = range(self.settings.ranks) if is_local else range(1)
+        with torch.no_grad():
+            for rank in ranks:
+                weights, states = self.weights[rank], self.states[rank]
+                for n, outcome in found[rank].items():
+                    weights[n], states[n] = formula.step(
+                        weights[n], outcome.direction, states[n], now
+                    )
+            if phase == "sync":
+                self.synchronize(formula, now)
+
+    def synchronize(self, formula: Any, now: Now) -> None:
+        """Average what the weights of each rank moved by, in one bit an element."""
+        if not hasattr(self, "moves"):
+            self.moves = World(formula.phases.for_parameters, self.settings.ranks)
+            self.moves.record = self.world.record
+        buffers = [{n: s["buffer"] for n, s in own.items()} for own in self.states]
+        for rank, means in enumerate(self.moves.exchange_all(buffers)):
+            weights, states = self.weights[rank], self.states[rank]
+            for n, outcome in means.items():
+                weights[n], states[n] = formula.synchronized(
+                    weights[n], outcome.mean, states[n], now
+                )
+
+    @contextlib.contextmanager
+    def tested(self) -> Iterator[None]:
+        if self.formula is not None:
+            for n, p in self.parameters.items():
+                p.data = torch.stack([own[n] for own in self.weights]).mean(0)
+        yield
 
 
 def rate(epoch: float, settings: Settings) -> float:
@@ -184,14 +346,34 @@ def rate(epoch: float, settings: Settings) -> float:
     return (1 + math.cos(math.pi * rest)) / 2
 
 
+#: the 97.5 % points of Student's distribution, for 2 to 10 runs
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Return that of the mean's 95 % confidence interval; infinite for one value."""
+    if len(values) < 2:
+        return math.inf
+    quantile = STUDENT[min(len(values), 10) - 2]
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def interval(values: Sequence[float]) -> str:
+    """Return the mean and, of several values, half its 95 % confidence interval."""
+    text = f"{statistics.mean(values):.2f}"
+    return f"{text} +- {half_width(values):.2f}" if len(values) > 1 else text
+
+
 def table(name: str, runs: dict[str, list[dict[str, float]]]) -> str:
-    """One row a method: mean and standard deviation, by how much the mean differs from that of the
-    dense runs, also in the deviations of these, and the bytes of the last step."""
+    """One row a method: mean, half its 95 % confidence interval and standard deviation, by how much
+    the mean differs from that of the dense runs, also in the deviations of these, and the bytes of
+    the last step."""
     measure = TASKS[name].measure
     dense = [run["final"] for run in runs["none"]]
     width = max(map(len, runs))
     header = (
-        f"{'method':<{width}} {'mean':>8} {'deviation':>10} {'difference':>11} {'deviations':>11}"
+        f"{'method':<{width}} {'mean':>8} {'+- 95 %':>8} {'deviation':>10} {'difference':>11}"
+        f" {'deviations':>11}"
     )
     lines = [
         f"{name}: test {measure.name}; dense runs are from {min(dense):.2f} to {max(dense):.2f}",
@@ -202,7 +384,8 @@ def table(name: str, runs: dict[str, list[dict[str, float]]]) -> str:
         difference = statistics.mean(final) - statistics.mean(dense)
         last = group[0]["sent_last"]
         lines.append(
-            f"{method:<{width}} {statistics.mean(final):>8.2f} {statistics.stdev(final):>10.2f}"
+            f"{method:<{width}} {statistics.mean(final):>8.2f} {half_width(final):>8.2f}"
+            f" {statistics.stdev(final):>10.2f}"
             f" {difference:>+11.2f} {difference / (statistics.stdev(dense) or math.nan):>+11.1f}"
             f" {human_bytes(last):>12} {group[0]['dense'] / last:>6.0f}x"
         )
@@ -217,7 +400,7 @@ def main() -> None:
     parser.add_argument("--compression", nargs="+", default=["dgc", "dgc:compact"])
     parser.add_argument("--seeds", type=int, default=5)
     for field in Settings._fields:
-        kind = int if "epochs" in field else float
+        kind = int if field == "ranks" or "epochs" in field else float
         help = "instead of the task's own" if field != "density" else "of methods that name none"
         parser.add_argument(f"--{field.replace('_', '-')}", type=kind, help=help)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")

@@ -32,6 +32,7 @@ PAGES = (
     Page("errors", "Errors", (f"{ALL}.errors",)),
     Page("core", "The core", (ALL, f"{ALL}.reduce", f"{ALL}.stats", f"{ALL}.testing")),
     Page("torch", "PyTorch", (f"{ALL}.torch",)),
+    Page("trainers", "Trainers", (f"{ALL}.torch.lightning", f"{ALL}.torch.transformers")),
     Page("torch-mpi", "PyTorch over MPI", (f"{ALL}.torch.mpi",)),
     Page("tensorflow", "TensorFlow", (f"{ALL}.tensorflow",)),
     Page("keras", "Keras", (f"{ALL}.tensorflow.keras", f"{ALL}.tensorflow.keras.callbacks")),

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from hvd_compress import DGC, PowerSGD
+from hvd_compress import DGC, SignSGD
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.reduce import Reducer
@@ -33,7 +33,7 @@ def test_an_error_ends_its_phase():
     assert clock.switch(None) is None
 
 
-@pytest.mark.parametrize("method", [DGC(density=0.01), PowerSGD(rank=1)])
+@pytest.mark.parametrize("method", [DGC(density=0.01), SignSGD()])
 def test_a_reducer_counts_the_time_of_its_calls(method):
     reducer = Reducer(method, LocalEngine())
     started = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import pickle
 import re
@@ -240,6 +241,37 @@ def test_cifar10_in_part(tmp_path):
         data.cifar10_folder(str(tmp_path))
 
 
+def test_mnist_by_hand(tmp_path):
+    from mpi_examples import data
+
+    def write(name, array, packed=False):
+        header = b"\0\0\x08" + bytes([array.ndim]) + np.array(array.shape, ">u4").tobytes()
+        whole = header + array.tobytes()
+        file = tmp_path / (name + ".gz" * packed)
+        file.write_bytes(gzip.compress(whole) if packed else whole)
+        return file
+
+    images = np.random.default_rng(0).integers(0, 256, (5, 28, 28), dtype=np.uint8)
+    for name, packed in zip(data.MNIST, (True, False, False, True), strict=True):
+        array = images if "images" in name else np.arange(5, dtype=np.uint8)
+        file = write(name, array, packed)
+    x, x_test, y, _ = data.mnist(data.mnist_folder(str(tmp_path)))
+    assert (x.shape, x.dtype, y.dtype) == ((5, 1, 28, 28), np.float32, np.int64)
+    assert abs(x.mean()) < 1e-5
+    assert np.array_equal(x, x_test)
+    assert np.allclose(np.ptp(x), np.ptp(images) / images.std())
+    short = write("short", np.zeros(3, np.uint8))
+    short.write_bytes(short.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="2 bytes for a shape of"):
+        data.idx(short)
+    short.write_bytes(b"\0\0\x09\1\0\0\0\1\0")
+    with pytest.raises(ValueError, match="no idx file of bytes"):
+        data.idx(short)
+    file.unlink()
+    with pytest.raises(ArgumentTypeError, match=r"has no t10k-labels.*fetch_mnist"):
+        data.mnist_folder(str(tmp_path))
+
+
 def test_penn_treebank_by_hand(tmp_path):
     from mpi_examples.data_text import penn_treebank, ptb_folder
 
@@ -318,7 +350,7 @@ def test_table_of_accuracies_by_hand():
 
     lines = table("lstm", {"none": runs(10, 11, 12), "dgc": runs(12, 12, 15)}).splitlines()
     assert lines[0] == "lstm: test perplexity; dense runs are from 10.00 to 12.00"
-    assert lines[3].split() == ["dgc", "13.00", "1.73", "+2.00", "+2.0", "100", "B", "4x"]
+    assert lines[3].split() == ["dgc", "13.00", "4.30", "1.73", "+2.00", "+2.0", "100", "B", "4x"]
 
 
 @full

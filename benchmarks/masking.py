@@ -1,0 +1,288 @@
+"""When momentum factor masking and a warm-up of the density pay: DGC beside top-k.
+
+    python -m benchmarks.fetch_mnist
+    python -m benchmarks.masking
+    python -m benchmarks.masking --load --seeds 5 --picture docs/masking.png
+    python -m benchmarks.masking --parts methods --seeds 3
+
+Trains a network of three layers on MNIST, and the LSTM of mpi_examples/accuracy.py on text, all
+ranks in this process.  DGC clears the velocity of what it sends (masking), so the more it sends,
+the less momentum there is; dense training without momentum is the limit.  What was trained is kept
+in ``--results`` and not trained again; with ``--load`` nothing is trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.lockstep_mlp import Network, exchange
+from hvd_compress.cli.options import picture_file
+from mpi_examples import accuracy
+from mpi_examples.accuracy import half_width, interval
+from mpi_examples.data import Arrays, mnist, mnist_cache, mnist_folder
+from mpi_examples.demo import compressor
+
+RESULTS = Path(__file__).with_suffix(".json")
+WIDTHS, BATCH = (784, 64, 32, 10), 128  # of all ranks together
+WARMUP = 1  # epoch in which the learning rate rises from a tenth, and the density falls
+
+
+class Cell(NamedTuple):
+    """One row: what it is called, and how it is trained; ``density`` of methods that name none,
+    which fall to it."""
+
+    label: str
+    method: str
+    task: str = "mnist"
+    lr: float = 0.05
+    epochs: int = 4
+    ranks: int = 4
+    momentum: float = 0.9
+    density: float = 0.001
+
+    def key(self, seed: int) -> str:
+        """What a run depends on."""
+        options = {name: value for name, value in self._asdict().items() if name != "label"}
+        return " ".join(f"{name}={value}" for name, value in (options | {"seed": seed}).items())
+
+    def train(self, seed: int, folder: Path) -> dict[str, Any]:
+        if self.task == "mnist":
+            return train(self, seed, _mnist(folder))
+        changes = self._asdict()
+        settings = accuracy.TASKS[self.task].settings
+        settings = settings._replace(**{n: changes[n] for n in settings._fields if n in changes})
+        return accuracy.train(accuracy.Wanted(self.task, settings, self.method, seed))
+
+
+def dgc(density: float, masking: bool, warmup: bool = False, **options: Any) -> Cell:
+    """DGC that keeps its density from the first step, or falls to it in the first epoch."""
+    made = [] if warmup else [f"density={density}"]
+    made += [] if masking else ["masking=false"]
+    label = f"DGC {percent(density)}{'' if masking else ', no masking'}"
+    label += ", warm-up" if warmup else ""
+    return Cell(label, ":".join(filter(None, ("dgc", ",".join(made)))), density=density, **options)
+
+
+def percent(density: float) -> str:
+    return f"{100 * density:g} %"
+
+
+def trio(density: float, **options: Any) -> list[Cell]:
+    """Masked, not masked, and top-k."""
+    top_k = Cell(f"top-k {percent(density)}", f"topk:density={density}", density=density, **options)
+    return [dgc(density, True, **options), dgc(density, False, **options), top_k]
+
+
+def named(words: str, cells: list[Cell]) -> list[Cell]:
+    return [cell._replace(label=f"{cell.label}, {words}") for cell in cells]
+
+
+DENSITIES, RATES = (0.001, 0.01, 0.1), (0.015, 0.05, 0.15, 0.5)
+REDS = ("lightcoral", "tab:red", "darkred")
+DENSE = Cell("dense", "none")
+PLAIN = Cell("dense, no momentum", "none", momentum=0.0)
+TEXT: dict[str, Any] = {"task": "lstm", "lr": 8.0, "epochs": 2}
+PARTS: dict[str, list[Cell]] = {
+    "density": [DENSE, PLAIN, *(cell for density in DENSITIES for cell in trio(density))],
+    "warm-up": [
+        *(dgc(d, masking, warmup=True) for d in (0.001, 0.01) for masking in (True, False)),
+        Cell("top-k 0.1 %, warm-up", "topk"),
+    ],
+    "rate": [
+        cell
+        for lr in RATES
+        if lr != DENSE.lr
+        for cell in named(
+            f"lr {lr}",
+            [
+                *(cell._replace(lr=lr) for cell in (DENSE, PLAIN)),
+                *trio(0.01, lr=lr),
+                dgc(0.001, True, lr=lr),
+                dgc(0.1, True, lr=lr),
+            ],
+        )
+    ],
+    "steps": [
+        cell
+        for epochs in (2, 12)
+        for cell in named(
+            f"{epochs} epochs",
+            [
+                DENSE._replace(epochs=epochs),
+                *(cell for density in (0.001, 0.01) for cell in trio(density, epochs=epochs)),
+            ],
+        )
+    ],
+    "ranks": named("16 ranks", [*trio(0.001, ranks=16), *trio(0.01, ranks=16)]),
+    "text": [
+        DENSE._replace(**TEXT),
+        *(cell for density in (0.01, 0.001) for cell in trio(density, **TEXT)),
+        *(dgc(0.01, masking, warmup=True, **TEXT) for masking in (True, False)),
+    ],
+    "methods": [
+        DENSE,
+        dgc(0.001, True, warmup=True),
+        Cell("DGC.compact 0.1 %, warm-up", "dgc:compact"),
+        Cell("PowerSGD, rank 2", "powersgd:rank=2"),
+        Cell("linear, 8 bits", "linear"),
+        trio(0.01)[2],
+        trio(0.001)[2],
+    ],
+}
+
+
+_mnist = functools.cache(mnist)
+
+
+def train(cell: Cell, seed: int, data: Arrays) -> dict[str, Any]:
+    """Return the test accuracy and loss after each epoch, and the bytes that a rank sent: a step,
+    and in the last."""
+    x, x_test, y, y_test = data
+    x, x_test = x.reshape(-1, WIDTHS[0]), x_test.reshape(-1, WIDTHS[0])
+    network = Network(WIDTHS, np.random.default_rng(seed))
+    method = compressor(cell.method, cell.density, WARMUP)
+    shapes = {name: w.shape for name, w in network.weights.items()}
+    average = exchange(method, shapes, cell.ranks, cell.momentum)
+    batches, scores, losses, bytes_sent = len(x) // BATCH, [], [], []
+    for epoch in range(cell.epochs):
+        order = np.random.default_rng([seed, epoch]).permutation(len(x))[: batches * BATCH]
+        for step, at in enumerate(order.reshape(batches, cell.ranks, -1)):
+            now = epoch + step / batches
+            network.differentiate(x[at], y[at], average.gradients)
+            network.step(average(now, epoch * batches + step), cell.lr * rate(now, cell.epochs))
+            bytes_sent.append(average.sent(now, epoch * batches + step))
+        score, loss = network.test(x_test, y_test)
+        scores.append(score)
+        losses.append(loss)
+    return {
+        **{"final": scores[-1], "test_loss": losses[-1], "scores": scores, "losses": losses},
+        **{"sent": statistics.mean(bytes_sent), "sent_last": bytes_sent[-1]},
+    }
+
+
+def rate(epoch: float, epochs: int) -> float:
+    """Return what to multiply the learning rate with: up from a tenth, then down a cosine."""
+    if epoch < WARMUP:
+        return 0.1 + 0.9 * epoch / WARMUP
+    return 0.5 + 0.5 * math.cos(math.pi * (epoch - WARMUP) / max(epochs - WARMUP, 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each row")
+    parser.add_argument("--data-dir", default=str(mnist_cache()), help="with MNIST's files")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="what was trained")
+    parser.add_argument("--load", action="store_true", help="train nothing: show what is known")
+    parser.add_argument("--picture", type=picture_file, help="where to draw")
+    options = parser.parse_args()
+    known = json.loads(options.results.read_text()) if options.results.exists() else {}
+    cells = [cell for part in options.parts for cell in PARTS[part]]
+    runs = {c.key(seed): (c, seed) for seed in range(options.seeds) for c in cells}
+    missing = {} if options.load else {key: run for key, run in runs.items() if key not in known}
+    folder = Path(options.data_dir)
+    if any(cell.task == "mnist" for cell, _ in missing.values()):
+        try:
+            folder = mnist_folder(options.data_dir)
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
+    for key, (cell, seed) in tqdm(missing.items(), unit="run", disable=not missing):
+        known[key] = cell.train(seed, folder)
+        save(known, options.results)
+    for part in options.parts:
+        print(f"\n{part}\n{table(PARTS[part], options.seeds, known)}")
+    if options.picture is not None:
+        draw(options.picture, options.seeds, known)
+        print(f"\npicture: {options.picture}")
+
+
+def save(known: dict[str, Any], path: Path) -> None:
+    """One line a run."""
+    rounded = json.loads(json.dumps(known), parse_float=lambda text: round(float(text), 5))
+    lines = (f"{json.dumps(key)}: {json.dumps(run)}" for key, run in rounded.items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def table(cells: list[Cell], seeds: int, known: dict[str, Any]) -> str:
+    """One row a cell of which a run is known: the mean, and half its 95 % confidence interval."""
+    lines = ["| | score | test loss | sent a step | in the last | seeds |", f"|{'---|' * 6}"]
+    for cell in cells:
+        found = [known[key] for seed in range(seeds) if (key := cell.key(seed)) in known]
+        if found:
+            scores = interval([run["final"] for run in found])
+            loss = statistics.mean(run["test_loss"] for run in found)
+            sent, last = (
+                statistics.mean(run[key] for run in found) / 1024 for key in ("sent", "sent_last")
+            )
+            lines.append(
+                f"| {cell.label} | {scores} | {loss:.4f} | {sent:.1f} KiB | {last:.1f} KiB "
+                f"| {len(found)} |"
+            )
+    return "\n".join(lines)
+
+
+#: what is drawn in which colour and by which name, over the density and over the learning rate
+OVER_DENSITY = {
+    "DGC": ("tab:red", [dgc(d, True) for d in DENSITIES]),
+    "DGC, no masking": ("tab:blue", [dgc(d, False) for d in DENSITIES]),
+    "top-k": ("tab:green", [trio(d)[2] for d in DENSITIES]),
+}
+OVER_RATE = {
+    "dense": ("black", DENSE),
+    "dense, no momentum": ("gray", PLAIN),
+    **{f"DGC {percent(d)}": (c, dgc(d, True)) for d, c in zip(DENSITIES, REDS, strict=True)},
+    "DGC 1 %, no masking": ("tab:blue", dgc(0.01, False)),
+    "top-k 1 %": ("tab:green", trio(0.01)[2]),
+}
+
+
+def draw(picture: Path, seeds: int, known: dict[str, Any]) -> None:
+    """Accuracy over the density, and over the learning rate."""
+    import matplotlib.pyplot as plt
+
+    from mpi_examples.report import save as save_figure
+
+    def points(axes: Any, xs: Any, cells: list[Cell], **style: Any) -> None:
+        shown = []
+        for x, cell in zip(xs, cells, strict=True):
+            finals = [known[k]["final"] for s in range(seeds) if (k := cell.key(s)) in known]
+            if finals:
+                error = half_width(finals) if len(finals) > 2 else 0.0
+                shown.append((x, statistics.mean(finals), error))
+        if shown:
+            axes.errorbar(*zip(*shown, strict=True), marker="o", capsize=3, **style)
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    for label, (colour, cells) in OVER_DENSITY.items():
+        points(left, [100 * d for d in DENSITIES], cells, color=colour, label=label)
+    ends = [100 * DENSITIES[0], 100 * DENSITIES[-1]]
+    points(left, ends, [DENSE] * 2, color="black", linestyle=":", label="dense")
+    points(left, ends, [PLAIN] * 2, color="gray", linestyle=":", label="dense, no momentum")
+    left.set(xscale="log", xlabel="elements sent [%]", title="the same learning rate, 0.05")
+    for label, (colour, cell) in OVER_RATE.items():
+        cells = [cell._replace(lr=lr) for lr in RATES]
+        points(right, RATES, cells, color=colour, label=label)
+    right.set(xscale="log", xlabel="learning rate", title="other learning rates", ylim=(94, 98.5))
+    left.set_xticks(percents := [100 * d for d in DENSITIES], [f"{x:g}" for x in percents])
+    right.set_xticks(RATES, [f"{lr:g}" for lr in RATES])
+    for axes in (left, right):
+        axes.minorticks_off()
+        axes.set_ylabel("test accuracy [%]")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    save_figure(figure, picture)
+
+
+if __name__ == "__main__":
+    main()
