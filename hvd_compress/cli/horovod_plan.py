@@ -190,12 +190,17 @@ def _check_cuda(gpu: str) -> None:
 def check_toolkit_of(torch: dict[str, Any], home: str | None) -> None:
     """Raise unless ``home`` is a CUDA toolkit, or nothing.  Where PyTorch is built for CUDA and
     thinks that the toolkit is there, Horovod's build takes it, whatever moves GPU tensors."""
-    if home is not None and not Path(home, "bin", "nvcc").exists():
-        raise SetupError(
-            f"PyTorch {torch['version']} is built for CUDA {torch['cuda']} and looks for the "
-            f"toolkit in {home}, so that Horovod's build wants it there, but {home}/bin/nvcc is "
-            f"missing: install the toolkit of CUDA {torch['cuda']}, or set CUDA_HOME to its folder"
-        )
+    if home is None:
+        return
+    # A compiler alone may be left of another installation.
+    for needed in ("bin/nvcc", "include/cuda_runtime.h"):
+        if not Path(home, needed).exists():
+            raise SetupError(
+                f"PyTorch {torch['version']} is built for CUDA {torch['cuda']} and looks for the "
+                f"toolkit in {home}, so that Horovod's build wants it there, but {home}/{needed} "
+                f"is missing: install the toolkit of CUDA {torch['cuda']}, set CUDA_HOME to its "
+                "folder, or take PyTorch's build for CPUs"
+            )
 
 
 def check_private(folder: Path) -> None:

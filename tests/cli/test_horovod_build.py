@@ -304,6 +304,10 @@ class TestPlan:
             horovod_plan.check_toolkit_of(torch, str(tmp_path))
         (tmp_path / "bin").mkdir()
         (tmp_path / "bin" / "nvcc").touch()
+        with pytest.raises(SetupError, match=r"include/cuda_runtime.h is missing"):
+            horovod_plan.check_toolkit_of(torch, str(tmp_path))
+        (tmp_path / "include").mkdir()
+        (tmp_path / "include" / "cuda_runtime.h").touch()
         horovod_plan.check_toolkit_of(torch, str(tmp_path))
 
     def test_place_of_the_cache(self, tmp_path, monkeypatch):
