@@ -26,6 +26,16 @@ def test_a_state_that_was_never_used_says_so():
         states.clear()
 
 
+def test_what_was_loaded_too_early_is_saved_again():
+    saved = {"version": 2, "states": {"parameter.0": {"residual": torch.ones(3)}}, "step": 7}
+    state = DDPState("topk")
+    state.load_state_dict(saved)
+    assert state.state_dict() == saved
+    assert state.state_dict(consolidate=False) is not saved
+    with pytest.warns(RuntimeWarning, match="has got no gradients"):
+        del state
+
+
 def test_messages_of_nccl_are_where_the_gradients_are():
     """Not on the current device, which may be another one."""
     there = torch.device("meta")
