@@ -264,8 +264,8 @@ class DDPState:
     def state_dict(self, *, consolidate: bool = True) -> dict[str, Any]:
         """Return the state for ``torch.save``.  This is a collective unless ``consolidate`` is
         false: residuals are averaged over the ranks, or gathered on rank 0, so that any number of
-        ranks can load rank 0's state dict.  What was loaded stays as it is until the first gradients
-        come."""
+        ranks can load rank 0's state dict.  What was loaded stays as it is until the first
+        gradients come."""
         if self._loaded is not None:
             return dict(self._loaded)
         self._use.look()

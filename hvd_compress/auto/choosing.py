@@ -126,15 +126,14 @@ def _reason(best: str, pieces: Mapping[str, Piece], network: Network, backward: 
     latency = network.latency if hosts > 1 else network.inner_latency
     where = (
         f"{_rate(network.bandwidth)} and rounds of {_span(latency)} measured between "
-        f"{network.ranks} ranks on {hosts} host{'s' * (hosts > 1)}, {1000 * backward:.3g} ms of "
-        "backward"
+        f"{network.ranks} ranks on {hosts} host{'s' * (hosts > 1)}, {_span(backward)} of backward"
     )
     if accuracy_of(best) == "exact" and not is_bottleneck(pieces, network, backward):
         return f"the network is not your bottleneck: {best} ({where})"
     other = "none" if best == "fp16" else "fp16"
     return (
-        f"{best}, {1000 * seconds[best]:.3g} ms a step against {1000 * seconds[other]:.3g} ms with "
-        f"{other} ({where})"
+        f"{best}, {_span(seconds[best])} a step against {_span(seconds[other])} with {other} "
+        f"({where})"
     )
 
 
@@ -160,7 +159,7 @@ def _more(
     if seconds[found] > 0.8 * seconds[best]:
         return ""
     return (
-        f'"auto:accuracy=feedback" could choose {found} with some {1000 * seconds[found]:.2g} ms: '
+        f'"auto:accuracy=feedback" could choose {found} with some {_span(seconds[found])}: '
         "see docs/advise.md for what it may lose"
     )
 
@@ -181,7 +180,10 @@ def _rate(bits: float) -> str:
 
 
 def _span(seconds: float) -> str:
-    return f"{1e6 * seconds:.3g} us" if seconds < 1e-3 else f"{1e3 * seconds:.3g} ms"
+    for scale, unit in ((1e6, "us"), (1e3, "ms")):
+        if scale * seconds < 999.5:
+            return f"{scale * seconds:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def _is_on_host(x: Array) -> bool:
