@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import logging
 import math
+import re
 
 import numpy as np
 import pytest
