@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests import forked
+
 BIN = Path(sys.executable).parent
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -23,6 +25,13 @@ MPICH = Path(sys.prefix) / "mpich"
 # Apart from the other packages, since torch imports it wherever it finds it, which ends a process
 # that has imported TensorFlow.
 TRITON = Path(sys.prefix) / "triton"
+
+
+#: what most jobs of a framework import, beside this project
+IMPORTED = {
+    "torch": ("torch", "mpi4py", "scipy.stats", "sklearn.datasets", "matplotlib.pyplot", "tqdm"),
+    "tensorflow": ("tensorflow", "keras", "mpi4py"),
+}
 
 
 class JobError(AssertionError):
@@ -63,11 +72,25 @@ def launcher(ranks: int, controller: str) -> list[str]:
     return ["horovodrun", f"--{controller}", "-np", str(ranks), "-H", f"localhost:{ranks}"]
 
 
+def torchrun(ranks: int) -> list[str]:
+    """The command that starts ``ranks`` copies of what follows it by torchrun."""
+    command = [python(), "-m", "torch.distributed.run", "--standalone"]
+    return [*command, "--nproc-per-node", str(ranks)]
+
+
 def variables(controller: str) -> dict[str, str]:
     """What ``run`` needs beside ``launcher``: the library for mpi4py, if it is not Open MPI's."""
     if controller == "mpich":
         return {"MPI4PY_LIBMPI": str(MPICH / "lib" / "libmpi.so.12")}
     return {}
+
+
+@functools.cache
+def python(framework: str = "torch") -> str:
+    """The Python of jobs, which starts with the packages of ``framework`` imported: forked.py."""
+    if not hasattr(os, "pidfd_open"):  # Linux has it
+        return sys.executable
+    return forked.python(IMPORTED[framework], environment(**_sleeping_waits()))
 
 
 def mpich_missing() -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +90,6 @@ for file in list(sys.argv[1:]):
     runpy.run_path(file, run_name="__main__")
     print("ran", file, flush=True)
 """
-TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 
 
 def blocks_that_run(page: str) -> list[str]:
@@ -116,8 +114,10 @@ def pages(tmp_path_factory):
             (of_torchrun if "init_process_group" in block else of_mpi).append(str(file))
     said = ""
     for launcher, each in (
-        ([*jobs.launcher(2, "mpirun"), sys.executable], of_mpi),
-        *((TORCHRUN, [file]) for file in of_torchrun),  # a process joins one group in its life
+        ([*jobs.launcher(2, "mpirun"), jobs.python()], of_mpi),
+        *(
+            (jobs.torchrun(2), [file]) for file in of_torchrun
+        ),  # a process joins one group in its life
     ):
         command = [*launcher, str(folder / "run_all.py"), *each]
         _, output = jobs.run(command, timeout=120 + 15 * len(each), check=False)

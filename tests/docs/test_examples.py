@@ -7,7 +7,6 @@ import gzip
 import json
 import pickle
 import re
-import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 
@@ -25,7 +24,8 @@ PNG = b"\x89PNG"
 
 
 def program(example: str) -> list[str]:
-    return [sys.executable, "-m", f"mpi_examples.{example}"]
+    framework = "tensorflow" if "keras" in example else "torch"
+    return [jobs.python(framework), "-m", f"mpi_examples.{example}"]
 
 
 def fake_cifar10(folder: Path) -> Path:
@@ -122,7 +122,7 @@ def said():
 
     @functools.cache
     def run(commands: tuple[tuple[str, ...], ...]) -> dict[tuple[str, ...], tuple[int, str, bool]]:
-        command = [sys.executable, "-m", "tests.command_lines", json.dumps(commands)]
+        command = [jobs.python(), "-m", "tests.command_lines", json.dumps(commands)]
         # In an MPI that cannot start, one that is started ends the process.
         _, output = jobs.run(command, timeout=120, check=False, OPAL_PREFIX="/nowhere")
         lines = [line for line in output.splitlines() if line.startswith("[")]
@@ -383,7 +383,7 @@ def test_resnet20_is_of_the_papers_size():
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_benchmark(framework):
     script = ROOT / "benchmarks" / "sync_resnet50.py"
-    command = [sys.executable, str(script), "--ranks", "2", "--rounds", "1", "--warmup", "1"]
+    command = [jobs.python(), str(script), "--ranks", "2", "--rounds", "1", "--warmup", "1"]
     command += ["--framework", framework, "--methods", "Horovod fp16", "fp16", "dgc"]
     _, output = jobs.run(command, timeout=180)
     rows = [line for line in output.splitlines() if re.search(r"kB +[\d.]+x", line)]
@@ -397,7 +397,7 @@ def test_benchmark(framework):
 @pytest.mark.timeout(200)
 def test_hsdp():
     script = str(ROOT / "benchmarks" / "hsdp.py")
-    command = [sys.executable, script, "--width", "64", "--layers", "2", "--rounds", "1"]
+    command = [jobs.python(), script, "--width", "64", "--layers", "2", "--rounds", "1"]
     _, output = jobs.run([*command, "--methods", "none", "topk:density=0.01"], timeout=180)
     assert "2 replicas of 2 shards, 8,320 elements" in output
     rows = re.findall(
@@ -408,13 +408,13 @@ def test_hsdp():
 
 def test_local_step():
     script = ROOT / "benchmarks" / "local_step.py"
-    _, output = jobs.run([sys.executable, str(script), "--rounds", "3"], timeout=60)
+    _, output = jobs.run([jobs.python(), str(script), "--rounds", "3"], timeout=60)
     assert re.search(r"25,502,912 elements, threads 1: step [\d.]+ ms, stream", output)
 
 
 def test_small_matrices():
     script = ROOT / "benchmarks" / "small_matrices.py"
-    command = [sys.executable, str(script), "--matrices", "4", "--shape", "6", "5", "--rounds", "2"]
+    command = [jobs.python(), str(script), "--matrices", "4", "--shape", "6", "5", "--rounds", "2"]
     _, output = jobs.run([*command, "--ranks", "1", "2"], timeout=60)
     assert re.findall(r"rank (\d): [\d.]+ ms alone, [\d.]+ ms stacked", output) == ["1", "2"]
 
@@ -435,7 +435,7 @@ def test_small_matrices():
     ],
 )
 def test_benchmarks_of_collectives_start_their_ranks(name, options, words):
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--ranks", "2"]
+    command = [jobs.python(), str(ROOT / "benchmarks" / f"{name}.py"), "--ranks", "2"]
     _, output = jobs.run([*command, *options.split()], timeout=180)
     assert output.startswith("$ ")
     assert words in output
@@ -446,7 +446,7 @@ def test_benchmarks_of_collectives_start_their_ranks(name, options, words):
 def test_scaling(tmp_path):
     script = str(ROOT / "benchmarks" / "scaling.py")
     found, pictures = tmp_path / "found.json", [tmp_path / "here.png", tmp_path / "there.png"]
-    command = [sys.executable, script, "--ranks", "3", "--elements", "100000", "--sizes", "1e4"]
+    command = [jobs.python(), script, "--ranks", "3", "--elements", "100000", "--sizes", "1e4"]
     command += ["--rounds", "1", "--predict", "8", "--memory", "0.01", "--output", str(found)]
     _, output = jobs.run([*command, "--picture", str(pictures[0])], timeout=180)
     assert output.startswith("$ ")
@@ -457,7 +457,7 @@ def test_scaling(tmp_path):
     methods = ("float32", "fp16", "DGC")
     assert rows == [(*point, method) for point in points for method in methods]
     assert re.search(r"^ +3 +100,000 not measured", output, re.MULTILINE)
-    command = [sys.executable, script, "--load", str(found), "--gbits", "10", "--latency-us", "50"]
+    command = [jobs.python(), script, "--load", str(found), "--gbits", "10", "--latency-us", "50"]
     _, output = jobs.run([*command, "--picture", str(pictures[1])], timeout=60)
     assert "10.00 Gbit/s and 50 us a round" in output
     for picture in pictures:

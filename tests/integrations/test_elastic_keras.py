@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -35,7 +34,7 @@ def test_workers_join_die_and_are_started_again(tmp_path):
     command = ["horovodrun", "--gloo", "-np", "1", "--min-np", "1", "--max-np", "3"]
     # With one host, Horovod wants to be told the interface.
     command += ["--network-interfaces", "lo", "--host-discovery-script", str(discover)]
-    command += [sys.executable, str(jobs.TESTS / "elastic_keras_worker.py")]
+    command += [jobs.python("tensorflow"), str(jobs.TESTS / "elastic_keras_worker.py")]
     command += map(str, [log, now, *after])
     # A new worker imports TensorFlow while the others wait for it; and after a death, one of those
     # left may wait as long.  The exit status counts the killed worker as a failure of its own.

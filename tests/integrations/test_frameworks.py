@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,7 +114,8 @@ def names_of(job: Job) -> list[str]:
 
 def run_scenarios(folder: Path, job: Job, **env: str) -> None:
     command = jobs.launcher(job.ranks, job.controller)
-    command += [sys.executable, "-m", "tests.scenarios", str(folder), *job.modules]
+    framework = "torch" if job.over in ("horovod", "mpi") else "tensorflow"
+    command += [jobs.python(framework), "-m", "tests.scenarios", str(folder), *job.modules]
     env |= {"SCENARIOS_OVER": job.over, **jobs.variables(job.controller)}
     if job.over == "tf_keras":
         env |= {"SCENARIOS_OVER": "tensorflow", "TF_USE_LEGACY_KERAS": "1"}

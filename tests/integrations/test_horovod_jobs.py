@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 
 import pytest
@@ -25,7 +24,7 @@ def elastic(folder, worker, *arguments, hosts, most=3, timeout=240):
     command = ["horovodrun", "--gloo", "-np", str(count), "--min-np", "1", "--max-np", str(most)]
     command += ["--network-interfaces", "lo", "--host-discovery-script", str(discover)]
     command += ["--blacklist-cooldown-range", "1", "2"]
-    command += [sys.executable, str(jobs.TESTS / worker), str(folder), *arguments]
+    command += [jobs.python(), str(jobs.TESTS / worker), str(folder), *arguments]
     # The exit status of horovodrun counts a killed worker as a failure of its own.
     _, output = jobs.run(command, timeout=timeout, check=False, **_SLOW)
     logs = [file.read_text() for file in folder.iterdir() if file.name.isdecimal()]
@@ -71,7 +70,7 @@ for call in (lambda: engine._launch(Op("sum", "after", torch.ones(2))), lambda: 
 
 
 def test_nothing_waits_for_horovod_after_its_thread_has_ended():
-    jobs.run([sys.executable, "-c", AFTER_THE_END], timeout=60)
+    jobs.run([jobs.python(), "-c", AFTER_THE_END], timeout=60)
 
 
 UNEVEN = """
@@ -91,7 +90,7 @@ for _ in range(3 if hvd.rank() else 6):
 
 def test_a_rank_with_fewer_batches_ends_the_others_with_a_word():
     """Horovod's own, or ours: which it is depends on when the first has ended."""
-    command = [*jobs.launcher(2, "mpirun"), sys.executable, "-c", UNEVEN]
+    command = [*jobs.launcher(2, "mpirun"), jobs.python(), "-c", UNEVEN]
     status, output = jobs.run(command, timeout=100, check=False)
     assert status != 0
     assert "fewer batches" in output or "one of the ranks finished execution" in output, output
@@ -102,7 +101,7 @@ def test_a_rank_with_fewer_batches_ends_the_others_with_a_word():
 @pytest.mark.parametrize("controller", ["mpi", "gloo"])
 def test_sixteen_ranks(tmp_path, controller):
     """``horovodrun -np 16`` trains a small model with DGC for 20 steps."""
-    command = [*jobs.launcher(16, controller), sys.executable, str(jobs.TESTS / "train_small.py")]
+    command = [*jobs.launcher(16, controller), jobs.python(), str(jobs.TESTS / "train_small.py")]
     _, output = jobs.run([*command, str(tmp_path), "20"], timeout=280)
     results = [json.loads(file.read_text()) for file in tmp_path.iterdir()]
     assert sorted(r["rank"] for r in results) == list(range(16)), output
@@ -117,7 +116,7 @@ def test_sixteen_ranks(tmp_path, controller):
 @pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=pytest.mark.full)])
 def test_a_killed_rank_ends_the_job(tmp_path, controller):
     """No hang and no success: the job ends with an error soon after a rank was killed."""
-    command = [*jobs.launcher(3, controller), sys.executable, str(jobs.TESTS / "train_small.py")]
+    command = [*jobs.launcher(3, controller), jobs.python(), str(jobs.TESTS / "train_small.py")]
     started = time.monotonic()
     status, output = jobs.run([*command, str(tmp_path), "100000", "10"], timeout=120, check=False)
     assert status != 0, output

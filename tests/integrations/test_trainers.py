@@ -14,7 +14,6 @@ import pytest
 from tests import jobs
 from tests.scenarios import read
 
-TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 #: packages by the part of this project that needs them
 COMMANDS = {
     **dict.fromkeys(("lightning", "accelerate", "transformers"), "make setup"),
@@ -42,7 +41,7 @@ def results(tmp_path_factory):
     def run(name: str) -> list[dict[str, str | None]]:
         folder = tmp_path_factory.mktemp(name)
         try:
-            jobs.run([*TORCHRUN, "-m", "tests.trainers", str(folder), name], timeout=150)
+            jobs.run([*jobs.torchrun(2), "-m", "tests.trainers", str(folder), name], timeout=150)
         except jobs.JobError as error:
             (folder / "failure").write_text(str(error))
         return [read(folder, rank, scenarios(name)) for rank in range(2)]
@@ -75,11 +74,11 @@ def test_workers_of_ray_that_take_over_have_the_same_bits(tmp_path):
 
 #: what starts an example, the least accuracy, and the least ratio of bytes
 EXAMPLES = {
-    "lightning": (TORCHRUN, 75, 70),
-    "accelerate": (TORCHRUN, 75, 70),
-    "transformers": (TORCHRUN, 80, 15),
-    "ray": ([sys.executable], 75, 70),
-    "ray_horovod": ([sys.executable], 75, 30),
+    "lightning": (jobs.torchrun, 75, 70),
+    "accelerate": (jobs.torchrun, 75, 70),
+    "transformers": (jobs.torchrun, 80, 15),
+    "ray": (None, 75, 70),
+    "ray_horovod": (None, 75, 30),
 }
 
 
@@ -88,10 +87,11 @@ EXAMPLES = {
 def test_example(tmp_path, monkeypatch, name):
     need(name.partition("_")[0])
     launcher, accuracy, ratio = EXAMPLES[name]
+    command = launcher(2) if launcher else [sys.executable]
     file = jobs.ROOT / "mpi_examples" / f"train_{name}.py"
     assert len([line for line in file.read_text().splitlines() if line]) <= 40
     monkeypatch.chdir(tmp_path)  # where it writes its checkpoints
-    _, output = jobs.run([*launcher, str(file)], timeout=180)
+    _, output = jobs.run([*command, str(file)], timeout=180)
     found = re.search(r"test accuracy ([\d.]+)%\n.*ratio of bytes ([\d.]+)", output)
     assert found, output[-3000:]
     assert float(found[1]) > accuracy

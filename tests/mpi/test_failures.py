@@ -25,7 +25,7 @@ class Job:
     def __init__(self, launcher: str, case: str, folder: Path, *options: str) -> None:
         command = jobs.launcher(RANKS, launcher)
         command[1:1] = options
-        command += [sys.executable, jobs.TESTS / "mpi_failures.py", case, folder]
+        command += [jobs.python(), jobs.TESTS / "mpi_failures.py", case, folder]
         self.status, self.output = jobs.run(
             list(map(str, command)), timeout=90, check=False, **jobs.variables(launcher)
         )

@@ -7,7 +7,6 @@ test_simulated.py runs the same scenarios, and others, at all numbers of ranks.
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -58,7 +57,7 @@ def results(tmp_path_factory):
     def run(job: Job) -> list[dict[str, str | None]]:
         folder = tmp_path_factory.mktemp(str(job))
         command = jobs.launcher(job.ranks, job.launcher)
-        command += [sys.executable, "-m", "tests.mpi_scenarios", str(folder), *job.modules]
+        command += [jobs.python(), "-m", "tests.mpi_scenarios", str(folder), *job.modules]
         try:
             jobs.run(command, timeout=180 + 30 * job.ranks, **jobs.variables(job.launcher))
         except jobs.JobError as error:

@@ -51,7 +51,7 @@ def results(tmp_path_factory):
     @functools.cache
     def run(ranks: int) -> list[dict[str, str | None]]:
         folder = tmp_path_factory.mktemp(f"torchrun-{ranks}")
-        command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)]
+        command = jobs.torchrun(ranks)
         try:
             jobs.run([*command, str(WORKER), str(folder)], timeout=150)
         except jobs.JobError as error:

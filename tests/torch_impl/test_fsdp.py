@@ -41,7 +41,7 @@ def results(tmp_path_factory):
     @functools.cache
     def run() -> list[dict[str, str | None]]:
         folder = tmp_path_factory.mktemp("fsdp")
-        command = ["torchrun", "--standalone", "--nproc-per-node", str(RANKS)]
+        command = jobs.torchrun(RANKS)
         try:
             jobs.run([*command, str(jobs.TESTS / "fsdp_worker.py"), str(folder)], timeout=240)
         except jobs.JobError as error:
@@ -64,7 +64,7 @@ def test_scenario(results, name):
 def test_the_example_learns():
     example = jobs.ROOT / "mpi_examples" / "train_hsdp.py"
     assert len(example.read_text().splitlines()) <= 40  # to be copied
-    command = ["torchrun", "--standalone", "--nproc-per-node", str(RANKS), str(example)]
+    command = [*jobs.torchrun(RANKS), str(example)]
     _, output = jobs.run([*command, "topk:density=0.05"], timeout=120)
     accuracy = re.search(r"test accuracy (\S+)%", output)
     assert accuracy

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ class Job:
 def run(case: str, folder: Path, *options: str, ranks: int = 4, check: bool = False) -> Job:
     command = jobs.launcher(ranks, "mpirun")
     command[1:1] = options
-    command += [sys.executable, str(jobs.TESTS / "parameter_server_job.py"), case, str(folder)]
+    command += [jobs.python(), str(jobs.TESTS / "parameter_server_job.py"), case, str(folder)]
     start = time.monotonic()
     status, output = jobs.run(command, timeout=90, check=check)
     return Job(folder, output, status, time.monotonic() - start)
