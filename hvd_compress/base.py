@@ -118,8 +118,9 @@ class Context(NamedTuple):
         sparse: the ``mean`` of an outcome may be a :class:`Sparse`, of a flat array, without twice
             the same index.
         learning_rate: that of the optimizer's next step of this tensor; ``None`` if unknown.
-        needs_sent: somebody looks at what an outcome ``sent``; else any array of as many elements
-            may stand for it, which saves the memory of one in the first step.
+        needs_sent: somebody looks at what an outcome ``sent``, and at its ``mean``; else any array
+            of as many elements may stand for the one, and the direction of the step for the other,
+            which saves the memory of both in the first step.
     """
 
     name: str = "tensor"

@@ -55,6 +55,9 @@ class Transform(Configurable, kind="block"):
     of_gradients: ClassVar[bool] = False
     #: the result is not a gradient, so this must be the last transform
     last: ClassVar[bool] = False
+    #: each element depends on the same element of gradient, state, what was sent and the average
+    #: alone, and on the step, the momentum and its Nesterov flag
+    elementwise: bool = False
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         """Return the transformed ``x`` and the new state, before the exchange.
@@ -92,8 +95,16 @@ class Repeated(NamedTuple):
     scratch: dict[str, Any]
 
 
-class Fused(Protocol):
-    """The form of a chain for whole buckets; see :mod:`hvd_compress.fused`.
+class Joins(Protocol):
+    """What asks for the exchange of whole buckets; see :mod:`hvd_compress.fused`."""
+
+    def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
+        """Return a request whose reply is the outcome of the exchange of one tensor, or ``None`` if
+        it is exchanged by itself: its arrays are not of a kind that the form takes, say."""
+
+
+class Fused(Joins, Protocol):
+    """The form of a chain for whole buckets, which is the ``function`` of its requests.
 
     Attributes:
         sends_all: a tensor has as many elements sent as it has, not as many as its request weighs.
@@ -115,10 +126,6 @@ class Fused(Protocol):
         What is done here for a tensor costs more than anything else in a step of many tensors, so
         as little as possible is.  Directions may be written into the gradients, and ``context``
         has what is of the step, and nothing of a tensor."""
-
-    def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
-        """Return a request whose reply is the outcome of the exchange of one tensor, or ``None`` if
-        its arrays are not of a kind that this form takes."""
 
 
 class Aggregated(NamedTuple):
@@ -178,7 +185,7 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
         """
         raise UnsupportedError(f"{self.name} takes all ranks to know what is sent")
 
-    def fused(self, transforms: Sequence[Transform], context: Context) -> Fused | None:
+    def fused(self, transforms: Sequence[Transform], context: Context) -> Joins | None:
         """Return what a chain of ``transforms`` and this aggregator is for whole buckets, if there
         is such a form.  It may depend on the context's Nesterov flag and number of ranks, and on
         nothing else of it: momentum is a number that may change in every step."""
@@ -388,7 +395,7 @@ class Chain(Compressor, name="chain"):
             state.update(own)
         return update, state
 
-    def _fused(self, context: Context) -> Fused | None:
+    def _fused(self, context: Context) -> Joins | None:
         token = context.nesterov, context.size
         if token not in self._forms:
             # Of two threads that make it at once, both take one: a bucket is of one form.
@@ -396,7 +403,7 @@ class Chain(Compressor, name="chain"):
         return self._forms[token]
 
     @functools.cached_property
-    def _forms(self) -> dict[Any, Fused | None]:
+    def _forms(self) -> dict[Any, Joins | None]:
         return {}
 
     @functools.cached_property

@@ -13,7 +13,7 @@ import numpy as np
 from hvd_compress.aggregators.meetings import gathered, summed, summed_densely
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Encoded, Sparse, State
-from hvd_compress.chain import Aggregated, Aggregator, Fused, Transform
+from hvd_compress.chain import Aggregated, Aggregator, Joins, Transform
 from hvd_compress.codecs import Codec, logarithmic
 from hvd_compress.coding import Coding, codes, elements, whole
 from hvd_compress.coding.elements import as_values
@@ -106,9 +106,9 @@ class allgather(Aggregator, name="allgather"):
         codes = self.values.classes(d if k is None else k)
         return codes if k == d else codes.after_selecting(self.select.kept(d, context))
 
-    def fused(self, transforms: Sequence[Transform], context: Context) -> Fused | None:
+    def fused(self, transforms: Sequence[Transform], context: Context) -> Joins | None:
         if isinstance(self.select, Codec):
-            return FusedAllgather.of(transforms, self.select, context.size)
+            return FusedAllgather.of(transforms, self.select, context)
         if not (isinstance(self.select, top_k) and isinstance(self.values, str | logarithmic)):
             return None
         *before, last = transforms or (None,)

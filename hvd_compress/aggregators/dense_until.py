@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_compress.aggregators.meetings import summed
 from hvd_compress.base import Array, Context, State
-from hvd_compress.chain import Aggregated, Aggregator, Fused, Transform
+from hvd_compress.chain import Aggregated, Aggregator, Joins, Transform
 from hvd_compress.coding import Coding, whole
 from hvd_compress.config import converted
 from hvd_compress.errors import ConfigError
-from hvd_compress.fused import FusedLowRank
-from hvd_compress.requests import Request
+from hvd_compress.requests import Joint, Request
 from hvd_compress.schedules import Start, as_start, started
 
 
@@ -63,12 +62,23 @@ class dense_until(Aggregator, name="dense_until"):
         own = {key: state[key] for key in self.keys}
         return (yield from summed(x, own, context))
 
-    def fused(self, transforms: Sequence[Transform], context: Context) -> Fused | None:
+    def fused(self, transforms: Sequence[Transform], context: Context) -> Joins | None:
         form = self.via.fused(transforms, context)
-        # Others do not know when they begin.
-        return form.beginning(self.start) if isinstance(form, FusedLowRank) else None
+        return None if form is None else _Beginning(form, self.start)
 
     def coding(self, n: int, context: Context) -> Coding:
         if started(self.start, context.step, context.epoch):
             return self.via.coding(n, context)
         return whole()
+
+
+class _Beginning(NamedTuple):
+    """A form that takes tensors from ``start`` on."""
+
+    form: Joins
+    start: Start
+
+    def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
+        if not started(self.start, context.step, context.epoch):
+            return None
+        return self.form.request(gradient, state, context)

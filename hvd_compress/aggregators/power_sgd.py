@@ -120,7 +120,7 @@ class power_sgd(Aggregator, name="power_sgd"):
         return self._factors
 
     def fused(self, transforms: Sequence[Transform], context: Context) -> FusedLowRank | None:
-        return None if self.alternate else FusedLowRank.of(transforms, self._factors, context.size)
+        return None if self.alternate else FusedLowRank.of(transforms, self._factors)
 
     @property
     def _factors(self) -> factors:

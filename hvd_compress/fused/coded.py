@@ -1,42 +1,39 @@
 """Codes of whole buckets: one message and one header for all tensors, and no fresh memory.
 
-A chain of error feedback and codes does for a bucket at once what its blocks do for one tensor
-after the other, part by part while the part is in the processor's caches, and gives the same bits;
-tests hold the two equal.  Shards are those that each tensor has by itself: the message for a rank
-holds that rank's shard of every tensor, end to end, behind a byte a tensor that says whether its
-values are finite.
+A chain of elementwise transforms and codes, such as error feedback, does for a bucket at once what
+its blocks do for one tensor after the other, and gives the same bits; tests hold the two equal.
+Shards are those that each tensor has by itself: the message for a rank holds that rank's shard of
+every tensor, end to end, behind a byte a tensor that says whether its values are finite.
 
-The residual becomes what was not sent when it is known that all ranks' values are finite, from the
-gradient and this rank's own codes, which are kept until then.  So states are written in place, and
-need no second copy; and a step with a NaN or Inf on any rank leaves them as they were.
+What is kept of a step, until all ranks' values are known to be finite, is the gradient and this
+rank's own codes.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-import threading
+import math
 import zlib
-from collections.abc import Generator, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Outcome, Sparse, State
-from hvd_compress.chain import Repeated, Transform, in_range
+from hvd_compress.base import Array, Context
+from hvd_compress.chain import Transform
 from hvd_compress.codecs import Codec
-from hvd_compress.errors import CompressionError
-from hvd_compress.kernels import Column, are_flat, loops_of
+from hvd_compress.fused.bucket import Arrays, Bucket, InPlace, Tensor, Views, room
+from hvd_compress.fused.stages import Stages
 from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.operators.random_k import own_generator
-from hvd_compress.requests import Alltoall, Gather, Joint, Request
+from hvd_compress.requests import Alltoall, Gather, Request
 from hvd_compress.sharding import shards_of
 from hvd_compress.times import phase
-from hvd_compress.transforms import error_feedback
 from hvd_compress.wire.header import START, Header, Kind, failing, opened, padded
 
-_R, _O = "residual", "owner_residual"
+_O = "owner_residual"
 _FLOAT32 = np.dtype(np.float32)
 #: of a tensor in a message: its codes mean numbers; there are none, since the sender's values were
 #: not finite; they mean what is not finite
@@ -49,213 +46,50 @@ _CAUSES = "the ranks do not run the same version with the same compression optio
 _Form = TypeVar("_Form", bound="FusedCodes")
 
 
-class Tensor(NamedTuple):
-    """One tensor of a bucket in one step: the gradient as it was given, flat as ``x``; whether the
-    result may be written there; and the context, of which the rank, the seed, the step, the name
-    and the scratch count."""
-
-    gradient: Array
-    x: Array
-    state: State
-    in_place: bool
-    context: Context
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class FusedCodes(abc.ABC):
-    """The exchange of all tensors of a bucket; see :class:`hvd_compress.requests.Joint`.
+class FusedCodes(InPlace):
+    """The exchange of all tensors of a bucket; see :class:`hvd_compress.fused.bucket.InPlace`.
 
     Attributes:
-        before: transforms without a state that come first.
+        stages: the transforms.
         codec: of all values.
-        feeds_back: whether there is error feedback.
-        size: the number of ranks.
     """
 
-    sends_all: ClassVar[bool] = True
-
-    before: tuple[Transform, ...]
+    stages: Stages
     codec: Codec
-    feeds_back: bool
-    size: int
 
     @classmethod
     def of(
-        cls: type[_Form], transforms: Sequence[Transform], codec: Codec, size: int
+        cls: type[_Form], transforms: Sequence[Transform], codec: Codec, context: Context
     ) -> _Form | None:
         """Return the form of ``transforms`` and an exchange of codes, if there is one."""
-        before, feeds_back = list(transforms), False
-        if before and type(last := before[-1]) is error_feedback and last.units == "gradient":
-            feeds_back = True
-            del before[-1]
-        if codec.varies or any(t.keys or type(t).finish is not Transform.finish for t in before):
-            return None
-        return cls(tuple(before), codec, feeds_back, size)
+        stages = Stages.of(transforms, context)
+        return None if stages is None or codec.varies else cls(*stages, codec)
 
-    def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
-        """See :class:`hvd_compress.chain.Fused`: float32 in host memory is taken."""
-        xp = backend_of(gradient)
-        n = xp.size(gradient)
-        if context.scratch is None or not n or xp.traces or xp.dtype(gradient) != "float32":
-            return None
-        x = xp.widen(gradient)
-        for transform in self.before:
-            x, _ = transform.update(x, {}, context)
-        if loops_of(x) is None or xp.loops(x) != "hvd_compress.kernels" or context.sparse:
-            return None
-        context = context._replace(shape=xp.shape(gradient))
-        tensor = Tensor(gradient, x, state, context.in_place, context)
-        return Joint(self, tensor, weight=n, key=xp.__name__)
+    @property
+    def finishes(self) -> bool:
+        return self.stages.finishes
 
-    def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
-        bucket = self._bucket(tensors)
-        xp = backend_of(tensors[0].x)
-        states = [{key: _flat(x) for key, x in t.state.items()} for t in tensors]
-        out = [t.x if t.in_place else xp.zeros(xp.size(t.x), t.x) for t in tensors]
-        is_needed = tensors[0].context.needs_sent
-        sent = [np.empty(n, np.float32) for n in bucket.sizes] if is_needed else None
-        arrays = _Arrays(bucket, [t.x for t in tensors], states, out, sent)
-        finite = yield from self._meet(bucket, arrays, tensors[0].context)
-        means = []
-        for tensor, mean in zip(tensors, out, strict=True):
-            in_gradient = xp.address(mean) == xp.address(tensor.gradient)
-            means.append(tensor.gradient if in_gradient else xp.restore(mean, tensor.gradient))
-        own = stand_ins(bucket.sizes)
-        if sent is not None:
-            own = [xp.from_numpy(x, t.x) for x, t in zip(sent, tensors, strict=True)]
-        return list(map(Outcome, means, own, _settled(states, finite)))
+    @property
+    def additive(self) -> bool:
+        return self.stages.additive
 
-    def again(
-        self, tensors: Repeated, key: Hashable, context: Context
-    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], list[State]]] | None:
-        """See :class:`hvd_compress.chain.Fused`."""
-        bucket = tensors.scratch.get("bucket")
-        if self.before or context.sparse or bucket is None or bucket.form is not self:
-            return None
-        if bucket.rank != context.rank or not bucket.is_of(tensors):
-            return None
-        return self._again(bucket, tensors, context)
-
-    def _again(
-        self, bucket: _Bucket, tensors: Repeated, context: Context
-    ) -> Generator[Request, Any, tuple[Sequence[Array], list[State]]]:
-        states = [{key: state[key] for key in bucket.keys} for state in tensors.states]
-        arrays = _Arrays(bucket, tensors.gradients, states, tensors.gradients)
-        finite = yield from self._meet(bucket, arrays, context)
-        return tensors.gradients, _settled(states, finite)
-
-    @abc.abstractmethod
-    def _meet(
-        self, bucket: Any, arrays: _Arrays, context: Context
-    ) -> Generator[Request, Any, Sequence[bool]]:
-        """Write means and states, and return of which tensors they are finite."""
-
-    @abc.abstractmethod
-    def _made(self, tensors: list[Tensor], sizes: list[int], codecs: list[Codec]) -> _Bucket:
-        """Return what is kept of a bucket."""
-
-    def _bucket(self, tensors: list[Tensor]) -> _Bucket:
-        """What is kept of a bucket between steps, in the first tensor's scratch."""
-        scratch, shapes = tensors[0].context.scratch, [t.context.shape for t in tensors]
-        names = [t.context.name for t in tensors]
-        assert scratch is not None
-        bucket: _Bucket | None = scratch.get("bucket")
-        if (
-            bucket is None
-            or bucket.form is not self  # but that of what a switch began with
-            or (bucket.shapes, bucket.names) != (shapes, names)
-            or bucket.rank != tensors[0].context.rank
-        ):
-            sizes = [backend_of(t.x).size(t.x) for t in tensors]
-            codecs = [self.codec.for_shape(shape) for shape in shapes]
-            bucket = scratch["bucket"] = self._made(tensors, sizes, codecs)
-        return bucket
+    def weight(self, context: Context) -> int:
+        return math.prod(context.shape)
 
 
 class FusedAlltoall(FusedCodes):
     """Every rank adds up one shard of each tensor, and codes what comes out."""
 
-    def _made(self, tensors: list[Tensor], sizes: list[int], codecs: list[Codec]) -> _Sharded:
-        return _Sharded(self, tensors, sizes, codecs)
-
-    def _meet(
-        self, bucket: _Sharded, arrays: _Arrays, context: Context
-    ) -> Generator[Request, Any, Sequence[bool]]:
-        xp = backend_of(arrays.gradients[0])
-        with phase("encode"):
-            frames = bucket.encode(arrays, context)
-        received = yield Alltoall([xp.from_numpy(frame, None) for frame in frames])
-        with phase("add_up"):
-            frame = bucket.add_up(arrays, [xp.to_numpy(x) for x in received], context)
-        replies = yield Gather(xp.from_numpy(frame, None), bucket.has_equal_replies)
-        with phase("add_up"):
-            return bucket.settle(arrays, [xp.to_numpy(x) for x in replies])
+    def made(self, tensors: list[Tensor]) -> Bucket:
+        return _Sharded(self, tensors)
 
 
 class FusedAllgather(FusedCodes):
     """Every rank gets the codes of all, and adds them up in the order of the ranks."""
 
-    def _made(self, tensors: list[Tensor], sizes: list[int], codecs: list[Codec]) -> _Whole:
-        return _Whole(self, tensors, sizes, codecs)
-
-    def _meet(
-        self, bucket: _Whole, arrays: _Arrays, context: Context
-    ) -> Generator[Request, Any, Sequence[bool]]:
-        xp = backend_of(arrays.gradients[0])
-        with phase("encode"):
-            frame = bucket.encode(arrays, context)
-        replies = yield Gather(xp.from_numpy(frame, None), equal_sizes=True)
-        with phase("add_up"):
-            return bucket.settle(arrays, [xp.to_numpy(x) for x in replies])
-
-
-class _Views(NamedTuple):
-    """The arrays of a bucket as flat ones of NumPy, in the same memory, while nobody else runs."""
-
-    x: list[np.ndarray]
-    states: dict[str, list[np.ndarray]]
-    out: list[np.ndarray]
-
-
-class _Arrays:
-    """The arrays of a bucket in one step: gradients, states, and where the means are written; and
-    arrays for what was sent, if that is asked for."""
-
-    def __init__(
-        self,
-        bucket: _Bucket,
-        gradients: Sequence[Array],
-        states: Sequence[Mapping[str, Array]],
-        out: Sequence[Array],
-        sent: Sequence[np.ndarray] | None = None,
-    ) -> None:
-        self.gradients, self._out, self.sent, self._sizes = gradients, out, sent, bucket.sizes
-        self._states = {key: [state[key] for state in states] for key in bucket.keys}
-        self._places = [column.addresses for column in self._columns()]
-
-    def _columns(self) -> list[Column]:
-        arrays = [self.gradients, *self._states.values(), self._out]
-        return [Column(own, self._sizes) for own in arrays]
-
-    @property
-    def states(self) -> dict[str, list[Array]]:
-        return self._states
-
-    def views(self) -> _Views:
-        """Return views, in every turn of this rank anew: an array is not its memory.
-
-        Raises:
-            CompressionError: an array has other memory than when the step began.
-        """
-        columns = self._columns()
-        for column, place in zip(columns, self._places, strict=True):
-            if not np.array_equal(column.addresses, place):
-                raise CompressionError(
-                    "the memory of a tensor was changed while it was being exchanged: change .data "
-                    "of gradients and states between optimizer.step() and loss.backward() only"
-                )
-        x, *states, out = (list(column.on_host().arrays) for column in columns)
-        return _Views(x, dict(zip(self._states, states, strict=True)), out)
+    def made(self, tensors: list[Tensor]) -> Bucket:
+        return _Whole(self, tensors)
 
 
 class _Part(NamedTuple):
@@ -318,33 +152,56 @@ class _Message:
         return flags
 
 
-class _Bucket(abc.ABC):
-    """What is kept of a bucket."""
+class _Bucket(Bucket, abc.ABC):
+    """What both kinds of exchanges keep of a bucket."""
 
-    keys: tuple[str, ...]
+    form: FusedCodes
 
-    def __init__(
-        self, form: FusedCodes, tensors: list[Tensor], sizes: list[int], codecs: list[Codec]
+    def __init__(self, form: FusedCodes, tensors: list[Tensor]) -> None:
+        super().__init__(form, tensors)
+        self.keys = form.stages.keys
+        self.codecs = [form.codec.for_shape(shape) for shape in self.shapes]
+
+    def _check_feedback(self, most: Sequence[int]) -> None:
+        """Raise ``ConfigError`` unless error feedback converges where so many elements of each
+        tensor are coded at once."""
+        for codec, n in zip(self.codecs, most, strict=True):
+            codec.check_feedback(n)
+
+    def passed_on(
+        self, views: Views, tensor: int, own: slice, step: Context, longest: int
+    ) -> np.ndarray:
+        """Return what the transforms make of a run of elements."""
+        n = own.stop - own.start
+        x, states = views.x[tensor][own], views.states_at(tensor, own, self.form.stages.keys)
+        return self.form.stages.passed_on(x, states, step, room(longest)[0, :n])
+
+    def settle(
+        self,
+        views: Views,
+        tensor: int,
+        own: slice,
+        step: Context,
+        sent: np.ndarray | None,
+        mean: Callable[[np.ndarray], None],
     ) -> None:
-        self.form, self.sizes, self.codecs = form, sizes, codecs
-        self.shapes = [t.context.shape for t in tensors]
-        self.names = [t.context.name for t in tensors]
-        self.rank, self.size = tensors[0].context.rank, form.size
-        if form.feeds_back:
-            for i, (codec, n) in enumerate(zip(codecs, sizes, strict=True)):
-                codec.check_feedback(self.fed_back(i, n))
+        """Write result and states of a run of elements.
 
-    def fed_back(self, tensor: int, n: int) -> int:
-        """Return the most elements of a tensor that are coded at once."""
-        return n
-
-    def is_of(self, tensors: Repeated) -> bool:
-        """Return whether these may be the bucket's tensors, in arrays that can be written to."""
-        if self.sizes != list(tensors.weights):
-            return False
-        columns = [[state.get(key) for state in tensors.states] for key in self.keys]
-        device = getattr(tensors.gradients[0], "device", None)
-        return are_flat([tensors.gradients, *columns], self.sizes, device)
+        Args:
+            sent: what was sent of it, ``None`` if states stay as they are.
+            mean: writes the average.
+        """
+        stages, out = self.form.stages, views.out[tensor][own]
+        x, states = views.x[tensor][own], views.states_at(tensor, own, stages.keys)
+        makes_it = sent is not None and stages.finishes
+        average = room(out.size)[0, : out.size] if makes_it else out
+        if sent is not None and not makes_it:  # states first, since out may be the gradient
+            stages.settle(x, states, step, sent)
+        mean(average)
+        if views.means is not None:
+            views.means[tensor][own] = average
+        if sent is not None and makes_it:
+            stages.settle(x, states, step, sent, average, out)
 
     def random(self, tensor: int, step: Context, turn: int = 0) -> Any:
         """Return the random numbers of a tensor in a step, if its codec takes any."""
@@ -385,76 +242,87 @@ class _Bucket(abc.ABC):
 class _Whole(_Bucket):
     """A bucket whose codes go to all ranks."""
 
-    def __init__(
-        self, form: FusedCodes, tensors: list[Tensor], sizes: list[int], codecs: list[Codec]
-    ) -> None:
-        super().__init__(form, tensors, sizes, codecs)
-        self.keys = (_R,) if form.feeds_back else ()
-        self._message = _Message(codecs, [slice(0, n) for n in sizes])
+    def __init__(self, form: FusedCodes, tensors: list[Tensor]) -> None:
+        super().__init__(form, tensors)
+        if form.stages.feeds_back:
+            self._check_feedback(self.sizes)
+        self._message = _Message(self.codecs, [slice(0, n) for n in self.sizes])
         self._frame = np.zeros(self._message.size, np.uint8)
-        self._longest = max(sizes)
+        self._longest = max(self.sizes)
 
-    def encode(self, arrays: _Arrays, step: Context) -> np.ndarray:
+    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, Sequence[bool]]:
+        xp = backend_of(arrays.gradients[0])
+        with phase("encode"):
+            frame = self._encode(arrays, step)
+        replies = yield Gather(xp.from_numpy(frame, None), equal_sizes=True)
+        with phase("add_up"):
+            return self._finish(arrays, [xp.to_numpy(x) for x in replies], step)
+
+    def _encode(self, arrays: Arrays, step: Context) -> np.ndarray:
         views, frame = arrays.views(), self._frame
         flags = self._message.flags(frame)
         flags[:] = _FINE
         with np.errstate(over="ignore", invalid="ignore"):
             for i, part in enumerate(self._message.parts):
-                x = views.x[i]
-                if self.form.feeds_back:
-                    room = _room(self._longest)[0, : x.size]
-                    x = np.add(x, views.states[_R][i], out=room)
+                its = arrays.context(step, i)
+                x = self.passed_on(views, i, part.own, its, self._longest)
                 self.put(part, x, self.random(i, step), frame, flags)
         return self._message.seal(frame)
 
-    def settle(self, arrays: _Arrays, frames: Sequence[np.ndarray]) -> list[bool]:
+    def _finish(
+        self, arrays: Arrays, frames: Sequence[np.ndarray], step: Context
+    ) -> Sequence[bool]:
         flags = [self._message.opened(frame, rank) for rank, frame in enumerate(frames)]
         own = self._message.flags(self._frame)
         views, finite = arrays.views(), []
         with np.errstate(over="ignore", invalid="ignore"):
             for i, part in enumerate(self._message.parts):
-                total, sent = _room(self._longest)[:, : self.sizes[i]]
+                total, sent = room(self._longest)[:, : self.sizes[i]]
                 total.fill(0)
                 for rank, frame in enumerate(frames):
                     self.take(part, frame, flags[rank], total, rank, add=True)
                 finite.append(all_finite(total))
-                if (self.form.feeds_back and finite[i]) or arrays.sent is not None:
-                    sent = sent if arrays.sent is None else arrays.sent[i]
+                if arrays.sent is not None:
+                    sent = arrays.sent[i]
+                if finite[i] or arrays.sent is not None:
                     self.take(part, self._frame, own, sent, self.rank)
-                    if self.form.feeds_back and finite[i]:
-                        residual = views.states[_R][i]
-                        np.add(views.x[i], residual, out=residual)
-                        residual -= sent
-                np.divide(total, np.float32(self.size), out=views.out[i])
+
+                def mean(out: np.ndarray, total: np.ndarray = total) -> None:
+                    np.divide(total, np.float32(self.size), out=out)
+
+                its = arrays.context(step, i)
+                self.settle(views, i, part.own, its, sent if finite[i] else None, mean)
         return finite
 
 
 class _Sharded(_Bucket):
     """A bucket of whose tensors every rank adds up a shard."""
 
-    def __init__(
-        self, form: FusedCodes, tensors: list[Tensor], sizes: list[int], codecs: list[Codec]
-    ) -> None:
-        self.keys = (_R, _O) if form.feeds_back else (_O,)
+    def __init__(self, form: FusedCodes, tensors: list[Tensor]) -> None:
+        super().__init__(form, tensors)
+        self.keys = (*form.stages.keys, _O)
         self._shards = [
-            shards_of(n, form.size, codec.unit(n)) for n, codec in zip(sizes, codecs, strict=True)
+            shards_of(n, self.size, codec.unit(n))
+            for n, codec in zip(self.sizes, self.codecs, strict=True)
         ]
-        super().__init__(form, tensors, sizes, codecs)
+        # Owners feed back what they leave out, whether a transform does or not.
+        self._check_feedback([max(s.stop - s.start for s in own) for own in self._shards])
         columns = list(zip(*self._shards, strict=True))
-        self._messages = [_Message(codecs, column) for column in columns]
+        self._messages = [_Message(self.codecs, column) for column in columns]
         largest = max(message.size for message in self._messages)
-        self.has_equal_replies = largest * self.size <= _LITTLE * sum(
+        self._has_equal_replies = largest * self.size <= _LITTLE * sum(
             message.size for message in self._messages
         )
         self._replies = self._messages
-        if self.has_equal_replies:
-            self._replies = [_Message(codecs, column, largest) for column in columns]
+        if self._has_equal_replies:
+            self._replies = [_Message(self.codecs, column, largest) for column in columns]
         self._frames = [np.zeros(message.size, np.uint8) for message in self._messages]
         self._reply = np.zeros(self._replies[self.rank].size, np.uint8)
-        longest = max(self._length(i, r) for i in range(len(sizes)) for r in range(self.size))
+        longest = max(self._length(i, r) for i in range(len(self.sizes)) for r in range(self.size))
         self._longest = longest
         #: of the rank's own shards: their sums, and then what their codes leave out
-        self._left = [np.empty(self._length(i, self.rank), np.float32) for i in range(len(sizes))]
+        lengths = [self._length(i, self.rank) for i in range(len(self.sizes))]
+        self._left = [np.empty(n, np.float32) for n in lengths]
         #: what owned others' shards when it was last looked through, and how often it was written
         self._looked: list[tuple[Array, Any]] = []
         #: what is in residuals of shards that were this rank's, by tensor
@@ -464,10 +332,18 @@ class _Sharded(_Bucket):
         own = self._shards[tensor][rank]
         return own.stop - own.start
 
-    def fed_back(self, tensor: int, n: int) -> int:
-        return max(self._length(tensor, rank) for rank in range(self.form.size))
+    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, Sequence[bool]]:
+        xp = backend_of(arrays.gradients[0])
+        with phase("encode"):
+            frames = self._encode(arrays, step)
+        received = yield Alltoall([xp.from_numpy(frame, None) for frame in frames])
+        with phase("add_up"):
+            frame = self._add_up(arrays, [xp.to_numpy(x) for x in received], step)
+        replies = yield Gather(xp.from_numpy(frame, None), self._has_equal_replies)
+        with phase("add_up"):
+            return self._finish(arrays, [xp.to_numpy(x) for x in replies], step)
 
-    def encode(self, arrays: _Arrays, step: Context) -> list[np.ndarray]:
+    def _encode(self, arrays: Arrays, step: Context) -> list[np.ndarray]:
         """Return a message for each rank."""
         views = arrays.views()
         self._look(arrays.states[_O], views.states[_O])
@@ -477,10 +353,10 @@ class _Sharded(_Bucket):
             own[:] = _FINE
         with np.errstate(over="ignore", invalid="ignore"):
             for i in range(len(self.sizes)):
-                random, fine = self.random(i, step), True
+                random, its, fine = self.random(i, step), arrays.context(step, i), True
                 for rank, message in enumerate(self._messages):
                     part = message.parts[i]
-                    x = self._passed_on(views, part)
+                    x = self._of_shard(views, part, its)
                     fine &= self.put(part, x, random, self._frames[rank], flags[rank])
                 if not fine:  # nobody shall take the rest of it for the whole
                     for own in flags:
@@ -506,17 +382,14 @@ class _Sharded(_Bucket):
                 foreign[own] = 0
                 self._foreign[i] = foreign
 
-    def _passed_on(self, views: _Views, part: _Part) -> np.ndarray:
+    def _of_shard(self, views: Views, part: _Part, step: Context) -> np.ndarray:
         """Return what is coded of a shard, ``x`` in the blocks' words."""
-        own, x = part.own, views.x[part.tensor][part.own]
-        if self.form.feeds_back:
-            room = _room(self._longest)[0, : x.size]
-            x = np.add(x, views.states[_R][part.tensor][own], out=room)
+        x = self.passed_on(views, part.tensor, part.own, step, self._longest)
         if (foreign := self._foreign.get(part.tensor)) is not None:
-            x = x + foreign[own]
+            x = x + foreign[part.own]
         return x
 
-    def add_up(self, arrays: _Arrays, frames: Sequence[np.ndarray], step: Context) -> np.ndarray:
+    def _add_up(self, arrays: Arrays, frames: Sequence[np.ndarray], step: Context) -> np.ndarray:
         """Return the message of the sums of the rank's own shards."""
         message, reply = self._messages[self.rank], self._replies[self.rank]
         theirs = [message.opened(frame, rank) for rank, frame in enumerate(frames)]
@@ -529,15 +402,16 @@ class _Sharded(_Bucket):
                 for rank, frame in enumerate(frames):
                     self.take(part, frame, theirs[rank], total, rank, add=True)
                 if self.put(own, total, self.random(i, step, 1), self._reply, flags):
-                    sent = _room(self._longest)[1, : total.size]
+                    sent = room(self._longest)[1, : total.size]
                     self.take(own, self._reply, flags, sent, self.rank)
                     if not all_finite(sent):
                         flags[i] = _OVERFLOWS
                     total -= sent
         return reply.seal(self._reply)
 
-    def settle(self, arrays: _Arrays, frames: Sequence[np.ndarray]) -> list[bool]:
-        """Write means and new states."""
+    def _finish(
+        self, arrays: Arrays, frames: Sequence[np.ndarray], step: Context
+    ) -> Sequence[bool]:
         flags = [
             reply.opened(frame, rank)
             for rank, (reply, frame) in enumerate(zip(self._replies, frames, strict=True))
@@ -546,12 +420,16 @@ class _Sharded(_Bucket):
         views = arrays.views()
         with np.errstate(over="ignore", invalid="ignore"):
             for i, fine in enumerate(finite):
-                for rank in range(self.size):
-                    self._settle_shard(arrays, views, i, rank, fine)
-                    part, own = self._replies[rank].parts[i], self._shards[i][rank]
-                    out = views.out[i][own]
-                    self.take(part, frames[rank], flags[rank], out, rank)
-                    out /= self.size
+                its = arrays.context(step, i)
+                for rank, own in enumerate(self._shards[i]):
+                    part = self._replies[rank].parts[i]
+
+                    def mean(out: np.ndarray, part: _Part = part, rank: int = rank) -> None:
+                        self.take(part, frames[rank], flags[rank], out, rank)
+                        out /= self.size
+
+                    sent = self._sent(arrays, i, rank, fine)
+                    self.settle(views, i, own, its, sent if fine else None, mean)
                 if fine:
                     owned = views.states[_O][i]
                     if self._foreign.pop(i, None) is not None:
@@ -559,56 +437,16 @@ class _Sharded(_Bucket):
                     owned[self._shards[i][self.rank]] = self._left[i]
         return finite
 
-    def _settle_shard(
-        self, arrays: _Arrays, views: _Views, tensor: int, rank: int, fine: bool
-    ) -> None:
-        """Write what was not sent of a shard, and what was, where that is asked for."""
+    def _sent(self, arrays: Arrays, tensor: int, rank: int, fine: bool) -> np.ndarray | None:
+        """Return what was sent of a shard, if somebody asks."""
         part = self._messages[rank].parts[tensor]
-        if arrays.sent is None and not (fine and self.form.feeds_back):
-            return
-        sent = _room(self._longest)[1, : self._length(tensor, rank)]
+        sent = room(self._longest)[1, : self._length(tensor, rank)]
+        if arrays.sent is not None:
+            sent = arrays.sent[tensor][part.own]
+        elif not (fine and self.form.stages.transforms):
+            return None
         frame = self._frames[rank]
         self.take(part, frame, self._messages[rank].flags(frame), sent, self.rank)
         if (foreign := self._foreign.get(tensor)) is not None:
             sent -= foreign[part.own]
-        if arrays.sent is not None:
-            arrays.sent[tensor][part.own] = sent
-        if fine and self.form.feeds_back:
-            residual = views.states[_R][tensor][part.own]
-            np.add(views.x[tensor][part.own], residual, out=residual)
-            residual -= sent
-
-
-def stand_ins(sizes: Sequence[int]) -> list[Array]:
-    """Return arrays of these sizes that take no memory, in the place of what was sent."""
-    return [np.broadcast_to(np.float32(0), n) for n in sizes]
-
-
-def _flat(x: Array) -> Array:
-    """Return ``x``, or what takes its place if it was given memory with other strides."""
-    xp = backend_of(x)
-    device = getattr(x, "device", None)
-    is_flat = xp.addresses([x], [xp.size(x)], xp.dtype(x), device) is not None
-    return x if is_flat else xp.copy(x)
-
-
-class _Rooms(threading.local):
-    """Memory for one tensor's part at a time, whatever the bucket."""
-
-    room = np.empty((2, 0), np.float32)
-
-
-_rooms = _Rooms()
-
-
-def _room(n: int) -> np.ndarray:
-    """Return two arrays of ``n`` elements or more, which nothing keeps beyond a turn."""
-    if _rooms.room.shape[1] < n:
-        _rooms.room = np.empty((2, n), np.float32)
-    return _rooms.room
-
-
-def _settled(states: Sequence[State], finite: Sequence[bool]) -> list[State]:
-    """Return the states after the step, which were written in place where it was finite."""
-    pairs = zip(states, finite, strict=True)
-    return [dict(state) if fine else in_range(state) for state, fine in pairs]
+        return sent

@@ -12,6 +12,11 @@ from hvd_compress.errors import CompressionError
 
 Array = Any
 
+_MOVED = (
+    "the memory of a tensor was changed while it was being exchanged: change .data of gradients "
+    "and states between optimizer.step() and loss.backward() only"
+)
+
 
 class Column:
     """An array of each tensor of a bucket, and where it is now: float32, contiguous, and of the
@@ -35,16 +40,20 @@ class Column:
         self.sizes = [xp.size(x) for x in arrays] if sizes is None else sizes
         found = addresses(arrays, self.sizes)
         if found is None:
-            raise CompressionError(
-                "the memory of a tensor was changed while it was being exchanged: change .data of "
-                "gradients and states between optimizer.step() and loss.backward() only"
-            )
+            raise CompressionError(_MOVED)
         self.addresses = found
 
     def on_host(self) -> Column:
         """Return the same memory as flat arrays of NumPy."""
         to_numpy = backend_of(self.arrays[0]).to_numpy
         return Column([to_numpy(x).reshape(-1) for x in self.arrays], self.sizes)
+
+
+def check_places(columns: Sequence[Column], places: Sequence[np.ndarray]) -> None:
+    """Raise ``CompressionError`` unless columns are at the addresses where they were."""
+    for column, place in zip(columns, places, strict=True):
+        if not np.array_equal(column.addresses, place):
+            raise CompressionError(_MOVED)
 
 
 def addresses(arrays: Sequence[Array], sizes: Sequence[int]) -> np.ndarray | None:

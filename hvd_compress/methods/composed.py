@@ -169,6 +169,7 @@ class MomentumAfter(Chained, name="momentum_after"):
     def template(self, gradient: Array) -> Chain:
         return self._then_momentum(self.compressor.template(gradient))
 
+    @functools.cache  # noqa: B019, one chain, and so one form of its buckets, in all steps
     def _then_momentum(self, inner: Compressor) -> Chain:
         assert isinstance(inner, Chain)
         # The first one settles last.

@@ -6,12 +6,11 @@ import dataclasses
 import functools
 
 from hvd_compress.aggregators import allgather, alltoall, dense_until
-from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import column_means
 from hvd_compress.config import check_choice, converted
 from hvd_compress.methods.chained import Chained
-from hvd_compress.schedules import Start, as_start, started
+from hvd_compress.schedules import Start, as_start
 from hvd_compress.transforms import error_feedback
 
 
@@ -52,13 +51,6 @@ class OneBit(Chained, name="onebit"):
 
     @functools.cached_property
     def blocks(self) -> Chain:
-        return chain(error_feedback(), via=dense_until(self.start, self._coded.via))
-
-    @functools.cached_property
-    def _coded(self) -> Chain:
-        """The blocks from ``start`` on: the same state, and exchanges of whole buckets."""
         aggregate = alltoall if self.via == "alltoall" else allgather
-        return chain(error_feedback(), via=aggregate(column_means(self.column)))
-
-    def chain(self, gradient: Array, context: Context) -> Chain:
-        return self._coded if started(self.start, context.step, context.epoch) else self.blocks
+        via = dense_until(self.start, aggregate(column_means(self.column)))
+        return chain(error_feedback(), via=via)

@@ -80,6 +80,7 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
     min_size: int = 1024
 
     partner = "OneBitAdam"
+    is_steady = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

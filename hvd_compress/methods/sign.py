@@ -29,6 +29,8 @@ class SignSGD(Chained, name="signsgd"):
 
     reference = "Bernstein et al., ICML 2018"
 
+    is_steady = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         _warn(self.name, 0.0002)
@@ -58,6 +60,7 @@ class Signum(Chained, name="signum"):
     momentum: float | None = None
     nesterov: bool | None = None
 
+    is_steady = True
     takes_momentum = True
 
     def __post_init__(self) -> None:

@@ -41,6 +41,7 @@ class averaged_momentum(Transform, name="averaged_momentum"):
     keys = ("average",)
     per_rank = False
     of_gradients = True
+    elementwise = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

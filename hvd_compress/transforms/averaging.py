@@ -29,6 +29,7 @@ class moving_average(TakesMomentum, name="moving_average"):
     """
 
     of_gradients = True
+    elementwise = True
     averages_momentum = True
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
@@ -54,6 +55,7 @@ class smoothing(Transform, name="smoothing"):
 
     keys = ("average",)
     of_gradients = True
+    elementwise = True
 
     def __post_init__(self) -> None:
         check_momentum("weight", self.weight)

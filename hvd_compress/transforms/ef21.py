@@ -35,6 +35,7 @@ class ef21(Transform, name="ef21"):
     keys = ("estimate", "mean_estimate")
     shared = ("mean_estimate",)
     last = True
+    elementwise = True
     feeds_back = True
 
     def repaired(self, state: State) -> State:

@@ -37,6 +37,10 @@ class error_feedback(Feedback, name="error_feedback"):
     def __post_init__(self) -> None:
         check_choice("units", self.units, ("gradient", "step"))
 
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        return self.units == "gradient"  # else it is a tensor's learning rate, too
+
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         if self.units == "gradient":
             return super().update(x, state, context)

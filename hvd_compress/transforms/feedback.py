@@ -16,6 +16,7 @@ class Feedback(Transform):
     """
 
     feeds_back = True
+    elementwise = True
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         (key,) = self.keys

@@ -16,6 +16,7 @@ class majority_vote(Transform, name="majority_vote"):
     size that could grow with the number of ranks."""
 
     per_rank = False
+    elementwise = True
     homogeneous = False
     additive = False
 

@@ -12,6 +12,8 @@ from hvd_compress.transforms.taking_momentum import TakesMomentum
 
 @dataclasses.dataclass(frozen=True)
 class _Momentum(TakesMomentum):
+    elementwise = True
+
     @staticmethod
     def step(gradient: Array, velocity: Array, m: float, nesterov: bool) -> tuple[Array, Array]:
         """Return the direction and the new velocity, for the momentum ``m``; Lin et al. write

@@ -1,0 +1,289 @@
+"""What forms of whole buckets have in common that write their results in place.
+
+The arrays of a bucket are gradients, the states of their tensors, and where the results are
+written, which most often is in the gradients.  States become the new ones when it is known that the
+values of all ranks are finite, from what is kept of the step until then.  So they need no second
+copy; and a step with a NaN or Inf on any rank leaves them as they were.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import threading
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array, Context, Outcome, Sparse, State
+from hvd_compress.chain import Repeated, Transform, in_range
+from hvd_compress.kernels import Column, are_flat
+from hvd_compress.kernels.arrays import check_places
+from hvd_compress.requests import Joint, Request
+
+_LOOPS = "hvd_compress.kernels"
+
+
+class Tensor(NamedTuple):
+    """One tensor of a bucket in one step: the gradient as it was given, flat as ``x``; the weight
+    of its request; and the context, of which what is of the step is the same for all tensors."""
+
+    gradient: Array
+    x: Array
+    state: State
+    weight: int
+    context: Context
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InPlace(abc.ABC):
+    """The exchange of all tensors of a bucket; see :class:`hvd_compress.requests.Joint`, and
+    :class:`hvd_compress.chain.Fused` for its methods."""
+
+    sends_all: ClassVar[bool] = True
+    #: transforms without a state that come first
+    before: tuple[Transform, ...]
+
+    def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
+        """Take float32 in host memory."""
+        xp = backend_of(gradient)
+        if context.scratch is None or context.sparse or not xp.size(gradient):
+            return None
+        if xp.traces or xp.dtype(gradient) != "float32":
+            return None
+        context = context._replace(shape=xp.shape(gradient))
+        if (weight := self.weight(context)) is None:
+            return None
+        x = xp.widen(gradient)
+        for transform in self.before:
+            x, _ = transform.update(x, {}, context)
+        if xp.loops(x) != _LOOPS:
+            return None
+        return Joint(self, Tensor(gradient, x, state, weight, context), weight, xp.__name__)
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the direction of the step is not the average."""
+        return False
+
+    @property
+    def additive(self) -> bool:
+        """See :class:`hvd_compress.base.Outcome`."""
+        return True
+
+    @abc.abstractmethod
+    def weight(self, context: Context) -> int | None:
+        """Return the weight of the request of a tensor of ``context.shape``, the same on all ranks;
+        ``None`` if it is not taken in this step."""
+
+    @abc.abstractmethod
+    def made(self, tensors: list[Tensor]) -> Bucket:
+        """Return what is kept of a bucket."""
+
+    def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
+        bucket, step = self._bucket(tensors), tensors[0].context
+        xp = backend_of(tensors[0].x)
+        states = [{key: _flat(t.state[key]) for key in bucket.keys} for t in tensors]
+        out = [t.x if step.in_place else xp.zeros(xp.size(t.x), t.x) for t in tensors]
+        momenta = [t.context.momentum for t in tensors]
+        gradients = [t.x for t in tensors]
+        arrays = Arrays(bucket, gradients, states, out, momenta, looked_at=step.needs_sent)
+        finite = yield from bucket.meet(arrays, step)
+        outcomes, new = [], _settled(states, finite)
+        for i, (tensor, x) in enumerate(zip(tensors, out, strict=True)):
+            in_gradient = xp.address(x) == xp.address(tensor.gradient)
+            mean = tensor.gradient if in_gradient else xp.restore(x, tensor.gradient)
+            update, sent = None, stand_in(bucket.sizes[i] if self.sends_all else tensor.weight)
+            if arrays.means is not None:
+                mean, update = _restored(arrays.means[i], tensor.gradient), mean
+            if arrays.sent is not None:
+                sent = _of_backend(arrays.sent[i], tensor.x)
+            outcomes.append(Outcome(mean, sent, new[i], update, self.additive))
+        return outcomes
+
+    def again(
+        self, tensors: Repeated, key: Hashable, context: Context
+    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], list[State]]] | None:
+        bucket = tensors.scratch.get("bucket")
+        if self.before or context.sparse or bucket is None or bucket.form is not self:
+            return None
+        if context.sums and not self.additive:
+            return None
+        if bucket.rank != context.rank or not bucket.is_of(tensors):
+            return None
+        return self._again(bucket, tensors, context)
+
+    def _again(
+        self, bucket: Bucket, tensors: Repeated, context: Context
+    ) -> Generator[Request, Any, tuple[Sequence[Array], list[State]]]:
+        states = [{key: state[key] for key in bucket.keys} for state in tensors.states]
+        gradients = tensors.gradients
+        arrays = Arrays(bucket, gradients, states, gradients, tensors.momenta)
+        finite = yield from bucket.meet(arrays, context)
+        return gradients, _settled(states, finite)
+
+    def _bucket(self, tensors: list[Tensor]) -> Bucket:
+        """What is kept of a bucket between steps, in the first tensor's scratch."""
+        scratch = tensors[0].context.scratch
+        assert scratch is not None
+        bucket: Bucket | None = scratch.get("bucket")
+        # That of what a switch began with is of another form.
+        if bucket is None or bucket.form is not self or bucket.look != look_of(tensors):
+            bucket = scratch["bucket"] = self.made(tensors)
+        return bucket
+
+
+class Bucket(abc.ABC):
+    """What is kept of a bucket."""
+
+    #: of the states that are used
+    keys: tuple[str, ...]
+
+    def __init__(self, form: InPlace, tensors: list[Tensor]) -> None:
+        self.form, self.look = form, look_of(tensors)
+        self.rank, self.size = tensors[0].context.rank, tensors[0].context.size
+        self.shapes = [t.context.shape for t in tensors]
+        self.names = [t.context.name for t in tensors]
+        self.sizes = [backend_of(t.x).size(t.x) for t in tensors]
+        self._weights = [t.weight for t in tensors]
+
+    def sizes_of(self, key: str) -> list[int]:
+        """Return the sizes of an entry of the states."""
+        return self.sizes
+
+    def is_of(self, tensors: Repeated) -> bool:
+        """Return whether these may be the bucket's tensors, in arrays that can be written to."""
+        if self._weights != list(tensors.weights):
+            return False
+        device = getattr(tensors.gradients[0], "device", None)
+        return are_flat([tensors.gradients], self.sizes, device) and all(
+            are_flat([[state.get(key) for state in tensors.states]], self.sizes_of(key), device)
+            for key in self.keys
+        )
+
+    @abc.abstractmethod
+    def meet(
+        self, arrays: Arrays, step: Context
+    ) -> Generator[Request, Any, Sequence[bool] | np.ndarray]:
+        """Write results, states, and what was sent, if that is asked for; return of which tensors
+        they are finite."""
+
+
+class Views(NamedTuple):
+    """The arrays of a bucket as flat ones of NumPy, in the same memory, while nobody else runs; and
+    arrays for the averages, where somebody looks at these and they are not what is in ``out``."""
+
+    x: list[np.ndarray]
+    out: list[np.ndarray]
+    states: dict[str, list[np.ndarray]]
+    means: list[np.ndarray] | None
+
+    def states_at(self, tensor: int, own: slice, keys: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return a run of elements of some entries of a tensor's state."""
+        return {key: self.states[key][tensor][own] for key in keys}
+
+
+class Arrays:
+    """The arrays of a bucket in one step: gradients, states, and where the results are written.
+
+    Attributes:
+        sent: what was sent of each tensor, to be set where ``looked_at``; else ``None``.
+        means: see :class:`Views`.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        gradients: Sequence[Array],
+        states: Sequence[Mapping[str, Array]],
+        out: Sequence[Array],
+        momenta: Sequence[float],
+        *,
+        looked_at: bool = False,
+    ) -> None:
+        self.gradients, self._momenta = gradients, momenta
+        self.sent: list[Any] | None = None
+        self.means: list[np.ndarray] | None = None
+        if looked_at:
+            self.sent = [np.empty(n, np.float32) for n in bucket.sizes]
+            if bucket.form.finishes:
+                self.means = [np.empty(n, np.float32) for n in bucket.sizes]
+        self.states = {key: [state[key] for state in states] for key in bucket.keys}
+        sizes = [bucket.sizes, bucket.sizes, *map(bucket.sizes_of, bucket.keys)]
+        self._parts = list(zip([gradients, out, *self.states.values()], sizes, strict=True))
+        self._places = [column.addresses for column in self._now()]
+
+    def context(self, step: Context, tensor: int) -> Context:
+        """Return what transforms are told of the step of a tensor."""
+        return step._replace(momentum=self._momenta[tensor])
+
+    def _now(self) -> list[Column]:
+        return [Column(arrays, sizes) for arrays, sizes in self._parts]
+
+    def columns(self) -> list[Column]:
+        """Return gradients, where results are written, and states in the order of the bucket's
+        keys; in every turn of this rank anew, since an array is not its memory.
+
+        Raises:
+            CompressionError: an array has other memory than when the step began.
+        """
+        columns = self._now()
+        check_places(columns, self._places)
+        return columns
+
+    def views(self) -> Views:
+        """Return the same as arrays of NumPy."""
+        x, out, *states = (list(column.on_host().arrays) for column in self.columns())
+        return Views(x, out, dict(zip(self.states, states, strict=True)), self.means)
+
+
+def look_of(tensors: list[Tensor]) -> Any:
+    """Return what a bucket of these tensors is kept for."""
+    return [(t.context.name, t.context.shape, t.weight, t.context.rank) for t in tensors]
+
+
+def stand_in(n: int) -> np.ndarray:
+    """Return an array of ``n`` elements that takes no memory, in the place of what was sent."""
+    return np.broadcast_to(np.float32(0), n)
+
+
+class _Rooms(threading.local):
+    """Memory for one tensor at a time, whatever the bucket."""
+
+    room = np.empty((2, 0), np.float32)
+
+
+_rooms = _Rooms()
+
+
+def room(n: int) -> np.ndarray:
+    """Return two arrays of ``n`` elements or more, which nothing keeps beyond a turn."""
+    if _rooms.room.shape[1] < n:
+        _rooms.room = np.empty((2, n), np.float32)
+    return _rooms.room
+
+
+def _restored(mean: np.ndarray, gradient: Array) -> Array:
+    xp = backend_of(gradient)
+    return xp.restore(xp.from_numpy(mean, gradient), gradient)
+
+
+def _of_backend(sent: Any, like: Array) -> Any:
+    from_numpy = backend_of(like).from_numpy
+    if isinstance(sent, Sparse):
+        return Sparse(*(from_numpy(part, like) for part in sent))
+    return from_numpy(sent, like)
+
+
+def _flat(x: Array) -> Array:
+    """Return ``x``, or what takes its place if it was given memory with other strides."""
+    xp = backend_of(x)
+    return xp.copy(x) if xp.address(x) is None else x
+
+
+def _settled(states: Sequence[State], finite: Sequence[bool] | np.ndarray) -> list[State]:
+    """Return the states after the step, which were written in place where it was finite."""
+    pairs = zip(states, finite, strict=True)
+    return [dict(state) if fine else in_range(state) for state, fine in pairs]

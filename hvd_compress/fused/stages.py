@@ -1,0 +1,139 @@
+"""Transforms of a bucket's tensors, in place and part by part.
+
+What a chain of elementwise transforms does to a tensor it does to each part of it.  So a tensor
+needs no memory but for what is passed on, and all that is done to a part is done while it is in the
+processor's caches.  The transforms are those of the blocks, and so are the bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from hvd_compress.base import Context, Sparse, State
+from hvd_compress.chain import Transform
+from hvd_compress.transforms import error_feedback
+
+#: elements of a part
+_PART = 1 << 14
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stages:
+    """Elementwise transforms, in the order in which they are applied to a gradient.
+
+    Attributes:
+        keys: of their states.
+        nesterov: the optimizer's flag.
+        finishes: the direction of the step is not the average.
+    """
+
+    transforms: tuple[Transform, ...]
+    nesterov: bool
+
+    @classmethod
+    def of(
+        cls, transforms: Sequence[Transform], context: Context
+    ) -> tuple[tuple[Transform, ...], Stages] | None:
+        """Return the transforms that come first and have no state, and those behind them, which are
+        elementwise; ``None`` if there are others."""
+        first = next((i for i, t in enumerate(transforms) if t.elementwise), len(transforms))
+        before, behind = tuple(transforms[:first]), tuple(transforms[first:])
+        if any(t.keys or _finishes(t) for t in before):
+            return None
+        if not all(t.elementwise for t in behind):
+            return None
+        return before, cls(behind, context.nesterov)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(key for transform in self.transforms for key in transform.keys)
+
+    @property
+    def finishes(self) -> bool:
+        return any(map(_finishes, self.transforms))
+
+    @property
+    def additive(self) -> bool:
+        return all(transform.additive for transform in self.transforms)
+
+    @property
+    def feeds_back(self) -> bool:
+        return any(transform.feeds_back for transform in self.transforms)
+
+    @property
+    def _only_feeds_back(self) -> bool:
+        return len(self.transforms) == 1 and type(self.transforms[0]) is error_feedback
+
+    def passed_on(
+        self, x: np.ndarray, states: Mapping[str, np.ndarray], context: Context, out: np.ndarray
+    ) -> np.ndarray:
+        """Return what is passed on of ``x``, flat like all arrays here: ``x`` itself if there are
+        no transforms, else ``out``."""
+        if not self.transforms:
+            return x
+        if self._only_feeds_back:
+            return np.add(x, states["residual"], out=out)
+        for part in _parts(x.size):
+            out[part], _ = self._updated(x[part], _at(states, part), context)
+        return out
+
+    def settle(
+        self,
+        x: np.ndarray,
+        states: Mapping[str, np.ndarray],
+        context: Context,
+        sent: np.ndarray | Sparse,
+        mean: np.ndarray | None = None,
+        out: np.ndarray | None = None,
+    ) -> None:
+        """Write the new states after a step in which all is finite; and to ``out``, which may be
+        ``x``, the direction of the step, given the ``mean``, where they make it of that."""
+        if self._only_feeds_back:
+            assert not isinstance(sent, Sparse)
+            residual = states["residual"]
+            np.add(x, residual, out=residual)
+            residual -= sent
+            return
+        for part in _parts(x.size):
+            its_x, its_states, its_sent = x[part], _at(states, part), _sent_in(sent, part)
+            _, own = self._updated(its_x, its_states, context)
+            direction = np.float32(0) if mean is None else mean[part]
+            for transform, state in zip(reversed(self.transforms), reversed(own), strict=True):
+                state = transform.settle(its_sent, state, context)
+                if mean is not None:
+                    direction, state = transform.finish(direction, state, context)
+                for key in transform.keys:
+                    its_states[key][:] = state[key]
+            if out is not None:
+                out[part] = direction
+
+    def _updated(
+        self, x: np.ndarray, states: State, context: Context
+    ) -> tuple[np.ndarray, list[State]]:
+        context, own = context._replace(nesterov=self.nesterov), []
+        for transform in self.transforms:
+            x, state = transform.update(x, {key: states[key] for key in transform.keys}, context)
+            own.append(state)
+        return x, own
+
+
+def _finishes(transform: Transform) -> bool:
+    return type(transform).finish is not Transform.finish
+
+
+def _parts(n: int) -> Iterator[slice]:
+    return (slice(at, min(n, at + _PART)) for at in range(0, n, _PART))
+
+
+def _at(states: Mapping[str, np.ndarray], part: slice) -> State:
+    return {key: x[part] for key, x in states.items()}
+
+
+def _sent_in(sent: np.ndarray | Sparse, part: slice) -> np.ndarray | Sparse:
+    if not isinstance(sent, Sparse):
+        return sent[part]
+    a, b = np.searchsorted(sent.indices, [part.start, part.stop])
+    return Sparse(sent.indices[a:b] - part.start, sent.values[a:b])
