@@ -59,20 +59,19 @@ def measure(loops: Any, pool: Any, make: Callable[[int], Any], timed: Any) -> tu
     random = np.random.default_rng(0)
     bounds = list(itertools.pairwise([0, *itertools.accumulate(SIZES)]))
     selection = loops.Selection(SIZES, [math.ceil(options.density * n) for n in SIZES])
-    old, new, plain = ([*zip(arrays(), arrays(), strict=True)] for _ in range(3))
+    own, plain = ([*zip(arrays(), arrays(), strict=True)] for _ in range(2))
     steps, streams = [], []
     for _ in range(options.rounds):
         shift = 4 * int(random.integers(250_000))  # 16 bytes: where tensors start
         gradients = [pool[shift + a : shift + b] for a, b in bounds]
-        rows = [(g, *own) for g, own in zip(gradients, plain, strict=True)]
+        rows = [(g, *its) for g, its in zip(gradients, plain, strict=True)]
         streams.append(timed(loops.stream, rows)[1])
-        both = zip(gradients, old, new, strict=True)
-        step = kernels.Steps.of((g, v, v1, u, u1) for g, (u, v), (u1, v1) in both)
-        found, seconds = timed(selection.accumulate, step, 0.9)
+        both = zip(gradients, own, strict=True)
+        step = kernels.Steps.of((g, v, v, u, u) for g, (u, v) in both)
+        found, seconds = timed(selection.select, step, 0.9)
         left = np.zeros_like(found.values)
-        _, more = timed(selection.settle, step, found.indices, left, True)
+        _, more = timed(selection.settle, step, found.indices, left, True, found.finite)
         steps.append(seconds + more)
-        old, new = new, old
     # In the first steps the thresholds are not known, and change.
     return tuple(statistics.median(x[options.rounds // 3 :]) for x in (steps, streams))
 

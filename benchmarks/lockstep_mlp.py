@@ -106,11 +106,9 @@ class AtOnce(Exchange):
         self.counts: list[int] = []
         self.bytes: dict[tuple[int, ...], int] = {}
         if self.sparse:
-            old, new, *velocities = (self._column(self._zeros()) for _ in range(4))
-            given = self._column(self.gradients)
-            u, new_u = velocities if self.inside else (None, None)
-            # States are written beside the old ones, and take turns.
-            self.steps = [Steps(given, old, new, u, new_u), Steps(given, new, old, new_u, u)]
+            given, v = self._column(self.gradients), self._column(self._zeros())
+            u = self._column(self._zeros()) if self.inside else None
+            self.steps = Steps(given, v, v, u, u)
             self.means = Column([self.directions[name].reshape(-1) for name in self.sparse])
 
     def of_sparse(self) -> list[str]:
@@ -139,12 +137,10 @@ class AtOnce(Exchange):
         if counts != self.counts:
             self.counts = counts
             self.selection = Selection(self.sizes * self.ranks, counts * self.ranks)
-        now = self.steps[0]
-        self.steps.reverse()
         momentum = self.momentum if self.inside else None
-        indices, values, _ = self.selection.accumulate(now, momentum, nesterov=True)
+        indices, values, finite = self.selection.select(self.steps, momentum, nesterov=True)
         masking = self.inside and self.method.masking
-        self.selection.settle(now, indices, np.zeros_like(values), masking)
+        self.selection.settle(self.steps, indices, np.zeros_like(values), masking, finite)
         own = indices.reshape(self.ranks, -1)
         own = own - sum(self.sizes) * np.arange(self.ranks)[:, None]
         add_up(self.means, [*own], [*values.reshape(self.ranks, -1)], self.ranks)

@@ -20,12 +20,16 @@ def problem_of(device: torch.device) -> str | None:
     rows = [[random.standard_normal(n).astype(np.float32) for _ in range(5)] for n in _SIZES]
     expected, steps = Steps.of(rows), Steps.of([[from_numpy(x, like) for x in row] for row in rows])
     try:
-        found = triton_loops.Selection(_SIZES, _COUNTS).accumulate(steps, _MOMENTUM)
+        selection = triton_loops.Selection(_SIZES, _COUNTS)
+        found = selection.select(steps, _MOMENTUM)
+        selection.settle(steps, found.indices, found.values, True, found.finite)
         states = [to_numpy(x) for row in steps.rows() for x in row]
     except Exception as error:  # of its compiler, the driver or the launch: these have no base
         text = str(error).partition("\n")[0]
         return f"Triton's kernels fail there ({type(error).__name__}: {text})"
-    wanted = reference.Selection(_SIZES, _COUNTS).accumulate(expected, _MOMENTUM, False)
+    plain = reference.Selection(_SIZES, _COUNTS)
+    wanted = plain.select(expected, _MOMENTUM, False)
+    plain.settle(expected, wanted.indices, wanted.values, True, wanted.finite)
     pairs = [
         (found.indices, wanted.indices),
         (found.values, wanted.values),

@@ -38,10 +38,12 @@ def magnitudes(x):
 
 
 @triton.jit
-def _updated(addresses, t, at, inside, momenta, kind: tl.constexpr, aligned: tl.constexpr):
-    """Write the new state of the elements ``at``; return their new residual."""
+def _moved(addresses, t, at, inside, momenta, kind: tl.constexpr, aligned: tl.constexpr):
+    """The next velocity and residual of the elements ``at``, before anything is sent.  ``kind`` is
+    0 without momentum, 1 with momentum, 2 with Nesterov's."""
     gradient = tl.load(_pointer(addresses, t, _GRADIENT, aligned) + at, mask=inside)
     direction = gradient
+    velocity = gradient
     if kind != 0:
         velocity = tl.load(_pointer(addresses, t, _VELOCITY, aligned) + at, mask=inside)
         if kind == 1:
@@ -50,11 +52,8 @@ def _updated(addresses, t, at, inside, momenta, kind: tl.constexpr, aligned: tl.
         else:
             velocity = tl.load(momenta + t) * (velocity + gradient)
             direction = velocity + gradient
-        tl.store(_pointer(addresses, t, _NEW_VELOCITY, aligned) + at, velocity, mask=inside)
     residual = tl.load(_pointer(addresses, t, _RESIDUAL, aligned) + at, mask=inside)
-    residual = direction + residual
-    tl.store(_pointer(addresses, t, _NEW_RESIDUAL, aligned) + at, residual, mask=inside)
-    return residual
+    return velocity, direction + residual
 
 
 @triton.jit
@@ -66,21 +65,20 @@ def _block(tensors, owners, width: tl.constexpr):
 
 
 @triton.jit
-def accumulate(
+def search(
     addresses, tensors, owners, thresholds, found, largest, counts, kept, momenta,
     kind: tl.constexpr, aligned: tl.constexpr, width: tl.constexpr, room: tl.constexpr,
 ):  # fmt: skip
-    """Write the new state of a block, and keep the places of its candidates: as many as there is
-    room for.  ``kind`` is 0 without momentum, 1 with momentum, 2 with Nesterov's."""
+    """Keep the places of a block's candidates: as many as there is room for."""
     block, t, start = _block(tensors, owners, width)
     n = tl.load(tensors + t * _COLUMNS + _N)
     lane = tl.arange(0, width)
     at = start + lane
     inside = at < n
     if start + width <= n:
-        x = _updated(addresses, t, at, None, momenta, kind, aligned)
+        _, x = _moved(addresses, t, at, None, momenta, kind, aligned)
     else:
-        x = _updated(addresses, t, at, inside, momenta, kind, aligned)
+        _, x = _moved(addresses, t, at, inside, momenta, kind, aligned)
     bits = tl.where(inside, magnitudes(x), 0)
     hits = bits >= tl.load(thresholds + t)  # which is at least 1
     count = tl.sum(hits.to(tl.int32))
@@ -115,8 +113,9 @@ def _places(kept, block, lane, size, suffice, room: tl.constexpr):
 
 @triton.jit
 def count_digits(
-    addresses, tensors, owners, found, largest, counts, kept, prefixes, histograms,
-    shift: tl.constexpr, digits: tl.constexpr, width: tl.constexpr, room: tl.constexpr,
+    addresses, tensors, owners, found, largest, counts, kept, prefixes, histograms, momenta,
+    kind: tl.constexpr, shift: tl.constexpr, digits: tl.constexpr,
+    width: tl.constexpr, room: tl.constexpr,
 ):  # fmt: skip
     """Count each value of a digit, ``digits`` bits above the ``shift`` lowest ones, over all
     magnitudes that begin with the tensor's prefix."""
@@ -125,12 +124,12 @@ def count_digits(
     prefix = 0
     if shift + digits < 31:
         prefix = tl.load(prefixes + t) >> (shift + digits)
-    residual = _pointer(addresses, t, _NEW_RESIDUAL, False) + start
     for first in range(0, size, room):
         lane = first + tl.arange(0, room)
         inside = lane < size
         place = _places(kept, block, lane, size, suffice, room)
-        bits = magnitudes(tl.load(residual + place, mask=inside, other=0.0))
+        _, x = _moved(addresses, t, start + place, inside, momenta, kind, False)
+        bits = magnitudes(x)
         same = inside & ((bits >> (shift + digits)) == prefix)
         digit = (bits >> shift) & ((1 << digits) - 1)
         tl.atomic_add(histograms + t * BINS + digit, 1, mask=same, sem="relaxed")
@@ -170,20 +169,20 @@ def decide_digit(
 @triton.jit
 def count_selected(
     addresses, tensors, owners, found, largest, counts, kept, prefixes, above, equal,
-    width: tl.constexpr, room: tl.constexpr,
+    momenta, kind: tl.constexpr, width: tl.constexpr, room: tl.constexpr,
 ):  # fmt: skip
     """Count the magnitudes of a block above the k-th largest, and those equal to it."""
     block, t, start = _block(tensors, owners, width)
     suffice, size = _to_search(tensors, found, largest, counts, block, t, start, width, room)
     kth = tl.load(prefixes + t)
-    residual = _pointer(addresses, t, _NEW_RESIDUAL, False) + start
     larger = tl.zeros((room,), tl.int32)
     ties = tl.zeros((room,), tl.int32)
     for first in range(0, size, room):
         lane = first + tl.arange(0, room)
         inside = lane < size
         place = _places(kept, block, lane, size, suffice, room)
-        bits = magnitudes(tl.load(residual + place, mask=inside, other=0.0))
+        _, x = _moved(addresses, t, start + place, inside, momenta, kind, False)
+        bits = magnitudes(x)
         larger += (inside & (bits > kth)).to(tl.int32)
         ties += (inside & (bits == kth)).to(tl.int32)
     tl.store(above + block, tl.sum(larger))
@@ -201,7 +200,7 @@ def _before(ends, counts, block, first_block):
 def write_selected(
     addresses, tensors, owners, found, largest, counts, kept, prefixes, missing,
     above, equal, above_ends, equal_ends, values, places, most,
-    width: tl.constexpr, room: tl.constexpr,
+    momenta, kind: tl.constexpr, width: tl.constexpr, room: tl.constexpr,
 ):  # fmt: skip
     """Write the selected entries of a block, in ascending order, and the tensor's largest
     magnitude.  Of a tensor that is not finite, NaN is selected at the first places."""
@@ -218,12 +217,11 @@ def write_selected(
     tl.store(most + t, magnitude, mask=block == first_block)
     larger = _before(above_ends, above, block, first_block)
     equals = _before(equal_ends, equal, block, first_block)
-    residual = _pointer(addresses, t, _NEW_RESIDUAL, False) + start
     for first in range(0, size, room):
         lane = first + tl.arange(0, room)
         inside = lane < size
         place = _places(kept, block, lane, size, suffice, room)
-        x = tl.load(residual + place, mask=inside, other=0.0)
+        _, x = _moved(addresses, t, start + place, inside, momenta, kind, False)
         bits = magnitudes(x)
         is_larger = inside & (bits > kth)
         is_equal = inside & (bits == kth)
@@ -241,14 +239,32 @@ def write_selected(
         equals += tl.sum(is_equal.to(tl.int32))
 
 
+@triton.jit
+def move(
+    addresses, tensors, owners, momenta, fine,
+    kind: tl.constexpr, aligned: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Write the next velocities and residuals of a block, if its tensor is ``fine``."""
+    _, t, start = _block(tensors, owners, width)
+    at = start + tl.arange(0, width)
+    inside = (at < tl.load(tensors + t * _COLUMNS + _N)) & (tl.load(fine + t) != 0)
+    velocity, residual = _moved(addresses, t, at, inside, momenta, kind, aligned)
+    if kind != 0:
+        tl.store(_pointer(addresses, t, _NEW_VELOCITY, aligned) + at, velocity, mask=inside)
+    tl.store(_pointer(addresses, t, _NEW_RESIDUAL, aligned) + at, residual, mask=inside)
+
+
 @triton.jit(do_not_specialize=["entries"])
 def settle(
-    addresses, owners, places, remaining, entries, masking: tl.constexpr, width: tl.constexpr
-):
+    addresses, owners, places, remaining, entries, fine,
+    masking: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
     """Write what remains of the selected entries, and with ``masking`` clear their velocities."""
     i = tl.program_id(0) * width + tl.arange(0, width)
     inside = i < entries
-    row = addresses + tl.load(owners + i, mask=inside, other=0) * _ARRAYS
+    t = tl.load(owners + i, mask=inside, other=0)
+    inside = inside & (tl.load(fine + t) != 0)
+    row = addresses + t * _ARRAYS
     place = tl.load(places + i, mask=inside, other=0)
     residual = tl.load(row + _NEW_RESIDUAL).to(tl.pointer_type(tl.float32))
     tl.store(residual + place, tl.load(remaining + i, mask=inside), mask=inside)

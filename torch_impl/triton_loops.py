@@ -1,8 +1,8 @@
 """The loops of :mod:`hvd_compress.kernels` for tensors in a GPU's memory, in Triton, with the same
 bits.
 
-Every kernel runs over all tensors of a bucket, whose addresses are in a table.  One pass writes the
-new state and notes candidates: the elements whose magnitude is at least one that was predicted.
+Every kernel runs over all tensors of a bucket, whose addresses are in a table.  One pass notes
+candidates: the elements whose magnitude is at least one that was predicted.
 Then the k-th largest magnitude of each tensor is found digit by digit (radix selection) among its
 candidates; or among all elements, if there are fewer than k candidates, or in a block more than it
 has room for.  So a prediction changes the time and never the choice.
@@ -13,6 +13,7 @@ The host waits once, for the selected entries of the whole bucket.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,8 +58,10 @@ class Selection:
         self._shifts = np.repeat(_starts(sizes), counts)
         self._width, self._room = width, room
         self._memory: _Memory | None = None
+        #: momenta, their kind, and whether all addresses are multiples of 16: of the last step
+        self._move: Any = None
 
-    def accumulate(self, steps: Steps, momentum: Momentum, nesterov: bool = False) -> Selected:
+    def select(self, steps: Steps, momentum: Momentum = None, nesterov: bool = False) -> Selected:
         like = steps.gradients.arrays[0]
         if self._memory is None or self._memory.device != like.device:
             self._memory = _Memory(self._tensors, self._blocks, self._entries, self._room, like)
@@ -67,8 +70,9 @@ class Selection:
         memory.addresses = from_numpy(table, like)
         kind = 0 if momentum is None else 2 if nesterov else 1
         momenta = from_numpy(momenta_of(momentum, len(table)), like)
+        self._move = momenta, kind, not (table % 16).any()
         with torch.cuda.device_of(like):
-            self._select(memory, kind, momenta, not (table % 16).any())
+            self._select(memory, *self._move)
         memory.on_host.copy_(memory.selected)  # the only thing that the host waits for
         values, places, most = memory.parts(memory.on_host)
         return Selected(
@@ -77,13 +81,13 @@ class Selection:
             most.numpy() < kernels.INFINITY.value,
         )
 
-    def _select(self, memory: _Memory, kind: int, momenta: torch.Tensor, aligned: bool) -> None:
+    def _select(self, memory: _Memory, momenta: torch.Tensor, kind: int, aligned: bool) -> None:
         blocks, tensors = (self._blocks.size,), (len(self._tensors),)
         form = {"width": self._width, "room": self._room}
         tables = memory.addresses, memory.tensors, memory.blocks
         candidates = memory.found, memory.largest, memory.counts, memory.kept
         memory.counters.zero_()
-        kernels.accumulate[blocks](
+        kernels.search[blocks](
             *(*tables, memory.thresholds, *candidates, momenta),
             **form,
             kind=kind,
@@ -93,11 +97,13 @@ class Selection:
         )
         for histograms, (shift, digits) in zip(memory.histograms, _DIGITS, strict=True):
             kernels.count_digits[blocks](
-                *(*tables, *candidates, memory.prefixes, histograms),
+                *(*tables, *candidates, memory.prefixes, histograms, momenta),
                 **form,
+                kind=kind,
                 shift=shift,
                 digits=digits,
                 num_warps=2,
+                **_EXACT,
             )
             kernels.decide_digit[tensors](
                 *(memory.tensors, memory.largest, memory.thresholds),
@@ -106,27 +112,49 @@ class Selection:
                 is_first=shift == _DIGITS[0][0],
             )
         kernels.count_selected[blocks](
-            *(*tables, *candidates, memory.prefixes, *memory.hits), **form, num_warps=2
+            *(*tables, *candidates, memory.prefixes, *memory.hits, momenta),
+            **form,
+            kind=kind,
+            num_warps=2,
+            **_EXACT,
         )
         kernels.write_selected[blocks](
             *(*tables, *candidates, memory.prefixes, memory.missing),
-            *(*memory.hits, *memory.hits.cumsum(1), *memory.parts(memory.selected)),
+            *(*memory.hits, *memory.hits.cumsum(1), *memory.parts(memory.selected), momenta),
             **form,
+            kind=kind,
             num_warps=2,
+            **_EXACT,
         )
 
     def settle(
-        self, steps: Steps, indices: np.ndarray, remaining: np.ndarray, masking: bool
+        self,
+        steps: Steps,
+        indices: np.ndarray,
+        remaining: np.ndarray,
+        masking: bool,
+        finite: np.ndarray,
     ) -> None:
-        """As there, with the steps and the indices of the last ``accumulate``, which are on the GPU
-        still."""
-        memory = self._memory
+        """As there, with the indices of the last ``select``, which are on the GPU still."""
+        memory, like = self._memory, steps.gradients.arrays[0]
         assert memory is not None
+        momenta, kind, _ = self._move
+        table = steps.table()
+        memory.addresses = from_numpy(table, like)
+        fine = from_numpy(finite.astype(np.int32), like)
         _, places, _ = memory.parts(memory.selected)
-        with torch.cuda.device_of(places):
+        with torch.cuda.device_of(like):
+            kernels.move[(self._blocks.size,)](
+                *(memory.addresses, memory.tensors, memory.blocks, momenta, fine),
+                kind=kind,
+                aligned=not (table % 16).any(),
+                width=self._width,
+                num_warps=8,
+                **_EXACT,
+            )
             kernels.settle[(triton.cdiv(remaining.size, _ENTRIES),)](
                 *(memory.addresses, memory.entries, places, from_numpy(remaining, places)),
-                remaining.size,
+                *(remaining.size, fine),
                 masking=masking,
                 width=_ENTRIES,
             )
@@ -179,17 +207,15 @@ def add_up(
     indices: Sequence[np.ndarray],
     values: Sequence[np.ndarray],
     size: int,
-) -> np.ndarray:
+) -> None:
     """See :func:`hvd_compress.kernels.add_up`; ``out`` is on one GPU, and the host waits for
     nothing."""
     bounds, addresses, like = np.cumsum([0, *out.sizes]), out.addresses, out.arrays[0]
-    finite = np.ones(len(out.sizes), bool)
     places = []
-    for own, theirs in zip(indices, values, strict=True):
+    for own in indices:
         if own.size and (own[0] < 0 or own[-1] >= bounds[-1] or (own[1:] <= own[:-1]).any()):
             raise ValueError("indices must be ascending and in range")
         tensors = np.repeat(np.arange(len(out.sizes)), np.diff(np.searchsorted(own, bounds)))
-        finite[tensors[~np.isfinite(theirs)]] = False
         places.append(addresses[tensors] + 4 * (own - bounds[tensors]))
     torch._foreach_zero_(list(out.arrays))
     if entries := sum(own.size for own in places):
@@ -202,7 +228,6 @@ def add_up(
                 width=_ENTRIES,
                 **_EXACT,
             )
-    return finite
 
 
 def stream(arrays: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:

@@ -20,7 +20,7 @@ from hvd_compress.coding.elements import as_values
 from hvd_compress.coding.sparse_vectors import add_up
 from hvd_compress.config import check_choice, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.fused import FusedAllgather, FusedTopK, dense_is_less
+from hvd_compress.fused import FusedAllgather, FusedElements, FusedTopK, dense_is_less
 from hvd_compress.operators import Selector, random_k, top_k
 from hvd_compress.operators.classes import Classes
 from hvd_compress.requests import Request, SparseSum
@@ -111,25 +111,21 @@ class allgather(Aggregator, name="allgather"):
             return FusedAllgather.of(transforms, self.select, context)
         if not (isinstance(self.select, top_k) and isinstance(self.values, str | logarithmic)):
             return None
+        if self.algorithm != "allgather":
+            return None
         *before, last = transforms or (None,)
+        how = self.select, self.values, self.indices
         correction, nesterov = None, False
         if before and isinstance(last_before := before[-1], momentum_correction):
             correction = last_before
             del before[-1]
             _, nesterov = correction.in_use(context)
-        if self.algorithm != "allgather" or type(last) is not error_feedback:
+        if not isinstance(last, error_feedback) or any(t.elementwise for t in before):
+            return FusedElements.of(transforms, *how, context)
+        if last.units != "gradient" or any(t.keys for t in before):
             return None
-        if any(t.keys for t in before) or last.units != "gradient":
-            return None
-        return FusedTopK(
-            tuple(before),
-            self.select,
-            correction,
-            nesterov,
-            self.values,
-            self.indices,
-            context.size,
-        )
+        select, values, indices = how
+        return FusedTopK(tuple(before), select, correction, nesterov, values, indices)
 
     def coding(self, n: int, context: Context) -> Coding:
         if isinstance(self.select, Codec):

@@ -9,10 +9,10 @@ from typing import Any
 from hvd_compress.aggregators.meetings import summed
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, State
-from hvd_compress.chain import Aggregated, Aggregator, Transform
+from hvd_compress.chain import Aggregated, Aggregator, Fused, Transform
 from hvd_compress.coding import Coding, drawn, whole
 from hvd_compress.config import check_choice
-from hvd_compress.fused import FusedSum
+from hvd_compress.fused import FusedDrawn, FusedSum
 from hvd_compress.operators import random_k
 from hvd_compress.operators.classes import IDENTITY, Classes
 from hvd_compress.requests import Request, Sum
@@ -59,9 +59,12 @@ class allreduce(Aggregator, name="allreduce"):
             return IDENTITY
         return (self.select.scaled_classes if self.unbiased else self.select.classes)(d, context)
 
-    def fused(self, transforms: Sequence[Transform], context: Context) -> FusedSum | None:
+    def fused(self, transforms: Sequence[Transform], context: Context) -> Fused | None:
+        # Of half precisions, which take another way, only the aggregator knows what is sent.
+        wire = None if self.wire == "gradient" else self.wire
         if self.select is not None:
-            return None
+            coding = self._drawn(self.select, None)
+            return FusedDrawn.of(transforms, coding, wire, self.algorithm, context)
         before = list(transforms)
         momentum, nesterov = None, False
         if before and isinstance(last := before[-1], momentum_after_averaging):
@@ -70,8 +73,6 @@ class allreduce(Aggregator, name="allreduce"):
             _, nesterov = momentum.in_use(context)
         if any(type(t).finish is not Transform.finish or t.keys for t in before):
             return None
-        # Of half precisions, which take another way, only the aggregator knows what is sent.
-        wire = None if self.wire == "gradient" else self.wire
         return FusedSum(tuple(before), momentum, nesterov, wire, self.algorithm, context.size)
 
     def _wire(self, context: Context) -> str | None:

@@ -52,7 +52,7 @@ class drawn(Coding, name="drawn"):
             indices = self.select.select(x, k, context)
         else:
             (indices,) = xp.on_host(
-                lambda step: [self._places(n, step, context.rank, context)],
+                lambda step: [self.places(n, context._replace(step=step))],
                 [context.step],
                 [("int64", k)],
                 x,
@@ -62,9 +62,9 @@ class drawn(Coding, name="drawn"):
             values = values * (n / k)
         return Sparse(indices, xp.round_to(values, self.wire, saturate=not self.alike))
 
-    def _places(self, n: int, step: Any, rank: int, context: Context) -> np.ndarray:
-        its = context._replace(step=int(step), rank=rank)
-        random = shared_generator(its) if self.alike else own_generator(its)
+    def places(self, n: int, context: Context) -> np.ndarray:
+        """Return which of ``n`` elements the context's rank sends, ascending (int64)."""
+        random = shared_generator(context) if self.alike else own_generator(context)
         return self.select.draw(n, self.select.count(n, context), random)
 
     def encode(self, x: Array, state: State, context: Context) -> Encoded:
@@ -94,7 +94,7 @@ class drawn(Coding, name="drawn"):
             total = np.zeros(n, dtype)
             for rank, message in zip(senders, messages, strict=True):
                 found = decode_dense(message, k, self.wire or dtype, sender=f"rank {rank}")
-                total[self._places(n, step, rank, context)] += found
+                total[self.places(n, context._replace(step=step, rank=rank))] += found
             return [total]
 
         (total,) = xp.on_host(add_up, [context.step, *messages], [(dtype, n)], like)

@@ -43,6 +43,8 @@ class InPlace(abc.ABC):
     :class:`hvd_compress.chain.Fused` for its methods."""
 
     sends_all: ClassVar[bool] = True
+    #: results may be sparse
+    makes_sparse: ClassVar[bool] = False
     #: transforms without a state that come first
     before: tuple[Transform, ...]
 
@@ -85,17 +87,19 @@ class InPlace(abc.ABC):
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         bucket, step = self._bucket(tensors), tensors[0].context
         xp = backend_of(tensors[0].x)
-        states = [{key: _flat(t.state[key]) for key in bucket.keys} for t in tensors]
-        out = [t.x if step.in_place else xp.zeros(xp.size(t.x), t.x) for t in tensors]
+        states = [{key: flat(t.state[key]) for key in bucket.keys} for t in tensors]
+        out = [t.x if step.in_place else bucket.empty(t.x) for t in tensors]
         momenta = [t.context.momentum for t in tensors]
         gradients = [t.x for t in tensors]
         arrays = Arrays(bucket, gradients, states, out, momenta, looked_at=step.needs_sent)
+        arrays.dtypes = [xp.dtype(t.gradient) for t in tensors]
         finite = yield from bucket.meet(arrays, step)
-        outcomes, new = [], _settled(states, finite)
+        outcomes, new = [], settled(states, finite, arrays.new)
         for i, (tensor, x) in enumerate(zip(tensors, out, strict=True)):
-            in_gradient = xp.address(x) == xp.address(tensor.gradient)
-            mean = tensor.gradient if in_gradient else xp.restore(x, tensor.gradient)
+            mean = in_place_of(tensor.gradient, x)
             update, sent = None, stand_in(bucket.sizes[i] if self.sends_all else tensor.weight)
+            if arrays.sparse is not None:
+                mean = arrays.sparse[i]
             if arrays.means is not None:
                 mean, update = _restored(arrays.means[i], tensor.gradient), mean
             if arrays.sent is not None:
@@ -107,7 +111,9 @@ class InPlace(abc.ABC):
         self, tensors: Repeated, key: Hashable, context: Context
     ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], list[State]]] | None:
         bucket = tensors.scratch.get("bucket")
-        if self.before or context.sparse or bucket is None or bucket.form is not self:
+        if self.before or bucket is None or bucket.form is not self:
+            return None
+        if context.sparse and not self.makes_sparse:
             return None
         if context.sums and not self.additive:
             return None
@@ -117,12 +123,13 @@ class InPlace(abc.ABC):
 
     def _again(
         self, bucket: Bucket, tensors: Repeated, context: Context
-    ) -> Generator[Request, Any, tuple[Sequence[Array], list[State]]]:
+    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], list[State]]]:
         states = [{key: state[key] for key in bucket.keys} for state in tensors.states]
         gradients = tensors.gradients
         arrays = Arrays(bucket, gradients, states, gradients, tensors.momenta)
         finite = yield from bucket.meet(arrays, context)
-        return gradients, _settled(states, finite)
+        directions = gradients if arrays.sparse is None else arrays.sparse
+        return directions, settled(states, finite, arrays.new)
 
     def _bucket(self, tensors: list[Tensor]) -> Bucket:
         """What is kept of a bucket between steps, in the first tensor's scratch."""
@@ -147,7 +154,7 @@ class Bucket(abc.ABC):
         self.shapes = [t.context.shape for t in tensors]
         self.names = [t.context.name for t in tensors]
         self.sizes = [backend_of(t.x).size(t.x) for t in tensors]
-        self._weights = [t.weight for t in tensors]
+        self.weights = [t.weight for t in tensors]
 
     def sizes_of(self, key: str) -> list[int]:
         """Return the sizes of an entry of the states."""
@@ -155,13 +162,18 @@ class Bucket(abc.ABC):
 
     def is_of(self, tensors: Repeated) -> bool:
         """Return whether these may be the bucket's tensors, in arrays that can be written to."""
-        if self._weights != list(tensors.weights):
+        if self.weights != list(tensors.weights):
             return False
         device = getattr(tensors.gradients[0], "device", None)
         return are_flat([tensors.gradients], self.sizes, device) and all(
             are_flat([[state.get(key) for state in tensors.states]], self.sizes_of(key), device)
             for key in self.keys
         )
+
+    def empty(self, like: Array) -> Array:
+        """Return memory for a result like ``like``."""
+        xp = backend_of(like)
+        return xp.zeros(xp.size(like), like)
 
     @abc.abstractmethod
     def meet(
@@ -191,6 +203,9 @@ class Arrays:
     Attributes:
         sent: what was sent of each tensor, to be set where ``looked_at``; else ``None``.
         means: see :class:`Views`.
+        sparse: the averages, where they are not written.
+        new: states that take the place of the old ones, where these are not written.
+        dtypes: of the gradients.
     """
 
     def __init__(
@@ -203,8 +218,11 @@ class Arrays:
         *,
         looked_at: bool = False,
     ) -> None:
-        self.gradients, self._momenta = gradients, momenta
+        self.gradients, self.momenta = gradients, momenta
         self.sent: list[Any] | None = None
+        self.sparse: list[Sparse] | None = None
+        self.new: list[State] | None = None
+        self.dtypes = ["float32"]
         self.means: list[np.ndarray] | None = None
         if looked_at:
             self.sent = [np.empty(n, np.float32) for n in bucket.sizes]
@@ -217,10 +235,15 @@ class Arrays:
 
     def context(self, step: Context, tensor: int) -> Context:
         """Return what transforms are told of the step of a tensor."""
-        return step._replace(momentum=self._momenta[tensor])
+        return step._replace(momentum=self.momenta[tensor])
 
     def _now(self) -> list[Column]:
         return [Column(arrays, sizes) for arrays, sizes in self._parts]
+
+    def by_tensor(self) -> list[State]:
+        """Return the states of each tensor."""
+        rows = zip(*self.states.values(), strict=True)
+        return [dict(zip(self.states, row, strict=True)) for row in rows]
 
     def columns(self) -> list[Column]:
         """Return gradients, where results are written, and states in the order of the bucket's
@@ -241,7 +264,8 @@ class Arrays:
 
 def look_of(tensors: list[Tensor]) -> Any:
     """Return what a bucket of these tensors is kept for."""
-    return [(t.context.name, t.context.shape, t.weight, t.context.rank) for t in tensors]
+    rank, device = tensors[0].context.rank, getattr(tensors[0].x, "device", None)
+    return rank, device, [(t.context.name, t.context.shape, t.weight) for t in tensors]
 
 
 def stand_in(n: int) -> np.ndarray:
@@ -277,13 +301,24 @@ def _of_backend(sent: Any, like: Array) -> Any:
     return from_numpy(sent, like)
 
 
-def _flat(x: Array) -> Array:
+def in_place_of(gradient: Array, x: Array) -> Array:
+    """Return the result ``x``, flat, as an array like the gradient: this itself, if it is there."""
+    xp = backend_of(gradient)
+    return gradient if xp.address(x) == xp.address(gradient) else xp.restore(x, gradient)
+
+
+def flat(x: Array) -> Array:
     """Return ``x``, or what takes its place if it was given memory with other strides."""
     xp = backend_of(x)
     return xp.copy(x) if xp.address(x) is None else x
 
 
-def _settled(states: Sequence[State], finite: Sequence[bool] | np.ndarray) -> list[State]:
-    """Return the states after the step, which were written in place where it was finite."""
-    pairs = zip(states, finite, strict=True)
-    return [dict(state) if fine else in_range(state) for state, fine in pairs]
+def settled(
+    states: Sequence[State],
+    finite: Sequence[bool] | np.ndarray,
+    new: Sequence[State] | None = None,
+) -> list[State]:
+    """Return the states after the step, which were written in place, or are ``new``, where it was
+    finite."""
+    rows = zip(states, finite, states if new is None else new, strict=True)
+    return [dict(its_new) if fine else in_range(old) for old, fine, its_new in rows]

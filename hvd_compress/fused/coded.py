@@ -15,7 +15,7 @@ import abc
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,8 +24,8 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Transform
 from hvd_compress.codecs import Codec
-from hvd_compress.fused.bucket import Arrays, Bucket, InPlace, Tensor, Views, room
-from hvd_compress.fused.stages import Stages
+from hvd_compress.fused.bucket import Arrays, Bucket, Tensor, Views, room
+from hvd_compress.fused.stages import Staged, StagedBucket, Stages
 from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.operators.random_k import own_generator
 from hvd_compress.requests import Alltoall, Gather, Request
@@ -47,15 +47,13 @@ _Form = TypeVar("_Form", bound="FusedCodes")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FusedCodes(InPlace):
+class FusedCodes(Staged):
     """The exchange of all tensors of a bucket; see :class:`hvd_compress.fused.bucket.InPlace`.
 
     Attributes:
-        stages: the transforms.
         codec: of all values.
     """
 
-    stages: Stages
     codec: Codec
 
     @classmethod
@@ -65,14 +63,6 @@ class FusedCodes(InPlace):
         """Return the form of ``transforms`` and an exchange of codes, if there is one."""
         stages = Stages.of(transforms, context)
         return None if stages is None or codec.varies else cls(*stages, codec)
-
-    @property
-    def finishes(self) -> bool:
-        return self.stages.finishes
-
-    @property
-    def additive(self) -> bool:
-        return self.stages.additive
 
     def weight(self, context: Context) -> int:
         return math.prod(context.shape)
@@ -152,14 +142,13 @@ class _Message:
         return flags
 
 
-class _Bucket(Bucket, abc.ABC):
+class _Bucket(StagedBucket, abc.ABC):
     """What both kinds of exchanges keep of a bucket."""
 
     form: FusedCodes
 
     def __init__(self, form: FusedCodes, tensors: list[Tensor]) -> None:
         super().__init__(form, tensors)
-        self.keys = form.stages.keys
         self.codecs = [form.codec.for_shape(shape) for shape in self.shapes]
 
     def _check_feedback(self, most: Sequence[int]) -> None:
@@ -167,41 +156,6 @@ class _Bucket(Bucket, abc.ABC):
         tensor are coded at once."""
         for codec, n in zip(self.codecs, most, strict=True):
             codec.check_feedback(n)
-
-    def passed_on(
-        self, views: Views, tensor: int, own: slice, step: Context, longest: int
-    ) -> np.ndarray:
-        """Return what the transforms make of a run of elements."""
-        n = own.stop - own.start
-        x, states = views.x[tensor][own], views.states_at(tensor, own, self.form.stages.keys)
-        return self.form.stages.passed_on(x, states, step, room(longest)[0, :n])
-
-    def settle(
-        self,
-        views: Views,
-        tensor: int,
-        own: slice,
-        step: Context,
-        sent: np.ndarray | None,
-        mean: Callable[[np.ndarray], None],
-    ) -> None:
-        """Write result and states of a run of elements.
-
-        Args:
-            sent: what was sent of it, ``None`` if states stay as they are.
-            mean: writes the average.
-        """
-        stages, out = self.form.stages, views.out[tensor][own]
-        x, states = views.x[tensor][own], views.states_at(tensor, own, stages.keys)
-        makes_it = sent is not None and stages.finishes
-        average = room(out.size)[0, : out.size] if makes_it else out
-        if sent is not None and not makes_it:  # states first, since out may be the gradient
-            stages.settle(x, states, step, sent)
-        mean(average)
-        if views.means is not None:
-            views.means[tensor][own] = average
-        if sent is not None and makes_it:
-            stages.settle(x, states, step, sent, average, out)
 
     def random(self, tensor: int, step: Context, turn: int = 0) -> Any:
         """Return the random numbers of a tensor in a step, if its codec takes any."""
@@ -300,7 +254,7 @@ class _Sharded(_Bucket):
 
     def __init__(self, form: FusedCodes, tensors: list[Tensor]) -> None:
         super().__init__(form, tensors)
-        self.keys = (*form.stages.keys, _O)
+        self.keys = (*self.keys, _O)
         self._shards = [
             shards_of(n, self.size, codec.unit(n))
             for n, codec in zip(self.sizes, self.codecs, strict=True)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hvd_compress.base import Context
 from hvd_compress.codecs import logarithmic
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
+from hvd_compress.kernels import merge
+from hvd_compress.operators import top_k
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
 
+#: the indices, into all tensors end to end, and the values of a rank
+Entries = tuple[np.ndarray, np.ndarray]
+
+_MOST_ELEMENTS = 2**32
 _FLOAT32 = np.dtype(np.float32)
 
 
@@ -64,3 +73,51 @@ def message_of(
     if isinstance(values, str):
         return Numbers(values, indices, n, counts)
     return Codes(values, indices, n, counts)
+
+
+def finite_of(sizes: Sequence[int], theirs: Sequence[Entries]) -> np.ndarray:
+    """Return of which tensors all ranks' values are finite (bool)."""
+    ends, finite = np.cumsum(sizes), np.ones(len(sizes), bool)
+    for indices, values in theirs:
+        if not (fine := np.isfinite(values)).all():
+            finite[np.searchsorted(ends, indices[~fine], side="right")] = False
+    return finite
+
+
+def merged(sizes: Sequence[int], theirs: Sequence[Entries]) -> list[Entries]:
+    """Return the average of each tensor, as the elements that any rank has sent."""
+    indices, values = zip(*theirs, strict=True)
+    places, mean = merge(indices, values, len(theirs))
+    bounds = np.cumsum([0, *sizes])
+    cuts = np.searchsorted(places, bounds)
+    rows = zip(bounds, cuts, cuts[1:], strict=False)
+    return [(places[a:b] - start, mean[a:b]) for start, a, b in rows]
+
+
+def scattered(places: np.ndarray, values: np.ndarray) -> Callable[[np.ndarray], None]:
+    """Return what writes an array with these elements, and zeros elsewhere."""
+    return functools.partial(_scatter, places, values)
+
+
+def _scatter(places: np.ndarray, values: np.ndarray, out: np.ndarray) -> None:
+    out.fill(0)
+    out[places] = values
+
+
+def part_of(select: top_k, values: str | logarithmic, context: Context) -> int | None:
+    """Return how many elements are sent of a tensor of ``context.shape``; ``None`` if these are
+    all, or so many that a dense sum moves fewer bytes."""
+    n = math.prod(context.shape)
+    if not 0 < n < _MOST_ELEMENTS or (k := select.count(n, context)) == n:
+        return None
+    if isinstance(values, str) and dense_is_less(n, k, values, context.size):
+        return None
+    return k
+
+
+def dense_is_less(n: int, k: int, values: str, size: int) -> bool:
+    """Return whether a dense sum of ``n`` elements over ``size`` ranks moves fewer bytes than an
+    allgather of ``k`` entries."""
+    # A header and an entry more or less do not decide.
+    entries = sparse_size(k, n, values) - sparse_size(1, n, values)
+    return size * entries > 2 * 4 * n

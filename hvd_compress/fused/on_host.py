@@ -20,7 +20,7 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.backends.weak import weakly
-from hvd_compress.base import Outcome, Sparse
+from hvd_compress.base import Context, Outcome, Sparse
 from hvd_compress.requests import Gather, Request
 
 _ALIGNMENT = 64  # bytes; libraries copy what does not begin at such an address
@@ -83,7 +83,7 @@ def exchange_on_host(
         form: the exchange of a bucket of NumPy arrays, which gathers one message; its outcomes have
             no ``update``.
         tensors: its arguments, but with symbols; they have a ``gradient``, which is float32, ``x``,
-            a ``state`` and ``scratch``.
+            a ``state`` and a ``context``.
         size: bytes of the message; ``None`` if ranks' messages may differ in size.
         decode: returns the indices (int64), each into its tensor, and the values (float32) of a
             message, which are what this rank has sent.
@@ -92,18 +92,23 @@ def exchange_on_host(
     xp = backend_of(tensors[0].x)
     keys = [sorted(t.state) for t in tensors]
     shapes = [xp.shape(t.gradient) for t in tensors]
-    of_all_graphs = tensors[0].scratch
+    of_all_graphs = tensors[0].context.scratch
     kept = _Kept(memory=of_all_graphs.setdefault("memory", Memory()))
     of_all_graphs.setdefault("kept", []).append(kept)
-    tensors = [tensor._replace(scratch={}) for tensor in tensors]
+    # Of the contexts, what is no symbol.
+    contexts = [
+        Context(c.name, c.rank, c.size, momentum=c.momentum, shape=c.shape)
+        for c in (tensor.context for tensor in tensors)
+    ]
 
     def begin(kept: _Kept, *arrays: np.ndarray) -> list[np.ndarray]:
         each, own = iter(arrays), []
-        for tensor, names, shape in zip(tensors, keys, shapes, strict=True):
+        for tensor, names, context in zip(tensors, keys, contexts, strict=True):
             x = next(each)
             state = {key: next(each) for key in names}
-            host = {"gradient": x.reshape(shape), "x": x, "state": state, "scratch": kept}
-            own.append(tensor._replace(**host))
+            context = context._replace(scratch=kept)
+            host = {"gradient": x.reshape(context.shape), "x": x, "state": state}
+            own.append(tensor._replace(**host, context=context))
         kept["waiting"] = form(own)  # what waited, if a step has failed, is forgotten
         request = next(kept["waiting"])
         assert isinstance(request, Gather)

@@ -8,12 +8,13 @@ processor's caches.  The transforms are those of the blocks, and so are the bits
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from hvd_compress.base import Context, Sparse, State
 from hvd_compress.chain import Transform
+from hvd_compress.fused.bucket import Bucket, InPlace, Tensor, Views, room
 from hvd_compress.transforms import error_feedback
 
 #: elements of a part
@@ -92,10 +93,12 @@ class Stages:
         """Write the new states after a step in which all is finite; and to ``out``, which may be
         ``x``, the direction of the step, given the ``mean``, where they make it of that."""
         if self._only_feeds_back:
-            assert not isinstance(sent, Sparse)
             residual = states["residual"]
             np.add(x, residual, out=residual)
-            residual -= sent
+            if isinstance(sent, Sparse):
+                residual[sent.indices] -= sent.values
+            else:
+                residual -= sent
             return
         for part in _parts(x.size):
             its_x, its_states, its_sent = x[part], _at(states, part), _sent_in(sent, part)
@@ -118,6 +121,66 @@ class Stages:
             x, state = transform.update(x, {key: states[key] for key in transform.keys}, context)
             own.append(state)
         return x, own
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Staged(InPlace):
+    """A form whose transforms are ``stages``."""
+
+    stages: Stages
+
+    @property
+    def finishes(self) -> bool:
+        return self.stages.finishes
+
+    @property
+    def additive(self) -> bool:
+        return self.stages.additive
+
+
+class StagedBucket(Bucket):
+    """What is kept of a bucket of such a form."""
+
+    form: Staged
+
+    def __init__(self, form: Staged, tensors: list[Tensor]) -> None:
+        super().__init__(form, tensors)
+        self.keys = form.stages.keys
+
+    def passed_on(
+        self, views: Views, tensor: int, own: slice, step: Context, longest: int
+    ) -> np.ndarray:
+        """Return what the transforms make of a run of elements."""
+        n = own.stop - own.start
+        x, states = views.x[tensor][own], views.states_at(tensor, own, self.form.stages.keys)
+        return self.form.stages.passed_on(x, states, step, room(longest)[0, :n])
+
+    def settle(
+        self,
+        views: Views,
+        tensor: int,
+        own: slice,
+        step: Context,
+        sent: np.ndarray | Sparse | None,
+        mean: Callable[[np.ndarray], None],
+    ) -> None:
+        """Write result and states of a run of elements.
+
+        Args:
+            sent: what was sent of it, ``None`` if states stay as they are.
+            mean: writes the average.
+        """
+        stages, out = self.form.stages, views.out[tensor][own]
+        x, states = views.x[tensor][own], views.states_at(tensor, own, stages.keys)
+        makes_it = sent is not None and stages.finishes
+        average = room(out.size)[0, : out.size] if makes_it else out
+        if sent is not None and not makes_it:  # states first, since out may be the gradient
+            stages.settle(x, states, step, sent)
+        mean(average)
+        if views.means is not None:
+            views.means[tensor][own] = average
+        if sent is not None and makes_it:
+            stages.settle(x, states, step, sent, average, out)
 
 
 def _finishes(transform: Transform) -> bool:

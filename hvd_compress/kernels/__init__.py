@@ -62,7 +62,7 @@ INSTALL = (
     "checkout make setup"
 )
 #: of what is called in the compiled module, and how; common.h has the same number
-INTERFACE = 4
+INTERFACE = 5
 logger = logging.getLogger("hvd_compress")
 
 
@@ -111,29 +111,29 @@ class Selection:
     def __init__(self, sizes: Sequence[int], counts: Sequence[int]) -> None:
         loops = native if is_compiled() else reference
         self._selection = loops.Selection(list(sizes), list(counts))
-        self._last: tuple[Steps, tuple[np.ndarray, np.ndarray]] | None = None  # and their tables
 
-    def accumulate(self, steps: Steps, momentum: Momentum, nesterov: bool = False) -> Selected:
+    def select(self, steps: Steps, momentum: Momentum = None, nesterov: bool = False) -> Selected:
         if not is_compiled():
-            return self._selection.accumulate(steps.on_host(), momentum, nesterov)
+            return self._selection.select(steps.on_host(), momentum, nesterov)
         kind = 0 if momentum is None else 2 if nesterov else 1
+        kind = 3 if steps.residuals is None else kind
+        momenta = momenta_of(momentum, len(steps.gradients.arrays))
         tables = steps.table(), steps.sizes()
-        self._last = steps, tables
-        momenta = momenta_of(momentum, len(tables[0]))
-        return Selected(*self._selection.accumulate(*tables, kind, momenta, threads()))
+        return Selected(*self._selection.select(*tables, kind, momenta, threads()))
 
     def settle(
-        self, steps: Steps, indices: np.ndarray, remaining: np.ndarray, masking: bool
+        self,
+        steps: Steps,
+        indices: np.ndarray,
+        remaining: np.ndarray,
+        masking: bool,
+        finite: np.ndarray,
     ) -> None:
         if not is_compiled():
-            self._selection.settle(steps.on_host(), indices, remaining, masking)
+            self._selection.settle(steps.on_host(), indices, remaining, masking, finite)
             return
-        last, self._last = self._last, None
-        if last is not None and last[0] is steps:
-            tables = last[1]
-        else:
-            tables = steps.table(), steps.sizes()
-        self._selection.settle(*tables, indices, remaining, masking)
+        tables = steps.table(), steps.sizes()
+        self._selection.settle(*tables, indices, remaining, masking, finite, threads())
 
 
 def loops_of(x: Array) -> Any:
@@ -151,11 +151,12 @@ def add_up(
     indices: Sequence[np.ndarray],
     values: Sequence[np.ndarray],
     size: int,
-) -> np.ndarray:
+) -> None:
     """See :func:`hvd_compress.kernels.reference.add_up`; ``out`` may have arrays of any library."""
-    if not is_compiled():
-        return reference.add_up(out.on_host(), indices, values, size)
-    return native.add_up(out.addresses, out.sizes, indices, values, size, threads())
+    if is_compiled():
+        native.add_up(out.addresses, out.sizes, indices, values, size, threads())
+    else:
+        reference.add_up(out.on_host(), indices, values, size)
 
 
 def merge(

@@ -76,12 +76,13 @@ def are_flat(columns: Iterable[Sequence[Array | None]], sizes: Sequence[int], de
 
 
 class Steps(NamedTuple):
-    """The arrays of a bucket in one step: what is read, and where the new state is written.
-    Without momentum there are no velocities."""
+    """The arrays of a bucket in one step: what is read, and where the new state is written, which
+    may be where the old one is.  Without momentum there are no velocities; without residuals
+    either, elements are those of the gradients, and there is no new state."""
 
     gradients: Column
-    residuals: Column
-    new_residuals: Column
+    residuals: Column | None = None
+    new_residuals: Column | None = None
     velocities: Column | None = None
     new_velocities: Column | None = None
 

@@ -11,7 +11,6 @@
 #include "common.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed to inlined functions alone
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in the compiler's own headers
 #endif
 
@@ -101,52 +100,8 @@ struct Loops {
   const LoopsOf<double>& of(double) const { return of_double; }
 };
 
-namespace baseline {
-#include "codecs.h"
-}
-
-#if defined(HVD_DISPATCHES)
-#pragma GCC push_options
-#pragma GCC target("avx2,bmi2")
-#define HVD_AVX2
-namespace avx2 {
-#include "codecs.h"
-}
-#undef HVD_AVX2
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,bmi2")
-#define HVD_AVX512
-namespace avx512 {
-#include "codecs.h"
-}
-#undef HVD_AVX512
-#pragma GCC pop_options
-#endif
-
-// Those of an instruction set: 0, 1 or 2; -1 for the machine's best.
-const Loops* loops_for(int set) {
-#if defined(HVD_DISPATCHES)
-  __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
-  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
-                          __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (has_avx512 && (set == 2 || set < 0)) return &avx512::loops;
-  if (has_avx2 && (set == 1 || set < 0)) return &avx2::loops;
-#endif
-  return set <= 0 ? &baseline::loops : nullptr;
-}
-
-const Loops* loops = loops_for(-1);
-
-void fence() {
-#if defined(__x86_64__)
-  _mm_sfence();
-#endif
-}
-
-Index pieces(Index n, Index length) { return (n + length - 1) / length; }
+#define HVD_LOOPS "codecs.h"
+#include "every_set.h"
 
 template <class T>
 T stored(const std::uint8_t* from) {
@@ -654,9 +609,5 @@ void add_codecs(py::module_& m) {
   m.def("all_finite", all_finite_);
   m.def("uniforms", uniforms_, in, out, in);
   m.def("copy", copy_, in, out, in);
-  m.def("use_instructions", [](int set) {
-    const auto* found = loops_for(set);
-    if (found) loops = found;
-    return found != nullptr;
-  });
+  m.def("use_instructions", use_instructions);
 }

@@ -1,4 +1,4 @@
-// What all loops share: types, threads, and the inclusion of a file once for every instruction set.
+// What all loops share: types, and the division of work among threads.
 
 #pragma once
 
@@ -18,8 +18,12 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed to inlined functions alone
+#endif
+
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define HVD_DISPATCHES
+#define HVD_DISPATCHES  // for several instruction sets
 #endif
 
 #define INLINE inline __attribute__((always_inline))
@@ -32,9 +36,19 @@ template <class T>
 using Array = py::array_t<T, py::array::c_style>;
 
 // Of what Python calls, and how: kernels/__init__.py has the same number.
-constexpr int kInterface = 4;
+constexpr int kInterface = 5;
 
 constexpr Index kStreamed = 1 << 21;  // results of more bytes go around the caches
+
+// What was streamed is there for all threads.
+inline void fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// How many parts of `length` elements there are in n.
+inline Index pieces(Index n, Index length) { return (n + length - 1) / length; }
 
 // Run work(i) for all i in 0..count-1 on several threads, on fewer if there are no more to be had.
 // What is computed must not depend on which thread takes which i.  If work throws, what has begun is

@@ -5,10 +5,6 @@
 
 #include "common.h"
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed to inlined functions alone
-#endif
-
 namespace {
 
 constexpr Index kTaken = 16384;  // elements that a thread takes at a time
@@ -21,29 +17,8 @@ struct Loops {
   void (*widen[2][2])(const std::uint16_t*, Index, float*);  // by Form, and whether to add
 };
 
-namespace baseline {
-#include "halves.h"
-}
-
-#if defined(HVD_DISPATCHES)
-#pragma GCC push_options
-#pragma GCC target("avx2")
-namespace avx2 {
-#include "halves.h"
-}
-#pragma GCC pop_options
-#endif
-
-// Those of an instruction set: 0 or 1; -1 for the machine's best.
-const Loops* loops_for(int set) {
-#if defined(HVD_DISPATCHES)
-  __builtin_cpu_init();
-  if (set && __builtin_cpu_supports("avx2")) return &avx2::loops;
-#endif
-  return set <= 0 ? &baseline::loops : nullptr;
-}
-
-const Loops* loops = loops_for(-1);
+#define HVD_LOOPS "halves.h"
+#include "every_set.h"
 
 template <class From, class To, class Work>
 void by_parts(const Array<From>& x, Array<To>& out, int threads, const Work& work) {
@@ -72,9 +47,5 @@ void add_halves(py::module_& m) {
   m.def("narrow", narrow, py::arg().noconvert(), py::arg(), py::arg().noconvert(), py::arg());
   m.def("widen", widen, py::arg().noconvert(), py::arg(), py::arg().noconvert(), py::arg(),
         py::arg());
-  m.def("use_instructions", [](int set) {
-    const auto* found = loops_for(set);
-    if (found) loops = found;
-    return found != nullptr;
-  });
+  m.def("use_instructions", use_instructions);
 }

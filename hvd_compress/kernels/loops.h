@@ -20,19 +20,6 @@ INLINE Floats load(const float* from) {
 
 INLINE Ints magnitudes(Floats x) { return reinterpret_cast<Ints>(x) & kMagnitude; }
 
-// Store without reading what is there into the caches; `to` is a multiple of 64 bytes.
-INLINE void stream(float* to, Floats x) {
-#if defined(HVD_AVX512)
-  _mm512_stream_ps(to, x);
-#elif defined(HVD_AVX2)
-  _mm256_stream_ps(to, x);
-#elif defined(__SSE2__)
-  _mm_stream_ps(to, x);
-#else
-  std::memcpy(to, &x, sizeof x);
-#endif
-}
-
 // Which lanes are not zero, as bits.
 INLINE Bits set_lanes(Ints x) {
 #if defined(HVD_AVX512)
@@ -70,82 +57,83 @@ INLINE void search_block(const float* x, Index n, Index first, Bits least, Found
   }
 }
 
-inline void search(const float* x, Index start, Index stop, Bits least, Found& found) {
-  for (Index at = start; at < stop; at += kBlock)
-    search_block(x + at, std::min(kBlock, stop - at), at - start, least, found);
-}
-
-// The new velocity, and the new residual before anything is sent; T is one number or several.
+// The next residual of element i and, in `velocity`, the next velocity, before anything is sent; T is
+// one number or several.
 template <Momentum kind, class T>
-INLINE void step(T gradient, T velocity, T residual, float m, T& new_velocity, T& new_residual) {
-  T direction = gradient;
-  if constexpr (kind == kPlain) {
-    new_velocity = m * velocity;
-    direction = new_velocity = new_velocity + gradient;
-  } else if constexpr (kind == kNesterov) {
-    new_velocity = velocity + gradient;
-    new_velocity = m * new_velocity;
-    direction = new_velocity + gradient;
-  }
-  new_residual = direction + residual;
-}
-
-// A whole block; returns the largest magnitudes of its new residuals.
-template <Momentum kind, bool streamed>
-INLINE Ints accumulate_block(const Tensor& t, Index at, float m) {
-  Ints largest = {};
-  const auto store = [](float* to, Floats x) __attribute__((always_inline)) {
-    if constexpr (streamed) stream(to, x); else std::memcpy(to, &x, sizeof x);
+INLINE T moved(const Tensor& t, Index i, float m, T& velocity) {
+  const auto at = [i](const float* x) __attribute__((always_inline)) {
+    T own;
+    std::memcpy(&own, x + i, sizeof own);
+    return own;
   };
-  for (Index i = at; i < at + kBlock; i += kLanes) {
-    Floats velocity = {}, residual;
-    if constexpr (kind != kNone) velocity = load(t.velocity + i);
-    step<kind, Floats>(load(t.gradient + i), velocity, load(t.residual + i), m, velocity, residual);
-    if constexpr (kind != kNone) store(t.new_velocity + i, velocity);
-    store(t.new_residual + i, residual);
-    const Ints bits = magnitudes(residual);
-    largest = bits > largest ? bits : largest;
+  const T gradient = at(t.gradient);
+  T direction = gradient;
+  if constexpr (kind == kGiven) return gradient;
+  if constexpr (kind == kPlain) {
+    velocity = m * at(t.velocity);
+    direction = velocity = velocity + gradient;
+  } else if constexpr (kind == kNesterov) {
+    velocity = at(t.velocity) + gradient;
+    velocity = m * velocity;
+    direction = velocity + gradient;
   }
-  return largest;
+  return direction + at(t.residual);
 }
 
-// Elements start..stop-1 of a tensor.
+// Residuals first, first + stride, ...
 template <Momentum kind>
-void accumulate(const Tensor& t, Index start, Index stop, float m, Bits least, bool streamed,
-                Found& found) {
+void residuals(const Tensor& t, Index first, Index count, Index stride, float m, float* out) {
+  float velocity;
+  for (Index i = 0; i < count; ++i) out[i] = moved<kind, float>(t, first + i * stride, m, velocity);
+}
+
+// Find the residuals of elements start..stop-1 that have a magnitude of at least `least`, and the
+// largest magnitude.
+template <Momentum kind>
+void search(const Tensor& t, Index start, Index stop, float m, Bits least, Found& found) {
   Bits most = 0;
   Ints most_of_lanes = {};
   const std::int32_t below = least > kMagnitude ? kMagnitude : least - 1;
-  // A short first block, so that others are aligned.
-  const auto address = reinterpret_cast<std::uintptr_t>(t.new_residual + start);
-  Index n = streamed && address % 64 ? (64 - address % 64) / sizeof(float) : kBlock;
-  for (Index at = start; at < stop; at += n, n = kBlock) {
-    n = std::min(n, stop - at);
+  for (Index at = start; at < stop; at += kBlock) {
+    const Index n = std::min(kBlock, stop - at);
+    float x[kBlock];
     if (n == kBlock) {
-      const Ints largest = streamed ? accumulate_block<kind, true>(t, at, m)
-                                    : accumulate_block<kind, false>(t, at, m);
+      Ints largest = {};
+      Floats velocity;
+      for (Index i = 0; i < kBlock; i += kLanes) {
+        const Floats residual = moved<kind, Floats>(t, at + i, m, velocity);
+        std::memcpy(x + i, &residual, sizeof residual);
+        const Ints bits = magnitudes(residual);
+        largest = bits > largest ? bits : largest;
+      }
       most_of_lanes = largest > most_of_lanes ? largest : most_of_lanes;
       if (!set_lanes(largest > below)) continue;
     } else {
+      residuals<kind>(t, at, n, 1, m, x);
       Bits largest = 0;
-      for (Index i = at; i < at + n; ++i) {
-        float velocity = kind == kNone ? 0 : t.velocity[i];
-        step<kind, float>(t.gradient[i], velocity, t.residual[i], m, velocity, t.new_residual[i]);
-        if (kind != kNone) t.new_velocity[i] = velocity;
-        largest = std::max(largest, magnitude(t.new_residual[i]));
-      }
+      for (Index i = 0; i < n; ++i) largest = std::max(largest, magnitude(x[i]));
       most = std::max(most, largest);
       if (largest < least) continue;
     }
-    // What was streamed is in no cache, but what it was made of is.
-    float residuals[kBlock];
-    for (Index i = at; i < at + n; ++i) {
-      float velocity = kind == kNone ? 0 : t.velocity[i];
-      step<kind, float>(t.gradient[i], velocity, t.residual[i], m, velocity, residuals[i - at]);
-    }
-    search_block(residuals, n, at - start, least, found);
+    search_block(x, n, at - start, least, found);
   }
   found.largest = std::max(most, largest_lane(most_of_lanes));
 }
 
-const Loops loops{{accumulate<kNone>, accumulate<kPlain>, accumulate<kNesterov>}, search};
+// Write the next velocities and residuals of elements start..stop-1.
+template <Momentum kind>
+void settle(const Tensor& t, Index start, Index stop, float m) {
+  const auto step = [&](Index i, auto velocity) __attribute__((always_inline)) {
+    const auto residual = moved<kind>(t, i, m, velocity);
+    if constexpr (kind == kPlain || kind == kNesterov)
+      std::memcpy(t.new_velocity + i, &velocity, sizeof velocity);
+    std::memcpy(t.new_residual + i, &residual, sizeof residual);
+  };
+  Index i = start;
+  for (; i + kLanes <= stop; i += kLanes) step(i, Floats{});
+  for (; i < stop; ++i) step(i, 0.0f);
+}
+
+const Loops loops{{search<kNone>, search<kPlain>, search<kNesterov>, search<kGiven>},
+                  {residuals<kNone>, residuals<kPlain>, residuals<kNesterov>, residuals<kGiven>},
+                  {settle<kNone>, settle<kPlain>, settle<kNesterov>, settle<kGiven>}};

@@ -10,10 +10,6 @@
 
 #include "common.h"
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed to inlined functions alone
-#endif
-
 #define INLINED __attribute__((always_inline))
 
 namespace {
@@ -44,40 +40,8 @@ struct Loops {
   void (*orthonormal)(float*, Index, Index);
 };
 
-namespace baseline {
-#include "low_rank.h"
-}
-
-#if defined(HVD_DISPATCHES)
-#pragma GCC push_options
-#pragma GCC target("avx2")
-namespace avx2 {
-#include "low_rank.h"
-}
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
-#define HVD_AVX512
-namespace avx512 {
-#include "low_rank.h"
-}
-#undef HVD_AVX512
-#pragma GCC pop_options
-#endif
-
-// Those of an instruction set: 0, 1 or 2; -1 for the machine's best.
-const Loops* loops_for(int set) {
-#if defined(HVD_DISPATCHES)
-  __builtin_cpu_init();
-  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (has_avx512 && (set == 2 || set < 0)) return &avx512::loops;
-  if (__builtin_cpu_supports("avx2") && (set == 1 || set < 0)) return &avx2::loops;
-#endif
-  return set <= 0 ? &baseline::loops : nullptr;
-}
-
-const Loops* loops = loops_for(-1);
+#define HVD_LOOPS "low_rank.h"
+#include "every_set.h"
 
 using Table = Array<Index>;
 
@@ -198,9 +162,7 @@ void settle(const Table& dims, const Table& x, const Table& y, const Array<float
   in_pieces(all, &Matrix::n, &Matrix::m, 1, std::numeric_limits<Index>::max(), threads,
             [&](Index t, Index first, Index last) {
               loops->settle(all[t], first, last);
-#if defined(__x86_64__)
-              _mm_sfence();
-#endif
+              fence();
             });
 }
 
@@ -244,9 +206,5 @@ void add_low_rank(py::module_& m) {
   m.def("settle", settle);
   m.def("unit", unit, in, in, out);
   m.def("orthonormal", orthonormal, in, out, in);
-  m.def("use_instructions", [](int set) {
-    const auto* found = loops_for(set);
-    if (found) loops = found;
-    return found != nullptr;
-  });
+  m.def("use_instructions", use_instructions);
 }

@@ -38,9 +38,9 @@ float* floats_at(Index address, bool is_used = true) {
   return reinterpret_cast<float*>(address);
 }
 
-// -- accumulation and search ----------------------------------------------------------------------
+// -- search and states ----------------------------------------------------------------------------
 
-enum Momentum { kNone, kPlain, kNesterov };
+enum Momentum { kNone, kPlain, kNesterov, kGiven };  // the last one: residuals are the gradients
 
 struct Tensor {
   const float *gradient, *velocity, *residual;
@@ -57,58 +57,14 @@ struct Found {
   Bits largest = 0;
 };
 
-struct Loops {
-  void (*accumulate[3])(const Tensor&, Index, Index, float, Bits, bool, Found&);  // by Momentum
-  void (*search)(const float*, Index, Index, Bits, Found&);
+struct Loops {  // by Momentum
+  void (*search[4])(const Tensor&, Index, Index, float, Bits, Found&);
+  void (*residuals[4])(const Tensor&, Index, Index, Index, float, float*);
+  void (*settle[4])(const Tensor&, Index, Index, float);
 };
 
-namespace baseline {
-#include "loops.h"
-}
-
-#if defined(HVD_DISPATCHES)
-#pragma GCC push_options
-#pragma GCC target("avx2")
-#define HVD_AVX2
-namespace avx2 {
-#include "loops.h"
-}
-#undef HVD_AVX2
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
-#define HVD_AVX512
-namespace avx512 {
-#include "loops.h"
-}
-#undef HVD_AVX512
-#pragma GCC pop_options
-#endif
-
-const Loops& best_loops() {
-#if defined(HVD_DISPATCHES)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-    return avx512::loops;
-  if (__builtin_cpu_supports("avx2")) return avx2::loops;
-#endif
-  return baseline::loops;
-}
-
-const Loops& loops = best_loops();
-
-// A magnitude that about `wanted` of n elements reach, by a sample of them.
-Bits sampled_threshold(const float* x, Index n, Index wanted, std::vector<Bits>& sample) {
-  Index stride = std::max<Index>(1, std::min<Index>(n / 4096, wanted / 16));
-  stride -= stride % 2 == 0;  // an odd stride does not keep step with rows of even length
-  sample.clear();
-  for (Index i = 0; i < n; i += stride) sample.push_back(magnitude(x[i]));
-  const Index size = static_cast<Index>(sample.size());
-  const auto at = sample.begin() + std::min(size - 1, wanted * size / n);
-  std::nth_element(sample.begin(), at, sample.end(), std::greater<>());
-  return *at;
-}
+#define HVD_LOOPS "loops.h"
+#include "every_set.h"
 
 class Selection {
  public:
@@ -132,15 +88,16 @@ class Selection {
     first_chunks_.push_back(chunks_.size());
   }
 
-  // See Selection.accumulate of reference.py; `addresses` and `sizes`, in elements, have a row of
-  // five arrays for each tensor.
-  py::tuple accumulate(const Array<Index>& addresses, const Array<Index>& sizes, int kind,
-                       const Array<float>& momenta, int threads) {
-    if (kind < kNone || kind > kNesterov) throw std::invalid_argument("no such momentum");
-    set_memory(addresses, sizes, kind != kNone);
+  // See Selection.select of reference.py; `addresses` and `sizes`, in elements, have a row of five
+  // arrays for each tensor.
+  py::tuple select(const Array<Index>& addresses, const Array<Index>& sizes, int kind,
+                   const Array<float>& momenta, int threads) {
+    if (kind < kNone || kind > kGiven) throw std::invalid_argument("no such momentum");
     if (momenta.size() != static_cast<Index>(tensors_.size()))
       throw std::invalid_argument("one momentum for each tensor");
-    const auto* momentum = momenta.data();
+    kind_ = kind;
+    momenta_.assign(momenta.data(), momenta.data() + momenta.size());
+    set_memory(addresses, sizes);
     Array<Index> indices(entries_);
     Array<float> values(entries_);
     py::array_t<bool> finite(static_cast<Index>(tensors_.size()));
@@ -149,17 +106,8 @@ class Selection {
     auto* good = finite.mutable_data();
     {
       py::gil_scoped_release release;
-      const auto run = loops.accumulate[kind];
-      const bool streamed = elements_ * static_cast<Index>(sizeof(float)) > kStreamed;
       parallel(static_cast<Index>(chunks_.size()), threads, [&](Index c) {
-        Chunk& chunk = chunks_[c];
-        const Tensor& t = tensors_[chunk.tensor];
-        chunk.found.candidates.clear();
-        run(t, chunk.start, chunk.stop, momentum[chunk.tensor],
-            predictions_[chunk.tensor].threshold, streamed && is_streamable(t), chunk.found);
-#if defined(__x86_64__)
-        _mm_sfence();
-#endif
+        search(chunks_[c], predictions_[chunks_[c].tensor].threshold);
       });
       parallel(static_cast<Index>(tensors_.size()), elements_ > kChunk ? threads : 1,
                [&](Index t) {
@@ -171,19 +119,35 @@ class Selection {
 
   // See Selection.settle of reference.py.
   void settle(const Array<Index>& addresses, const Array<Index>& sizes,
-              const Array<Index>& indices, const Array<float>& remaining, bool masking) {
-    set_memory(addresses, sizes, masking);
+              const Array<Index>& indices, const Array<float>& remaining, bool masking,
+              const Array<bool>& finite, int threads) {
+    if (momenta_.empty() || kind_ == kGiven) throw std::invalid_argument("no step has begun");
+    set_memory(addresses, sizes);
     if (indices.size() != entries_ || remaining.size() != entries_)
       throw std::invalid_argument("one number for each entry");
+    if (finite.size() != static_cast<Index>(tensors_.size()))
+      throw std::invalid_argument("one flag for each tensor");
     const Index* at = indices.data();
     const float* left = remaining.data();
+    const bool* fine = finite.data();
+    for (std::size_t t = 0; t < tensors_.size(); ++t)
+      for (Index i = 0; i < tensors_[t].k; ++i) {
+        const Index place = at[first_entries_[t] + i] - offsets_[t];
+        if (place < 0 || place >= tensors_[t].n)
+          throw std::invalid_argument("an index out of range");
+      }
+    py::gil_scoped_release release;
+    parallel(static_cast<Index>(chunks_.size()), threads, [&](Index c) {
+      const Chunk& chunk = chunks_[c];
+      if (fine[chunk.tensor])
+        loops->settle[kind_](tensors_[chunk.tensor], chunk.start, chunk.stop,
+                             momenta_[chunk.tensor]);
+    });
     for (std::size_t t = 0; t < tensors_.size(); ++t) {
-      const Tensor& tensor = tensors_[t];
-      for (Index i = 0; i < tensor.k; ++i, ++at, ++left) {
-        const Index place = *at - offsets_[t];
-        if (place < 0 || place >= tensor.n) throw std::invalid_argument("an index out of range");
-        tensor.new_residual[place] = *left;
-        if (masking) tensor.new_velocity[place] = 0;
+      if (!fine[t]) continue;
+      for (Index i = first_entries_[t]; i < first_entries_[t] + tensors_[t].k; ++i) {
+        tensors_[t].new_residual[at[i] - offsets_[t]] = left[i];
+        if (masking && kind_ != kNone) tensors_[t].new_velocity[at[i] - offsets_[t]] = 0;
       }
     }
   }
@@ -200,32 +164,49 @@ class Selection {
     float last = 0, margin = 0.95f;
   };
 
-  void set_memory(const Array<Index>& addresses, const Array<Index>& sizes, bool with_velocities) {
+  void set_memory(const Array<Index>& addresses, const Array<Index>& sizes) {
     const Index count = static_cast<Index>(tensors_.size());
     for (const auto* table : {&addresses, &sizes})
       if (table->ndim() != 2 || table->shape(0) != count || table->shape(1) != 5)
         throw std::invalid_argument("addresses and sizes of five arrays of each tensor");
+    const bool has_velocities = kind_ == kPlain || kind_ == kNesterov, is_given = kind_ == kGiven;
     for (Index t = 0; t < count; ++t) {
-      const auto at = [&](int i) {
-        const bool is_velocity = i == 1 || i == 3;
+      const auto at = [&](int i, bool is_used) {
         if (*addresses.data(t, i) && *sizes.data(t, i) != tensors_[t].n)
           throw std::invalid_argument("an array of " + std::to_string(*sizes.data(t, i)) +
                                       " elements where a tensor has " +
                                       std::to_string(tensors_[t].n));
-        return floats_at(*addresses.data(t, i), with_velocities || !is_velocity);
+        return floats_at(*addresses.data(t, i), is_used);
       };
       Tensor& tensor = tensors_[t];
-      tensor.gradient = at(0);
-      tensor.velocity = at(1);
-      tensor.residual = at(2);
-      tensor.new_velocity = at(3);
-      tensor.new_residual = at(4);
+      tensor.gradient = at(0, true);
+      tensor.velocity = at(1, has_velocities);
+      tensor.residual = at(2, !is_given);
+      tensor.new_velocity = at(3, has_velocities);
+      tensor.new_residual = at(4, !is_given);
     }
   }
 
-  static bool is_streamable(const Tensor& t) {
-    return (reinterpret_cast<std::uintptr_t>(t.new_velocity) -
-            reinterpret_cast<std::uintptr_t>(t.new_residual)) % 64 == 0;
+  void search(Chunk& chunk, Bits least) {
+    chunk.found.candidates.clear();
+    loops->search[kind_](tensors_[chunk.tensor], chunk.start, chunk.stop, momenta_[chunk.tensor],
+                         least, chunk.found);
+  }
+
+  // A magnitude that about `wanted` of the elements reach, by a sample of them.
+  Bits sampled_threshold(Index t, Index wanted, std::vector<Bits>& sample,
+                         std::vector<float>& x) const {
+    const Index n = tensors_[t].n;
+    Index stride = std::max<Index>(1, std::min<Index>(n / 4096, wanted / 16));
+    stride -= stride % 2 == 0;  // an odd stride does not keep step with rows of even length
+    x.resize(pieces(n, stride));
+    const Index size = static_cast<Index>(x.size());
+    loops->residuals[kind_](tensors_[t], 0, size, stride, momenta_[t], x.data());
+    sample.clear();
+    for (const float own : x) sample.push_back(magnitude(own));
+    const auto at = sample.begin() + std::min(size - 1, wanted * size / n);
+    std::nth_element(sample.begin(), at, sample.end(), std::greater<>());
+    return *at;
   }
 
   // Write the k elements of largest magnitude of one tensor, ascending, of equal ones the first;
@@ -247,6 +228,7 @@ class Selection {
     }
     Prediction& prediction = predictions_[t];
     std::vector<Bits> magnitudes, sample;
+    std::vector<float> sampled;
     const auto collect = [&] {
       magnitudes.clear();
       for (auto* chunk = first; chunk != last; ++chunk)
@@ -266,11 +248,8 @@ class Selection {
       predicted = false;
       least = 1;
       if (wanted < tensor.n)
-        least = std::max(least, sampled_threshold(tensor.new_residual, tensor.n, wanted, sample));
-      for (auto* chunk = first; chunk != last; ++chunk) {
-        chunk->found.candidates.clear();
-        loops.search(tensor.new_residual, chunk->start, chunk->stop, least, chunk->found);
-      }
+        least = std::max(least, sampled_threshold(t, wanted, sample, sampled));
+      for (auto* chunk = first; chunk != last; ++chunk) search(*chunk, least);
     }
     const auto kth = magnitudes.begin() + (k - 1);
     std::nth_element(magnitudes.begin(), kth, magnitudes.end(), std::greater<>());
@@ -291,9 +270,12 @@ class Selection {
 
   // Write all elements that are not zero, which are the candidates, and the first `zeros` others.
   void fill_up(Index t, Index zeros, Index* places, float* values) {
-    const float* x = tensors_[t].new_residual;
+    std::vector<float> residuals(std::min(kChunk, tensors_[t].n));
     for (auto c = first_chunks_[t]; c < first_chunks_[t + 1]; ++c) {
       const Chunk& chunk = chunks_[c];
+      const Index count = chunk.stop - chunk.start;
+      loops->residuals[kind_](tensors_[t], chunk.start, count, 1, momenta_[t], residuals.data());
+      const float* const x = residuals.data() - chunk.start;
       const auto put = [&](Index i) {
         *places++ = offsets_[t] + i;
         *values++ = x[i];
@@ -318,6 +300,8 @@ class Selection {
     prediction.last = now;
   }
 
+  int kind_ = kNone;            // and momenta, those of the step
+  std::vector<float> momenta_;
   std::vector<Tensor> tensors_;
   std::vector<Prediction> predictions_;
   std::vector<Chunk> chunks_;
@@ -356,9 +340,9 @@ void add_window(const std::vector<Entries>& ranks, Index offset, float* out, flo
 }
 
 // See add_up of reference.py; `addresses` of the results, one for each tensor.
-py::array_t<bool> add_up(const Array<Index>& addresses, const std::vector<Index>& sizes,
-                         const std::vector<Array<Index>>& indices,
-                         const std::vector<Array<float>>& values, float size, int threads) {
+void add_up(const Array<Index>& addresses, const std::vector<Index>& sizes,
+            const std::vector<Array<Index>>& indices, const std::vector<Array<float>>& values,
+            float size, int threads) {
   const Index count = static_cast<Index>(sizes.size());
   if (addresses.size() != count || indices.size() != values.size())
     throw std::invalid_argument("one address for each size, and values for each rank's indices");
@@ -379,28 +363,19 @@ py::array_t<bool> add_up(const Array<Index>& addresses, const std::vector<Index>
           ranks[r].indices[i] >= elements)
         throw std::invalid_argument("indices must be ascending and in range");
   }
-  py::array_t<bool> finite(count);
-  auto* good = finite.mutable_data();
-  {
-    py::gil_scoped_release release;
-    parallel(count, elements > kChunk ? threads : 1, [&](Index t) {
-      float* const out = results[t];
-      std::memset(out, 0, sizes[t] * sizeof(float));
-      std::vector<Entries> own;
-      Bits largest = 0;
-      for (const auto& rank : ranks) {
-        const auto* end = rank.indices + rank.count;
-        const auto* start = std::lower_bound(rank.indices, end, offsets[t]);
-        const auto* stop = std::lower_bound(start, end, offsets[t] + sizes[t]);
-        own.push_back({start, rank.values + (start - rank.indices), stop - start});
-        for (Index i = 0; i < own.back().count; ++i)
-          largest = std::max(largest, magnitude(own.back().values[i]));
-      }
-      good[t] = largest < kInfinity;
-      add_window(own, offsets[t], out, size);
-    });
-  }
-  return finite;
+  py::gil_scoped_release release;
+  parallel(count, elements > kChunk ? threads : 1, [&](Index t) {
+    float* const out = results[t];
+    std::memset(out, 0, sizes[t] * sizeof(float));
+    std::vector<Entries> own;
+    for (const auto& rank : ranks) {
+      const auto* end = rank.indices + rank.count;
+      const auto* start = std::lower_bound(rank.indices, end, offsets[t]);
+      const auto* stop = std::lower_bound(start, end, offsets[t] + sizes[t]);
+      own.push_back({start, rank.values + (start - rank.indices), stop - start});
+    }
+    add_window(own, offsets[t], out, size);
+  });
 }
 
 // See merge of reference.py.
@@ -672,7 +647,7 @@ void stream(const Array<Index>& addresses, const std::vector<Index>& sizes, int 
     const float* __restrict g = at(0);
     float* __restrict u = at(1);
     float* __restrict v = at(2);
-    parallel((sizes[t] + kChunk - 1) / kChunk, threads, [&](Index c) {
+    parallel(pieces(sizes[t], kChunk), threads, [&](Index c) {
       const Index stop = std::min(sizes[t], (c + 1) * kChunk);
       for (Index i = c * kChunk; i < stop; ++i) {
         u[i] = 0.5f * u[i] + g[i];
@@ -694,8 +669,9 @@ PYBIND11_MODULE(native, m) {
   m.attr("INTERFACE") = kInterface;
   py::class_<Selection>(m, "Selection")
       .def(py::init<const std::vector<Index>&, const std::vector<Index>&>())
-      .def("accumulate", &Selection::accumulate)
+      .def("select", &Selection::select)
       .def("settle", &Selection::settle);
+  m.def("use_instructions", use_instructions);
   m.def("add_up", add_up);
   m.def("merge", merge);
   m.def("quotients", quotients);

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,36 +25,26 @@ class Selection:
     def __init__(self, sizes: Sequence[int], counts: Sequence[int]) -> None:
         self._counts = list(counts)
         self._offsets = np.cumsum([0, *sizes[:-1]])
+        self._move: Any = None  # momenta, whether there are any, and the Nesterov flag
 
-    def accumulate(self, steps: Steps, momentum: Momentum, nesterov: bool) -> Selected:
-        """Write the new velocity and residual of each tensor before anything is sent, and return
-        the ``count`` largest elements of the new residual, of equal ones the first::
+    def select(self, steps: Steps, momentum: Momentum, nesterov: bool) -> Selected:
+        """Return the ``count`` largest elements of what the residual of each tensor will be before
+        anything is sent, of equal ones the first::
 
             u = m u + g;    v = v + u           with momentum
             u = m (u + g);  v = v + u + g       with Nesterov's
             v = v + g                           if momentum is None
+            v = g                               if there are no residuals either
 
         ``momentum`` is one number, or one for each tensor.  Of a tensor with a NaN or Inf, NaN is
         selected at the first places."""
         indices, values, finite = [], [], []
-        momenta = momenta_of(momentum, len(self._counts))
-        for row, count, offset, m in zip(
-            steps.rows(), self._counts, self._offsets, momenta, strict=True
-        ):
-            gradient, residual, new_residual, velocity, new_velocity = row
-            with np.errstate(over="ignore", invalid="ignore"):
-                direction = gradient
-                if momentum is not None:
-                    u = velocity + gradient if nesterov else velocity
-                    u = u * m
-                    if not nesterov:
-                        u += gradient
-                    direction = u + gradient if nesterov else u
-                    new_velocity[:] = u
-                np.add(direction, residual, out=new_residual)
-            if fine := bool(np.isfinite(new_residual).all()):
-                places = np.sort(np.argsort(-np.abs(new_residual), kind="stable")[:count])
-                values.append(new_residual[places])
+        self._move = momenta_of(momentum, len(self._counts)), momentum is not None, nesterov
+        rows = zip(self._moved(steps), self._counts, self._offsets, strict=True)
+        for (_, residual), count, offset in rows:
+            if fine := bool(np.isfinite(residual).all()):
+                places = np.sort(np.argsort(-np.abs(residual), kind="stable")[:count])
+                values.append(residual[places])
             else:
                 places = np.arange(count)
                 values.append(np.full(count, np.nan, np.float32))
@@ -62,17 +53,42 @@ class Selection:
         return Selected(np.concatenate(indices), np.concatenate(values), np.array(finite))
 
     def settle(
-        self, steps: Steps, indices: np.ndarray, remaining: np.ndarray, masking: bool
+        self,
+        steps: Steps,
+        indices: np.ndarray,
+        remaining: np.ndarray,
+        masking: bool,
+        finite: np.ndarray,
     ) -> None:
-        """Write what remains of the selected elements into the new residuals; with ``masking``, put
-        the new velocities there to zero."""
+        """Write the new velocities and residuals of the step of the last :meth:`select`, of tensors
+        that are ``finite`` (bool): what remains of the selected elements, and with ``masking``
+        zeros in their velocities."""
         bounds = np.cumsum(self._counts)[:-1]
-        parts = zip(np.split(indices, bounds), np.split(remaining, bounds), strict=True)
-        for row, offset, (places, left) in zip(steps.rows(), self._offsets, parts, strict=True):
-            _, _, new_residual, _, new_velocity = row
+        parts = zip(np.split(indices, bounds), np.split(remaining, bounds), finite, strict=True)
+        rows = zip(steps.rows(), self._moved(steps), self._offsets, parts, strict=True)
+        for (_, _, new_residual, _, new_velocity), moved, offset, (places, left, fine) in rows:
+            if not fine:
+                continue
+            velocity, new_residual[:] = moved
             new_residual[places - offset] = left
-            if masking:
-                new_velocity[places - offset] = 0
+            if velocity is not None:
+                new_velocity[:] = velocity
+                if masking:
+                    new_velocity[places - offset] = 0
+
+    def _moved(self, steps: Steps) -> Iterator[tuple[np.ndarray | None, np.ndarray]]:
+        """The new velocity and residual of each tensor, before anything is sent."""
+        momenta, has_momentum, nesterov = self._move
+        for (gradient, residual, _, velocity, _), m in zip(steps.rows(), momenta, strict=True):
+            u, direction = None, gradient
+            with np.errstate(over="ignore", invalid="ignore"):
+                if has_momentum:
+                    u = velocity + gradient if nesterov else velocity
+                    u = u * m
+                    if not nesterov:
+                        u += gradient
+                    direction = u + gradient if nesterov else u
+                yield u, direction if residual is None else direction + residual
 
 
 def add_up(
@@ -80,9 +96,8 @@ def add_up(
     indices: Sequence[np.ndarray],
     values: Sequence[np.ndarray],
     size: int,
-) -> np.ndarray:
-    """Write the sum of sparse vectors, divided by ``size``, into ``out``, and return for each array
-    of ``out`` whether the values that belong there are finite.
+) -> None:
+    """Write the sum of sparse vectors, divided by ``size``, into ``out``.
 
     Args:
         out: flat arrays, which the vectors span end to end; what is in them is lost.
@@ -91,16 +106,12 @@ def add_up(
     """
     bounds = np.cumsum(out.sizes)
     total = np.zeros(bounds[-1], np.float32)
-    finite = np.ones(bounds.size, bool)
     with np.errstate(over="ignore", invalid="ignore"):
         for own, theirs in zip(indices, values, strict=True):
             total[own] += theirs
-            tensors = np.searchsorted(bounds, own, side="right")
-            finite[tensors[~np.isfinite(theirs)]] = False
         total /= np.float32(size)
     for x, part in zip(out.arrays, np.split(total, bounds[:-1]), strict=True):
         x[:] = part
-    return finite
 
 
 def merge(

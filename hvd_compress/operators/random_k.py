@@ -60,8 +60,15 @@ class random_k(Selector, name="random_k"):
         return Classes.unbiased(zeta, alpha=zeta)
 
     def draw(self, n: int, k: int | None, random: np.random.Generator) -> np.ndarray:
-        """Return ascending indices (int64) of ``k`` out of ``n`` elements."""
-        return np.sort(random.choice(n, k, replace=False, shuffle=False)).astype(np.int64)
+        """Return ascending indices (int64) of ``k`` out of ``n`` elements: the first that are drawn
+        of independent ones, without those that were drawn before."""
+        k = n if k is None else k
+        few = min(k, n - k)  # or those that are left out
+        is_drawn, missing = np.zeros(n, bool), few
+        while missing:
+            is_drawn[random.integers(n, size=missing)] = True
+            missing = few - int(np.count_nonzero(is_drawn))
+        return np.flatnonzero(is_drawn if few == k else ~is_drawn)
 
     def select(self, x: Array, k: int | None, context: Context) -> Array:
         """Return ascending indices (int64) of ``k`` elements of the flat array ``x``."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hvd_compress import (
     DGC,
+    EF21,
     FP8,
     FP16,
     QSGD,
@@ -26,6 +27,7 @@ from hvd_compress import (
     OneBit,
     OneBitAdamCompression,
     PowerSGD,
+    RandomK,
     Signum,
     Sparse,
     TernGrad,
@@ -84,6 +86,10 @@ CODED = [
     PowerSGD(rank=6, min_compression_rate=1, error_feedback=False),
     OneBitAdamCompression(freeze_step=True, min_size=0),
     Signum(nesterov=True),
+    RandomK(),
+    EF21(density=0.05, average=0.9),
+    EF21(density=0.05, values="4bit", indices="int32"),
+    RandomK(density=0.7, error_feedback=False, wire="float16"),
     Chain((momentum_after_averaging(), smoothing(0.8), ef21()), via=allgather(natural())),
 ]
 MAKERS = {"numpy": np.array, "torch": torch.tensor, "tensorflow": tf.constant}

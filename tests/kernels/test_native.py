@@ -77,7 +77,7 @@ def test_a_change_of_what_is_called_has_a_new_number():
     texts = [getattr(x, "__doc__", None) for place in places for x in vars(place).values()]
     signatures = "\n".join(sorted(text for text in texts if text and "->" in text))
     digest = hashlib.sha256(signatures.encode()).hexdigest()[:16]
-    assert (kernels.INTERFACE, digest) == (4, "ed941c63c2529f23"), (
+    assert (kernels.INTERFACE, digest) == (5, "780bac3b10bba908"), (
         "add 1 to INTERFACE of kernels/__init__.py and kInterface of common.h, and write both here"
     )
 
@@ -109,7 +109,7 @@ def test_arrays_at_addresses_that_no_float_has_are_refused():
     assert not odd.flags.aligned
     table, sizes = np.full((1, 5), odd.ctypes.data, np.int64), np.full((1, 5), odd.size)
     with pytest.raises(ValueError, match="address"):
-        native.Selection([odd.size], [3]).accumulate(table, sizes, 0, 0.0, 1)
+        native.Selection([odd.size], [3]).select(table, sizes, 0, 0.0, 1)
     with pytest.raises(ValueError, match="address"):
         native.add_up(table[:, 0].copy(), [odd.size], [], [], 1.0, 1)
     with pytest.raises(ValueError, match="aligned"):
@@ -130,13 +130,13 @@ def test_arrays_of_another_size_than_their_tensor_are_refused(place):
     table = np.array([[x.ctypes.data for x in arrays]])
     sizes = np.full((1, 5), 3001)
     selection, nothing = native.Selection([3001], [3]), np.zeros(3, np.float32)
-    selection.accumulate(table, sizes, 1, 0.9, 1)
-    selection.settle(table, sizes, np.arange(3), nothing, True)
+    selection.select(table, sizes, 1, 0.9, 1)
+    selection.settle(table, sizes, np.arange(3), nothing, True, np.ones(1, bool), 1)
     sizes[0, place] = 3000
     with pytest.raises(ValueError, match="3000 elements where a tensor has 3001"):
-        selection.accumulate(table, sizes, 1, 0.9, 1)
+        selection.select(table, sizes, 1, 0.9, 1)
     with pytest.raises(ValueError, match="3000 elements where a tensor has 3001"):
-        selection.settle(table, sizes, np.arange(3), nothing, True)
+        selection.settle(table, sizes, np.arange(3), nothing, True, np.ones(1, bool), 1)
 
 
 @pytest.mark.parametrize("method", [TopK(density=0.01), DGC(), PowerSGD(), NoCompression()])

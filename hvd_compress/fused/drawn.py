@@ -1,0 +1,113 @@
+"""Elements at places that all ranks draw alike: one sum of the values of all tensors.
+
+A chain of error feedback and a sum of drawn elements does for a bucket at once what its blocks do
+for one tensor after the other, and gives the same bits; tests hold the two equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Generator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hvd_compress.backends import backend_of, numpy
+from hvd_compress.base import Context, Sparse
+from hvd_compress.chain import Transform
+from hvd_compress.coding.drawn import drawn
+from hvd_compress.fused.bucket import Arrays, Tensor
+from hvd_compress.fused.messages import scattered
+from hvd_compress.fused.stages import Staged, StagedBucket, Stages
+from hvd_compress.kernels.codecs import all_finite
+from hvd_compress.requests import Request, Sum
+from hvd_compress.times import phase
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FusedDrawn(Staged):
+    """The exchange of all tensors of a bucket; see :class:`hvd_compress.fused.bucket.InPlace`.
+
+    Attributes:
+        coding: says which elements are sent, and how they are scaled.
+        wire, algorithm: of the sum.
+    """
+
+    sends_all: ClassVar[bool] = False
+
+    coding: drawn
+    wire: str | None
+    algorithm: str | None
+
+    @classmethod
+    def of(
+        cls,
+        transforms: Sequence[Transform],
+        coding: drawn,
+        wire: str | None,
+        algorithm: str | None,
+        context: Context,
+    ) -> FusedDrawn | None:
+        """Return the form of ``transforms`` and a sum of what ``coding`` draws, if there is one."""
+        stages = Stages.of(transforms, context)
+        return None if stages is None else cls(*stages, coding, wire, algorithm)
+
+    def weight(self, context: Context) -> int:
+        return self.coding.select.count(math.prod(context.shape), context)
+
+    def made(self, tensors: list[Tensor]) -> _Bucket:
+        return _Bucket(self, tensors)
+
+
+class _Bucket(StagedBucket):
+    form: FusedDrawn
+
+    def __init__(self, form: FusedDrawn, tensors: list[Tensor]) -> None:
+        super().__init__(form, tensors)
+        self._values = np.empty(sum(self.weights), np.float32)
+        self._longest = max(self.sizes)
+
+    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, list[bool]]:
+        like, form = arrays.gradients[0], self.form
+        xp = backend_of(like)
+        with phase("search"):
+            pairs = zip(self.names, self.sizes, strict=True)
+            places = [form.coding.places(n, step._replace(name=name)) for name, n in pairs]
+        with phase("encode"):
+            self._encode(arrays, places, step)
+        total = yield Sum(xp.from_numpy(self._values, like), form.wire, form.algorithm)
+        with phase("add_up"), np.errstate(over="ignore", invalid="ignore"):
+            mean = xp.to_numpy(total) / np.float32(self.size)
+            return self._settle(arrays, places, mean, step)
+
+    def _by_tensor(self, values: np.ndarray) -> list[np.ndarray]:
+        return np.split(values, np.cumsum(self.weights)[:-1])
+
+    def _encode(self, arrays: Arrays, places: list[np.ndarray], step: Context) -> None:
+        """Write the values that are sent."""
+        views, values = arrays.views(), self._by_tensor(self._values)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for i, (n, at, out) in enumerate(zip(self.sizes, places, values, strict=True)):
+                its = arrays.context(step, i)
+                x = self.passed_on(views, i, slice(0, n), its, self._longest)
+                # Whatever is drawn, the others must see that this step is not finite.
+                out[:] = x[at] if all_finite(x) else np.nan
+                if self.form.coding.unbiased:
+                    out *= np.float32(n / at.size)
+
+    def _settle(
+        self, arrays: Arrays, places: list[np.ndarray], mean: np.ndarray, step: Context
+    ) -> list[bool]:
+        """Write averages and states; return of which tensors they are finite."""
+        views, finite = arrays.views(), []
+        values = self._by_tensor(numpy.round_to(self._values, self.form.wire))
+        for i, (at, its_mean) in enumerate(zip(places, self._by_tensor(mean), strict=True)):
+            finite.append(bool(np.isfinite(its_mean).all()))
+            if arrays.sent is not None:
+                arrays.sent[i] = Sparse(at, values[i].copy())
+            self.settle(
+                *(views, i, slice(0, self.sizes[i]), arrays.context(step, i)),
+                *(Sparse(at, values[i]) if finite[i] else None, scattered(at, its_mean)),
+            )
+        return finite

@@ -1,0 +1,111 @@
+"""The largest elements of what any elementwise transforms make of the tensors of a bucket.
+
+A chain of such transforms, EF21 say, and an allgather of the largest elements does for a bucket at
+once what its blocks do for one tensor after the other, and gives the same bits; tests hold the two
+equal.  Of momentum correction and error feedback, whose result needs no memory,
+:mod:`hvd_compress.fused.top_k` does the same in fewer passes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Context, Sparse
+from hvd_compress.chain import Transform
+from hvd_compress.codecs import logarithmic
+from hvd_compress.fused.bucket import Arrays, Tensor
+from hvd_compress.fused.messages import finite_of, merged, message_of, part_of, scattered
+from hvd_compress.fused.stages import Staged, StagedBucket, Stages
+from hvd_compress.kernels import Column, Selection, Steps
+from hvd_compress.operators import top_k
+from hvd_compress.requests import Gather, Request
+from hvd_compress.times import phase
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FusedElements(Staged):
+    """The exchange of all tensors of a bucket; see :class:`hvd_compress.fused.bucket.InPlace`.
+
+    Attributes:
+        select: says how many elements of a tensor are sent.
+        values, indices: of the message.
+    """
+
+    sends_all: ClassVar[bool] = False
+
+    select: top_k
+    values: str | logarithmic
+    indices: str
+
+    @classmethod
+    def of(
+        cls,
+        transforms: Sequence[Transform],
+        select: top_k,
+        values: str | logarithmic,
+        indices: str,
+        context: Context,
+    ) -> FusedElements | None:
+        """Return the form of ``transforms`` and the largest elements, if there is one."""
+        stages = Stages.of(transforms, context)
+        return None if stages is None else cls(*stages, select, values, indices)
+
+    def weight(self, context: Context) -> int | None:
+        """Return how many elements are sent, if that is a part of them."""
+        return part_of(self.select, self.values, context)
+
+    def made(self, tensors: list[Tensor]) -> _Bucket:
+        return _Bucket(self, tensors)
+
+
+class _Bucket(StagedBucket):
+    form: FusedElements
+
+    def __init__(self, form: FusedElements, tensors: list[Tensor]) -> None:
+        super().__init__(form, tensors)
+        pairs = zip(self.sizes, self.weights, strict=True)
+        self._selections = [Selection([n], [k]) for n, k in pairs]
+        self._message = message_of(form.values, form.indices, sum(self.sizes), self.weights)
+        self._starts, self._longest = np.cumsum([0, *self.sizes[:-1]]), max(self.sizes)
+
+    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray]:
+        xp = backend_of(arrays.gradients[0])
+        with phase("search"):
+            places, values = zip(*self._selected(arrays, step), strict=True)
+        with phase("encode"):
+            indices = np.concatenate(
+                [start + at for start, at in zip(self._starts, places, strict=True)]
+            )
+            frame, sent = self._message.encode(indices, np.concatenate(values))
+        frames = yield Gather(xp.from_numpy(frame, None), self._message.size is not None)
+        with phase("add_up"), np.errstate(over="ignore", invalid="ignore"):
+            theirs = [
+                self._message.decode(xp.to_numpy(frame), f"rank {rank}")
+                for rank, frame in enumerate(frames)
+            ]
+            finite, views = finite_of(self.sizes, theirs), arrays.views()
+            parts = np.split(sent, np.cumsum(self.weights)[:-1])
+            own = [Sparse(at, what) for at, what in zip(places, parts, strict=True)]
+            if arrays.sent is not None:
+                arrays.sent = own
+            for i, mean in enumerate(merged(self.sizes, theirs)):
+                self.settle(
+                    *(views, i, slice(0, self.sizes[i]), arrays.context(step, i)),
+                    *(own[i] if finite[i] else None, scattered(*mean)),
+                )
+        return finite
+
+    def _selected(self, arrays: Arrays, step: Context) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return places and values of the elements that are sent, of each tensor."""
+        views, found = arrays.views(), []
+        with np.errstate(over="ignore", invalid="ignore"):
+            for i, (selection, n) in enumerate(zip(self._selections, self.sizes, strict=True)):
+                its = arrays.context(step, i)
+                x = self.passed_on(views, i, slice(0, n), its, self._longest)
+                found.append(selection.select(Steps(Column([x])))[:2])
+        return found
