@@ -20,9 +20,6 @@ from hvd_compress.operators.classes import Classes
 from hvd_compress.operators.top_k import count
 from hvd_compress.schedules import Density, as_density, density_at
 
-#: so many times fewer are found sooner by sorting
-_MANY = 32
-
 
 def shared_generator(context: Context) -> np.random.Generator:
     """Return a generator of random numbers that are the same on all ranks, and others for every
@@ -63,20 +60,8 @@ class random_k(Selector, name="random_k"):
         return Classes.unbiased(zeta, alpha=zeta)
 
     def draw(self, n: int, k: int | None, random: np.random.Generator) -> np.ndarray:
-        """Return ascending indices (int64) of ``k`` out of ``n`` elements: the first that are drawn
-        of independent ones, without those that were drawn before."""
-        k = n if k is None else k
-        few = min(k, n - k)  # or those that are left out
-        if few == k and _MANY * k < n:  # to sort takes less than to look through all
-            found = np.zeros(0, np.int64)
-            while found.size < k:
-                found = np.union1d(found, random.integers(n, size=k - found.size))
-            return found
-        is_drawn, missing = np.zeros(n, bool), few
-        while missing:
-            is_drawn[random.integers(n, size=missing)] = True
-            missing = few - int(np.count_nonzero(is_drawn))
-        return np.flatnonzero(is_drawn if few == k else ~is_drawn)
+        """Return ascending indices (int64) of ``k`` out of ``n`` elements."""
+        return np.sort(random.choice(n, k, replace=False, shuffle=False)).astype(np.int64)
 
     def select(self, x: Array, k: int | None, context: Context) -> Array:
         """Return ascending indices (int64) of ``k`` elements of the flat array ``x``."""
