@@ -4,6 +4,7 @@
     python -m benchmarks.reliability exchanges --cases 200000
     python -m benchmarks.reliability kills --runs 50 --only mpi ddp
     python -m benchmarks.reliability memory --steps 10000 --optimizers 1000
+    python -m benchmarks.reliability soak --minutes 60
 
 Each ends with status 1 if something came out that should not, and prints what, with the seed and
 the number that make it again.
@@ -54,6 +55,9 @@ def parser() -> argparse.ArgumentParser:
     memory.add_argument("--steps", type=int, default=10_000)
     memory.add_argument("--optimizers", type=int, default=1000)
     memory.add_argument("--methods", nargs="+", default=METHODS, metavar="METHOD")
+    soak = campaign("soak", "every system in turn on a network of hosts; needs root")
+    soak.add_argument("--minutes", type=float, default=60, help="for all of them")
+    soak.add_argument("--only", nargs="+", metavar="SYSTEM", help="as mpi_examples/systems.py has")
     return made
 
 
@@ -66,6 +70,8 @@ def main() -> int:
         from benchmarks.reliability import damage as campaign
     elif options.campaign == "kills":
         from benchmarks.reliability import kills as campaign
+    elif options.campaign == "soak":
+        from benchmarks.reliability import soak as campaign
     else:
         from benchmarks.reliability import memory as campaign
     found, problems = campaign.run(options)
