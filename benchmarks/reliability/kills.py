@@ -29,7 +29,7 @@ from tests.cluster import Network, unavailable
 
 #: seconds: of the jobs' own time-outs, and what a busy machine may need beyond them
 TIMEOUT, SLACK = 8.0, 45.0
-START = 120.0
+START = 300.0
 METHODS = ["none", "topk:density=0.05", "onebit", "fp8"]
 _WORKER = "benchmarks.reliability.worker"
 
