@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     kills.add_argument(
         "--only", nargs="+", choices=JOBS, default=JOBS, metavar="JOB", help=", ".join(JOBS)
     )
+    kills.add_argument("--accidents", nargs="+", metavar="ACCIDENT", help="such as jitter")
     memory = campaign("memory", "resident memory over many steps, and over many optimizers")
     memory.add_argument("--ranks", type=int, default=2)
     memory.add_argument("--steps", type=int, default=10_000)
