@@ -2,6 +2,7 @@
 
     python -m benchmarks.reliability frames --cases 10000000 --jobs 2
     python -m benchmarks.reliability exchanges --cases 200000
+    python -m benchmarks.reliability orders --cases 10000
     python -m benchmarks.reliability kills --runs 50 --only mpi ddp
     python -m benchmarks.reliability memory --steps 10000 --optimizers 1000
     python -m benchmarks.reliability soak --minutes 60
@@ -45,6 +46,12 @@ def parser() -> argparse.ArgumentParser:
     exchanges.add_argument("--cases", type=int, default=100_000)
     exchanges.add_argument("--jobs", type=int, default=1, help="processes")
     exchanges.add_argument("--only", nargs="+", metavar="TEXT", help="methods whose names have it")
+    orders = campaign(
+        "orders", "training of every method over a simulated MPI, by messages in random orders"
+    )
+    orders.add_argument("--cases", type=int, default=10_000)
+    orders.add_argument("--jobs", type=int, default=1, help="processes")
+    orders.add_argument("--only", nargs="+", metavar="TEXT", help="methods whose names have it")
     kills = campaign("kills", "jobs of which a rank is killed or stopped, or a link cut or slowed")
     kills.add_argument("--runs", type=int, default=10, help="of each job with each accident")
     kills.add_argument(
@@ -67,7 +74,7 @@ def main() -> int:
     for ends in (signal.SIGINT, signal.SIGTERM):  # with what was found by then
         signal.signal(ends, signal.default_int_handler)
     # Here, since --help shall need neither PyTorch nor MPI.
-    if options.campaign in ("frames", "exchanges"):
+    if options.campaign in ("frames", "exchanges", "orders"):
         from benchmarks.reliability import damage as campaign
     elif options.campaign == "kills":
         from benchmarks.reliability import kills as campaign

@@ -1,4 +1,5 @@
-"""The campaigns of damage: to frames, and to what ranks send in exchanges."""
+"""The campaigns of many short cases: damage to frames and to what ranks send in exchanges, and
+orders in which messages arrive."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import collections
 import contextlib
 import functools
+import importlib
 import multiprocessing
 import random
 import time
@@ -19,8 +21,8 @@ from tqdm import tqdm
 
 from hvd_compress.errors import PayloadError
 
-#: cases between two looks at the bar
-CHUNK = 2000
+#: cases between two looks at the bar, of frames and of all else
+CHUNK, FEW = 2000, 10
 #: what comes of a case
 NOTICED, UNCHANGED = "PayloadError", "no byte changed"
 HARMLESS, CHANGED_NOTHING = "right checksum, in range", "same result"
@@ -120,8 +122,9 @@ _WAYS = [
 
 def run(options: argparse.Namespace) -> tuple[Any, list[str]]:
     """Run a campaign; return what was counted, and what came out that should not."""
-    campaign = chunk_of_frames if options.campaign == "frames" else chunk_of_exchanges
-    chunk = CHUNK if options.campaign == "frames" else 100
+    is_of_frames = options.campaign == "frames"
+    campaign = chunk_of_frames if is_of_frames else functools.partial(chunk_of, options.campaign)
+    chunk = CHUNK if is_of_frames else FEW
     calls = [
         (options.seed, number, min(chunk, options.cases - chunk * number), options.only or [""])
         for number in range(-(-options.cases // chunk))
@@ -203,23 +206,23 @@ def chunk_of_frames(call: tuple[int, int, int, list[str]]) -> tuple[Any, list[st
     return counts, problems
 
 
-def chunk_of_exchanges(call: tuple[int, int, int, list[str]]) -> tuple[Any, list[str]]:
-    from benchmarks.reliability.exchanges import Case, names
-
+def chunk_of(campaign: str, call: tuple[int, int, int, list[str]]) -> tuple[Any, list[str]]:
+    """Of the cases of a module with the name of the campaign."""
+    cases = importlib.import_module(f"benchmarks.reliability.{campaign}")
     seed, number, count, only = call
-    every = [name for name in names() if any(text in name for text in only)]
+    every = [name for name in cases.names() if any(text in name for text in only)]
     draw, counts, problems = random.Random(f"{seed}-{number}"), collections.Counter(), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for i in range(count):
             name = draw.choice(every)
-            case = Case(name, draw)
+            case = cases.Case(name, draw)
             try:
                 outcome = case.outcome()
             except Exception as error:
                 outcome = "PROBLEM"
                 problems.append(
-                    f"--seed {seed}, case {100 * number + i}, {name}, {case}: "
+                    f"--seed {seed}, case {FEW * number + i}, {name}, {case}: "
                     f"{type(error).__name__}: {error}"
                 )
             counts[name.split("-")[0], outcome] += 1

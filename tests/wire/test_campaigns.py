@@ -28,7 +28,7 @@ def test_damaged_frames(seed, number):
 
 
 def test_damaged_exchanges():
-    counts, problems = damage.chunk_of_exchanges((0, 0, 150, [""]))
+    counts, problems = damage.chunk_of("exchanges", (0, 0, 150, [""]))
     assert not problems, problems[:5]
     assert sum(n for (_, outcome), n in counts.items() if outcome == damage.NOTICED) > 100
 
@@ -54,7 +54,7 @@ def test_all_methods_that_send_bytes_are_in_the_campaign():
     assert case.outcome() in (damage.NOTICED, damage.UNCHANGED)
 
 
-@pytest.mark.parametrize("campaign", ["frames", "exchanges", "kills", "memory"])
+@pytest.mark.parametrize("campaign", ["frames", "orders", "soak", "kills"])
 def test_help_needs_neither_frameworks_nor_mpi(campaign):
     script = (
         "import runpy, sys\n"
