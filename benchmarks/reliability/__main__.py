@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     frames.add_argument("--cases", type=int, default=1_000_000)
     frames.add_argument("--jobs", type=int, default=1, help="processes")
     frames.add_argument("--only", nargs="+", metavar="TEXT", help="frames whose names have it")
+    frames.add_argument("--corpus", type=Path, metavar="FILE", help="only write one for each check")
     exchanges = campaign(
         "exchanges", "whole exchanges of every method, in which one message of one rank is damaged"
     )

@@ -10,6 +10,7 @@ import functools
 import importlib
 import multiprocessing
 import random
+import re
 import time
 import warnings
 import zlib
@@ -23,6 +24,8 @@ from hvd_compress.errors import PayloadError
 
 #: cases between two looks at the bar, of frames and of all else
 CHUNK, FEW = 2000, 10
+#: bytes of a frame of the corpus, at most
+SHORT = 256
 #: what comes of a case
 NOTICED, UNCHANGED = "PayloadError", "no byte changed"
 HARMLESS, CHANGED_NOTHING = "right checksum, in range", "same result"
@@ -122,6 +125,11 @@ _WAYS = [
 
 def run(options: argparse.Namespace) -> tuple[Any, list[str]]:
     """Run a campaign; return what was counted, and what came out that should not."""
+    if getattr(options, "corpus", None):
+        found = sorted(corpus(options.seed, options.cases).items())
+        lines = ["\t".join([check, *named, x.tobytes().hex()]) for (_, check), (*named, x) in found]
+        options.corpus.write_text("\n".join(lines) + "\n")
+        return lines, []
     is_of_frames = options.campaign == "frames"
     campaign = chunk_of_frames if is_of_frames else functools.partial(chunk_of, options.campaign)
     chunk = CHUNK if is_of_frames else FEW
@@ -204,6 +212,32 @@ def chunk_of_frames(call: tuple[int, int, int, list[str]]) -> tuple[Any, list[st
                     f"{type(error).__name__}: {error}; frame {damaged.tobytes().hex()}"
                 )
     return counts, problems
+
+
+def check_of(error: PayloadError) -> str:
+    """Return what noticed the damage: the error's message without numbers, options and advice."""
+    text = re.sub(r"\([^)]*\)|'[^']*'|[\d.]+", "", str(error)).partition("Either")[0]
+    return " ".join(text.split())
+
+
+def corpus(seed: int, cases: int) -> dict[tuple[str, str], tuple[str, np.ndarray]]:
+    """Return a short frame for each check of each kind of frame, by kind and check: the name of the
+    frame that was damaged, and the damaged one."""
+    frames, draw = _frames(0), random.Random(seed)
+    found: dict[tuple[str, str], tuple[str, np.ndarray]] = {}
+    for _ in range(cases):
+        frame = draw.choice(frames)
+        damaged = spoil(frame.frame, [f.frame for f in frames], draw)
+        damaged = sealed(damaged) if draw.random() < 0.9 else damaged
+        try:
+            frame.read(damaged)
+        except PayloadError as error:
+            if damaged.size > SHORT:
+                continue
+            key = frame.name.split()[0], check_of(error)
+            if key not in found or damaged.size < found[key][1].size:
+                found[key] = frame.name, damaged
+    return found
 
 
 def chunk_of(campaign: str, call: tuple[int, int, int, list[str]]) -> tuple[Any, list[str]]:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from benchmarks.reliability import damage, exchanges, frames
+from hvd_compress.errors import PayloadError
 from tests import jobs
 
+CORPUS = jobs.TESTS / "wire" / "damaged.txt"
 #: ``(seed, number)`` of chunks of cases, as the campaign counts them.  One in which something came
 #: out that should not is added here, and stays.
 CHUNKS = [(0, 0), (1, 44)]
@@ -25,6 +27,19 @@ def test_damaged_frames(seed, number):
     assert noticed > 0.7 * damage.CHUNK
     kinds = {kind for kind, _ in counts}
     assert kinds == {"coded", "dense", "joined", "method", "rows", "server", "sparse"}
+
+
+def test_corpus():
+    """Of each check of each kind of frame there is one that it notices, and has always noticed:
+    ``python -m benchmarks.reliability frames --cases 60000 --corpus tests/wire/damaged.txt``."""
+    by_name = {frame.name: frame for frame in frames.every(0)}
+    lines = CORPUS.read_text().splitlines()
+    for line in lines:
+        check, name, text = line.split("\t")
+        with pytest.raises(PayloadError) as error:
+            by_name[name].read(np.frombuffer(bytes.fromhex(text), np.uint8).copy())
+        assert damage.check_of(error.value) == check, name
+    assert len(lines) > 70
 
 
 def test_damaged_exchanges():
