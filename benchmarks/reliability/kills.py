@@ -60,6 +60,14 @@ class Running:
             )
         return False
 
+    def place(self, rank: int) -> str:
+        """Return where a rank's threads are."""
+        with contextlib.suppress(OSError):
+            os.kill(self.pid(rank), signal.SIGUSR1)
+            time.sleep(1)
+            return f"\nrank {rank}: {(self.folder / f'{rank}.trace').read_text()}"
+        return ""
+
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
         end = time.monotonic() + seconds
         while not (holds := condition()) and time.monotonic() < end:
@@ -335,9 +343,8 @@ def _ends(job: Running, survivors: list[int], victim: int, start: float) -> Outc
     seconds = time.monotonic() - start
     if not gone:
         left = [rank for rank in survivors if job.lives(rank)]
-        return Outcome(
-            "hang", seconds, f"ranks {left} live on; ends: {list(map(job.end, survivors))}"
-        )
+        text = f"ranks {left} live on; ends: {list(map(job.end, survivors))}"
+        return Outcome("hang", seconds, text + "".join(map(job.place, left)))
     ends = [end for rank in survivors if (end := job.end(rank))]
     if any(not name for name, *_ in ends):
         return Outcome("success", seconds, "a survivor ended as if all were well")

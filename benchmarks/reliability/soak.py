@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +27,7 @@ LAYOUTS = ((4, 1), (2, 2))
 #: systems of a job, which a process has in turn
 GROUP = 6
 #: seconds that a job may need beyond its training, on a busy machine
-SLACK = 240.0
+SLACK = 500.0
 #: what the examples' table of systems leaves out
 MORE = {
     "fp8": "fp8",
@@ -104,7 +106,7 @@ def job(names: list[str], hosts: int, ranks: int, seconds: float) -> list[dict[s
         ]
         problems = rows[-1]["problems"]
         if process.poll() is None:
-            problems.append(f"the job hangs: no end after {limit:.0f} s")
+            problems.append(f"no end after {limit:.0f} s{_places(network, folder)}")
         elif process.returncode:
             problems.append(f"the job's exit status is {process.returncode}")
         else:
@@ -122,6 +124,17 @@ def _worst(folder: Path, name: str) -> dict[str, Any]:
     workers = [rank for rank in found if rank.get("steps")]  # and no servers
     worst = {key: max(rank[key] for rank in workers) for key in workers[0]} if workers else {}
     return worst | {"problems": problems}
+
+
+def _places(network: Network, folder: Path) -> str:
+    """Where the ranks of a job are."""
+    for pid in (pid for host in network.hosts for pid in network.pids(host)):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if command[0] == sys.executable and str(folder) in command:
+                os.kill(pid, signal.SIGUSR1)
+    time.sleep(2)
+    return "".join(f"\n{file.stem}: {file.read_text()}" for file in folder.glob("*.trace"))
 
 
 def _left(network: Network, folder: Path, hosts: int, ranks: int) -> list[str]:

@@ -3,16 +3,18 @@
 It trains a small model until there is a file ``FOLDER/stop``.  Each rank leaves ``RANK.pid`` when
 it starts, ``RANK.steps`` after each step, and ``RANK.end`` when it ends by itself: a JSON of the
 error's name and message, both empty without one, and of the time.  In the end the ranks compare
-the bits of what they have trained.
+the bits of what they have trained.  On SIGUSR1 it writes to ``RANK.trace`` where it is.
 """
 
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import hashlib
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -174,6 +176,7 @@ _JOBS: dict[str, Callable[[], tuple[int, Iterator[int]]]] = {
 
 def main() -> None:
     rank, steps = _JOBS[KIND]()
+    faulthandler.register(signal.SIGUSR1, (FOLDER / f"{rank}.trace").open("w"))
     try:
         counted(rank, steps)
     except Exception as error:
