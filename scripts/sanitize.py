@@ -6,6 +6,7 @@ and every Python that the tests start takes them from there.  Arguments are pyte
 
 from __future__ import annotations
 
+import argparse
 import importlib.machinery
 import os
 import platform
@@ -37,13 +38,15 @@ class Kind(NamedTuple):
         flags: of the compiler.
         library: which must be loaded before all others.
         options: environment variables.
-        tests: pytest's arguments.
+        tests: files and folders.
+        keyword: of the tests in them, pytest's -k; all if it is empty.
     """
 
     flags: str
     library: str
     options: dict[str, str]
     tests: str
+    keyword: str = ""
 
 
 KINDS = {
@@ -58,24 +61,41 @@ KINDS = {
         "-fsanitize=thread",
         "libtsan.so",
         {"TSAN_OPTIONS": "halt_on_error=1 report_signal_unsafe=0"},
-        "tests/kernels/test_kernels.py tests/kernels/test_codecs.py -k threads",
+        "tests/kernels/test_kernels.py tests/kernels/test_codecs.py",
+        "threads",
     ),
 }
 
 
 def main() -> None:
     for name, kind in KINDS.items():
-        folder = build(name, kind.flags)
         print(f"sanitize: {kind.flags}", flush=True)
+        tests = tests_of(kind, sys.argv[1:])
+        look = [sys.executable, "-m", "pytest", "-q", "--collect-only", *tests]
+        if subprocess.run(look, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == _NO_TESTS:
+            print("sanitize: the arguments choose no test of these")
+            continue
+        folder = build(name, kind.flags)
         where = "from hvd_compress.kernels import native; print(native.__file__)"
         told = python(name, kind, folder, "-c", where, stdout=subprocess.PIPE, text=True).stdout
         if not Path(told.strip()).is_relative_to(folder):
             sys.exit(f"sanitize: error: Python does not take the loops from {folder}")
         # Reports are written past Python, which must not keep them.
         options = ["-q", "-n", "logical", "--maxprocesses", "8", "--capture=sys"]
-        tests = [*options, *kind.tests.split(), *sys.argv[1:]]
-        if python(name, kind, folder, "-m", "pytest", *tests).returncode not in (0, _NO_TESTS):
-            sys.exit(f"sanitize: error: {kind.flags} found something, or a test failed")
+        if status := python(name, kind, folder, "-m", "pytest", *options, *tests).returncode:
+            sys.exit(
+                f"sanitize: error: pytest ended with status {status}: {kind.flags} found something "
+                "where there is a report above, else a test failed"
+            )
+
+
+def tests_of(kind: Kind, arguments: list[str]) -> list[str]:
+    """Return pytest's arguments: the user's choose among the tests of a kind."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-k", default="")
+    own, rest = parser.parse_known_args(arguments)
+    keywords = [f"({word})" for word in (kind.keyword, own.k) if word]
+    return [*kind.tests.split(), *rest, *(["-k", " and ".join(keywords)] if keywords else [])]
 
 
 def python(name: str, kind: Kind, folder: Path, *arguments: str, **options: Any) -> Any:

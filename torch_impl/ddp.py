@@ -32,6 +32,7 @@ from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
 from .engine import TorchEngine
+from .lost_ranks import naming_lost_ranks
 from .rank_states import gathered, own
 
 # Its name before PyTorch 2.13 was another one.
@@ -64,6 +65,14 @@ class ProcessGroupEngine(TorchEngine):
         return dist.get_world_size(self._group)
 
     def _launch(self, op: Op) -> Any:
+        with naming_lost_ranks(self._group):
+            return self._submitted(op)
+
+    def _wait(self, handle: Any) -> Any:
+        with naming_lost_ranks(self._group):
+            return self._received(handle)
+
+    def _submitted(self, op: Op) -> Any:
         """Submit a collective, and return it, the tensor that its result will be in, and what to
         wait for."""
         op = op._replace(tensor=self._reachable(op.tensor, dist.get_backend(self._group)))
@@ -108,7 +117,7 @@ class ProcessGroupEngine(TorchEngine):
     def _all_gather(self, into: torch.Tensor, x: torch.Tensor) -> Any:
         return _all_gather_single(into, x, group=self._group, async_op=True)
 
-    def _wait(self, handle: Any) -> Any:
+    def _received(self, handle: Any) -> Any:
         op, received, work = handle
         work.wait()
         if op.arriving is not None:

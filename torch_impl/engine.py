@@ -10,6 +10,13 @@ import torch
 from hvd_compress.engines.named import NamedEngine, Op, ProcessSetEngine
 from hvd_compress.errors import PayloadError
 
+#: what Horovod says of a collective whose connections have ended names no cause
+_LOST = (
+    "hvd_compress: a rank has ended or is stopped, or the network to it is down: look for its own "
+    "message, and for what the launcher says of it; the others report after it. A longer time-out "
+    "under Gloo: HOROVOD_GLOO_TIMEOUT_SECONDS (30 if not set)"
+)
+
 
 class TorchEngine(NamedEngine):
     """The base class of engines whose collectives work on torch tensors."""
@@ -73,7 +80,12 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
                 # What came in just after Horovod's thread had emptied its queue is never done.
                 if not self._hvd.poll(handle):
                     raise
-        return self._hvd.synchronize(handle)
+        try:
+            return self._hvd.synchronize(handle)
+        except self._hvd.mpi_ops.HorovodInternalError as error:
+            if not any(word in str(error).lower() for word in ("shut down", "gloo", "connection")):
+                raise
+            raise type(error)(f"{error}\n{_LOST}") from error
 
     def _check_is_running(self) -> None:
         """Raise ``HorovodInternalError`` if Horovod's thread has ended, as it does when a worker

@@ -1,4 +1,5 @@
-"""The campaigns of damage: to frames, and to what ranks send in exchanges."""
+"""The campaigns of many short cases: damage to frames and to what ranks send in exchanges, and
+orders in which messages arrive."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import argparse
 import collections
 import contextlib
 import functools
+import importlib
 import multiprocessing
 import random
+import re
 import time
 import warnings
 import zlib
@@ -19,8 +22,10 @@ from tqdm import tqdm
 
 from hvd_compress.errors import PayloadError
 
-#: cases between two looks at the bar
-CHUNK = 2000
+#: cases between two looks at the bar, of frames and of all else
+CHUNK, FEW = 2000, 10
+#: bytes of a frame of the corpus, at most
+SHORT = 256
 #: what comes of a case
 NOTICED, UNCHANGED = "PayloadError", "no byte changed"
 HARMLESS, CHANGED_NOTHING = "right checksum, in range", "same result"
@@ -120,8 +125,14 @@ _WAYS = [
 
 def run(options: argparse.Namespace) -> tuple[Any, list[str]]:
     """Run a campaign; return what was counted, and what came out that should not."""
-    campaign = chunk_of_frames if options.campaign == "frames" else chunk_of_exchanges
-    chunk = CHUNK if options.campaign == "frames" else 100
+    if getattr(options, "corpus", None):
+        found = sorted(corpus(options.seed, options.cases).items())
+        lines = ["\t".join([check, *named, x.tobytes().hex()]) for (_, check), (*named, x) in found]
+        options.corpus.write_text("\n".join(lines) + "\n")
+        return lines, []
+    is_of_frames = options.campaign == "frames"
+    campaign = chunk_of_frames if is_of_frames else functools.partial(chunk_of, options.campaign)
+    chunk = CHUNK if is_of_frames else FEW
     calls = [
         (options.seed, number, min(chunk, options.cases - chunk * number), options.only or [""])
         for number in range(-(-options.cases // chunk))
@@ -203,23 +214,49 @@ def chunk_of_frames(call: tuple[int, int, int, list[str]]) -> tuple[Any, list[st
     return counts, problems
 
 
-def chunk_of_exchanges(call: tuple[int, int, int, list[str]]) -> tuple[Any, list[str]]:
-    from benchmarks.reliability.exchanges import Case, names
+def check_of(error: PayloadError) -> str:
+    """Return what noticed the damage: the error's message without numbers, options and advice."""
+    text = re.sub(r"\([^)]*\)|'[^']*'|[\d.]+", "", str(error)).partition("Either")[0]
+    return " ".join(text.split())
 
+
+def corpus(seed: int, cases: int) -> dict[tuple[str, str], tuple[str, np.ndarray]]:
+    """Return a short frame for each check of each kind of frame, by kind and check: the name of the
+    frame that was damaged, and the damaged one."""
+    frames, draw = _frames(0), random.Random(seed)
+    found: dict[tuple[str, str], tuple[str, np.ndarray]] = {}
+    for _ in range(cases):
+        frame = draw.choice(frames)
+        damaged = spoil(frame.frame, [f.frame for f in frames], draw)
+        damaged = sealed(damaged) if draw.random() < 0.9 else damaged
+        try:
+            frame.read(damaged)
+        except PayloadError as error:
+            if damaged.size > SHORT:
+                continue
+            key = frame.name.split()[0], check_of(error)
+            if key not in found or damaged.size < found[key][1].size:
+                found[key] = frame.name, damaged
+    return found
+
+
+def chunk_of(campaign: str, call: tuple[int, int, int, list[str]]) -> tuple[Any, list[str]]:
+    """Of the cases of a module with the name of the campaign."""
+    cases = importlib.import_module(f"benchmarks.reliability.{campaign}")
     seed, number, count, only = call
-    every = [name for name in names() if any(text in name for text in only)]
+    every = [name for name in cases.names() if any(text in name for text in only)]
     draw, counts, problems = random.Random(f"{seed}-{number}"), collections.Counter(), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for i in range(count):
             name = draw.choice(every)
-            case = Case(name, draw)
+            case = cases.Case(name, draw)
             try:
                 outcome = case.outcome()
             except Exception as error:
                 outcome = "PROBLEM"
                 problems.append(
-                    f"--seed {seed}, case {100 * number + i}, {name}, {case}: "
+                    f"--seed {seed}, case {FEW * number + i}, {name}, {case}: "
                     f"{type(error).__name__}: {error}"
                 )
             counts[name.split("-")[0], outcome] += 1

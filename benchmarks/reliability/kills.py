@@ -29,7 +29,7 @@ from tests.cluster import Network, unavailable
 
 #: seconds: of the jobs' own time-outs, and what a busy machine may need beyond them
 TIMEOUT, SLACK = 8.0, 45.0
-START = 120.0
+START = 300.0
 METHODS = ["none", "topk:density=0.05", "onebit", "fp8"]
 _WORKER = "benchmarks.reliability.worker"
 
@@ -59,6 +59,14 @@ class Running:
                 != "Z"
             )
         return False
+
+    def place(self, rank: int) -> str:
+        """Return where a rank's threads are."""
+        with contextlib.suppress(OSError):
+            os.kill(self.pid(rank), signal.SIGUSR1)
+            time.sleep(1)
+            return f"\nrank {rank}: {(self.folder / f'{rank}.trace').read_text()}"
+        return ""
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
         end = time.monotonic() + seconds
@@ -102,19 +110,38 @@ class Job(NamedTuple):
 GOES_ON, NAMED, ERROR, ENDED = "goes on", "error names it", "error", "launcher ends all"
 _RECOVERY = ("--enable-recovery",)
 JOBS = {
-    "horovod": Job(_command("horovod", 3, "mpirun"), {"kill": {ENDED}, "pause": {GOES_ON}}),
+    "horovod": Job(
+        _command("horovod", 3, "mpirun"),
+        {"kill": {ENDED}, "pause": {GOES_ON}, "jitter": {GOES_ON}},
+    ),
     "horovod-gloo": Job(
         _command("horovod", 3, "gloo"),
-        {"kill": {ENDED, ERROR}, "stop": {ENDED, ERROR}, "pause": {GOES_ON}},
+        {
+            "kill": {ENDED, ERROR, NAMED},
+            "stop": {ENDED, ERROR, NAMED},
+            "pause": {GOES_ON},
+            "jitter": {GOES_ON},
+        },
         environment={"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"},
     ),
     "mpi": Job(
         _command("mpi", 3, "mpirun"),
-        {"kill": {ENDED, NAMED}, "kill-recovery": {NAMED}, "stop": {NAMED}, "pause": {GOES_ON}},
+        {
+            "kill": {ENDED, NAMED},
+            "kill-recovery": {NAMED},
+            "stop": {NAMED},
+            "pause": {GOES_ON},
+            "jitter": {GOES_ON},
+        },
     ),
     "ddp": Job(
         _command("ddp", 3, "torchrun"),
-        {"kill": {ENDED, ERROR}, "stop": {ERROR}, "pause": {GOES_ON}},
+        {
+            "kill": {ENDED, ERROR, NAMED},
+            "stop": {ERROR, NAMED},
+            "pause": {GOES_ON},
+            "jitter": {GOES_ON},
+        },
     ),
     "server": Job(
         _command("server", 4, "mpirun", *_RECOVERY),
@@ -124,12 +151,13 @@ JOBS = {
             "pause": {GOES_ON},
             "kill-server": {NAMED},
             "stop-server": {NAMED},
+            "jitter": {GOES_ON},
         },
         ranks=4,
     ),
     "network": Job(
         [sys.executable, "-m", _WORKER, "mpi"],
-        {"cut": {NAMED}, "flap": {GOES_ON}, "slow": {GOES_ON}},
+        {"cut": {NAMED}, "flap": {GOES_ON}, "slow": {GOES_ON}, "jitter": {GOES_ON}},
         hosts=3,
     ),
 }
@@ -147,6 +175,7 @@ def run(options: argparse.Namespace) -> tuple[Any, list[str]]:
         for number in range(options.runs)
         for name in options.only
         for accident in (_elastic().ACCIDENTS if name == "elastic" else JOBS[name].accidents)
+        if accident in (options.accidents or [accident])
     ]
     with contextlib.suppress(KeyboardInterrupt):  # what was done by then counts
         for name, accident, number in tqdm(cases, ncols=90):
@@ -243,7 +272,9 @@ def _one(name: str, accident: str, folder: Path, draw: random.Random) -> Outcome
 
 def _happen(accident: str, job: Running, victim: int, network: Any, draw: random.Random) -> None:
     what = accident.split("-")[0]
-    if what == "kill":
+    if what == "jitter":
+        _delay(job, network, draw)
+    elif what == "kill":
         os.kill(job.pid(victim), signal.SIGKILL)
     elif what in ("stop", "pause"):
         os.kill(job.pid(victim), signal.SIGSTOP)
@@ -257,6 +288,28 @@ def _happen(accident: str, job: Running, victim: int, network: Any, draw: random
         if what == "flap":
             time.sleep(draw.uniform(0.1, TIMEOUT / 4))
             network.mend(victim + 1)
+
+
+def _delay(job: Running, network: Any, draw: random.Random) -> None:
+    """For some seconds all that is sent comes late, and from the ranks in another order every time:
+    each stops for moments, and on a network its link is cut for moments, or gets another rate."""
+    end = time.monotonic() + TIMEOUT / 2
+    while time.monotonic() < end:
+        some = draw.sample(range(job.ranks), draw.randrange(1, job.ranks + 1))
+        cut = [rank for rank in some if network and draw.random() < 0.3]
+        for rank in cut:
+            network.cut(rank + 1)
+        for rank in some:
+            os.kill(job.pid(rank), signal.SIGSTOP)
+        draw.shuffle(some)
+        for rank in some:
+            time.sleep(draw.uniform(0, 0.2))
+            os.kill(job.pid(rank), signal.SIGCONT)
+            if rank in cut:
+                network.mend(rank + 1)
+            elif network:
+                network.slow(rank + 1, draw.choice(("20mbit", "100mbit", "1gbit")))
+        time.sleep(draw.uniform(0, 0.05))
 
 
 def _goes_on(job: Running, survivors: list[int], start: float) -> Outcome:
@@ -290,9 +343,8 @@ def _ends(job: Running, survivors: list[int], victim: int, start: float) -> Outc
     seconds = time.monotonic() - start
     if not gone:
         left = [rank for rank in survivors if job.lives(rank)]
-        return Outcome(
-            "hang", seconds, f"ranks {left} live on; ends: {list(map(job.end, survivors))}"
-        )
+        text = f"ranks {left} live on; ends: {list(map(job.end, survivors))}"
+        return Outcome("hang", seconds, text + "".join(map(job.place, left)))
     ends = [end for rank in survivors if (end := job.end(rank))]
     if any(not name for name, *_ in ends):
         return Outcome("success", seconds, "a survivor ended as if all were well")

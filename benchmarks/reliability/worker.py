@@ -2,18 +2,22 @@
 
 It trains a small model until there is a file ``FOLDER/stop``.  Each rank leaves ``RANK.pid`` when
 it starts, ``RANK.steps`` after each step, and ``RANK.end`` when it ends by itself: a JSON of the
-error's name and message, both empty without one, and of the time.
+error's name and message, both empty without one, and of the time.  In the end the ranks compare
+the bits of what they have trained.  On SIGUSR1 it writes to ``RANK.trace`` where it is.
 """
 
 from __future__ import annotations
 
 import datetime
+import faulthandler
+import hashlib
 import itertools
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -41,17 +45,34 @@ def counted(rank: int, steps: Iterator[int]) -> None:
         write(f"{rank}.steps", str(step + 1))
 
 
+def digest(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    found = hashlib.sha256(b"".join(x.tobytes() for x in arrays)).digest()
+    return np.frombuffer(found, np.uint8).copy()
+
+
+def compare(digests: np.ndarray) -> None:
+    rows = digests.reshape(-1, 32)
+    if (rows != rows[0]).any():
+        raise AssertionError("the ranks hold different bits")
+
+
 def over_mpi() -> tuple[int, Iterator[int]]:
     from hvd_compress import mpi
 
     comm = mpi.Communicator(timeout=TIMEOUT)
 
     def steps() -> Iterator[int]:
-        reducer, x = mpi.Reducer(METHOD, comm=comm), np.ones(100_000, np.float32)
+        reducer, draw = mpi.Reducer(METHOD, comm=comm), np.random.default_rng(comm.rank)
+        shapes = {f"w{i}": (250, 100) for i in range(4)} | {"b": (300,)}
+        weights = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
         for step in itertools.count():
-            reducer.reduce({"w": x.reshape(250, 400), "b": x[:300]})
+            own = {name: draw.standard_normal(x.shape, np.float32) for name, x in weights.items()}
+            for name, direction in reducer.reduce(own).items():
+                weights[name] -= direction
             yield step
             if mpi.allreduce(np.array([float(has_to_stop())]), comm=comm)[0]:
+                mine = digest(weights.values())
+                compare(np.concatenate(mpi.MPI.COMM_WORLD.allgather(mine)))
                 return
 
     return comm.rank, steps()
@@ -103,6 +124,8 @@ def over_horovod() -> tuple[int, Iterator[int]]:
             yield step
             flag = torch.tensor([float(has_to_stop())])
             if hvd.allreduce(flag, name="stop", op=hvd.Max)[0]:
+                mine = torch.from_numpy(digest(p.detach().numpy() for p in model.parameters()))
+                compare(hvd.allgather(mine, name="bits").numpy())
                 return
 
     return hvd.rank(), steps()
@@ -133,6 +156,10 @@ def by_ddp() -> tuple[int, Iterator[int]]:
             flag = torch.tensor([float(has_to_stop())])
             dist.all_reduce(flag)
             if flag[0]:
+                mine = torch.from_numpy(digest(p.detach().numpy() for p in inner.parameters()))
+                everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+                dist.all_gather(everyones, mine)
+                compare(torch.cat(everyones).numpy())
                 dist.destroy_process_group()
                 return
 
@@ -149,6 +176,7 @@ _JOBS: dict[str, Callable[[], tuple[int, Iterator[int]]]] = {
 
 def main() -> None:
     rank, steps = _JOBS[KIND]()
+    faulthandler.register(signal.SIGUSR1, (FOLDER / f"{rank}.trace").open("w"))
     try:
         counted(rank, steps)
     except Exception as error:

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 #include <sched.h>
 
+#include <chrono>
 #include <stdexcept>
 
 #include "common.h"
@@ -13,7 +14,11 @@ namespace {
 
 using Address = std::uintptr_t;
 
+using Clock = std::chrono::steady_clock;
+
 constexpr int kPatience = 20;  // looks at one wait before other processes may have the core
+// From there on, since each look may then take a time slice of every process that is ready.
+constexpr std::chrono::milliseconds kLongest{20};
 
 // Handles are integers in some MPIs and pointers in others, so they are bytes here.  Calls return
 // 0 if they succeed.  A datatype that is an integer is passed as a pointer's lower half, which is the
@@ -78,8 +83,8 @@ class Program {
   void leave() { steps_.push_back(Step{kLeave}); }
 
   // Run the steps from `first` on, and return the number of the step that is left to the caller:
-  // one of its own, or a wait that has failed or is not over after so many looks; that of the steps
-  // at the end.
+  // one of its own, or a wait that has failed or is not over after so many looks, or kLongest; that
+  // of the steps at the end.
   int run(int first, int looks) {
     py::gil_scoped_release release;
     failed_ = false;
@@ -132,12 +137,16 @@ class Program {
   }
 
   bool await(Step& step, int looks) {
+    Clock::time_point end{};
     for (int look = 0; look < looks; ++look) {
       int done = 0;
       error_ = mpi_.testall(step.count, step.handles.data(), &done, step.found.data());
       if (error_ || (done && !all_arrived(step))) return fail(step);
       if (done) return true;
-      if (look >= kPatience) sched_yield();
+      if (look < kPatience) continue;
+      if (look == kPatience) end = Clock::now() + kLongest;
+      sched_yield();
+      if (Clock::now() > end) return false;
     }
     return false;
   }

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
+import types
+from unittest import mock
 
 import pytest
 
+from hvd_compress.torch.engine import HorovodEngine
 from tests import jobs
 
 #: workers that join take long to start where there are few cores
@@ -71,6 +75,22 @@ for call in (lambda: engine._launch(Op("sum", "after", torch.ones(2))), lambda: 
 
 def test_nothing_waits_for_horovod_after_its_thread_has_ended():
     jobs.run([jobs.python(), "-c", AFTER_THE_END], timeout=60)
+
+
+def test_a_rank_that_is_lost_is_the_likely_cause():
+    """Where Horovod speaks of connections; of all else it says itself what is wrong."""
+    HorovodInternalError = type("HorovodInternalError", (RuntimeError,), {})
+    basics = types.SimpleNamespace(_get_process_set_ids_and_ranks=dict)
+    ops = types.SimpleNamespace(HorovodInternalError=HorovodInternalError, _basics=basics)
+    for message, words in (
+        ("Horovod has been shut down.", "Horovod has been .*ended or is stopped.*GLOO_TIMEOUT"),
+        ("[gloo/transport/tcp/pair.cc:589] Read timeout", "pair.*ended or is stopped"),
+        ("Mismatched data types", "Mismatched data types$"),
+    ):
+        synchronize = mock.Mock(side_effect=HorovodInternalError(message))
+        hvd = types.SimpleNamespace(mpi_ops=ops, poll=lambda handle: True, synchronize=synchronize)
+        with pytest.raises(HorovodInternalError, match=re.compile(words, re.DOTALL)):
+            HorovodEngine(hvd, None)._wait(0)
 
 
 UNEVEN = """

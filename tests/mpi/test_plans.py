@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hvd_compress import kernels
 from hvd_compress.errors import MismatchError
 from hvd_compress.mpi import MPI
 from hvd_compress.mpi.dense import plans
+from hvd_compress.mpi.transport import progress
 from hvd_compress.mpi.transport.progress import Message, Wait
 
 pytestmark = pytest.mark.skipif(kernels.native is None, reason="the loops are not compiled")
@@ -116,11 +119,21 @@ def test_a_message_that_does_not_come(comm):
     program.wait([MPI._addressof(request)], [5], [MPI._addressof(status)])
     assert program.run(0, 100) == 1
     assert not program.failed
+    assert program.run(1, 2**31 - 1) == 1  # not for minutes, whatever a look takes
     comm.Send(np.ones(5, np.uint8), 0)
     assert program.run(1, 0) == 1  # without a look
     assert program.run(1, 100) == 2
     assert (incoming == 1).all()
     request.Free()
+
+
+def test_looks_end_where_each_takes_long():
+    """As where many processes are ready, and MPI lets them have the processor in each."""
+    looks = 0
+    for _ in progress._looks(1000):
+        looks += 1
+        time.sleep(0.01)
+    assert looks <= 32
 
 
 def test_as_many_of_each():

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -42,6 +46,58 @@ def test_messages_of_nccl_are_where_the_gradients_are():
     engine, x = ProcessGroupEngine(None, there), torch.ones(2)
     assert engine._reachable(x, "nccl").device == there
     assert engine._reachable(x, "gloo") is x
+
+
+LOSES_A_RANK = """
+import datetime, os, signal, sys
+import torch
+import torch.distributed as dist
+from hvd_compress.torch import DDPState, ddp_hook
+
+where, rank, stops = sys.argv[1], *map(int, sys.argv[2:])
+limit = datetime.timedelta(seconds=5)
+dist.init_process_group("gloo", init_method=where, rank=rank, world_size=3, timeout=limit)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 3))
+model.register_comm_hook(DDPState("topk:density=0.5", model), ddp_hook)
+for step in range(100):
+    if step == 2 and rank == stops:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    model(torch.ones(1, 2)).sum().backward()
+"""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("stops", "words"),
+    [
+        (1, r"collective failed on rank {} of 3; no word from rank 1\. .*init_process_group\(tim"),
+        (0, r"collective failed on rank {} of 3, and the job's store, .* is silent\. .*stopped"),
+    ],
+    ids=["1", "0-which-has-the-store"],
+)
+def test_an_error_names_the_rank_that_is_lost(stops, words):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        where = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-c", LOSES_A_RANK, where]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(stops)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=jobs.environment(),
+        )
+        for rank in range(3)
+    ]
+    try:
+        for rank in {0, 1, 2} - {stops}:
+            output, _ = ranks[rank].communicate(timeout=150)
+            assert re.search(words.format(rank), output), output
+            assert "Timed out" in output or "clos" in output or "reset" in output, output
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
 
 
 @pytest.fixture(scope="session")

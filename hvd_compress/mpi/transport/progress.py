@@ -25,6 +25,8 @@ logger = logging.getLogger("hvd_compress")
 #: looks before the first one at the clock, at all of a job and at one request: most small messages
 #: come sooner
 _LOOKS, _LOOKS_AT_ONE = 200, 1000
+#: seconds after which there are no more of them, and looks between two looks at the clock for that
+_SOON, _CLOCK_EVERY = 0.02, 16
 #: seconds after which waiting ranks sleep between looks: small messages come soon, and large ones
 #: need the processor themselves
 _SPIN, _SPIN_BULK = 5e-4, 5e-5
@@ -317,7 +319,7 @@ def complete(comm: Any, request: Any, what: str, call: Callable[[], object]) -> 
         call: a function that returns what the user called, for messages.
     """
     try:
-        for _ in range(_LOOKS_AT_ONE):
+        for _ in _looks(_LOOKS_AT_ONE):
             if request.Test():
                 comm.collectives += 1
                 return
@@ -330,10 +332,20 @@ def complete(comm: Any, request: Any, what: str, call: Callable[[], object]) -> 
 def complete_wait(comm: Any, wait: Wait, call: object) -> None:
     """Wait for messages: with nothing but looks, as long as it does not take long and nothing else
     is under way."""
-    for _ in range(0 if comm.under_way else _LOOKS_AT_ONE):
+    for _ in _looks(0 if comm.under_way else _LOOKS_AT_ONE):
         if wait.is_over():
             return
     Work(comm, call, [_one(wait)]).wait()
+
+
+def _looks(count: int) -> Iterator[None]:
+    """Yield for each of so many looks, or of fewer where they take long: in each MPI may let others
+    have the processor, which is a time slice of every process that is ready."""
+    end = time.monotonic() + _SOON
+    for look in range(1, count + 1):
+        yield
+        if look % _CLOCK_EVERY == 0 and time.monotonic() > end:
+            return
 
 
 def _one(wait: Wait) -> Algorithm:
@@ -369,7 +381,7 @@ def _linger(comm: Any, works: Sequence[Job]) -> None:
     """Wait until one of the jobs has moved."""
     is_bulk = all(work.is_bulk for work in works)
     if not is_bulk and len(comm.under_way) <= len(works):
-        for _ in range(_LOOKS):
+        for _ in _looks(_LOOKS):
             if _poll(works):
                 return
     start, looks, warned, since_end = time.monotonic(), 0, False, None

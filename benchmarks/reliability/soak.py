@@ -1,0 +1,156 @@
+"""The campaign of soaking: every system in turn trains on the network of hosts, with checks.
+
+After each job nothing may be left of it: no process, no socket, no shared memory, no file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from mpi_examples.systems import SYSTEMS, System
+from tests.cluster import Network, unavailable
+
+#: hosts, and ranks of each: in turn, each rank behind a link, and two that share memory
+LAYOUTS = ((4, 1), (2, 2))
+#: systems of a job, which a process has in turn
+GROUP = 6
+#: seconds that a job may need beyond its training, on a busy machine
+SLACK = 500.0
+#: what the examples' table of systems leaves out
+MORE = {
+    "fp8": "fp8",
+    "linear": "linear",
+    "randomk": "randomk:density=0.05",
+    "sketch": "sketch",
+    "qsgd": "qsgd",
+    "auto": "auto",
+}
+SOAKED = {
+    **SYSTEMS,
+    **{name: System("", "compression", what) for name, what in MORE.items()},
+    "sparse_loco": System("", "local", "sparse_loco"),
+    "horovod": System("", "horovod", "dgc:density=0.01"),
+    "ddp": System("", "ddp", "powersgd:rank=2"),
+}
+# Whose last line of a host shows what its ranks have left in shared memory.
+_RANK = """"$0" "$@"
+status=$?
+ls /dev/shm > "$FOLDER/$OMPI_COMM_WORLD_RANK.shm"
+exit $status"""
+
+
+def run(options: argparse.Namespace) -> tuple[Any, list[str]]:
+    """Run the campaign; return what was found of each system, and what should not have been."""
+    if reason := unavailable():
+        return [], [reason]
+    names = [name for name in SOAKED if name in (options.only or SOAKED)]
+    groups = [names[i : i + GROUP] for i in range(0, len(names), GROUP)]
+    rows: list[dict[str, Any]] = []
+    end, overhead = time.monotonic() + 60 * options.minutes, 10.0
+    with (
+        tqdm(total=len(names), ncols=90) as bar,
+        contextlib.suppress(KeyboardInterrupt),  # what was done by then counts
+    ):
+        for i, group in enumerate(groups):
+            begin = time.monotonic()
+            left = end - begin - overhead * (len(groups) - i)
+            seconds = max(5.0, left / (len(names) - len(rows)))
+            found = job(group, *LAYOUTS[i % len(LAYOUTS)], seconds)
+            overhead = time.monotonic() - begin - seconds * len(group)
+            rows += found
+            bar.update(len(group))
+            tqdm.write("\n".join(map(line, found)))
+            if options.json:
+                options.json.write_text(json.dumps(rows, indent=1))
+    return rows, [f"{row['system']}: {problem}" for row in rows for problem in row["problems"]]
+
+
+def line(row: dict[str, Any]) -> str:
+    text = f"{row['system']:24}{row['hosts']} x {row['ranks']}"
+    if "steps" in row:
+        text += f"{row['steps']:7} steps, loss {row['first']:.2f} to {row['last']:.3f}, "
+        text += f"{row['resident'] / 2**20:.0f} MiB, grows {row['grows'] / 2**10:.0f} KiB"
+    return f"{text}, {len(row['problems'])} problems"
+
+
+def job(names: list[str], hosts: int, ranks: int, seconds: float) -> list[dict[str, Any]]:
+    """Train with each system for so many seconds, in one job; return of each what the worst of its
+    ranks has seen."""
+    with tempfile.TemporaryDirectory(prefix="reliability-") as text, Network(hosts) as network:
+        folder, limit = Path(text), len(names) * seconds + SLACK
+        (folder / "tmp").mkdir()
+        command = ["sh", "-c", _RANK, sys.executable, "-m", "benchmarks.reliability.soaked"]
+        command += [text, str(seconds), *names]
+        gloo = {"MASTER_ADDR": network.address(1), "MASTER_PORT": "29500"}
+        gloo |= {"GLOO_SOCKET_IFNAME": "eth0", "TMPDIR": f"{text}/tmp", "FOLDER": text}
+        start, env = network.job(command, ranks, **gloo)
+        with (folder / "log").open("w") as log:
+            process = network.start(start, stdout=log.fileno(), **env)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(limit)
+        rows = [
+            {"system": name, "hosts": hosts, "ranks": ranks, **_worst(folder, name)}
+            for name in names
+        ]
+        problems = rows[-1]["problems"]
+        if process.poll() is None:
+            problems.append(f"no end after {limit:.0f} s{_places(network, folder)}")
+        elif process.returncode:
+            problems.append(f"the job's exit status is {process.returncode}")
+        else:
+            problems += _left(network, folder, hosts, ranks)
+        if any(row["problems"] for row in rows):
+            problems.append((folder / "log").read_text(errors="replace")[-5000:])
+        return rows
+
+
+def _worst(folder: Path, name: str) -> dict[str, Any]:
+    found = [json.loads(file.read_text()) for file in folder.glob(f"*.{name}.json")]
+    problems = sorted({problem for rank in found for problem in rank["problems"]})
+    if not found:
+        problems = ["it has not ended, or not begun"]
+    workers = [rank for rank in found if rank.get("steps")]  # and no servers
+    worst = {key: max(rank[key] for rank in workers) for key in workers[0]} if workers else {}
+    return worst | {"problems": problems}
+
+
+def _places(network: Network, folder: Path) -> str:
+    """Where the ranks of a job are."""
+    for pid in (pid for host in network.hosts for pid in network.pids(host)):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if command[0] == sys.executable and str(folder) in command:
+                os.kill(pid, signal.SIGUSR1)
+    time.sleep(2)
+    return "".join(f"\n{file.stem}: {file.read_text()}" for file in folder.glob("*.trace"))
+
+
+def _left(network: Network, folder: Path, hosts: int, ranks: int) -> list[str]:
+    """What a job has left that it should not have."""
+    end, left = time.monotonic() + 10, [""]
+    while left and time.monotonic() < end:  # helpers of MPI end behind mpirun
+        left = [f"process {pid} is left" for host in network.hosts for pid in network.pids(host)]
+        time.sleep(0.1)
+    for host in network.hosts:
+        shown = subprocess.run(network.on(host, ["ss", "-atuxHn"]), capture_output=True, text=True)
+        sockets = [s for s in shown.stdout.splitlines() if "TIME-WAIT" not in s]
+        left += [f"a socket is left: {' '.join(socket.split())}" for socket in sockets]
+    for host in range(hosts):
+        own = range(host * ranks, (host + 1) * ranks)
+        shared = [(folder / f"{rank}.shm").read_text().split() for rank in own]
+        left += [f"{file} is left in /dev/shm" for file in min(shared, key=len)]
+    files = [file.name for file in (folder / "tmp").iterdir()]  # PyTorch keeps a cache there
+    left += [f"{file} is left in TMPDIR" for file in files if not file.startswith("torchind")]
+    return left

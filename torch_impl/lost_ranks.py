@@ -1,0 +1,69 @@
+"""Whom a collective of a process group waited for in vain: PyTorch's own error says what happened
+to a connection, and names no rank."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+#: seconds in which ranks that fail as well say so, and for the last of them: it may be the lost
+_PATIENCE, _LAST = 2.0, 0.1
+_WHAT = (
+    "It has ended, is stopped, waits elsewhere, or the network to it is down: look for its own "
+    "message, and for what the launcher says of it. A longer time-out: "
+    "init_process_group(timeout=...)"
+)
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(group: Any) -> Iterator[None]:
+    """Add to an error of a collective in this block from which ranks there is no word.
+
+    Every rank that fails tells the others so by the job's store, which needs none of them but the
+    one, or the launcher, that keeps it.
+
+    Args:
+        group: the process group, or ``None`` for the default one.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise type(error)(f"{error}\n{_words(group)}") from error
+
+
+def _words(group: Any) -> str:
+    me = dist.get_rank()
+    silent = set(dist.get_process_group_ranks(group or dist.group.WORLD)) - {me}
+    answers = threading.Event()
+    # A thread, since there is no end to the wait for a store whose process is stopped.
+    thread = threading.Thread(target=_listen, args=(me, silent, answers), daemon=True)
+    thread.start()
+    thread.join(_PATIENCE + 1)
+    start = f"hvd_compress: a collective failed on rank {me} of {dist.get_world_size()}"
+    if not answers.is_set():
+        return f"{start}, and the job's store, which rank 0 or the launcher has, is silent. {_WHAT}"
+    if not silent:
+        return f"{start}, and on all others"
+    names = ", ".join(f"rank {rank}" for rank in sorted(silent))
+    return f"{start}; no word from {names}. {_WHAT}"
+
+
+def _listen(me: int, silent: set[int], answers: threading.Event) -> None:
+    """Say that this rank has failed, and take from ``silent`` who says so, too."""
+    store = distributed_c10d._get_default_store()
+    with contextlib.suppress(RuntimeError):  # nobody has the store any more
+        store.set(f"hvd_compress/failed/{me}", "")
+        begin = time.monotonic()
+        while silent:
+            answered = [rank for rank in silent if store.check([f"hvd_compress/failed/{rank}"])]
+            silent.difference_update(answered)
+            answers.set()
+            if time.monotonic() - begin > (_LAST if len(silent) == 1 else _PATIENCE):
+                return
+            time.sleep(0.01)
