@@ -381,16 +381,21 @@ def test_resnet20_is_of_the_papers_size():
 @full
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_benchmark(framework):
-    script = ROOT / "benchmarks" / "sync_resnet50.py"
+def test_steps(tmp_path, framework):
+    script, found = ROOT / "benchmarks" / "steps.py", tmp_path / "steps.json"
     command = [jobs.python(), str(script), "--ranks", "2", "--rounds", "1", "--warmup", "1"]
-    command += ["--framework", framework, "--methods", "Horovod fp16", "fp16", "dgc"]
+    command += ["--framework", framework, "--networks", "shm", "--json", str(found)]
+    command += ["--methods", "Horovod fp16", "fp16", "dgc:density=0.001"]
+    command += ["plain top-k", "original DGC"] if framework == "torch" else []
     _, output = jobs.run(command, timeout=180)
-    rows = [line for line in output.splitlines() if re.search(r"kB +[\d.]+x", line)]
-    # The last row is "plain top-k".  In a graph each tensor has a header of its own.
-    assert len(rows) == (4 if framework == "torch" else 3)
-    kilobytes = "420.9 kB" if framework == "torch" else "421.6 kB"
-    assert any(row.startswith("dgc ") and kilobytes in row for row in rows), output
+    rows = {row["name"]: row["sent"] for row in json.loads(found.read_text())}
+    # In a graph each tensor has a header of its own.
+    sent = {"Horovod fp16": 51.1e6, "fp16": 51.1e6, "dgc:density=0.001": 421e3}
+    if framework == "torch":
+        sent["plain top-k"] = 205e3
+        assert rows.pop("backward") is rows.pop("stream") is None
+    assert rows == pytest.approx(sent, rel=0.01), output
+    assert ("no original DGC: name a checkout" in output) == (framework == "torch")
 
 
 @full
