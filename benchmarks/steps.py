@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from steps_report import Row, drawn, in_page, kept, lines, read
+from steps_report import Row, drawn, in_page, kept, lines, read, tables
 from tqdm import tqdm
 
 from hvd_compress.advisor.shapes import MODELS
@@ -106,7 +106,7 @@ def over_networks(options: argparse.Namespace) -> None:
             print(f"\n{network}", flush=True)
             subprocess.run(command, check=True)
         rows = [row for row in read(file) if row.network in options.networks]
-    print("\n".join(["", *lines(rows)]))
+    print(f"\n{tables(rows)}")
     if options.picture:
         drawn(rows, options.picture)
 
