@@ -353,6 +353,18 @@ def test_table_of_accuracies_by_hand():
     assert lines[3].split() == ["dgc", "13.00", "4.30", "1.73", "+2.00", "+2.0", "100", "B", "4x"]
 
 
+def test_an_average_after_every_local_step_is_that_of_gradients():
+    from mpi_examples.accuracy import TASKS, Wanted, train
+
+    settings = TASKS["digits"].settings._replace(momentum=0.0, epochs=1, warmup_epochs=0)
+    methods = ("none", "local_sgd:sync_every=1", "local_sgd:sync_every=11")
+    dense, local, seldom = (train(Wanted("digits", settings, m, 0)) for m in methods)
+    assert local["test_loss"] == pytest.approx(dense["test_loss"], rel=1e-4)
+    assert local["sent"] == pytest.approx(dense["dense"], rel=1e-3)
+    assert seldom["sent"] == pytest.approx(dense["dense"] / 11, rel=1e-3)
+    assert seldom["test_loss"] != pytest.approx(dense["test_loss"], rel=1e-4)
+
+
 @full
 @pytest.mark.timeout(300)
 def test_accuracy(tmp_path):
