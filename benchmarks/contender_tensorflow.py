@@ -1,54 +1,33 @@
-"""What ``sync_resnet50.py`` times under TensorFlow."""
+"""What ``steps.py`` times under TensorFlow."""
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
 import hvd_compress.tensorflow as hvd
-from hvd_compress.advisor.shapes import Shapes, resnet50
-from hvd_compress.tensorflow import backend
-
-_lock = threading.Lock()
-_in_python = 0.0
-_on_host = backend.on_host
-
-
-def _timed(function: Any, inputs: Any, outputs: Any, like: Any) -> Any:
-    """What graphs call back into Python for, with a clock around it."""
-
-    def clocked(*arrays: Any) -> Any:
-        global _in_python
-        start = time.perf_counter()
-        try:
-            return function(*arrays)
-        finally:
-            with _lock:
-                _in_python += time.perf_counter() - start
-
-    return _on_host(clocked, inputs, outputs, like)
-
-
-backend.on_host = _timed
+from hvd_compress.advisor.shapes import Shapes
 
 
 class Contender:
     """One tape over variables of its own, in one graph.  A sample is the time that the graph takes,
     in which backward is one multiplication a tensor, and forward nothing."""
 
-    def __init__(self, name: str, compression: Any, shapes: Shapes | None = None) -> None:
-        self.name, self.seconds, self.python = name, [], []
-        self.variables = [
-            tf.Variable(tf.zeros(shape), name=f"{name}.{key}")
-            for key, shape in (shapes or resnet50()).items()
-        ]
+    sent: float | None = None
+
+    def __init__(self, name: str, weights: Mapping[str, tf.Tensor], compression: Any) -> None:
+        self.name = name
+        self.variables = [tf.Variable(x, name=f"{name}.{key}") for key, x in weights.items()]
         self._zero = tf.Variable(0.0, trainable=False)
         self.compression: Any = None
         self._options = {"compression": compression}
-        if compression not in (hvd.Compression.none, hvd.Compression.fp16):
+        if compression in (hvd.Compression.none, hvd.Compression.fp16):
+            width = 2.0 if compression is hvd.Compression.fp16 else 4.0
+            self.sent = width * sum(x.shape.num_elements() for x in self.variables)
+        else:
             momentum = {"momentum": 0.9} if hvd.as_compressor(compression).takes_momentum else {}
             self.compression = hvd.bind(compression, self.variables, **momentum)
             self._options["compression"] = self.compression
@@ -67,21 +46,40 @@ class Contender:
         tape = hvd.DistributedGradientTape(tape, **self._options)
         return tape.gradient(loss, self.variables)
 
-    def sample(self, gradients: dict[str, tf.Tensor]) -> float:
-        global _in_python
+    def sample(self, gradients: Mapping[str, tf.Tensor], backward: float) -> tuple[float, float]:
+        """Return seconds of the slowest rank, of averages and of no step."""
         given = list(gradients.values())
         hvd.allreduce(tf.constant(0.0), name="barrier")
-        before, start = _in_python, time.perf_counter()
+        start = time.perf_counter()
         averages = self._graph(given)
         averages[-1].numpy()  # a graph returns when all of it is done
-        seconds = time.perf_counter() - start
-        self.python.append(_in_python - before)
-        return float(hvd.allreduce(tf.constant(seconds), op=hvd.Max, name="seconds"))
+        seconds = tf.constant(time.perf_counter() - start)
+        return float(hvd.allreduce(seconds, op=hvd.Max, name="seconds")), 0.0
+
+
+class AbsentError(Exception):
+    """Why there is no such row."""
+
+
+USUAL = ("Horovod fp32", "Horovod fp16", "fp16", "topk:density=0.001", "dgc:density=0.001")
+USUAL += ("dgc:compact",)
+
+
+def contender(name: str, weights: Mapping[str, tf.Tensor], checkout: object = None) -> Contender:
+    """Return what a row times."""
+    kind, _, rest = name.partition(" ")
+    compressions = {"fp32": hvd.Compression.none, "fp16": hvd.Compression.fp16}
+    own = compressions[rest] if kind == "Horovod" else hvd.as_compressor(name)
+    return Contender(name, weights, own)
 
 
 def seed(number: int) -> None:
     tf.random.set_seed(number)
 
 
-def random_gradients(shapes: Shapes | None = None) -> dict[str, tf.Tensor]:
-    return {key: tf.random.normal(shape) for key, shape in (shapes or resnet50()).items()}
+def random_gradients(shapes: Shapes) -> dict[str, tf.Tensor]:
+    return {key: tf.random.normal(shape) for key, shape in shapes.items()}
+
+
+def zeros(shapes: Shapes) -> dict[str, tf.Tensor]:
+    return {key: tf.zeros(shape) for key, shape in shapes.items()}

@@ -1,13 +1,18 @@
-"""What ``sync_resnet50.py`` times under PyTorch."""
+"""What ``steps.py`` times under PyTorch."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import importlib
 import math
 import os
 import socket
 import struct
+import sys
 import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,113 +20,307 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import hvd_compress.torch as hvd
-import hvd_compress.torch.mpi as over_mpi  # noqa: F401  the other one that a contender may use
+import hvd_compress.torch.mpi as over_mpi
 from hvd_compress import kernels
-from hvd_compress.advisor.shapes import Shapes, resnet50
+from hvd_compress.advisor.shapes import Shapes
+
+Gradients = Mapping[str, torch.Tensor]
+DENSITY, RANK, LR, MOMENTUM = 0.001, 2, 0.01, 0.9
+
+
+class AbsentError(Exception):
+    """Why there is no such row."""
 
 
 class Contender:
-    """One optimizer over parameters of its own.  A sample is the time from the start of backward,
-    which is one multiplication a tensor, to the last averaged gradient.  ``steps`` are the seconds
-    of the optimizer's steps that follow."""
+    """Backward alone, which all others contain, with hooks that do nothing.
 
-    def __init__(
-        self,
-        name: str,
-        compression: object,
-        shapes: Shapes | None = None,
-        over: Any = hvd,  # or ``over_mpi``
-        **options: object,
-    ) -> None:
-        self.name, self.seconds, self.steps, self.python = name, [], [], []
-        self.parameters = {
-            key: torch.nn.Parameter(torch.zeros(shape))
-            for key, shape in (shapes or resnet50()).items()
-        }
-        over.init()
-        self.optimizer = over.DistributedOptimizer(
-            torch.optim.SGD(self.parameters.values(), lr=0.01, momentum=0.9),
-            named_parameters=[(f"{name}.{key}", p) for key, p in self.parameters.items()],
-            compression=compression,
-            **options,
-        )
-        self.compression: Any = getattr(self.optimizer, "compression", None)
+    Backward is one multiplication a tensor, and sleeps until each tensor is due, which is in
+    proportion to the elements; so the processor is free meanwhile, as beside a GPU.  Contenders
+    have parameters of their own, which lie in the same memory, and no gradients between steps.
 
-    def sample(self, gradients: dict[str, torch.Tensor]) -> float:
-        self.optimizer.zero_grad()
-        loss = sum((p * gradients[key]).sum() for key, p in self.parameters.items())
+    Attributes:
+        compression: has the statistics, of methods of this package.
+        sent: bytes of a rank's messages in a step where there are no statistics, if known.
+    """
+
+    compression: Any = None
+    sent: float | None = None
+
+    def __init__(self, name: str, weights: Gradients) -> None:
+        self.name = name
+        self.parameters = {key: torch.nn.Parameter(x) for key, x in weights.items()}
+        self.elements = sum(p.numel() for p in self.parameters.values())
+        self.module: torch.nn.Module = _Products(self.parameters)
+
+    def sample(self, gradients: Gradients, backward: float) -> tuple[float, float]:
+        """Return seconds of the slowest rank, from the start of backward to the last averaged
+        gradient, and of the optimizer's step that follows."""
+        loss = self.module(gradients, clock := _Clock(backward, self.elements))
         hvd.barrier()
-        start = time.perf_counter()
+        clock.start = start = time.perf_counter()
         loss.backward()
-        self.optimizer.synchronize()
+        self.finish()
         end = time.perf_counter()
-        with self.optimizer.skip_synchronize():
-            self.optimizer.step()
+        self.step()
         seconds = torch.tensor([end - start, time.perf_counter() - end])
+        for p in self.parameters.values():
+            p.grad = None
         synchronized, stepped = hvd.allreduce(seconds, op=hvd.Max, name="seconds").tolist()
-        self.steps.append(stepped)
-        return synchronized
+        return synchronized, stepped
+
+    def finish(self) -> None:
+        """Wait for the averages."""
+
+    def step(self) -> None:
+        """Apply them."""
 
 
-class Backward:
-    """What all rows contain: backward alone, on all ranks at once, with hooks that do nothing."""
+class _Clock:
+    """When gradients are due, in the order of backward."""
 
-    compression = None
+    def __init__(self, backward: float, elements: int) -> None:
+        self.start, self.ready, self.rate = 0.0, 0, backward / elements
 
-    def __init__(self, name: str, shapes: Shapes | None = None) -> None:
-        self.name, self.seconds, self.steps, self.python = name, [], [], []
-        self.parameters = torch.nn.ParameterDict(
-            {
-                key.replace(".", "/"): torch.nn.Parameter(torch.zeros(shape))
-                for key, shape in (shapes or resnet50()).items()
-            }
-        )
-        self.module = _Products(self.parameters)
+    def wait(self, elements: int) -> None:
+        self.ready += elements
+        rest = self.start + self.ready * self.rate - time.perf_counter()
+        if rest > 1e-3:
+            time.sleep(rest)
 
-    def sample(self, gradients: dict[str, torch.Tensor]) -> float:
-        self.module.zero_grad()
-        loss = self.module(gradients)
-        hvd.barrier()
-        start = time.perf_counter()
-        loss.backward()
-        seconds = torch.tensor(time.perf_counter() - start)
-        return hvd.allreduce(seconds, op=hvd.Max, name="seconds").item()
+
+class _Due(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, clock: _Clock) -> torch.Tensor:
+        context.clock = clock
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        context.clock.wait(gradient.numel())
+        return gradient, None
 
 
 class _Products(torch.nn.Module):
-    def __init__(self, parameters: torch.nn.ParameterDict) -> None:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         super().__init__()
-        self.own = parameters
+        named = [(key.replace(".", "/"), p) for key, p in parameters.items()]
+        self.own = torch.nn.ParameterDict(named)  # of a dict it would sort them
 
-    def forward(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-        return sum((p * gradients[key.replace("/", ".")]).sum() for key, p in self.own.items())
+    def forward(self, gradients: Gradients, clock: _Clock) -> torch.Tensor:
+        own = zip(self.own.values(), gradients.values(), strict=True)
+        return sum((_Due.apply(p, clock) * g).sum() for p, g in own)
 
 
-class DDP(Backward):
+class Stream(Contender):
+    """The floor of a step without a network: every rank reads its gradients, velocities and
+    residuals, and writes the latter two."""
+
+    def __init__(self, name: str, weights: Gradients) -> None:
+        super().__init__(name, weights)
+        self._state = [(torch.zeros_like(x), torch.zeros_like(x)) for x in weights.values()]
+
+    def sample(self, gradients: Gradients, backward: float) -> tuple[float, float]:
+        rows = [(x, *own) for x, own in zip(gradients.values(), self._state, strict=True)]
+        hvd.barrier()
+        start = time.perf_counter()
+        kernels.stream([[x.view(-1) for x in row] for row in rows])
+        seconds = torch.tensor(time.perf_counter() - start)
+        return hvd.allreduce(seconds, op=hvd.Max, name="seconds").item(), 0.0
+
+
+class Wrapped(Contender):
+    """A wrapped SGD: Horovod's, this package's over Horovod or over MPI, or the original DGC's."""
+
+    def __init__(
+        self, name: str, weights: Gradients, compression: Any, over: Any = hvd, **options: Any
+    ) -> None:
+        super().__init__(name, weights)
+        self.sgd = torch.optim.SGD(self.parameters.values(), lr=LR, momentum=MOMENTUM)
+        named = [(f"{name}.{key}", p) for key, p in self.parameters.items()]
+        self.optimizer = over.DistributedOptimizer(
+            self.sgd, named_parameters=named, compression=compression, **options
+        )
+        if compression in (hvd.Compression.none, hvd.Compression.fp16):
+            self.sent = self.elements * (2.0 if compression is hvd.Compression.fp16 else 4.0)
+        elif over in (hvd, over_mpi):
+            self.compression = self.optimizer.compression
+
+    def finish(self) -> None:
+        self.optimizer.synchronize()
+
+    def step(self) -> None:
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+
+
+class DDP(Contender):
     """PyTorch's DistributedDataParallel on Gloo, with one of its own communication hooks, or with
     this package's and a method."""
 
-    def __init__(self, name: str, hook: Any = None) -> None:
-        super().__init__(name)
+    BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+    def __init__(self, name: str, weights: Gradients, hook: str) -> None:
+        super().__init__(name, weights)
         start_process_group()
+        self.sgd = torch.optim.SGD(self.parameters.values(), lr=LR, momentum=MOMENTUM)
+        group = dist.new_group()
         # The callbacks of PowerSGD's hook may run in another order on each rank, unless there is
         # but one bucket.
         more = {"bucket_cap_mb": 1024} if hook == "powersgd" else {}
-        group = dist.new_group()
-        self.module = torch.nn.parallel.DistributedDataParallel(
-            self.module, process_group=group, **more
-        )
-        if hook == "fp16":
-            self.module.register_comm_hook(group, default_hooks.fp16_compress_hook)
+        module = torch.nn.parallel.DistributedDataParallel(self.module, process_group=group, **more)
+        self.module = module
+        if hook in self.BYTES:
+            self.sent = float(self.BYTES[hook] * self.elements)
+        if hook in ("fp16", "bf16"):
+            try:
+                module.register_comm_hook(group, getattr(default_hooks, f"{hook}_compress_hook"))
+            except TypeError as error:  # of bfloat16, where there is no NCCL
+                raise AbsentError(str(error)) from None
         elif hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(group, 2, start_powerSGD_iter=2)
-            self.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif hook is not None:
-            hook = hvd.as_compressor(hook)
-            momentum = 0.9 if hook.takes_momentum else None
-            state = hvd.DDPState(hook, self.module, process_group=group, momentum=momentum)
-            self.module.register_comm_hook(state, hvd.ddp_hook)
+            state = powerSGD_hook.PowerSGDState(group, RANK, start_powerSGD_iter=2)
+            module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif hook != "fp32":
+            method = hvd.as_compressor(hook)
+            momentum = MOMENTUM if method.takes_momentum else None
+            state = hvd.DDPState(method, module, process_group=group, momentum=momentum)
+            module.register_comm_hook(state, hvd.ddp_hook)
             self.compression = state
+
+    def step(self) -> None:
+        self.sgd.step()
+
+
+class PlainTopK(Contender):
+    """Top-k with error feedback as it is commonly written, for instance in GRACE: a hook of each
+    tensor calls torch.topk, and gathers values and indices from all."""
+
+    def __init__(self, name: str, weights: Gradients) -> None:
+        super().__init__(name, weights)
+        self.sgd = torch.optim.SGD(self.parameters.values(), lr=LR, momentum=MOMENTUM)
+        self._handles: dict[str, list[Any]] = {}
+        self.sent = 0.0
+        for key, p in self.parameters.items():
+            count = math.ceil(DENSITY * p.numel())
+            self.sent += 8 * count
+            residual = torch.zeros(p.numel())
+            p.register_post_accumulate_grad_hook(self._hook(key, residual, count))
+
+    def _hook(self, key: str, residual: torch.Tensor, count: int) -> Callable[[Any], None]:
+        def hook(p: torch.Tensor) -> None:
+            x = residual.add_(p.grad.view(-1))
+            _, indices = torch.topk(x.abs(), count, sorted=False)
+            values = x[indices]
+            x[indices] = 0
+            self._handles[key] = [
+                hvd.allgather_async(part, name=f"{self.name}.{key}.{i}")
+                for i, part in enumerate((values, indices.int()))
+            ]
+
+        return hook
+
+    def finish(self) -> None:
+        for key, parts in self._handles.items():
+            values, indices = map(hvd.synchronize, parts)
+            mean = self.parameters[key].grad.view(-1).zero_()
+            mean.index_add_(0, indices.long(), values)
+            mean /= hvd.size()
+        self._handles.clear()
+
+    def step(self) -> None:
+        self.sgd.step()
+
+
+class PowerSGDPackage(Contender):
+    """The package of PowerSGD's authors, which averages behind backward, over Gloo."""
+
+    def __init__(self, name: str, weights: Gradients) -> None:
+        super().__init__(name, weights)
+        try:
+            from powersgd import Config, PowerSGD
+        except ImportError:
+            raise AbsentError(
+                "it is not installed, and wheels of it are empty: "
+                "pip install git+https://github.com/epfml/powersgd"
+            ) from None
+        start_process_group()
+        own = list(self.parameters.values())
+        self.sgd = torch.optim.SGD(own, lr=LR, momentum=MOMENTUM)
+        self._method = PowerSGD(own, Config(RANK, start_compressing_after_num_steps=0))
+
+    def finish(self) -> None:
+        gradients = [p.grad for p in self.parameters.values()]
+        # It leaves errors in the gradients, to which the next ones are added.
+        means = self._method.aggregate(gradients)
+        self._errors = gradients
+        for p, mean in zip(self.parameters.values(), means, strict=True):
+            p.grad = mean
+
+    def step(self) -> None:
+        self.sgd.step()
+
+    def sample(self, gradients: Gradients, backward: float) -> tuple[float, float]:
+        for p, error in zip(self.parameters.values(), getattr(self, "_errors", ()), strict=False):
+            p.grad = error
+        return super().sample(gradients, backward)
+
+
+def original_dgc(name: str, weights: Gradients, checkout: Path | None) -> Contender:
+    """The code of DGC's authors, with its own optimizer over Horovod."""
+    if checkout is None:
+        raise AbsentError(
+            "name a checkout of https://github.com/synxlin/deep-gradient-compression with --dgc"
+        )
+    sys.path.insert(0, str(checkout))
+    compression = importlib.import_module("dgc.compression")
+    memory = importlib.import_module("dgc.memory").DGCSGDMemory(momentum=MOMENTUM)
+    method = compression.DGCCompressor(DENSITY, memory=memory)
+    named = [(f"{name}.{key}", x) for key, x in weights.items()]
+    with contextlib.redirect_stdout(None):  # two lines a tensor
+        memory.initialize(named)
+        method.initialize((key, x) for key, x in named if x.dim() > 1)
+    optimizer = importlib.import_module("dgc.horovod.optimizer")
+    contender = Wrapped(name, weights, method, over=optimizer)
+    for group in contender.optimizer.param_groups:
+        group["momentum"] = 0.0  # it is in what arrives
+    return contender
+
+
+#: without --methods; all others are methods, perhaps with "DDP" before them or ENDS behind them
+USUAL = (
+    *("Horovod fp32", "Horovod fp16", "DDP fp32", "DDP fp16", "DDP bf16", "DDP powersgd"),
+    *("powersgd package", "plain top-k", "original DGC", "fp16", "powersgd:rank=2"),
+    *("topk:density=0.001", "dgc:density=0.001", "dgc:compact"),
+)
+ENDS = {", sparse step": {"sparse_step": True}, " over MPI": {"over": over_mpi}}
+
+
+def contender(name: str, weights: Gradients, checkout: Path | None = None) -> Contender:
+    """Return what a row times."""
+    own = {
+        "backward": Contender,
+        "stream": Stream,
+        "plain top-k": PlainTopK,
+        "powersgd package": PowerSGDPackage,
+    }
+    if name in own:
+        return own[name](name, weights)
+    if name == "original DGC":
+        return original_dgc(name, weights, checkout)
+    kind, _, rest = name.partition(" ")
+    if kind == "DDP":
+        return DDP(name, weights, rest)
+    if kind == "Horovod":
+        compressions = {"fp32": hvd.Compression.none, "fp16": hvd.Compression.fp16}
+        return Wrapped(name, weights, compressions[rest])
+    options: dict[str, Any] = {}
+    method = name
+    for end, more in ENDS.items():
+        if method.endswith(end):
+            method, options = method.removesuffix(end), options | more
+    if "over" in options:
+        over_mpi.init()
+    return Wrapped(name, weights, hvd.as_compressor(method), **options)
 
 
 def start_process_group(over: Any = hvd) -> None:
@@ -150,57 +349,6 @@ def start_process_group(over: Any = hvd) -> None:
 _SIOCGIFADDR = 0x8915
 
 
-class Stream:
-    """The floor of a step without a network: every rank reads its gradients, velocities and
-    residuals, and writes the latter two."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.seconds, self.steps = name, [], []
-        self.python, self.compression = [], None
-        self._state = {k: (torch.zeros(s), torch.zeros(s)) for k, s in resnet50().items()}
-
-    def sample(self, gradients: dict[str, torch.Tensor]) -> float:
-        rows = [(gradients[key], *state) for key, state in self._state.items()]
-        hvd.barrier()
-        start = time.perf_counter()
-        kernels.stream([[x.view(-1) for x in row] for row in rows])
-        seconds = torch.tensor(time.perf_counter() - start)
-        return hvd.allreduce(seconds, op=hvd.Max, name="seconds").item()
-
-
-class PlainTopK:
-    """Top-k with error feedback as it is commonly written: for each tensor torch.topk, and an
-    allgather each of values and of indices."""
-
-    def __init__(self, name: str, density: float) -> None:
-        self.name, self.seconds, self.steps = name, [], []
-        self.python, self.compression = [], None
-        self._residuals = {k: torch.zeros(math.prod(s)) for k, s in resnet50().items()}
-        self._counts = {k: math.ceil(density * x.numel()) for k, x in self._residuals.items()}
-        self.bytes_sent = 8.0 * sum(self._counts.values())
-
-    def sample(self, gradients: dict[str, torch.Tensor]) -> float:
-        hvd.barrier()
-        start = time.perf_counter()
-        handles = {}
-        for key, gradient in gradients.items():
-            x = self._residuals[key].add_(gradient.view(-1))
-            _, indices = torch.topk(x.abs(), self._counts[key], sorted=False)
-            values = x[indices]
-            x[indices] = 0
-            handles[key] = [
-                hvd.allgather_async(part, name=f"{self.name}.{key}.{i}")
-                for i, part in enumerate((values, indices.int()))
-            ]
-        for key, parts in handles.items():
-            values, indices = map(hvd.synchronize, parts)
-            mean = torch.zeros(gradients[key].numel())
-            mean.index_add_(0, indices.long(), values)
-            mean /= hvd.size()
-        seconds = torch.tensor(time.perf_counter() - start)
-        return hvd.allreduce(seconds, op=hvd.Max, name="seconds").item()
-
-
 def line_rate() -> float:
     """Return the bytes a second that each rank receives when all send to their neighbours."""
     n, size = 2**21, hvd.size()
@@ -220,5 +368,9 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
-def random_gradients(shapes: Shapes | None = None) -> dict[str, torch.Tensor]:
-    return {key: torch.randn(shape) for key, shape in (shapes or resnet50()).items()}
+def random_gradients(shapes: Shapes) -> dict[str, torch.Tensor]:
+    return {key: torch.randn(shape) for key, shape in shapes.items()}
+
+
+def zeros(shapes: Shapes) -> dict[str, torch.Tensor]:
+    return {key: torch.zeros(shape) for key, shape in shapes.items()}

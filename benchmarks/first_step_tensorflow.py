@@ -7,7 +7,7 @@ tracing and one step, for a new model each time; "CPU" is the processor's time o
 which other programs change less, and "ratio" is of CPU; "nodes" is the size of that graph.
 "exchange" is the time of a step in which backward is one multiplication a tensor, so that little
 but the exchange is left, and "torch" the same under PyTorch, for tensors of the same shapes.
-"Horovod" is its own tape without a method. All are medians, and the methods take turns.
+"Horovod fp32" is its own tape without a method. All are medians, and the methods take turns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ parser.add_argument("--framework", choices=["torch", "tensorflow"], help=argpars
 parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
 options = parser.parse_args()
 
-HOROVOD = "Horovod"
+HOROVOD = "Horovod fp32"
 
 
 def main() -> None:
@@ -48,12 +48,12 @@ def main() -> None:
             subprocess.run([sys.executable, *sys.argv, *own], check=True)
             found[framework] = json.loads(results.read_text())
     base = found["tensorflow"][HOROVOD]
-    print(f"\n{'':10} {'first':>8} {'CPU':>8} {'ratio':>6} {'nodes':>7} {'exchange':>9}", end="")
+    print(f"\n{'':12} {'first':>8} {'CPU':>8} {'ratio':>6} {'nodes':>7} {'exchange':>9}", end="")
     print(f" {'torch':>9} {'ratio':>6}")
     for name, row in found["tensorflow"].items():
         exchange, torch = row["exchange"], found["torch"][name]["exchange"]
         print(
-            f"{name:10} {row['first']:6.1f} s {row['cpu']:6.1f} s {row['cpu'] / base['cpu']:6.2f}"
+            f"{name:12} {row['first']:6.1f} s {row['cpu']:6.1f} s {row['cpu'] / base['cpu']:6.2f}"
             f" {row['nodes']:7,} {1000 * exchange:6.1f} ms {1000 * torch:6.1f} ms"
             f" {exchange / torch:6.2f}"
         )
@@ -75,16 +75,18 @@ def rank() -> None:
                 samples[name].append(first_step(hvd, methods[name]))
         for name, own in samples.items():
             found[name] = {key: statistics.median(x[key] for x in own) for key in own[0]}
-    contenders = [backend.Contender(name, m, mobilenet_v2()) for name, m in methods.items()]
+    weights = backend.zeros(mobilenet_v2())
+    contenders = [backend.contender(name, weights) for name in methods]
+    exchanges: dict[str, list[float]] = {name: [] for name in methods}
     for number in range(options.rounds + 3):
         gradients = backend.random_gradients(mobilenet_v2())
         turn = number % len(contenders)
         for contender in contenders[turn:] + contenders[:turn]:
-            seconds = contender.sample(gradients)
+            seconds, _ = contender.sample(gradients, 0.0)
             if number >= 3:
-                contender.seconds.append(seconds)
-    for contender in contenders:
-        found[contender.name]["exchange"] = statistics.median(contender.seconds)
+                exchanges[contender.name].append(seconds)
+    for name, seconds in exchanges.items():
+        found[name]["exchange"] = statistics.median(seconds)
     if hvd.rank() == 0:
         options.results.write_text(json.dumps(found))
 

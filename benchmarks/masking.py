@@ -32,7 +32,7 @@ from mpi_examples.data import Arrays, mnist, mnist_cache, mnist_folder
 from mpi_examples.demo import compressor
 
 RESULTS = Path(__file__).with_suffix(".json")
-WIDTHS, BATCH = (784, 64, 32, 10), 128  # of all ranks together
+INPUTS, CLASSES, BATCH = 784, 10, 128  # of all ranks together
 WARMUP = 1  # epoch in which the learning rate rises from a tenth, and the density falls
 
 
@@ -48,6 +48,7 @@ class Cell(NamedTuple):
     ranks: int = 4
     momentum: float = 0.9
     density: float = 0.001
+    hidden: str = "64-32"  # widths of the layers between, on MNIST
 
     def key(self, seed: int) -> str:
         """What a run depends on."""
@@ -91,6 +92,8 @@ REDS = ("lightcoral", "tab:red", "darkred")
 DENSE = Cell("dense", "none")
 PLAIN = Cell("dense, no momentum", "none", momentum=0.0)
 TEXT: dict[str, Any] = {"task": "lstm", "lr": 8.0, "epochs": 2}
+WIDE: dict[str, Any] = {"hidden": "512-256", "epochs": 6}
+LOW, HIGH = {**WIDE, "lr": 0.015}, {**WIDE, "lr": 0.15}
 PARTS: dict[str, list[Cell]] = {
     "density": [DENSE, PLAIN, *(cell for density in DENSITIES for cell in trio(density))],
     "warm-up": [
@@ -122,6 +125,12 @@ PARTS: dict[str, list[Cell]] = {
             ],
         )
     ],
+    "wide": [
+        DENSE._replace(**WIDE),
+        *(cell for density in (0.01, 0.001) for cell in trio(density, **WIDE)),
+    ],
+    "wide, low rate": [DENSE._replace(**LOW), *trio(0.01, **LOW), *trio(0.001, **LOW)],
+    "wide, high rate": [DENSE._replace(**HIGH), *trio(0.01, **HIGH)],
     "ranks": named("16 ranks", [*trio(0.001, ranks=16), *trio(0.01, ranks=16)]),
     "text": [
         DENSE._replace(**TEXT),
@@ -147,8 +156,9 @@ def train(cell: Cell, seed: int, data: Arrays) -> dict[str, Any]:
     """Return the test accuracy and loss after each epoch, and the bytes that a rank sent: a step,
     and in the last."""
     x, x_test, y, y_test = data
-    x, x_test = x.reshape(-1, WIDTHS[0]), x_test.reshape(-1, WIDTHS[0])
-    network = Network(WIDTHS, np.random.default_rng(seed))
+    x, x_test = x.reshape(-1, INPUTS), x_test.reshape(-1, INPUTS)
+    widths = INPUTS, *map(int, cell.hidden.split("-")), CLASSES
+    network = Network(widths, np.random.default_rng(seed))
     method = compressor(cell.method, cell.density, WARMUP)
     shapes = {name: w.shape for name, w in network.weights.items()}
     average = exchange(method, shapes, cell.ranks, cell.momentum)
@@ -248,7 +258,7 @@ OVER_RATE = {
 
 
 def draw(picture: Path, seeds: int, known: dict[str, Any]) -> None:
-    """Accuracy over the density, and over the learning rate."""
+    """Accuracy over the density, and over the learning rate, of the wide network, too."""
     import matplotlib.pyplot as plt
 
     from mpi_examples.report import save as save_figure
@@ -263,20 +273,23 @@ def draw(picture: Path, seeds: int, known: dict[str, Any]) -> None:
         if shown:
             axes.errorbar(*zip(*shown, strict=True), marker="o", capsize=3, **style)
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
+    left, *over_rate = panels
     for label, (colour, cells) in OVER_DENSITY.items():
         points(left, [100 * d for d in DENSITIES], cells, color=colour, label=label)
     ends = [100 * DENSITIES[0], 100 * DENSITIES[-1]]
     points(left, ends, [DENSE] * 2, color="black", linestyle=":", label="dense")
     points(left, ends, [PLAIN] * 2, color="gray", linestyle=":", label="dense, no momentum")
     left.set(xscale="log", xlabel="elements sent [%]", title="the same learning rate, 0.05")
-    for label, (colour, cell) in OVER_RATE.items():
-        cells = [cell._replace(lr=lr) for lr in RATES]
-        points(right, RATES, cells, color=colour, label=label)
-    right.set(xscale="log", xlabel="learning rate", title="other learning rates", ylim=(94, 98.5))
+    networks = ({}, 94, "other learning rates"), (WIDE, 96.2, "the same, 784-512-256-10, 6 epochs")
+    for axes, (more, least, title) in zip(over_rate, networks, strict=True):
+        for label, (colour, cell) in OVER_RATE.items():
+            cells = [cell._replace(lr=lr, **more) for lr in RATES]
+            points(axes, RATES, cells, color=colour, label=label)
+        axes.set(xscale="log", xlabel="learning rate", title=title, ylim=(least, 98.8))
+        axes.set_xticks(RATES, [f"{lr:g}" for lr in RATES])
     left.set_xticks(percents := [100 * d for d in DENSITIES], [f"{x:g}" for x in percents])
-    right.set_xticks(RATES, [f"{lr:g}" for lr in RATES])
-    for axes in (left, right):
+    for axes in panels:
         axes.minorticks_off()
         axes.set_ylabel("test accuracy [%]")
         axes.grid(alpha=0.3)

@@ -1,14 +1,15 @@
 """Memory that training takes beyond the parameters, on each rank, in multiples of them.
 
     python benchmarks/memory.py                        # two ranks, 50 million parameters
-    python benchmarks/memory.py --methods dgc fp8 --json memory.json
+    python benchmarks/memory.py --methods dgc fp8
+    python benchmarks/memory.py --json benchmarks/memory.json      # as docs/methods.md has it
 
 Each method trains in a job of its own: real Horovod, PyTorch, SGD with momentum 0.9, eight square
 matrices.  "resident" is what the process has after some steps, "peak" the most that it ever had,
 both less what it had before the first backward pass, so gradients count: SGD alone has 2, a
 gradient and a momentum.  Methods that take momentum over keep it in their own state, and the
-optimizer none.  The C library is told to give large blocks back at once, or what it keeps for later
-would count.
+optimizer none; those of 1-bit Adam and its kind train by their own optimizers.  The C library is
+told to give large blocks back at once, or what it keeps for later would count.
 """
 
 from __future__ import annotations
@@ -24,19 +25,24 @@ from pathlib import Path
 from tqdm import tqdm
 
 from hvd_compress.integrations.launch import under_horovodrun
+from hvd_compress.methods import as_compressor, method_names
 
-METHODS = ["none", "fp16", "topk", "dgc", "powersgd:rank=2", "fp8", "linear", "onebit", "efsignsgd"]
-METHODS += ["qsgd", "natural"]
+COLUMNS = ("resident", "peak")
+#: beside the methods: no exchange at all, and Horovod's own optimizer
+PLAIN = ["SGD alone", "Horovod dense", "Horovod fp16"]
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--methods", nargs="+", default=METHODS, metavar="METHOD")
+parser.add_argument("--methods", nargs="+", default=[*PLAIN, *method_names()], metavar="METHOD")
 parser.add_argument("--side", type=int, default=2500, help="of the eight matrices")
 parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--ranks", type=int, default=2)
-parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+parser.add_argument(
+    "--json",
+    type=Path,
+    metavar="FILE",
+    help="write what was measured, as it comes; other rows stay",
+)
 parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-#: beside the methods: no exchange at all, and Horovod's own optimizer
-PLAIN = ["SGD alone", "Horovod dense", "Horovod fp16"]
 
 
 def main() -> None:
@@ -46,7 +52,7 @@ def main() -> None:
         return
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for method in tqdm([*PLAIN, *options.methods], ncols=90):
+        for method in tqdm(options.methods, ncols=90):
             file = Path(folder) / "measured.json"
             own = ["--one", method, str(file), "--side", str(options.side)]
             own += ["--steps", str(options.steps), "--ranks", str(options.ranks)]
@@ -57,18 +63,21 @@ def main() -> None:
             )
             if done.returncode:
                 raise SystemExit(f"{method} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-            found[method] = json.loads(file.read_text())
+            found[method] = dict(zip(COLUMNS, json.loads(file.read_text()), strict=True))
+            if options.json:
+                keep(found, options.json)
     million = 8 * options.side**2 / 1e6
     print(f"\n{million:g} million parameters, {options.ranks} ranks; multiples of the parameters")
-    print(f"{'':18}{'resident':>10}{'peak':>10}")
-    for method, (resident, peak) in found.items():
-        print(f"{method:18}{resident:10.2f}{peak:10.2f}")
-    if options.json:
-        names = ("resident", "peak")
-        rows = {name: dict(zip(names, pair, strict=True)) for name, pair in found.items()}
-        options.json.write_text(
-            json.dumps({"parameters": 1e6 * million, "methods": rows}, indent=1)
-        )
+    print(f"{'':18}" + "".join(f"{column:>10}" for column in COLUMNS))
+    for method, row in found.items():
+        print(f"{method:18}" + "".join(f"{row[column]:10.2f}" for column in COLUMNS))
+
+
+def keep(found: dict[str, dict[str, float]], file: Path) -> None:
+    """Write these rows beside those that are there."""
+    rows = (json.loads(file.read_text()) if file.exists() else {}) | found
+    lines = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -90,7 +99,11 @@ def measure(options: argparse.Namespace) -> None:
         of = getattr(horovod.Compression, "fp16" if "fp16" in method else "none")
         optimizer = horovod.DistributedOptimizer(optimizer, named, compression=of)
     elif method != "SGD alone":
-        optimizer = hvd.DistributedOptimizer(optimizer, named, compression=method)
+        compression = as_compressor(method)
+        if compression.partner:  # a part of an optimizer of its own
+            own = getattr(hvd, compression.partner)(parameters, lr=0.01)
+            optimizer, compression = own, own.compressor()
+        optimizer = hvd.DistributedOptimizer(optimizer, named, compression=compression)
     torch.randn(side, side) @ torch.randn(side, side)  # what libraries keep for themselves
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
     before = status("VmRSS")
@@ -100,7 +113,7 @@ def measure(options: argparse.Namespace) -> None:
             (0.5 * p.square().sum()).backward()
         optimizer.step()
     size = 8 * side**2 * 4
-    found = [(status(key) - before) / size for key in ("VmRSS", "VmHWM")]
+    found = [round((status(key) - before) / size, 2) for key in ("VmRSS", "VmHWM")]
     if hvd.rank() == 0:
         Path(file).write_text(json.dumps(found))
 

@@ -2,6 +2,7 @@
 
     python -m mpi_examples.accuracy
     python -m mpi_examples.accuracy --tasks lstm --compression dgc topk --density 0.01 --seeds 3
+    python -m mpi_examples.accuracy --tasks digits --compression sparse_loco:sync_every=15
 
 All ranks are inside one process, one after the other (``hvd_compress.engines.lockstep``), which on
 one machine takes a fraction of a job's time.  Models and data are those of train_digits.py and
@@ -20,6 +21,7 @@ import math
 import multiprocessing
 import os
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -30,9 +32,12 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from hvd_compress import Compressor, as_compressor, optimizers
+from hvd_compress.config import build, lookup, names
 from hvd_compress.engines.lockstep import World
 from hvd_compress.optimizers import Now
 from hvd_compress.stats import human_bytes
+from hvd_compress.systems.base import StepContext
+from hvd_compress.systems.rounds.rounds import Rounds
 from mpi_examples.data import digits
 from mpi_examples.data_text import segments, share, standard_library
 from mpi_examples.demo import compressor
@@ -162,7 +167,8 @@ def train(run: Wanted) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     settings = run.settings
     task = TASKS[run.task](run.seed, settings.ranks)
-    trainer = (AdamTrainer if hasattr(task, "adam") else Trainer)(task, run)
+    of_adam = AdamTrainer if hasattr(task, "adam") else Trainer
+    trainer = (RoundsTrainer if as_rounds(run.method) else of_adam)(task, run)
     scores, done, sent = [], 0, 0
     for epoch in range(settings.epochs):
         batches = list(task.batches(np.random.default_rng([run.seed, epoch])))
@@ -184,12 +190,15 @@ def train(run: Wanted) -> dict[str, Any]:
         loss = task.test_loss()
     return {
         **{"final": scores[-1], "scores": scores, "test_loss": loss},
-        **{"sent": whole, "sent_last": sent, "dense": dense, "steps": done},
+        **{"sent": whole, "sent_last": sent if trainer.every_step else whole},
+        **{"dense": dense, "steps": done},
     }
 
 
 class Trainer:
     """SGD with Nesterov momentum, the optimizer's or the method's."""
+
+    every_step = True  # there is an exchange
 
     def __init__(self, task: Any, run: Wanted) -> None:
         self.task, self.settings = task, run.settings
@@ -336,6 +345,62 @@ class AdamTrainer(Trainer):
             for n, p in self.parameters.items():
                 p.data = torch.stack([own[n] for own in self.weights]).mean(0)
         yield
+
+
+class RoundsTrainer(Trainer):
+    """Each rank takes local steps of SGD, and in some of them all meet, as DiLoCo does."""
+
+    every_step = False
+
+    def of(self, run: Wanted) -> Compressor:
+        self.system = as_rounds(run.method)
+        self.clips = run.settings.clip is not None
+        weights = {n: p.data for n, p in self.parameters.items()}
+        self.ranks = range(run.settings.ranks)
+        self.weights: list[Any] = [{n: w.clone() for n, w in weights.items()} for _ in self.ranks]
+        self.states = [self.system.init(own) for own in self.weights]
+        self.momenta: list[Any] = [defaultdict(dict) for _ in self.ranks]
+        self.count = 0
+        return self.system.compression
+
+    def step(self, batch: Batch, lr: float) -> None:
+        self.optimizer.param_groups[0]["lr"] = lr
+        losses = self.task.losses(batch)
+        for weights, momenta in zip(self.weights, self.momenta, strict=True):
+            self.optimizer.state = momenta
+            for n, p in self.parameters.items():
+                p.data, p.grad = weights[n], None
+            next(losses).backward()
+            if self.clips:
+                torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.clip)
+            self.optimizer.step()
+        self.count += 1
+        if self.system.exchange_after(self.count) is None:
+            return
+        own = zip(self.weights, self.states, strict=True)
+        outcomes = self.world.exchange_all([self.system.sent(w, state) for w, state in own])
+        context = StepContext(self.count, size=len(self.ranks))
+        for rank, found in enumerate(outcomes):
+            means = {n: outcome.mean for n, outcome in found.items()}
+            self.weights[rank], self.states[rank] = self.system.received(
+                means, self.weights[rank], self.states[rank], context
+            )
+
+    @contextlib.contextmanager
+    def tested(self) -> Iterator[None]:
+        for n, p in self.parameters.items():
+            p.data = torch.stack([own[n] for own in self.weights]).mean(0)
+        yield
+
+
+def as_rounds(text: str) -> Rounds | None:
+    """Return the way to train with local steps that a text such as "diloco:sync_every=8" names, or
+    ``None`` if it names none."""
+    name, _, options = text.partition(":")
+    if name not in names("training"):
+        return None
+    pairs = [option.split("=", 1) for option in options.split(",") if option]
+    return build(lookup("training", name), {n: int(x) if x.isdecimal() else x for n, x in pairs})
 
 
 def rate(epoch: float, settings: Settings) -> float:

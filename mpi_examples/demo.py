@@ -15,7 +15,7 @@ from hvd_compress import Compressor, ConfigError, as_compressor, warmup_to
 from hvd_compress.cli.options import picture_file
 from mpi_examples.budget import everything
 from mpi_examples.data import cifar10_folder
-from mpi_examples.report import Run, behind, picture, save_runs, table
+from mpi_examples.report import Run, behind, picture, reached, save_runs, table
 from mpi_examples.study import check_counts
 
 
@@ -118,6 +118,8 @@ def compare(
     if rank == 0:
         print(f"\n{title}\n")
         print(table(runs))
+        if line := reached(runs):
+            print(line)
         cut_short = options.epochs <= options.warmup_epochs
         if cut_short:
             print("The warm-up was not over: learning rates were rising, densities falling.")

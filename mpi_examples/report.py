@@ -70,6 +70,7 @@ class Run:
     dense_bytes: int = 0
     steps: int = 0
     seconds: float = 0.0
+    elapsed: list[float] = dataclasses.field(default_factory=list)  # so far, untested, one an epoch
     test: float | None = None  # where the scores are of other data than the final one
 
     @property
@@ -118,6 +119,24 @@ def table(runs: list[Run]) -> str:
     return "\n".join(rows)
 
 
+def reached(runs: list[Run], points: float = 1.0) -> str:
+    """After how many seconds of training each method is as good as the dense runs are in the end,
+    but for so many points; on average, and of runs that know their seconds."""
+    groups, measure = by_method([run for run in runs if run.elapsed]), runs[0].measure
+    if "none" not in groups:
+        return ""
+    bound = statistics.mean(measure.error(run.final) for run in groups["none"]) + points
+    found = []
+    for method, group in groups.items():
+        times = [
+            next((t for t, x in zip(*course, strict=True) if measure.error(x) <= bound), math.inf)
+            for course in ((run.elapsed, run.scores) for run in group)
+        ]
+        mean = statistics.mean(times)
+        found.append(f"{method} " + (f"{mean:.1f} s" if mean < math.inf else "not reached"))
+    return f"{measure.text(measure.score(bound))} after: {', '.join(found)}"
+
+
 def behind(runs: list[Run], cut_short: bool = False, points: float = 1.0) -> str:
     """Methods that end worse than the dense run by more than so many points, and why that may be;
     ``cut_short``: because the runs ended before their warm-up did."""
@@ -151,6 +170,8 @@ def save_runs(runs: list[Run], path: Path) -> None:
             "bytes_a_late_step": run.bytes_a_late_step,
             "dense_bytes_a_step": run.dense_bytes / run.steps,
             "seconds_a_step": run.seconds / run.steps,
+            "scores": run.scores,
+            "elapsed": run.elapsed,
         }
         for run in runs
     ]
@@ -164,19 +185,27 @@ def picture(runs: list[Run], path: Path) -> None:
 
 
 def _courses(groups: dict[str, list[Run]]) -> plt.Figure:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    timed = all(run.elapsed for group in groups.values() for run in group)
+    size = (11 + 5 * timed, 4.2)
+    figure, panels = plt.subplots(1, 2 + timed, figsize=size, layout="constrained")
+    left, right = panels[0], panels[1]
     for color, (method, group) in zip(plt.colormaps["tab10"].colors, groups.items(), strict=False):
         for number, run in enumerate(group):
-            label = method if number == 0 else None
+            style = {"color": color, "alpha": 0.8, "label": None if number else method}
             megabytes = [count / 2**20 for count in run.bytes_sent]
-            left.plot(megabytes, run.scores, color=color, alpha=0.8, label=label, marker=".")
-            right.plot(_smooth(run.losses), color=color, alpha=0.8, label=label)
+            left.plot(megabytes, run.scores, marker=".", **style)
+            right.plot(_smooth(run.losses), **style)
+            if timed:
+                panels[2].plot(run.elapsed, run.scores, marker=".", **style)
     measure = run.measure
     left.set(xscale="log", xlabel="sent by one rank [MiB]", ylabel=measure.axis(measure.during))
     left.set_title(f"{measure.name.capitalize()} over bytes")
     right.set(yscale="log", xlabel="step", ylabel="training loss (running mean)")
     right.set_title("Loss over steps")
-    for axes in (left, right):
+    if timed:
+        panels[2].set(xlabel="training [s]", ylabel=measure.axis(measure.during))
+        panels[2].set_title(f"{measure.name.capitalize()} over time")
+    for axes in panels:
         axes.grid(alpha=0.3)
         axes.legend()
     return figure

@@ -47,20 +47,21 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
 
     trainer = Trainer(options.methods[method], seed)
     run = Run(method, seed)
-    start = time.perf_counter()
     for epoch in range(options.epochs):
         trainer.set_epoch(epoch)  # the density of the warm-up goes by epochs
         order = np.random.default_rng([seed, epoch]).permutation(len(x))
+        start = time.perf_counter()
         mine = order[world.rank :: world.size]
         for batch in mine[: batches * options.batch_size].reshape(batches, -1):
             lr = learning_rate(len(run.losses) / batches)
             run.losses.append(trainer.step(x[batch], y[batch], lr * budget.rate(method)))
+        run.seconds += time.perf_counter() - start
         if world.rank == 0:
+            run.elapsed.append(run.seconds)
             run.scores.append(100 * trainer.accuracy(x_test, y_test))
             run.bytes_sent.append(trainer.stats().total.bytes_sent)
             bar.set_postfix_str(f"{method}, seed {seed}: {run.scores[-1]:.1f} %")
             bar.update()
-    run.seconds = time.perf_counter() - start
     run.steps = len(run.losses)
     run.dense_bytes = trainer.stats().total.dense_bytes
     digests = world.allgather([zlib.crc32(np.ascontiguousarray(w)) for w in trainer.weights()])

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import ast
+import functools
+import json
 import re
+import statistics
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks import masking, steps_report
 from hvd_compress import DGC, RandomK, TopK, as_compressor, config, method_names
 from hvd_compress.cli.costs import costs, costs_of_defaults
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.reduce import Reducer
 from hvd_compress.testing import check_laws
+from mpi_examples import accuracy
 from tests import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +52,73 @@ def test_the_method_from_scratch_obeys_the_laws(monkeypatch):
     check_laws(made, make=tf.convert_to_tensor, namespace=scope)
 
 
+@functools.cache
+def measured(name: str) -> Any:
+    """What a benchmark has written."""
+    return json.loads((ROOT / f"benchmarks/{name}.json").read_text())
+
+
+def error_of(method: str) -> str:
+    """The error of the mean over four models; of those that average something else, none."""
+    if config.lookup("method", method).partner:
+        return "-"
+    mean = np.mean([*measured("codec_errors")[method]["errors"].values()])
+    return f"{mean:.2g}" if mean < 1 else "> 1"
+
+
+def test_tables_are_what_was_measured():
+    page = (ROOT / "docs/performance.md").read_text()
+    rows = steps_report.read(ROOT / "benchmarks/steps.json")
+    assert steps_report.in_page(page, rows) == page, "python benchmarks/steps.py --load --page"
+    page = (ROOT / "docs/methods/linear.md").read_text()
+    for method, row in measured("codec_errors").items():
+        if method.startswith(("fp8", "linear")):
+            errors = " | ".join(f"{error:.2e}" for error in row["errors"].values())
+            assert f"| {row['bits']:.2f} | {errors} |" in page, method
+
+
+def test_the_table_of_a_wide_network_is_of_its_runs():
+    page = (ROOT / "docs/methods/dgc.md").read_text()
+    known = measured("masking")
+    for cell in masking.PARTS["wide"]:
+        entries = []
+        for lr in (0.015, 0.05):
+            keys = [cell._replace(lr=lr).key(seed) for seed in range(5)]
+            finals = [known[key]["final"] for key in keys if key in known]
+            mean = f"{statistics.mean(finals):.2f}"
+            entries.append(accuracy.interval(finals) if len(finals) > 2 else mean)
+        assert f"| {cell.label} | {' | '.join(entries)} |" in page
+
+
+def test_a_rows_floor_is_that_of_its_bytes_and_of_a_stream():
+    """By hand: 4 ranks, 1 MB of gradient, 1 MB/s to each rank."""
+    cell = "4x8mbit", "torch", "of one tensor", 0.0
+
+    def row(name: str, seconds: float, sent: float | None, received: float | None):
+        return steps_report.Row(*cell, name, [seconds] * 3, 0.0, sent, received, 1e6, 1e6, 4)
+
+    rows = [row("backward", 0.5, None, None), row("stream", 0.25, None, None)]
+    rows += [row("Horovod fp32", 2.5, 1e6, 1e6), row("topk", 1.25, 1e5, 4e5)]
+    own = steps_report.cells(rows)[cell]
+    assert steps_report.beyond(own["Horovod fp32"], own) == (2.0, pytest.approx(1.5))
+    assert steps_report.beyond(own["topk"], own) == (0.75, pytest.approx(0.4 + 0.25))
+    assert "| topk | 1,250 ms (1.2) |" in steps_report.tables(rows)
+    assert "| arrives at each rank, all at once | 0.008 Gbit/s |" in steps_report.tables(rows)
+
+
+def test_cells_that_were_measured_before_stay(tmp_path):
+    def row(network: str, name: str):
+        cell = network, "torch", "resnet50", 0.0
+        return steps_report.Row(*cell, name, [1 / 3], 0.0, None, None, 4.0, None, 4)
+
+    file = tmp_path / "steps.json"
+    steps_report.kept([row("shm", "fp16"), row("shm", "topk"), row("4x1gbit", "fp16")], file)
+    steps_report.kept([row("shm", "dgc")], file)
+    kept = [(own.network, own.name) for own in steps_report.read(file)]
+    assert kept == [("4x1gbit", "fp16"), ("shm", "dgc")]
+    assert steps_report.read(file)[0].seconds == [0.333333]
+
+
 @pytest.mark.parametrize("name", [n for n in method_names() if not n.startswith("test-")])
 def test_every_method_has_its_row_and_page(name):
     method = as_compressor(name)
@@ -53,8 +126,9 @@ def test_every_method_has_its_row_and_page(name):
     found = re.search(rf"^\| `{name}` \| `(\w+)` \|(.*)\[(\S+)\]\((\S+)\) \|$", page, re.MULTILINE)
     assert found, "the table of docs/methods.md lacks it"
     own = costs(method)
-    memory = ", ".join(own.memory) or "-"
-    expected = f"{own.sent:g} | {own.received:g} | {', '.join(own.collectives)} | {memory} |"
+    state = ", ".join(own.memory) or "-"
+    expected = f"{own.sent:g} | {own.received:g} | {', '.join(own.collectives)} | {state} |"
+    expected += f" {error_of(name)} | {measured('memory')[name]['resident']:.1f} |"
     assert (found[1], found[2].strip()) == (type(method).__name__, expected)
     assert type(method).__name__ in (ROOT / "docs" / found[4]).read_text()
     assert costs_of_defaults(name) == own, "to write it anew: python -m hvd_compress.cli.costs"

@@ -353,14 +353,27 @@ def test_table_of_accuracies_by_hand():
     assert lines[3].split() == ["dgc", "13.00", "4.30", "1.73", "+2.00", "+2.0", "100", "B", "4x"]
 
 
+def test_an_average_after_every_local_step_is_that_of_gradients():
+    from mpi_examples.accuracy import TASKS, Wanted, train
+
+    settings = TASKS["digits"].settings._replace(momentum=0.0, epochs=1, warmup_epochs=0)
+    methods = ("none", "local_sgd:sync_every=1", "local_sgd:sync_every=11")
+    dense, local, seldom = (train(Wanted("digits", settings, m, 0)) for m in methods)
+    assert local["test_loss"] == pytest.approx(dense["test_loss"], rel=1e-4)
+    assert local["sent"] == pytest.approx(dense["dense"], rel=1e-3)
+    assert seldom["sent"] == pytest.approx(dense["dense"] / 11, rel=1e-3)
+    assert seldom["test_loss"] != pytest.approx(dense["test_loss"], rel=1e-4)
+
+
 @full
 @pytest.mark.timeout(300)
 def test_accuracy(tmp_path):
     results = tmp_path / "found.json"
     command = [*program("accuracy"), "--tasks", "digits", "lstm", "--epochs", "1", "--seeds", "2"]
-    command += ["--warmup-epochs", "0", "--compression", "dgc:compact", "--results", str(results)]
+    command += ["--warmup-epochs", "0", "--results", str(results)]
+    command += ["--compression", "dgc:compact", "sparse_loco:sync_every=5"]
     _, output = jobs.run(command, timeout=280)
-    assert len(json.loads(results.read_text())) == 8
+    assert len(json.loads(results.read_text())) == 12
     assert "digits: test accuracy; dense runs are from" in output
     assert "lstm: test perplexity; dense runs are from" in output
     _, again = jobs.run(command, timeout=60)
@@ -381,16 +394,21 @@ def test_resnet20_is_of_the_papers_size():
 @full
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_benchmark(framework):
-    script = ROOT / "benchmarks" / "sync_resnet50.py"
+def test_steps(tmp_path, framework):
+    script, found = ROOT / "benchmarks" / "steps.py", tmp_path / "steps.json"
     command = [jobs.python(), str(script), "--ranks", "2", "--rounds", "1", "--warmup", "1"]
-    command += ["--framework", framework, "--methods", "Horovod fp16", "fp16", "dgc"]
+    command += ["--framework", framework, "--networks", "shm", "--json", str(found)]
+    command += ["--model", "mobilenet_v2"]
+    command += ["--methods", "Horovod fp16", "fp16", "dgc:density=0.001"]
+    command += ["plain top-k", "original DGC"] if framework == "torch" else []
     _, output = jobs.run(command, timeout=180)
-    rows = [line for line in output.splitlines() if re.search(r"kB +[\d.]+x", line)]
-    # The last row is "plain top-k".  In a graph each tensor has a header of its own.
-    assert len(rows) == (4 if framework == "torch" else 3)
-    kilobytes = "420.9 kB" if framework == "torch" else "421.6 kB"
-    assert any(row.startswith("dgc ") and kilobytes in row for row in rows), output
+    rows = {row["name"]: row["sent"] for row in json.loads(found.read_text())}
+    sent = {"Horovod fp16": 7010e3, "fp16": 7010e3, "dgc:density=0.001": 169.6e3}
+    if framework == "torch":
+        sent["plain top-k"] = 28.8e3
+        assert rows.pop("backward") is rows.pop("stream") is None
+    assert rows == pytest.approx(sent, rel=0.01), output
+    assert ("no original DGC: name a checkout" in output) == (framework == "torch")
 
 
 @full

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from mpi_examples.report import PERPLEXITY, Run, behind, label, table
+from mpi_examples.report import PERPLEXITY, Run, behind, label, picture, reached, table
 
 CROWD = {
     "two almost in one place": {(170.0, 1.67): "efsignsgd", (180.0, 1.67): "onebit"},
@@ -83,3 +83,18 @@ def test_of_perplexities_less_is_better():
     assert behind(runs).strip() == "fp8: 5.2 points above none; no reason is known"
     row = table(runs).splitlines()[3]
     assert row.split() == ["fp8", "25.25", "6", "B", "3.3x", "4", "B", "5.0x", "0.0", "ms"]
+
+
+def test_seconds_to_the_accuracy_of_dense_training(tmp_path):
+    def run(method: str, seed: int, scores: list[float], elapsed: list[float]) -> Run:
+        costs = {"bytes_sent": [2**20, 2**21, 2**22], "losses": [1.0], "steps": 3}
+        return Run(method, seed, scores=scores, elapsed=elapsed, **costs)
+
+    times = [1.0, 2.0, 3.0]
+    runs = [run("none", seed, [90.0, 97.0 + seed, 97.5], times) for seed in (0, 1)]
+    runs += [run("fp16", 0, [96.0, 96.5, 97.5], [0.5, 1.0, 1.5])]
+    runs += [run("dgc", 0, [80.0, 90.0, 96.0], times)]
+    assert reached(runs) == "96.50 % after: none 2.0 s, fp16 1.0 s, dgc not reached"
+    assert reached(runs[2:]) == "", "there is nothing to compare with"
+    picture(runs, tmp_path / "runs.png")
+    assert (tmp_path / "runs.png").stat().st_size > 1000

@@ -1,0 +1,184 @@
+"""What ``steps.py`` has measured: rows in a file, tables and a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+#: between these lines of a page are the tables
+BEGIN, END = "<!-- written by benchmarks/steps.py -->", "<!-- end -->"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row on one network.
+
+    Attributes:
+        backward: in milliseconds.
+        seconds: of each sample, up to the last average.
+        step: seconds of the optimizer's step that follows, the median.
+        sent: bytes that a rank handed over in a step, if known; ``received`` those that it got.
+        dense: bytes of the gradient in float32.
+        rate: bytes a second that each rank receives when all send at once, if measured.
+    """
+
+    network: str
+    framework: str
+    model: str
+    backward: float
+    name: str
+    seconds: list[float]
+    step: float
+    sent: float | None
+    received: float | None
+    dense: float
+    rate: float | None
+    ranks: int
+
+    @property
+    def cell(self) -> tuple[str, str, str, float]:
+        return self.network, self.framework, self.model, self.backward
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def read(file: Path) -> list[Row]:
+    return [Row(**row) for row in json.loads(file.read_text())]
+
+
+def kept(rows: Sequence[Row], file: Path) -> None:
+    """Write rows in the place of all of their cells: what is compared is of one run."""
+    new = {row.cell for row in rows}
+    old = read(file) if file.exists() else []
+    known = [dataclasses.asdict(row) for row in [*(r for r in old if r.cell not in new), *rows]]
+    rounded = json.loads(json.dumps(known), parse_float=lambda x: float(f"{float(x):.6g}"))
+    file.write_text("[\n" + ",\n".join(map(json.dumps, rounded)) + "\n]\n")
+
+
+def cells(rows: Sequence[Row]) -> dict[tuple[str, str, str, float], dict[str, Row]]:
+    """Rows by name, by cell."""
+    found: dict[tuple[str, str, str, float], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(row.cell, {})[row.name] = row
+    return found
+
+
+def beyond(row: Row, own: dict[str, Row]) -> tuple[float, float | None]:
+    """Return the seconds beyond backward of a row in its cell, and their floor if it is known.
+
+    An allreduce, whose bytes sent and received are equal, moves two arrays but for a share.
+    """
+    seconds = row.median - (own["backward"].median if "backward" in own else 0.0)
+    if "stream" not in own or row.sent is None or row.rate is None:
+        return seconds, None
+    arrives = row.sent if row.received is None else row.received
+    if row.sent >= row.dense / 2 or arrives <= 1.01 * row.sent:
+        arrives = row.sent * (row.ranks - 1) * 2 / row.ranks
+    stream = own["stream"].median if row.sent < row.dense / 2 else 0.0
+    return seconds, arrives / row.rate + stream
+
+
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    """All that is known, a table a cell."""
+    for (network, framework, model, backward), own in cells(rows).items():
+        first = next(iter(own.values()))
+        yield f"{model}, {network}, {first.ranks} ranks, {framework}, {backward:g} ms of backward"
+        if first.rate is not None:
+            yield f"the line: {first.rate / 1e6:,.0f} MB/s to each rank, all at once"
+        columns = ("median", "min", "max", "sent", "ratio", "beyond", "floor", "times", "step")
+        yield f"{'':26}" + "".join(f"{column:>11}" for column in columns)
+        for name, row in own.items():
+            texts = [ms(row.median), ms(min(row.seconds)), ms(max(row.seconds)), "", ""]
+            if row.sent:
+                texts[3:] = f"{row.sent / 1000:,.1f} kB", f"{row.dense / row.sent:.1f}x"
+            if name not in ("backward", "stream"):
+                seconds, floor = beyond(row, own)
+                texts.append(ms(seconds))
+                texts += [ms(floor), f"{seconds / floor:.1f}x"] if floor else ["", ""]
+                texts.append(ms(row.step))
+            yield f"{name:26}" + "".join(f"{text:>11}" for text in texts)
+        yield ""
+
+
+def ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.0f} ms"
+
+
+def spoken(network: str) -> str:
+    """The name of a network in words."""
+    hosts, _, rate = network.partition("x")
+    if not rate:
+        return {"shm": "shared memory"}.get(network, network)
+    return f"{hosts} hosts, {rate.replace('gbit', ' Gbit/s').replace('mbit', ' Mbit/s')}"
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """A table of medians for each model and time of backward: rows over networks."""
+    found = []
+    for model, backward in dict.fromkeys((row.model, row.backward) for row in rows):
+        own = [row for row in rows if (row.model, row.backward) == (model, backward)]
+        by_cell = {cell[0]: named for cell, named in cells(own).items()}
+        text = [f"`{model}`, {backward:g} ms of backward:\n"]
+        text.append(f"| | {' | '.join(map(spoken, by_cell))} |\n|{'---|' * (len(by_cell) + 1)}")
+        for name in dict.fromkeys(row.name for row in own):
+            entries = [entry(name, named) for named in by_cell.values()]
+            text.append(f"| {name} | {' | '.join(entries)} |")
+        rates = [next(iter(named.values())).rate for named in by_cell.values()]
+        if all(rates):
+            arrives = " | ".join(f"{8 * rate / 1e9:.2g} Gbit/s" for rate in rates if rate)
+            text.append(f"| arrives at each rank, all at once | {arrives} |")
+        found.append("\n".join(text))
+    return "\n\n".join(found)
+
+
+def entry(name: str, own: dict[str, Row]) -> str:
+    """The median, and beyond backward as a multiple of the floor."""
+    if name not in own:
+        return ""
+    row = own[name]
+    if name in ("backward", "stream"):
+        return ms(row.median)
+    seconds, floor = beyond(row, own)
+    return ms(row.median) + (f" ({seconds / floor:.1f})" if floor else "")
+
+
+def in_page(page: str, rows: Sequence[Row]) -> str:
+    """Return the page with the tables between its two lines."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page has no place for tables: {BEGIN}, and behind it {END}")
+    return f"{before}{begin}\n\n{tables(rows)}\n\n{end}{after}"
+
+
+def drawn(rows: Sequence[Row], picture: Path) -> None:
+    """A panel for each cell, a bar for each row, in the order of their length."""
+    import matplotlib.pyplot as plt
+
+    panels = cells(rows)
+    columns = min(len(panels), 3)
+    height = max(map(len, panels.values()))
+    size = (5.5 * columns, (0.7 + 0.24 * height) * -(-len(panels) // columns))
+    figure, grid = plt.subplots(
+        -(-len(panels) // columns), columns, figsize=size, layout="constrained", squeeze=False
+    )
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, ((network, _, model, backward), own) in zip(grid.flat, panels.items(), strict=False):
+        names = sorted(own.keys() - {"backward", "stream"}, key=lambda n: -own[n].median)
+        medians = [1000 * own[name].median for name in names]
+        others = ("Horovod", "DDP fp", "DDP bf", "DDP powersgd", "powersgd p", "plain", "original")
+        colors = ["#b0b0b0" if name.startswith(others) else "#2a6f97" for name in names]
+        bars = axes.barh(names, medians, color=colors)
+        axes.bar_label(bars, [f"{value:,.0f} ms" for value in medians], padding=3, fontsize=8)
+        axes.set_xlim(0, 1.2 * max(medians, default=1.0))
+        axes.spines[["top", "right"]].set_visible(False)
+        title = f"{model}, {spoken(network)}, {backward:g} ms of backward"
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.tick_params(labelsize=8)
+    figure.savefig(picture, dpi=110)
