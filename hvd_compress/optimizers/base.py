@@ -148,9 +148,11 @@ def _begun(slot: Slot, w: Array, state: State) -> Any:
 
 
 def documented(cls: Any) -> str:
-    """Return the docstring of an optimizer: its own, and that of its formula."""
+    """Return the docstring of an optimizer: its own, and that of its formula without the example,
+    which calls the formula."""
+    formula = (inspect.getdoc(cls.formula) or "").partition("\n\n>>> ")[0]
     raises = "Raises:\n    ConfigError: an option makes no sense."
-    return "\n\n".join([inspect.getdoc(cls) or "", inspect.getdoc(cls.formula) or "", raises])
+    return "\n\n".join([inspect.getdoc(cls) or "", formula, raises])
 
 
 def quotient(xp: Any, numerator: Any, denominator: Any, *norms: Any) -> Any:
