@@ -43,7 +43,12 @@ KERAS = ("import keras", "import tensorflow as tf", f"import {ALL}.tensorflow.ke
 PAGES = (
     Page("methods", "Methods and schedules", (f"{ALL}.methods", f"{ALL}.schedules"), (WORLD,)),
     Page("errors", "Errors", (f"{ALL}.errors",), (f"import {ALL} as hvd", WORLD)),
-    Page("core", "The core", (ALL, f"{ALL}.reduce", f"{ALL}.stats", f"{ALL}.testing"), (WORLD,)),
+    Page(
+        "core",
+        "The core",
+        (ALL, f"{ALL}.reduce", f"{ALL}.stats", f"{ALL}.testing"),
+        (f"from {ALL}.engines.local import LocalEngine", WORLD),
+    ),
     Page("torch", "PyTorch", (f"{ALL}.torch",), (*TORCH, "hvd.init()")),
     Page(
         "trainers",

@@ -43,7 +43,10 @@ def test_every_parameter_is_named(page):
         of_class = inspect.isclass(of)
         bases = [base for cls in of.__mro__ for base in (cls, cls.__init__)] if of_class else [of]
         said = "\n".join(inspect.getdoc(base) or "" for base in bases)
-        wanted = inspect.signature(of).parameters.keys() - {"self", "args", "kwargs"}
+        try:
+            wanted = inspect.signature(of).parameters.keys() - {"self", "args", "kwargs"}
+        except ValueError:  # of what is Python's own, such as making an exception
+            continue
         missing = [each for each in wanted if not re.search(rf"\b{each}\b", said)]
         assert not missing, f"the docstring of {name} says nothing of {missing}"
 
