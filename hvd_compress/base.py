@@ -58,6 +58,11 @@ class Encoded(NamedTuple):
         message: the bytes (1-D, uint8), with a header and a checksum.
         sent: what receivers read in them: a flat array, or a ``Sparse``.
         state: the new state.
+
+    >>> coding, x = elements(top_k(0.5)), np.array([4.0, 1.0, 0.0, -2.0])
+    >>> encoded = coding.encode(x, {}, Context())
+    >>> encoded.message.size, encoded.sent
+    (32, Sparse(indices=array([0, 3]), values=array([ 4., -2.])))
     """
 
     message: Array

@@ -220,7 +220,7 @@ def _block(paragraph: list[str], inner: str) -> list[str]:
     if first.startswith("- "):
         joined = "\n".join(paragraph + [f"  {line}" for line in inner.splitlines()])
         items = re.split(r"^- ", joined, flags=re.MULTILINE)[1:]
-        return ["\n".join(f"- {prose(item.split(chr(10)))}" for item in items)]
+        return ["\n".join(f"- {prose(item.strip().split(chr(10)))}" for item in items)]
     return [prose(paragraph), *_blocks(inner.splitlines())]
 
 

@@ -8,9 +8,9 @@ What all methods have in common:
 - Options are checked when a method is made: ``ConfigError`` names the option, what it may be, and
   what it was.  They are fields of a frozen dataclass, so methods can be compared, printed and
   stored (``to_config()``, :func:`hvd_compress.from_config`).
-- *State* is what is kept of each tensor from one step to the next, on every rank: arrays with as
+- "State" is what is kept of each tensor from one step to the next, on every rank: arrays with as
   many elements as the gradient, of 4 bytes (8 for gradients of float64), or as is said.
-- *Sent* is what a rank hands over for a tensor in a step; ``stats()`` counts it in bytes.
+- "Sent" is what a rank hands over for a tensor in a step; ``stats()`` counts it in bytes.
 - ``density`` is the fraction of the elements that are sent, in (0, 1]: k = ceil(density * n), at
   least one; or a schedule of that.
 - ``momentum`` and ``nesterov`` are those of the optimizer, which then applies none itself: a
