@@ -58,6 +58,11 @@ class Encoded(NamedTuple):
         message: the bytes (1-D, uint8), with a header and a checksum.
         sent: what receivers read in them: a flat array, or a ``Sparse``.
         state: the new state.
+
+    >>> coding, x = elements(top_k(0.5)), np.array([4.0, 1.0, 0.0, -2.0])
+    >>> encoded = coding.encode(x, {}, Context())
+    >>> encoded.message.size, encoded.sent
+    (32, Sparse(indices=array([0, 3]), values=array([ 4., -2.])))
     """
 
     message: Array
@@ -76,6 +81,10 @@ class Outcome(NamedTuple):
             momentum that is applied after averaging); ``None`` means ``mean``.
         additive: if gradients are added instead of averaged, ``direction`` has to be multiplied by
             the number of ranks.  False for a majority vote, which is the same in both cases.
+
+    >>> outcome = World(TopK(density=0.5), size=1).exchange([np.array([4.0, 1.0])])[0]
+    >>> outcome.mean, outcome.sent.indices, outcome.state["residual"]
+    (array([4., 0.]), array([0]), array([0., 1.]))
     """
 
     mean: Array
@@ -121,6 +130,10 @@ class Context(NamedTuple):
         needs_sent: somebody looks at what an outcome ``sent``, and at its ``mean``; else any array
             of as many elements may stand for the one, and the direction of the step for the other,
             which saves the memory of both in the first step.
+
+    >>> context = Context(name="fc.weight", rank=1, size=4, step=7)
+    >>> context._replace(rank=2).rank, context.epoch
+    (2, None)
     """
 
     name: str = "tensor"
@@ -151,6 +164,12 @@ class Compressor(Configurable, abc.ABC, kind="method"):
 
     Subclasses are frozen dataclasses: options are fields, so that equality, ``repr`` and JSON need
     no code; everything that changes from step to step is state.
+
+    >>> method, gradient = TopK(density=0.5), np.zeros((2, 3), np.float32)
+    >>> method.init(gradient), method.per_rank(gradient)
+    ({'residual': array([0., 0., 0., 0., 0., 0.], dtype=float32)}, frozenset({'residual'}))
+    >>> method.to_config()["density"], method.takes_momentum, method.reference
+    (0.5, False, 'Aji and Heafield, EMNLP 2017')
     """
 
     #: the paper that describes the method

@@ -1,8 +1,22 @@
 """The building blocks that methods are chained from; see docs/extending.md::
 
-from hvd_compress.blocks import allgather, chain, error_feedback, top_k
+    from hvd_compress.blocks import allgather, chain, error_feedback, top_k
 
-method = chain(error_feedback(), via=allgather(top_k(0.01)))
+    method = chain(error_feedback(), via=allgather(top_k(0.01)))
+
+What blocks work on is flat: float32, which half precisions are widened to, or float64; x below, of
+n elements (d in formulas of papers).  Options are fields of frozen dataclasses, and are checked
+when a block is made: ``ConfigError`` names the option, and what it may be.
+
+- A transform changes a gradient before the exchange, ``update(x, state, context)``, and learns
+  afterwards what was sent of it, ``settle(sent, state, context)``.
+- An aggregator averages over the ranks.  It is written ``via=``.
+- An operator picks elements: ``select(x, k, context)`` returns ascending indices, int64.
+- A codec turns n numbers into bytes (uint8) and back: ``encode(x, random)`` and
+  ``decode(code, n, dtype)``, where ``random`` is a NumPy generator, for codecs that draw.
+
+What ``density``, ``momentum``, "State" and "Sent" mean, and what a ``World`` is in the examples,
+stands once for all in :mod:`hvd_compress.methods`.
 """
 
 from hvd_compress import aggregators, codecs, operators, transforms

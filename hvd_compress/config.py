@@ -121,7 +121,18 @@ def lookup(kind: str, name: str) -> Any:
 
 
 def from_config(config: Any) -> Any:
-    """Undo :meth:`Configurable.to_config`, also for nested values."""
+    """Return the method, block or schedule that ``to_config()`` made a dict of.
+
+    Args:
+        config: the dict, which may have been stored as JSON; lists and plain values stay such.
+
+    Raises:
+        ConfigError: it names nothing that there is, or an option is out of its range.
+
+    >>> config = TopK(density=0.01).to_config()
+    >>> config["method"], from_config(config) == TopK(density=0.01)
+    ('topk', True)
+    """
     if isinstance(config, list | tuple):
         return tuple(from_config(item) for item in config)
     if not isinstance(config, dict):

@@ -7,7 +7,8 @@ step on costs accuracy: early gradients change fast, and residuals become stale.
 Stages advance by ``unit="step"`` (``stage_length`` optimizer steps each) or by ``unit="epoch"``,
 which needs ``compression.set_epoch(epoch)`` once per epoch.  Stages shorter than an epoch advance
 within one if parts of epochs are announced too, ``set_epoch(epoch + batch / batches)``; otherwise
-the first stage of an epoch lasts until its end.
+the first stage of an epoch lasts until its end.  A schedule by epochs that knows of none raises
+``ConfigError``.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class StagedWarmup(_Staged, name="staged"):
 
     Options:
         unit: "step" or "epoch"; epochs must be announced, ``compression.set_epoch(epoch)``.
-        stage_length: of each stage, in these.
+        stage_length: of each stage, in these; more than 0, and may be a part of an epoch.
         densities: one for each stage, in (0, 1].
 
     >>> schedule = StagedWarmup(stage_length=100, densities=(0.25, 0.01))
@@ -118,7 +119,7 @@ class ExponentialWarmup(_Staged, name="exponential"):
 
     Options:
         unit: "step" or "epoch"; epochs must be announced, ``compression.set_epoch(epoch)``.
-        stage_length: of each stage, in these.
+        stage_length: of each stage, in these; more than 0, and may be a part of an epoch.
         density: of the end, in (0, 1].
         stages: before it, 0 or more.
 

@@ -37,6 +37,14 @@ class Record:
             quotient is the density achieved.
         residual_norm: the current L2 norm of this rank's residuals (the entries of the state named
             in ``WAITING``); 0 without error feedback.
+
+    >>> reducer = Reducer("topk:density=0.01", LocalEngine())
+    >>> _ = reducer.reduce({"w": np.ones(10_000, np.float32)})
+    >>> record = reducer.stats().layers["w"]
+    >>> record.steps, record.bytes_sent, record.dense_bytes, record.elements_sent
+    (1, 440, 40000, 100)
+    >>> round(record.ratio, 1), record.density, round(record.residual_norm, 1)
+    (90.9, 0.01, 99.5)
     """
 
     steps: int = 0
@@ -86,14 +94,22 @@ class Bucket:
 
 
 class Stats:
-    """Records of all tensors: ``layers`` by tensor name, and ``total``, their sum; and ``times``,
-    where this rank's time went, which is ``None`` where it cannot be seen (in graphs of
-    TensorFlow); and ``buckets``, the same of tensors that are sent together, by the name under
-    which they are (empty in graphs).  With ``compression="auto"``, ``choice`` says what was
-    measured and chosen, as plain values; else it is ``None``.
+    """What ``stats()`` returns: records of all tensors, ``layers`` by tensor name, and ``total``,
+    their sum; and ``times``, where this rank's time went, in seconds, which is ``None`` where it
+    cannot be seen (in graphs of TensorFlow); and ``buckets``, the same of tensors that are sent
+    together, by the name under which they are (empty in graphs).  With ``compression="auto"``,
+    ``choice`` says what was measured and chosen, as plain values; else it is ``None``.
 
     ``print(stats)`` shows a table, ``stats.line()`` is one line, and :func:`hvd_compress.log_stats`
     writes scalars for TensorBoard and the like.
+
+    >>> reducer = Reducer("topk:density=0.01", LocalEngine())
+    >>> _ = reducer.reduce({"w": np.ones((100, 100), np.float32), "b": np.ones(100, np.float32)})
+    >>> stats = reducer.stats()
+    >>> stats.layers["w"].elements_sent, stats.total.elements_sent, stats.total.dense_bytes
+    (100, 101, 40400)
+    >>> stats.line().partition(", 0 B received")[0]
+    '1 steps, 448 B sent a step of 39.5 KiB dense (ratio of bytes 90.2, elements sent 1.0000%)'
     """
 
     def __init__(

@@ -1,8 +1,5 @@
 """The law kit: what every compression method must obey, checked for any method.
 
-    >>> from hvd_compress import TopK
-    >>> check_laws(TopK(density=0.1), sizes=(1, 2), dtypes=("float32",), shapes=((3, 5),))
-
 There is no special case by method: a method of another package is checked like the ones here.  The
 laws stand in :mod:`hvd_compress.base`; each ``_check_*`` function below is one of them.  ``make``
 turns a NumPy array into an array of the framework under test, for instance ``torch.from_numpy``;
@@ -116,6 +113,7 @@ def check_laws(
     """Raise ``AssertionError`` with the broken law unless ``compressor`` obeys all of them.
 
     Args:
+        compressor: the method, with its options.
         make: NumPy array to framework array.
         sizes: numbers of ranks.  All ``dtypes`` are tried with the last number of ranks, the
             others with float32 only.
@@ -130,7 +128,10 @@ def check_laws(
         went_in: ``(gradient, old state, context) -> flat array`` that was sent or remains; needed
             only for a method with a "residual" that is no chain and no plain error feedback.
         namespace: names beyond this package's in which ``repr`` can be evaluated.
+        seed: of the gradients, and of the random numbers that ranks share.
         context: further fields of :class:`hvd_compress.Context`: ``momentum=0.9``.
+
+    >>> check_laws(TopK(density=0.1), sizes=(1, 2), dtypes=("float32",), shapes=((3, 5),))
     """
     _check_options(
         compressor, {**vars(hvd_compress), **vars(hvd_compress.blocks), **(namespace or {})}

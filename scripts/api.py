@@ -20,36 +20,85 @@ from typing import Any, NamedTuple
 API = Path(__file__).resolve().parent.parent / "docs" / "api"
 
 
+ALL = "hvd_compress"
+
+
 class Page(NamedTuple):
     file: str
     title: str
     modules: tuple[str, ...]
+    #: lines that its examples begin with, beside those of :attr:`begin`
+    also: tuple[str, ...] = ()
+
+    @property
+    def begin(self) -> str:
+        """What examples of the page take for granted, as a program."""
+        names = (f"from {module} import *" for module in self.modules)
+        return "\n".join(("import numpy as np", *self.also, *names))
 
 
-ALL = "hvd_compress"
+WORLD = f"from {ALL}.engines.lockstep import World"
+TORCH = ("import torch", f"import {ALL}.torch as hvd")
+KERAS = ("import keras", "import tensorflow as tf", f"import {ALL}.tensorflow.keras as hvd")
 PAGES = (
-    Page("methods", "Methods and schedules", (f"{ALL}.methods", f"{ALL}.schedules")),
-    Page("errors", "Errors", (f"{ALL}.errors",)),
-    Page("core", "The core", (ALL, f"{ALL}.reduce", f"{ALL}.stats", f"{ALL}.testing")),
-    Page("torch", "PyTorch", (f"{ALL}.torch",)),
-    Page("trainers", "Trainers", (f"{ALL}.torch.lightning", f"{ALL}.torch.transformers")),
-    Page("torch-mpi", "PyTorch over MPI", (f"{ALL}.torch.mpi",)),
-    Page("tensorflow", "TensorFlow", (f"{ALL}.tensorflow",)),
-    Page("keras", "Keras", (f"{ALL}.tensorflow.keras", f"{ALL}.tensorflow.keras.callbacks")),
-    Page("tensorflow-mpi", "TensorFlow over MPI", (f"{ALL}.tensorflow.mpi",)),
+    Page("methods", "Methods and schedules", (f"{ALL}.methods", f"{ALL}.schedules"), (WORLD,)),
+    Page("errors", "Errors", (f"{ALL}.errors",), (f"import {ALL} as hvd", WORLD)),
+    Page(
+        "core",
+        "The core",
+        (ALL, f"{ALL}.reduce", f"{ALL}.stats", f"{ALL}.testing"),
+        (f"from {ALL}.engines.local import LocalEngine", WORLD),
+    ),
+    Page("torch", "PyTorch", (f"{ALL}.torch",), (*TORCH, "hvd.init()")),
+    Page(
+        "trainers",
+        "Trainers",
+        (f"{ALL}.torch.lightning", f"{ALL}.torch.transformers"),
+        (*TORCH, "hvd.init()"),
+    ),
+    Page(
+        "torch-mpi",
+        "PyTorch over MPI",
+        (f"{ALL}.torch.mpi",),
+        (TORCH[0], f"import {ALL}.torch.mpi as hvd", "hvd.init()"),
+    ),
+    Page(
+        "tensorflow",
+        "TensorFlow",
+        (f"{ALL}.tensorflow",),
+        ("import tensorflow as tf", f"import {ALL}.tensorflow as hvd", "hvd.init()"),
+    ),
+    Page(
+        "keras",
+        "Keras",
+        (f"{ALL}.tensorflow.keras", f"{ALL}.tensorflow.keras.callbacks"),
+        (*KERAS, "hvd.init()"),
+    ),
+    Page(
+        "tensorflow-mpi",
+        "TensorFlow over MPI",
+        (f"{ALL}.tensorflow.mpi",),
+        ("import tensorflow as tf", f"import {ALL}.tensorflow.mpi as hvd", "hvd.init()"),
+    ),
     Page(
         "keras-mpi",
         "Keras over MPI",
         tuple(f"{ALL}.tensorflow.keras.mpi{m}" for m in ("", ".callbacks")),
+        (*KERAS[:2], f"import {ALL}.tensorflow.keras.mpi as hvd", "hvd.init()"),
     ),
-    Page("mpi", "Collectives over MPI", (f"{ALL}.mpi",)),
+    Page("mpi", "Collectives over MPI", (f"{ALL}.mpi",), ("from mpi4py import MPI",)),
     Page(
         "systems",
         "Systems",
         tuple(f"{ALL}.systems{of}" for of in ("", ".rounds", ".graphs", ".teachers", ".servers")),
     ),
     Page("optimizers", "Formulas of optimizers", (f"{ALL}.optimizers",)),
-    Page("blocks", "Building blocks", (f"{ALL}.blocks", f"{ALL}.coding")),
+    Page(
+        "blocks",
+        "Building blocks",
+        (f"{ALL}.blocks", f"{ALL}.coding"),
+        (f"from {ALL} import Context", WORLD),
+    ),
     Page("advisor", "The advisor", (f"{ALL}.advisor",)),
     Page(
         "studies",
@@ -147,6 +196,11 @@ def _blocks(lines: list[str]) -> list[str]:
         while at < len(lines) and lines[at].strip() and not (at > start and lines[at][0] == " "):
             at += 1
         paragraph, start = lines[start:at], at
+        if paragraph[0].startswith(">>>"):  # to the next empty line, whatever is indented
+            while at < len(lines) and lines[at].strip():
+                at += 1
+            blocks.append(_example(lines[start - len(paragraph) : at]))
+            continue
         while at < len(lines) and (not lines[at].strip() or lines[at][0] == " "):
             at += 1
         inner = textwrap.dedent("\n".join(lines[start:at])).strip("\n")
@@ -156,18 +210,22 @@ def _blocks(lines: list[str]) -> list[str]:
 
 def _block(paragraph: list[str], inner: str) -> list[str]:
     first = paragraph[0]
-    if first.startswith(">>>"):
-        return [f"```pycon\n{chr(10).join(paragraph)}\n```", *(_blocks(inner.splitlines()))]
     if paragraph[-1].endswith("::"):
         said = prose([*paragraph[:-1], paragraph[-1][:-1]])
         return [said, f"```{'python' if _is_program(inner) else 'text'}\n{inner}\n```"]
+    if inner.startswith(">>>"):
+        return [prose(paragraph), *_blocks(inner.splitlines())]
     if inner and paragraph[-1].endswith(":"):
         return [_title(prose(paragraph)), _items(inner)]
     if first.startswith("- "):
         joined = "\n".join(paragraph + [f"  {line}" for line in inner.splitlines()])
         items = re.split(r"^- ", joined, flags=re.MULTILINE)[1:]
-        return ["\n".join(f"- {prose(item.split(chr(10)))}" for item in items)]
+        return ["\n".join(f"- {prose(item.strip().split(chr(10)))}" for item in items)]
     return [prose(paragraph), *_blocks(inner.splitlines())]
+
+
+def _example(lines: list[str]) -> str:
+    return "\n".join(["```pycon", *lines, "```"])
 
 
 def _is_program(text: str) -> bool:
@@ -320,6 +378,7 @@ class Writer:
 
     def page(self, page: Page) -> str:
         parts = [f"# {page.title}", "<!-- written by scripts/api.py -->"]
+        parts += ["Examples of this page begin with:", f"```python\n{page.begin}\n```"]
         taken: set[str] = set()
         for path in page.modules:
             module = importlib.import_module(path)

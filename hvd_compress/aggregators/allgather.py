@@ -49,6 +49,15 @@ class allgather(Aggregator, name="allgather"):
     An allgather delivers P messages to everyone, an allreduce about two dense arrays.  Where the
     former is more (density 25 % on more than 4 ranks, say), uncoded values at the same places are
     sent in a dense sum instead: the result is the same up to the order of additions.
+
+    Raises:
+        TypeError: ``select`` is ``random_k``, which :class:`allreduce` and :class:`gather_drawn`
+            send without indices, or is no operator.
+        ConfigError: codes by an algorithm that adds values on their way.
+
+    >>> world = World(chain(via=allgather(top_k(0.25))), size=2)
+    >>> world.exchange([np.array([4.0, 1.0, 0.0, 2.0]), np.array([1.0, 0.0, 6.0, 3.0])])[0].mean
+    array([2., 0., 3., 0.])
     """
 
     select: Selector | Codec = top_k()

@@ -35,6 +35,20 @@ class allreduce(Aggregator, name="allreduce"):
             "hierarchical", which adds up inside of nodes first, or "auto", what a model measured on
             the communicator expects to be fastest.  ``None`` takes the engine's own: "direct" over
             MPI, and what the library chooses elsewhere.
+
+    Raises:
+        TypeError: ``select`` looks at the gradient.
+
+    >>> world = World(chain(via=allreduce(select=random_k(0.5))), size=2)
+    >>> outcome = world.exchange([np.array([4.0, 1.0, 0.0, 2.0]), np.array([1.0, 0.0, 6.0, 3.0])])
+    >>> outcome[0].mean, outcome[0].sent.indices
+    (array([0. , 0. , 3. , 2.5]), array([2, 3]))
+    >>> allreduce(select=top_k(0.5))
+    Traceback (most recent call last):
+        ...
+    TypeError: allreduce(top_k(density=0.5, selection='sampled', sample_fraction=0.01)) would
+    sum different coordinates of different ranks; write allgather(...) for operators that look
+    at the gradient
     """
 
     wire: str | None = None

@@ -38,9 +38,15 @@ class alltoall(Aggregator, name="alltoall"):
     next message, so nothing is lost; a checkpoint may average ``owner_residual`` over the ranks.
 
     Options:
-        codec: of both exchanges.
+        codec: of both exchanges; one whose size does not vary with the values.
 
     Reference: Seide et al., Interspeech 2014; DeepSpeed's compressed allreduce.
+
+    >>> world = World(chain(via=alltoall(linear(3))), size=2)
+    >>> world.exchange([np.array([3.0, 1.2, 0.0, 2.0]), np.array([3.0, 0.0, 6.0, 3.0])])[0].mean
+    array([3.5, 0. , 3.5, 3.5])
+    >>> [state["owner_residual"].round(1).tolist() for state in world.states["tensor"]]
+    [[0.0, 0.0, 0.0, 0.0], [0.0, 1.0, -1.0, -1.0]]
     """
 
     codec: Codec

@@ -43,6 +43,12 @@ class count_sketch(Aggregator, name="count_sketch"):
     NeurIPS 2019.  Differs from it in: the signs and cells of elements change at every step, so two
     elements that fall on each other now will not do so next time.  See also
     ``coding/sketching.py``.
+
+    >>> gradients = [np.zeros(1000), np.zeros(1000)]
+    >>> gradients[0][7], gradients[1][7] = 5.0, 3.0
+    >>> mean = World(chain(via=count_sketch(density=0.001)), size=2).exchange(gradients)[0].mean
+    >>> np.flatnonzero(mean), mean[7].item()
+    (array([7]), 4.0)
     """
 
     density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))

@@ -23,13 +23,21 @@ class dct_top_k(Aggregator, name="dct_top_k"):
     The direction of the step is not the average over the ranks, but for each coefficient the mean
     over those that sent it: what one rank alone sent counts in full.
 
-    Chunks, options and messages are those of :class:`hvd_compress.coding.cosine_elements`.  Tensors
-    of which the coefficients and their places would take more bytes than the tensor are summed
-    whole.
+    Chunks, messages and the options ``chunk``, ``top_k``, ``values`` and ``indices`` are those of
+    :class:`hvd_compress.coding.cosine_elements`.  Tensors of which the coefficients and their
+    places would take more bytes than the tensor are summed whole.
 
     Reference: Peng, Quesnelle, Kingma, DeMo, arXiv 2411.19870.  Differs from the released code in:
     contributions are added in the order of the ranks, so that all ranks hold the same bits; the
     matrix is not always that of the first dimension and all others; indices are packed.
+
+    A constant that one rank sends, and the other does not:
+
+    >>> wave = np.ones((8, 1)) * np.cos(np.pi * (np.arange(8) + 0.5) / 8)
+    >>> world = World(chain(via=dct_top_k(chunk=8, top_k=1)), size=2)
+    >>> outcome = world.exchange([np.full((8, 8), 3.0), wave])[0]
+    >>> outcome.mean.mean().round(6).item(), outcome.direction.mean().round(6).item()
+    (1.5, 3.0)
     """
 
     chunk: int = 64

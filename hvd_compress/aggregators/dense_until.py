@@ -18,8 +18,18 @@ from hvd_compress.schedules import Start, as_start, started
 
 @dataclasses.dataclass(frozen=True)
 class dense_until(Aggregator, name="dense_until"):
-    """Sum everything until ``start``, a number of steps or ``After("epoch", ...)``; then ``via``,
-    another aggregator, whose state does not change until then."""
+    """Sum everything until ``start``, and then go ``via`` another aggregator.
+
+    State: that of the other, which does not change until then.
+
+    Options:
+        start: a number of steps, or ``After("epoch", ...)``; ``True``: from the first step on.
+        via: an aggregator.
+
+    >>> world = World(chain(via=dense_until(1, allgather(top_k(0.5)))), size=1)
+    >>> [world.exchange([np.array([4.0, 1.0])])[0].mean.tolist() for step in range(2)]
+    [[4.0, 1.0], [4.0, 0.0]]
+    """
 
     start: Start = dataclasses.field(metadata=converted(as_start))
     via: Aggregator

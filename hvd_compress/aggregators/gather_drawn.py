@@ -31,13 +31,19 @@ class gather_drawn(Aggregator, name="gather_drawn"):
     than two dense arrays, the same elements are sent in a dense sum.
 
     Options:
-        select: how many elements.
+        select: how many elements, a ``random_k``.
         unbiased: scale them by n/k, so that their expectation is the gradient.  Not to be combined
             with error feedback, which needs the unscaled elements.
         wire: dtype on the wire: "float16" (values beyond its range are sent as its largest, and
             error feedback keeps the rest) or ``None``, that of the array.
 
     Reference: Beznosikov, Horvath, Richtarik, Safaryan, JMLR 2023.
+
+    Two elements of each rank, which has places of its own:
+
+    >>> world = World(chain(via=gather_drawn(random_k(0.25))), size=2)
+    >>> world.exchange([np.full(8, 2.0), np.full(8, 4.0)])[0].mean
+    array([0., 2., 2., 0., 1., 0., 1., 0.])
     """
 
     select: random_k

@@ -38,6 +38,12 @@ class gtop_k(OfTopK, name="gtop_k"):
     forgets what it sent of the places in the result, though its part may have been dropped in one
     pair while the place survived in another); pairs exchange instead of a tree with a broadcast,
     which takes half as many rounds for the same result; any number of ranks.
+
+    >>> world = World(chain(error_feedback(), via=gtop_k(0.25)), size=2)
+    >>> world.exchange([np.array([4.0, 3.0, 0.0, 0.0]), np.array([1.0, 0.0, 6.0, 3.0])])[0].mean
+    array([0., 0., 3., 0.])
+    >>> world.states["tensor"][0]["residual"]
+    array([4., 3., 0., 0.])
     """
 
     indices: str = "packed"

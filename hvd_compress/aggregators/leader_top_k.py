@@ -28,6 +28,11 @@ class leader_top_k(OfTopK, name="leader_top_k"):
         selection: "sampled" or "exact"; the same elements, found in two ways.
 
     Reference: Chen et al., ScaleCom, NeurIPS 2020, where it is called CLT-k.
+
+    >>> world = World(chain(via=leader_top_k(0.25)), size=2)
+    >>> gradients = [np.array([4.0, 3.0, 0.0, 0.0]), np.array([1.0, 0.0, 6.0, 3.0])]
+    >>> [world.exchange(gradients)[0].mean.tolist() for step in range(2)]
+    [[2.5, 0.0, 0.0, 0.0], [0.0, 0.0, 3.0, 0.0]]
     """
 
     def coding(self, n: int, context: Context) -> Coding:

@@ -44,11 +44,20 @@ class learned_allreduce(Learned, name="learned_allreduce"):
     from each rank; both are numbers of each tensor.  Every rank counts as having sent the common
     result.
 
-    Options: see :class:`learned_server`.
+    Options: ``density``, ``start``, ``rate``, ``selection``, ``settled`` and ``autoencoder``, as
+    for :class:`learned_server`.
 
     Reference: the ring-allreduce instance of Abrahamyan, Chen, Bekoulis and Deligiannis, IEEE
     TNNLS 2021.  Differs from it in: the leader's scale, and a, without which an error could be
     larger than what went in and training diverge.
+
+    What rank 0 sends in a step of training, and in one after it, in bytes; k = 100 float64:
+
+    >>> via = learned_allreduce(density=0.1, start=5, settled=6)
+    >>> world, x = World(chain(via=via), size=2), np.sin(np.arange(1000.0))
+    >>> sent = [world.record.bytes_sent for step in range(8) if world.exchange([x, x])]
+    >>> sent[0], sent[7] - sent[6]
+    (904, 176)
     """
 
     def _example(
@@ -102,7 +111,7 @@ class learned_server(Learned, name="learned_server"):
 
     Options:
         density: fraction of elements to select.
-        start: the steps or epochs of training.
+        start: the length of training, a number of steps or ``After("epoch", ...)``.
         rate: Adam's learning rate.
         selection: "sampled" or "exact"; the same elements, found in two ways.
         settled: when all ranks have the weights of rank 0; ``None``: three steps, or an epoch,
@@ -115,6 +124,14 @@ class learned_server(Learned, name="learned_server"):
     Reference: the parameter-server instance of Abrahamyan et al., TNNLS 2021.  Differs from it in:
     there is no server, everybody gets what it would get, and decodes; the leader changes; a_i.
     With a server it is :mod:`hvd_compress.systems.servers.learned`.
+
+    What rank 0 sends in a step of training, and in one after it, in bytes; k = 100 float64:
+
+    >>> via = learned_server(density=0.1, start=5, settled=6)
+    >>> world, x = World(chain(via=via), size=2), np.sin(np.arange(1000.0))
+    >>> sent = [world.record.bytes_sent for step in range(8) if world.exchange([x, x])]
+    >>> sent[0], sent[7] - sent[6]
+    (904, 64)
     """
 
     innovation: float = 0.01  # type: ignore[misc]

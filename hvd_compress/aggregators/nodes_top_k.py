@@ -45,6 +45,14 @@ class nodes_top_k(Aggregator, name="nodes_top_k"):
             rank is a node.  If the number of ranks is no multiple of it, the last node has fewer,
             and the first rank of each node adds up everything.
         indices: on the wire, "packed" or "int32".
+
+    Reference: Shi et al., MLSys 2021.
+
+    Two nodes; each of their ranks owns two of the sums, and sends one:
+
+    >>> world = World(chain(via=nodes_top_k(top_k(0.25), ranks_per_node=2)), size=4)
+    >>> world.exchange([np.array([rank, 1.0, 8.0, rank]) for rank in range(4)])[0].mean
+    array([1.25, 0.5 , 8.  , 0.  ])
     """
 
     select: Selector

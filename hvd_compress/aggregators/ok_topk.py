@@ -44,6 +44,12 @@ class ok_topk(OfTopK, name="ok_topk"):
     Reference: Li and Hoefler, PPoPP 2022.  Differs from it in: regions are balanced at every step,
     by N - 1 numbers from each rank, where the paper does so at every 64th; ranks choose exactly k
     elements, not those above a threshold of the past; all messages of a phase are sent at once.
+
+    >>> world = World(chain(via=ok_topk(0.25)), size=2)
+    >>> world.exchange([np.array([4.0, 3.0, 0.0, 0.0]), np.array([1.0, 0.0, 6.0, 3.0])])[0].mean
+    array([0., 0., 3., 0.])
+    >>> world.states["tensor"][0]["global_threshold"]
+    array([6.])
     """
 
     threshold_every: int = 32

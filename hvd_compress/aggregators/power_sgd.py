@@ -53,6 +53,14 @@ class power_sgd(Aggregator, name="power_sgd"):
     package and of Vogels et al., arXiv 2008.01425.  Differs from these in: no epsilon that would
     matter to small gradients; columns that come out as zero (a gradient that is zero, or of lower
     rank) keep their old direction, or they would stay zero for ever.
+
+    >>> matrix = np.outer([1.0, 2.0], [3.0, 4.0, 5.0])
+    >>> world = World(chain(via=power_sgd(rank=1)), size=2)
+    >>> world.exchange([matrix, 3 * matrix])[0].mean.round(6)
+    array([[ 6.,  8., 10.],
+           [12., 16., 20.]])
+    >>> world.states["tensor"][0]["factor"].shape
+    (3,)
     """
 
     rank: int = 1

@@ -43,9 +43,14 @@ class Auto(Compressor, name="auto"):
         methods: to choose from these instead, as texts such as "topk:density=0.01"; "none" is
             always one of them.  None of them may take over the optimizer's momentum, as DGC does,
             since it would have to change hands in the middle of a run.
-        steps: dense steps that are measured, after two that are not.
+        steps: dense steps that are measured, after two that are not; 1 or more.
         check: the ranks look at how long exchanges take after so many steps again and again; the
             first time soon after the choice.
+
+    >>> [candidate.method for candidate in Auto().candidates]
+    ['none', 'fp16']
+    >>> [candidate.method for candidate in Auto(methods=("topk:density=0.01",)).candidates]
+    ['none', 'topk:density=0.01']
     """
 
     is_chosen_later = True

@@ -35,6 +35,10 @@ class column_means(Columns, name="column_means"):
 
     Reference: Seide et al., Interspeech 2014.  Differs from the quantiser of CNTK, which can also
     divide a column at its mean: here it is always divided at 0, as in the paper.
+
+    >>> codec, x = column_means(column=4), np.array([3.0, 1.0, -2.0, -4.0])
+    >>> codec.decode(codec.encode(x, np.random.default_rng(0)), 4, x.dtype)
+    array([ 2.,  2., -3., -3.])
     """
 
     column: int | None = None

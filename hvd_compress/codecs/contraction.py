@@ -14,7 +14,20 @@ from hvd_compress.errors import ConfigError
 class contraction(Codec, name="contraction"):
     """What ``codec`` decodes to, divided by its zeta: of class U(zeta) becomes class B3(zeta).
 
-    The same bytes are sent.  Reference: Beznosikov et al., JMLR 2023.
+    The same bytes are sent.
+
+    Options:
+        codec: an unbiased codec with known constants, such as ``natural()``.
+
+    Reference: Beznosikov et al., JMLR 2023.
+
+    Divided by 9/8:
+
+    >>> codec, x = contraction(natural()), np.array([4.0, -1.0])
+    >>> codec.decode(codec.encode(x, np.random.default_rng(0)), 2, x.dtype).round(3)
+    array([ 3.556, -0.889])
+    >>> codec.classes(2).delta
+    1.125
     """
 
     codec: Codec

@@ -23,12 +23,19 @@ class natural(Compiled, name="natural"):
     """Sign and exponent: |x| between 2^e and 2^(e+1) becomes one of the two, and zero zero.
 
     Sent: 9 bits an element, the sign and eight bits of exponent as in float32; of float64 too, so
-    values beyond the range of float32 do not survive there.  Differs from the paper in nothing;
-    subnormal numbers of float32 (below 2^-126) become 0 or 2^-126.
+    values beyond the range of float32 do not survive there.  Subnormal numbers of float32 (below
+    2^-126) become 0 or 2^-126.
 
     Options:
         biased: round to the nearer power instead of drawing one.  Less error, but a bias, which
             error feedback takes care of.
+
+    Reference: Horvath et al., MSML 2022.
+
+    >>> codec, x = natural(), np.array([4.0, 3.0, -0.5])
+    >>> code = codec.encode(x, np.random.default_rng(0))
+    >>> code.size, codec.decode(code, 3, x.dtype)
+    (4, array([ 4. ,  2. , -0.5]))
     """
 
     biased: bool = False
@@ -79,10 +86,16 @@ class exponential_dithering(Dithering, name="exponential_dithering"):
     Sent: a norm a bucket, and log2(2 levels + 1) bits an element.
 
     Options:
-        base: 2 is natural dithering.
-        levels: positive values there are.
+        base: more than 1; 2 is natural dithering.
+        levels: positive values there are, 1 to 127.
         bucket: elements that share a norm; ``None``: all of a tensor.
-        norm: "l2" or "max".
+        norm: "l2", or "max", the largest magnitude.
+
+    Reference: Horvath et al., MSML 2022, for base 2; Beznosikov et al., JMLR 2023.
+
+    >>> codec, x = exponential_dithering(levels=3, norm="max"), np.array([4.0, 3.0, -1.0])
+    >>> codec.decode(codec.encode(x, np.random.default_rng(0)), 3, x.dtype)
+    array([ 4.,  2., -1.])
     """
 
     base: float = 2.0
@@ -140,5 +153,6 @@ class exponential_dithering(Dithering, name="exponential_dithering"):
 def natural_dithering(
     levels: int = 7, bucket: int | None = 512, norm: str = "l2"
 ) -> exponential_dithering:
-    """Return :class:`exponential_dithering` to base 2."""
+    """Return :class:`exponential_dithering` to base 2; ``levels``, ``bucket`` and ``norm`` are its
+    options."""
     return exponential_dithering(2.0, levels, bucket, norm)

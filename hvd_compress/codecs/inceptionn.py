@@ -35,10 +35,16 @@ class inceptionn(Codec, name="inceptionn"):
     depends on the values, so only ``allgather(inceptionn())`` can send them.
 
     Options:
-        bound: a power of two from 2^-14 to 1/2.
+        bound: a power of two from 2^-14 to 1/2, in units of the gradient.
 
-    Differs from the paper's hardware, as public software has it, in: 8 bits count from the middle
-    instead of 1, where values below 1/64 would lose their leading bit, and with it their size.
+    Reference: Li et al., MICRO 2018.  Differs from the paper's hardware, as public software has it,
+    in: 8 bits count from the middle instead of 1, where values below 1/64 would lose their leading
+    bit, and with it their size.
+
+    >>> codec, x = inceptionn(bound=2.0**-4), np.array([1.5, 0.7, 0.1, 0.05])
+    >>> code = codec.encode(x, np.random.default_rng(0))
+    >>> code.size, codec.decode(code, 4, x.dtype).round(4)
+    (12, array([1.5   , 0.7   , 0.0996, 0.    ]))
     """
 
     bound: float = 2.0**-10

@@ -29,6 +29,10 @@ class linear(Columns, name="linear"):
     Options:
         bits: 2 to 8.
         column: see :class:`column_means`.
+
+    >>> codec, x = linear(bits=4), np.array([7.0, 2.2, -0.6, 0.1])
+    >>> codec.decode(codec.encode(x, np.random.default_rng(0)), 4, x.dtype)
+    array([ 7.,  2., -1.,  0.])
     """
 
     bits: int = 8

@@ -30,6 +30,10 @@ class logarithmic(Codec, name="logarithmic"):
 
     Options:
         bits: 3 to 8; L = 2^(bits - 1) - 1.
+
+    >>> codec, x = logarithmic(bits=3), np.array([8.0, -5.0, 2.0, 0.0])
+    >>> codec.decode(codec.encode(x, np.random.default_rng(0)), 4, x.dtype)
+    array([ 8., -4.,  2.,  0.])
     """
 
     bits: int = 4

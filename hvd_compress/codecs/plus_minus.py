@@ -17,7 +17,12 @@ class plus_minus(_Signs, name="plus_minus"):
     ranks' options are the same.
 
     Options:
-        tau: a positive number.
+        tau: a positive number, in units of the gradient.
+
+    >>> codec, x = plus_minus(tau=0.5), np.array([8.0, -5.0, 2.0])
+    >>> code = codec.encode(x, np.random.default_rng(0))
+    >>> code.size, codec.decode(code, 3, x.dtype)
+    (1, array([ 0.5, -0.5,  0.5]))
     """
 
     tau: float

@@ -24,6 +24,12 @@ class uniform_dithering(Dithering, name="uniform_dithering"):
         levels: positive values there are, s in the paper.
         bucket: elements that share a norm; ``None``: all of a tensor.
         norm: "l2", as in the paper's analysis, or "max", which has less variance.
+
+    Reference: Alistarh et al., NeurIPS 2017.
+
+    >>> codec, x = uniform_dithering(levels=4, norm="max"), np.array([4.0, -1.0, 2.5])
+    >>> codec.decode(codec.encode(x, np.random.default_rng(0)), 3, x.dtype)
+    array([ 4., -1.,  2.])
     """
 
     levels: int = 7

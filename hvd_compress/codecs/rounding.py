@@ -49,6 +49,12 @@ class rounding(Codec, name="rounding"):
             has 32 thousand of them.
         levels: positive numbers, ascending, instead of powers.
         biased: see above.
+
+    Reference: Beznosikov et al., JMLR 2023.
+
+    >>> codec, x = rounding(levels=(1.0, 2.0, 5.0), biased=True), np.array([4.0, -1.2, 9.0])
+    >>> codec.decode(codec.encode(x, np.random.default_rng(0)), 3, x.dtype)
+    array([ 5., -1.,  5.])
     """
 
     base: float = 2.0

@@ -37,6 +37,10 @@ class sign(_Signs, name="sign"):
     vote for the same sign.  Magnitudes are lost, so it is in none of the classes of operators.
 
     Reference: Bernstein et al., signSGD, ICML 2018.
+
+    >>> codec, x = sign(), np.array([8.0, -5.0, 2.0])
+    >>> codec.decode(codec.encode(x, np.random.default_rng(0)), 3, x.dtype)
+    array([ 1., -1.,  1.])
     """
 
     homogeneous = False
@@ -61,6 +65,10 @@ class scaled_sign(_Signs, name="scaled_sign"):
         norm: "l1", scale = mean |x|, which has the least error (Karimireddy et al., ICML 2019); or
             "l2", scale = |x|_2 / sqrt(d), of 1-bit Adam: it keeps the norm, and its error can be
             larger than x itself.
+
+    >>> codec, x = scaled_sign(), np.array([8.0, -5.0, 2.0])
+    >>> codec.decode(codec.encode(x, np.random.default_rng(0)), 3, x.dtype)
+    array([ 5., -5.,  5.])
     """
 
     norm: str = "l1"

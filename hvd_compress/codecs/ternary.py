@@ -24,6 +24,12 @@ class ternary(Compiled, name="ternary"):
     Options:
         clip: elements beyond so many standard deviations are clipped first, which makes m small
             and the variance with it, at the price of a bias; ``None``: off.  The paper has 2.5.
+
+    Reference: Wen et al., NeurIPS 2017.
+
+    >>> codec, x = ternary(), np.array([8.0, -5.0, 2.0, 0.0])
+    >>> codec.decode(codec.encode(x, np.random.default_rng(0)), 4, x.dtype)
+    array([8., 0., 0., 0.])
     """
 
     clip: float | None = None

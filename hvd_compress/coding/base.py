@@ -28,6 +28,12 @@ class Decoded(NamedTuple):
         total: the sum of what the messages hold, flat, in the dtype of ``like``.
         finite: whether all that they hold is finite: a bool, or a symbol of one.
         update: the direction of the step, if that is not the average of what they hold.
+
+    What does not fit into half precision arrives as Inf:
+
+    >>> coding, x = whole("float16"), np.array([4.0, 1e6])
+    >>> coding.decode([coding.encode(x, {}, Context()).message], x, Context())
+    Decoded(total=array([ 4., inf]), finite=False, update=None)
     """
 
     total: Array
@@ -37,7 +43,13 @@ class Decoded(NamedTuple):
 
 class Coding(Configurable, abc.ABC, kind="block"):
     """How a flat array (float32 or float64) becomes a message.  Subclasses are frozen dataclasses:
-    options are fields."""
+    options are fields.
+
+    >>> coding, x = elements(top_k(0.5)), np.array([4.0, 1.0, 0.0, -2.0])
+    >>> message, sent, state = coding.encode(x, coding.init(x), Context())
+    >>> message.dtype, coding.decode([message, message], x, Context()).total
+    (dtype('uint8'), array([ 8.,  0.,  0., -4.]))
+    """
 
     #: the names of its state, arrays of any size; differs between ranks
     keys: ClassVar[tuple[str, ...]] = ()

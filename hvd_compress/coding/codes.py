@@ -20,13 +20,22 @@ from hvd_compress.operators.random_k import own_generator
 
 @dataclasses.dataclass(frozen=True)
 class codes(Coding, name="codes"):
-    """Send all values by ``codec``, in loops of the device where there are some."""
+    """Send all values by a codec, in loops of the device where there are some.
+
+    Options:
+        codec: such as ``linear(8)``.
+
+    >>> coding, x = codes(linear(8, column=512)), np.ones(10_000, np.float32)
+    >>> message, sent, _ = coding.encode(x, {}, Context())
+    >>> message.size, coding.decode([message], x, Context()).total[:3]
+    (10096, array([1., 1., 1.], dtype=float32))
+    """
 
     codec: Codec
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
-            raise ConfigError(f"codes takes a codec such as qsgd(4); got {self.codec!r}")
+            raise ConfigError(f"codes takes a codec such as linear(8); got {self.codec!r}")
 
     def varies(self, n: int, context: Context) -> bool:
         return self.codec.varies

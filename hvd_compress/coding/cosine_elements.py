@@ -38,6 +38,14 @@ class cosine_elements(Coding, name="cosine_elements"):
         indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
 
     Reference: Peng, Quesnelle, Kingma, DeMo, arXiv 2411.19870.
+
+    One coefficient is all of a constant:
+
+    >>> coding, x = cosine_elements(chunk=8, top_k=1), np.full(64, 3.0)
+    >>> context = Context(shape=(8, 8))
+    >>> message, sent, _ = coding.encode(x, {}, context)
+    >>> message.size, coding.decode([message], x, context).total[:3].round(6)
+    (24, array([3., 3., 3.]))
     """
 
     chunk: int = 64

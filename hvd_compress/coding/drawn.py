@@ -28,6 +28,11 @@ class drawn(Coding, name="drawn"):
         unbiased: scale the values by n/k, so that their expectation is the array.
         wire: dtype on the wire: "float16", "bfloat16", or ``None``, the values' own.  Beyond the
             range of float16 values become its largest, or if ``alike`` Inf, as their sum might.
+
+    >>> coding, x = drawn(random_k(0.5)), np.array([4.0, 1.0, 0.0, -2.0])
+    >>> encoded = coding.encode(x, {}, Context(rank=1, step=3))
+    >>> encoded.sent.indices, coding.decode([encoded.message], x, Context(step=3), ranks=[1]).total
+    (array([0, 1]), array([4., 1., 0., 0.]))
     """
 
     select: random_k

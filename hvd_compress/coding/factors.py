@@ -37,6 +37,15 @@ class factors(Coding, name="factors"):
     State: with ``warm_start`` ``factor`` Q^T.
 
     Reference: Vogels, Karimireddy and Jaggi, NeurIPS 2019.
+
+    A matrix of rank 1 arrives as it is:
+
+    >>> coding, matrix = factors(rank=1), np.outer([1.0, 2.0], [3.0, 4.0, 5.0])
+    >>> x, context = matrix.ravel(), Context(shape=matrix.shape)
+    >>> state = {"factor": np.ones(3)}
+    >>> message, sent, state = coding.encode(x, state, context)
+    >>> coding.decode([message], x, context).total.round(6), state["factor"].round(3)
+    (array([ 3.,  4.,  5.,  6.,  8., 10.]), array([ 6.708,  8.944, 11.18 ]))
     """
 
     rank: int = 1

@@ -17,7 +17,16 @@ from hvd_compress.wire.header import padded
 
 @dataclasses.dataclass(frozen=True)
 class whole(Coding, name="whole"):
-    """Send all values, in the dtype ``wire``, "float16" or "bfloat16", or in their own."""
+    """Send all values.
+
+    Options:
+        wire: dtype on the wire, "float16" or "bfloat16"; ``None``: their own.
+
+    >>> coding, x = whole("float16"), np.array([4.0, 1.001])
+    >>> message, sent, _ = coding.encode(x, {}, Context())
+    >>> message.size, coding.decode([message, message], x, Context()).total
+    (24, array([8.        , 2.00195312]))
+    """
 
     wire: str | None = None
 

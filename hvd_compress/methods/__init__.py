@@ -1,4 +1,25 @@
-"""What users name: ``compression=DGC`` or ``"dgc:density=0.01"``; mostly a chain of blocks."""
+"""What users name: ``compression=DGC`` or ``"dgc:density=0.01"``; mostly a chain of blocks.
+
+What all methods have in common:
+
+- A gradient is an array of floating-point numbers of any shape, of n elements; with other dtypes
+  exchanges raise ``UnsupportedError``.  Its average has its shape and dtype, and the same bits on
+  all ranks.  If one rank has a NaN or Inf, all get one, and every state stays as it was.
+- Options are checked when a method is made: ``ConfigError`` names the option, what it may be, and
+  what it was.  They are fields of a frozen dataclass, so methods can be compared, printed and
+  stored (``to_config()``, :func:`hvd_compress.from_config`).
+- "State" is what is kept of each tensor from one step to the next, on every rank: arrays with as
+  many elements as the gradient, of 4 bytes (8 for gradients of float64), or as is said.
+- "Sent" is what a rank hands over for a tensor in a step; ``stats()`` counts it in bytes.
+- ``density`` is the fraction of the elements that are sent, in (0, 1]: k = ceil(density * n), at
+  least one; or a schedule of that.
+- ``momentum`` and ``nesterov`` are those of the optimizer, which then applies none itself: a
+  momentum in [0, 1), and whether it is Nesterov's.  ``None``, the default, takes the optimizer's.
+
+In the examples a ``World`` has so many ranks in one process.  Its ``exchange`` takes the gradient
+of each, and returns what each gets: the average, ``mean``, and the ``direction`` of the optimizer's
+step, which is another one where momentum is applied afterwards.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +120,11 @@ def from_environment() -> Compressor | None:
 
 def method_names() -> list[str]:
     """Return the names of the methods that a text can name: those not made of others, nor chosen
-    among others."""
+    among others.
+
+    >>> [name for name in method_names() if name.startswith("one")]
+    ['onebit', 'onebit_adam']
+    """
     classes = {name: lookup("method", name) for name in names("method")}
     return [
         name

@@ -24,10 +24,15 @@ class AdaptiveThreshold(Chained, name="adaptive"):
     State: ``residual``.  Sent: a packed index and one bit an element, and two means a tensor.
 
     Options:
-        density: fraction of each sign to send, or a schedule.
+        density: fraction of the elements of each sign to send, or a schedule.
 
-    Differs from the paper in: thresholds are found anew at every step, by
-    ``operators.adaptive_threshold``; indices are not coded by their gaps.
+    Reference: Dryden, Moon, Jacobs, Van Essen, MLHPC 2016.  Differs from it in: thresholds are
+    found anew at every step, by ``operators.adaptive_threshold``; indices are not coded by their
+    gaps.
+
+    >>> world = World(AdaptiveThreshold(density=0.5), size=1)
+    >>> world.exchange([np.array([4.0, 2.0, 1.0, 1.0, -3.0, -5.0, -1.0, -1.0])])[0].mean
+    array([ 3.,  3.,  0.,  0., -4., -4.,  0.,  0.])
     """
 
     reference = "Dryden et al., MLHPC 2016"

@@ -23,9 +23,14 @@ class rule(Configurable, kind="block", name="rule"):
     """``compressor`` for the tensors that fit.
 
     Options:
-        names: a shell pattern of tensor names, such as ``"encoder.*.weight"``.
-        min_size, max_size: numbers of elements, both included.
-        ndim: number of dimensions.
+        compressor: a method.
+        names: a shell pattern of tensor names, such as ``"encoder.*.weight"``; "*" fits all.
+        min_size, max_size: numbers of elements, both included; ``None``: as many as there are.
+        ndim: number of dimensions; ``None``: any.
+
+    >>> fits = rule(TopK(), names="*.weight", min_size=100).fits
+    >>> fits("fc.weight", (10, 20)), fits("fc.weight", (3, 3)), fits("fc.bias", (200,))
+    (True, False, False)
     """
 
     compressor: Compressor
@@ -148,8 +153,15 @@ class MomentumAfter(Chained, name="momentum_after"):
     """``compressor``, and then momentum on the average: for methods that leave momentum to the
     optimizer, beside others that take it over.
 
-    State: the compressor's, and ``velocity``.  ``momentum`` and ``nesterov``: ``None`` takes the
-    optimizer's.
+    State: the compressor's, and ``velocity``.
+
+    Options:
+        compressor: a chain, or a method that is made of chains, as most are.
+        momentum, nesterov: ``None`` takes the optimizer's.
+
+    >>> world = World(MomentumAfter(TopK(density=0.5), momentum=0.9), size=1)
+    >>> [world.exchange([np.array([4.0, 0.0])])[0].direction.tolist() for step in range(2)]
+    [[4.0, 0.0], [7.6, 0.0]]
     """
 
     compressor: Compressor
@@ -190,7 +202,20 @@ class MomentumAfter(Chained, name="momentum_after"):
 
 @dataclasses.dataclass(frozen=True)
 class Partition(_Composed, name="partition"):
-    """The first rule that fits a tensor decides on its method; see :func:`partition`."""
+    """The first rule that fits a tensor decides on its method; see :func:`partition`.
+
+    Options:
+        rules: of class :class:`rule`, the first ones first.
+        otherwise: the method of tensors that no rule fits.
+
+    Raises:
+        ConfigError: the methods want different momenta of one optimizer, or one of them goes with
+            an optimizer of its own.
+
+    >>> method = partition(("*.bias", "none"), otherwise="topk:density=0.01")
+    >>> method.for_tensor("fc.bias", (10,)).name, method.for_tensor("fc.weight", (10, 20)).name
+    ('none', 'topk')
+    """
 
     rules: tuple[rule, ...] = dataclasses.field(metadata=converted(as_tuple("rules")))
     otherwise: Compressor
@@ -234,14 +259,22 @@ class Partition(_Composed, name="partition"):
 
 @dataclasses.dataclass(frozen=True)
 class Switch(_Composed, name="switch"):
-    """``first`` until ``start``, a number of steps or ``After("epoch", ...)``; then ``then``.
+    """``first`` until ``start``, and ``then`` from there on; see :func:`switch`.
 
     State: that of both, which they share where keys are equal; a residual stays as it is while the
     other method is in use and has none.
 
+    Options:
+        first, then: methods.
+        start: a number of steps, or ``After("epoch", ...)``.
+
     Raises:
         ConfigError: at the first tensor for which ``first`` keeps per rank what must be equal on
             all ranks for ``then``: DGC's velocity, say, and momentum on the average.
+
+    >>> world = World(switch("none", TopK(density=0.5), start=1), size=1)
+    >>> [world.exchange([np.array([4.0, 1.0])])[0].mean.tolist() for step in range(2)]
+    [[4.0, 1.0], [4.0, 0.0]]
     """
 
     first: Compressor
@@ -314,6 +347,9 @@ def partition(*rules: Any, otherwise: Any = "none") -> Partition:
     Args:
         rules: :class:`rule`, or pairs of a shell pattern of names and a method.
         otherwise: the method for tensors that no rule fits.  Methods may be texts.
+
+    Raises:
+        ConfigError: see :class:`Partition`.
     """
     from hvd_compress.methods import as_compressor
 
@@ -332,6 +368,9 @@ def switch(first: Any, then: Any, start: Start) -> Switch:
     Args:
         first, then: methods, their classes, or texts.
         start: a number of steps, or ``After("epoch", ...)``.
+
+    Raises:
+        ConfigError: see :class:`Switch`.
     """
     from hvd_compress.methods import as_compressor
 

@@ -35,12 +35,21 @@ class DeMoCompression(Chained, name="demo"):
     whole.  State: ``momentum`` m.
 
     Options:
-        decay: of momentum.
-        chunk, top_k, values, indices: see ``aggregators/dct_top_k.py``.
+        decay: what is left of momentum after a step, in [0, 1).
+        chunk: the longest side of a chunk, in elements.
+        top_k: coefficients of a chunk that are sent.
+        values: on the wire, "float32" or "float16".
+        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
         sign: False steps along q itself, whose magnitude is about that of momentum.
 
-    Differs from the released code in: momentum is in units of the gradient, not of the step; see
-    ``dct_top_k`` and ``momentum_feedback``.
+    Reference: Peng, Quesnelle, Kingma, arXiv 2411.19870.  Differs from the released code in:
+    momentum is in units of the gradient, not of the step; see ``dct_top_k`` and
+    ``momentum_feedback``.
+
+    >>> world = World(DeMoCompression(chunk=8, top_k=1), size=2)
+    >>> gradients = [np.full((8, 8), 3.0), np.full((8, 8), -2.0)]
+    >>> np.unique(world.exchange(gradients)[0].direction).tolist()
+    [1.0]
     """
 
     reference = "Peng et al., arXiv 2411.19870"

@@ -40,7 +40,7 @@ class DGC(SendsRows, OfVelocities, name="dgc"):
     Options:
         density: fraction of elements to send, or a schedule (``warmup_to(0.001, epochs=4)``).
         momentum, nesterov: ``None`` takes the optimizer's.
-        masking: momentum factor masking.
+        masking: momentum factor masking, u = 0 where elements were sent.
         clip_norm: L2 threshold for the common gradient; each rank clips what it adds to that to
             ``clip_norm / sqrt(N)``, before anything is accumulated.  Nothing is sent before
             the end of backward then.  ``None``: off, as in the paper's vision models.
@@ -62,19 +62,19 @@ class DGC(SendsRows, OfVelocities, name="dgc"):
         rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
             :mod:`hvd_compress.methods.rows`.
 
-    Differs from the paper in: the message has exactly k elements (see ``operators/top_k.py``);
-    indices are packed instead of run lengths of 16 bits; density 1 turns masking off, since masking
-    everything that is sent would turn momentum off.
+    Reference: Lin, Han, Mao, Wang, Dally, ICLR 2018, arXiv 1712.01887.  Differs from it in: the
+    message has exactly k elements (see ``operators/top_k.py``); indices are packed instead of run
+    lengths of 16 bits; density 1 turns masking off, since masking everything that is sent would
+    turn momentum off.
 
-    Example, two ranks in one process.  What is sent is masked: its velocity begins anew:
-        >>> import numpy as np
-        >>> from hvd_compress.engines.lockstep import World
-        >>> world = World(DGC(density=0.25, momentum=0.9, min_size=1), size=2)
-        >>> rank_0, rank_1 = np.array([[4.0, 1.0, 0.0, 2.0]]), np.array([[1.0, 0.0, 6.0, 3.0]])
-        >>> world.exchange([rank_0, rank_1])[0].mean
-        array([[2., 0., 3., 0.]])
-        >>> world.states["tensor"][0]["velocity"], world.states["tensor"][0]["residual"]
-        (array([0., 1., 0., 2.]), array([0., 1., 0., 2.]))
+    What is sent is masked: its velocity begins anew.
+
+    >>> world = World(DGC(density=0.25, momentum=0.9, min_size=1), size=2)
+    >>> rank_0, rank_1 = np.array([[4.0, 1.0, 0.0, 2.0]]), np.array([[1.0, 0.0, 6.0, 3.0]])
+    >>> world.exchange([rank_0, rank_1])[0].mean
+    array([[2., 0., 3., 0.]])
+    >>> world.states["tensor"][0]["velocity"], world.states["tensor"][0]["residual"]
+    (array([0., 1., 0., 2.]), array([0., 1., 0., 2.]))
     """
 
     reference = "Lin et al., ICLR 2018"

@@ -44,7 +44,14 @@ class EF21(Chained, name="ef21"):
             Tyurin, Richtarik, NeurIPS 2023), where the average starts with the first gradient and
             here with zero.
 
-    Differs from the paper in: where it has a server that keeps G, every rank keeps one.
+    Reference: Richtarik, Sokolov, Fatkhullin, NeurIPS 2021, arXiv 2106.05203.  Differs from it in:
+    where it has a server that keeps G, every rank keeps one.
+
+    What was not sent follows in the next step, though the gradient is the same:
+
+    >>> world, gradient = World(EF21(density=0.5), size=1), np.array([4.0, 1.0, 0.0, 2.0])
+    >>> [world.exchange([gradient])[0].direction.tolist() for step in range(2)]
+    [[4.0, 0.0, 0.0, 2.0], [4.0, 1.0, 0.0, 2.0]]
     """
 
     reference = "Richtarik et al., NeurIPS 2021"

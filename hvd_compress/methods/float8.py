@@ -23,6 +23,12 @@ class FP8(Chained, name="fp8"):
     Options:
         format: "e4m3" has three bits of significand, "e5m2" two and a larger range.
         bucket: elements that share a scale; ``None``: a tensor, or a rank's shard of it.
+
+    Reference: Micikevicius et al., arXiv 2209.05433.
+
+    >>> gradient = np.array([448.0, 100.0, 1.0, 0.3], np.float32)
+    >>> World(FP8(), size=1).exchange([gradient])[0].mean.tolist()
+    [448.0, 96.0, 1.0, 0.3125]
     """
 
     reference = "Micikevicius et al., 2022"

@@ -26,8 +26,17 @@ class GTopK(Chained, name="gtopk"):
         indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".  Ranks then
             exchange the sizes of messages, which over MPI takes as many rounds again.
 
-    Differs from the paper in: an element that was dropped in a merge is never lost; pairs
-    exchange instead of a tree with a broadcast; any number of ranks.
+    Reference: Shi, Wang, Zhao, Tang, Wang, Tang, Chu, ICDCS 2019.  Differs from it in: an element
+    that was dropped in a merge is never lost; pairs exchange instead of a tree with a broadcast;
+    any number of ranks.
+
+    The 4 was dropped in the merge, since the 6 is larger; it stays on rank 0:
+
+    >>> world = World(GTopK(density=0.25), size=2)
+    >>> world.exchange([np.array([4.0, 3.0, 0.0, 0.0]), np.array([1.0, 0.0, 6.0, 3.0])])[0].mean
+    array([0., 0., 3., 0.])
+    >>> [state["residual"] for state in world.states["tensor"]]
+    [array([4., 3., 0., 0.]), array([1., 0., 0., 3.])]
     """
 
     reference = "Shi et al., ICDCS 2019"

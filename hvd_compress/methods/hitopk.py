@@ -28,8 +28,13 @@ class HiTopK(Chained, name="hitopk"):
         rounds: how often MSTopK halves its interval.
         indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
 
-    Differs from the paper in: error feedback keeps the node's sums with the rank that selects among
-    them; the steps inside a node are one all-to-all and one exchange with its ranks.
+    Reference: Shi et al., MLSys 2021.  Differs from it in: error feedback keeps the node's sums
+    with the rank that selects among them; the steps inside a node are one all-to-all and one
+    exchange with its ranks.
+
+    >>> world = World(HiTopK(density=0.25, ranks_per_node=2), size=4)
+    >>> world.exchange([np.array([rank, 1.0, 8.0, rank]) for rank in range(4)])[0].mean
+    array([1.25, 0.5 , 8.  , 0.  ])
     """
 
     reference = "Shi et al., MLSys 2021"

@@ -49,16 +49,15 @@ class LGC(OfVelocities, name="lgc"):
     each of its 46 tensors in which enough elements are selected, they are 29.9 million numbers,
     more than the model's 25.6 million parameters:
 
-        >>> import numpy as np
-        >>> from hvd_compress.advisor.shapes import resnet50
-        >>> gradients = [np.zeros(shape, np.float32) for shape in resnet50().values()]
-        >>> common = LGC().common(gradients[0])
-        >>> common["autoencoder"].size, sum(x.size for x in common.values())
-        (216677, 650034)
-        >>> states = [LGC(autoencoder="per_tensor").init(gradient) for gradient in gradients]
-        >>> coded = [state for state in states if "autoencoder" in state]
-        >>> len(coded), sum(state[key].size for state in coded for key in common)
-        (46, 29901564)
+    >>> from hvd_compress.advisor.shapes import resnet50
+    >>> gradients = [np.zeros(shape, np.float32) for shape in resnet50().values()]
+    >>> common = LGC().common(gradients[0])
+    >>> common["autoencoder"].size, sum(x.size for x in common.values())
+    (216677, 650034)
+    >>> states = [LGC(autoencoder="per_tensor").init(gradient) for gradient in gradients]
+    >>> coded = [state for state in states if "autoencoder" in state]
+    >>> len(coded), sum(state[key].size for state in coded for key in common)
+    (46, 29901564)
 
     Sent, in the end: a leader's k packed indices (k = ceil(density * n)) and one number for each
     tensor; k / 4 numbers; and one more for each tensor.
@@ -66,17 +65,20 @@ class LGC(OfVelocities, name="lgc"):
     Options:
         density: fraction of elements to select.
         learn, code: numbers of steps, or ``After("epoch", ...)``; see above.
-        settled: when all ranks have the weights of rank 0; ``None``: soon after ``code``.
+        settled: when all ranks have the weights of rank 0, like ``code``; ``None``: three steps, or
+            an epoch, after that.
         via: "allreduce": latents are averaged.  "server": the leader's latent stands for all, and
             every rank adds its largest values; see ``aggregators/learned.py``.
-        innovation, decoders: of "server"; see there.  ``None`` is one decoder.  On a parameter
-            server each worker has its own; see ``systems/servers/learned.py``.
+        innovation: with "server", the fraction of the selected values that every rank sends beside
+            the latent.
+        decoders: with "server", their number; ``None`` is one.  On a parameter server each worker
+            has its own; see ``systems/servers/learned.py``.
         autoencoder: "shared": one for all tensors of a dtype and device.  If fewer than 31 elements
             are selected of all, these are sent as they are.  "per_tensor": one for each tensor, so
             that exchanges overlap with backward; tensors of which fewer than 31 elements are
             selected send these as they are.
         rate: of the autoencoder's training by Adam.
-        keep: how much of what decoding gets wrong is tried again; see below.
+        keep: how much of what decoding gets wrong is tried again, in [0, 1]; see below.
         momentum, nesterov: ``None`` takes the optimizer's.
         masking: u = 0 where elements were sent.
         selection: "sampled" or "exact"; the same elements, found in two ways.
@@ -84,12 +86,12 @@ class LGC(OfVelocities, name="lgc"):
 
     Warns with ``PoorFit`` if ranks' gradients are not alike, or the autoencoder has not learnt.
 
-    Differs from the paper in: Adam instead of plain gradient descent, which at a rate of 0.001 does
-    not leave its start within 300 steps; the values of each tensor are normalised, and what was
-    decoded is scaled to fit.  For the first and the last layer in full, as there, use
-    ``partition``.  ``keep=0`` forgets what decoding gets wrong, as there: it is lost.  With
-    ``keep=1`` nothing is lost, but what the autoencoder cannot express fills the memory until next
-    to nothing else is chosen.
+    Reference: Abrahamyan, Chen, Bekoulis, Deligiannis, TNNLS 2021.  Differs from it in: Adam
+    instead of plain gradient descent, which at a rate of 0.001 does not leave its start within 300
+    steps; the values of each tensor are normalised, and what was decoded is scaled to fit.  For the
+    first and the last layer in full, as there, use ``partition``.  ``keep=0`` forgets what decoding
+    gets wrong, as there: it is lost.  With ``keep=1`` nothing is lost, but what the autoencoder
+    cannot express fills the memory until next to nothing else is chosen.
     """
 
     reference = "Abrahamyan et al., TNNLS 2021"

@@ -27,6 +27,14 @@ class LinearQuantization(Chained, name="linear"):
     Options:
         bits: 2 to 8.
         column: elements that share a scale; ``None``: a tensor, or a rank's shard of it.
+
+    Reference: Dettmers, ICLR 2016.
+
+    >>> world = World(LinearQuantization(bits=4), size=1)
+    >>> world.exchange([np.array([7.0, 2.2, -0.6, 0.1])])[0].mean
+    array([ 7.,  2., -1.,  0.])
+    >>> world.states["tensor"][0]["residual"].round(1)
+    array([0. , 0.2, 0.4, 0.1])
     """
 
     reference = "Dettmers, ICLR 2016"

@@ -28,8 +28,12 @@ class MSTopK(Chained, name="mstopk"):
         values: "float32" or "float16" on the wire.
         indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
 
-    Differs from the paper in: elements are gathered by one allgather of all ranks, not in a
-    hierarchy of nodes; see also ``operators/ms_top_k.py``.
+    Reference: Shi et al., MLSys 2021.  Differs from it in: elements are gathered by one allgather
+    of all ranks, not in a hierarchy of nodes; see also ``operators/ms_top_k.py``.
+
+    >>> world = World(MSTopK(density=0.5), size=1)
+    >>> world.exchange([np.array([4.0, 1.0, 0.0, 2.0])])[0].mean
+    array([4., 0., 0., 2.])
     """
 
     reference = "Shi et al., MLSys 2021"

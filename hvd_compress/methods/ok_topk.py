@@ -28,7 +28,14 @@ class OkTopk(Chained, name="oktopk"):
         indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
         values: on the wire, "float32" or "float16"; what rounding takes off stays in residuals.
 
-    Differs from the paper in: ranks choose exactly k elements; regions are balanced at every step.
+    Reference: Li, Hoefler, PPoPP 2022.  Differs from it in: ranks choose exactly k elements;
+    regions are balanced at every step.
+
+    One of the sums of four elements:
+
+    >>> world = World(OkTopk(density=0.25), size=2)
+    >>> world.exchange([np.array([4.0, 3.0, 0.0, 0.0]), np.array([1.0, 0.0, 6.0, 3.0])])[0].mean
+    array([0., 0., 3., 0.])
     """
 
     reference = "Li, Hoefler, PPoPP 2022"

@@ -32,9 +32,13 @@ class OneBit(Chained, name="onebit"):
         start: so many steps send everything, since the first gradients of a training suffer most;
             the paper begins on a fraction of the data.
 
-    Differs from the paper in: the optimizer's momentum acts on the average, as there, but AdaGrad
-    is left to the optimizer too.  Double buffering takes two reducers:
-    see docs/mpi-training.md.
+    Reference: Seide, Fu, Droppo, Li, Yu, Interspeech 2014.  Differs from it in: the optimizer's
+    momentum acts on the average, as there, but AdaGrad is left to the optimizer too.  Double
+    buffering takes two reducers: see docs/mpi-training.md.
+
+    >>> world = World(OneBit(), size=1)
+    >>> world.exchange([np.array([3.0, 1.0, -2.0, -4.0])])[0].mean
+    array([ 2.,  2., -3., -3.])
     """
 
     reference = "Seide et al., Interspeech 2014"

@@ -68,8 +68,17 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
         min_size: tensors with fewer elements are summed whole, since frames would be longer; their
             momentum is exact.
 
-    Differs from the released code in: "l1"; small tensors; the shards are those of
-    ``alltoall``, without padding; a checkpoint keeps the residuals.
+    Reference: Tang et al., ICML 2021, arXiv 2102.02888.  Differs from the released code in: "l1";
+    small tensors; the shards are those of ``alltoall``, without padding; a checkpoint keeps the
+    residuals.
+
+    The gradient, and in the next step the momentum in one bit:
+
+    >>> world = World(OneBitAdamCompression(beta1=0.5, freeze_step=1, min_size=1), size=1)
+    >>> [world.exchange([np.array([4.0, -2.0])])[0].direction.tolist() for step in range(2)]
+    [[4.0, -2.0], [2.25, -2.25]]
+    >>> world.states["tensor"][0]["residual"]
+    array([0.75, 0.75])
     """
 
     reference = "Tang et al., ICML 2021"

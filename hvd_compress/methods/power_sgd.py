@@ -31,22 +31,22 @@ class PowerSGD(Chained, name="powersgd"):
     Options:
         rank: 1 to 4 for image models, up to 32 for language models.
         error_feedback, warm_start: without one of them much accuracy is lost; for studies.
-        min_compression_rate: matrices that would shrink by less are sent whole.
+        min_compression_rate: matrices that would shrink by less are sent whole; 1 or more.
         start: so many steps send everything; PyTorch's hook advises a tenth of the training.
         alternate: one factor a step, the other one at the next: half as much is sent, in one sum.
         orthogonalise: "gram_schmidt" or "qr".
 
-    Differs from the paper in: a rank subtracts its own part of the sum from its residual where the
-    paper's code subtracts the average, which has the same mean over the ranks, and makes what was
-    sent plus what remains exactly what went in; see also ``aggregators/power_sgd.py``.
+    Reference: Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727.  Differs from it in: a
+    rank subtracts its own part of the sum from its residual where the paper's code subtracts the
+    average, which has the same mean over the ranks, and makes what was sent plus what remains
+    exactly what went in; see also ``aggregators/power_sgd.py``.
 
-    Example: a matrix of rank 1 arrives as it is, in 14 numbers instead of 48:
-        >>> import numpy as np
-        >>> from hvd_compress.engines.lockstep import World
-        >>> gradient = np.outer(np.arange(1.0, 9.0), np.arange(1.0, 7.0))
-        >>> world = World(PowerSGD(rank=1), size=2)
-        >>> np.allclose(world.exchange([gradient, gradient])[0].mean, gradient)
-        True
+    A matrix of rank 1 arrives as it is, in 14 numbers instead of 48:
+
+    >>> gradient = np.outer(np.arange(1.0, 9.0), np.arange(1.0, 7.0))
+    >>> world = World(PowerSGD(rank=1), size=2)
+    >>> np.allclose(world.exchange([gradient, gradient])[0].mean, gradient)
+    True
     """
 
     reference = "Vogels et al., NeurIPS 2019"

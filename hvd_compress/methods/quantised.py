@@ -28,6 +28,12 @@ class QSGD(Chained, name="qsgd"):
         levels: of each sign, 1 or more; 2 levels + 1 values in all.
         bucket: so many elements have a norm in common; ``None`` for all of a tensor.
         norm: "max", the largest magnitude, or "l2".
+
+    Multiples of 4 / 4; between them one of the two neighbours:
+
+    >>> world = World(QSGD(levels=4), size=1)
+    >>> [world.exchange([np.array([4.0, -1.0, 2.5])])[0].mean.tolist() for step in range(2)]
+    [[4.0, -1.0, 2.0], [4.0, -1.0, 3.0]]
     """
 
     reference = "Alistarh et al., NeurIPS 2017"
@@ -55,6 +61,12 @@ class TernGrad(Chained, name="terngrad"):
 
     Options:
         clip: in standard deviations of the tensor, as the paper's 2.5, or ``None``.
+
+    The largest magnitude, or zero; on average the gradient:
+
+    >>> world = World(TernGrad(clip=None), size=1)
+    >>> [world.exchange([np.array([4.0, -2.0, 0.0])])[0].mean.tolist() for step in range(2)]
+    [[4.0, 0.0, 0.0], [4.0, -4.0, 0.0]]
     """
 
     reference = "Wen et al., NeurIPS 2017"
@@ -73,6 +85,12 @@ class NaturalCompression(Chained, name="natural"):
     """Round magnitudes to powers of two, at random: 9 bits an element, variance 1/8 |x|^2 at most.
 
     No state.  Reference: Horvath, Ho, Horvath, Sahu, Canini, Richtarik, MSML 2022.
+
+    Powers of two stay as they are; of 3 the expectation is 3:
+
+    >>> world = World(NaturalCompression(), size=1)
+    >>> [world.exchange([np.array([4.0, -0.5, 3.0])])[0].mean.tolist() for step in range(2)]
+    [[4.0, -0.5, 2.0], [4.0, -0.5, 4.0]]
     """
 
     reference = "Horvath et al., MSML 2022"
@@ -95,6 +113,12 @@ class NaturalDithering(Chained, name="natural_dithering"):
         levels: of each sign; 2 levels + 1 values in all.
         bucket: so many elements have a norm in common; ``None`` for all of a tensor.
         norm: "l2", or "max", the largest magnitude.
+
+    One of the levels 4, 2, 1 and 0:
+
+    >>> world = World(NaturalDithering(levels=3, norm="max"), size=1)
+    >>> [world.exchange([np.array([4.0, -2.0, 3.0])])[0].mean.tolist() for step in range(2)]
+    [[4.0, -2.0, 2.0], [4.0, -2.0, 4.0]]
     """
 
     reference = "Horvath et al., MSML 2022"

@@ -34,6 +34,15 @@ class RandomK(Chained, name="randomk"):
         error_feedback: see above.
         wire: ``None``, "float16", or "bfloat16" if ``shared``.
         shared: see above.
+
+    Reference: Wangni et al.; Stich et al., both NeurIPS 2018.
+
+    Half of the elements, twice as large, which are others in each step:
+
+    >>> world = World(RandomK(density=0.5, error_feedback=False), size=2)
+    >>> gradients = [np.ones(4), 3 * np.ones(4)]
+    >>> [world.exchange(gradients)[0].mean.tolist() for step in range(2)]
+    [[0.0, 0.0, 4.0, 4.0], [0.0, 4.0, 4.0, 0.0]]
     """
 
     reference = "Stich et al., NeurIPS 2018"

@@ -29,8 +29,15 @@ class ScaleCom(Chained, name="scalecom"):
             and learning rates are large.
         selection: "sampled" or "exact"; the same elements, found in two ways.
 
-    Differs from the paper in: the largest elements are those of the whole tensor, where the paper
-    takes one of each short run of elements.
+    Reference: Chen et al., NeurIPS 2020.  Differs from it in: the largest elements are those of the
+    whole tensor, where the paper takes one of each short run of elements.
+
+    Rank 0 chooses, then rank 1:
+
+    >>> world = World(ScaleCom(density=0.25), size=2)
+    >>> gradients = [np.array([4.0, 3.0, 0.0, 0.0]), np.array([1.0, 0.0, 6.0, 3.0])]
+    >>> [world.exchange(gradients)[0].mean.tolist() for step in range(2)]
+    [[2.5, 0.0, 0.0, 0.0], [0.0, 0.0, 6.0, 0.0]]
     """
 
     reference = "Chen et al., NeurIPS 2020"

@@ -25,6 +25,11 @@ class SignSGD(Chained, name="signsgd"):
     Ranks whose gradient is zero vote at random.
 
     Reference: Bernstein, Wang, Azizzadenesheli, Anandkumar, ICML 2018.
+
+    >>> world = World(SignSGD(), size=3)
+    >>> gradients = [np.array([0.1, -2.0]), np.array([-9.0, -1.0]), np.array([5.0, 3.0])]
+    >>> world.exchange(gradients)[0].direction
+    array([ 1., -1.])
     """
 
     reference = "Bernstein et al., ICML 2018"
@@ -53,6 +58,12 @@ class Signum(Chained, name="signum"):
         nesterov: signs of ``beta m + (1 - beta) g``; ``None`` takes the optimizer's.
 
     Reference: Bernstein, Zhao, Azizzadenesheli, Anandkumar, ICLR 2019.
+
+    The sign turns when the average does:
+
+    >>> world = World(Signum(momentum=0.9), size=1)
+    >>> [world.exchange([np.array([x])])[0].direction.item() for x in (4.0, -1.0, -1.0, -9.0)]
+    [1.0, 1.0, 1.0, -1.0]
     """
 
     reference = "Bernstein et al., ICLR 2019"
@@ -96,6 +107,12 @@ class EFSignSGD(Chained, name="efsignsgd"):
 
     Reference: Karimireddy, Rebjock, Stich, Jaggi, ICML 2019.  Differs from it in: the residual is
     in units of the gradient, not of the step, so that it survives a change of the learning rate.
+
+    >>> world = World(EFSignSGD(), size=1)
+    >>> world.exchange([np.array([3.0, -1.0, 1.0, -1.0])])[0].mean
+    array([ 1.5, -1.5,  1.5, -1.5])
+    >>> world.states["tensor"][0]["residual"]
+    array([ 1.5,  0.5, -0.5,  0.5])
     """
 
     reference = "Karimireddy et al., ICML 2019"

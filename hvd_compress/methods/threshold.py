@@ -32,7 +32,14 @@ class Threshold(Chained, name="threshold"):
             than ``tau`` residuals grow without end: it must be above nearly all gradients.
         indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
 
-    Differs from the paper in: values by default; sign and index are not put into one word.
+    Reference: Strom, Interspeech 2015.  Differs from it in: values by default; sign and index are
+    not put into one word.
+
+    What is below ``tau`` adds up until it is above:
+
+    >>> world, gradient = World(Threshold(tau=1.0), size=1), np.array([4.0, 0.75, 0.125])
+    >>> [world.exchange([gradient])[0].mean.tolist() for step in range(2)]
+    [[4.0, 0.0, 0.0], [4.0, 1.5, 0.0]]
     """
 
     reference = "Strom, Interspeech 2015"

@@ -34,15 +34,16 @@ class TopK(SendsRows, Chained, name="topk"):
         rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
             :mod:`hvd_compress.methods.rows`.
 
-    Example, two ranks in one process; each keeps what it has not sent:
-        >>> import numpy as np
-        >>> from hvd_compress.engines.lockstep import World
-        >>> world = World(TopK(density=0.25), size=2)
-        >>> rank_0, rank_1 = np.array([4.0, 1.0, 0.0, 2.0]), np.array([1.0, 0.0, 6.0, 3.0])
-        >>> world.exchange([rank_0, rank_1])[0].mean
-        array([2., 0., 3., 0.])
-        >>> [state["residual"] for state in world.states["tensor"]]
-        [array([0., 1., 0., 2.]), array([1., 0., 0., 3.])]
+    Reference: Aji and Heafield, EMNLP 2017; Stich et al., NeurIPS 2018.
+
+    Each rank keeps what it has not sent:
+
+    >>> world = World(TopK(density=0.25), size=2)
+    >>> rank_0, rank_1 = np.array([4.0, 1.0, 0.0, 2.0]), np.array([1.0, 0.0, 6.0, 3.0])
+    >>> world.exchange([rank_0, rank_1])[0].mean
+    array([2., 0., 3., 0.])
+    >>> [state["residual"] for state in world.states["tensor"]]
+    [array([0., 1., 0., 2.]), array([1., 0., 0., 3.])]
     """
 
     reference = "Aji and Heafield, EMNLP 2017"

@@ -50,6 +50,13 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
         var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper: the optimizer's.
         norm: "l1" or "l2": see :class:`OneBitAdamCompression`.
         min_size: tensors with fewer elements are summed whole, whenever they are sent.
+
+    Reference: Lu, Li, Zhang, De Sa, He, ICLR 2023, arXiv 2202.06009.
+
+    >>> options = {"var_update_scaler": 2, "local_step_scaler": 1, "local_step_clipper": 2}
+    >>> method = ZeroOneAdamCompression(var_freeze_step=4, **options)
+    >>> [method.phase(step) for step in range(1, 9)]
+    ['variance', 'variance', 'one_bit', 'variance', 'sync', 'sync', 'local', 'sync']
     """
 
     reference = "Lu et al., ICLR 2023"

@@ -29,7 +29,13 @@ class adaptive_threshold(HostSelector, name="adaptive_threshold"):
 
     Options:
         density: a fraction or a schedule.
-        sample_fraction: of the elements of a sign that the first threshold comes from.
+        sample_fraction: fraction of the elements of a sign that the first threshold comes from.
+
+    Reference: Dryden, Moon, Jacobs, Van Essen, MLHPC 2016.
+
+    >>> x = np.array([4.0, 2.0, 1.0, 1.0, -3.0, -5.0, -1.0, -1.0])
+    >>> adaptive_threshold(density=0.5).select(x, None, Context())
+    array([0, 1, 4, 5])
     """
 
     sample_fraction: float = 0.01

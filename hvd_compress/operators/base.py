@@ -12,7 +12,13 @@ from hvd_compress.operators.classes import IDENTITY, Classes
 
 
 class Selector(Configurable, abc.ABC, kind="block"):
-    """Which elements of a flat array to send."""
+    """An operator: which elements of a flat array to send.  Subclasses are frozen dataclasses.
+
+    >>> select, x = top_k(density=0.5), np.array([4.0, 1.0, 0.0, -2.0])
+    >>> k = select.count(x.size, Context())
+    >>> k, select.select(x, k, Context()), select.kept(x.size, Context())
+    (2, array([0, 3]), 0.5)
+    """
 
     #: what the operator remembers of a tensor, arrays of any size; differs between ranks
     keys: ClassVar[tuple[str, ...]] = ()

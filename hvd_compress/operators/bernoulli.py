@@ -24,10 +24,16 @@ class bernoulli(Selector, name="bernoulli"):
     """Element i with probability p_i, sent as it is, whatever becomes of the others; each rank
     draws for itself.  How many are sent differs from step to step.
 
-    The paper's biased random sparsification, for any random set of elements, drawn one by one.
-
     Options:
-        probability: of every element, or a tuple with one for each element of the tensor.
+        probability: in (0, 1], of every element, or a tuple with one for each element of the
+            tensor.
+
+    Reference: Beznosikov, Horvath, Richtarik, Safaryan, JMLR 2023, where biased random
+    sparsification is for any random set of elements; here they are drawn one by one.
+
+    >>> x = np.array([8.0, 1.0, 2.0, 1.0])
+    >>> [bernoulli(probability=0.5).select(x, None, Context(step=s)).tolist() for s in range(3)]
+    [[0, 1, 2, 3], [0, 1], [3]]
     """
 
     probability: float | tuple[float, ...] = dataclasses.field(

@@ -21,6 +21,13 @@ class Classes(NamedTuple):
 
     ``None``: the operator is not in that class, whatever the constant.  Of an operator in U,
     ``delta`` is that of C / zeta, the scaling that error feedback needs.
+
+    Of the four largest of a hundred elements, and of 9 bits an element:
+
+    >>> top_k(density=0.04).classes(d=100)
+    Classes(alpha=0.04, beta=1.0, gamma=0.04, delta=25.0, zeta=None)
+    >>> natural().classes(d=100).zeta
+    1.125
     """
 
     alpha: float

@@ -42,7 +42,21 @@ def _generator(label: str) -> np.random.Generator:
 
 @dataclasses.dataclass(frozen=True)
 class random_k(Selector, name="random_k"):
-    """Options: ``density``, a fraction or a schedule."""
+    """k = ceil(density * n) elements at random, the same ones on all ranks, others in every step.
+
+    They are drawn by a generator that is keyed by seed, step and name of the tensor, so no indices
+    need be sent, and a run that goes on from a checkpoint draws what it would have drawn.
+
+    Options:
+        density: a fraction or a schedule.
+
+    Reference: Wangni et al.; Stich et al., both NeurIPS 2018.
+
+    >>> select, x = random_k(density=0.5), np.zeros(6)
+    >>> k = select.count(x.size, Context())
+    >>> [select.select(x, k, Context(step=step)).tolist() for step in range(2)]
+    [[3, 4, 5], [2, 3, 5]]
+    """
 
     density: Density = dataclasses.field(default=0.01, metadata=converted(as_density))
 

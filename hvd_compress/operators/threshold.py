@@ -26,7 +26,10 @@ class threshold(Selector, name="threshold"):
     """All elements with ``|x| > tau``, however many these are: none, or all of them.
 
     Options:
-        tau: in units of the gradient.
+        tau: a positive number, in units of the gradient.
+
+    >>> threshold(tau=1.5).select(np.array([4.0, 1.0, 0.0, -2.0]), None, Context())
+    array([0, 3])
     """
 
     tau: float

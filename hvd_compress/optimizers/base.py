@@ -35,6 +35,14 @@ class Now:
         frozen: the variance stays as it is.
         is_momentum: what comes in the place of a gradient is the new momentum.
         is_local: ranks step on their own.
+
+    In the second step what comes is the momentum itself, and the variance stays as it is:
+
+    >>> w, g = np.array([1.0]), np.array([2.0])
+    >>> _, state = OneBitAdam().step(w, g, {}, Now(step=1))
+    >>> _, state = OneBitAdam().step(w, g, state, Now(step=2, frozen=True, is_momentum=True))
+    >>> state["exp_avg"], state["exp_avg_sq"].round(6)
+    (array([2.]), array([0.004]))
     """
 
     step: Any = 1
@@ -48,12 +56,18 @@ class Slot(NamedTuple):
     """An entry of the state.
 
     Attributes:
+        name: its key.
         kind: "array", as large as the parameter; "scalar", what a norm is; "number", of Python.
             In a graph the last two are the same.
         since: the name of a flag of :class:`Now` that is true when it is first needed; in a graph
             it is there from the beginning, since it is not known when that will be.
         start: a number, or the entry that it begins as a copy of; in a graph the formula keeps it
             at that.
+
+    >>> [slot.name for slot in LAMB.slots]
+    ['exp_avg', 'exp_avg_sq']
+    >>> OneBitLAMB.slots[2].since, OneBitLAMB.slots[2].start
+    ('frozen', 'exp_avg_sq')
     """
 
     name: str
@@ -66,8 +80,20 @@ class Slot(NamedTuple):
 class Formula(abc.ABC):
     """Options, and :meth:`step`.  Subclasses are dataclasses, all of whose options have defaults.
 
+    Weights, gradients and the arrays of the state have the shape and dtype of a parameter, in
+    floating point.
+
+    Options:
+        lr: the learning rate, which schedules may change from step to step.
+
     Raises:
         ConfigError: an option makes no sense.
+
+    >>> lars, w, state = LARS(lr=1.0, trust_coefficient=0.1), np.array([[3.0, 4.0]]), {}
+    >>> for number in (1, 2):
+    ...     w, state = lars.step(w, np.array([[1.0, 1.0]]), state, Now(number))
+    >>> w.round(3), sorted(state)
+    (array([[2.01, 3.01]]), ['velocity'])
     """
 
     #: the state of a parameter
@@ -124,6 +150,7 @@ class Formula(abc.ABC):
                 written to.
             g: the gradient, or what the compression returns in its place; it stays as it is.
             state: what the last step returned, and empty before the first one.
+            now: what is to be known of the step.
         """
         missing = [slot for slot in self.slots if slot.name not in state]
         if missing:
@@ -148,9 +175,11 @@ def _begun(slot: Slot, w: Array, state: State) -> Any:
 
 
 def documented(cls: Any) -> str:
-    """Return the docstring of an optimizer: its own, and that of its formula."""
+    """Return the docstring of an optimizer: its own, and that of its formula without the example,
+    which calls the formula."""
+    formula = (inspect.getdoc(cls.formula) or "").partition("\n\n>>> ")[0]
     raises = "Raises:\n    ConfigError: an option makes no sense."
-    return "\n\n".join([inspect.getdoc(cls) or "", inspect.getdoc(cls.formula) or "", raises])
+    return "\n\n".join([inspect.getdoc(cls) or "", formula, raises])
 
 
 def quotient(xp: Any, numerator: Any, denominator: Any, *norms: Any) -> Any:

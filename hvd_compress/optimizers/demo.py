@@ -25,13 +25,20 @@ class DeMo(Formula):
 
     Options:
         lr: length of the step of each weight.
-        decay: of momentum.
+        decay: what is left of momentum after a step, in [0, 1).
         chunk: the longest side of the chunks that the cosine transform is made of.
         top_k: coefficients that a rank sends of each chunk.
         sign: False steps along q, whose magnitude is about that of momentum.
         weight_decay: decoupled from the gradient, as in AdamW.
 
-    Differs from the released code in: see :class:`~hvd_compress.DeMoCompression`.
+    Reference: Peng, Quesnelle, Kingma, arXiv 2411.19870.  Differs from the released code in: see
+    :class:`~hvd_compress.DeMoCompression`.
+
+    >>> from hvd_compress.engines.lockstep import World
+    >>> demo, w = DeMo(lr=0.1), np.array([1.0, 1.0])
+    >>> sign = World(demo.compressor(), size=1).exchange([np.array([4.0, -0.1])])[0].direction
+    >>> demo.step(w, sign, {}, Now(step=1))[0]
+    array([0.9, 1.1])
     """
 
     method = DeMoCompression

@@ -21,7 +21,8 @@ class LAMB(Adam):
 
     Options:
         lr: the fraction of a layer's norm by which its weights change.
-        betas, eps: of Adam.
+        betas: beta1 and beta2, of the moving averages m and v; in [0, 1).
+        eps: added to the root of the variance.
         weight_decay: wd, added to Adam's direction before its norm is taken.
 
     Reference: You et al., "Large batch optimization for deep learning: training BERT in 76

@@ -31,6 +31,10 @@ class LARS(Formula):
 
     Reference: You, Gitman and Ginsburg, "Large batch training of convolutional networks", 2017,
     arXiv 1708.03888.
+
+    >>> w, g = np.array([[3.0, 4.0]]), np.array([[0.6, 0.8]])  # of norms 5 and 1: l = 0.1 * 5 / 1
+    >>> LARS(trust_coefficient=0.1).step(w, g, {}, Now(step=1))[0]
+    array([[2.7, 3.6]])
     """
 
     slots = (Slot("velocity"),)

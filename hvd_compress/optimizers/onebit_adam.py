@@ -35,15 +35,22 @@ class OneBitAdam(FrozenAdam):
     and their momentum is exact.
 
     Options:
-        lr, betas, eps: of Adam; ``eps`` is added to the root of the corrected variance.
+        lr: the learning rate.
+        betas: beta1 and beta2, of the moving averages m and v; in [0, 1).
+        eps: added to the root of the corrected variance.
         weight_decay: decoupled from the gradient, as in AdamW.
-        freeze_step: see above.
+        freeze_step: a number of steps, 1 or more; see above.
         bias_correction: divide m by ``1 - beta1^step`` and v by ``1 - beta2^variance_step``, as
             ``torch.optim.AdamW`` does, so that freezing early does not lengthen the steps.
 
-    Differs from the released code in: bias correction, which that lacks (``bias_correction=False``
-    is its formula); the elements without variance, for which it asks the user for a mask; there
-    is no dummy step.
+    Reference: Tang et al., ICML 2021, arXiv 2102.02888.  Differs from the released code in: bias
+    correction, which that lacks (``bias_correction=False`` is its formula); the elements without
+    variance, for which it asks the user for a mask; there is no dummy step.
+
+    >>> adam, w = OneBitAdam(lr=0.1, freeze_step=1), np.array([1.0, 1.0])
+    >>> w, state = adam.step(w, np.array([0.5, -2.0]), {}, Now(step=1))
+    >>> w.round(4), adam.compressor().frozen(step=0, epoch=0), adam.compressor().frozen(1, 0)
+    (array([0.9, 1.1]), False, True)
     """
 
     method = OneBitAdamCompression

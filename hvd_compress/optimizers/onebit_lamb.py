@@ -41,15 +41,21 @@ class OneBitLAMB(OneBitAdam):
     Options:
         lr, betas, eps, freeze_step, bias_correction: as for ``OneBitAdam``.
         weight_decay: a part of the direction u, as in LAMB.
-        coefficient_range, coefficient_beta: see above.
-        factor_range: of r.
+        coefficient_range: the least and the largest c.
+        coefficient_beta: of the moving average a, in [0, 1).
+        factor_range: the least and the largest r.
         factor_threshold: from one step to the next r changes by this share at most.
 
-    The formulas and defaults are those of the released code, DeepSpeed's ``OnebitLamb``.  Differs
-    from it in: the differences of ``OneBitAdam``; a begins as the first c and not as 0, and takes
-    in a c of exactly 1, too; where v is 0, r does not look; each tensor has a scale of its own in
-    the message, where that code scales the momenta of all layers to the same magnitude to give them
-    one scale in common.
+    Reference: Li, Awan, Tang, Rajbhandari, He, arXiv 2104.06069.  Formulas and defaults are those
+    of the released code, DeepSpeed's ``OnebitLamb``.  Differs from it in: the differences of
+    ``OneBitAdam``; a begins as the first c and not as 0, and takes in a c of exactly 1, too; where
+    v is 0, r does not look; each tensor has a scale of its own in the message, where that code
+    scales the momenta of all layers to the same magnitude to give them one scale in common.
+
+    >>> lamb, w = OneBitLAMB(lr=0.1, freeze_step=1), np.array([3.0, 4.0])
+    >>> w, state = lamb.step(w, np.array([0.6, 0.8]), {}, Now(step=1))
+    >>> w.round(3), round(float(state["coefficient"]), 3)
+    (array([2.646, 3.646]), 3.536)
     """
 
     slots = (

@@ -17,9 +17,15 @@ class OuterSGD(Configurable, kind="outer optimizer", name="sgd"):
         x = x - lr (d + momentum v)        with Nesterov momentum, else x - lr v
 
     Args:
-        lr: the learning rate.
-        momentum: 0 for none.
+        lr: the learning rate, 0 or more.
+        momentum: from 0, for none, to 1.
         nesterov: use Nesterov momentum.
+
+    Raises:
+        ConfigError: an option makes no sense.
+
+    >>> OuterSGD(lr=0.5, momentum=0.0).stepped(np.array([1.0]), np.array([0.2]), {})
+    (array([0.9]), {})
     """
 
     lr: float = 0.7
@@ -53,9 +59,18 @@ def slow_momentum(
         x = x - lr rate u
 
     Args:
+        x: the parameters at which the round began, of any shape; d and u are like it.
+        d: what the ranks moved by since, on average, with the sign of a gradient.
+        u: the momentum; zeros at first.
         rate: the learning rate of the local step at which the round ends.
+        lr: of the outer step, alpha in the paper; 1 for steps as long as those of the ranks.
+        momentum: beta in the paper, in [0, 1).
 
     Reference: Wang et al., ICLR 2020.
+
+    >>> x, u = np.array([1.0]), np.array([0.0])
+    >>> slow_momentum(x, np.array([0.5]), u, rate=0.1, lr=1.0, momentum=0.5)
+    (array([0.5]), array([5.]))
     """
     u = u * momentum + d * (1 / rate)
     return x - u * (lr * rate), u

@@ -44,6 +44,11 @@ def warmed_up(step: int, steps: int, start: float, peak: float) -> float:
     """Return the learning rate of a gradual warm-up: up from ``start`` by equal increments every
     step, at ``peak`` from ``steps`` on.
 
+    Args:
+        step: from 0.
+        steps: the length of the warm-up; 0 for none.
+        start, peak: learning rates.
+
     >>> round(warmed_up(390, steps=780, start=0.1, peak=3.2), 4)
     1.65
     """

@@ -35,12 +35,16 @@ class SAM:
     order, in a ball of radius rho.
 
     Options:
-        rho: radius of the ball in which the worst weights are looked for.
+        rho: radius of the ball in which the worst weights are looked for, in units of the weights.
 
     Raises:
         ConfigError: an option makes no sense.
 
     Reference: Foret, Kleiner, Mobahi and Neyshabur, ICLR 2021, arXiv 2010.01412.
+
+    >>> w, g = np.array([1.0, 1.0]), np.array([3.0, 4.0])
+    >>> SAM(rho=0.5).ascent([w], [g], ["weight"])[0].round(6)
+    array([0.3, 0.4])
     """
 
     rho: float = 0.05
@@ -94,6 +98,12 @@ class ASAM(SAM):
         eta: keeps T from zero.
 
     Reference: Kwon, Kim, Park and Choi, ICML 2021, arXiv 2102.11600.
+
+    A weight that is ten times as large is moved by a hundred times as much:
+
+    >>> w, g = np.array([1.0, 10.0]), np.array([1.0, 1.0])
+    >>> ASAM(rho=0.5, eta=0.0).ascent([w], [g], ["weight"])[0].round(4)
+    array([0.0498, 4.9752])
     """
 
     rho: float = 0.5

@@ -43,12 +43,19 @@ class ZeroOneAdam(FrozenAdam):
         var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper: see
             :class:`~hvd_compress.methods.zero_one_adam.ZeroOneAdamCompression`.
 
-    Differs from the released code in: bias correction, decay that takes no part in momentum, and
-    elements without variance, as in ``OneBitAdam``; ranks go back to an anchor instead of
-    subtracting what they added, which would leave each with rounding errors of its own.
+    Reference: Lu, Li, Zhang, De Sa, He, ICLR 2023, arXiv 2202.06009.  Differs from the released
+    code in: bias correction, decay that takes no part in momentum, and elements without variance,
+    as in ``OneBitAdam``; ranks go back to an anchor instead of subtracting what they added, which
+    would leave each with rounding errors of its own.
 
     Without this package's compression gradients are averaged otherwise, and there are no local
     steps.  Loss scaling ends before the local steps begin: a rank alone cannot skip one.
+
+    >>> adam, w = ZeroOneAdam(lr=0.1, var_freeze_step=1), np.array([1.0])
+    >>> w, state = adam.step(w, np.array([2.0]), {}, Now(step=1))
+    >>> w, state = adam.step(w, np.array([-1.0]), state, Now(step=2, frozen=True, is_local=True))
+    >>> w.round(4), state["rate"], adam.phases.phase(1), adam.phases.phase(2)
+    (array([0.8789]), 0.1, 'variance', 'sync')
     """
 
     slots = (

@@ -20,6 +20,10 @@ class Pilot(abc.ABC):
 
     Attributes:
         method: what the reducer uses now.
+
+    >>> reducer = Reducer("auto", LocalEngine())
+    >>> isinstance(reducer.pilot, Pilot), reducer.method.name, reducer.pilot.facts()["phase"]
+    (True, 'none', 'measuring')
     """
 
     method: Compressor

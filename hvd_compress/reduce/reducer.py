@@ -68,10 +68,12 @@ class Reducer:
             optimizer must not apply them again.  A store of one's own knows its optimizer's.
         sums: results are sums instead of averages.
         seed: the seed of random numbers that the ranks share.
-        bucket_bytes: a bucket is sent when its gradients have this many bytes, uncompressed.
+        bucket_bytes: a bucket is full when its gradients have this many bytes, uncompressed; 25 MiB
+            by default.
         groups: names of tensors that are sent together, whatever their size; all other tensors are
-            sent one by one.
-        same_order: all ranks start their gradients in the same order.
+            sent one by one.  ``None``: after the first step ``bucket_bytes`` decides.
+        same_order: all ranks start their gradients in the same order, so that rank 0 need not send
+            its own.
         names: of the tensors, if they are known beforehand, the first ones ready first.
         in_place: results may be written into the memory of the gradients.
         sparse: results may be :class:`hvd_compress.base.Sparse`, of flat arrays and without twice
@@ -88,7 +90,18 @@ class Reducer:
         homes: finds what tensors have in common.
         records: the bytes that each tensor has sent and received so far, by name.
         buckets: the assignment of tensors to buckets.
-        clock: counts the time that exchanges take.
+        clock: counts the time that exchanges take, in seconds.
+
+    Raises:
+        ConfigError: there is no such method or option, or a momentum that the method does not take.
+
+    One rank; over several the engine is another, and nothing else:
+
+    >>> reducer = Reducer("topk:density=0.5", LocalEngine())
+    >>> [reducer.reduce({"w": np.array([4.0, 3.0])})["w"].tolist() for step in range(2)]
+    [[4.0, 0.0], [0.0, 6.0]]
+    >>> reducer.step, reducer.stats().total.density
+    (2, 0.5)
     """
 
     def __init__(

@@ -22,6 +22,15 @@ class Store(abc.ABC):
     says where states are (``names``, ``get``, ``keep``, ``state_for``); the rest has answers that
     are right for plain arrays.  Bindings to frameworks are stores, and :class:`MemoryStore` serves
     a custom loop.
+
+    A store that knows its optimizer's learning rate:
+
+    >>> class WithRate(MemoryStore):
+    ...     def rate(self, name):
+    ...         return 0.1
+    >>> store = Reducer("topk", LocalEngine(), store=WithRate()).store
+    >>> isinstance(store, Store), store.rate("w"), store.momentum("w")
+    (True, 0.1, (0.0, False))
     """
 
     #: the calls that error messages tell users to write
@@ -187,6 +196,12 @@ class MemoryStore(Store):
         states: the state of each tensor by name, as arrays by key.
         per_rank: the keys of the states that differ between ranks, by name.
         looks: of gradients and states.
+
+    >>> store = MemoryStore(momentum=0.9)
+    >>> reducer = Reducer(DGC(density=0.5, min_size=1), LocalEngine(), store=store)
+    >>> _ = reducer.reduce({"w": np.array([[4.0, 1.0]])})
+    >>> store.states["w"]["residual"], sorted(store.per_rank["w"])
+    (array([0., 1.]), ['residual', 'velocity'])
     """
 
     def __init__(self, momentum: float = 0.0, nesterov: bool = False) -> None:

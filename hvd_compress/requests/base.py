@@ -16,7 +16,11 @@ LENGTH = 8
 
 
 class Request(abc.ABC):
-    """What an exchange yields."""
+    """What an exchange yields, for an engine to answer.
+
+    >>> isinstance(Sum(np.ones(3)), Request), Sum(np.ones(3)).describe()
+    (True, 'sum of 3 float64')
+    """
 
     @property
     @abc.abstractmethod
@@ -33,6 +37,13 @@ class Collective(Request):
 
     Those of one kind that the tensors of a bucket have are carried as one: ``join`` makes it, and
     ``cut`` makes a reply to each of them of its reply.
+
+    >>> requests = [Sum(np.ones(2)), Sum(np.zeros(3))]
+    >>> joined = Sum.join(requests)
+    >>> joined.array, joined.nbytes
+    (array([1., 1., 0., 0., 0.]), 40)
+    >>> Sum.cut(requests, reply=2 * joined.array, rank=0)
+    [array([2., 2.]), array([0., 0., 0.])]
     """
 
     #: the reply is the same on all ranks

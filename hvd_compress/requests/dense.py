@@ -16,7 +16,13 @@ from hvd_compress.requests.base import Collective, cut_at, itemsize, require_ali
 
 @dataclasses.dataclass(eq=False)
 class Dense(Collective):
-    """The reply has the shape and dtype of ``array``; several are put end to end."""
+    """A request whose reply has the shape and dtype of ``array``, which are the same on all ranks;
+    several are put end to end.
+
+    >>> request = Sum(np.ones((2, 3), np.float32), wire="float16")
+    >>> isinstance(request, Dense), request.describe(), request.nbytes
+    (True, 'sum of 6 float16', 12)
+    """
 
     array: Array
 
@@ -92,7 +98,11 @@ class Sum(Dense):
     """Sum ``array`` over the ranks.  ``wire`` names the dtype on the wire if that is not the
     array's dtype: "float16" or "bfloat16".  The reply has the dtype of ``array``.  ``algorithm`` is
     for engines that have several; ``None`` means the engine's default.  ``owned``: nobody needs the
-    array afterwards, and the sum may be made in it."""
+    array afterwards, and the sum may be made in it.
+
+    >>> Sum.reply([Sum(np.array([1.0, 2.0])), Sum(np.array([3.0, 4.0]))], rank=0)
+    array([4., 6.])
+    """
 
     wire: str | None = None
     algorithm: str | None = None
@@ -132,7 +142,11 @@ class Sum(Dense):
 class Max(Dense):
     """Take the element-wise maximum of ``array`` over the ranks.  No method of this package needs
     it: ranks use it to compare method, options and step (:mod:`hvd_compress.agreement`), and
-    methods of users may use it to share a scale."""
+    methods of users may use it to share a scale.
+
+    >>> Max.reply([Max(np.array([1.0, 5.0])), Max(np.array([2.0, 3.0]))], rank=0)
+    array([2., 5.])
+    """
 
     @classmethod
     def _combined(cls, requests: Sequence[Any]) -> Any:
@@ -146,7 +160,11 @@ class Max(Dense):
 class Broadcast(Dense):
     """Replace ``array`` by that of rank ``root``, bit for bit.  All ranks' arrays have the same
     shape and dtype, and name the same root, which may be another one in each step.  The reply may
-    be the array itself on the root."""
+    be the array itself on the root.
+
+    >>> Broadcast.reply([Broadcast(np.array([i]), root=1) for i in range(3)], rank=0)
+    array([1])
+    """
 
     root: int
 

@@ -16,6 +16,12 @@ class Batch(Request):
     with equal shapes.  ``function(xp, *stacks)`` gets the arrays stacked along a new first
     dimension, and its result must have this dimension too.  The reply is this tensor's part of the
     result.  This replaces many small operations of linear algebra by a few large ones.
+
+    >>> def product(xp, a, b):
+    ...     return xp.matmul(a, b)
+    >>> pair = [Batch(product, (i * np.eye(2), np.ones((2, 1)))) for i in (1, 2)]
+    >>> [answer.tolist() for answer in Batch.answers(pair)]
+    [[[1.0], [1.0]], [[2.0], [2.0]]]
     """
 
     function: Callable[..., Array]
@@ -70,6 +76,15 @@ class Joint(Request):
         key: tensors that differ in it have exchanges of their own, for instance their dtype.
         together: all tensors of the model that request this function belong into one bucket,
             whatever its size.
+
+    One sum for all tensors of a bucket, here of two:
+
+    >>> def together(arrays):
+    ...     total = yield Sum(np.concatenate(arrays))
+    ...     return np.split(total, np.cumsum([x.size for x in arrays])[:-1])
+    >>> requests = [Joint(together, np.ones(2)), Joint(together, np.zeros(1))]
+    >>> next(together([request.argument for request in requests])).array
+    array([1., 1., 0.])
     """
 
     function: Callable[[list[Any]], Generator[Any, Any, list[Any]]]

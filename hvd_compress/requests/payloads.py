@@ -19,7 +19,12 @@ from hvd_compress.requests.base import LENGTH, Collective, cut_at
 class Gather(Collective):
     """Send ``payload`` (1-D, uint8) to every rank; the reply is the list of all ranks' payloads.
     ``equal_sizes`` is a promise that all ranks send the same number of bytes, so that engines need
-    not exchange sizes."""
+    not exchange sizes.
+
+    >>> ranks = [Gather(np.array([1, 2], np.uint8)), Gather(np.array([3], np.uint8))]
+    >>> Gather.reply(ranks, rank=0)
+    [array([1, 2], dtype=uint8), array([3], dtype=uint8)]
+    """
 
     payload: Array
     equal_sizes: bool = False
@@ -71,7 +76,12 @@ class Gather(Collective):
 class Alltoall(Collective):
     """Send one payload (1-D, uint8) to each rank; ``payloads`` and the reply are in rank order, and
     the reply holds the payload that each rank has for this one.  ``equal_sizes`` is a promise that
-    all ranks have equally many bytes for the same rank, so that engines need not exchange sizes."""
+    all ranks have equally many bytes for the same rank, so that engines need not exchange sizes.
+
+    >>> ranks = [Alltoall([np.array([10 * i + j], np.uint8) for j in range(2)]) for i in range(2)]
+    >>> Alltoall.reply(ranks, rank=1)
+    [array([1], dtype=uint8), array([11], dtype=uint8)]
+    """
 
     payloads: Sequence[Array]
     equal_sizes: bool = True
@@ -138,6 +148,13 @@ class Neighbors(Collective):
     ``equal_sizes`` is a promise that the payloads of this rank and of its sources have equally many
     bytes.  Without it sizes are exchanged first: in a round of their own over MPI and
     torch.distributed, and as part of every all-to-all over Horovod, whatever was promised.
+
+    Of three ranks each sends to the next one:
+
+    >>> def ring(i):
+    ...     return Neighbors(np.array([i], np.uint8), ((i + 1) % 3,), ((i - 1) % 3,))
+    >>> Neighbors.reply([ring(i) for i in range(3)], rank=0)
+    [array([2], dtype=uint8)]
     """
 
     payload: Array

@@ -16,7 +16,13 @@ from hvd_compress.sharding import divided
 
 
 class Sparse(NamedTuple):
-    """``values`` at ascending unique ``indices`` of a flat array; zero elsewhere."""
+    """``values`` at ascending unique ``indices`` (int32 or int64) of a flat array, both of shape
+    (k,); zero elsewhere.
+
+    >>> gradient = np.array([4.0, 1.0, 0.0, 2.0])
+    >>> World(TopK(density=0.5), size=1).exchange([gradient])[0].sent
+    Sparse(indices=array([0, 3]), values=array([4., 2.]))
+    """
 
     indices: Array
     values: Array
@@ -26,10 +32,15 @@ class SparseTotal(NamedTuple):
     """The reply to a :class:`SparseSum`.
 
     Attributes:
-        total: flat array of all n elements, the same bits on all ranks.
+        total: all n elements, flat, in the dtype of the values; the same bits on all ranks.
         dropped: this rank's entries that are not in the total; the rank keeps them.
         bytes_sent, bytes_received: bytes that this rank sent and received; ``None`` if the engine
             used no algorithm.
+
+    >>> request = SparseSum(Sparse(np.array([1]), np.array([4.0])), n=3)
+    >>> total = SparseSum.reply([request, request], rank=0)
+    >>> total.total, total.dropped.indices.size
+    (array([0., 8., 0.]), 0)
     """
 
     total: Array
@@ -41,9 +52,14 @@ class SparseTotal(NamedTuple):
 @dataclasses.dataclass(eq=False)
 class SparseSum(Collective):
     """Sum flat arrays of ``n`` elements over the ranks, of which each rank gives the nonzero
-    elements.  ``algorithm`` names one of the engine's.  The reply is a :class:`SparseTotal`.
+    elements, ``sparse``.  The reply is a :class:`SparseTotal`.
 
     ``wire`` names the dtype of values on the wire if that is not their own: "float16".
+    ``algorithm`` is one of the engine's; "auto" leaves it to the engine.
+
+    >>> ranks = [SparseSum(Sparse(np.array([i]), np.array([4.0])), n=3) for i in (0, 2)]
+    >>> SparseSum.reply(ranks, rank=0).total
+    array([4., 0., 4.])
     """
 
     sparse: Sparse

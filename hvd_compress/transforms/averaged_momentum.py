@@ -28,11 +28,15 @@ class averaged_momentum(Transform, name="averaged_momentum"):
     State: ``average`` u, equal on all ranks.
 
     Options:
-        beta: of the moving average.
+        beta: of the moving average, in [0, 1).
         start: a number of exchanges, or ``After("epoch", ...)``.
 
     Reference: Tang et al., 1-bit Adam, ICML 2021.  Must stand before error feedback: behind it, the
     residual would be averaged away instead of sent.
+
+    >>> world = World(chain(averaged_momentum(beta=0.5, start=1), via=allreduce()), size=1)
+    >>> [world.exchange([np.array([4.0])])[0].direction.item() for step in range(3)]
+    [4.0, 3.0, 3.5]
     """
 
     beta: float = 0.9

@@ -24,8 +24,12 @@ class moving_average(TakesMomentum, name="moving_average"):
     State: ``velocity`` m, which starts from zero.
 
     Options:
-        momentum: beta; ``None`` takes the optimizer's momentum from the context.
+        momentum: beta, in [0, 1); ``None`` takes the optimizer's, from the context.
         nesterov: see above; ``None`` takes the optimizer's.
+
+    >>> state = {"velocity": np.array([1.0])}
+    >>> moving_average(0.9).update(np.array([2.0]), state, Context())[0]
+    array([1.1])
     """
 
     of_gradients = True
@@ -49,6 +53,9 @@ class smoothing(Transform, name="smoothing"):
 
     Options:
         weight: of the past, in [0, 1).
+
+    >>> smoothing(0.9).update(np.array([2.0]), {"average": np.array([1.0])}, Context())[0]
+    array([1.1])
     """
 
     weight: float

@@ -17,13 +17,22 @@ class clip_by_local_norm(Transform, name="clip_by_local_norm"):
     """Scale the fresh gradient so that what the rank adds to the common gradient has an L2 norm of
     at most ``max_norm / sqrt(N)``, over all its tensors, before anything is accumulated.
 
-    ``max_norm`` is the threshold for the common gradient.  The factor N^(-1/2) is the paper's: if
-    the gradients of N ranks are independent, the norm of their sum is sqrt(N) times that of one.
-    The paper adds gradients that were divided by N beforehand.  So where gradients are averaged, a
-    rank adds g / N, and g itself is clipped at ``max_norm * sqrt(N)``; where they are added
-    (``context.sums``), at ``max_norm / sqrt(N)``.  ``scale="rank"`` clips g at ``max_norm``.
+    The factor N^(-1/2) is the paper's: if the gradients of N ranks are independent, the norm of
+    their sum is sqrt(N) times that of one.  The paper adds gradients that were divided by N
+    beforehand.  So where gradients are averaged, a rank adds g / N, and g itself is clipped at
+    ``max_norm * sqrt(N)``; where they are added (``context.sums``), at ``max_norm / sqrt(N)``.
     Where the engine does not know the norm over all tensors (``context.gradient_norm``), the
     tensor's own norm is taken.
+
+    Options:
+        max_norm: the threshold for the common gradient, more than 0.
+        scale: "sqrt_size", as above; "rank" clips g at ``max_norm``.
+
+    Reference: Lin et al., ICLR 2018, section 3.3.
+
+    >>> clip = clip_by_local_norm(max_norm=1.0)
+    >>> clip.update(np.array([30.0, 40.0]), {}, Context(size=4))[0]  # to 1.0 * sqrt(4)
+    array([1.2, 1.6])
     """
 
     max_norm: float

@@ -30,6 +30,10 @@ class ef21(Transform, name="ef21"):
 
     What is sent must be a contraction, class B3, and :mod:`hvd_compress.studies.step_sizes` says
     which steps it allows.  It must be the last transform, since it passes on differences.
+
+    >>> world = World(chain(ef21(), via=allgather(top_k(0.5))), size=1)
+    >>> [world.exchange([np.array([4.0, 1.0])])[0].direction.tolist() for step in range(2)]
+    [[4.0, 0.0], [4.0, 1.0]]
     """
 
     keys = ("estimate", "mean_estimate")

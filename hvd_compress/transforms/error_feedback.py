@@ -28,6 +28,12 @@ class error_feedback(Feedback, name="error_feedback"):
 
     At a constant rate both do the same up to rounding.  "step" needs the learning rate, which
     PyTorch's optimizers and ``Reducer.learning_rate`` tell; elsewhere it raises ``ConfigError``.
+
+    >>> world = World(chain(error_feedback(), via=allgather(top_k(0.5))), size=1)
+    >>> [world.exchange([np.array([4.0, 3.0])])[0].mean.tolist() for step in range(2)]
+    [[4.0, 0.0], [0.0, 6.0]]
+    >>> world.states["tensor"][0]["residual"]
+    array([4., 0.])
     """
 
     units: str = "gradient"

@@ -22,6 +22,12 @@ class low_pass_memory(Feedback, name="low_pass_memory"):
 
     Options:
         beta: in (0, 1].
+
+    >>> world = World(chain(low_pass_memory(beta=0.1), via=allgather(top_k(0.5))), size=1)
+    >>> [world.exchange([np.array([4.0, 3.0])])[0].mean.tolist() for step in range(2)]
+    [[4.0, 0.0], [4.0, 0.0]]
+    >>> world.states["tensor"][0]["memory"].round(3)
+    array([0. , 0.6])
     """
 
     beta: float = 0.1

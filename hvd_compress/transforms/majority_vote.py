@@ -13,7 +13,14 @@ from hvd_compress.chain import Transform
 class majority_vote(Transform, name="majority_vote"):
     """The optimizer steps along the sign of the average, which is what most ranks say where they
     sent signs; a tie is 0.  The same where gradients are added instead of averaged: a vote has no
-    size that could grow with the number of ranks."""
+    size that could grow with the number of ranks.
+
+    Reference: Bernstein et al., ICML 2018.
+
+    >>> world = World(chain(majority_vote(), via=allreduce()), size=2)
+    >>> world.exchange([np.array([1.0, 1.0, -1.0]), np.array([1.0, -1.0, -1.0])])[0].direction
+    array([ 1.,  0., -1.])
+    """
 
     per_rank = False
     elementwise = True

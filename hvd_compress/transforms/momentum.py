@@ -35,8 +35,22 @@ class momentum_correction(_Momentum, name="momentum_correction"):
     With ``masking`` the velocity is cleared where elements were sent (momentum factor masking),
     so that an element that was not sent for hundreds of steps is not driven by stale momentum.
 
-    State: ``velocity``.  Reference: Lin et al., ICLR 2018, sections 3.1 and 3.2.  Must stand before
-    error feedback: behind it, momentum would be applied to the residual again at every step.
+    State: ``velocity``.  Must stand before error feedback: behind it, momentum would be applied to
+    the residual again at every step.
+
+    Options:
+        momentum, nesterov: m, in [0, 1), and whether it is Nesterov's; ``None`` takes the
+            optimizer's, from the context.
+        masking: see above.
+
+    Reference: Lin et al., ICLR 2018, sections 3.1 and 3.2.
+
+    Of two elements the first is sent, and its velocity cleared:
+
+    >>> correct, state = momentum_correction(0.9), {"velocity": np.array([1.0, 1.0])}
+    >>> x, state = correct.update(np.array([2.0, 4.0]), state, Context())
+    >>> x, correct.settle(np.array([2.9, 0.0]), state, Context())
+    (array([2.9, 4.9]), {'velocity': array([0., 0.])})
     """
 
     masking: bool = True
@@ -64,6 +78,13 @@ class momentum_after_averaging(_Momentum, name="momentum_after_averaging"):
     """Ordinary momentum on the averaged gradient, for tensors that are sent in full.
 
     State: ``velocity``, equal on all ranks.
+
+    Options:
+        momentum, nesterov: as of :class:`momentum_correction`.
+
+    >>> world = World(chain(momentum_after_averaging(0.9), via=allreduce()), size=2)
+    >>> [world.exchange([np.array([4.0]), np.array([2.0])])[0].direction.item() for s in range(2)]
+    [3.0, 5.7]
     """
 
     per_rank = False

@@ -18,11 +18,15 @@ class momentum_feedback(Feedback, name="momentum_feedback"):
     State: ``momentum``, as large as the gradient; differs between ranks.
 
     Options:
-        decay: in [0, 1).
+        decay: what is left of momentum after a step, in [0, 1).
 
     Reference: Peng, Quesnelle, Kingma, DeMo, arXiv 2411.19870.  Differs from it in: gradients are
     added up, where it adds up learning rate * gradient.  At a constant rate this is the same, but
     for the unit; see :class:`error_feedback` for why.
+
+    >>> world = World(chain(momentum_feedback(0.5), via=allgather(top_k(0.5))), size=1)
+    >>> [world.exchange([np.array([4.0, 3.0])])[0].mean.tolist() for step in range(2)]
+    [[4.0, 0.0], [0.0, 4.5]]
     """
 
     decay: float = 0.999
