@@ -17,9 +17,15 @@ class OuterSGD(Configurable, kind="outer optimizer", name="sgd"):
         x = x - lr (d + momentum v)        with Nesterov momentum, else x - lr v
 
     Args:
-        lr: the learning rate.
-        momentum: 0 for none.
+        lr: the learning rate, 0 or more.
+        momentum: from 0, for none, to 1.
         nesterov: use Nesterov momentum.
+
+    Raises:
+        ConfigError: an option makes no sense.
+
+    >>> OuterSGD(lr=0.5, momentum=0.0).stepped(np.array([1.0]), np.array([0.2]), {})
+    (array([0.9]), {})
     """
 
     lr: float = 0.7
