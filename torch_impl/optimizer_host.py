@@ -12,7 +12,6 @@ import torch
 from hvd_compress.optimizers import Formula, Now
 from hvd_compress.optimizers.base import documented
 
-
 _PARAMS = """\
 ``params`` are those of the model, floats of any shape, or groups of them with options of their own,
 as for every optimizer of ``torch.optim``."""
