@@ -38,6 +38,8 @@ class ChocoSGD(DecentralizedMethod, name="choco_sgd"):
         gamma: how far to mix, in (0, 1]: less for coarser codecs.
         seed: of codecs that draw.
 
+    Reference: Koloskova, Stich, Jaggi, ICML 2019.
+
     >>> from hvd_compress.systems.graphs import simulate
     >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5
     >>> simulate(ChocoSGD(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)

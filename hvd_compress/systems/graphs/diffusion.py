@@ -24,6 +24,8 @@ class Diffusion(DecentralizedMethod, name="diffusion"):
         topology: a topology, its name such as "cycle" or "grid:rows=4", pairs of ranks, or a matrix
             of weights; see ``as_topology``.
 
+    Reference: Cattivelli, Sayed, IEEE TSP 2010.
+
     >>> from hvd_compress.systems.graphs import simulate
     >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5
     >>> simulate(Diffusion(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)
@@ -75,6 +77,8 @@ class DGD(Diffusion, name="dgd"):
 
     Args:
         topology: as for :class:`Diffusion`.
+
+    Reference: Nedic, Ozdaglar, IEEE TAC 2009.
 
     >>> from hvd_compress.systems.graphs import simulate
     >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5

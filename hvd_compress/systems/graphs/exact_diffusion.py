@@ -31,6 +31,9 @@ class ExactDiffusion(CompositeMethod, name="exact_diffusion"):
     Differs from the paper in: P2D2 has Wt as its matrix.  Its formula is recalled; it was compared
     with Prox-LEAD, whose iterates it gives where that does not compress (gamma = 1).
 
+    Reference: Yuan, Ying, Zhao, Sayed, IEEE TSP 2019; Yuan, Alghunaim, Ying, Sayed, TSP 2020;
+    Alghunaim, Yuan, Sayed, NeurIPS 2019 (P2D2).
+
     >>> from hvd_compress.systems.graphs import simulate
     >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5
     >>> simulate(ExactDiffusion(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)
@@ -60,6 +63,8 @@ class NIDS(CompositeMethod, name="nids"):
 
     Args:
         topology, prox: as for :class:`ExactDiffusion`.
+
+    Reference: Li, Shi, Yan, IEEE TSP 2019; Tang et al. (D2), ICML 2018.
 
     >>> from hvd_compress.systems.graphs import simulate
     >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5

@@ -74,6 +74,8 @@ class LEAD(CompositeMethod, name="lead"):
     Differs from the paper in: eta D is kept in the place of D, so a learning rate that changes
     scales nothing; H_0 = 0, so that ranks may begin anywhere.
 
+    Reference: Liu et al., ICLR 2021 (LEAD); Li, Liu, Tang, Yan, Yuan, 2021 (Prox-LEAD).
+
     >>> from hvd_compress.systems.graphs import simulate
     >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5
     >>> simulate(LEAD(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)

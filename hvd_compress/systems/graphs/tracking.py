@@ -33,6 +33,8 @@ class GradientTracking(DecentralizedMethod, name="gradient_tracking"):
         topology: see :class:`Diffusion`.
         form: "diging" or "atc", see above.
 
+    Reference: Nedic, Olshevsky, Shi, SIAM J. Optimization 2017; Xu et al., CDC 2015 (ATC).
+
     >>> from hvd_compress.systems.graphs import simulate
     >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5
     >>> simulate(GradientTracking(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)
@@ -77,6 +79,8 @@ class PushDIGing(DecentralizedMethod, name="push_diging"):
 
     Args:
         topology: see :class:`Diffusion`; directed ones need not be balanced.
+
+    Reference: Nedic, Olshevsky, Shi, SIAM J. Optimization 2017.
 
     >>> from hvd_compress.systems.graphs import simulate
     >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5

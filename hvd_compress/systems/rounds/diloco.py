@@ -42,6 +42,8 @@ class DiLoCo(Rounds, name="diloco"):
     Differs from the papers in: compression by any method; fragments are of neighbouring parameters,
     whatever layer they belong to.
 
+    Reference: Douillard et al., 2023 and 2025 (streaming).
+
     >>> from hvd_compress.systems import World, rounds
     >>> world = World(rounds.DiLoCo(sync_every=1), size=2)
     >>> x = world.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}])

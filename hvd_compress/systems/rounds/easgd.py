@@ -53,6 +53,8 @@ class EASGD(TrainingMethod, name="easgd"):
     Differs from the paper in: no server, since every rank keeps the centre.  Unlike local SGD it
     moves the stationary points of what is minimised.
 
+    Reference: Zhang, Choromanska, LeCun, NeurIPS 2015.
+
     >>> from hvd_compress.systems import World, rounds
     >>> world = World(rounds.EASGD(sync_every=2, beta=0.5), size=2)
     >>> x = world.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}])

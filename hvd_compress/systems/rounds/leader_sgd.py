@@ -80,6 +80,8 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
     pulled to its own older parameters, both as in the paper's formula; ranks do not send their
     learning rates.
 
+    Reference: Teng et al., NeurIPS 2019.
+
     >>> from hvd_compress.systems import World, rounds
     >>> world = World(rounds.LeaderSGD(global_every=1, local_every=1, local_pull=0), size=2)
     >>> x = world.before_step([{"w": np.zeros(1)}, {"w": np.ones(1)}], losses=[0.5, 0.2])

@@ -33,6 +33,8 @@ class LocalSGD(Rounds, name="local_sgd"):
 
     Differs from the paper in: compression, as in Qsparse-local-SGD (Basu et al., NeurIPS 2019).
 
+    Reference: Stich, ICLR 2019; Lin et al., ICLR 2020 (post-local SGD).
+
     >>> from hvd_compress.systems import World, rounds
     >>> world = World(rounds.LocalSGD(sync_every=1), size=2)
     >>> x = world.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}])

@@ -33,6 +33,8 @@ class SlowMo(Rounds, name="slowmo"):
         buffers: what happens to the local optimizer's momentum at an exchange: "keep", "average"
             or "reset".
 
+    Reference: Wang et al., ICLR 2020.
+
     >>> from hvd_compress.systems import World, rounds
     >>> world = World(rounds.SlowMo(sync_every=1, momentum=0.5), size=2)
     >>> x = world.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}], rates={"w": 0.1})

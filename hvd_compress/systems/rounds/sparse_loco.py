@@ -41,6 +41,8 @@ class SparseLoCo(Rounds, name="sparse_loco"):
     Differs from the paper in: the largest elements are those of a tensor, not of chunks of it;
     their values have 4 bits, where the paper has 2.
 
+    Reference: Sarfi et al., arXiv 2508.15706.
+
     >>> from hvd_compress.systems import World, rounds
     >>> world = World(rounds.SparseLoCo(sync_every=1, density=0.5, values="float32"), size=2)
     >>> x = world.before_step([{"w": np.zeros(2)}, {"w": np.zeros(2)}])

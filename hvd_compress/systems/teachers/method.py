@@ -53,6 +53,8 @@ class Codistillation(Configurable, kind="codistillation", name="codistillation")
     Differs from the papers in: predictions may be exchanged in every T-th step only; 16 bits on the
     wire; a warm start of the weight.
 
+    Reference: Anil et al., ICLR 2018; Sodhani et al., 2020.
+
     Of the options alone, with steps counted from 1:
 
     >>> from hvd_compress.systems.teachers import Codistillation
