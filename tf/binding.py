@@ -117,6 +117,14 @@ class Binding(tf.Module):
         states: variables by index of the slot and key.
         sharing: indices of the slots that have something in common with others.
         on_behalf: others whose messages count here as well.
+
+    >>> w = tf.Variable(tf.ones(1000))
+    >>> binding = hvd.bind(hvd.TopK(density=0.01), [w])
+    >>> with tf.GradientTape() as tape:
+    ...     loss = tf.reduce_sum(w * w)
+    >>> tape = hvd.DistributedGradientTape(tape, compression=binding)
+    >>> int(tf.math.count_nonzero(tape.gradient(loss, w)))
+    10
     """
 
     _next_number: ClassVar[int] = 0

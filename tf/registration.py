@@ -119,6 +119,9 @@ def wrap_optimizer(
                 "dgc:density=0.01"; the optimizer is this package's then, as always under Keras 3.
                 With Horovod's own, and with none unless ``HVD_COMPRESSION`` names one, those of
                 tf_keras are Horovod's.
+            op, groups, sparse_as_dense, gradient_predivide_factor, device_dense, device_sparse: as
+                in Horovod: ``hvd.Average`` or ``hvd.Sum``, what is sent together, whether sparse
+                gradients are made dense, what is divided by before adding, and where.
             seed: for randomness that the ranks share.
             method: a training method, for Keras 3, which sends no gradients; options of these are
                 left out then.

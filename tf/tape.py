@@ -48,9 +48,14 @@ def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
         saves it; ``DistributedGradientTape(tape, compression=...)`` takes it in place of a method.
 
         Args:
+            compression: a method, its class, its name, or a text such as "dgc:density=0.01".
+            variables: of TensorFlow or Keras, floats of any shape, in the order of the gradients.
             options: of :class:`hvd_compress.tensorflow.binding.Binding`, such as ``seed``;
                 ``momentum`` for methods that take it over, which the optimizer must not apply
                 again.
+
+        Raises:
+            ConfigError: there are no variables, or an option has a value that cannot be honoured.
         """
         return _bound(runtime, compression, variables, **options)
 

@@ -44,6 +44,14 @@ class Binding:
     Attributes:
         store: what the optimizer knows of its parameters.
         reducer: averages gradients.
+
+    >>> w = torch.nn.Parameter(torch.ones(1000))
+    >>> sgd = torch.optim.SGD([w], lr=0.1)
+    >>> optimizer = hvd.DistributedOptimizer(sgd, [("w", w)], compression=hvd.TopK(density=0.01))
+    >>> w.square().sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.compression.stats().layers["w"].elements_sent
+    10
     """
 
     def __init__(

@@ -58,11 +58,22 @@ def _locked(method: F) -> F:
 class CompressedOptimizer(torch.optim.Optimizer):
     """An optimizer whose ``step()`` works on the gradients of all ranks.
 
+    ``DistributedOptimizer`` makes it, of the user's ``optimizer``, with the ``names`` of parameters
+    and its options, ``groups`` among them.
+
     Attributes:
         compression: the method with its state: ``stats()``, ``set_epoch(epoch)``,
             ``report_at_exit()``, ``method``.
         op, gradient_predivide_factor, backward_passes_per_step, sparse_as_dense, process_set: the
             options of ``DistributedOptimizer``.
+
+    >>> w = torch.nn.Parameter(torch.tensor([3.0, 1.0]))
+    >>> sgd = torch.optim.SGD([w], lr=0.1)
+    >>> optimizer = hvd.DistributedOptimizer(sgd, compression=hvd.TopK(density=0.5))
+    >>> w.square().sum().backward()  # 6 and 2
+    >>> optimizer.step()
+    >>> isinstance(optimizer, torch.optim.SGD), w.detach(), optimizer.state[w]
+    (True, tensor([2.4000, 1.0000]), {'compression.residual': tensor([0., 2.])})
     """
 
     compression: Binding

@@ -200,6 +200,17 @@ class DDPState:
     Raises:
         ConfigError: the method takes momentum over, and none was named; ``residuals`` is neither
             of the two; or, from the hook, this state belongs to another model.
+
+    >>> torch.distributed.init_process_group(
+    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    ... )
+    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 10))
+    >>> state = hvd.DDPState(hvd.TopK(density=0.01), model)
+    >>> model.register_comm_hook(state, hvd.ddp_hook)
+    >>> model(torch.ones(1, 100)).sum().backward()
+    >>> sum(record.elements_sent for record in state.stats().layers.values())
+    11
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(

@@ -47,6 +47,13 @@ class CompressedGradients:
     Raises:
         ConfigError: from ``trainer.fit``: those of ``DDPState``; or a method with residuals and
             ``precision="16-mixed"``, whose loss scale changes.
+
+    >>> from hvd_compress.torch.lightning import CompressedGradients
+    >>> from lightning.pytorch.strategies import DDPStrategy
+    >>> class Mine(CompressedGradients, DDPStrategy):
+    ...     strategy_name = "mine"
+    >>> Mine(hvd.TopK(density=0.01), find_unused_parameters=True).strategy_name
+    'mine'
     """
 
     def __init__(
@@ -102,5 +109,13 @@ class CompressedGradients:
 
 
 class CompressedDDPStrategy(CompressedGradients, DDPStrategy):
-    """Lightning's ``DDPStrategy``, whose gradients a method compresses; see
-    :class:`CompressedGradients` for the arguments."""
+    """Lightning's ``DDPStrategy``, whose gradients a method compresses.
+
+    Args:
+        compression, momentum, nesterov, seed, residuals, options: as for
+            :class:`CompressedGradients`, whose errors these are, too.
+
+    >>> strategy = CompressedDDPStrategy(hvd.DGC(density=0.01, momentum=0.9))
+    >>> print(strategy.compression)  # a DDPState, once fit() has the model
+    None
+    """

@@ -12,6 +12,10 @@ import torch
 from hvd_compress.optimizers import Formula, Now
 from hvd_compress.optimizers.base import documented
 
+_PARAMS = """\
+``params`` are those of the model, floats of any shape, or groups of them with options of their own,
+as for every optimizer of ``torch.optim``."""
+
 
 class FormulaOptimizer(torch.optim.Optimizer):
     """Steps by a formula, one tensor after the other.
@@ -34,7 +38,7 @@ class FormulaOptimizer(torch.optim.Optimizer):
             params = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
             options = inspect.signature(cls.formula).parameters.values()
             cls.__signature__ = inspect.Signature([params, *options])  # type: ignore[attr-defined]
-            cls.__doc__ = documented(cls)
+            cls.__doc__ = f"{documented(cls)}\n\n{_PARAMS}"
 
     def __init__(self, params: Iterable[Any], *options: Any, **named: Any) -> None:
         # Horovod makes its optimizer from the parameter groups alone: all options are there.

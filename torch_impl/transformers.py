@@ -52,6 +52,15 @@ class CompressedGradients:
         SetupError: this version of Transformers saves its checkpoints in another way.
         ConfigError: from ``train``: those of ``DDPState``; or a method with residuals and
             ``fp16=True``, whose loss scale changes.
+
+    >>> import tempfile, transformers
+    >>> class Mine(CompressedGradients, transformers.Trainer):
+    ...     pass
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     args = transformers.TrainingArguments(folder)
+    ...     trainer = Mine(torch.nn.Linear(2, 1), args, compression=hvd.TopK(density=0.01))
+    >>> print(trainer.compression)  # a DDPState, once train() has distributed the model
+    None
     """
 
     def __init__(
@@ -131,5 +140,16 @@ class _Epochs(TrainerCallback):
 
 
 class CompressedTrainer(CompressedGradients, Trainer):
-    """Transformers' ``Trainer``, whose gradients a method compresses; see
-    :class:`CompressedGradients` for the arguments."""
+    """Transformers' ``Trainer``, whose gradients a method compresses.
+
+    Args:
+        arguments, compression, momentum, nesterov, seed, residuals, options: as for
+            :class:`CompressedGradients`, whose errors these are, too.
+
+    >>> import tempfile, transformers
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     args = transformers.TrainingArguments(folder)
+    ...     trainer = CompressedTrainer(torch.nn.Linear(2, 1), args, compression="powersgd:rank=4")
+    >>> isinstance(trainer, transformers.Trainer)
+    True
+    """

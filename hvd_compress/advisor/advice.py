@@ -23,7 +23,16 @@ ACCURACIES = ("exact", "feedback", "lossy")
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A method as users write it, and what it does to averages, one of ``ACCURACIES``."""
+    """A method to choose from.
+
+    Attributes:
+        method: as users write it, such as "topk:density=0.01".
+        accuracy: what it does to averages, one of ``ACCURACIES``: "exact", but for rounding to 16
+            bits; "feedback", what is not sent is kept and sent later; "lossy".
+
+    >>> Candidate("powersgd:rank=4", "feedback") in CANDIDATES
+    True
+    """
 
     method: str
     accuracy: str
@@ -56,6 +65,10 @@ class Step:
         whole: from the start of backward to the last average.
         processor: of the method's own work in it.
         wire: of its messages, hidden behind backward or not.
+
+    >>> step = step_of(kept("resnet50")["fp16"], Network(ranks=4, bandwidth=1e9), backward=0.5)
+    >>> round(step.wire, 3), step.whole > 0.5  # not all of it is hidden
+    (0.614, True)
     """
 
     whole: float
@@ -64,7 +77,13 @@ class Step:
 
 
 def step_of(piece: Piece, network: Network, backward: float = 0.0) -> Step:
-    """Return the time of a step on a network, with ``backward`` seconds of computing gradients."""
+    """Return the time of a step with one method.
+
+    Args:
+        piece: what the method costs by itself.
+        network: where messages travel.
+        backward: seconds of computing gradients, behind which messages are hidden.
+    """
     p = network.ranks
     wire = sum(
         network.seconds(kind, m.nbytes(p), m.exchanges) for kind, m in piece.messages.items()
@@ -79,7 +98,11 @@ def step_of(piece: Piece, network: Network, backward: float = 0.0) -> Step:
 
 
 def allowed(accuracy: str) -> tuple[Candidate, ...]:
-    """Return the candidates that lose no more than ``accuracy`` says."""
+    """Return the candidates that lose no more than ``accuracy`` says.
+
+    Raises:
+        ConfigError: it is none of ``ACCURACIES``.
+    """
     check_choice("accuracy", accuracy, ACCURACIES)
     most = ACCURACIES.index(accuracy)
     return tuple(c for c in CANDIDATES if ACCURACIES.index(c.accuracy) <= most)
@@ -101,6 +124,12 @@ def choose(
         accuracy: the most that may be lost.
         candidates: from which to choose, in the place of the advisor's of this accuracy; those that
             lose least first.
+
+    Raises:
+        ConfigError: ``accuracy`` is none of ``ACCURACIES``.
+
+    >>> choose(kept("resnet50"), Network(ranks=8, bandwidth=1e9), backward=0.5, accuracy="exact")
+    'fp16'
     """
     seconds = seconds_of(pieces, network, backward)
     best, least, loses = "", math.inf, ""
@@ -117,7 +146,8 @@ def choose(
 def seconds_of(
     pieces: Mapping[str, Piece], network: Network, backward: float = 0.0
 ) -> dict[str, float]:
-    """Return the seconds of a step by method."""
+    """Return the seconds of a step by method; see :func:`step_of` for ``network`` and ``backward``.
+    ``pieces`` are by method, too."""
     return {method: step_of(piece, network, backward).whole for method, piece in pieces.items()}
 
 
@@ -125,7 +155,14 @@ def break_even(
     piece: Piece, against: Piece, network: Network, backward: float = 0.0
 ) -> float | None:
     """Return the bandwidth in bit/s below which a method is faster than another one; infinity if it
-    always is, ``None`` if it never is, from 1 Mbit/s to 1 Tbit/s."""
+    always is, ``None`` if it never is, from 1 Mbit/s to 1 Tbit/s.
+
+    Args:
+        piece: of the method.
+        against: of the other one.
+        network: whose ``bandwidth`` is not looked at.
+        backward: seconds of computing gradients.
+    """
 
     def gains(bandwidth: float) -> bool:
         there = dataclasses.replace(network, bandwidth=bandwidth)
@@ -144,7 +181,12 @@ def break_even(
 
 
 def is_bottleneck(pieces: Mapping[str, Piece], network: Network, backward: float) -> bool:
-    """Return whether more than a twentieth of a step in fp16 is time that messages cost."""
+    """Return whether more than a twentieth of a step in fp16 is time that messages cost.
+
+    Args:
+        pieces: by method, "fp16" among them.
+        network, backward: as for :func:`step_of`.
+    """
     step = step_of(pieces["fp16"], network, backward)
     alone = backward + step.processor
     return step.whole - alone > 0.05 * step.whole
@@ -153,7 +195,15 @@ def is_bottleneck(pieces: Mapping[str, Piece], network: Network, backward: float
 def rows_of(
     pieces: Mapping[str, Piece], network: Network, backward: float, methods: Iterable[Candidate]
 ) -> list[dict[str, Any]]:
-    """Return what a table says of each method, the shortest step first."""
+    """Return what a table says of each method, the shortest step first: seconds of the whole step,
+    of the processor and of messages, the bytes of a rank, and the :func:`break_even` against fp16
+    in bit/s.
+
+    Args:
+        pieces: by method, "fp16" and those of ``methods`` among them.
+        network, backward: as for :func:`step_of`.
+        methods: the rows.
+    """
     base = pieces["fp16"]
     rows = []
     for candidate in methods:

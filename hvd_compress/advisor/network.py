@@ -25,6 +25,13 @@ class Network:
         hosts: their number; ``None``: each rank has one.
         inner_bandwidth: bits a second between ranks of one host.
         inner_latency: seconds of a round between ranks of one host.
+
+    Raises:
+        ConfigError: an option makes no sense, or the hosts have not as many ranks each.
+
+    >>> network = Network(ranks=4, bandwidth=10e9, latency=0.0)
+    >>> network.seconds("sum", nbytes=100e6)  # 2 * 3/4 of 100 MB by the line of each
+    0.12
     """
 
     ranks: int

@@ -67,6 +67,10 @@ class Piece:
         before: processor seconds up to the first exchange of each bucket.
         after: processor seconds from there on, apart from
         each: those that every rank adds, for instance to read its message.
+
+    >>> piece = kept("resnet50")["topk:density=0.01"]
+    >>> round(piece.nbytes(ranks=4))  # where float32 has 102228128
+    1281816
     """
 
     messages: Mapping[str, Messages]
@@ -178,6 +182,7 @@ def measured(method: Any, shapes: Shapes, *, steps: int = 5, seed: int = 0) -> P
         method: a method, its name, or a string such as "topk:density=0.01".
         shapes: of the parameters by name.
         steps: of which the shortest counts, after two that prepare.
+        seed: of the gradients.
     """
     before, two, of_two = _run(method, shapes, 2, steps, seed)
     _, three, of_three = _run(method, shapes, 3, steps, seed)
@@ -231,7 +236,11 @@ def _run(
 
 
 def kept(model: str) -> dict[str, Piece]:
-    """Return the pieces of a model of ``KEPT`` by method, as measured when they were made."""
+    """Return the pieces of a model by method, as measured when they were made.
+
+    Args:
+        model: one of ``KEPT``, which others are a ``KeyError`` for.
+    """
     return {method: from_json(row) for method, row in json.loads(_FILE.read_text())[model].items()}
 
 

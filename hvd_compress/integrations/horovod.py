@@ -171,6 +171,7 @@ def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framewor
     """Return ``package.name`` from Horovod's module, which alone has it."""
     if name.startswith("__") or _is_submodule(package, name):
         raise AttributeError(name)
+    check_server(name)
     if isinstance(horovod, ImportError):
         raise SetupError(
             f"hvd.{name} needs Horovod with {framework} ({horovod}); run `hvd-compress "
@@ -180,6 +181,23 @@ def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framewor
         where = "; building blocks are in hvd_compress.blocks" if hasattr(blocks, name) else ""
         raise AttributeError(f"{package} and {horovod.__name__} have no {name!r}{where}")
     return getattr(horovod, name)
+
+
+#: servers with the same name in PyTorch and NumPy
+_ASYNCHRONOUS = ("AsynchronousEASGD", "AsynchronousLeaderSGD")
+
+
+def check_server(name: str) -> None:
+    """Raise ``UnsupportedError`` for a name that is of parameter servers: these are for PyTorch and
+    NumPy, over MPI alone."""
+    if name in {"parameter_server", "ParameterServer", *_ASYNCHRONOUS}:
+        there = name if name in _ASYNCHRONOUS else "ParameterServer"
+        raise UnsupportedError(
+            f"hvd.{name} is there over MPI alone, for PyTorch (import hvd_compress.torch.mpi as "
+            f"hvd) and for NumPy arrays (hvd_compress.mpi.{there}), and not for TensorFlow and "
+            "Keras, whose hvd.DistributedOptimizer takes method=hvd.LocalSGD(sync_every=8) for "
+            "ranks that seldom meet"
+        )
 
 
 @functools.cache  # scripts ask for hvd.rank at every step

@@ -38,6 +38,11 @@ class MpiEngine:
     Args:
         comm: ``None`` for all ranks.
         predivide: sums are scaled by 1 / predivide before and by predivide after adding.
+
+    >>> engine = MpiEngine(MPI.COMM_SELF)
+    >>> engine.rank, engine.size
+    (0, 1)
+    >>> engine.close()
     """
 
     is_collective = True

@@ -63,7 +63,13 @@ def _broadcast(comm: Communicator, raw: np.ndarray, root: int) -> Algorithm:
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all ranks, in rank order; they are pickled."""
+    """Return the objects of all ranks, in rank order.
+
+    Args:
+        obj: anything that can be pickled; of any size, which may differ between ranks.
+        name: accepted as Horovod's.
+        process_set: the ranks that take part.
+    """
     raw = np.frombuffer(pickle.dumps(obj), np.uint8)
     return [pickle.loads(part.tobytes()) for part in gather_bytes(raw, "object", process_set)]
 
@@ -74,7 +80,17 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the object of ``root_rank`` on all ranks; it is pickled."""
+    """Return the object of ``root_rank`` on all ranks.
+
+    Args:
+        obj: anything that can be pickled; not looked at on other ranks.
+        root_rank: whose it is, among all ranks.
+        name: accepted as Horovod's.
+        process_set: the ranks that take part.
+
+    Raises:
+        ConfigError: the root is not one of them.
+    """
     is_root = global_process_set.rank() == root_rank
     raw = np.frombuffer(pickle.dumps(obj) if is_root else b"", np.uint8).copy()
     length = np.array([raw.size], np.int64)
@@ -86,7 +102,7 @@ def broadcast_object(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks have called this."""
+    """Wait until all ranks of ``process_set`` have called this."""
     comm = process_set.communicator
     comm.run("barrier", _barrier(comm))
 

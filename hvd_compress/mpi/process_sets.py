@@ -15,7 +15,13 @@ class ProcessSet:
     """Ranks that work together; only those that belong to it may use it.
 
     Args:
-        ranks: their numbers among all ranks; ``None`` for all.
+        ranks: their numbers among all ranks, from 0, in any order; ``None`` for all.
+
+    >>> pair = hvd.add_process_set(hvd.ProcessSet([0]))
+    >>> pair.included(), pair.rank(), pair.size()
+    (True, 0, 1)
+    >>> hvd.remove_process_set(pair)
+    True
     """
 
     def __init__(self, ranks: Sequence[int] | None) -> None:
@@ -76,6 +82,9 @@ def init(comm: MPI.Comm | None = None) -> None:
 
     Args:
         comm: the ranks that train together; ``None`` for all.
+
+    Raises:
+        SetupError: MPI was initialised without support for threads.
     """
     if global_process_set.comm is None:
         global_process_set.comm = Communicator(comm)
@@ -99,7 +108,8 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Return the number of this rank among all."""
+    """Return the number of this rank among all, from 0; before ``init`` it is a ``SetupError``, as
+    it is for the three others."""
     return global_process_set.rank()
 
 
@@ -121,10 +131,15 @@ def local_size() -> int:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a set of ranks usable; every rank calls it.
+    """Make a set of ranks usable, and return it; every rank calls it.
+
+    Args:
+        process_set: a :class:`ProcessSet`, or numbers of ranks.
 
     Raises:
         ConfigError: there is no rank of such a number.
+        MismatchError: the ranks make other sets.
+        SetupError: ``hvd.init()`` is missing.
     """
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     everyone = global_process_set.communicator
@@ -143,7 +158,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Free the communicator of the set and return ``True``; every rank calls it."""
+    """Free the communicator of ``process_set`` and return ``True``; every rank calls it."""
     process_set.free()
     return True
 

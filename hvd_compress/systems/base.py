@@ -39,7 +39,16 @@ State = dict[str, Arrays]
 
 class Start(NamedTuple):
     """Begin to average ``arrays`` over the ranks, through the method's compression; the reply is
-    ``None``.  ``round`` counts, from 0, the averages of the same arrays."""
+    ``None``.
+
+    Attributes:
+        arrays: floats of any shape by name, the same names and shapes on all ranks.
+        round: counts, from 0, the averages of the same arrays.
+
+    >>> method, x = SlowMo(sync_every=1), {"w": np.zeros(2)}
+    >>> next(method.after_step({"w": x["w"] - 1}, method.init(x), StepContext()))
+    Start(arrays={'w': array([1., 1.])}, round=0)
+    """
 
     arrays: Arrays
     round: int
@@ -47,11 +56,25 @@ class Start(NamedTuple):
 
 class Finish(NamedTuple):
     """Wait for what was started, in this step or an earlier one; the reply is the averages by name,
-    the same bits on all ranks."""
+    the same bits on all ranks.
+
+    >>> method, x = SlowMo(sync_every=1), {"w": np.zeros(2)}
+    >>> steps = method.after_step({"w": x["w"] - 1}, method.init(x), StepContext())
+    >>> start, finish = next(steps), steps.send(None)
+    >>> finish
+    Finish()
+    """
 
 
 class Mean(NamedTuple):
-    """Average ``arrays`` over the ranks without compression; the reply is the averages by name."""
+    """Average over the ranks without compression; the reply is the averages by name.
+
+    Attributes:
+        arrays: floats of any shape by name, the same names and shapes on all ranks.
+
+    >>> next(LocalSGD().consensus({"w": np.ones(2)}, {}))  # to be tested
+    Mean(arrays={'w': array([1., 1.])})
+    """
 
     arrays: Arrays
 
@@ -81,6 +104,10 @@ class StepContext(NamedTuple):
         node: the name of this rank's node.
         like: an array of the kind that messages are made of, for methods that send something even
             when no parameter is trained.
+
+    >>> context = StepContext(step=8, rank=1, size=4)
+    >>> context.step, context.losses
+    (8, ())
     """
 
     step: int = 1
@@ -94,7 +121,21 @@ class StepContext(NamedTuple):
 
 
 class TrainingMethod(Configurable, abc.ABC, kind="training"):
-    """A way to train with local steps, with its options; subclasses are frozen dataclasses."""
+    """A way to train with local steps, with its options; subclasses are frozen dataclasses.
+
+    Parameters and state are arrays by name, of any backend and shape: floats, of which half
+    precisions are added up in float32.  All methods raise ``ConfigError`` when they are made with
+    options that make no sense, and when training begins with a number of ranks that they do not
+    work with.
+
+    >>> class Averaging(TrainingMethod):
+    ...     def after_step(self, parameters, state, context):
+    ...         return (yield Mean(parameters)), state
+    >>> world = World(Averaging(), size=2)
+    >>> x = world.before_step([{"w": np.array([0.0])}, {"w": np.array([4.0])}])
+    >>> world.after_step(x)[0]["w"]
+    array([2.])
+    """
 
     #: the paper that describes the method
     reference: ClassVar[str] = ""

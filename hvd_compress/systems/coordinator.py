@@ -58,10 +58,21 @@ class Coordinator:
             of the parameters.
         node: the name of this rank's node; ``None`` for the host's.
 
+    Raises:
+        ConfigError: it is no training method, or does not work with so many ranks.
+
     Attributes:
         method: the training method.
         owner: has its steps, state and exchanges.
         reducer: averages what the method sends through its compression.
+
+    >>> from hvd_compress.engines.local import LocalEngine
+    >>> x, coordinator = {"w": np.ones(3)}, Coordinator(LocalSGD(sync_every=2), LocalEngine())
+    >>> for _ in range(4):
+    ...     x = coordinator.before_step(x)
+    ...     x = coordinator.after_step({"w": x["w"] - 0.1})
+    >>> coordinator.step, coordinator.exchanges
+    (4, 2)
     """
 
     def __init__(

@@ -51,6 +51,13 @@ class Owner:
         exchanges: the number of steps in which ranks exchanged something.
         state: the system's state.
         record: the bytes of exchanges.
+
+    >>> from hvd_compress.engines.local import LocalEngine
+    >>> from hvd_compress.requests import Sum
+    >>> def exchange(x):
+    ...     return (yield Sum(x))
+    >>> Owner("mine", LocalEngine, lambda: {"option": "1"}).ask(exchange(np.ones(2)))
+    array([1., 1.])
     """
 
     def __init__(

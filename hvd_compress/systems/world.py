@@ -33,21 +33,23 @@ class World:
         nodes: the name of each rank's node; ``None`` if all are on one.
         seed: the seed of random numbers that the ranks share.
 
+    Raises:
+        ConfigError: the method does not work with so many ranks.
+        MismatchError: from the first step: the ranks begin with other weights, and the method needs
+            the same.
+
     Attributes:
         states: the state of each rank.
         step: the number of local steps so far.
         exchanges: the number of steps so far in which ranks exchanged something.
-        bytes_sent: what rank 0 has sent.
+        bytes_sent: bytes that rank 0 has sent.
 
-    Example:
-        >>> import numpy as np
-        >>> from hvd_compress.systems.rounds import LocalSGD
-        >>> world = World(LocalSGD(sync_every=2), size=2)
-        >>> x = [{"w": np.array([0.0])}, {"w": np.array([4.0])}]
-        >>> for _ in range(2):
-        ...     x = world.after_step(world.before_step(x))
-        >>> x[0]["w"]
-        array([2.])
+    >>> world = World(LocalSGD(sync_every=2), size=2)
+    >>> x = [{"w": np.array([0.0])}, {"w": np.array([4.0])}]
+    >>> for _ in range(2):
+    ...     x = world.after_step(world.before_step(x))
+    >>> x[0]["w"], world.exchanges, world.bytes_sent
+    (array([2.]), 1, 8)
     """
 
     def __init__(

@@ -92,6 +92,8 @@ def older_optimizers_are_refused() -> None:
     for module in (hvd, hvd_keras, horovod.tensorflow.keras):
         with raises(UnsupportedError, "legacy are not supported: use tf_keras.optimizers.SGD"):
             module.DistributedOptimizer(old, compression=DGC)
+    with raises(ConfigError, "method=", "keras.optimizers of Keras 3", "leave method out"):
+        hvd_keras.DistributedOptimizer(_sgd(), method=hvd_keras.ExactDiffusion("cycle"))
 
 
 def without_a_method_it_is_horovods_own() -> None:

@@ -134,6 +134,8 @@ def what_cannot_work_says_what_to_write() -> None:
     for module in (hvd, hvd_keras):
         with raises(AttributeError, "no 'no_such_thing'"):
             _ = module.no_such_thing
+        with raises(UnsupportedError, "hvd.parameter_server", "import hvd_compress.torch.mpi"):
+            _ = module.parameter_server
     with raises(UnsupportedError, "op='adasum'"):
         hvd.allreduce(tf.ones([1]), op=hvd.Adasum)
     if hvd.size() == 1:

@@ -36,7 +36,18 @@ class CompressionCallback(_Callback):
     Must stand before ``ModelCheckpoint``, on every rank; validate on all ranks, or on none.
 
     Args:
-        consolidate: see above.
+        consolidate: whether to do that at the end of an epoch.
+
+    Raises:
+        ConfigError: training starts with an optimizer that is not of this package.
+
+    >>> model = keras.Sequential([keras.layers.Dense(1)])
+    >>> sgd = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvd.TopK(density=0.5))
+    >>> model.compile(sgd, "mse", run_eagerly=True)
+    >>> x, y, announce = np.ones((4, 2)), np.ones((4, 1)), CompressionCallback()
+    >>> history = model.fit(x, y, epochs=3, verbose=0, callbacks=[announce])
+    >>> float(sgd.compression.epoch)  # of the last one, from 0
+    2.0
     """
 
     def __init__(self, consolidate: bool = True) -> None:
@@ -86,6 +97,12 @@ class BroadcastGlobalVariablesCallback(_OverRanks, _Callback):
 
     Raises:
         ConfigError: ``local_variables`` has something else in it.
+
+    >>> model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="zeros")])
+    >>> model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+    >>> x, y, send = np.ones((4, 2)), np.ones((4, 1)), BroadcastGlobalVariablesCallback(root_rank=0)
+    >>> model.fit(x, y, verbose=0, callbacks=[send]).history["loss"]
+    [1.0]
     """
 
     def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
@@ -136,6 +153,11 @@ class MetricAverageCallback(_OverRanks, _Callback):
 
     Args:
         device: where the averages are computed, as for ``tf.device``.
+
+    >>> logs = {"loss": 0.5}  # what Keras hands to callbacks
+    >>> MetricAverageCallback().on_epoch_end(0, logs)
+    >>> logs
+    {'loss': 0.5}
     """
 
     def __init__(self, device: str = "") -> None:
@@ -171,6 +193,15 @@ class LearningRateScheduleCallback(_Callback):
 
     Raises:
         ConfigError: there is no ``initial_lr``, or nobody knows ``steps_per_epoch``.
+
+    Reference: Goyal et al., 2017, arXiv 1706.02677.
+
+    >>> model = keras.Sequential([keras.layers.Dense(1)])
+    >>> model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+    >>> drop = LearningRateScheduleCallback(initial_lr=0.1, multiplier=0.5)
+    >>> history = model.fit(np.ones((4, 2)), np.ones((4, 1)), epochs=3, verbose=0, callbacks=[drop])
+    >>> [round(rate, 3) for rate in history.history["lr"]]
+    [0.1, 0.05, 0.025]
     """
 
     def __init__(
@@ -238,8 +269,17 @@ class LearningRateWarmupCallback(_OverRanks, LearningRateScheduleCallback):
     """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` in ``warmup_epochs``,
     batch by batch.
 
-    ``initial_lr`` is the rate for all ranks together, as a rule that of one rank times their
-    number (Goyal et al., 2017).
+    Args:
+        initial_lr: the rate for all ranks together, as a rule that of one rank times their number
+            (Goyal et al., 2017).
+        warmup_epochs: how many it takes; 0 for none.
+        momentum_correction, steps_per_epoch: as for :class:`LearningRateScheduleCallback`, whose
+            errors these are, too.
+        verbose: whether rank 0 prints a line when it is over.
+
+    >>> warmup = LearningRateWarmupCallback(initial_lr=0.4, warmup_epochs=5, steps_per_epoch=100)
+    >>> warmup.multiplier(0)  # one rank alone has its own rate from the beginning
+    1.0
     """
 
     def __init__(
@@ -282,6 +322,10 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     Raises:
         ConfigError: training starts, and there is no file to save to.
+
+    >>> best = BestModelCheckpoint(monitor="val_loss", filepath="best.keras")
+    >>> best.save_best_only, best.filepath
+    (True, 'best.keras')
     """
 
     def __init__(

@@ -203,7 +203,8 @@ def _train_locally(
         )
     if not is_keras_3(optimizer):
         raise ConfigError(
-            f"optimizer must be one of keras.optimizers of Keras 3, not {type(optimizer).__name__}"
+            f"training methods (method=) are for keras.optimizers of Keras 3; got "
+            f"{type(optimizer).__name__}: leave method out, and pass a compression"
         )
     if keras.backend.backend() != "tensorflow":
         raise UnsupportedError("Keras must run on TensorFlow here: set KERAS_BACKEND=tensorflow")

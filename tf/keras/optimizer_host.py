@@ -19,6 +19,10 @@ from ..binding import Binding, native
 #: what Keras calls options of formulas; ``betas`` are two
 NAMES = {"lr": "learning_rate", "betas": "beta_1 and beta_2", "eps": "epsilon"}
 _BETAS = ("beta_1", "beta_2")
+_OPTIONS = """\
+Options have Keras's names, as in its own optimizers: ``learning_rate`` is lr, a number or a
+schedule, ``beta_1`` and ``beta_2`` are betas, ``epsilon`` is eps.  ``name`` and ``options``, such
+as ``clipnorm``, are those of every optimizer of Keras."""
 
 
 class FormulaOptimizer(keras.optimizers.Optimizer):
@@ -45,7 +49,7 @@ class FormulaOptimizer(keras.optimizers.Optimizer):
         if "formula" not in vars(cls):
             return
         cls.__signature__ = _signature(cls)
-        cls.__doc__ = documented(cls)
+        cls.__doc__ = f"{documented(cls)}\n\n{_OPTIONS}"
         keras.saving.register_keras_serializable(package="hvd_compress")(cls)
         # The class of a distributed optimizer is made from it, and is saved under its bare name.
         keras.saving.get_custom_objects()[cls.__name__] = cls

@@ -18,37 +18,44 @@ from .optimizer_host import FormulaOptimizer, PartnerOptimizer
 
 
 class LARS(FormulaOptimizer):
-    """LARS::
+    """LARS.
 
-        optimizer = hvd.DistributedOptimizer(hvd.LARS(3.2, weight_decay=1e-4), compression="topk")
-
-    Options have Keras's names, as in its own optimizers.
+    >>> w = keras.Variable([3.0, 4.0])
+    >>> lars = hvd.LARS(0.1, weight_decay=1e-4)
+    >>> optimizer = hvd.DistributedOptimizer(lars, compression=hvd.FP16)
+    >>> optimizer.apply([tf.constant([0.6, 0.8])], [w])
+    >>> w.numpy().round(3)
+    array([2.94, 3.92], dtype=float32)
     """
 
     formula = optimizers.LARS
 
 
 class LAMB(FormulaOptimizer):
-    """LAMB::
+    """LAMB.  ``keras.optimizers.Lamb`` takes the same steps without weight decay; it decays weights
+    beside the step, where the paper has decay inside of the direction whose norm is taken.
 
-        optimizer = hvd.DistributedOptimizer(hvd.LAMB(2e-3, weight_decay=0.01), compression="topk")
-
-    ``keras.optimizers.Lamb`` takes the same steps without weight decay; it decays weights beside
-    the step, where the paper has decay inside of the direction whose norm is taken.  Options have
-    Keras's names, as in its own optimizers.
+    >>> w = keras.Variable([3.0, 4.0])
+    >>> lamb = hvd.LAMB(2e-3, weight_decay=0.01)
+    >>> optimizer = hvd.DistributedOptimizer(lamb, compression=hvd.FP16)
+    >>> optimizer.apply([tf.constant([0.6, 0.8])], [w])
+    >>> w.numpy().round(3)
+    array([2.993, 3.993], dtype=float32)
     """
 
     formula = optimizers.LAMB
 
 
 class DeMo(PartnerOptimizer):
-    """DeMo::
+    """DeMo.  A step with another compression, with sparse gradients, or of a variable that stays
+    local is an error.
 
-        demo = hvd.DeMo(1e-3)
-        optimizer = hvd.DistributedOptimizer(demo, compression=demo.compressor())
-
-    A step with another compression, with sparse gradients, or of a variable that stays local is an
-    error.  Options have Keras's names, as in its own optimizers.
+    >>> w = keras.Variable([3.0, 4.0])
+    >>> demo = hvd.DeMo(1e-3)
+    >>> optimizer = hvd.DistributedOptimizer(demo, compression=demo.compressor())
+    >>> optimizer.apply([tf.constant([0.6, 0.8])], [w])
+    >>> w.numpy().round(3)
+    array([2.999, 3.999], dtype=float32)
     """
 
     formula = optimizers.DeMo
@@ -64,12 +71,15 @@ class DeMo(PartnerOptimizer):
 
 
 class OneBitAdam(PartnerOptimizer):
-    """1-bit Adam::
+    """1-bit Adam.
 
-        adam = hvd.OneBitAdam(1e-3, freeze_step=2000)
-        optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
-
-    Options have Keras's names, as in its own optimizers.
+    >>> w = keras.Variable([3.0, 4.0])
+    >>> adam = hvd.OneBitAdam(0.1, freeze_step=1)  # in earnest some thousand steps
+    >>> optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
+    >>> for _ in range(2):
+    ...     optimizer.apply([tf.constant([0.6, 0.8])], [w])
+    >>> w.numpy().round(3)
+    array([2.8, 3.8], dtype=float32)
     """
 
     formula = optimizers.OneBitAdam
@@ -98,12 +108,15 @@ class OneBitAdam(PartnerOptimizer):
 
 
 class OneBitLAMB(OneBitAdam):
-    """1-bit LAMB::
+    """1-bit LAMB.
 
-        lamb = hvd.OneBitLAMB(2e-3, freeze_step=2000)
-        optimizer = hvd.DistributedOptimizer(lamb, compression=lamb.compressor())
-
-    Options have Keras's names, as in its own optimizers.
+    >>> w = keras.Variable([3.0, 4.0])
+    >>> lamb = hvd.OneBitLAMB(0.1, freeze_step=1)
+    >>> optimizer = hvd.DistributedOptimizer(lamb, compression=lamb.compressor())
+    >>> for _ in range(2):
+    ...     optimizer.apply([tf.constant([0.6, 0.8])], [w])
+    >>> w.numpy().round(3)
+    array([2.328, 3.328], dtype=float32)
     """
 
     formula = optimizers.OneBitLAMB

@@ -36,13 +36,20 @@ class SAM:
     unless they are listed in ``statistics``.
 
     Args:
-        rho: radius of the ball in which the worst weights are looked for.
+        rho: radius of the ball in which the worst weights are looked for, 0 or more.
         average: averages a tensor over the ranks, so that eps is the same on all:
             ``hvd_compress.tensorflow.allreduce``, since that of Horovod's Keras module takes no
             symbols.  As many bytes again as a dense gradient.
 
     Raises:
         ConfigError: an option makes no sense.
+
+    Reference: Foret, Kleiner, Mobahi and Neyshabur, ICLR 2021, arXiv 2010.01412.
+
+    >>> w = keras.Variable(1.0)
+    >>> loss, [gradient] = hvd.SAM(rho=0.5).gradient(lambda: tf.square(w.value), [w])
+    >>> float(loss), float(w), float(gradient)  # the gradient is that at 1 + 0.5
+    (1.0, 1.0, 3.0)
     """
 
     rho = option("rho")
@@ -103,6 +110,16 @@ class ASAM(SAM):
         rho: radius of the ball, in units of the weights.
         eta: keeps T from zero.
         average: as for :class:`SAM`, which shows how it is used.
+
+    Raises:
+        ConfigError: an option makes no sense.
+
+    Reference: Kwon, Kim, Park and Choi, ICML 2021, arXiv 2102.11600.
+
+    >>> w, sam = keras.Variable(2.0), hvd.ASAM(rho=0.5, eta=0.0)
+    >>> loss, [gradient] = sam.gradient(lambda: tf.square(w.value), [w])
+    >>> float(gradient)  # that at 2 + 0.5 * 2
+    6.0
     """
 
     eta = option("eta")

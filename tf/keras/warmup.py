@@ -28,11 +28,19 @@ class ScaledWarmup(keras.optimizers.schedules.LearningRateSchedule):
     Args:
         learning_rate: that suits ``reference_batch_size``; a number or a schedule.
         batch_size: examples of all ranks in one step.
-        steps: that the warm-up takes.
+        reference_batch_size: examples of a step that ``learning_rate`` was found for.
+        steps: that the warm-up takes; 0 for none.
         scaling: "linear" or "sqrt"; see ``hvd_compress.optimizers.rate_factor``.
+        name: of the schedule.
 
     Raises:
         ConfigError: an option makes no sense.
+
+    Reference: Goyal et al., 2017, arXiv 1706.02677.
+
+    >>> rate = hvd.ScaledWarmup(0.1, batch_size=1024, reference_batch_size=256, steps=2)
+    >>> [round(float(rate(step)), 3) for step in range(4)]
+    [0.1, 0.25, 0.4, 0.4]
     """
 
     def __init__(

@@ -18,15 +18,17 @@ from .optimizer_host import PartnerOptimizer
 
 
 class ZeroOneAdam(PartnerOptimizer):
-    """0/1 Adam::
+    """0/1 Adam.  ``hvd.callbacks.CompressionCallback`` calls ``synchronize_parameters`` at the end
+    of every epoch, and before a validation.
 
-        adam = hvd.ZeroOneAdam(1e-3, var_freeze_step=5000)
-        optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
-        ...
-        optimizer.synchronize_parameters()  # before evaluation or a checkpoint, and at the end
-
-    ``hvd.callbacks.CompressionCallback`` does the last at the end of every epoch, and before a
-    validation.  Options have Keras's names, as in its own optimizers.
+    >>> w = keras.Variable([3.0, 4.0])
+    >>> adam = hvd.ZeroOneAdam(0.1, var_freeze_step=1)  # in earnest some thousand steps
+    >>> optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
+    >>> for _ in range(2):
+    ...     optimizer.apply([tf.constant([0.6, 0.8])], [w])
+    >>> optimizer.synchronize_parameters()  # before evaluation or a checkpoint, and at the end
+    >>> w.numpy().round(3)
+    array([2.8, 3.8], dtype=float32)
     """
 
     formula = optimizers.ZeroOneAdam

@@ -19,6 +19,7 @@ from typing import Any
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.integrations.exports import *  # noqa: F403
 from hvd_compress.integrations.exports import __all__ as _methods
+from hvd_compress.integrations.horovod import check_server
 from hvd_compress.mpi.process_sets import (
     ProcessSet,
     add_process_set,
@@ -97,6 +98,7 @@ _FAMILIES_ONLY_WITH_HOROVOD = ("alltoall", "reducescatter", "grouped_reducescatt
 
 def missing(name: str, module: str, with_horovod: str) -> Exception:
     """Return the error for a name that ``module`` has not."""
+    check_server(name)
     if name in _ONLY_WITH_HOROVOD or name.startswith(_FAMILIES_ONLY_WITH_HOROVOD):
         return UnsupportedError(f"hvd.{name} needs Horovod: import {with_horovod} as hvd")
     return AttributeError(f"{module} has no {name!r}")

@@ -30,6 +30,9 @@ class Compression:
 
     They are instances, so that a script that says ``none`` can be told from one that names
     ``NoCompression``.
+
+    >>> hvd.Compression.fp16
+    FP16(algorithm=None, rows='float16')
     """
 
     none = NoCompression()
@@ -108,7 +111,13 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
 ) -> list[Any]:
-    """Return :func:`allreduce` of each tensor; by a method they are exchanged together."""
+    """Return :func:`allreduce` of each tensor; by a method they are exchanged together.
+
+    Args:
+        tensors: as many on all ranks, of the same shapes and dtypes.
+        average, device_dense, device_sparse, compression, op, prescale_factor, postscale_factor,
+            process_set, name: as for :func:`allreduce`.
+    """
     options: dict[str, Any] = {
         "op": handle_average_backwards_compatibility(op, average),
         "prescale_factor": prescale_factor,
@@ -125,6 +134,8 @@ def allgather(
 
     Args:
         tensor: of the same dtype on all ranks, and of the same shape but for the first dimension.
+        name: accepted as Horovod's.
+        process_set: the ranks that take part.
 
     Raises:
         MismatchError: the ranks' rows differ in dtype or shape.
@@ -147,7 +158,18 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """Return the tensor of ``root_rank``, which has the shape and dtype of this rank's."""
+    """Return the tensor of ``root_rank``.
+
+    Args:
+        tensor: of the same shape and dtype on all ranks.
+        root_rank: whose is returned, among all ranks.
+        name: accepted as Horovod's.
+        process_set: the ranks that take part.
+
+    Raises:
+        ConfigError: the root is not one of them.
+        MismatchError: the ranks' tensors differ in shape or dtype.
+    """
 
     def sent(array: np.ndarray) -> list[np.ndarray]:
         own = np.array(array)
@@ -164,8 +186,8 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Give all ranks the values that the variables have on ``root_rank``; ``inplace`` is there for
-    Horovod's callers."""
+    """Give all ranks the values that ``variables`` have on ``root_rank``, one by one as
+    :func:`broadcast` does, with its ``process_set``; ``inplace`` is there for Horovod's callers."""
     for variable in map(native, variables):
         variable.assign(broadcast(variable, root_rank, process_set=process_set))
 

@@ -68,7 +68,8 @@ def PartialDistributedGradientTape(  # noqa: N802, Horovod's name
     """Return :func:`DistributedGradientTape` that keeps the gradients of layers on their rank.
 
     Args:
-        local_layers: a layer of Keras, or several.
+        gradtape, args, options: as for :func:`DistributedGradientTape`, which has the errors, too.
+        local_layers: a layer of Keras, or several; ``None`` for none.
     """
     new = DistributedGradientTape(gradtape, *args, **options)
     for variable in _optimizer.weights_of(local_layers):
@@ -103,10 +104,11 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
         name: of the new one.
         backward_passes_per_step: gradients of so many passes are added up before they are
             exchanged, and averaged with ``average_aggregated_gradients``.
+        device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
+            num_groups, groups, process_set, scale_local_gradients, seed: as for
+            :func:`DistributedGradientTape`.
         method: a training method, for Keras 3, which sends no gradients; options of these are left
             out then.
-
-    All others are those of :func:`DistributedGradientTape`.
 
     Raises:
         ConfigError, UnsupportedError: an option has a value that cannot be honoured.
@@ -129,7 +131,8 @@ def PartialDistributedOptimizer(  # noqa: N802, Horovod's name
     """Return :func:`DistributedOptimizer` that keeps the gradients of layers on their rank.
 
     Args:
-        local_layers: a layer of Keras, or several.
+        optimizer, args, options: as for :func:`DistributedOptimizer`, whose errors these are, too.
+        local_layers: a layer of Keras, or several; ``None`` for none.
     """
     new = DistributedOptimizer(optimizer, *args, **options)
     for variable in _optimizer.weights_of(local_layers):

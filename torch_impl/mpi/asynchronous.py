@@ -58,6 +58,18 @@ class AsynchronousLeaderSGD(_Asynchronous):
         average_over: the number of minibatches whose mean loss is compared; ``None`` for
             ``local_every``.
         worker_timeout: seconds after which the others go on without a silent worker.
+
+    Raises:
+        ConfigError: an option has a value that cannot be honoured.
+        MismatchError: the ranks differ in options or parameters.
+
+    A rank alone has nobody to serve:
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> hvd.AsynchronousLeaderSGD(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    Traceback (most recent call last):
+        ...
+    hvd_compress.errors.ConfigError: servers=1 of 1 ranks: there must be a server and a worker, ...
     """
 
     def __init__(
@@ -101,8 +113,18 @@ class AsynchronousEASGD(_Asynchronous):
     Args:
         model, optimizer, worker_timeout: see :class:`AsynchronousLeaderSGD`.
         sync_every: a worker's local steps between meetings.
-        alpha: how far the worker and the centre move to each other.
+        alpha: how far the worker and the centre move to each other, a share of their distance.
         servers: how many ranks share the centre.
+
+    Raises: what :class:`AsynchronousLeaderSGD` does.
+
+    A rank alone has nobody to serve:
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> hvd.AsynchronousEASGD(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    Traceback (most recent call last):
+        ...
+    hvd_compress.errors.ConfigError: servers=1 of 1 ranks: there must be a server and a worker, ...
     """
 
     def __init__(

@@ -30,6 +30,9 @@ class Compression:
 
     They are instances, so that a script that says ``none`` can be told from one that names
     ``NoCompression``.
+
+    >>> hvd.Compression.fp16
+    FP16(algorithm=None, rows='float16')
     """
 
     none = NoCompression()
@@ -48,7 +51,12 @@ def allreduce_async(
     op: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> _Handle:
-    """Begin :func:`allreduce` and return a handle for :func:`synchronize`; does not wait."""
+    """Begin :func:`allreduce` and return a handle for :func:`synchronize`; does not wait.
+
+    Args:
+        tensor, average, name, op, process_set: as for :func:`allreduce`, whose errors these are,
+            too.
+    """
     comm, op = process_set.communicator, _checked(op, average)
     flat = flatten(tensor)
     call = f"allreduce({name or flat.dtype}{list(flat.shape)}, {op})"
@@ -77,7 +85,7 @@ def allreduce(
     """Return the average, the sum or the maximum over the ranks, in a new tensor.
 
     Args:
-        tensor: of the same shape and dtype on all ranks.
+        tensor: of the same shape and dtype on all ranks, floats or integers.
         average: older than ``op``: ``False`` means ``op=hvd.Sum``.
         name: shown in error messages.
         compression: ``hvd.FP16`` or ``hvd.Compression.fp16`` sends half precision.
@@ -112,10 +120,10 @@ def allreduce_(
 ) -> torch.Tensor:
     """Put the average, the sum or the maximum over the ranks into ``tensor``, and return it.
 
-    Args: as for :func:`allreduce`, in the order of Horovod's ``allreduce_``, which has no
-        ``compression``.
-
-    Raises: what :func:`allreduce` does.
+    Args:
+        tensor, average, name, op, prescale_factor, postscale_factor, process_set, compression: as
+            for :func:`allreduce`, whose errors these are, too; in the order of Horovod's
+            ``allreduce_``, which has no ``compression``.
     """
     factors = prescale_factor, postscale_factor
     with torch.no_grad():
@@ -140,6 +148,8 @@ def allgather(
 
     Args:
         tensor: of the same dtype on all ranks, and of the same shape but for the first dimension.
+        name: accepted as Horovod's.
+        process_set: the ranks that take part.
 
     Raises:
         MismatchError: the ranks' rows differ in dtype or shape.
@@ -160,7 +170,18 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Overwrite ``tensor`` by that of ``root_rank``, and return it."""
+    """Overwrite ``tensor`` by that of ``root_rank``, and return it.
+
+    Args:
+        tensor: of the same shape and dtype on all ranks.
+        root_rank: whose it becomes, among all ranks.
+        name: accepted as Horovod's.
+        process_set: the ranks that take part.
+
+    Raises:
+        ConfigError: the root is not one of them.
+        MismatchError: the ranks' tensors differ in shape or dtype.
+    """
     with torch.no_grad():
         host = tensor.detach().cpu().contiguous()
         what = f"{host.dtype}{list(host.shape)}"
@@ -171,5 +192,10 @@ def broadcast_(
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, *args: Any, **options: Any) -> torch.Tensor:
-    """Return what :func:`broadcast_` would make of ``tensor``, as a new tensor."""
+    """Return what :func:`broadcast_` would make of ``tensor``, as a new tensor.
+
+    Args:
+        tensor, root_rank: as for :func:`broadcast_`, whose errors these are, too.
+        args, options: its ``name`` and ``process_set``.
+    """
     return broadcast_(tensor.detach().clone(), root_rank, *args, **options)

@@ -100,6 +100,10 @@ def broadcast_parameters(parameters: Any, root_rank: int) -> None:
 
     Args:
         parameters: ``model.state_dict()`` or ``model.named_parameters()``.
+        root_rank: among all ranks.
+
+    Raises:
+        MismatchError: the ranks' parameters differ in shape or dtype.
     """
     named = parameters.items() if isinstance(parameters, dict) else parameters
     for _, tensor in sorted(named, key=lambda pair: pair[0]):
@@ -110,7 +114,10 @@ def broadcast_parameters(parameters: Any, root_rank: int) -> None:
 def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
     """Give all ranks the state of ``root_rank``'s optimizer; of what differs by rank, the mean.
 
-    What has no gradient yet gets zeros, sparse ones for such embeddings of ``model``.
+    Args:
+        optimizer: plain, or made by ``DistributedOptimizer``.
+        root_rank: among all ranks.
+        model: what has no gradient yet gets zeros, sparse ones for such embeddings of it.
     """
     if isinstance(optimizer, CompressedOptimizer):
         checkpoint.broadcast_optimizer_state(optimizer, root_rank, model)

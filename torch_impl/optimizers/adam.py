@@ -12,14 +12,17 @@ from ..optimizer_host import PartnerOptimizer
 
 
 class OneBitAdam(PartnerOptimizer):
-    """1-bit Adam::
+    """1-bit Adam.  A group may have options of its own, all but beta1 and ``freeze_step``.
 
-        adam = hvd.OneBitAdam(model.parameters(), lr=1e-3, freeze_step=2000)
-        optimizer = hvd.DistributedOptimizer(
-            adam, named_parameters=model.named_parameters(), compression=adam.compressor()
-        )
-
-    A group may have options of its own, all but beta1 and ``freeze_step``.
+    >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> adam = hvd.OneBitAdam([w], lr=0.1, freeze_step=1)  # in earnest some thousand steps
+    >>> optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
+    >>> for _ in range(2):
+    ...     optimizer.zero_grad()
+    ...     (w * torch.tensor([0.6, 0.8])).sum().backward()
+    ...     optimizer.step()
+    >>> w.detach()
+    tensor([2.8000, 3.8000])
     """
 
     formula = optimizers.OneBitAdam
@@ -42,14 +45,17 @@ class OneBitAdam(PartnerOptimizer):
 
 
 class OneBitLAMB(OneBitAdam):
-    """1-bit LAMB::
+    """1-bit LAMB.  A group may have options of its own, as for :class:`OneBitAdam`.
 
-        lamb = hvd.OneBitLAMB(model.parameters(), lr=2e-3, freeze_step=2000)
-        optimizer = hvd.DistributedOptimizer(
-            lamb, named_parameters=model.named_parameters(), compression=lamb.compressor()
-        )
-
-    A group may have options of its own, as for :class:`OneBitAdam`.
+    >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> lamb = hvd.OneBitLAMB([w], lr=0.1, freeze_step=1)
+    >>> optimizer = hvd.DistributedOptimizer(lamb, compression=lamb.compressor())
+    >>> for _ in range(2):
+    ...     optimizer.zero_grad()
+    ...     (w * torch.tensor([0.6, 0.8])).sum().backward()
+    ...     optimizer.step()
+    >>> w.detach()
+    tensor([2.3282, 3.3282])
     """
 
     formula = optimizers.OneBitLAMB

@@ -10,39 +10,46 @@ from ..optimizer_host import FormulaOptimizer, PartnerOptimizer
 
 
 class LARS(FormulaOptimizer):
-    """LARS::
+    """LARS, whose momentum stays with it under a compression that takes momentum over, as DGC does:
 
-        optimizer = hvd.LARS(model.parameters(), lr=3.2, weight_decay=1e-4)
-        optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.TopK(density=0.01))
-
-    Compression that takes momentum over, as DGC does, leaves that of LARS alone.
+    >>> w = torch.nn.Parameter(torch.tensor([[3.0, 4.0]]))
+    >>> lars = hvd.LARS([w], lr=3.2)
+    >>> optimizer = hvd.DistributedOptimizer(lars, compression=hvd.TopK(density=0.5))
+    >>> (w * torch.tensor([0.6, 0.8])).sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()  # the larger half of the gradient was sent
+    tensor([[3.0000, 3.9840]])
     """
 
     formula = optimizers.LARS
 
 
 class LAMB(FormulaOptimizer):
-    """LAMB::
+    """LAMB.  Give biases a group with ``weight_decay=0``.
 
-        optimizer = hvd.LAMB(model.parameters(), lr=2e-3, weight_decay=0.01)
-        optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.PowerSGD(rank=4))
-
-    Give biases a group with ``weight_decay=0``.
+    >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> lamb = hvd.LAMB([w], lr=2e-3, weight_decay=0.01)
+    >>> optimizer = hvd.DistributedOptimizer(lamb, compression=hvd.FP16)
+    >>> (w * torch.tensor([0.6, 0.8])).sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([2.9930, 3.9929])
     """
 
     formula = optimizers.LAMB
 
 
 class DeMo(PartnerOptimizer):
-    """DeMo::
+    """DeMo.  A step with another compression, or with sparse gradients, is an error; a group may
+    have its own ``lr`` and ``weight_decay``.
 
-        demo = hvd.DeMo(model.parameters(), lr=1e-3)
-        optimizer = hvd.DistributedOptimizer(
-            demo, named_parameters=model.named_parameters(), compression=demo.compressor()
-        )
-
-    A step with another compression, or with sparse gradients, is an error; a group may have its
-    own ``lr`` and ``weight_decay``.
+    >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> demo = hvd.DeMo([w], lr=1e-3)
+    >>> optimizer = hvd.DistributedOptimizer(demo, compression=demo.compressor())
+    >>> (w * torch.tensor([0.6, 0.8])).sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([2.9990, 3.9990])
     """
 
     formula = optimizers.DeMo

@@ -36,7 +36,7 @@ class SAM:
 
     Args:
         model: the module that is trained.
-        rho: radius of the ball in which the worst weights are looked for.
+        rho: radius of the ball in which the worst weights are looked for, 0 or more.
         average: averages a tensor over the ranks, given its ``name``: ``hvd.allreduce``, for an eps
             that is the same on all; as many bytes again as a dense gradient, uncompressed.
 
@@ -44,6 +44,13 @@ class SAM:
         ConfigError: an option makes no sense.
 
     Reference: Foret, Kleiner, Mobahi and Neyshabur, ICLR 2021, arXiv 2010.01412.
+
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> weight = torch.nn.init.ones_(model.weight)
+    >>> sam = hvd.SAM(model, rho=0.5)
+    >>> loss = sam.backward(lambda: model.weight.square().sum())
+    >>> loss.item(), weight.item(), weight.grad.item()  # the gradient is that at 1 + 0.5
+    (1.0, 1.0, 3.0)
     """
 
     rho = option("rho")
@@ -116,7 +123,16 @@ class ASAM(SAM):
         rho: radius of the ball, in units of the weights.
         eta: keeps T from zero.
 
+    Raises:
+        ConfigError: an option makes no sense.
+
     Reference: Kwon, Kim, Park and Choi, ICML 2021, arXiv 2102.11600.
+
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> weight = torch.nn.init.constant_(model.weight, 2.0)
+    >>> loss = hvd.ASAM(model, rho=0.5, eta=0.0).backward(lambda: model.weight.square().sum())
+    >>> weight.grad.item()  # that at 2 + 0.5 * 2
+    6.0
     """
 
     eta = option("eta")

@@ -15,17 +15,19 @@ from ..optimizer_host import PartnerOptimizer, keep, now_of
 
 
 class ZeroOneAdam(PartnerOptimizer):
-    """0/1 Adam::
+    """0/1 Adam.  What one bit leaves out of ``buffer`` is in ``sync.residual`` and
+    ``sync.owner_residual`` of the state.
 
-        adam = hvd.ZeroOneAdam(model.parameters(), lr=1e-3, var_freeze_step=5000)
-        optimizer = hvd.DistributedOptimizer(
-            adam, named_parameters=model.named_parameters(), compression=adam.compressor()
-        )
-        ...
-        optimizer.synchronize_parameters()  # before evaluation or a checkpoint, and at the end
-
-    What one bit leaves out of ``buffer`` is in ``sync.residual`` and ``sync.owner_residual`` of
-    the state.
+    >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> adam = hvd.ZeroOneAdam([w], lr=0.1, var_freeze_step=1)  # in earnest some thousand steps
+    >>> optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
+    >>> for _ in range(2):
+    ...     optimizer.zero_grad()
+    ...     (w * torch.tensor([0.6, 0.8])).sum().backward()
+    ...     optimizer.step()
+    >>> optimizer.synchronize_parameters()  # before evaluation or a checkpoint, and at the end
+    >>> w.detach()
+    tensor([2.8000, 3.8000])
     """
 
     formula = optimizers.ZeroOneAdam

@@ -37,12 +37,24 @@ class GradientNoiseScale(NoiseScale):
         batch_size: examples of one backward pass on one rank.
         average: averages a tensor over the ranks, given its ``name``: ``hvd.allreduce``.
         ranks: how many they are: ``hvd.size()``.
-        decay: of the moving averages over steps.
+        decay: of the moving averages over steps, in [0, 1).
 
     Raises:
         ConfigError: an option makes no sense.
 
     Reference: McCandlish et al., 2018, arXiv 1812.06162, appendix A.1.
+
+    On one rank two backward passes of 8 examples each make up the larger batch:
+
+    >>> import torch
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> noise = GradientNoiseScale(sgd, batch_size=8, average=lambda x, name: x, ranks=1)
+    >>> for gradient in (1.0, 3.0):
+    ...     (gradient * model.weight).sum().backward()
+    >>> noise.measure()
+    >>> noise.variance, noise.squared  # (5 - 4) / (1/8 - 1/16) and 2 * 4 - 5
+    (16.0, 3.0)
     """
 
     def __init__(

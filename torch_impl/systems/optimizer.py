@@ -28,6 +28,9 @@ KEY = "training"
 class LocalStepsOptimizer(torch.optim.Optimizer):
     """An optimizer whose ``step()`` is a local step with what a training method does around it.
 
+    ``DistributedOptimizer(optimizer, method=...)``, ``local_steps``, or a function with the name of
+    the method makes it, with the ``names`` of parameters.
+
     Nothing travels during the backward pass.  All ranks take equally many steps, which a step that
     a ``GradScaler`` skips counts as, too: the rank stays where it is and meets the others in time.
 
@@ -38,6 +41,15 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
     Attributes:
         training: the method with its state: ``stats()``, ``set_epoch(epoch)``, ``exchanges``,
             ``method``.
+
+    >>> w = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = hvd.LocalSGD(torch.optim.SGD([w], lr=0.1), sync_every=2)
+    >>> for _ in range(4):
+    ...     optimizer.zero_grad()
+    ...     w.square().sum().backward()
+    ...     optimizer.step()
+    >>> optimizer.training.step, optimizer.training.exchanges
+    (4, 2)
     """
 
     training: Coordinator

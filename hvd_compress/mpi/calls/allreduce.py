@@ -33,7 +33,7 @@ def allreduce(
             :class:`.CostModel`.
         out: the array for the result, of the shape and dtype of ``x``; ``out=x`` works in place,
             and ``None`` makes a new array.
-        comm: the communicator; ``None`` for all ranks.
+        comm: an ``MPI.Comm`` or a :class:`Communicator`; ``None`` for all ranks.
         chunk: the bytes of a message.  The array is sent in blocks, so that one is added while
             others are on the wire; this takes a few chunks of memory in addition to the result.
 
@@ -43,7 +43,11 @@ def allreduce(
     Raises:
         UnsupportedError: a dtype that cannot be reduced.
         MismatchError: ranks differ in shape, dtype or options (found by the first calls' check).
+        ConfigError: an option makes no sense.
         CollectiveTimeout: a rank does not answer.
+
+    >>> allreduce(np.array([1.0, 2.0]), op="mean", comm=MPI.COMM_SELF)
+    array([1., 2.])
     """
     return run(x, op, algorithm, out, comm, chunk=chunk, choose=_fastest)
 
@@ -58,6 +62,9 @@ def ring_allreduce(
     """Run :func:`allreduce` around a ring: 2 (P - 1) rounds, each rank sends 2 n (P - 1) / P bytes.
 
     The order of additions of an element depends on its place in the array.
+
+    Args:
+        x, op, out, comm, chunk: as for :func:`allreduce`, whose errors these are, too.
     """
     return allreduce(x, op=op, algorithm="ring", out=out, comm=comm, chunk=chunk)
 
@@ -74,6 +81,7 @@ def halving_doubling_allreduce(
     """Run :func:`allreduce` by recursive halving and doubling: 2 log2 P rounds.
 
     Args:
+        x, op, out, comm, chunk: as for :func:`allreduce`, whose errors these are, too.
         remainder: what happens if P is no power of two: "binary_blocks" or "fold".
     """
     if remainder not in REMAINDERS:
@@ -86,7 +94,11 @@ def recursive_doubling_allreduce(
     x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
 ) -> Any:
     """Run :func:`allreduce` by recursive doubling: log2 P rounds, each rank sends n log2 P bytes;
-    elements are always added in the same order."""
+    elements are always added in the same order.
+
+    Args:
+        x, op, out, comm, chunk: as for :func:`allreduce`, whose errors these are, too.
+    """
     return allreduce(x, op=op, algorithm="recursive_doubling", out=out, comm=comm, chunk=chunk)
 
 
@@ -94,5 +106,9 @@ def direct_allreduce(
     x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
 ) -> Any:
     """Run :func:`allreduce` with two rounds of messages from each rank to each other; elements are
-    always added in the order of the ranks."""
+    always added in the order of the ranks.
+
+    Args:
+        x, op, out, comm, chunk: as for :func:`allreduce`, whose errors these are, too.
+    """
     return allreduce(x, op=op, algorithm="direct", out=out, comm=comm, chunk=chunk)

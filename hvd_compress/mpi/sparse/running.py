@@ -32,6 +32,11 @@ class Reduced(NamedTuple):
         dropped: the entries that are not in ``total`` and that this rank has to keep, a ``Sparse``
             (float32 for float16).  Over all ranks, the vectors passed in add up to the sum, which
             is P times the mean, plus what was dropped.
+
+    >>> from hvd_compress import Sparse
+    >>> mine = Sparse(np.array([1, 3]), np.array([2.0, -1.0]))
+    >>> sparse_allreduce(mine, n=4, comm=MPI.COMM_SELF).dense(4)
+    array([ 0.,  2.,  0., -1.])
     """
 
     total: Any

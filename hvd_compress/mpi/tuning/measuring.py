@@ -47,6 +47,13 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
     some seconds on 1 Gbit/s and much less on faster networks.
 
     Each number is that of the slowest rank, and all ranks get the same numbers.
+
+    Args:
+        comm: the communicator; ``None`` for all ranks.
+        repeats: how often each call is timed, or a multiple of it; medians count.
+
+    Raises:
+        CollectiveTimeout: a rank does not answer.
     """
     comm = Communicator.of(comm)
     if comm.size == 1:

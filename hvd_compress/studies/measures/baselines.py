@@ -10,17 +10,28 @@ import numpy as np
 
 def vc_dimension(omega: int, depth: int) -> float:
     """Return omega depth ln(omega), the growth of the VC dimension of networks of piecewise linear
-    units (Bartlett, Harvey, Liaw and Mehrabian, 2019); without constants, which change no order."""
+    units (Bartlett, Harvey, Liaw and Mehrabian, 2019); without constants, which change no order.
+
+    Args:
+        omega: number of weights.
+        depth: number of layers.
+    """
     return omega * depth * math.log(max(omega, 2))
 
 
 def noisy_oracle(gap: Sequence[float], noise: float, seed: int = 0) -> np.ndarray:
-    """Return the gap itself with Gaussian noise of this deviation: what a good measure scores."""
+    """Return the gap itself with Gaussian noise: what a good measure scores; float64, (runs,).
+
+    Args:
+        gap: the generalisation gap of each run.
+        noise: the standard deviation, in the units of the gap.
+        seed: of the noise.
+    """
     return np.asarray(gap, float) + np.random.default_rng(seed).normal(0, noise, len(gap))
 
 
 def random_measure(runs: int, seed: int = 0) -> np.ndarray:
-    """Return a measure that knows nothing."""
+    """Return a measure that knows nothing: ``runs`` numbers in [0, 1), drawn from ``seed``."""
     return np.random.default_rng(seed).random(runs)
 
 

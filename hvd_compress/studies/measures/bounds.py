@@ -16,6 +16,11 @@ def pac_bayes_bound(squared_norm: float, sigma: float, m: int) -> float:
     """Return (48) of ||w - w0||^2, or (49) of ||w||^2.
 
     squared_norm / (4 sigma^2) + ln(m / sigma) + 10
+
+    Args:
+        squared_norm: of the weights w, or of their way from where they began, w0.
+        sigma: the deviation of the noise that the weights stand, as ``noise_scale`` finds it.
+        m: number of examples to train on.
     """
     return squared_norm / (4 * sigma**2) + math.log(m / sigma) + 10
 
@@ -26,6 +31,11 @@ def sharpness_bound(squared_norm: float, alpha: float, sigma: float, m: int, ome
     squared_norm ln(2 omega) / (4 alpha^2) + ln(m / sigma) + 10
 
     The attack alpha stands in the first term alone; the second is that of (48).
+
+    Args:
+        squared_norm, sigma, m: as for :func:`pac_bayes_bound`.
+        alpha: the radius that the weights stand, as ``adversarial_radius`` finds it.
+        omega: number of weights.
     """
     return squared_norm * math.log(2 * omega) / (4 * alpha**2) + math.log(m / sigma) + 10
 
@@ -39,8 +49,10 @@ def magnitude_aware_bound(
     sigma) + 10
 
     Args:
-        distances: d_i = w_i - w0_i, of all omega weights.
+        squared_norm, m: as for :func:`pac_bayes_bound`.
+        distances: d_i = w_i - w0_i, of all omega weights, (omega,).
         sigma: sigma', relative to the weights.
+        eps: the noise of weights that are 0.
     """
     top = eps**2 + (sigma**2 + 1) * squared_norm / distances.size
     terms = math.log(top) * distances.size - np.log(eps**2 + (sigma * distances) ** 2).sum()
@@ -48,7 +60,11 @@ def magnitude_aware_bound(
 
 
 def flatness(scale: float) -> float:
-    """Return 1 / scale^2: (53) of sigma, (54) of alpha, (61) of sigma', (62) of alpha'."""
+    """Return 1 / scale^2: (53) of sigma, (54) of alpha, (61) of sigma', (62) of alpha'.
+
+    Args:
+        scale: greater than 0.
+    """
     return 1 / scale**2
 
 
@@ -58,7 +74,7 @@ def spectral_bound(
     """Return the log of (26): log prod ||W||_2^2 - 2 log gamma + log sum ||W||_F^2 / ||W||_2^2.
 
     Args:
-        spectral: ||W||_2 of each layer.
+        spectral: ||W||_2 of each layer, as ``spectral_norms`` finds it.
         frobenius_squared: ||W||_F^2 of each layer.
         gamma: margin; only its magnitude counts.
     """
@@ -68,5 +84,10 @@ def spectral_bound(
 
 
 def reported(value: float, m: int) -> float:
-    """Return sqrt(value / m), with the sign of the value, as measures are reported."""
+    """Return sqrt(value / m), with the sign of the value, as measures are reported.
+
+    Args:
+        value: a bound or the square of a norm.
+        m: number of examples to train on.
+    """
     return math.copysign(math.sqrt(abs(value) / m), value)

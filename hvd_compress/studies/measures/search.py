@@ -16,6 +16,9 @@ def bisect(
 
     Args:
         rise: grows with the scale.
+        target: the most that it may be.
+        upper: the largest scale that is looked at.
+        steps: how often the interval is halved.
         tolerance: stop as soon as the rise is this near to the target.
 
     Returns:

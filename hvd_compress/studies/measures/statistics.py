@@ -20,8 +20,12 @@ def kendall_tau(x: Sequence[float], y: Sequence[float], variant: str = "a") -> f
     """Return the mean over pairs of runs of the agreement of signs, from -1 to 1.
 
     Args:
+        x, y: a number for each run.
         variant: "a", of the paper, where ties agree with nothing, so that a constant measure has
             0; "b" divides by the root of the numbers of pairs that are not tied, and is NaN for it.
+
+    Raises:
+        ConfigError: there are fewer than two runs, or not as many in both.
 
     >>> kendall_tau([1, 2, 3, 4], [1, 2, 4, 3])
     0.6666666666666666
@@ -53,7 +57,13 @@ def granulated(
     """Return psi_i for each hyper-parameter: Kendall's tau among runs that differ in it alone,
     averaged over the values of the others.  NaN where no runs differ in it alone.
 
-    A seed is a hyper-parameter, too, if there are several.
+    Args:
+        settings: hyper-parameters, one row a run, one column each; a seed is one, too, if there are
+            several.
+        measure, gap: one number a run.
+
+    Raises:
+        ConfigError: the numbers of runs differ.
     """
     rows = [tuple(row) for row in settings]
     _check_equal(len(rows), len(measure), len(gap))
@@ -72,7 +82,7 @@ def granulated(
 
 
 def mean_psi(psi: Sequence[float]) -> float:
-    """Return Psi, the mean of the psi_i that exist."""
+    """Return Psi, the mean of the psi_i in ``psi`` that are not NaN; NaN if none are."""
     known = [value for value in psi if not math.isnan(value)]
     return float(np.mean(known)) if known else math.nan
 
@@ -86,9 +96,16 @@ def conditional_information(
     """Return I(V_mu; V_g | U_S) / H(V_g | U_S), from 0 to 1, over all ordered pairs of runs.
 
     V_mu and V_g are the signs of the differences of measure and gap, U_S the values that both runs
-    of the pair have of the hyper-parameters ``given``.  0 where U_S alone tells the sign of
-    the gap.  U_S as in the scoring program of the competition PGDL (NeurIPS 2020), held by the
-    paper's authors.
+    of the pair have of the hyper-parameters in S.  0 where U_S alone tells the sign of the gap.
+    U_S as in the scoring program of the competition PGDL (NeurIPS 2020), held by the paper's
+    authors.
+
+    Args:
+        settings, measure, gap: as for :func:`granulated`.
+        given: S, the columns of ``settings``, from 0; none for the information by itself.
+
+    Raises:
+        ConfigError: the numbers of runs differ.
     """
     rows = [tuple(row) for row in settings]
     _check_equal(len(rows), len(measure), len(gap))
@@ -121,8 +138,13 @@ def least_information(
     gap: Sequence[float],
     sizes: Sequence[int] = (0, 1, 2),
 ) -> float:
-    """Return the least :func:`conditional_information` over all S of these sizes: what the measure
-    says beyond what any two hyper-parameters say."""
+    """Return the least :func:`conditional_information` over all S of some sizes: what the measure
+    says beyond what any two hyper-parameters say.
+
+    Args:
+        settings, measure, gap: as for :func:`granulated`.
+        sizes: numbers of hyper-parameters that are given.
+    """
     axes = range(len(settings[0]))
     return min(
         conditional_information(settings, measure, gap, given)

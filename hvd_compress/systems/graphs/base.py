@@ -65,11 +65,15 @@ class Network(NamedTuple):
     """A rank's part of the graph of a step.
 
     Attributes:
-        rank: this rank.
+        rank: this rank, from 0.
         step: the number of the step, from 1.
-        own: the weight of this rank itself.
-        targets, sources: the ranks that it sends to and receives from.
-        weights: of the sources.
+        own: the weight of this rank itself, a fraction.
+        targets, sources: the ranks that it sends to and receives from, ascending.
+        weights: of the sources, in their order; with ``own`` they add up to 1.
+
+    >>> network = Diffusion("cycle").network(rank=0, size=4, step=1)
+    >>> network.sources, [round(w, 3) for w in network.weights], round(network.own, 3)
+    ((1, 3), [0.333, 0.333], 0.333)
     """
 
     rank: int
@@ -104,10 +108,13 @@ def mix(
     what all of them and this rank sent.
 
     Args:
-        x: float32 or float64, as long on all ranks.
+        x: (n,), float32 or float64, as long on all ranks.
         network: neighbours and weights.
         coding: how all values are sent; by default as they are.
         seed: of codings that draw.
+
+    Returns:
+        Two arrays like ``x``, by ``yield from``.
     """
     context = Context(rank=network.rank, step=network.step, seed=seed)
     encoded = coding.encode(x, {}, context)
@@ -123,7 +130,22 @@ class DecentralizedMethod(TrainingMethod):
     """A way to train over a graph, with its options; subclasses are frozen dataclasses.
 
     They define :meth:`update`, a pure function of flat arrays, and :meth:`start` if they keep
-    something between steps.
+    something between steps.  Arrays are all trained parameters of a rank end to end: float64 if one
+    of them is, else float32, which half precisions are widened to.
+
+    All of them have an option ``topology``, see :class:`Diffusion`, and raise ``ConfigError`` for
+    options that make no sense, and, where training begins, for a topology that does not fit the
+    method or the number of ranks.
+
+    >>> import dataclasses
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Twice(DecentralizedMethod):
+    ...     topology: Cycle = Cycle()
+    ...     def update(self, x, local, state, network):
+    ...         _, once = yield from mix(local, network)
+    ...         return (yield from mix(once, network))[1], {}
+    >>> simulate(Twice(), lambda rank, x, step: 0 * x, [[0.0], [0.0], [9.0]], 1, 0.1).ravel()
+    array([3., 3., 3.])
     """
 
     acts_before: ClassVar[bool] = True

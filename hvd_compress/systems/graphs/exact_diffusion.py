@@ -30,6 +30,14 @@ class ExactDiffusion(CompositeMethod, name="exact_diffusion"):
 
     Differs from the paper in: P2D2 has Wt as its matrix.  Its formula is recalled; it was compared
     with Prox-LEAD, whose iterates it gives where that does not compress (gamma = 1).
+
+    Reference: Yuan, Ying, Zhao, Sayed, IEEE TSP 2019; Yuan, Alghunaim, Ying, Sayed, TSP 2020;
+    Alghunaim, Yuan, Sayed, NeurIPS 2019 (P2D2).
+
+    >>> from hvd_compress.systems.graphs import simulate
+    >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5
+    >>> simulate(ExactDiffusion(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)
+    array([1.5, 1.5, 1.5, 1.5])
     """
 
     reference = (
@@ -51,7 +59,18 @@ class ExactDiffusion(CompositeMethod, name="exact_diffusion"):
 @dataclasses.dataclass(frozen=True)
 class NIDS(CompositeMethod, name="nids"):
     """NIDS, or D2: :class:`ExactDiffusion` whose first step is ``z_1 = x_0 - mu grad(x_0)``,
-    without mixing; the same limit, on another way there.  It has the same state and options."""
+    without mixing; the same limit, on another way there.  It has the same state.
+
+    Args:
+        topology, prox: as for :class:`ExactDiffusion`.
+
+    Reference: Li, Shi, Yan, IEEE TSP 2019; Tang et al. (D2), ICML 2018.
+
+    >>> from hvd_compress.systems.graphs import simulate
+    >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5
+    >>> simulate(NIDS(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)
+    array([1.5, 1.5, 1.5, 1.5])
+    """
 
     reference = "Li, Shi, Yan, IEEE TSP 2019; Tang et al. (D2), ICML 2018"
     symmetric = True

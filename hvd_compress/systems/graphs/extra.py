@@ -28,6 +28,13 @@ class EXTRA(CompositeMethod, name="extra"):
     Args:
         topology: undirected; see :class:`Diffusion`.
         prox: r, such as ``l1(0.05)``, for PG-EXTRA.
+
+    Reference: Shi, Ling, Wu, Yin, SIAM J. Optimization 2015; IEEE TSP 2015 (PG-EXTRA).
+
+    >>> from hvd_compress.systems.graphs import simulate
+    >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5
+    >>> simulate(EXTRA(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)
+    array([1.5, 1.5, 1.5, 1.5])
     """
 
     reference = "Shi, Ling, Wu, Yin, SIAM J. Optimization 2015; IEEE TSP 2015 (PG-EXTRA)"

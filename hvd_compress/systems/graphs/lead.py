@@ -66,13 +66,20 @@ class LEAD(CompositeMethod, name="lead"):
     Args:
         topology: undirected; see :class:`Diffusion`.
         codec: C, unbiased; ``None`` for no compression.
-        alpha: how fast H follows.  With 1 bit, above 0.5 may diverge.
-        gamma: how far to mix.
+        alpha: how fast H follows, in (0, 1].  With 1 bit, above 0.5 may diverge.
+        gamma: how far to mix, between 0 and 2.
         prox: r, such as ``l1(0.05)``, for Prox-LEAD.
         seed: of codecs that draw.
 
     Differs from the paper in: eta D is kept in the place of D, so a learning rate that changes
     scales nothing; H_0 = 0, so that ranks may begin anywhere.
+
+    Reference: Liu et al., ICLR 2021 (LEAD); Li, Liu, Tang, Yan, Yuan, 2021 (Prox-LEAD).
+
+    >>> from hvd_compress.systems.graphs import simulate
+    >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5
+    >>> simulate(LEAD(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)
+    array([1.5, 1.5, 1.5, 1.5])
     """
 
     reference = "Liu et al., ICLR 2021 (LEAD); Li, Liu, Tang, Yan, Yuan, 2021 (Prox-LEAD)"

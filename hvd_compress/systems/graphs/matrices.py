@@ -56,7 +56,11 @@ def _sends(graph: Any) -> np.ndarray:
 
 
 def lazy(w: np.ndarray) -> np.ndarray:
-    """Return (I + W) / 2, whose eigenvalues are not negative."""
+    """Return (I + W) / 2, whose eigenvalues are not negative.
+
+    Args:
+        w: W, (ranks, ranks), float64.
+    """
     return (np.eye(len(w)) + w) / 2
 
 
@@ -108,17 +112,29 @@ def check_symmetric(w: np.ndarray, method: str) -> None:
 
 
 def eigenvalues(w: np.ndarray) -> np.ndarray:
-    """Return the eigenvalues of W by descending magnitude; real ones if W is symmetric."""
+    """Return the eigenvalues of W by descending magnitude, (ranks,); real ones if W is symmetric.
+
+    Args:
+        w: W, (ranks, ranks).
+    """
     found = np.linalg.eigvalsh(w) if np.allclose(w, w.T, atol=1e-14) else np.linalg.eigvals(w)
     return found[np.argsort(-abs(found), kind="stable")]
 
 
 def second_eigenvalue(w: np.ndarray) -> float:
     """Return the largest magnitude of an eigenvalue but the 1 of the average: a mixing brings the
-    ranks together by this factor."""
+    ranks together by this factor.
+
+    Args:
+        w: W, (ranks, ranks); of one rank it is 0.
+    """
     return float(abs(eigenvalues(w)[1])) if len(w) > 1 else 0.0
 
 
 def spectral_gap(w: np.ndarray) -> float:
-    """Return 1 - :func:`second_eigenvalue`."""
+    """Return 1 - :func:`second_eigenvalue` of ``w``, a fraction.
+
+    >>> [round(spectral_gap(graph.weights(16)), 3) for graph in (Cycle(), Complete())]
+    [0.051, 1.0]
+    """
     return 1 - second_eigenvalue(w)

@@ -47,7 +47,17 @@ def _check(option: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class l1(Proximal, name="l1"):
-    """r(x) = weight |x|_1: magnitudes shrink by eta * weight."""
+    """r(x) = weight |x|_1: magnitudes shrink by eta * weight.
+
+    An operator is called with an array v of floats, of any shape, and a step eta; it raises
+    ``ConfigError`` when it is made with options that make no sense.
+
+    Args:
+        weight: 0 or more.
+
+    >>> l1(weight=1.0)(np.array([-2.0, 0.05, 1.0]), eta=0.1)
+    array([-1.9,  0. ,  0.9])
+    """
 
     weight: float
 
@@ -60,7 +70,14 @@ class l1(Proximal, name="l1"):
 
 @dataclasses.dataclass(frozen=True)
 class l2(Proximal, name="l2"):
-    """r(x) = weight / 2 |x|_2^2: division by 1 + eta * weight."""
+    """r(x) = weight / 2 |x|_2^2: division by 1 + eta * weight.
+
+    Args:
+        weight: 0 or more.
+
+    >>> l2(weight=10.0)(np.array([-2.0, 0.05, 1.0]), eta=0.1)
+    array([-1.   ,  0.025,  0.5  ])
+    """
 
     weight: float
 
@@ -73,7 +90,14 @@ class l2(Proximal, name="l2"):
 
 @dataclasses.dataclass(frozen=True)
 class elastic_net(Proximal, name="elastic_net"):
-    """r(x) = absolute |x|_1 + square / 2 |x|_2^2: shrinking first, then the division."""
+    """r(x) = absolute |x|_1 + square / 2 |x|_2^2: shrinking first, then the division.
+
+    Args:
+        absolute, square: 0 or more.
+
+    >>> elastic_net(absolute=1.0, square=10.0)(np.array([-2.0, 0.05, 1.0]), eta=0.1)
+    array([-0.95,  0.  ,  0.45])
+    """
 
     absolute: float
     square: float
@@ -88,7 +112,14 @@ class elastic_net(Proximal, name="elastic_net"):
 
 @dataclasses.dataclass(frozen=True)
 class box(Proximal, name="box"):
-    """r(x) = 0 where low <= x <= high, and infinite elsewhere: the nearest point there."""
+    """r(x) = 0 where low <= x <= high, and infinite elsewhere: the nearest point there.
+
+    Args:
+        low, high: the bounds of each element, low <= high.
+
+    >>> box(low=0.0, high=1.0)(np.array([-2.0, 0.05, 3.0]), eta=0.1)
+    array([0.  , 0.05, 1.  ])
+    """
 
     low: float
     high: float

@@ -29,7 +29,8 @@ def simulate(
     observe: Callable[[int, np.ndarray], None] | None = None,
     center: bool = False,
 ) -> np.ndarray:
-    """Run all ranks of a method in this process, and return their last iterates, (ranks, d).
+    """Run all ranks of a method in this process, and return their last iterates, (ranks, d), in
+    float64.
 
     Args:
         method: such as ``ExactDiffusion("cycle")``.
@@ -83,6 +84,8 @@ def train(
         method, gradient, steps, rate: see :func:`simulate`; the same on all ranks.
         start: this rank's first iterate, (d,).
         engine: carries the messages.
+
+    Raises: what :func:`simulate` does.
     """
     _check(steps, rate)
     coordinator, x = Coordinator(method, engine), {_X: np.array(start)}

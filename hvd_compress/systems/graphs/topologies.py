@@ -48,7 +48,18 @@ class Topology(Configurable, abc.ABC, kind="graph"):
     """A graph for any number of ranks, with its combination matrix.
 
     Undirected graphs have Metropolis-Hastings weights, directed ones equal weights, unless a
-    subclass says otherwise in :meth:`combination`.
+    subclass says otherwise in :meth:`combination`.  Steps count from 0 here, and matrices are
+    float64.  networkx makes the graphs; without it they raise ``SetupError``, and for options that
+    make no sense ``ConfigError``.
+
+    >>> import dataclasses
+    >>> import networkx
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Wheel(Topology):
+    ...     def edges(self, size, step):
+    ...         return networkx.wheel_graph(size)
+    >>> sorted(Wheel().graph(5).neighbors(1))
+    [0, 2, 4]
     """
 
     #: neighbours send without receiving
@@ -131,7 +142,11 @@ def _weights(topology: Topology, size: int, step: int, push: bool) -> np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Line(Topology, name="line"):
-    """Each rank has the ranks before and behind it."""
+    """Each rank has the ranks before and behind it.
+
+    >>> sorted(Line().graph(4).edges())
+    [(0, 1), (1, 2), (2, 3)]
+    """
 
     def edges(self, size: int, step: int) -> Any:
         return networkx().path_graph(size)
@@ -139,7 +154,11 @@ class Line(Topology, name="line"):
 
 @dataclasses.dataclass(frozen=True)
 class Cycle(Topology, name="cycle"):
-    """A line whose ends meet."""
+    """A line whose ends meet.
+
+    >>> sorted(Cycle().graph(4).edges())
+    [(0, 1), (0, 3), (1, 2), (2, 3)]
+    """
 
     def edges(self, size: int, step: int) -> Any:
         return networkx().cycle_graph(size)
@@ -150,7 +169,11 @@ class Grid(Topology, name="grid"):
     """Ranks row by row in a rectangle.
 
     Args:
-        rows: the number of rows; ``None`` for as square a rectangle as there is.
+        rows: the number of rows, which divides that of ranks; ``None`` for as square a rectangle as
+            there is.
+
+    >>> sorted(Grid(rows=2).graph(6).edges())
+    [(0, 1), (0, 3), (1, 2), (1, 4), (2, 5), (3, 4), (4, 5)]
     """
 
     rows: int | None = None
@@ -172,14 +195,25 @@ class Grid(Topology, name="grid"):
 
 @dataclasses.dataclass(frozen=True)
 class Torus(Grid, name="torus"):
-    """A grid whose opposite sides meet; see :class:`Grid`."""
+    """A grid whose opposite sides meet.
+
+    Args:
+        rows: as for :class:`Grid`.
+
+    >>> sorted(Torus().graph(9).neighbors(0))
+    [1, 2, 3, 6]
+    """
 
     _periodic: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Star(Topology, name="star"):
-    """All other ranks have rank 0 only."""
+    """All other ranks have rank 0 only.
+
+    >>> sorted(Star().graph(4).edges())
+    [(0, 1), (0, 2), (0, 3)]
+    """
 
     def edges(self, size: int, step: int) -> Any:
         return networkx().star_graph(size - 1)
@@ -187,7 +221,11 @@ class Star(Topology, name="star"):
 
 @dataclasses.dataclass(frozen=True)
 class Complete(Topology, name="complete"):
-    """Every rank has all others."""
+    """Every rank has all others.
+
+    >>> Complete().weights(4)[0]
+    array([0.25, 0.25, 0.25, 0.25])
+    """
 
     def edges(self, size: int, step: int) -> Any:
         return networkx().complete_graph(size)
@@ -195,7 +233,11 @@ class Complete(Topology, name="complete"):
 
 @dataclasses.dataclass(frozen=True)
 class StaticExponential(Topology, name="exponential"):
-    """Rank i sends to the ranks i + 1, i + 2, i + 4 ..., modulo their number."""
+    """Rank i sends to the ranks i + 1, i + 2, i + 4 ..., modulo their number.
+
+    >>> sorted(StaticExponential().graph(8).successors(0))
+    [1, 2, 4]
+    """
 
     directed = True
 
@@ -207,7 +249,11 @@ class StaticExponential(Topology, name="exponential"):
 @dataclasses.dataclass(frozen=True)
 class OnePeerExponential(Topology, name="one_peer"):
     """Rank i sends to one rank a step, i + 1, i + 2, i + 4 ... in turn.  With a power of two of
-    ranks each turn has averaged exactly."""
+    ranks each turn has averaged exactly.
+
+    >>> [list(OnePeerExponential().graph(8, step).successors(0)) for step in range(3)]
+    [[1], [2], [4]]
+    """
 
     directed = True
 
@@ -226,7 +272,15 @@ def _rounds(size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ErdosRenyi(Topology, name="erdos_renyi"):
-    """Each pair of ranks are neighbours with probability ``p``, drawn from ``seed``."""
+    """Each pair of ranks are neighbours with a probability.
+
+    Args:
+        p: the probability, in (0, 1].
+        seed: of the draw.
+
+    >>> sorted(ErdosRenyi(p=0.5, seed=1).graph(5).edges())
+    [(0, 1), (0, 4), (1, 2), (1, 3), (2, 4), (3, 4)]
+    """
 
     p: float = 0.5
     seed: int = 0
@@ -247,6 +301,9 @@ class Edges(Topology, name="edges"):
     Args:
         pairs: such as ``((0, 1), (1, 2))``.
         directed_edges: a pair says nothing of the other direction.
+
+    >>> Edges([(0, 1), (1, 2)]).weights(3)[0].round(3)
+    array([0.667, 0.333, 0.   ])
     """
 
     pairs: tuple[tuple[int, int], ...] = ()
@@ -274,6 +331,9 @@ class Weights(Topology, name="weights"):
             others and of itself.  A NumPy array, a tensor, or rows of numbers.  Most methods need
             columns and rows that add up to 1, those for undirected graphs a symmetric matrix,
             and ``PushDIGing`` columns that do.
+
+    >>> list(Weights([[0.5, 0.5], [0.5, 0.5]]).graph(2).edges())
+    [(0, 1)]
     """
 
     matrix: tuple[tuple[float, ...], ...] = ()
@@ -315,6 +375,10 @@ class Weights(Topology, name="weights"):
 def edges_from_file(path: str | Path, *, directed: bool = False) -> Edges:
     """Return the topology of a text file with two ranks in each line; what follows a ``#`` is a
     comment.
+
+    Args:
+        path: of the file.
+        directed: the first rank of a line sends to the second, and not the other way round.
 
     Raises:
         ConfigError: a line has something else.

@@ -127,6 +127,12 @@ def consolidate(state: QuantizedState, *, comm: Comm = None) -> None:
     Each rank adds its owner's residual to the worker's, and all ranks take over the mean of these.
     This keeps the total that has not been sent, so the state is also right for another number of
     ranks: save it on one rank, load it on all.
+
+    Args:
+        state: changed in place.
+        comm: the communicator; ``None`` for all ranks.
+
+    Raises: what :func:`allreduce` does.
     """
     state.fold()
     if state.worker is not None:

@@ -34,13 +34,22 @@ class DiLoCo(Rounds, name="diloco"):
         sync_every: H, the number of local steps between two exchanges of the same parameter.
         fragments: F; H must be a multiple of it.
         delay: tau, 0 or more and less than H / F.
-        mix: alpha, the share of a rank's own parameters in those that it goes on with.
+        mix: alpha, the share of a rank's own parameters in those that it goes on with, from 0 to 1.
         compression: of what is sent, for instance "dgc:density=0.01".
         buffers: what happens to the local optimizer's state at an exchange: "keep", "average" or
             "reset".
 
     Differs from the papers in: compression by any method; fragments are of neighbouring parameters,
     whatever layer they belong to.
+
+    Reference: Douillard et al., 2023 and 2025 (streaming).
+
+    >>> from hvd_compress.systems import World, rounds
+    >>> world = World(rounds.DiLoCo(sync_every=1), size=2)
+    >>> x = world.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}])
+    >>> x = world.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
+    >>> x[0]["w"]  # 0 - 0.7 (1 + 0.9) * the mean of 1 and 3
+    array([-2.66])
     """
 
     reference = "Douillard et al., 2023 and 2025 (streaming)"

@@ -46,12 +46,22 @@ class EASGD(TrainingMethod, name="easgd"):
 
     Args:
         sync_every: tau, the number of local steps between exchanges.
-        beta: how far the centre moves to the average.
-        alpha: how far a rank moves to the centre; ``None`` for beta / P.
+        beta: how far the centre moves to the average, from 0 to 1.
+        alpha: how far a rank moves to the centre, from 0 to 1; ``None`` for beta / P.
         compression: of what is sent, for instance "topk:density=0.01".
 
     Differs from the paper in: no server, since every rank keeps the centre.  Unlike local SGD it
     moves the stationary points of what is minimised.
+
+    Reference: Zhang, Choromanska, LeCun, NeurIPS 2015.
+
+    >>> from hvd_compress.systems import World, rounds
+    >>> world = World(rounds.EASGD(sync_every=2, beta=0.5), size=2)
+    >>> x = world.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}])
+    >>> x = world.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
+    >>> x = world.before_step(x)  # the force, before the second local step
+    >>> x[0]["w"], x[1]["w"], world.states[0]["centre"]["w"]
+    (array([-0.75]), array([-2.25]), array([-1.]))
     """
 
     reference = "Zhang, Choromanska, LeCun, NeurIPS 2015"
@@ -127,7 +137,18 @@ class EAMSGD(EASGD, name="eamsgd"):
     The local optimizer is SGD with Nesterov momentum, whose parameters are y = x + d v; the force
     acts on x = y - d v.
 
-    State, what is sent, and options are those of :class:`EASGD`.
+    State and what is sent are those of :class:`EASGD`.
+
+    Args:
+        sync_every, beta, alpha, compression: as for :class:`EASGD`.
+
+    Reference: Zhang, Choromanska, LeCun, NeurIPS 2015.
+
+    >>> from hvd_compress.systems import World, rounds
+    >>> world, start = World(rounds.EAMSGD(sync_every=1, alpha=0.5), size=1), {"w": np.zeros(1)}
+    >>> x = world.after_step([{"w": world.before_step([start])[0]["w"] - 1}])
+    >>> world.before_step(x, lookahead=[{"w": np.array([-0.5])}])  # the force acts at -1 + 0.5
+    [{'w': array([-0.75])}]
     """
 
     needs_lookahead = True

@@ -65,8 +65,9 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
     left alone.
 
     Args:
-        global_every, local_every: the periods; the first is a multiple of the second.
-        global_pull, local_pull, global_drift, local_drift: how far ranks are pulled.
+        global_every, local_every: the periods in steps; the first is a multiple of the second.
+        global_pull, local_pull, global_drift, local_drift: how far ranks are pulled, as shares of
+            the distance, from 0 to 1.
         groups: lists of ranks, or the number of ranks that make a group, in their order; ``None``
             for the ranks of each node.
         average_over: the number of minibatches whose mean loss is compared; ``None`` for
@@ -78,6 +79,14 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
     Differs from the released code in: pulls and gradient are of the same x, and a leader is not
     pulled to its own older parameters, both as in the paper's formula; ranks do not send their
     learning rates.
+
+    Reference: Teng et al., NeurIPS 2019.
+
+    >>> from hvd_compress.systems import World, rounds
+    >>> world = World(rounds.LeaderSGD(global_every=1, local_every=1, local_pull=0), size=2)
+    >>> x = world.before_step([{"w": np.zeros(1)}, {"w": np.ones(1)}], losses=[0.5, 0.2])
+    >>> x[0]["w"], x[1]["w"]  # rank 1 leads
+    (array([0.1]), array([1.]))
     """
 
     reference = "Teng et al., NeurIPS 2019"

@@ -26,12 +26,21 @@ class LocalSGD(Rounds, name="local_sgd"):
 
     Args:
         sync_every: H, the number of local steps between exchanges.
-        start: exchange after every step until this one: post-local SGD.
+        start: exchange after every step until this one: post-local SGD.  0 for never.
         compression: of what is sent, for instance "topk:density=0.01".
         buffers: what happens to the local optimizer's momentum at an exchange: "keep" each rank's
             own, "average" it too, which sends as many bytes again, uncompressed, or "reset" it.
 
     Differs from the paper in: compression, as in Qsparse-local-SGD (Basu et al., NeurIPS 2019).
+
+    Reference: Stich, ICLR 2019; Lin et al., ICLR 2020 (post-local SGD).
+
+    >>> from hvd_compress.systems import World, rounds
+    >>> world = World(rounds.LocalSGD(sync_every=1), size=2)
+    >>> x = world.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}])
+    >>> x = world.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
+    >>> x[0]["w"]
+    array([-2.])
     """
 
     reference = "Stich, ICLR 2019; Lin et al., ICLR 2020 (post-local SGD)"

@@ -27,11 +27,20 @@ class SlowMo(Rounds, name="slowmo"):
 
     Args:
         sync_every: H, the number of local steps between exchanges.
-        momentum: beta.
-        lr: alpha.
+        momentum: beta, from 0 to 1.
+        lr: alpha, 0 or more.
         compression: of what is sent, for instance "topk:density=0.01".
         buffers: what happens to the local optimizer's momentum at an exchange: "keep", "average"
             or "reset".
+
+    Reference: Wang et al., ICLR 2020.
+
+    >>> from hvd_compress.systems import World, rounds
+    >>> world = World(rounds.SlowMo(sync_every=1, momentum=0.5), size=2)
+    >>> x = world.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}], rates={"w": 0.1})
+    >>> x = world.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
+    >>> x[0]["w"]
+    array([-2.])
     """
 
     reference = "Wang et al., ICLR 2020"

@@ -31,7 +31,7 @@ class SparseLoCo(Rounds, name="sparse_loco"):
 
     Args:
         sync_every: H, the number of local steps between two exchanges.
-        density: fraction of elements to send, or a schedule.
+        density: fraction of elements to send, in (0, 1], or a schedule.
         decay: of what was not sent, in [0, 1).
         lr: the rate of the outer step; without momentum it has to be larger than DiLoCo's.
         values: how elements are sent: "float32", "float16", "4bit" or a codec.
@@ -40,6 +40,15 @@ class SparseLoCo(Rounds, name="sparse_loco"):
 
     Differs from the paper in: the largest elements are those of a tensor, not of chunks of it;
     their values have 4 bits, where the paper has 2.
+
+    Reference: Sarfi et al., arXiv 2508.15706.
+
+    >>> from hvd_compress.systems import World, rounds
+    >>> world = World(rounds.SparseLoCo(sync_every=1, density=0.5, values="float32"), size=2)
+    >>> x = world.before_step([{"w": np.zeros(2)}, {"w": np.zeros(2)}])
+    >>> x = world.after_step([{"w": np.array([-1.0, -0.5])}, {"w": np.array([-3.0, -0.5])}])
+    >>> x[0]["w"]  # 0 - 2 * the mean of 1 and 3; 0.5 waits
+    array([-4.,  0.])
     """
 
     reference = "Sarfi et al., arXiv 2508.15706"

@@ -33,6 +33,12 @@ class Link:
         stats: the server's statistics, when all is over.
         answer: a frame for the server, if what it has sent last is a question.
         bytes_sent, bytes_received: of all messages.
+
+    >>> x = {"w": np.ones(3)}
+    >>> server, link = Server(x, SGD(lr=0.1), workers=[0], rules=Rules()), Link(x, 0, Rules())
+    >>> [reply] = server.receive(0, link.push({"w": np.ones(3)}))
+    >>> link.receive(reply.frame), link.parameters["w"]
+    (True, array([0.9, 0.9, 0.9]))
     """
 
     def __init__(

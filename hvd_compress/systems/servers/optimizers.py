@@ -58,7 +58,14 @@ class SGD(Formula):
 
     Args:
         lr: the learning rate where the worker sends none.
-        momentum, nesterov, weight_decay: as usual.
+        momentum, nesterov, weight_decay: as there; 0 for none.
+
+    Raises:
+        ConfigError: an option makes no sense.
+
+    >>> from hvd_compress.optimizers import Now
+    >>> SGD(lr=0.5).step(np.array([1.0]), np.array([0.2]), {}, Now(step=1))
+    (array([0.9]), {})
     """
 
     lr: float = 0.1
@@ -85,7 +92,15 @@ class Adam(adam.Adam):
 
     Args:
         lr: the learning rate where the worker sends none.
-        betas, eps, weight_decay: as usual; the decay is added to the gradient.
+        betas, eps, weight_decay: as there; the decay is added to the gradient.
+
+    Raises:
+        ConfigError: an option makes no sense.
+
+    >>> from hvd_compress.optimizers import Now
+    >>> w, state = Adam(lr=0.5).step(np.array([1.0]), np.array([0.2]), {}, Now(step=1))
+    >>> w.round(3), sorted(state)
+    (array([0.5]), ['exp_avg', 'exp_avg_sq'])
     """
 
     def update(

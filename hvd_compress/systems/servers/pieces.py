@@ -13,8 +13,16 @@ Arrays = dict[str, np.ndarray]
 
 
 class Piece(NamedTuple):
-    """Rows ``start`` to ``stop`` of the parameter ``tensor``; ``name`` is that of the parameter if
-    these are all."""
+    """Rows of a parameter, which a server owns.
+
+    Attributes:
+        name: of the piece; that of the parameter if it has all its rows.
+        tensor: the name of the parameter.
+        start, stop: the rows along the first dimension, the last one excluded.
+
+    >>> pieces_of({"w": np.zeros((4, 2))}, servers=2)[1]
+    [Piece(name='w[2:4]', tensor='w', start=2, stop=4)]
+    """
 
     name: str
     tensor: str
@@ -27,6 +35,10 @@ def pieces_of(arrays: Mapping[str, np.ndarray], servers: int) -> list[list[Piece
 
     Rows are cut along the first dimension, so matrices stay matrices.  Arrays without elements
     belong to nobody.
+
+    Args:
+        arrays: parameters by name, of any shapes and dtypes.
+        servers: the number of servers, among which the bytes are divided.
 
     >>> x = {"w": np.zeros((4, 2)), "b": np.zeros(2)}
     >>> [[piece.name for piece in own] for own in pieces_of(x, 2)]
@@ -53,7 +65,7 @@ def pieces_of(arrays: Mapping[str, np.ndarray], servers: int) -> list[list[Piece
 
 
 def taken_from(arrays: Mapping[str, np.ndarray], pieces: Sequence[Piece]) -> Arrays:
-    """Return the pieces of arrays, by the name of the piece: views."""
+    """Return the ``pieces`` of ``arrays``, by the name of the piece: views."""
     return {
         piece.name: arrays[piece.tensor][piece.start : piece.stop]
         if arrays[piece.tensor].ndim
@@ -113,7 +125,13 @@ def added(arrays: Sequence[np.ndarray]) -> np.ndarray:
 def joined(
     found: Mapping[str, np.ndarray], pieces: Sequence[Piece], into: Mapping[str, np.ndarray]
 ) -> None:
-    """Write pieces, by name, into arrays."""
+    """Undo :func:`taken_from`.
+
+    Args:
+        found: arrays by the name of the piece.
+        pieces: all that is written.
+        into: the whole arrays by the name of the parameter, written to in place.
+    """
     for piece in pieces:
         whole = into[piece.tensor]
         if whole.ndim:

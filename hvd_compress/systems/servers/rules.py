@@ -41,7 +41,7 @@ class Rules(Configurable, kind="parameter server", name="rules"):
             slowest (stale synchronous parallel).
         backup: of "sync": that many workers may be late; what arrives for a step that is over is
             dropped.
-        staleness: of "bounded".
+        staleness: of "bounded": a number of steps, 0 or more.
         correction: of gradients g that are tau steps late, of "async" and "bounded": "none";
             "divide" divides the learning rate by 1 + tau; "compensate" steps along
             g + lam g g (x - x'), element by element, with the parameters x of now and x' that the
@@ -51,6 +51,15 @@ class Rules(Configurable, kind="parameter server", name="rules"):
         compression: of gradients, with the worker's residual.  ``LGC`` needs "sync" without
             ``backup``; see :mod:`hvd_compress.systems.servers.learned`.
         compression_down: of what is new about the parameters, with the server's residual.
+
+    Raises:
+        ConfigError: an option makes no sense, or two of them do not go together.
+
+    Reference: Ho et al., NeurIPS 2013 (bounded staleness); Chen et al., 2016 (backup workers); Zheng
+    et al., ICML 2017 (DC-ASGD).
+
+    >>> Rules("async", correction="compensate").lam
+    0.04
     """
 
     mode: str = "sync"

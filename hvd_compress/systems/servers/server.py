@@ -47,6 +47,12 @@ class Server:
         waiting: those of them that wait for a reply.
         way: what gradients travel by, see :mod:`.ways`.
         stats: a :class:`ServerStats`.
+
+    >>> x = {"w": np.ones(3)}
+    >>> server, link = Server(x, SGD(lr=0.1), workers=[0], rules=Rules()), Link(x, 0, Rules())
+    >>> [reply] = server.receive(0, link.push({"w": np.ones(3)}))
+    >>> reply.worker, server.parameters["w"]
+    (0, array([0.9, 0.9, 0.9]))
     """
 
     def __init__(

@@ -31,7 +31,8 @@ class Simulation:
 
     Args:
         parameters: the start, by name.
-        gradient: see :data:`Gradient`.
+        gradient: ``gradient(worker, parameters, step)`` returns arrays by name, ``None`` for one
+            that is not there; a worker's steps count from 0.
         workers: their number.
         rules: of the parameter server.
         optimizer: makes the optimizer of a server.
@@ -43,13 +44,11 @@ class Simulation:
         servers: of class :class:`.Server`.
         links: by worker, one for each server.
 
-    Example:
-        >>> from hvd_compress.systems.servers import SGD
-        >>> sim = Simulation({"x": np.ones(1)}, lambda worker, x, step: x, 2, Rules("async"),
-        ...     lambda: SGD(lr=0.1))
-        >>> sim.run([0, 1])  # both gradients are those at 1
-        >>> sim.parameters["x"]
-        array([0.8])
+    >>> start, gradient = {"x": np.ones(1)}, lambda worker, x, step: x
+    >>> sim = Simulation(start, gradient, 2, Rules("async"), lambda: SGD(lr=0.1))
+    >>> sim.run([0, 1])  # both gradients are those at 1
+    >>> sim.parameters["x"]
+    array([0.8])
     """
 
     def __init__(

@@ -23,6 +23,10 @@ class ServerStats:
         bytes_up, bytes_down: of all messages with gradients, and with parameters.
         lost, failed, returned: workers that were silent too long, that left with an error, and that
             were taken for lost and came back.
+
+    >>> from collections import Counter
+    >>> ServerStats(updates=4, staleness=Counter({0: 3, 2: 1})).mean_staleness  # in updates
+    0.5
     """
 
     updates: int = 0

@@ -47,9 +47,18 @@ class Codistiller:
         engine: carries the exchanges, for instance :class:`hvd_compress.mpi.MpiEngine`.
         like: an array of the kind in which ranks compare what must be equal; ``None`` for NumPy's.
 
+    Raises:
+        ConfigError: the groups do not fit the number of ranks.
+
     Attributes:
         method: the options.
         owner: has the step, the teachers and the exchanges.
+
+    >>> from hvd_compress.engines.local import LocalEngine
+    >>> codistiller = Codistiller(Codistillation(exchange="predictions"), LocalEngine())
+    >>> codistiller.next_step()
+    >>> codistiller.step, codistiller.weight, codistiller.teachers  # a single rank has nobody
+    (1, 1.0, [])
     """
 
     def __init__(self, method: Codistillation, engine: Engine, *, like: Array = None) -> None:

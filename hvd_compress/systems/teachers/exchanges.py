@@ -31,6 +31,9 @@ class Counterparts(NamedTuple):
         targets: the ranks of which this one is the teacher.
         place: this rank's place in its group.
         places: the number of ranks in its group.
+
+    >>> Counterparts.of(((0, 1), (2, 3)), rank=1)
+    Counterparts(sources=(3,), targets=(3,), place=1, places=2)
     """
 
     sources: tuple[int, ...]

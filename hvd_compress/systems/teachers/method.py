@@ -52,6 +52,15 @@ class Codistillation(Configurable, kind="codistillation", name="codistillation")
 
     Differs from the papers in: predictions may be exchanged in every T-th step only; 16 bits on the
     wire; a warm start of the weight.
+
+    Reference: Anil et al., ICLR 2018; Sodhani et al., 2020.
+
+    Of the options alone, with steps counted from 1:
+
+    >>> from hvd_compress.systems.teachers import Codistillation
+    >>> method = Codistillation(every=50, burn_in=100, weight=0.5)
+    >>> [(step, method.is_due(step), method.weight_at(step)) for step in (100, 101, 102, 151)]
+    [(100, False, 0.0), (101, True, 0.5), (102, False, 0.5), (151, True, 0.5)]
     """
 
     exchange: str = "checkpoints"

@@ -24,6 +24,13 @@ class Ramp(Weight, name="ramp"):
     """A weight that rises from 0 to ``to`` by equal increments in ``steps`` steps after the
     burn-in, and stays there.
 
+    Args:
+        to: the weight in the end, 0 or more.
+        steps: the number of steps of the rise.
+
+    Raises:
+        ConfigError: an option makes no sense.
+
     >>> [Ramp(to=1.0, steps=4).at(step, burn_in=10) for step in (11, 12, 14, 20)]
     [0.25, 0.5, 1.0, 1.0]
     """
@@ -52,6 +59,13 @@ class Decay(Weight, name="decay"):
     """A weight that is ``start``, and is multiplied by ``factor`` after each of the steps
     ``at_steps``, for instance those at which the learning rate drops.
 
+    Args:
+        start, factor: 0 or more.
+        at_steps: numbers of steps, from 1; none for a weight that stays.
+
+    Raises:
+        ConfigError: an option makes no sense.
+
     >>> weight = Decay(start=1.0, factor=0.5, at_steps=(10, 20))
     >>> [weight.at(step, burn_in=0) for step in (10, 11, 21)]
     [1.0, 0.5, 0.25]
@@ -75,6 +89,13 @@ class WeightDecay(Configurable, kind="weight decay", name="weight_decay"):
     """The weight decay of the optimizers beside codistillation, which regularises itself: the first
     of ``values``, and the next one after each of the steps ``at_steps``, those at which the
     learning rate drops.
+
+    Args:
+        values: one more than there are ``at_steps``, each 0 or more.
+        at_steps: numbers of steps, from 1, ascending.
+
+    Raises:
+        ConfigError: an option makes no sense.
 
     >>> decay = WeightDecay(at_steps=(3000, 6000))
     >>> [decay.at(step) for step in (3000, 3001, 6001)]

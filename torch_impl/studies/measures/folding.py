@@ -13,7 +13,8 @@ from hvd_compress.errors import UnsupportedError
 
 
 def folded(model: nn.Module) -> nn.Module:
-    """Return a copy in evaluation mode that computes the same, without batch normalisation.
+    """Return a copy of ``model`` in evaluation mode that computes the same, without batch
+    normalisation.
 
     Raises:
         UnsupportedError: a batch normalisation does not stand behind a convolution or a linear
@@ -40,5 +41,6 @@ def folded(model: nn.Module) -> nn.Module:
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights by name: parameters of two dimensions or more, which leaves out biases."""
+    """Return the weights of ``model`` by name: parameters of two dimensions or more, which leaves
+    out biases."""
     return {name: p for name, p in model.named_parameters() if p.ndim > 1}

@@ -12,14 +12,23 @@ from .folding import weights_of
 
 
 def margins(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return how far the right class is above the best wrong one, of shape (n,)."""
+    """Return how far the right class is above the best wrong one, (n,).
+
+    Args:
+        logits: floats, (n, classes).
+        labels: int64, (n,).
+    """
     right = logits.gather(1, labels[:, None]).squeeze(1)
     wrong = logits.scatter(1, labels[:, None], -torch.inf).amax(1)
     return right - wrong
 
 
 def entropy(logits: torch.Tensor) -> float:
-    """Return the mean entropy of the outputs' softmax, in nats."""
+    """Return the mean entropy of the outputs' softmax, in nats.
+
+    Args:
+        logits: floats, (n, classes).
+    """
     log_p = functional.log_softmax(logits, 1)
     return -(log_p.exp() * log_p).sum(1).mean().item()
 
@@ -44,6 +53,9 @@ def spectral_norms(weights: dict[str, torch.Tensor]) -> list[float]:
     """Return the largest singular value of each layer's weights, as matrices (outputs, all else).
 
     For convolutions that is the norm of the kernel, not of the map between images.
+
+    Args:
+        weights: by name, as ``weights_of`` returns them.
     """
     return [torch.linalg.matrix_norm(w.flatten(1), 2).item() for w in weights.values()]
 
@@ -53,6 +65,10 @@ def fisher_rao(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
     loss>^2.
 
     Networks of ReLUs without biases have it as depth^2 <f, dl/df>^2 (Liang et al., 2019).
+
+    Args:
+        model: a classifier; it is not changed.
+        x, y: inputs (n, ...) and labels (n,), int64.
     """
     weights = {name: w.detach() for name, w in weights_of(model).items()}
     scale = torch.ones((), requires_grad=True)

@@ -31,9 +31,16 @@ def noise_scale(
     Args:
         weights: that are disturbed, in place; they are what they were afterwards, bit for bit.
         risk: evaluates the model with the weights as they are, for instance its training error.
+        rise: how much the risk may rise, in its units.
         relative: for sigma', the deviation of u_i is sqrt(sigma'^2 w_i^2 + eps^2).
+        eps: see there.
         draws: of noise, the same ones at every scale.
-        steps, upper, tolerance: of the bisection.
+        steps, upper, tolerance: of the bisection: how often it halves, the largest scale that it
+            looks at, and how near to ``rise`` it stops.
+        seed: of the noise.
+
+    Raises:
+        ConfigError: ``draws`` is not 1 or more.
 
     Differs from public code in: sigma is the standard deviation, where that passes its square.
     """
@@ -77,11 +84,15 @@ def adversarial_radius(
     corners: at a minimum the gradient says nothing.  So alpha is an upper estimate.
 
     Args:
-        weights, risk, steps, upper, tolerance: as for :func:`noise_scale`.
+        weights, risk, rise, steps, upper, tolerance: as for :func:`noise_scale`.
         loss: differentiable; its gradient shows the way.
         relative: for alpha', |u_i| <= alpha' |w_i| + eps, else |u_i| <= alpha.
         restarts: corners to begin at.
         ascents: steps of gradient ascent, each half as long as the radius.
+        seed: of the corners.
+
+    Raises:
+        ConfigError: ``restarts`` is not 1 or more.
     """
     _check(restarts=restarts)
     clean = risk()

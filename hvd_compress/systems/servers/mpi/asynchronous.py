@@ -46,6 +46,15 @@ class AsynchronousLeaderSGD(Serving):
         recovered: whether the parameters of the last step had NaN or Inf, and those that were
             returned are a leader's.
         bytes_sent, bytes_received: of this worker's messages.
+
+    Raises: what :class:`.ParameterServer` does.
+
+    A rank alone has nobody to serve:
+
+    >>> AsynchronousLeaderSGD({"w": np.ones(2)}, comm=MPI.COMM_SELF)
+    Traceback (most recent call last):
+        ...
+    hvd_compress.errors.ConfigError: servers=1 of 1 ranks: there must be a server and a worker, ...
     """
 
     _links: list[LeaderLink]
@@ -125,8 +134,17 @@ class AsynchronousEASGD(ParameterServer):
     Args:
         parameters: arrays by name; all ranks begin with those of rank 0, as the centre does.
         sync_every: tau, the number of local steps between meetings.
-        alpha: how far both move.
+        alpha: how far both move, a share of their distance.
         options: ``servers``, ``worker_timeout``, ``comm``, as of :class:`.ParameterServer`.
+
+    Raises: what :class:`.ParameterServer` does.
+
+    A rank alone has nobody to serve:
+
+    >>> AsynchronousEASGD({"w": np.ones(2)}, comm=MPI.COMM_SELF)
+    Traceback (most recent call last):
+        ...
+    hvd_compress.errors.ConfigError: servers=1 of 1 ranks: there must be a server and a worker, ...
     """
 
     def __init__(

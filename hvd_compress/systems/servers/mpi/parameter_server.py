@@ -37,8 +37,9 @@ class ParameterServer(Serving):
     Args:
         parameters: arrays by name, float32 or float64, the same on all ranks or only meant on rank
             0, whose values all ranks get.
-        optimizer: steps on the servers' pieces: a formula, such as ``SGD(lr=0.1)`` or one of
-            :mod:`hvd_compress.optimizers`, or an object with a method ``step`` of its own.
+        optimizer: steps on the servers' pieces: a formula, such as ``SGD(lr=0.1)``, which ``None``
+            stands for, or one of :mod:`hvd_compress.optimizers`, or an object with a method
+            ``step`` of its own.
         servers: how many ranks serve.
         worker_timeout: seconds for which the others wait for a worker that sends nothing, or go on
             without it; a pause of all workers may be longer.
@@ -58,6 +59,14 @@ class ParameterServer(Serving):
     Raises:
         ConfigError: an option has a value that cannot be honoured.
         MismatchError: the ranks differ in options or in the shapes of their parameters.
+        UnsupportedError: a parameter is neither float32 nor float64.
+
+    A rank alone has nobody to serve:
+
+    >>> ParameterServer({"w": np.ones(2)}, comm=MPI.COMM_SELF)
+    Traceback (most recent call last):
+        ...
+    hvd_compress.errors.ConfigError: servers=1 of 1 ranks: there must be a server and a worker, ...
     """
 
     _links: list[Link]
