@@ -59,7 +59,7 @@ class ChocoSGD(DecentralizedMethod, name="choco_sgd"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.codec, Codec):
-            raise ConfigError(f"codec must be a codec, for instance qsgd(4); got {self.codec!r}")
+            raise ConfigError(f"codec must be a codec, for instance linear(4); got {self.codec!r}")
         check_fraction("gamma", self.gamma)
         check_seed(self.seed)
 
