@@ -55,8 +55,7 @@ class Rules(Configurable, kind="parameter server", name="rules"):
     Raises:
         ConfigError: an option makes no sense, or two of them do not go together.
 
-    Reference: Ho et al., NeurIPS 2013 (bounded staleness); Chen et al., 2016 (backup workers); Zheng
-    et al., ICML 2017 (DC-ASGD).
+    Reference: Ho et al., NeurIPS 2013 (bounded staleness); Zheng et al., ICML 2017 (DC-ASGD).
 
     >>> Rules("async", correction="compensate").lam
     0.04
