@@ -141,7 +141,7 @@ class Selection:
         momenta, kind, _ = self._move
         table = steps.table()
         memory.addresses = from_numpy(table, like)
-        fine = from_numpy(finite.astype(np.int32), like)
+        fine = from_numpy(finite.astype(np.int64), like)
         _, places, _ = memory.parts(memory.selected)
         with torch.cuda.device_of(like):
             kernels.move[(self._blocks.size,)](

@@ -290,9 +290,9 @@ def test_the_host_waits_once_for_a_bucket(loops):
 
 
 _TYPES = {
-    "*i64": "addresses tensors owners order above_ends equal_ends",
+    "*i64": "addresses tensors owners order above_ends equal_ends fine",
     "*i32": "thresholds found largest counts kept prefixes missing histograms above equal places "
-    "most fine",
+    "most",
     "*fp32": "values remaining momenta",
     "fp32": "size",
     "i32": "entries vectors",
