@@ -17,7 +17,6 @@ from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.kernels import native
 from hvd_compress.reduce import Reducer
-from tests import jobs
 
 #: with every amount of memory that is left to a process: what comes out, each with how often
 WITH_LITTLE_MEMORY = """
@@ -211,16 +210,3 @@ def test_gaps_that_no_indices_have_are_refused_before_they_are_used(gaps):
             with pytest.raises(ValueError, match="ascending"):
                 native.quotients(gaps, 3)
     assert not room[32:].any()
-
-
-@pytest.mark.timeout(240)
-def test_sanitizers_find_nothing_where_no_test_is_chosen():
-    """Nor is anything built for that."""
-    command = [
-        sys.executable,
-        str(jobs.ROOT / "scripts" / "sanitize.py"),
-        "-k",
-        "no_test_has_this_name",
-    ]
-    _, output = jobs.run(command, timeout=200)
-    assert output.count("choose no test of these") == 2, output
