@@ -86,7 +86,12 @@ PAGES = (
         tuple(f"{ALL}.tensorflow.keras.mpi{m}" for m in ("", ".callbacks")),
         (*KERAS[:2], f"import {ALL}.tensorflow.keras.mpi as hvd", "hvd.init()"),
     ),
-    Page("mpi", "Collectives over MPI", (f"{ALL}.mpi",), (f"import {ALL}.mpi", "from mpi4py import MPI")),
+    Page(
+        "mpi",
+        "Collectives over MPI",
+        (f"{ALL}.mpi",),
+        (f"import {ALL}.mpi", "from mpi4py import MPI"),
+    ),
     Page(
         "systems",
         "Systems",
