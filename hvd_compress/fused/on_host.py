@@ -95,18 +95,18 @@ def exchange_on_host(
     of_all_graphs = tensors[0].context.scratch
     kept = _Kept(memory=of_all_graphs.setdefault("memory", Memory()))
     of_all_graphs.setdefault("kept", []).append(kept)
-    # Of the contexts, what is no symbol.
-    contexts = [
-        Context(c.name, c.rank, c.size, momentum=c.momentum, shape=c.shape)
-        for c in (tensor.context for tensor in tensors)
+    # Of the contexts, what is no symbol: a graph keeps its functions, and what these know.
+    tensors = [
+        tensor._replace(context=Context(c.name, c.rank, c.size, momentum=c.momentum, shape=c.shape))
+        for tensor, c in ((tensor, tensor.context) for tensor in tensors)
     ]
 
     def begin(kept: _Kept, *arrays: np.ndarray) -> list[np.ndarray]:
         each, own = iter(arrays), []
-        for tensor, names, context in zip(tensors, keys, contexts, strict=True):
+        for tensor, names in zip(tensors, keys, strict=True):
             x = next(each)
             state = {key: next(each) for key in names}
-            context = context._replace(scratch=kept)
+            context = tensor.context._replace(scratch=kept)
             host = {"gradient": x.reshape(context.shape), "x": x, "state": state}
             own.append(tensor._replace(**host, context=context))
         kept["waiting"] = form(own)  # what waited, if a step has failed, is forgotten
