@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 #: how variables begin that the C library, Python and packages read when they start
-READ_EARLY = ("CUDA", "GLIBC", "LD_P", "MALLOC", "MKL", "MPLBACKEND", "OMP_", "PYTHON", "TORCH")
+READ_EARLY = ("CUDA", "GLIBC", "LD_P", "MALLOC", "MKL", "MPLBACKEND", "OMP_", "PYTHON", "TORCH_")
 OF_PACKAGES = {"tensorflow": ("KERAS", "TF_")}
 #: a stream of MPICH's launcher is not handed on
 PROGRAM = """#!{python} -IS

@@ -85,11 +85,15 @@ def variables(controller: str) -> dict[str, str]:
     return {}
 
 
-@functools.cache
 def python(framework: str = "torch") -> str:
     """The Python of jobs, which starts with the packages of ``framework`` imported: forked.py."""
     if not hasattr(os, "pidfd_open"):  # Linux has it
         return sys.executable
+    return _forked(framework)
+
+
+@functools.cache
+def _forked(framework: str) -> str:
     return forked.python(IMPORTED[framework], environment(**_sleeping_waits()))
 
 
