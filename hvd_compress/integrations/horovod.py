@@ -187,12 +187,16 @@ def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framewor
 _ASYNCHRONOUS = ("AsynchronousEASGD", "AsynchronousLeaderSGD")
 
 
+class _NotHereError(UnsupportedError, AttributeError):
+    """For ``hasattr``, to which the name is not there, and for users, who are told where it is."""
+
+
 def check_server(name: str) -> None:
     """Raise ``UnsupportedError`` for a name that is of parameter servers: these are for PyTorch and
     NumPy, over MPI alone."""
     if name in {"parameter_server", "ParameterServer", *_ASYNCHRONOUS}:
         there = name if name in _ASYNCHRONOUS else "ParameterServer"
-        raise UnsupportedError(
+        raise _NotHereError(
             f"hvd.{name} is there over MPI alone, for PyTorch (import hvd_compress.torch.mpi as "
             f"hvd) and for NumPy arrays (hvd_compress.mpi.{there}), and not for TensorFlow and "
             "Keras, whose hvd.DistributedOptimizer takes method=hvd.LocalSGD(sync_every=8) for "

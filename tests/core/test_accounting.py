@@ -124,7 +124,7 @@ def test_what_we_send_for_resnet50(values, in_all):
         ({}, 355.4),
         ({"values": "float16"}, 304.3),
         ({"small": "float16"}, 247.1),
-        ({"small": "int8"}, 195.6),
+        ({"small": "int8"}, 193.6),
         ({"small": "sparse"}, 139.5),
         ({"small": "sparse", "values": "float16"}, 88.3),
         (DGC.presets["compact"], 51.1),
