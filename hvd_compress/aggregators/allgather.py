@@ -117,7 +117,7 @@ class allgather(Aggregator, name="allgather"):
 
     def fused(self, transforms: Sequence[Transform], context: Context) -> Joins | None:
         if isinstance(self.select, Codec):
-            return FusedAllgather.of(transforms, self.select, context)
+            return FusedAllgather.of(transforms, context, self.select)
         if not (isinstance(self.select, top_k) and isinstance(self.values, str | logarithmic)):
             return None
         if self.algorithm != "allgather":
@@ -130,7 +130,7 @@ class allgather(Aggregator, name="allgather"):
             del before[-1]
             _, nesterov = correction.in_use(context)
         if not isinstance(last, error_feedback) or any(t.elementwise for t in before):
-            return FusedElements.of(transforms, *how, context)
+            return FusedElements.of(transforms, context, *how)
         if last.units != "gradient" or any(t.keys for t in before):
             return None
         select, values, indices = how

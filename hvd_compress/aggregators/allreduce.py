@@ -78,7 +78,7 @@ class allreduce(Aggregator, name="allreduce"):
         wire = None if self.wire == "gradient" else self.wire
         if self.select is not None:
             coding = self._drawn(self.select, None)
-            return FusedDrawn.of(transforms, coding, wire, self.algorithm, context)
+            return FusedDrawn.of(transforms, context, coding, wire, self.algorithm)
         before = list(transforms)
         momentum, nesterov = None, False
         if before and isinstance(last := before[-1], momentum_after_averaging):

@@ -67,7 +67,7 @@ class alltoall(Aggregator, name="alltoall"):
         return codes(self.codec.for_shape(context.shape))
 
     def fused(self, transforms: Sequence[Transform], context: Context) -> FusedAlltoall | None:
-        return FusedAlltoall.of(transforms, self.codec, context)
+        return FusedAlltoall.of(transforms, context, self.codec)
 
     def aggregate(
         self, x: Array, state: State, context: Context

@@ -25,7 +25,7 @@ from hvd_compress.base import Array, Context
 from hvd_compress.chain import Transform
 from hvd_compress.codecs import Codec
 from hvd_compress.fused.bucket import Arrays, Bucket, Tensor, Views, room
-from hvd_compress.fused.stages import Staged, StagedBucket, Stages
+from hvd_compress.fused.stages import Staged, StagedBucket
 from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.operators.random_k import own_generator
 from hvd_compress.requests import Alltoall, Gather, Request
@@ -58,11 +58,10 @@ class FusedCodes(Staged):
 
     @classmethod
     def of(
-        cls: type[_Form], transforms: Sequence[Transform], codec: Codec, context: Context
+        cls: type[_Form], transforms: Sequence[Transform], context: Context, *exchange: Any
     ) -> _Form | None:
-        """Return the form of ``transforms`` and an exchange of codes, if there is one."""
-        stages = Stages.of(transforms, context)
-        return None if stages is None or codec.varies else cls(*stages, codec)
+        form = super().of(transforms, context, *exchange)
+        return None if form is None or form.codec.varies else form
 
     def weight(self, context: Context) -> int:
         return math.prod(context.shape)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any, ClassVar
 
 import numpy as np
 
 from hvd_compress.backends import backend_of, numpy
 from hvd_compress.base import Context, Sparse
-from hvd_compress.chain import Transform
 from hvd_compress.coding.drawn import drawn
 from hvd_compress.fused.bucket import Arrays, Tensor
 from hvd_compress.fused.messages import scattered
-from hvd_compress.fused.stages import Staged, StagedBucket, Stages
+from hvd_compress.fused.stages import Staged, StagedBucket
 from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.requests import Request, Sum
 from hvd_compress.times import phase
@@ -39,19 +38,6 @@ class FusedDrawn(Staged):
     coding: drawn
     wire: str | None
     algorithm: str | None
-
-    @classmethod
-    def of(
-        cls,
-        transforms: Sequence[Transform],
-        coding: drawn,
-        wire: str | None,
-        algorithm: str | None,
-        context: Context,
-    ) -> FusedDrawn | None:
-        """Return the form of ``transforms`` and a sum of what ``coding`` draws, if there is one."""
-        stages = Stages.of(transforms, context)
-        return None if stages is None else cls(*stages, coding, wire, algorithm)
 
     def weight(self, context: Context) -> int:
         return self.coding.select.count(math.prod(context.shape), context)

@@ -9,18 +9,17 @@ equal.  Of momentum correction and error feedback, whose result needs no memory,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any, ClassVar
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Context, Sparse
-from hvd_compress.chain import Transform
 from hvd_compress.codecs import logarithmic
 from hvd_compress.fused.bucket import Arrays, Tensor
 from hvd_compress.fused.messages import finite_of, merged, message_of, part_of, scattered
-from hvd_compress.fused.stages import Staged, StagedBucket, Stages
+from hvd_compress.fused.stages import Staged, StagedBucket
 from hvd_compress.kernels import Column, Selection, Steps
 from hvd_compress.operators import top_k
 from hvd_compress.requests import Gather, Request
@@ -41,19 +40,6 @@ class FusedElements(Staged):
     select: top_k
     values: str | logarithmic
     indices: str
-
-    @classmethod
-    def of(
-        cls,
-        transforms: Sequence[Transform],
-        select: top_k,
-        values: str | logarithmic,
-        indices: str,
-        context: Context,
-    ) -> FusedElements | None:
-        """Return the form of ``transforms`` and the largest elements, if there is one."""
-        stages = Stages.of(transforms, context)
-        return None if stages is None else cls(*stages, select, values, indices)
 
     def weight(self, context: Context) -> int | None:
         """Return how many elements are sent, if that is a part of them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from hvd_compress.transforms import error_feedback
 
 #: elements of a part
 _PART = 1 << 14
+
+_Form = TypeVar("_Form", bound="Staged")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,9 +128,17 @@ class Stages:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Staged(InPlace):
-    """A form whose transforms are ``stages``."""
+    """A form whose transforms are ``stages``; what follows in its fields is the exchange."""
 
     stages: Stages
+
+    @classmethod
+    def of(
+        cls: type[_Form], transforms: Sequence[Transform], context: Context, *exchange: Any
+    ) -> _Form | None:
+        """Return the form of ``transforms`` and an ``exchange``, if there is one."""
+        stages = Stages.of(transforms, context)
+        return None if stages is None else cls(*stages, *exchange)
 
     @property
     def finishes(self) -> bool:
