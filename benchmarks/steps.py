@@ -60,7 +60,7 @@ add(
 )
 add("--dgc", type=Path, metavar="PATH", help='a checkout of DGC\'s authors, for "original DGC"')
 add("--rounds", type=int, default=15, help="samples of each row")
-add("--warmup", type=int, default=3, help="rounds that are not counted")
+add("--warmup", type=int, default=6, help="rounds that are not counted: thresholds get known")
 add("--budget", type=float, default=60.0, metavar="SECONDS", help="of a row, for each --backward")
 add("--together", type=int, default=99, metavar="N", help="rows that fit into memory")
 add("--ranks", type=int, default=4, help="when started without horovodrun")
