@@ -123,9 +123,10 @@ def run(arguments: list[str], environ: dict[str, str], folder: str) -> None:
     os.chdir(folder)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # as each process does
-    if arguments[0] == "-u":
-        sys.stdout.reconfigure(write_through=True)
-        arguments = arguments[1:]
+    asked = arguments[0] == "-u"
+    for stream in (sys.stdout, sys.stderr):  # whatever the server itself was told
+        stream.reconfigure(write_through=asked or bool(environ.get("PYTHONUNBUFFERED")))
+    arguments = arguments[asked:]
     first, *rest = arguments
     if first == "-m":
         sys.argv[:], sys.path[0] = rest, folder
