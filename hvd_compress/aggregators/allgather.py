@@ -118,12 +118,14 @@ class allgather(Aggregator, name="allgather"):
     def fused(self, transforms: Sequence[Transform], context: Context) -> Joins | None:
         if isinstance(self.select, Codec):
             return FusedAllgather.of(transforms, context, self.select)
-        if not (isinstance(self.select, top_k) and isinstance(self.values, str | logarithmic)):
+        if not isinstance(self.values, str | logarithmic) or self.algorithm != "allgather":
             return None
-        if self.algorithm != "allgather":
-            return None
-        *before, last = transforms or (None,)
         how = self.select, self.values, self.indices
+        if not isinstance(self.select, top_k):
+            # How many are selected may be all that says how many codes there are.
+            plain = isinstance(self.values, str) and not self.select.keys
+            return FusedElements.of(transforms, context, *how) if plain else None
+        *before, last = transforms or (None,)
         correction, nesterov = None, False
         if before and isinstance(last_before := before[-1], momentum_correction):
             correction = last_before
@@ -133,8 +135,7 @@ class allgather(Aggregator, name="allgather"):
             return FusedElements.of(transforms, context, *how)
         if last.units != "gradient" or any(t.keys for t in before):
             return None
-        select, values, indices = how
-        return FusedTopK(tuple(before), select, correction, nesterov, values, indices)
+        return FusedTopK(tuple(before), self.select, correction, nesterov, *how[1:])
 
     def coding(self, n: int, context: Context) -> Coding:
         if isinstance(self.select, Codec):

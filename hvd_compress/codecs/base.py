@@ -102,6 +102,11 @@ class Codec(Configurable, abc.ABC, kind="block"):
         with np.errstate(over="ignore", invalid="ignore"):
             np.add(out, values, out=out) if add else np.copyto(out, values)
 
+    def take_off(self, code: np.ndarray, out: np.ndarray) -> None:
+        """Subtract what ``decode`` returns from ``out`` (1-D, contiguous)."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.subtract(out, self.decode(code, out.size, out.dtype), out=out)
+
     def zeros(self, n: int, dtype: np.dtype) -> np.ndarray:
         """See :class:`Coder`."""
         return np.zeros(n, dtype)

@@ -51,3 +51,9 @@ class Compiled(Codec):
         values = self._from_bytes(code, out.size, out.dtype)
         with np.errstate(over="ignore", invalid="ignore"):
             np.add(out, values, out=out) if add else np.copyto(out, values)
+
+    def take_off(self, code: np.ndarray, out: np.ndarray) -> None:
+        if (loops := self._loops) and is_compiled():
+            loops.decode(code, out, add=True, sign=-1)
+            return
+        super().take_off(code, out)

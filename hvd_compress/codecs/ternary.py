@@ -102,6 +102,6 @@ class Ternary:
         else:
             out[:] = 0
 
-    def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
+    def decode(self, code: np.ndarray, out: np.ndarray, add: bool, sign: int = 1) -> None:
         if out.size:
-            self.digits.decode(code, out, add)
+            self.digits.decode(code, out, add, sign)

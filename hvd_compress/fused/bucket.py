@@ -97,7 +97,8 @@ class InPlace(abc.ABC):
         outcomes, new = [], settled(states, finite, arrays.new)
         for i, (tensor, x) in enumerate(zip(tensors, out, strict=True)):
             mean = in_place_of(tensor.gradient, x)
-            update, sent = None, stand_in(bucket.sizes[i] if self.sends_all else tensor.weight)
+            count = bucket.sizes[i] if self.sends_all else tensor.weight
+            update, sent = None, stand_in(count if arrays.counts is None else arrays.counts[i])
             if arrays.sparse is not None:
                 mean = arrays.sparse[i]
             if arrays.means is not None:
@@ -202,6 +203,7 @@ class Arrays:
 
     Attributes:
         sent: what was sent of each tensor, to be set where ``looked_at``; else ``None``.
+        counts: how many elements of each tensor were sent, where weights do not say it.
         means: see :class:`Views`.
         sparse: the averages, where they are not written.
         new: states that take the place of the old ones, where these are not written.
@@ -221,6 +223,7 @@ class Arrays:
         self.gradients, self.momenta = gradients, momenta
         self.sent: list[Any] | None = None
         self.sparse: list[Sparse] | None = None
+        self.counts: list[int] | None = None
         self.new: list[State] | None = None
         self.dtypes = ["float32"]
         self.means: list[np.ndarray] | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Generator, Sequence
@@ -25,7 +26,7 @@ from hvd_compress.base import Array, Context
 from hvd_compress.chain import Transform
 from hvd_compress.codecs import Codec
 from hvd_compress.fused.bucket import Arrays, Bucket, Tensor, Views, room
-from hvd_compress.fused.stages import Staged, StagedBucket
+from hvd_compress.fused.stages import Sent, Staged, StagedBucket
 from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.operators.random_k import own_generator
 from hvd_compress.requests import Alltoall, Gather, Request
@@ -191,6 +192,14 @@ class _Bucket(StagedBucket, abc.ABC):
         except ValueError as error:
             raise failing(f"rank {sender}", _CAUSES)(str(error)) from None
 
+    def is_only_taken_off(self, arrays: Arrays) -> bool:
+        """Whether what was sent is taken off residuals, and nobody looks at it."""
+        return arrays.sent is None and self.form.stages.only_feeds_back
+
+    def off(self, part: _Part, frame: np.ndarray) -> Sent:
+        """Return what takes off the values of a part of a message of this rank."""
+        return functools.partial(self.codecs[part.tensor].take_off, frame[part.codes])
+
 
 class _Whole(_Bucket):
     """A bucket whose codes go to all ranks."""
@@ -237,14 +246,18 @@ class _Whole(_Bucket):
                 finite.append(all_finite(total))
                 if arrays.sent is not None:
                     sent = arrays.sent[i]
-                if finite[i] or arrays.sent is not None:
+                off: Sent | None = None
+                if finite[i] and self.is_only_taken_off(arrays):
+                    off = self.off(part, self._frame)
+                elif finite[i] or arrays.sent is not None:
                     self.take(part, self._frame, own, sent, self.rank)
+                    off = sent if finite[i] else None
 
                 def mean(out: np.ndarray, total: np.ndarray = total) -> None:
                     np.divide(total, np.float32(self.size), out=out)
 
                 its = arrays.context(step, i)
-                self.settle(views, i, part.own, its, sent if finite[i] else None, mean)
+                self.settle(views, i, part.own, its, off, mean)
         return finite
 
 
@@ -355,11 +368,9 @@ class _Sharded(_Bucket):
                 for rank, frame in enumerate(frames):
                     self.take(part, frame, theirs[rank], total, rank, add=True)
                 if self.put(own, total, self.random(i, step, 1), self._reply, flags):
-                    sent = room(self._longest)[1, : total.size]
-                    self.take(own, self._reply, flags, sent, self.rank)
-                    if not all_finite(sent):
+                    self.codecs[i].take_off(self._reply[own.codes], total)
+                    if not all_finite(total):
                         flags[i] = _OVERFLOWS
-                    total -= sent
         return reply.seal(self._reply)
 
     def _finish(
@@ -390,9 +401,11 @@ class _Sharded(_Bucket):
                     owned[self._shards[i][self.rank]] = self._left[i]
         return finite
 
-    def _sent(self, arrays: Arrays, tensor: int, rank: int, fine: bool) -> np.ndarray | None:
+    def _sent(self, arrays: Arrays, tensor: int, rank: int, fine: bool) -> Sent | None:
         """Return what was sent of a shard, if somebody asks."""
         part = self._messages[rank].parts[tensor]
+        if fine and tensor not in self._foreign and self.is_only_taken_off(arrays):
+            return self.off(part, self._frames[rank])
         sent = room(self._longest)[1, : self._length(tensor, rank)]
         if arrays.sent is not None:
             sent = arrays.sent[tensor][part.own]

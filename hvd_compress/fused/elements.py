@@ -1,6 +1,7 @@
-"""The largest elements of what any elementwise transforms make of the tensors of a bucket.
+"""Selected elements of what any elementwise transforms make of the tensors of a bucket.
 
-A chain of such transforms, EF21 say, and an allgather of the largest elements does for a bucket at
+A chain of such transforms, EF21 say, and an allgather of the largest elements, or of those beyond a
+threshold, does for a bucket at
 once what its blocks do for one tensor after the other, and gives the same bits; tests hold the two
 equal.  Of momentum correction and error feedback, whose result needs no memory,
 :mod:`hvd_compress.fused.top_k` does the same in fewer passes.
@@ -9,19 +10,21 @@ equal.  Of momentum correction and error feedback, whose result needs no memory,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+import math
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Context, Sparse
+from hvd_compress.base import Array, Context, Sparse, State
+from hvd_compress.chain import Repeated
 from hvd_compress.codecs import logarithmic
 from hvd_compress.fused.bucket import Arrays, Tensor
 from hvd_compress.fused.messages import finite_of, merged, message_of, part_of, scattered
 from hvd_compress.fused.stages import Staged, StagedBucket
 from hvd_compress.kernels import Column, Selection, Steps
-from hvd_compress.operators import top_k
+from hvd_compress.operators import Selector, top_k
 from hvd_compress.requests import Gather, Request
 from hvd_compress.times import phase
 
@@ -31,19 +34,34 @@ class FusedElements(Staged):
     """The exchange of all tensors of a bucket; see :class:`hvd_compress.fused.bucket.InPlace`.
 
     Attributes:
-        select: says how many elements of a tensor are sent.
+        select: ``top_k``, which says how many elements of a tensor are sent, or another operator
+            without a state, which finds them.
         values, indices: of the message.
     """
 
     sends_all: ClassVar[bool] = False
 
-    select: top_k
+    select: Selector
     values: str | logarithmic
     indices: str
 
     def weight(self, context: Context) -> int | None:
-        """Return how many elements are sent, if that is a part of them."""
-        return part_of(self.select, self.values, context)
+        """Return how many elements are sent, if that is a part of them; or how many there are, if
+        only the sender knows."""
+        if self.is_known(context):
+            return part_of(self.select, self.values, context)
+        return math.prod(context.shape)
+
+    def is_known(self, context: Context) -> bool:
+        """Return whether options say how many elements are sent."""
+        return self.select.count(1, context) is not None
+
+    def again(
+        self, tensors: Repeated, key: Hashable, context: Context
+    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], list[State]]] | None:
+        if not self.is_known(context):  # what is kept of a step has its numbers
+            return None
+        return super().again(tensors, key, context)
 
     def made(self, tensors: list[Tensor]) -> _Bucket:
         return _Bucket(self, tensors)
@@ -54,9 +72,13 @@ class _Bucket(StagedBucket):
 
     def __init__(self, form: FusedElements, tensors: list[Tensor]) -> None:
         super().__init__(form, tensors)
+        is_known = form.is_known(tensors[0].context)
+        self._counts: list[int | None] = [k if is_known else None for k in self.weights]
         pairs = zip(self.sizes, self.weights, strict=True)
-        self._selections = [Selection([n], [k]) for n, k in pairs]
-        self._message = message_of(form.values, form.indices, sum(self.sizes), self.weights)
+        self._selections: list[Selection] = []
+        if isinstance(form.select, top_k):
+            self._selections = [Selection([n], [k]) for n, k in pairs]
+        self._message = message_of(form.values, form.indices, sum(self.sizes), self._counts)
         self._starts, self._longest = np.cumsum([0, *self.sizes[:-1]]), max(self.sizes)
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray]:
@@ -75,7 +97,8 @@ class _Bucket(StagedBucket):
                 for rank, frame in enumerate(frames)
             ]
             finite, views = finite_of(self.sizes, theirs), arrays.views()
-            parts = np.split(sent, np.cumsum(self.weights)[:-1])
+            arrays.counts = [at.size for at in places]
+            parts = np.split(sent, np.cumsum(arrays.counts)[:-1])
             own = [Sparse(at, what) for at, what in zip(places, parts, strict=True)]
             if arrays.sent is not None:
                 arrays.sent = own
@@ -90,8 +113,12 @@ class _Bucket(StagedBucket):
         """Return places and values of the elements that are sent, of each tensor."""
         views, found = arrays.views(), []
         with np.errstate(over="ignore", invalid="ignore"):
-            for i, (selection, n) in enumerate(zip(self._selections, self.sizes, strict=True)):
-                its = arrays.context(step, i)
+            for i, n in enumerate(self.sizes):
+                its = arrays.context(step, i)._replace(name=self.names[i])
                 x = self.passed_on(views, i, slice(0, n), its, self._longest)
-                found.append(selection.select(Steps(Column([x])))[:2])
+                if self._selections:
+                    found.append(self._selections[i].select(Steps(Column([x])))[:2])
+                else:
+                    at = self.form.select.select(x, self._counts[i], its)
+                    found.append((at, x[at]))
         return found

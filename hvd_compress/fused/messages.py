@@ -12,8 +12,15 @@ from hvd_compress.base import Context
 from hvd_compress.codecs import logarithmic
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
 from hvd_compress.kernels import merge
-from hvd_compress.operators import top_k
-from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
+from hvd_compress.operators import Selector
+from hvd_compress.wire import (
+    decode,
+    decode_sparse,
+    dense_is_shorter,
+    encode_dense,
+    encode_sparse,
+    sparse_size,
+)
 
 #: the indices, into all tensors end to end, and the values of a rank
 Entries = tuple[np.ndarray, np.ndarray]
@@ -48,6 +55,28 @@ class Numbers:
         return indices, values.astype(np.float32, copy=False)
 
 
+class Unknown(Numbers):
+    """Messages of as many numbers as their sender selects; see :class:`Numbers`."""
+
+    def __init__(self, dtype: str, indices: str, n: int) -> None:
+        super().__init__(dtype, indices, n, [])
+        self.size = None
+
+    def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        frame, sent = super().encode(indices, values)
+        if dense_is_shorter(indices.size, self._n, self._dtype, self._indices):
+            whole = np.zeros(self._n, self._dtype)
+            whole[indices] = sent
+            frame = encode_dense(whole)
+        return frame, sent
+
+    def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
+        indices, values = decode(frame, self._n, self._dtype, sender=sender)
+        if indices is None:
+            indices = np.arange(self._n)
+        return indices, values.astype(np.float32, copy=False)
+
+
 class Codes:
     """Messages whose values are coded; see :class:`Numbers`."""
 
@@ -68,11 +97,16 @@ class Codes:
 
 
 def message_of(
-    values: str | logarithmic, indices: str, n: int, counts: Sequence[int]
+    values: str | logarithmic, indices: str, n: int, counts: Sequence[int | None]
 ) -> Numbers | Codes:
+    """Return the form of a message of ``counts`` entries of each tensor; all of them are ``None``
+    if only the sender knows."""
+    known = [count for count in counts if count is not None]
+    if isinstance(values, str) and len(known) < len(counts):
+        return Unknown(values, indices, n)
     if isinstance(values, str):
-        return Numbers(values, indices, n, counts)
-    return Codes(values, indices, n, counts)
+        return Numbers(values, indices, n, known)
+    return Codes(values, indices, n, known)
 
 
 def finite_of(sizes: Sequence[int], theirs: Sequence[Entries]) -> np.ndarray:
@@ -104,12 +138,13 @@ def _scatter(places: np.ndarray, values: np.ndarray, out: np.ndarray) -> None:
     out[places] = values
 
 
-def part_of(select: top_k, values: str | logarithmic, context: Context) -> int | None:
+def part_of(select: Selector, values: str | logarithmic, context: Context) -> int | None:
     """Return how many elements are sent of a tensor of ``context.shape``; ``None`` if these are
     all, or so many that a dense sum moves fewer bytes."""
     n = math.prod(context.shape)
-    if not 0 < n < _MOST_ELEMENTS or (k := select.count(n, context)) == n:
+    if not 0 < n < _MOST_ELEMENTS or (k := select.count(n, context)) in (n, None):
         return None
+    assert k is not None
     if isinstance(values, str) and dense_is_less(n, k, values, context.size):
         return None
     return k

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from hvd_compress.transforms import error_feedback
 _PART = 1 << 14
 
 _Form = TypeVar("_Form", bound="Staged")
+#: what was sent of a run of elements; or, which is all that some stages ask, what takes it off one
+Sent: TypeAlias = np.ndarray | Sparse | Callable[[np.ndarray], None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,7 +70,8 @@ class Stages:
         return any(transform.feeds_back for transform in self.transforms)
 
     @property
-    def _only_feeds_back(self) -> bool:
+    def only_feeds_back(self) -> bool:
+        """Whether all that is made of what was sent is to take it off a residual."""
         return len(self.transforms) == 1 and type(self.transforms[0]) is error_feedback
 
     def passed_on(
@@ -78,7 +81,7 @@ class Stages:
         no transforms, else ``out``."""
         if not self.transforms:
             return x
-        if self._only_feeds_back:
+        if self.only_feeds_back:
             return np.add(x, states["residual"], out=out)
         for part in _parts(x.size):
             out[part], _ = self._updated(x[part], _at(states, part), context)
@@ -89,20 +92,23 @@ class Stages:
         x: np.ndarray,
         states: Mapping[str, np.ndarray],
         context: Context,
-        sent: np.ndarray | Sparse,
+        sent: Sent,
         mean: np.ndarray | None = None,
         out: np.ndarray | None = None,
     ) -> None:
         """Write the new states after a step in which all is finite; and to ``out``, which may be
         ``x``, the direction of the step, given the ``mean``, where they make it of that."""
-        if self._only_feeds_back:
+        if self.only_feeds_back:
             residual = states["residual"]
             np.add(x, residual, out=residual)
-            if isinstance(sent, Sparse):
+            if callable(sent):
+                sent(residual)
+            elif isinstance(sent, Sparse):
                 residual[sent.indices] -= sent.values
             else:
                 residual -= sent
             return
+        assert not callable(sent)
         for part in _parts(x.size):
             its_x, its_states, its_sent = x[part], _at(states, part), _sent_in(sent, part)
             _, own = self._updated(its_x, its_states, context)
@@ -172,7 +178,7 @@ class StagedBucket(Bucket):
         tensor: int,
         own: slice,
         step: Context,
-        sent: np.ndarray | Sparse | None,
+        sent: Sent | None,
         mean: Callable[[np.ndarray], None],
     ) -> None:
         """Write result and states of a run of elements.

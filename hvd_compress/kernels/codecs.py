@@ -29,8 +29,8 @@ class Loops(Protocol):
     def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
         """Write the code of ``x`` to ``out`` (uint8)."""
 
-    def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
-        """Write the values of a code to ``out``, or add them."""
+    def decode(self, code: np.ndarray, out: np.ndarray, add: bool, sign: int = 1) -> None:
+        """Write the values of a code, times a ``sign`` (1 or -1), to ``out``, or add them."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,11 +82,11 @@ class Digits:
         draws = None if self.kind in ("linear", "float8") else draws_of(random, x.size)
         native.codecs.encode(self._rule, x, draws, out, threads())
 
-    def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
+    def decode(self, code: np.ndarray, out: np.ndarray, add: bool, sign: int = 1) -> None:
         table = None if self.table is None else self.table.astype(out.dtype)
         length = self.length or 0
         native.codecs.decode(
-            code, self.base, length, table, self.zero, self.unit, out, add, threads()
+            *(code, self.base, length, table, self.zero, sign * self.unit, out, add, threads())
         )
 
 
@@ -100,8 +100,13 @@ class Natural:
         draws = None if self.biased else draws_of(random, x.size)
         native.codecs.natural(x, draws, out, threads())
 
-    def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
-        native.codecs.from_natural(code, out, add, threads())
+    def decode(self, code: np.ndarray, out: np.ndarray, add: bool, sign: int = 1) -> None:
+        if sign == 1:
+            native.codecs.from_natural(code, out, add, threads())
+            return
+        values = np.empty_like(out)
+        native.codecs.from_natural(code, values, False, threads())
+        np.subtract(out, values, out=out) if add else np.negative(values, out=out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +135,13 @@ class Signs:
         else:
             _put_signs(x, out, "not negative")
 
-    def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
+    def decode(self, code: np.ndarray, out: np.ndarray, add: bool, sign: int = 1) -> None:
         scale, bits = self.scale, code
         if isinstance(scale, str):
             scale = code[: out.itemsize].view(out.dtype.newbyteorder("<"))[0]
             bits = code[out.itemsize :]
         levels = np.array([scale, scale], out.dtype)
-        levels[0] *= -1
+        levels[0 if sign > 0 else 1] *= -1
         _from_bits(bits, levels, out, add)
 
 
@@ -157,10 +162,12 @@ class Halves:
         length = self.length or max(x.size, 1)
         native.codecs.halves(x, length, out, threads())
 
-    def decode(self, code: np.ndarray, out: np.ndarray, add: bool) -> None:
+    def decode(self, code: np.ndarray, out: np.ndarray, add: bool, sign: int = 1) -> None:
         columns = -(-out.size // self.length) if self.length else int(out.size > 0)
         split = 2 * columns * out.itemsize
         levels = code[:split].view(out.dtype.newbyteorder("<")).astype(out.dtype)
+        if sign < 0:
+            np.negative(levels, out=levels)
         _from_bits(code[split:], levels, out, add, length=self.length, first_is_highest=True)
 
 

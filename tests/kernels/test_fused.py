@@ -22,6 +22,7 @@ from hvd_compress import (
     Context,
     EFSignSGD,
     LinearQuantization,
+    MSTopK,
     NaturalCompression,
     NoCompression,
     OneBit,
@@ -31,6 +32,7 @@ from hvd_compress import (
     Signum,
     Sparse,
     TernGrad,
+    Threshold,
     TopK,
     kernels,
     switch,
@@ -42,6 +44,7 @@ from hvd_compress.engines.joining import Member, joined
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import CompressionError, PayloadError
+from hvd_compress.operators import adaptive_threshold, bernoulli
 from hvd_compress.reduce import Reducer
 from hvd_compress.requests import Joint
 from hvd_compress.stats import Record
@@ -91,6 +94,11 @@ CODED = [
     EF21(density=0.05, values="4bit", indices="int32"),
     RandomK(density=0.7, error_feedback=False, wire="float16"),
     Chain((momentum_after_averaging(), smoothing(0.8), ef21()), via=allgather(natural())),
+    MSTopK(density=0.05),
+    Threshold(tau=0.5),
+    Threshold(tau=2.5, indices="int32"),
+    Chain((error_feedback(),), via=allgather(adaptive_threshold(0.05), "float16")),
+    Chain((), via=allgather(bernoulli(0.7))),
 ]
 MAKERS = {"numpy": np.array, "torch": torch.tensor, "tensorflow": tf.constant}
 
