@@ -146,3 +146,11 @@ class AsynchronousEASGD(_Asynchronous):
             servers=servers,
             worker_timeout=worker_timeout,
         )
+
+    def step(self, loss: Any = None) -> None:
+        """Let the optimizer step on this worker's gradients, and meet the centre if that is due.
+
+        Args:
+            loss: not needed, since elastic averaging has no leader.
+        """
+        super().step(0.0 if loss is None else loss)
