@@ -66,7 +66,7 @@ class Selection:
         if self._memory is None or self._memory.device != like.device:
             self._memory = _Memory(self._tensors, self._blocks, self._entries, self._room, like)
         memory = self._memory
-        table = steps.table()
+        table = _table(steps)
         memory.addresses = from_numpy(table, like)
         kind = 0 if momentum is None else 2 if nesterov else 1
         momenta = from_numpy(momenta_of(momentum, len(table)), like)
@@ -139,7 +139,7 @@ class Selection:
         memory, like = self._memory, steps.gradients.arrays[0]
         assert memory is not None
         momenta, kind, _ = self._move
-        table = steps.table()
+        table = _table(steps)
         memory.addresses = from_numpy(table, like)
         fine = from_numpy(finite.astype(np.int64), like)
         _, places, _ = memory.parts(memory.selected)
@@ -238,11 +238,16 @@ def stream(arrays: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) ->
         (row[0].numel(), 0, first, 0) for row, first in zip(arrays, _starts(blocks), strict=True)
     ]
     steps = Steps.of((g, v, v, u, u) for g, u, v in arrays)
-    tables = (steps.table(), np.array(tensors), np.repeat(np.arange(len(arrays)), blocks))
+    tables = (_table(steps), np.array(tensors), np.repeat(np.arange(len(arrays)), blocks))
     with torch.cuda.device_of(like):
         kernels.stream[(sum(blocks),)](
             *(from_numpy(table, like) for table in tables), width=WIDTH, num_warps=8
         )
+
+
+def _table(steps: Steps) -> np.ndarray:
+    """Return the addresses of all arrays but those where old states are kept."""
+    return np.ascontiguousarray(steps.table()[:, :5])
 
 
 def _padded(n: int) -> int:

@@ -40,7 +40,8 @@ class Engine(Protocol):
         """Wait for everything that was started; what the exchanges return, by name."""
 
     def abandon(self) -> None:
-        """Forget what is in flight, after a failure."""
+        """Forget what is in flight, after a failure: exchanges are closed, and put back what they
+        have changed already."""
 
     def agree(self, terms: Terms, like: Array) -> None:
         """Begin to compare ``terms`` over the ranks, before the first ``start`` of a step;

@@ -11,6 +11,7 @@ The engines over Horovod for PyTorch and TensorFlow and over torch.distributed a
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -134,7 +135,9 @@ class NamedEngine(abc.ABC):
 
     def abandon(self) -> None:
         """Discard everything in flight, after the collectives failed."""
-        self._agreement, self._in_flight = None, {}
+        left, self._agreement, self._in_flight = self._in_flight, None, {}
+        for each in left.values():
+            each.ops.close()
 
     def _bring_in_agreement(self) -> None:
         comparison, self._agreement = self._agreement, None
@@ -167,13 +170,14 @@ class NamedEngine(abc.ABC):
     def _ops(self, name: str, exchange: Generator[Any, Any, Any]) -> Generator[Op, Any, Any]:
         """Requests become collectives named ``PREFIX.NAME.ROUND``."""
         reply, number = None, 0
-        while True:
-            try:
-                request = exchange.send(reply)
-            except StopIteration as stop:
-                return stop.value
-            reply = yield from self._carry(request, f"{name}.{number}")
-            number += 1
+        with contextlib.closing(exchange):
+            while True:
+                try:
+                    request = exchange.send(reply)
+                except StopIteration as stop:
+                    return stop.value
+                reply = yield from self._carry(request, f"{name}.{number}")
+                number += 1
 
     def _carry(self, request: Collective, name: str) -> Generator[Op, Any, Any]:
         algorithm = getattr(request, "algorithm", None)

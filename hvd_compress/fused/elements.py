@@ -24,6 +24,7 @@ from hvd_compress.fused.bucket import Arrays, Tensor
 from hvd_compress.fused.messages import finite_of, merged, message_of, part_of, scattered
 from hvd_compress.fused.stages import Staged, StagedBucket
 from hvd_compress.kernels import Column, Selection, Steps
+from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.operators import Selector, top_k
 from hvd_compress.requests import Gather, Request
 from hvd_compress.times import phase
@@ -119,6 +120,8 @@ class _Bucket(StagedBucket):
                 if self._selections:
                     found.append(self._selections[i].select(Steps(Column([x])))[:2])
                 else:
+                    if not all_finite(x):  # which the others must see, whatever is selected
+                        x = np.full_like(x, np.nan)
                     at = self.form.select.select(x, self._counts[i], its)
                     found.append((at, x[at]))
         return found

@@ -142,9 +142,9 @@ def part_of(select: Selector, values: str | logarithmic, context: Context) -> in
     """Return how many elements are sent of a tensor of ``context.shape``; ``None`` if these are
     all, or so many that a dense sum moves fewer bytes."""
     n = math.prod(context.shape)
-    if not 0 < n < _MOST_ELEMENTS or (k := select.count(n, context)) in (n, None):
+    k = select.count(n, context) if 0 < n < _MOST_ELEMENTS else None
+    if k is None or k == n:
         return None
-    assert k is not None
     if isinstance(values, str) and dense_is_less(n, k, values, context.size):
         return None
     return k

@@ -108,7 +108,7 @@ class Stages:
             else:
                 residual -= sent
             return
-        assert not callable(sent)
+        assert isinstance(sent, np.ndarray | Sparse)
         for part in _parts(x.size):
             its_x, its_states, its_sent = x[part], _at(states, part), _sent_in(sent, part)
             _, own = self._updated(its_x, its_states, context)

@@ -5,9 +5,10 @@ bucket at once, in the loops of :mod:`hvd_compress.kernels`, what its blocks wou
 after the other, and gives the same bits; tests hold the two equal.  The message of a bucket is the
 sparse frame of all its tensors end to end.
 
-The first pass looks for the largest elements of what residuals will be, and writes nothing.  When
-it is known that the entries of all ranks are finite, the second one writes velocities and residuals
-in place, and the averages take the place of the gradients.
+One pass computes what velocities and residuals will be, looks for the largest elements, and writes
+the new states in place; the old ones are kept until it is known that the entries of all ranks are
+finite (:mod:`hvd_compress.fused.kept`).  Where they cannot be kept, the states are written in a
+second pass then.  The averages take the place of the gradients.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Outcome, Sparse, State
 from hvd_compress.codecs import logarithmic
 from hvd_compress.fused.bucket import Arrays, Bucket, InPlace, Tensor
+from hvd_compress.fused.kept import Kept, spares
 from hvd_compress.fused.messages import Entries, finite_of, merged, message_of, part_of
 from hvd_compress.fused.on_host import Memory, exchange_on_host
 from hvd_compress.kernels import Column, Steps, loops_of
@@ -102,6 +104,7 @@ class _Bucket(Bucket):
         self.keys = (_R,) if form.correction is None else (_R, _V)
         self._memory: Memory | None = (tensors[0].context.scratch or {}).get("memory")
         self._loops = loops_of(tensors[0].x)
+        self._spares = spares()
         self._selection = self._loops.Selection(self.sizes, self.weights)
         self._message = message_of(form.values, form.indices, sum(self.sizes), self.weights)
         #: what is taken off an index into all tensors, by entry
@@ -113,13 +116,28 @@ class _Bucket(Bucket):
         return self._memory.take(backend_of(like).size(like))
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray]:
-        like, correction = arrays.gradients[0], self.form.correction
-        xp = backend_of(like)
-        momenta = None if correction is None else arrays.momenta
+        correction = self.form.correction
+        momenta: Sequence[float] | None = None if correction is None else arrays.momenta
         if correction is not None and correction.momentum is not None:
             momenta = [correction.momentum] * len(self.sizes)
+        kept = self._kept(arrays, step)
+        try:
+            finite = yield from self._met(arrays, step, momenta, kept)
+        except BaseException:  # also of who gives the exchange up
+            if kept is not None:
+                kept.put_back()
+            raise
+        finally:
+            if kept is not None:
+                kept.close()
+        return finite
+
+    def _met(
+        self, arrays: Arrays, step: Context, momenta: Sequence[float] | None, kept: Kept | None
+    ) -> Generator[Request, Any, np.ndarray]:
+        xp, like = backend_of(arrays.gradients[0]), arrays.gradients[0]
         with phase("search"):
-            steps = self._steps(arrays)
+            steps = self._steps(arrays, kept=kept)
             indices, values, _ = self._selection.select(steps, momenta, self.form.nesterov)
         with phase("encode"):
             frame, sent = self._message.encode(indices, values)
@@ -134,7 +152,7 @@ class _Bucket(Bucket):
             if any(dtype != "float32" for dtype in arrays.dtypes):
                 finite &= self._fits(theirs, like, arrays.dtypes)
         with phase("search"), np.errstate(invalid="ignore"):  # of a non-finite step
-            self._settle(arrays, indices, values - sent, finite)
+            self._settle(arrays, indices, values - sent, finite, kept)
         with phase("add_up"):
             if step.sparse:
                 means = merged(self.sizes, theirs)
@@ -145,21 +163,44 @@ class _Bucket(Bucket):
             arrays.sent = list(map(Sparse, *(self._cut(x) for x in (indices - self._shifts, sent))))
         return finite
 
-    def _steps(self, arrays: Arrays, new: Sequence[State] | None = None) -> Steps:
+    def _kept(self, arrays: Arrays, step: Context) -> Kept | None:
+        """Return where old states are kept; ``None`` if new ones are not written at once: for want
+        of memory, since others may still look at the old ones, or since no results are written
+        where gradients are."""
+        if self._memory is not None or step.sparse or not (step.in_place and self._loops.KEEPS):
+            return None
+        views = arrays.views()
+        return Kept.of([views.states[key] for key in self.keys], views.out, self._spares)
+
+    def _steps(
+        self, arrays: Arrays, new: Sequence[State] | None = None, kept: Kept | None = None
+    ) -> Steps:
         x, _, *states = arrays.columns()
         to = states if new is None else [Column([s[key] for s in new]) for key in self.keys]
-        return Steps(x, *(column for pair in zip(states, to, strict=True) for column in pair))
+        steps = Steps(x, *(column for pair in zip(states, to, strict=True) for column in pair))
+        if kept is not None:
+            names = ("kept_residuals", "kept_velocities")
+            steps = steps._replace(**dict(zip(names, kept.columns, strict=False)))
+        return steps
 
     def _settle(
-        self, arrays: Arrays, indices: np.ndarray, remaining: np.ndarray, finite: np.ndarray
+        self,
+        arrays: Arrays,
+        indices: np.ndarray,
+        remaining: np.ndarray,
+        finite: np.ndarray,
+        kept: Kept | None,
     ) -> None:
-        """Write the new states, in place unless others may still look at the old ones."""
+        """Write the new states, in place unless others may still look at the old ones; or what is
+        left to write of them."""
         if self._memory is not None:
             arrays.new = [
                 {key: self.empty(x) for key, x in state.items()} for state in arrays.by_tensor()
             ]
         masking = self.form.correction is not None and self.form.correction.masking
-        steps = self._steps(arrays, arrays.new)
+        steps = self._steps(arrays, arrays.new, kept)
+        if kept is not None and not finite.all():
+            kept.put_back(np.flatnonzero(~finite).tolist())
         self._selection.settle(steps, indices, remaining, masking, finite)
 
     def _cut(self, x: np.ndarray) -> list[np.ndarray]:

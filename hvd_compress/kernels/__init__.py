@@ -33,6 +33,7 @@ from hvd_compress.kernels.arrays import (
 )
 
 __all__ = [
+    "KEEPS",
     "Column",
     "Selected",
     "Selection",
@@ -56,13 +57,15 @@ __all__ = [
     "threads",
 ]
 
+#: loops may write new states at once where old ones are kept: see :class:`Steps`
+KEEPS = True
 #: what helps where there are no compiled loops
 INSTALL = (
     "install a C++ compiler, then pip install --force-reinstall --no-deps hvd_compress, or in a "
     "checkout make setup"
 )
 #: of what is called in the compiled module, and how; common.h has the same number
-INTERFACE = 5
+INTERFACE = 6
 logger = logging.getLogger("hvd_compress")
 
 

@@ -78,13 +78,19 @@ def are_flat(columns: Iterable[Sequence[Array | None]], sizes: Sequence[int], de
 class Steps(NamedTuple):
     """The arrays of a bucket in one step: what is read, and where the new state is written, which
     may be where the old one is.  Without momentum there are no velocities; without residuals
-    either, elements are those of the gradients, and there is no new state."""
+    either, elements are those of the gradients, and there is no new state.
+
+    Where there is memory to keep the old state in, the new one is written as soon as it is
+    computed, in its place, which saves a second pass.  The residuals' may be the gradients', of
+    which each element is read before."""
 
     gradients: Column
     residuals: Column | None = None
     new_residuals: Column | None = None
     velocities: Column | None = None
     new_velocities: Column | None = None
+    kept_residuals: Column | None = None
+    kept_velocities: Column | None = None
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[Array]]) -> Steps:
@@ -97,15 +103,23 @@ class Steps(NamedTuple):
         return Steps(*on_host)
 
     def rows(self) -> Iterable[tuple[Array, Array, Array, Array, Array]]:
-        """Return the arrays of each tensor in the order above, ``None`` for those that are not
-        there."""
+        """Return the first five arrays of each tensor in the order above, ``None`` for those that
+        are not there."""
+        return self._rows(self[:5])
+
+    def kept(self) -> Iterable[tuple[Array, Array]]:
+        """Return where each tensor's residual and velocity are kept, ``None`` for those that are
+        not."""
+        return self._rows(self[5:])
+
+    def _rows(self, columns: Sequence[Column | None]) -> Iterable[Any]:
         nothing = [None] * len(self.gradients.arrays)
-        columns = (nothing if column is None else column.arrays for column in self)
-        return zip(*columns, strict=True)
+        return zip(*(nothing if x is None else x.arrays for x in columns), strict=True)
 
     def table(self) -> np.ndarray:
-        """Return the addresses of gradient, velocity, residual, new velocity and new residual of
-        each tensor (int64, in this order), 0 for those that are not there."""
+        """Return the addresses of gradient, velocity, residual, new velocity, new residual, and
+        where the old velocity and residual are kept, of each tensor (int64, in this order), 0 for
+        those that are not there."""
         return self._by_tensor(lambda column: column.addresses)
 
     def sizes(self) -> np.ndarray:
@@ -113,7 +127,7 @@ class Steps(NamedTuple):
         return self._by_tensor(lambda column: column.sizes)
 
     def _by_tensor(self, of: Callable[[Column], Sequence[int] | np.ndarray]) -> np.ndarray:
-        order = (0, 3, 1, 4, 2)
+        order = (0, 3, 1, 4, 2, 6, 5)
         table = np.zeros((len(self.gradients.arrays), len(order)), np.int64)
         for i, place in enumerate(order):
             if (column := self[place]) is not None:

@@ -87,9 +87,23 @@ void residuals(const Tensor& t, Index first, Index count, Index stride, float m,
   for (Index i = 0; i < count; ++i) out[i] = moved<kind, float>(t, first + i * stride, m, velocity);
 }
 
+// Write the next residual and velocity of element i where the old ones are, and keep these.
+template <Momentum kind, class T>
+INLINE void advance(const Tensor& t, Index i, T residual, T velocity) {
+  const auto swap = [i](T now, float* state, float* kept) __attribute__((always_inline)) {
+    T old;
+    std::memcpy(&old, state + i, sizeof old);
+    std::memcpy(kept + i, &old, sizeof old);
+    std::memcpy(state + i, &now, sizeof now);
+  };
+  swap(residual, t.new_residual, t.kept_residual);
+  if constexpr (kind == kPlain || kind == kNesterov)
+    swap(velocity, t.new_velocity, t.kept_velocity);
+}
+
 // Find the residuals of elements start..stop-1 that have a magnitude of at least `least`, and the
-// largest magnitude.
-template <Momentum kind>
+// largest magnitude; and, if it `advances`, write the new states.
+template <Momentum kind, bool advances>
 void search(const Tensor& t, Index start, Index stop, float m, Bits least, Found& found) {
   Bits most = 0;
   Ints most_of_lanes = {};
@@ -103,13 +117,18 @@ void search(const Tensor& t, Index start, Index stop, float m, Bits least, Found
       for (Index i = 0; i < kBlock; i += kLanes) {
         const Floats residual = moved<kind, Floats>(t, at + i, m, velocity);
         std::memcpy(x + i, &residual, sizeof residual);
+        if constexpr (advances) advance<kind>(t, at + i, residual, velocity);
         const Ints bits = magnitudes(residual);
         largest = bits > largest ? bits : largest;
       }
       most_of_lanes = largest > most_of_lanes ? largest : most_of_lanes;
       if (!set_lanes(largest > below)) continue;
     } else {
-      residuals<kind>(t, at, n, 1, m, x);
+      float velocity;
+      for (Index i = 0; i < n; ++i) {
+        x[i] = moved<kind, float>(t, at + i, m, velocity);
+        if constexpr (advances) advance<kind>(t, at + i, x[i], velocity);
+      }
       Bits largest = 0;
       for (Index i = 0; i < n; ++i) largest = std::max(largest, magnitude(x[i]));
       most = std::max(most, largest);
@@ -134,6 +153,8 @@ void settle(const Tensor& t, Index start, Index stop, float m) {
   for (; i < stop; ++i) step(i, 0.0f);
 }
 
-const Loops loops{{search<kNone>, search<kPlain>, search<kNesterov>, search<kGiven>},
+const Loops loops{{search<kNone, false>, search<kPlain, false>, search<kNesterov, false>,
+                   search<kGiven, false>},
+                  {search<kNone, true>, search<kPlain, true>, search<kNesterov, true>},
                   {residuals<kNone>, residuals<kPlain>, residuals<kNesterov>, residuals<kGiven>},
                   {settle<kNone>, settle<kPlain>, settle<kNesterov>, settle<kGiven>}};

@@ -44,7 +44,7 @@ enum Momentum { kNone, kPlain, kNesterov, kGiven };  // the last one: residuals 
 
 struct Tensor {
   const float *gradient, *velocity, *residual;
-  float *new_velocity, *new_residual;
+  float *new_velocity, *new_residual, *kept_velocity, *kept_residual;
   Index n, k;
 };
 
@@ -57,8 +57,10 @@ struct Found {
   Bits largest = 0;
 };
 
+using Search = void (*)(const Tensor&, Index, Index, float, Bits, Found&);
+
 struct Loops {  // by Momentum
-  void (*search[4])(const Tensor&, Index, Index, float, Bits, Found&);
+  Search search[4], advance[3];
   void (*residuals[4])(const Tensor&, Index, Index, Index, float, float*);
   void (*settle[4])(const Tensor&, Index, Index, float);
 };
@@ -88,14 +90,14 @@ class Selection {
     first_chunks_.push_back(chunks_.size());
   }
 
-  // See Selection.select of reference.py; `addresses` and `sizes`, in elements, have a row of five
+  // See Selection.select of reference.py; `addresses` and `sizes`, in elements, have a row of seven
   // arrays for each tensor.
   py::tuple select(const Array<Index>& addresses, const Array<Index>& sizes, int kind,
                    const Array<float>& momenta, int threads) {
     if (kind < kNone || kind > kGiven) throw std::invalid_argument("no such momentum");
     if (momenta.size() != static_cast<Index>(tensors_.size()))
       throw std::invalid_argument("one momentum for each tensor");
-    kind_ = kind;
+    kind_ = looks_ = kind;
     momenta_.assign(momenta.data(), momenta.data() + momenta.size());
     set_memory(addresses, sizes);
     Array<Index> indices(entries_);
@@ -106,9 +108,14 @@ class Selection {
     auto* good = finite.mutable_data();
     {
       py::gil_scoped_release release;
+      const Search first = keeps_ ? loops->advance[kind_] : loops->search[kind_];
       parallel(static_cast<Index>(chunks_.size()), threads, [&](Index c) {
-        search(chunks_[c], predictions_[chunks_[c].tensor].threshold);
+        search(chunks_[c], predictions_[chunks_[c].tensor].threshold, first);
       });
+      if (keeps_) {  // what is looked at from here on are the new residuals, as they are
+        looks_ = kGiven;
+        for (auto& tensor : tensors_) tensor.gradient = tensor.new_residual;
+      }
       parallel(static_cast<Index>(tensors_.size()), elements_ > kChunk ? threads : 1,
                [&](Index t) {
                  good[t] = choose(t, places + first_entries_[t], chosen + first_entries_[t]);
@@ -139,7 +146,7 @@ class Selection {
     py::gil_scoped_release release;
     parallel(static_cast<Index>(chunks_.size()), threads, [&](Index c) {
       const Chunk& chunk = chunks_[c];
-      if (fine[chunk.tensor])
+      if (fine[chunk.tensor] && !keeps_)
         loops->settle[kind_](tensors_[chunk.tensor], chunk.start, chunk.stop,
                              momenta_[chunk.tensor]);
     });
@@ -167,9 +174,10 @@ class Selection {
   void set_memory(const Array<Index>& addresses, const Array<Index>& sizes) {
     const Index count = static_cast<Index>(tensors_.size());
     for (const auto* table : {&addresses, &sizes})
-      if (table->ndim() != 2 || table->shape(0) != count || table->shape(1) != 5)
-        throw std::invalid_argument("addresses and sizes of five arrays of each tensor");
+      if (table->ndim() != 2 || table->shape(0) != count || table->shape(1) != 7)
+        throw std::invalid_argument("addresses and sizes of seven arrays of each tensor");
     const bool has_velocities = kind_ == kPlain || kind_ == kNesterov, is_given = kind_ == kGiven;
+    keeps_ = count && *addresses.data(0, 6);
     for (Index t = 0; t < count; ++t) {
       const auto at = [&](int i, bool is_used) {
         if (*addresses.data(t, i) && *sizes.data(t, i) != tensors_[t].n)
@@ -184,13 +192,18 @@ class Selection {
       tensor.residual = at(2, !is_given);
       tensor.new_velocity = at(3, has_velocities);
       tensor.new_residual = at(4, !is_given);
+      tensor.kept_velocity = at(5, keeps_ && has_velocities);
+      tensor.kept_residual = at(6, keeps_);
+      if (keeps_ && (is_given || tensor.new_residual != tensor.residual ||
+                     (has_velocities && tensor.new_velocity != tensor.velocity)))
+        throw std::invalid_argument("old states are kept where new ones take their place");
     }
   }
 
-  void search(Chunk& chunk, Bits least) {
+  void search(Chunk& chunk, Bits least, Search loop) {
     chunk.found.candidates.clear();
-    loops->search[kind_](tensors_[chunk.tensor], chunk.start, chunk.stop, momenta_[chunk.tensor],
-                         least, chunk.found);
+    loop(tensors_[chunk.tensor], chunk.start, chunk.stop, momenta_[chunk.tensor], least,
+         chunk.found);
   }
 
   // A magnitude that about `wanted` of the elements reach, by a sample of them.
@@ -201,7 +214,7 @@ class Selection {
     stride -= stride % 2 == 0;  // an odd stride does not keep step with rows of even length
     x.resize(pieces(n, stride));
     const Index size = static_cast<Index>(x.size());
-    loops->residuals[kind_](tensors_[t], 0, size, stride, momenta_[t], x.data());
+    loops->residuals[looks_](tensors_[t], 0, size, stride, momenta_[t], x.data());
     sample.clear();
     for (const float own : x) sample.push_back(magnitude(own));
     const auto at = sample.begin() + std::min(size - 1, wanted * size / n);
@@ -249,7 +262,8 @@ class Selection {
       least = 1;
       if (wanted < tensor.n)
         least = std::max(least, sampled_threshold(t, wanted, sample, sampled));
-      for (auto* chunk = first; chunk != last; ++chunk) search(*chunk, least);
+      for (auto* chunk = first; chunk != last; ++chunk)
+        search(*chunk, least, loops->search[looks_]);
     }
     const auto kth = magnitudes.begin() + (k - 1);
     std::nth_element(magnitudes.begin(), kth, magnitudes.end(), std::greater<>());
@@ -274,7 +288,7 @@ class Selection {
     for (auto c = first_chunks_[t]; c < first_chunks_[t + 1]; ++c) {
       const Chunk& chunk = chunks_[c];
       const Index count = chunk.stop - chunk.start;
-      loops->residuals[kind_](tensors_[t], chunk.start, count, 1, momenta_[t], residuals.data());
+      loops->residuals[looks_](tensors_[t], chunk.start, count, 1, momenta_[t], residuals.data());
       const float* const x = residuals.data() - chunk.start;
       const auto put = [&](Index i) {
         *places++ = offsets_[t] + i;
@@ -301,6 +315,8 @@ class Selection {
   }
 
   int kind_ = kNone;            // and momenta, those of the step
+  int looks_ = kNone;           // of what residuals are made now
+  bool keeps_ = false;          // the old states, where new ones are written at once
   std::vector<float> momenta_;
   std::vector<Tensor> tensors_;
   std::vector<Prediction> predictions_;

@@ -37,11 +37,16 @@ class Selection:
             v = g                               if there are no residuals either
 
         ``momentum`` is one number, or one for each tensor.  Of a tensor with a NaN or Inf, NaN is
-        selected at the first places."""
+        selected at the first places.
+
+        Where old states are kept, new ones are written here, and :meth:`settle` writes no more than
+        the selected elements; who keeps the old ones puts them back if the step does not hold."""
         indices, values, finite = [], [], []
         self._move = momenta_of(momentum, len(self._counts)), momentum is not None, nesterov
-        rows = zip(self._moved(steps), self._counts, self._offsets, strict=True)
-        for (_, residual), count, offset in rows:
+        keeps = steps.kept_residuals is not None
+        places_of = steps.rows(), steps.kept(), self._moved(steps)
+        rows = zip(*places_of, self._counts, self._offsets, strict=True)
+        for own, kept, (velocity, residual), count, offset in rows:
             if fine := bool(np.isfinite(residual).all()):
                 places = np.sort(np.argsort(-np.abs(residual), kind="stable")[:count])
                 values.append(residual[places])
@@ -50,6 +55,10 @@ class Selection:
                 values.append(np.full(count, np.nan, np.float32))
             indices.append(offset + places)
             finite.append(fine)
+            if keeps:
+                kept[0][:], own[1][:] = own[1], residual
+            if keeps and velocity is not None:
+                kept[1][:], own[3][:] = own[3], velocity
         return Selected(np.concatenate(indices), np.concatenate(values), np.array(finite))
 
     def settle(
@@ -65,16 +74,18 @@ class Selection:
         zeros in their velocities."""
         bounds = np.cumsum(self._counts)[:-1]
         parts = zip(np.split(indices, bounds), np.split(remaining, bounds), finite, strict=True)
-        rows = zip(steps.rows(), self._moved(steps), self._offsets, parts, strict=True)
-        for (_, _, new_residual, _, new_velocity), moved, offset, (places, left, fine) in rows:
-            if not fine:
-                continue
-            velocity, new_residual[:] = moved
-            new_residual[places - offset] = left
-            if velocity is not None:
-                new_velocity[:] = velocity
-                if masking:
-                    new_velocity[places - offset] = 0
+        if steps.kept_residuals is None:
+            for own, moved, fine in zip(steps.rows(), self._moved(steps), finite, strict=True):
+                if fine:
+                    velocity, own[2][:] = moved
+                if fine and velocity is not None:
+                    own[4][:] = velocity
+        rows = zip(steps.rows(), self._offsets, parts, strict=True)
+        for (_, _, residual, _, velocity), offset, (places, left, fine) in rows:
+            if fine:
+                residual[places - offset] = left
+                if self._move[1] and masking:
+                    velocity[places - offset] = 0
 
     def _moved(self, steps: Steps) -> Iterator[tuple[np.ndarray | None, np.ndarray]]:
         """The new velocity and residual of each tensor, before anything is sent."""

@@ -111,6 +111,8 @@ class MpiEngine:
         self._agreement, self._in_flight = None, {}
         if left:
             self.comm.give_up("a step was abandoned in the middle", left)
+        for each in left:
+            each.close()
 
     def close(self) -> None:
         """Free the duplicate of the communicator; this is a collective."""
@@ -169,6 +171,10 @@ class _InFlight:
         if self.is_over:
             self.comm.under_way.discard(self)
         return moved
+
+    def close(self) -> None:
+        """End the exchange where it is."""
+        self._exchange.close()
 
     def _advance(self) -> None:
         """Send the reply of a round into the exchange, and submit the next round."""

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from hvd_compress import DGC, SignSGD, Threshold
+from hvd_compress import DGC, SIDCo, SignSGD
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.reduce import Reducer
@@ -35,7 +35,11 @@ def test_an_error_ends_its_phase():
 
 @pytest.mark.parametrize(
     ("method", "has_loops", "searches"),
-    [(DGC(density=0.01), True, True), (SignSGD(), True, False), (Threshold(tau=0.5), False, False)],
+    [
+        (DGC(density=0.01), True, True),
+        (SignSGD(), True, False),
+        (SIDCo(density=0.01), False, False),
+    ],
 )
 def test_a_reducer_counts_the_time_of_its_calls(method, has_loops, searches):
     reducer = Reducer(method, LocalEngine())

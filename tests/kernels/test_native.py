@@ -77,7 +77,7 @@ def test_a_change_of_what_is_called_has_a_new_number():
     texts = [getattr(x, "__doc__", None) for place in places for x in vars(place).values()]
     signatures = "\n".join(sorted(text for text in texts if text and "->" in text))
     digest = hashlib.sha256(signatures.encode()).hexdigest()[:16]
-    assert (kernels.INTERFACE, digest) == (5, "780bac3b10bba908"), (
+    assert (kernels.INTERFACE, digest) == (6, "780bac3b10bba908"), (
         "add 1 to INTERFACE of kernels/__init__.py and kInterface of common.h, and write both here"
     )
 
@@ -123,12 +123,13 @@ def test_arrays_at_addresses_that_no_float_has_are_refused():
         np.testing.assert_array_equal(even["x"], found["x"])
 
 
-@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("place", range(7))
 def test_arrays_of_another_size_than_their_tensor_are_refused(place):
     """By the loops themselves, which get sizes beside addresses."""
-    arrays = [np.zeros(3001, np.float32) for _ in range(5)]
+    arrays = [np.zeros(3001, np.float32) for _ in range(7)]
     table = np.array([[x.ctypes.data for x in arrays]])
-    sizes = np.full((1, 5), 3001)
+    table[0, 3:5] = table[0, 1:3]  # in place, since old states are kept
+    sizes = np.full((1, 7), 3001)
     selection, nothing = native.Selection([3001], [3]), np.zeros(3, np.float32)
     selection.select(table, sizes, 1, 0.9, 1)
     selection.settle(table, sizes, np.arange(3), nothing, True, np.ones(1, bool), 1)
@@ -137,6 +138,13 @@ def test_arrays_of_another_size_than_their_tensor_are_refused(place):
         selection.select(table, sizes, 1, 0.9, 1)
     with pytest.raises(ValueError, match="3000 elements where a tensor has 3001"):
         selection.settle(table, sizes, np.arange(3), nothing, True, np.ones(1, bool), 1)
+
+
+def test_old_states_are_kept_only_where_new_ones_take_their_place():
+    arrays = [np.zeros(3001, np.float32) for _ in range(7)]
+    table, sizes = np.array([[x.ctypes.data for x in arrays]]), np.full((1, 7), 3001)
+    with pytest.raises(ValueError, match="where new ones take their place"):
+        native.Selection([3001], [3]).select(table, sizes, 1, 0.9, 1)
 
 
 @pytest.mark.parametrize("method", [TopK(density=0.01), DGC(), PowerSGD(), NoCompression()])

@@ -75,7 +75,9 @@ class MpiGraphEngine:
         return results
 
     def abandon(self) -> None:
-        self._under_way, self._replies, self._results = {}, {}, {}
+        left, self._under_way, self._replies, self._results = self._under_way, {}, {}, {}
+        for exchange in left.values():
+            exchange.close()
 
     def _advance(self, name: str) -> None:
         try:

@@ -1,0 +1,118 @@
+"""Where old states are kept while it is not known whether the new ones hold.
+
+New states are written where the old ones are as soon as they are computed, in the pass over memory
+that reads these.  What there were is kept until the step is over: a state of each tensor where its
+result will be written, which nobody needs before; and other states in memory that buckets hand on
+to each other.  Of that there is enough for two buckets at a time; a bucket that finds none writes
+its states in a second pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvd_compress.kernels import Column
+
+#: buckets that have such memory at a time
+_AT_A_TIME = 2
+
+
+class Spares:
+    """Memory that buckets hand on to each other, as long as there are any of them."""
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def take(self, n: int) -> np.ndarray | None:
+        """Return memory of at least ``n`` float32, ``None`` if others have it all."""
+        with self._lock:
+            fitting = [x for x in self._free if x.size >= n]
+            if fitting:
+                found = min(fitting, key=len)
+                self._free = [x for x in self._free if x is not found]
+                return found
+            if self._count == _AT_A_TIME:
+                if not self._free:
+                    return None
+                self._free.pop(0)  # which is too small
+                self._count -= 1
+            self._count += 1
+        return np.empty(n, np.float32)
+
+    def give(self, x: np.ndarray) -> None:
+        """Take memory back."""
+        with self._lock:
+            self._free.append(x)
+
+
+_shared: weakref.ref[Spares] | None = None
+_lock = threading.Lock()
+
+
+def spares() -> Spares:
+    """Return those of this process, which live as long as who holds them."""
+    global _shared
+    with _lock:
+        found = None if _shared is None else _shared()
+        if found is None:
+            found = Spares()
+            _shared = weakref.ref(found)
+        return found
+
+
+class Kept:
+    """The old states of the tensors of a bucket in a step.
+
+    Attributes:
+        columns: where each state is kept.
+    """
+
+    def __init__(self, states: Sequence[Sequence[np.ndarray]], columns: list[Column]) -> None:
+        self._states, self.columns = states, columns
+        self._spare: tuple[Spares, np.ndarray] | None = None
+
+    @classmethod
+    def of(
+        cls, states: Sequence[Sequence[np.ndarray]], out: Sequence[np.ndarray], pool: Spares
+    ) -> Kept | None:
+        """Return where states are kept; ``None`` if there is no room.
+
+        Args:
+            states: of each state, flat arrays in its memory, one a tensor.
+            out: arrays where results are written; the first state is kept there.
+            pool: has memory for the others.
+        """
+        first, *others = states
+        kept = cls(states, [Column(out)])
+        if not others:
+            return kept
+        sizes = [x.size for x in first]
+        bounds = np.cumsum([0, *sizes]).tolist()
+        if (memory := pool.take(len(others) * bounds[-1])) is None:
+            return None
+        kept._spare = pool, memory
+        for i in range(len(others)):
+            own = memory[i * bounds[-1] :]
+            parts = [own[a:b] for a, b in itertools.pairwise(bounds)]
+            kept.columns.append(Column(parts, sizes))
+        return kept
+
+    def put_back(self, tensors: Sequence[int] | None = None) -> None:
+        """Write old states where they were, of some tensors or all."""
+        for states, column in zip(self._states, self.columns, strict=True):
+            for i in range(len(states)) if tensors is None else tensors:
+                np.copyto(states[i], column.arrays[i])
+
+    def close(self) -> None:
+        """Hand the memory on."""
+        if self._spare is not None:
+            pool, memory = self._spare
+            self._spare = None
+            pool.give(memory)

@@ -1,0 +1,205 @@
+"""Old states, kept while it is not known whether the new ones hold (``fused/kept.py``)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_compress import DGC, Context, TopK
+from hvd_compress.engines.joining import Member, joined
+from hvd_compress.engines.lockstep import World
+from hvd_compress.engines.named import NamedEngine
+from hvd_compress.errors import CompressionError, PayloadError
+from hvd_compress.fused import kept
+from hvd_compress.fused.kept import Spares, spares
+from hvd_compress.reduce import Reducer
+from hvd_compress.stats import Record
+
+SHAPES = {"a": (50, 40), "b": (300, 7)}
+METHODS = [
+    TopK(density=0.02),
+    DGC(density=0.05, min_size=0),
+    DGC(density=0.05, min_size=0, nesterov=True),
+]
+each = pytest.mark.parametrize("method", METHODS, ids=["topk", "dgc", "nesterov"])
+
+
+class Rank:
+    """One rank alone, with tensors of PyTorch, whose buckets may be under way."""
+
+    def __init__(self, method):
+        self.method, self.scratch = method, {n: {} for n in SHAPES}
+        self.random = np.random.default_rng(0)
+        self.states = {n: method.init(torch.zeros(s)) for n, s in SHAPES.items()}
+
+    def gradients(self):
+        return {
+            n: torch.tensor(self.random.standard_normal(s, np.float32)) for n, s in SHAPES.items()
+        }
+
+    def begun(self, gradients):
+        members = []
+        for name, gradient in gradients.items():
+            context = Context(name, momentum=0.9, scratch=self.scratch[name], in_place=True)
+            exchange = self.method.exchange(gradient, self.states[name], context)
+            members.append(Member(name, exchange, Record()))
+        return joined(members, 0, 1)
+
+    def ended(self, exchange, frame):
+        try:
+            exchange.send([frame])
+        except StopIteration as stop:
+            return stop.value
+        raise AssertionError("there is another round")
+
+    def copies(self):
+        return [x.clone() for own in self.states.values() for x in own.values()]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def damage(exchange, frame):
+    frame = frame.clone()
+    frame[20] ^= 1
+    with pytest.raises(PayloadError):
+        exchange.send([frame])
+
+
+def close(exchange, frame):
+    exchange.close()
+
+
+def forget(exchange, frame):
+    del exchange
+
+
+@each
+@pytest.mark.parametrize("end", [damage, close, forget])
+def test_states_are_put_back_where_a_step_ends_early(method, end):
+    rank = Rank(method)
+    for _ in range(2):
+        exchange = rank.begun(rank.gradients())
+        rank.ended(exchange, next(exchange).arrays[0])
+    before, exchange = rank.copies(), rank.begun(rank.gradients())
+    frame = next(exchange).arrays[0]
+    assert not same(rank.copies(), before)  # the new ones are there, or nothing is tested
+    holder = [exchange]
+    del exchange
+    end(holder.pop(), frame)
+    assert same(rank.copies(), before)
+
+
+@each
+def test_memory_that_is_changed_on_the_way_is_not_written_to(method):
+    """What was given in its place stays as it is, and other states are put back."""
+    rank = Rank(method)
+    exchange = rank.begun(rank.gradients())
+    rank.ended(exchange, next(exchange).arrays[0])
+    before = {n: {k: x.clone() for k, x in own.items()} for n, own in rank.states.items()}
+    exchange = rank.begun(rank.gradients())
+    frame = next(exchange).arrays[0]
+    rank.states["a"]["residual"].data = torch.ones(2000)
+    with pytest.raises(CompressionError, match="memory of a tensor was changed"):
+        exchange.send([frame])
+    before["a"]["residual"] = torch.ones(2000)
+    for name, own in rank.states.items():
+        for key, x in own.items():
+            assert torch.equal(x, before[name][key])
+
+
+@each
+def test_a_bucket_that_finds_no_memory_has_the_same_bits(method):
+    """More buckets under way than there is memory for."""
+    ranks, world = [Rank(method) for _ in range(4)], World(method, 1)
+    for _ in range(3):
+        gradients = ranks[0].gradients()
+        expected = {
+            n: world.exchange([g.clone()], n, momentum=0.9)[0] for n, g in gradients.items()
+        }
+        begun, was = [], [rank.copies() for rank in ranks]
+        for rank in ranks:
+            exchange = rank.begun(copy.deepcopy(gradients))
+            begun.append((rank, exchange, next(exchange).arrays[0]))
+        moved = [not same(rank.copies(), old) for rank, old in zip(ranks, was, strict=True)]
+        assert moved == [True, True, *[isinstance(method, TopK)] * 2]
+        for rank, exchange, frame in begun:
+            for name, outcome in rank.ended(exchange, frame).items():
+                assert torch.equal(outcome.mean, expected[name].mean)
+                for key, x in expected[name].state.items():
+                    assert torch.equal(outcome.state[key].view(-1), x.view(-1))
+
+
+def test_memory_is_handed_on_and_goes_with_the_last_bucket(monkeypatch):
+    monkeypatch.setattr(kept, "_shared", None)  # without what other tests hold
+    rank, pool = Rank(METHODS[1]), None
+    for _ in range(3):
+        exchange = rank.begun(rank.gradients())
+        rank.ended(exchange, next(exchange).arrays[0])
+        pool = pool or weakref.ref(spares())
+    assert len(pool()._free) == 1
+    del rank, exchange
+    gc.collect()
+    assert pool() is None
+
+
+def test_larger_memory_takes_the_place_of_smaller():
+    pool = Spares()
+    small, large = pool.take(10), pool.take(100)
+    assert pool.take(1) is None
+    pool.give(small)
+    pool.give(large)
+    assert pool.take(10) is small
+    assert pool.take(10) is large
+    pool.give(small)
+    assert pool.take(1000).size == 1000
+    assert pool.take(1) is None
+
+
+class Failing(NamedEngine):
+    """One of two ranks that do the same, until collectives fail after they have begun."""
+
+    rank, size = 0, 2
+    fails = False
+
+    def _launch(self, op):
+        return op
+
+    def _wait(self, op):
+        if self.fails and op.kind == "gather":
+            raise ConnectionError("no route to a rank")
+        if op.kind == "sum":
+            return 2 * op.tensor
+        return np.concatenate([op.tensor] * 2) if "gather" in op.kind else op.tensor
+
+    def _split(self, own, everything):
+        return np.split(everything, 2)
+
+    def _splits(self, sizes):
+        return np.array(sizes)
+
+
+@each
+def test_after_a_failed_collective_states_are_those_of_before(method):
+    engine, random = Failing(), np.random.default_rng(0)
+    reducer = Reducer(method, engine, momentum=0.9 * method.takes_momentum, in_place=True)
+
+    def gradients():
+        return {n: random.standard_normal(s, np.float32) for n, s in SHAPES.items()}
+
+    for _ in range(3):
+        reducer.reduce(gradients())
+    before = copy.deepcopy(reducer.state_dict()["states"])
+    engine.fails = True
+    with pytest.raises(ConnectionError) as failure:
+        reducer.reduce(gradients())
+    for name, own in reducer.state_dict()["states"].items():
+        for key, x in own.items():
+            np.testing.assert_array_equal(x, before[name][key])
+    assert failure.traceback  # which holds what was under way
