@@ -30,7 +30,7 @@ from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import Reducer
 
 #: models whose pieces are kept; others take minutes and gigabytes, and are measured when asked for
-KEPT = ("resnet50", "mobilenet_v2", "small_transformer", "ptb_lstm")
+KEPT = ("resnet50", "mobilenet_v2", "small_transformer", "ptb_lstm", "vgg16", "bert_base")
 #: measured on one core of the machine that docs/performance.md is about
 _FILE = Path(__file__).with_suffix(".json")
 #: far behind dense steps and warm-ups, which some methods begin with

@@ -15,7 +15,7 @@ def test_a_table_and_what_to_write(capsys):
     text = capsys.readouterr().out
     assert "resnet50, 16 ranks, 1 Gbit/s, rounds of 50 us, 100 ms of backward" in text
     assert "Is the network your bottleneck? Yes" in text
-    assert 'Write compression="powersgd:rank=2"' in text
+    assert 'Write compression="topk:density=0.001"' in text
     rows = [line.split() for line in text.splitlines()]
     assert {"none", "fp16", "fp8", "powersgd:rank=2"} <= {row[0] for row in rows if row}
 
