@@ -26,7 +26,10 @@ from . import triton_kernels as kernels
 from .backend import from_numpy
 from .triton_codecs import placed
 
-__all__ = ["Selection", "add_up", "placed", "stream"]
+__all__ = ["KEEPS", "Selection", "add_up", "placed", "stream"]
+
+#: new states are written in a second pass
+KEEPS = False
 
 #: elements of a block, and candidates that it has room for
 WIDTH, ROOM = 4096, 256

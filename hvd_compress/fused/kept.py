@@ -72,10 +72,12 @@ class Kept:
 
     Attributes:
         columns: where each state is kept.
+        holds: the old states are there, and the new ones in their places.
     """
 
     def __init__(self, states: Sequence[Sequence[np.ndarray]], columns: list[Column]) -> None:
         self._states, self.columns = states, columns
+        self.holds = False
         self._spare: tuple[Spares, np.ndarray] | None = None
 
     @classmethod

@@ -124,7 +124,7 @@ class _Bucket(Bucket):
         try:
             finite = yield from self._met(arrays, step, momenta, kept)
         except BaseException:  # also of who gives the exchange up
-            if kept is not None:
+            if kept is not None and kept.holds:
                 kept.put_back()
             raise
         finally:
@@ -139,6 +139,8 @@ class _Bucket(Bucket):
         with phase("search"):
             steps = self._steps(arrays, kept=kept)
             indices, values, _ = self._selection.select(steps, momenta, self.form.nesterov)
+            if kept is not None:
+                kept.holds = True
         with phase("encode"):
             frame, sent = self._message.encode(indices, values)
         # In host memory, where it was made, and where the replies are read.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_compress import DGC, Context, TopK
+from hvd_compress import DGC, Context, TopK, kernels
 from hvd_compress.engines.joining import Member, joined
 from hvd_compress.engines.lockstep import World
 from hvd_compress.engines.named import NamedEngine
@@ -134,6 +134,23 @@ def test_a_bucket_that_finds_no_memory_has_the_same_bits(method):
                 assert torch.equal(outcome.mean, expected[name].mean)
                 for key, x in expected[name].state.items():
                     assert torch.equal(outcome.state[key].view(-1), x.view(-1))
+
+
+@each
+def test_a_pass_that_cannot_begin_puts_nothing_back(method, monkeypatch):
+    """Where old states would be kept there is the gradient still."""
+    rank = Rank(method)
+    exchange = rank.begun(rank.gradients())
+    rank.ended(exchange, next(exchange).arrays[0])
+    before = rank.copies()
+
+    def select(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(kernels.Selection, "select", select)
+    with pytest.raises(MemoryError):
+        next(rank.begun(rank.gradients()))
+    assert same(rank.copies(), before)
 
 
 def test_memory_is_handed_on_and_goes_with_the_last_bucket(monkeypatch):
