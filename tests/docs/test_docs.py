@@ -162,7 +162,8 @@ for file in list(sys.argv[1:]):
     sys.argv[:] = [file]
     os.chdir(os.path.dirname(file))
     runpy.run_path(file, run_name="__main__")
-    print("ran", file, flush=True)
+    sys.stdout.flush()
+    os.write(1, f"ran {file}\\n".encode())  # in one piece, since launchers mix those of ranks
 """
 
 
