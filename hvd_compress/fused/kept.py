@@ -3,7 +3,7 @@
 New states are written where the old ones are as soon as they are computed, in the pass over memory
 that reads these.  What there were is kept until the step is over: a state of each tensor where its
 result will be written, which nobody needs before; and other states in memory that buckets hand on
-to each other.  Of that there is enough for two buckets at a time; a bucket that finds none writes
+to each other.  Of that there is enough for one bucket at a time; a bucket that finds none writes
 its states in a second pass.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from hvd_compress.kernels import Column
 
 #: buckets that have such memory at a time
-_AT_A_TIME = 2
+_AT_A_TIME = 1
 
 
 class Spares:
