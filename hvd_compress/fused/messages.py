@@ -46,8 +46,10 @@ class Numbers:
             limit = np.finfo(np.float16).max
             values = np.clip(values, -limit, limit)
         values = values.astype(self._dtype, copy=False)
-        frame = encode_sparse(indices, values, self._n, self._indices)
-        return frame, values.astype(np.float32, copy=False)
+        return self._framed(indices, values), values.astype(np.float32, copy=False)
+
+    def _framed(self, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
+        return encode_sparse(indices, values, self._n, self._indices)
 
     def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the indices and values (float32) in a message."""
@@ -62,13 +64,12 @@ class Unknown(Numbers):
         super().__init__(dtype, indices, n, [])
         self.size = None
 
-    def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        frame, sent = super().encode(indices, values)
-        if dense_is_shorter(indices.size, self._n, self._dtype, self._indices):
-            whole = np.zeros(self._n, self._dtype)
-            whole[indices] = sent
-            frame = encode_dense(whole)
-        return frame, sent
+    def _framed(self, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
+        if not dense_is_shorter(indices.size, self._n, self._dtype, self._indices):
+            return super()._framed(indices, values)
+        whole = np.zeros(self._n, self._dtype)
+        whole[indices] = values
+        return encode_dense(whole)
 
     def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
         indices, values = decode(frame, self._n, self._dtype, sender=sender)
