@@ -93,6 +93,8 @@ class Kept:
         """
         first, *others = states
         kept = cls(states, [Column(out)])
+        if _overlap(kept.columns[0]):  # what is kept of one tensor would be another's gradient
+            return None
         if not others:
             return kept
         sizes = [x.size for x in first]
@@ -118,3 +120,10 @@ class Kept:
             pool, memory = self._spare
             self._spare = None
             pool.give(memory)
+
+
+def _overlap(column: Column) -> bool:
+    """Return whether two arrays have memory in common."""
+    order = np.argsort(column.addresses)
+    starts, sizes = column.addresses[order], np.array(column.sizes)[order]
+    return bool((starts[:-1] + 4 * sizes[:-1] > starts[1:]).any())

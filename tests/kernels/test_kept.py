@@ -12,6 +12,7 @@ import torch
 
 from hvd_compress import DGC, Context, TopK, kernels
 from hvd_compress.engines.joining import Member, joined
+from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.engines.named import NamedEngine
 from hvd_compress.errors import CompressionError, PayloadError
@@ -151,6 +152,21 @@ def test_a_pass_that_cannot_begin_puts_nothing_back(method, monkeypatch):
     with pytest.raises(MemoryError):
         next(rank.begun(rank.gradients()))
     assert same(rank.copies(), before)
+
+
+@each
+def test_gradients_that_share_memory_are_all_read(method):
+    """Where results are written the last one wins, and states are those of each gradient."""
+    both = Reducer(method, LocalEngine(), momentum=0.9 * method.takes_momentum, in_place=True)
+    apart = Reducer(method, LocalEngine(), momentum=0.9 * method.takes_momentum)
+    random = np.random.default_rng(0)
+    for _ in range(3):
+        x = random.standard_normal((50, 40), np.float32)
+        apart.reduce({"a": x, "b": x})
+        both.reduce({"a": x, "b": x})
+    for name, own in apart.state_dict()["states"].items():
+        for key, expected in own.items():
+            np.testing.assert_array_equal(both.state_dict()["states"][name][key], expected)
 
 
 def test_memory_is_handed_on_and_goes_with_the_last_bucket(monkeypatch):
