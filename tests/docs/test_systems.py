@@ -30,8 +30,11 @@ def systems() -> list[str]:
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("command", systems(), ids=lambda c: c.rpartition("mpi_examples.")[2][:60])
 def test_the_command_that_shows_a_system(tmp_path, command):
+    program, *arguments = command.split()
+    if program == "python":
+        program = jobs.python()
     # In a folder of its own: some write pictures.
-    _, output = jobs.run(["env", "-C", str(tmp_path), *command.split()], timeout=480)
+    _, output = jobs.run(["env", "-C", str(tmp_path), program, *arguments], timeout=480)
     check = globals().get(re.search(r"^(?:python -m mpi_examples\.)?(\S+)", command)[1])
     if check is not None:
         check(command, output, tmp_path)
