@@ -1,10 +1,11 @@
 """``hvd-compress install-horovod``: Horovod 0.28.1 for the frameworks of this environment.
 
 Its source release does not compile against today's frameworks: it pins C++14 where PyTorch >= 2.1
-wants C++17, and >= 2.14 C++20, and TensorFlow's wheels stopped shipping headers that its
-``xla_mpi_ops.cc`` includes.  Both are cured from outside, without touching a file of Horovod: CXX
-is a small script that puts the compiler to work with other arguments (:func:`write_wrapper`).  Only
-the opt-in XLA allreduce op is lost.
+wants C++17, and >= 2.14 C++20, TensorFlow's wheels stopped shipping headers that its
+``xla_mpi_ops.cc`` includes, and it relies on a header that GCC's own included until GCC 13.  All
+are cured from outside, without touching a file of Horovod: CXX is a small script that puts the
+compiler to work with other arguments (:func:`write_wrapper`).  Only the opt-in XLA allreduce op is
+lost.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from hvd_compress.errors import SetupError
 def write_wrapper(folder: Path, compiler: list[str], standard: int = 17) -> Path:
     """Write a script that stands in for the compiler, and return its path.
 
-    It asks for that standard of C++ where Horovod's build asks for C++14, compiles an empty unit in
-    place of ``xla_mpi_ops.cc``, and makes the library search path relative to the library, so that
+    It asks for that standard of C++, and for ``<stdexcept>``, where Horovod's build asks for C++14,
+    compiles an empty unit in place of ``xla_mpi_ops.cc``, and makes the library search path relative to the library, so that
     the wheel works in other environments too.
     """
     empty = folder / "empty.cc"
@@ -50,7 +51,9 @@ def write_wrapper(folder: Path, compiler: list[str], standard: int = 17) -> Path
 count=$#
 for argument in "$@"; do
     case "$argument" in
-        -std=c++14 | -std=gnu++14) argument=-std=c++{standard} ;;
+        -std=c++14 | -std=gnu++14)
+            argument=-std=c++{standard}
+            set -- "$@" -include stdexcept ;;
         */xla_mpi_ops.cc) argument={shlex.quote(str(empty))} ;;
         -Wl,-rpath,*) argument=$(printf %s "$argument" | sed {" ".join(edits)}) ;;
     esac

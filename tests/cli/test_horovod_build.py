@@ -112,6 +112,11 @@ class TestWrapper:
         for old in ("-std=c++14", "-std=gnu++14"):
             subprocess.run([wrapper, old, "-fsyntax-only", source], check=True)
 
+    def test_declares_what_compilers_once_did(self, wrapper, tmp_path):
+        source = tmp_path / "a.cc"
+        source.write_text("std::logic_error error(const char*);\n")
+        subprocess.run([wrapper, "-std=c++14", "-fsyntax-only", source], check=True)
+
     def test_leaves_other_standards_alone(self, wrapper, tmp_path):
         source = tmp_path / "a.cc"
         source.write_text('static_assert(__cplusplus == 201103L, "");\n')
