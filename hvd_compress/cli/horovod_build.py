@@ -38,9 +38,9 @@ from hvd_compress.errors import SetupError
 def write_wrapper(folder: Path, compiler: list[str], standard: int = 17) -> Path:
     """Write a script that stands in for the compiler, and return its path.
 
-    It asks for that standard of C++, and for ``<stdexcept>``, where Horovod's build asks for C++14,
-    compiles an empty unit in place of ``xla_mpi_ops.cc``, and makes the library search path relative to the library, so that
-    the wheel works in other environments too.
+    It asks for that standard of C++ where Horovod's build asks for C++14, includes ``<stdexcept>``
+    in every unit, compiles an empty one in place of ``xla_mpi_ops.cc``, and makes the library
+    search path relative to the library, so that the wheel works in other environments too.
     """
     empty = folder / "empty.cc"
     empty.write_text("")
@@ -51,9 +51,8 @@ def write_wrapper(folder: Path, compiler: list[str], standard: int = 17) -> Path
 count=$#
 for argument in "$@"; do
     case "$argument" in
-        -std=c++14 | -std=gnu++14)
-            argument=-std=c++{standard}
-            set -- "$@" -include stdexcept ;;
+        -std=c++14 | -std=gnu++14) set -- "$@" -include stdexcept; argument=-std=c++{standard} ;;
+        -std=c++* | -std=gnu++*) set -- "$@" -include stdexcept ;;
         */xla_mpi_ops.cc) argument={shlex.quote(str(empty))} ;;
         -Wl,-rpath,*) argument=$(printf %s "$argument" | sed {" ".join(edits)}) ;;
     esac

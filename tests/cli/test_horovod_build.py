@@ -112,10 +112,12 @@ class TestWrapper:
         for old in ("-std=c++14", "-std=gnu++14"):
             subprocess.run([wrapper, old, "-fsyntax-only", source], check=True)
 
-    def test_declares_what_compilers_once_did(self, wrapper, tmp_path):
+    @pytest.mark.parametrize("standard", ["c++14", "c++17", "gnu++20"])
+    def test_declares_what_compilers_once_did(self, wrapper, tmp_path, standard):
+        """TensorFlow's flags bring a standard of their own."""
         source = tmp_path / "a.cc"
         source.write_text("std::logic_error error(const char*);\n")
-        subprocess.run([wrapper, "-std=c++14", "-fsyntax-only", source], check=True)
+        subprocess.run([wrapper, f"-std={standard}", "-fsyntax-only", source], check=True)
 
     def test_leaves_other_standards_alone(self, wrapper, tmp_path):
         source = tmp_path / "a.cc"
