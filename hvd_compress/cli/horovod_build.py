@@ -2,8 +2,8 @@
 
 Its source release does not compile against today's frameworks: it pins C++14 where PyTorch >= 2.1
 wants C++17, and >= 2.14 C++20, TensorFlow's wheels stopped shipping headers that its
-``xla_mpi_ops.cc`` includes, and it relies on a header that GCC's own included until GCC 13.  All
-are cured from outside, without touching a file of Horovod: CXX is a small script that puts the
+``xla_mpi_ops.cc`` includes, and GCC 13 and 14 want a header and an assignment written otherwise.
+All are cured from outside, without touching a file of Horovod: CXX is a small script that puts the
 compiler to work with other arguments (:func:`write_wrapper`).  Only the opt-in XLA allreduce op is
 lost.
 """
@@ -40,19 +40,27 @@ def write_wrapper(folder: Path, compiler: list[str], standard: int = 17) -> Path
 
     It asks for that standard of C++ where Horovod's build asks for C++14, includes ``<stdexcept>``
     in every unit, compiles an empty one in place of ``xla_mpi_ops.cc``, and makes the library
-    search path relative to the library, so that the wheel works in other environments too.
+    search path relative to the library, so that the wheel works in other environments too.  Before
+    FlatBuffers' headers comes a copy of the one that assigns to a constant.
     """
     empty = folder / "empty.cc"
     empty.write_text("")
     prefixes = {sys.prefix, str(Path(sys.prefix).resolve())}
     edits = [f"-e {shlex.quote(f's|{p}/|$ORIGIN/{up_to_prefix()}/|g')}" for p in sorted(prefixes)]
-    script = folder / "cxx"
+    script, mended = folder / "cxx", shlex.quote(str(folder / "flatbuffers"))
     script.write_text(f"""#!/bin/sh
+mend() {{
+    mkdir -p {mended} && cd {mended} && sed "s/const size_type count_;/size_type count_;/" \\
+        "$1/stl_emulation.h" > "$$" && mv "$$" stl_emulation.h
+}}
 count=$#
 for argument in "$@"; do
     case "$argument" in
         -std=c++14 | -std=gnu++14) set -- "$@" -include stdexcept; argument=-std=c++{standard} ;;
         -std=c++* | -std=gnu++*) set -- "$@" -include stdexcept ;;
+        -I*/flatbuffers/include)
+            [ -e {mended}/stl_emulation.h ] || (mend "${{argument#-I}}/flatbuffers") || exit 1
+            set -- "$@" -I{shlex.quote(str(folder))} ;;
         */xla_mpi_ops.cc) argument={shlex.quote(str(empty))} ;;
         -Wl,-rpath,*) argument=$(printf %s "$argument" | sed {" ".join(edits)}) ;;
     esac

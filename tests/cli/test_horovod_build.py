@@ -119,6 +119,21 @@ class TestWrapper:
         source.write_text("std::logic_error error(const char*);\n")
         subprocess.run([wrapper, f"-std={standard}", "-fsyntax-only", source], check=True)
 
+    def test_mends_the_header_that_assigns_to_a_constant(self, wrapper, tmp_path):
+        headers = tmp_path / "flatbuffers" / "include" / "flatbuffers"
+        headers.mkdir(parents=True)
+        (headers / "stl_emulation.h").write_text(
+            "using size_type = int;\nstruct span {\n  const size_type count_;\n"
+            "  span &operator=(const span &other) { count_ = other.count_; return *this; }\n};\n"
+        )
+        (headers / "flatbuffers.h").write_text('#include "flatbuffers/stl_emulation.h"\n')
+        source = tmp_path / "a.cc"
+        source.write_text('#include "flatbuffers/flatbuffers.h"\n')
+        command = [f"-I{headers.parent}", "-std=c++14", "-fsyntax-only", source]
+        assert subprocess.run(["c++", *command], capture_output=True).returncode
+        for _ in range(2):
+            subprocess.run([wrapper, *command], check=True)
+
     def test_leaves_other_standards_alone(self, wrapper, tmp_path):
         source = tmp_path / "a.cc"
         source.write_text('static_assert(__cplusplus == 201103L, "");\n')
