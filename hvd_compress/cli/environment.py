@@ -92,8 +92,13 @@ def providers(module: str) -> list[str]:
 
 def version_of(module: str) -> str | None:
     """Return the version of the distribution that provides ``module`` (tensorflow comes under many
-    names)."""
+    names), PyTorch's with its "+cu130", which the distribution of the common index leaves out."""
     names = _distributions().get(module)
+    if names and module == "torch" and (spec := importlib.util.find_spec(module)) and spec.origin:
+        file = Path(spec.origin).with_name("version.py")
+        found = file.exists() and re.search(r"__version__ = ['\"](.+)['\"]", file.read_text())
+        if found:
+            return found[1]
     return importlib.metadata.version(names[0]) if names else None
 
 

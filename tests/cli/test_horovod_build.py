@@ -100,6 +100,13 @@ class TestKey:
         assert {"CXXFLAGS", "HOROVOD_BUILD_ARCH_FLAGS"} <= set(changed["variables"])
 
 
+def test_pytorch_says_for_what_it_was_built(monkeypatch):
+    """Which the distribution of the common index does not: doctor would miss the right one."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0")
+    assert env.version_of("torch") == torch.__version__
+
+
 class TestWrapper:
     @pytest.mark.parametrize("standard", env.SAMPLES)
     def test_turns_cpp14_into_what_the_frameworks_want(self, tmp_path, standard):
