@@ -427,7 +427,7 @@ def _check_messages(case: _Case, steps: int) -> None:
             case.require(not np.isfinite(_numbers(arrived)).all(), "NaN arrives")
             case.require(_state_bits(new) == _state_bits(state), "NaN changes no state")
         damaged = xp.to_numpy(message).copy()
-        damaged[case.random.integers(damaged.size)] ^= 1 << case.random.integers(8)
+        damaged[case.random.integers(damaged.size)] ^= 1 << int(case.random.integers(8))
         try:
             case.compressor.decode(xp.from_numpy(damaged, message), gradient, context)
         except PayloadError:

@@ -47,7 +47,7 @@ class adaptive_random(Selector, name="adaptive_random"):
 
 def _draw(x: np.ndarray, random: np.random.Generator) -> int:
     size = np.abs(x).astype(np.float64)
-    largest = size.max(initial=0)
+    largest = np.max(size, initial=0)
     if not 0 < largest < np.inf:
         return int(np.argmax(size)) if size.size else 0  # of NaN and Inf the first; or all are 0
     ends = np.cumsum(size / largest)

@@ -81,7 +81,7 @@ class sidco(HostSelector, name="sidco"):
         if places.size > k:
             # Whatever the scale of the gradient, squares are in range.
             sizes = np.abs(x[places]).astype(np.float64)
-            sizes /= sizes.max()
+            sizes /= np.max(sizes)
             ratio = k / places.size
             most = max(1, math.ceil(-math.log2(k / x.size)))
             stages = round(stages) or self._best(sizes, ratio, most)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Exchange
+from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import (
     BucketExchange,
@@ -21,7 +21,7 @@ from hvd_compress.engines.joining import (
     joined,
 )
 from hvd_compress.errors import ConfigError
-from hvd_compress.requests import Gather, Joint
+from hvd_compress.requests import Gather, Joint, Request
 from hvd_compress.times import leaves, phase, watched
 
 #: a bucket is full when the gradients in it have that many bytes, uncompressed
@@ -273,7 +273,7 @@ def label_of(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _order_of_rank_0(own: Sequence[int], like: Array) -> Exchange:
+def _order_of_rank_0(own: Sequence[int], like: Array) -> Generator[Request, Any, list[int]]:
     xp = backend_of(like)
     order = np.array(own, "<i8").view(np.uint8)
     everyones = yield Gather(xp.from_numpy(order, like), equal_sizes=True)

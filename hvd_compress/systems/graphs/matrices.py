@@ -86,7 +86,7 @@ def check_columns(w: np.ndarray) -> None:
 
 
 def _off(w: np.ndarray, axis: int) -> float:
-    return float(abs(w.sum(axis=axis) - 1).max())
+    return float(np.max(np.abs(w.sum(axis=axis) - 1)))
 
 
 def check_brings_together(w: np.ndarray) -> None:
