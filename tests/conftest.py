@@ -1,5 +1,6 @@
 """Hypothesis draws the same examples in every run, and may take its time on a busy machine."""
 
+import contextlib
 import gc
 import os
 
@@ -8,6 +9,11 @@ from hypothesis import settings
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
 settings.load_profile("deterministic")
+
+# CUDA builds of PyTorch bring Triton along and import it late; a process that has loaded
+# TensorFlow's LLVM by then ends there.
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401
 
 # Small arrays, many processes: threads that wait for each other cost ten times what they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -12,6 +12,7 @@ folder, *modules = sys.argv[1:]
 over = os.environ.get("SCENARIOS_OVER", "horovod")
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", ".*__array__ implementation", DeprecationWarning)  # in Keras
+warnings.filterwarnings("ignore", category=DeprecationWarning, module="gast")  # in AutoGraph
 warnings.filterwarnings("ignore", category=PoorFit)  # a few steps teach nothing
 warnings.filterwarnings("ignore", category=NeedsTuning)
 hvd.init()
