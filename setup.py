@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import find_packages, setup
 
+ParallelCompile(default=0).install()  # a file on each core
 KERNELS = Path("hvd_compress/kernels")
 native = Pybind11Extension(
     "hvd_compress.kernels.native",

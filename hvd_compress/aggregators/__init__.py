@@ -1,6 +1,7 @@
 """How the ranks' contributions are averaged, one way a file; the contract is
 ``chain.Aggregator``."""
 
+from hvd_compress.aggregators.aligned_rows import aligned_rows
 from hvd_compress.aggregators.allgather import allgather
 from hvd_compress.aggregators.allreduce import allreduce
 from hvd_compress.aggregators.alltoall import alltoall
@@ -16,6 +17,7 @@ from hvd_compress.aggregators.ok_topk import ok_topk
 from hvd_compress.aggregators.power_sgd import power_sgd
 
 __all__ = [
+    "aligned_rows",
     "allgather",
     "allreduce",
     "alltoall",

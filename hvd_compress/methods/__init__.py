@@ -33,6 +33,7 @@ from hvd_compress.base import Compressor
 from hvd_compress.config import build, check_choice, lookup, names
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods.adaptive import AdaptiveThreshold
+from hvd_compress.methods.arc_top_k import ARCTopK
 from hvd_compress.methods.composed import MomentumAfter, Partition, Switch, partition, rule, switch
 from hvd_compress.methods.demo import DeMoCompression
 from hvd_compress.methods.dense import BF16, FP16, NoCompression
@@ -68,6 +69,7 @@ __all__ = [
     "INCEPTIONN",
     "LGC",
     "QSGD",
+    "ARCTopK",
     "AdaptiveThreshold",
     "DeMoCompression",
     "EFSignSGD",
