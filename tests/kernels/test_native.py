@@ -74,10 +74,11 @@ def test_a_change_of_what_is_called_has_a_new_number():
     """Else a module that was built before it would be used, and fail somewhere in training."""
     modules = (native, native.codecs, native.halves, native.low_rank, native.plans)
     places = [*modules, *(x for m in modules for x in vars(m).values() if isinstance(x, type))]
-    texts = [getattr(x, "__doc__", None) for place in places for x in vars(place).values()]
+    # Numbers and texts have those of their classes, which change with Python.
+    texts = [x.__doc__ for place in places for x in vars(place).values() if callable(x)]
     signatures = "\n".join(sorted(text for text in texts if text and "->" in text))
     digest = hashlib.sha256(signatures.encode()).hexdigest()[:16]
-    assert (kernels.INTERFACE, digest) == (6, "780bac3b10bba908"), (
+    assert (kernels.INTERFACE, digest) == (6, "09ff477150f27837"), (
         "add 1 to INTERFACE of kernels/__init__.py and kInterface of common.h, and write both here"
     )
 

@@ -95,6 +95,6 @@ def _factory(
     make.__signature__ = inspect.Signature([first, *options, *last])  # type: ignore[attr-defined]
     make.__name__ = make.__qualname__ = cls.__name__
     make.__module__ = module
-    make.__doc__ = (cls.__doc__ or "") + doc
+    make.__doc__ = f"{inspect.getdoc(cls)}\n\n{inspect.cleandoc(doc)}"
     make.training_method = cls  # type: ignore[attr-defined]  # method=hvd.LocalSGD means the class
     return make

@@ -113,7 +113,7 @@ def documented(cls: type[ModelWithTeachers], module: str) -> type[ModelWithTeach
     model = kinds("model", kinds.POSITIONAL_OR_KEYWORD)
     process_set = kinds("process_set", kinds.KEYWORD_ONLY, default=None)
     cls.__signature__ = inspect.Signature([model, *own, process_set])  # type: ignore[attr-defined]
-    cls.__doc__ = (Codistillation.__doc__ or "") + _MORE
+    cls.__doc__ = f"{inspect.getdoc(Codistillation)}\n\n{inspect.cleandoc(_MORE)}"
     cls.__name__ = cls.__qualname__ = name
     cls.__module__ = module
     return cls
