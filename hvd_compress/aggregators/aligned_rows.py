@@ -39,10 +39,10 @@ class aligned_rows(Aggregator, name="aligned_rows"):
     their own, where those of the paper are a matrix's, and signs are in the place of normal
     numbers.
 
-    >>> world = World(chain(via=aligned_rows(0.5, row=2, width=1)), size=2)
-    >>> gradients = [np.array([4.0, 0.0, 0.0, 1.0]), np.array([1.0, 0.0, 0.0, 2.0])]
+    >>> world = World(chain(via=aligned_rows(0.5, row=3, width=1)), size=2)
+    >>> gradients = [np.array([4.0, 0, 0, 1.0, 0, 0]), np.array([1.0, 0, 0, 2.0, 0, 0])]
     >>> world.exchange(gradients)[0].mean
-    array([2.5, 0. , 0. , 0. ])
+    array([2.5, 0. , 0. , 0. , 0. , 0. ])
     """
 
     density: Density = dataclasses.field(default=0.01, metadata=converted(as_density))
