@@ -6,6 +6,7 @@ Methods, schedules and the building blocks of chains are all :class:`Configurabl
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import difflib
 import functools
@@ -17,7 +18,18 @@ from hvd_compress.errors import ConfigError
 _REGISTRY: dict[str, dict[str, type[Configurable]]] = {}
 
 
-class Configurable:
+class _NamedMeta(abc.ABCMeta):
+    """``ABCMeta`` under which a class may have the keyword ``name``: before Python 3.11 that is a
+    parameter of its own ``__new__``, and ``class DGC(Compressor, name="dgc")`` a ``TypeError``."""
+
+    def __new__(
+        mcls, class_name: str, bases: tuple[type, ...], body: dict[str, Any], /, **options: Any
+    ) -> _NamedMeta:
+        options = {"named" if key == "name" else key: value for key, value in options.items()}
+        return super().__new__(mcls, class_name, bases, body, **options)
+
+
+class Configurable(metaclass=_NamedMeta):
     """A frozen dataclass with a name that is unique among those of its kind.
 
     ``class DGC(Compressor, name="dgc")`` is all it takes to register; so does a class of another
@@ -27,17 +39,17 @@ class Configurable:
     kind: ClassVar[str]
     name: ClassVar[str]
 
-    def __init_subclass__(cls, *, kind: str | None = None, name: str | None = None, **more: Any):
+    def __init_subclass__(cls, *, kind: str | None = None, named: str | None = None, **more: Any):
         super().__init_subclass__(**more)
         if kind is not None:
             cls.kind = kind
-        if name is not None:
-            cls.name = name
-            other = _REGISTRY.setdefault(cls.kind, {}).get(name)
+        if named is not None:
+            cls.name = named
+            other = _REGISTRY.setdefault(cls.kind, {}).get(named)
             # dataclass(slots=True) and module reloads make the same class again; others clash.
             if other is not None and other.__qualname__ != cls.__qualname__:
-                raise ConfigError(f"the {cls.kind} name {name!r} is taken by {other.__qualname__}")
-            _REGISTRY[cls.kind][name] = cls
+                raise ConfigError(f"the {cls.kind} name {named!r} is taken by {other.__qualname__}")
+            _REGISTRY[cls.kind][named] = cls
 
     def __post_init__(self) -> None:
         """Convert the options that have a converter, in their order; see :func:`converted`.

@@ -1,4 +1,4 @@
-"""Compressed exchanges between the replicas of a model that FSDP2 shards.
+"""Compressed exchanges between the replicas of a model that FSDP2, or FSDP1, shards.
 
 Inside a node ``fully_shard`` gathers and reduces as always, over the shard dimension of a mesh;
 between nodes the replicas of each shard average it by a method of this package::
@@ -15,8 +15,8 @@ After ``loss.backward()`` the gradients are averages over all ranks, as with PyT
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,16 @@ from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.integrations.checkpoints import entry, refused
 from hvd_compress.integrations.optimizers import check_partner
-from hvd_compress.methods import as_fixed
+from hvd_compress.methods import PowerSGD, as_fixed
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
+from .flat_modules import FlatModel, FlatModule, FlatPart, is_flat
 from .replica_engine import ReplicaEngine
-from .replicas import check_model, group_of, groups_of, is_sharded, local, sharded_modules
-from .sharded_modules import Part, ShardedModule
+from .replicas import group_of
+from .sharded_modules import Part, ShardedModel, ShardedModule
+
+Module: TypeAlias = ShardedModule | FlatModule
 
 
 class ReplicaExchange:
@@ -45,21 +48,19 @@ class ReplicaExchange:
         reducer: has the method, and the states of this rank's shards by name of the parameter.
     """
 
-    def __init__(self, model: torch.nn.Module, reducer: Reducer, device: torch.device) -> None:
-        self.reducer, self._device = reducer, device
-        names = {id(p): name for name, p in model.named_parameters()}
-        self._modules = [
-            ShardedModule(module, name, names, self._begin, self._start)
-            for name, module in sharded_modules(model)
-        ]
-        self._begun: list[ShardedModule] = []
+    def __init__(
+        self, model: torch.nn.Module, sharded: ShardedModel | FlatModel, reducer: Reducer
+    ) -> None:
+        self.reducer, self._device = reducer, sharded.device
+        self._modules: Sequence[Module] = sharded.modules(self._begin, self._start)
+        self._begun: list[Module] = []
         self._is_awaited = False  # the end of this backward pass
         self._stream: Any = None  # of a GPU, on which hooks run
         model.register_forward_pre_hook(self._look_back)
 
     # -- the backward pass -------------------------------------------------------------------
 
-    def _begin(self, module: ShardedModule) -> None:
+    def _begin(self, module: Module) -> None:
         if module in self._begun:  # it is used twice in this step
             self._finish()
         if not self._is_awaited:
@@ -67,7 +68,7 @@ class ReplicaExchange:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
             self._is_awaited = True
 
-    def _start(self, module: ShardedModule) -> None:
+    def _start(self, module: Module) -> None:
         if self._device.type != "cpu":
             self._stream = torch.accelerator.current_stream(self._device)
         self._begun.append(module)
@@ -182,7 +183,7 @@ class ReplicaExchange:
                 "call abandon()"
             )
 
-    def _parts(self) -> dict[str, tuple[Part, torch.dtype]]:
+    def _parts(self) -> dict[str, tuple[Part | FlatPart, torch.dtype]]:
         return {
             part.name: (part, module.dtype)
             for module in self._modules
@@ -212,8 +213,9 @@ def compress_replicas(
     nesterov: bool = False,
     seed: int = 0,
 ) -> ReplicaExchange:
-    """Average gradients between the replicas of a model that ``fully_shard`` has sharded, by a
-    compression method.  A collective of all ranks, before the first step.
+    """Average gradients between the replicas of a model that ``fully_shard`` (FSDP2) or
+    ``FullyShardedDataParallel`` (FSDP1) has sharded, by a compression method.  A collective of all
+    ranks, before the first step.
 
     The shards of the first replica are copied to the others.  Each parameter's shard is one tensor
     for the method, of the shape that it has on this rank; its name is the parameter's::
@@ -224,7 +226,9 @@ def compress_replicas(
         exchange = hvd.compress_replicas(model, mesh["replica"], "topk:density=0.01")
 
     Args:
-        model: sharded over the shard dimension alone, ``fully_shard(layer, mesh=mesh["shard"])``.
+        model: sharded over the shard dimension alone, ``fully_shard(layer, mesh=mesh["shard"])``;
+            or, with FSDP1, ``FullyShardedDataParallel(model, device_mesh=mesh["shard"])``, whose
+            pieces of parameters are vectors.
         replicas: ``mesh["replica"]``, or the process group of the ranks with the same shard.
         compression: a method, its class, its name, or a text such as "dgc:density=0.01".
         momentum, nesterov: for methods that take momentum over (DGC): then the optimizer must have
@@ -244,25 +248,28 @@ def compress_replicas(
             f"compress_replicas(model, mesh['replica'], {type(method).__name__}(momentum=0.9)) and "
             "give the optimizer momentum=0; or momentum=0.0 for error feedback alone"
         )
+    flat = is_flat(model)
+    if flat and isinstance(method, PowerSGD):
+        raise ConfigError(
+            "FullyShardedDataParallel cuts parameters without regard to rows, so powersgd would "
+            "find no matrix and send everything: shard with fully_shard, or take another method"
+        )
     group = group_of(replicas)
-    shards = check_model(model, group)
-    (_, first), *_ = sharded_modules(model)
-    device = groups_of(first)[0].device
-    names = [f"{n} {p.dtype}" for n, p in model.named_parameters()]
-    shapes = listed((n, p.shape) for n, p in zip(names, model.parameters(), strict=True))
+    sharded = FlatModel(model, group) if flat else ShardedModel(model, group)
     options = {"method": repr(method), "momentum, nesterov": f"{momentum}, {nesterov}"}
-    _agree({**options, "seed": str(seed), "parameters": shapes}, group, shards)
+    terms = {**options, "seed": str(seed), "parameters": listed(sharded.parameters())}
+    _agree(terms, group, sharded.shards)
     reducer = Reducer(
         method,
-        ReplicaEngine(group, device),
+        ReplicaEngine(group, sharded.device),
         momentum=momentum or 0.0,
         nesterov=nesterov,
         seed=seed,
         same_order=True,
         in_place=True,
     )
-    exchange = ReplicaExchange(model, reducer, device)
-    _copy_parameters(model, group)
+    exchange = ReplicaExchange(model, sharded, reducer)
+    _copy(sharded.local_shards(), group)
     return exchange
 
 
@@ -279,12 +286,10 @@ def _agree(terms: Terms, replicas: Any, shards: Any) -> None:
 
 
 @torch.no_grad()
-def _copy_parameters(model: torch.nn.Module, replicas: Any) -> None:
+def _copy(shards: Iterable[torch.Tensor], replicas: Any) -> None:
     """Give all replicas the shards of the first."""
     first = dist.get_global_rank(replicas, 0)
-    for p in model.parameters():
-        if is_sharded(p) and not p.is_meta:
-            shard = local(p)
-            whole = shard.contiguous()
-            dist.broadcast(whole, first, group=replicas)
-            shard.copy_(whole)
+    for shard in shards:
+        whole = shard.contiguous()
+        dist.broadcast(whole, first, group=replicas)
+        shard.copy_(whole)

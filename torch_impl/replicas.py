@@ -87,13 +87,11 @@ def sharded_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
         UnsupportedError: parameters of one module are on several meshes.
     """
     try:
-        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+        from torch.distributed.fsdp import FSDPModule
     except ImportError as error:
         raise UnsupportedError(_OTHER_TORCH) from error
     found: dict[int, tuple[str, Any]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise ConfigError(f"FullyShardedDataParallel has no place for this exchange: {HOW}")
         if not isinstance(module, FSDPModule):
             continue
         groups = groups_of(module)
@@ -111,27 +109,6 @@ def sharded_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
             "DistributedDataParallel, with the hook hvd.ddp_hook"
         )
     return list(found.values())
-
-
-def check_model(model: torch.nn.Module, replicas: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the process group of the shards.
-
-    Raises:
-        ConfigError: the model is not sharded over other ranks than those of ``replicas``.
-    """
-    groups = []
-    for name, module in sharded_modules(model):
-        (parameters,) = groups_of(module)
-        mesh = parameters.mesh_info
-        if hasattr(mesh, "replicate_process_group"):
-            raise ConfigError(
-                f"{name or 'the model'} was given to fully_shard with both dimensions of the mesh, "
-                "so PyTorch averages between replicas itself, uncompressed and before any hook: "
-                f"{HOW}"
-            )
-        check_apart(dist.get_process_group_ranks(mesh.shard_process_group), replicas)
-        groups.append(mesh.shard_process_group)
-    return groups[0]
 
 
 def check_apart(shards: Collection[int], replicas: dist.ProcessGroup) -> None:

@@ -10,14 +10,15 @@ average has only to be multiplied in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 
 from hvd_compress.errors import ConfigError, UnsupportedError
 
-from .replicas import groups_of
+from .replicas import HOW, check_apart, groups_of, is_sharded, local, sharded_modules
 
 
 class Part(NamedTuple):
@@ -155,3 +156,48 @@ class ShardedModule:
         """Discard the gradients that are under way."""
         self._flat = self._partial = None
         self._before.clear()
+
+
+class ShardedModel:
+    """A model that ``fully_shard`` has divided over other ranks than its replicas.
+
+    Attributes:
+        shards: the process group among which it is divided.
+        device: of its gradients.
+
+    Raises:
+        ConfigError: it is not divided so.
+    """
+
+    def __init__(self, model: torch.nn.Module, replicas: dist.ProcessGroup) -> None:
+        self._model, self._modules = model, sharded_modules(model)
+        for name, module in self._modules:
+            (parameters,) = groups_of(module)
+            mesh = parameters.mesh_info
+            if hasattr(mesh, "replicate_process_group"):
+                raise ConfigError(
+                    f"{name or 'the model'} was given to fully_shard with both dimensions of the "
+                    "mesh, so PyTorch averages between replicas itself, uncompressed and before "
+                    f"any hook: {HOW}"
+                )
+            check_apart(dist.get_process_group_ranks(mesh.shard_process_group), replicas)
+        (first,) = groups_of(self._modules[0][1])
+        self.shards: dist.ProcessGroup = first.mesh_info.shard_process_group
+        self.device: torch.device = first.device
+
+    def parameters(self) -> list[tuple[str, torch.Size]]:
+        """Return names, each with its dtype, and shapes of the whole parameters."""
+        return [(f"{n} {p.dtype}", p.shape) for n, p in self._model.named_parameters()]
+
+    def local_shards(self) -> Iterator[torch.Tensor]:
+        """Yield what this rank has of the parameters."""
+        for p in self._model.parameters():
+            if is_sharded(p) and not p.is_meta:
+                yield local(p)
+
+    def modules(
+        self, begin: Callable[[ShardedModule], None], start: Callable[[ShardedModule], None]
+    ) -> list[ShardedModule]:
+        """Register the hooks, and return the modules with their gradients' way."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        return [ShardedModule(m, name, names, begin, start) for name, m in self._modules]

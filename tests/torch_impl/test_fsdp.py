@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.torch.plain import check_plain
 from hvd_compress.torch.replicas import is_group, is_sharded, local
-from tests import jobs
-from tests.fsdp_worker import SCENARIOS
+from tests import fsdp1_scenarios, fsdp_worker, jobs
 from tests.scenarios import read
 
 RANKS = 4
+SCENARIOS = {**fsdp_worker.SCENARIOS, **fsdp1_scenarios.SCENARIOS}
 
 
 def test_plain_tensors_are_no_shards():
