@@ -21,11 +21,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.checkpoint import checkpoint
 
 import hvd_compress.torch as hvd
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
 from hvd_compress.methods import as_compressor
+from hvd_compress.torch.plain import check_plain
 from tests.fsdp_worker import (
     DGC,
     LR,
@@ -256,6 +258,42 @@ def flat_checkpoints_resume_bit_for_bit() -> None:
         assert torch.equal(theirs[key], x), key
 
 
+def activations_of_flat_shards_may_be_computed_again() -> None:
+    class Again(type(_model())):
+        reentrant = False
+
+        def forward(self, x):
+            x = self.inner(x).tanh()
+            x = checkpoint(self.middle, x, use_reentrant=self.reentrant).tanh()
+            return checkpoint(self.head, x, use_reentrant=self.reentrant) * self.scale
+
+    for Again.reentrant in (False, True):
+        torch.manual_seed(0)
+        native = _wrapped(MESHES["2x2"], HYBRID, model=Again())
+        torch.manual_seed(0)
+        model, exchange = _flat_pair("none", model=Again())
+        for each in (native, model):
+            _train(each, range(3))
+        _assert_close(_whole(native), _whole(model))
+        assert not exchange._begun
+
+
+def flat_shards_take_local_steps_between_replicas() -> None:
+    replica = MESHES["2x2"]["replica"]
+    for orig in (True, False):
+        native = _wrapped(MESHES["2x2"], HYBRID, use_orig_params=orig)
+        model = _wrapped(MESHES["2x2"]["shard"], use_orig_params=orig)
+        _train(native, range(STEPS))
+        _train(model, range(STEPS), hvd.LocalSGD(_sgd(model), sync_every=1, process_set=replica))
+        _assert_close(_whole(native), _whole(model))
+        method = hvd.DiLoCo(
+            _sgd(model, 0.9), sync_every=2, process_set=replica, compression="topk:density=0.1"
+        )
+        _train(model, range(STEPS), method)
+        with method.synchronized_parameters():
+            _equal_in_replicas(model)
+
+
 def mistakes_with_flat_shards_are_errors() -> None:
     mesh, compress = MESHES["2x2"], hvd.compress_replicas
     shard, replica = mesh["shard"], mesh["replica"]
@@ -273,6 +311,11 @@ def mistakes_with_flat_shards_are_errors() -> None:
     mixed = torch.nn.Sequential(_wrapped(shard), fully_shard(torch.nn.Linear(3, 3), mesh=shard))
     with pytest.raises(UnsupportedError, match="use one of them"):
         compress(mixed, replica, "topk")
+    for orig in (True, False):
+        model = _wrapped(shard, use_orig_params=orig)
+        for p in model.parameters():
+            with pytest.raises(UnsupportedError, match="has left this rank a part"):
+                check_plain(p)
     model, _ = _flat_pair("topk")
     with pytest.raises(ConfigError, match="a communication hook already"):
         compress(model, replica, "topk")

@@ -12,7 +12,7 @@ import torch
 from hvd_compress.errors import ConfigError
 
 from .plain import check_plain
-from .replicas import is_sharded
+from .replicas import is_flattened, is_sharded
 
 Parameter = torch.nn.Parameter
 Groups = int | list[list[Parameter]] | None
@@ -37,8 +37,9 @@ def names_of_parameters(
         UnsupportedError: a parameter is no plain tensor.
     """
     for p in (p for group in param_groups for p in group["params"]):
-        if not (sharded and is_sharded(p)):
-            check_plain(p)
+        if sharded and (is_sharded(p) or is_flattened(p)):
+            continue
+        check_plain(p)
     if named_parameters is None:
         return {
             p: f"allreduce.noname.{i}.{j}"

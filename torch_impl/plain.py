@@ -8,6 +8,8 @@ import torch
 
 from hvd_compress.errors import UnsupportedError
 
+from .replicas import is_flattened
+
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -16,12 +18,14 @@ def check_plain(x: torch.Tensor) -> None:
     kind: Any = type(x)
     # Subclasses that see every operation, of which DTensor is one, have their elements elsewhere.
     sees_operations = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if not (sees_operations or x.is_meta or x.is_quantized or _is_wrapped(x)):
+    flattened = is_flattened(x)
+    if not (sees_operations or x.is_meta or x.is_quantized or _is_wrapped(x) or flattened):
         return
     detail = " on the device meta" if x.is_meta else " of quantised elements" * x.is_quantized
+    detail += " of which FullyShardedDataParallel has left this rank a part" * flattened
     raise UnsupportedError(
         f"cannot compress what is a {kind.__name__}{detail}: parameters and gradients must be "
-        "plain tensors, whole on every rank. For a model that fully_shard has sharded there is "
+        "plain tensors, whole on every rank. For a model that FSDP has sharded there is "
         "hvd_compress.torch.compress_replicas(model, mesh['replica'], ...), or a training method "
         "between replicas, hvd.DiLoCo(optimizer, process_set=mesh['replica']); with tensor "
         "parallelism alone, wrap the model in DistributedDataParallel and give it the hook of "

@@ -64,6 +64,12 @@ def is_sharded(x: torch.Tensor) -> bool:
     return tensors is not None and isinstance(x, tensors.DTensor)
 
 
+def is_flattened(x: torch.Tensor) -> bool:
+    """Return whether ``FullyShardedDataParallel`` has laid a parameter out among others and cut
+    it."""
+    return getattr(x, "_fsdp_flattened", False)
+
+
 def local(x: torch.Tensor) -> torch.Tensor:
     """Return what this rank has of a tensor: itself, or the shard of a ``DTensor``."""
     shard: torch.Tensor = x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
