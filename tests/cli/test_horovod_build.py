@@ -32,6 +32,16 @@ def install(*options, **variables):
     )
 
 
+@pytest.fixture(autouse=True)
+def toolkit(tmp_path_factory, monkeypatch):
+    """A whole toolkit, whatever the machine has, for a PyTorch that is built for CUDA."""
+    folder = tmp_path_factory.mktemp("toolkit")
+    for name in ("bin/nvcc", "include/cuda_runtime.h"):
+        (folder / name).parent.mkdir()
+        (folder / name).touch()
+    monkeypatch.setenv("CUDA_HOME", str(folder))
+
+
 @pytest.fixture(scope="module")
 def inputs():
     return horovod_plan.key_inputs(env.compiler(), "none")
