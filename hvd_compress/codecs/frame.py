@@ -64,7 +64,7 @@ def encode_coded(
     if isinstance(codec, Codec) and codec.varies:
         return _varying(codec, x, random, sent)
     size, status = coded_size(codec, count, dtype, n, row), 0
-    own = np.zeros(0, np.uint8)
+    own: Array = np.zeros(0, np.uint8)
     if indices is not None and n is not None:
         own = indices.astype(f"<{np.dtype(index_dtype(n)).str[1:]}").view(np.uint8)
         if packed and (short := _packed(indices, n)) is not None:

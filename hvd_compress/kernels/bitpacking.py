@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 
 
 def full_bytes(bits: int) -> int:
@@ -90,7 +91,7 @@ def unpack_digits(packed: np.ndarray, count: int, base: int) -> np.ndarray:
     whole, rest = divmod(count, each)
     padded = np.zeros(8 * (whole + 1), np.uint8)
     padded[: packed.size] = packed
-    words = padded.view("<u8").astype(np.uint64)
+    words: npt.NDArray[np.uint64] = padded.view("<u8").astype(np.uint64)
     table = np.empty((whole + 1, each), np.min_scalar_type(base - 1))
     for i in reversed(range(each)):
         quotient = words // np.uint64(base)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sized
 
 import numpy as np
+import numpy.typing as npt
 
 from hvd_compress.config import check_seed, check_whole
 from hvd_compress.errors import ConfigError
@@ -60,7 +61,7 @@ class CoordinatedSampler:
         return self.length // self.places
 
     def __iter__(self) -> Iterator[int]:
-        order = np.arange(self.length)
+        order: npt.NDArray[np.int_] = np.arange(self.length)
         if self.shuffle:
             order = np.random.default_rng([self.seed % 2**64, self.epoch]).permutation(order)
         return iter(order[: len(self) * self.places][self.place :: self.places].tolist())
