@@ -14,7 +14,7 @@ import inspect
 import re
 import textwrap
 from pathlib import Path
-from types import ModuleType
+from types import GenericAlias, ModuleType
 from typing import Any, NamedTuple
 
 API = Path(__file__).resolve().parent.parent / "docs" / "api"
@@ -285,7 +285,7 @@ def signature(name: str, of: Any) -> str:
     if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
         texts.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
     result = found.return_annotation
-    arrow = "" if result is found.empty or inspect.isclass(of) else f" -> {_annotation(result)}"
+    arrow = "" if result is found.empty or is_class(of) else f" -> {_annotation(result)}"
     line = f"{name}({', '.join(texts)}){arrow}"
     if len(line) > 88:
         line = "\n".join([f"{name}(", *(f"    {text}," for text in texts), f"){arrow}"])
@@ -334,17 +334,22 @@ def members(of: type, public: set[type]) -> list[tuple[str, Any]]:
     return sorted(found.items())
 
 
+def is_class(of: Any) -> bool:
+    """Whether it is a class, and not such as ``dict[str, int]``, which Python 3.10 calls one."""
+    return inspect.isclass(of) and not isinstance(of, GenericAlias)
+
+
 def entry(name: str, of: Any, public: set[type]) -> str:
     """What stands below the heading of an object."""
     if isinstance(of, ModuleType):
         return markdown((of.__doc__ or "").partition("\n\n")[0])
-    if not (inspect.isclass(of) or inspect.isroutine(of)):
+    if not (is_class(of) or inspect.isroutine(of)):
         shown = repr(of)
         short = shown if len(shown) < 300 and " at 0x" not in shown else type(of).__name__
         return f"```python\n{name} = {short}\n```"
     called = signature(name, of) if name not in OF_RETURNED else ""
     parts = [called, markdown(documented(of))]
-    if inspect.isclass(of):
+    if is_class(of):
         for member, value in members(of, public):
             if member not in (OF_RETURNED.get(name) or {member}):
                 continue
@@ -358,10 +363,10 @@ def documented(of: Any) -> str:
     What takes the place of a function of Horovod has that one's docstring behind its own, which is
     not copied."""
     text = inspect.cleandoc(of.__doc__ or "")
-    if inspect.isclass(of) and not text:  # one of a library's own says nothing of this class
+    if is_class(of) and not text:  # one of a library's own says nothing of this class
         ours = [cls for cls in of.__mro__ if cls.__module__.startswith(ALL)]
         text = next((inspect.cleandoc(cls.__doc__) for cls in ours if cls.__doc__), "")
-    if inspect.isclass(of) and text.startswith(f"{of.__name__}("):
+    if is_class(of) and text.startswith(f"{of.__name__}("):
         return ""
     own, found, _ = text.partition("All else:")
     return f"{own}All other options are Horovod's." if found else text
@@ -377,7 +382,7 @@ class Writer:
     def __init__(self) -> None:
         modules = [importlib.import_module(path) for page in PAGES for path in page.modules]
         things = [thing(module, name) for module in modules for name in names_of(module)]
-        self.public = {of for of in things if inspect.isclass(of)}
+        self.public = {of for of in things if is_class(of)}
         self.places: dict[Any, str] = {}
         self.texts: list[tuple[str, str]] = []
 

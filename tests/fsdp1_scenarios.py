@@ -47,7 +47,8 @@ FULL, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD
 
 def _wrapped(mesh, strategy=FULL, model=None, use_orig_params=True, **options):
     """Every layer is a unit; the rest is the model's own."""
-    with warnings.catch_warnings(action="ignore"):  # FSDP1 says that FSDP2 has come
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP1 says that FSDP2 has come
         return FullyShardedDataParallel(
             model or _model(),
             device_mesh=mesh,

@@ -506,7 +506,8 @@ class Simulation:
                 thread.join()
         if self._error is not None:
             me, error = self._error
-            error.add_note(f"on rank {me} of {self.size}, order {self.order!r}")
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(f"on rank {me} of {self.size}, order {self.order!r}")
             raise error
         given_up = {comm.mpi.group for comm in broken}
         left = [key for key in self._unmatched if key[0] not in given_up]

@@ -40,7 +40,7 @@ def public(page) -> Iterator[tuple[str, Any]]:
 def test_every_parameter_is_named(page):
     """In the docstring, or in that of a class whose options these are, too."""
     for name, of in public(page):
-        of_class = inspect.isclass(of)
+        of_class = api.is_class(of)
         bases = [base for cls in of.__mro__ for base in (cls, cls.__init__)] if of_class else [of]
         said = "\n".join(inspect.getdoc(base) or "" for base in bases)
         try:
@@ -56,7 +56,7 @@ def test_every_class_has_an_example(page):
     without = {
         name
         for name, of in public(page)
-        if inspect.isclass(of) and not re.search(r"^\s*>>> ", api.documented(of), re.MULTILINE)
+        if api.is_class(of) and not re.search(r"^\s*>>> ", api.documented(of), re.MULTILINE)
     }
     assert not without
 

@@ -8,7 +8,7 @@ import pytest
 from tests import jobs
 
 PROGRAM = """
-import json, sys
+import json, sys, time
 import torch
 import hvd_compress.torch as hvd
 
@@ -30,6 +30,7 @@ if hvd.rank() == 0:
     stats = optimizer.compression.stats().as_dict()
     with open(sys.argv[1], "w") as file:
         json.dump({"scalars": found, "buckets": stats["buckets"]}, file)
+time.sleep(1)  # the timeline is written by a thread, which the end of Horovod cuts short
 hvd.shutdown()
 """
 
