@@ -568,7 +568,8 @@ def test_an_error_of_one_rank_ends_the_others():
 
     with pytest.raises(ZeroDivisionError) as caught:
         run(fails, size=4)
-    assert caught.value.__notes__ == ["on rank 2 of 4, order 'first'"]
+    if sys.version_info >= (3, 11):  # which has notes
+        assert caught.value.__notes__ == ["on rank 2 of 4, order 'first'"]
 
 
 @pytest.mark.parametrize("order", ORDERS)
