@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import tempfile
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 
 import hvd_compress.torch as hvd
@@ -39,6 +42,7 @@ from tests.fsdp_worker import (
     _model,
     _sgd,
     _states,
+    _take_nan,
     _train,
 )
 
@@ -183,15 +187,7 @@ def flat_shards_clip_and_survive_nan() -> None:
     _assert_close(_whole(native), _whole(model))
     for method in ("topk:density=0.05", DGC):
         model, exchange = _flat_pair(method)
-        _train(model, range(2))
-        before = _states(exchange)
-        loss = _loss(model, 2)
-        (loss * float("nan") if dist.get_rank() == 0 else loss).backward()
-        assert not model.clip_grad_norm_(1.0).isfinite()  # on every rank
-        for key, x in _states(exchange).items():
-            assert torch.equal(x, before[key]), key
-        model.zero_grad()
-        _train(model, range(3, 5))
+        _take_nan(model, exchange, lambda model: model.clip_grad_norm_(1.0))
         _equal_in_replicas(model)
         assert all(x.isfinite().all() for x in _whole(model))
 
@@ -279,6 +275,26 @@ def activations_of_flat_shards_may_be_computed_again() -> None:
         assert not exchange._begun
 
 
+def a_flat_module_may_be_used_twice() -> None:
+    class Twice(type(_model())):
+        def forward(self, x):
+            x = self.middle(self.inner(x).tanh()).tanh()
+            return self.head(self.middle(x).tanh()) * self.scale
+
+    torch.manual_seed(0)
+    native = _wrapped(MESHES["2x2"], HYBRID, model=Twice())
+    torch.manual_seed(0)
+    model, exchange = _flat_pair("none", model=Twice())
+    for each in (native, model):
+        _train(each, range(3))
+    _assert_close(_whole(native), _whole(model))
+    # Nothing of PyTorch or of this process keeps them.
+    kept = [weakref.ref(x) for x in (model, exchange, exchange.reducer, *_shards(model))]
+    del each, model, exchange
+    gc.collect()
+    assert not [x for each in kept if (x := each()) is not None]
+
+
 def flat_shards_take_local_steps_between_replicas() -> None:
     replica = MESHES["2x2"]["replica"]
     for orig in (True, False):
@@ -317,6 +333,11 @@ def mistakes_with_flat_shards_are_errors() -> None:
         for p in model.parameters():
             with pytest.raises(UnsupportedError, match="has left this rank a part"):
                 check_plain(p)
+    model = _model()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    model, _ = _flat_pair("topk", model=model)
+    with pytest.raises(UnsupportedError, match="step after loss"):
+        _loss(model, 0).backward()
     model, _ = _flat_pair("topk")
     with pytest.raises(ConfigError, match="a communication hook already"):
         compress(model, replica, "topk")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hvd_compress.errors import ConfigError, UnsupportedError
 
-from .replicas import check_apart
+from .replicas import STEPS_IN_BACKWARD, check_apart
 
 #: how to shard a model with FSDP1 for an exchange between replicas
 HOW_FLAT = (
@@ -27,14 +27,6 @@ HOW_FLAT = (
     "sharding_strategy=ShardingStrategy.FULL_SHARD), then "
     "hvd.compress_replicas(model, mesh['replica'], 'topk')"
 )
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-
-
-def _clean(name: str) -> str:
-    """Return a name as it was before FSDP1 and others wrapped modules."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 class FlatPart(NamedTuple):
@@ -116,6 +108,9 @@ class FlatModule:
         """Reduce the unit's gradient, of shape (ranks of the shard group * elements,), and take
         the shard, of shape (elements,), away."""
         unit = module._unit
+        for part in module.parts:
+            if hasattr(part.original, "_in_backward_optimizers"):
+                raise UnsupportedError(f"{part.name} {STEPS_IN_BACKWARD}")
         module._begin(module)
         full.div_(unit._gradient_predivide_factor)
         dist.reduce_scatter_tensor(shard, full, group=unit.process_group)
@@ -200,7 +195,15 @@ class FlatModel:
 
 def _names(unit: Any, name: str) -> list[str]:
     prefix = f"{name}." if name else ""
-    return [f"{prefix}{_clean(n)}" for n in unit._handle.flat_param._fqns]
+    return [f"{prefix}{n}" for n in map(_clean, unit._handle.flat_param._fqns)]
+
+
+def _clean(name: str) -> str:
+    """Return a name as it was before modules were wrapped."""
+    from torch.distributed.fsdp._common_utils import clean_tensor_name
+
+    cleaned: str = clean_tensor_name(f"{name}.")  # of a wrapper itself, too
+    return cleaned.removesuffix(".")
 
 
 def _units(model: torch.nn.Module) -> list[tuple[str, Any]]:
@@ -209,7 +212,7 @@ def _units(model: torch.nn.Module) -> list[tuple[str, Any]]:
     found, of_fsdp2 = [], False
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
-            found.append((_clean(name + ".").rstrip("."), module))
+            found.append((_clean(name), module))
         of_fsdp2 |= isinstance(module, FSDPModule)
     if found and of_fsdp2:
         raise UnsupportedError(

@@ -22,6 +22,12 @@ _OTHER_TORCH = (
     f"FSDP2 of PyTorch {torch.__version__} keeps parameters elsewhere than that of 2.13, with "
     "which compress_replicas was tested: install that version"
 )
+#: behind the name of a parameter
+STEPS_IN_BACKWARD = (
+    "has a hook that runs when its gradient is there, such as an optimizer that steps during "
+    "backward. The average over the replicas comes at the end of backward: step after "
+    "loss.backward()"
+)
 
 
 def is_group(x: Any) -> bool:

@@ -18,7 +18,15 @@ import torch.distributed as dist
 
 from hvd_compress.errors import ConfigError, UnsupportedError
 
-from .replicas import HOW, check_apart, groups_of, is_sharded, local, sharded_modules
+from .replicas import (
+    HOW,
+    STEPS_IN_BACKWARD,
+    check_apart,
+    groups_of,
+    is_sharded,
+    local,
+    sharded_modules,
+)
 
 
 class Part(NamedTuple):
@@ -123,11 +131,7 @@ class ShardedModule:
             )
         for part in trained:
             if getattr(part.parameter, "_post_accumulate_grad_hooks", None):
-                raise UnsupportedError(
-                    f"{part.name} has a hook that runs when its gradient is there, such as an "
-                    "optimizer that steps during backward. The average over the replicas comes at "
-                    "the end of backward: step after loss.backward()"
-                )
+                raise UnsupportedError(f"{part.name} {STEPS_IN_BACKWARD}")
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the gradients of the shards by name: views of the flat one."""
