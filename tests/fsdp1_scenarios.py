@@ -23,7 +23,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 
 import hvd_compress.torch as hvd
@@ -333,6 +332,9 @@ def mistakes_with_flat_shards_are_errors() -> None:
         for p in model.parameters():
             with pytest.raises(UnsupportedError, match="has left this rank a part"):
                 check_plain(p)
+    # Not at the top: its import warns of something deprecated in PyTorch's own.
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
     model = _model()
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     model, _ = _flat_pair("topk", model=model)
