@@ -35,6 +35,7 @@ from hvd_compress.torch import (
     ddp_hook,
 )
 from hvd_compress.torch.rank_states import own as own_states
+from tests.devices import DEVICE, start_process_group
 from tests.ring_method import Ring
 from tests.scenarios import run_all
 
@@ -47,11 +48,11 @@ def _model() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32), torch.nn.Linear(32, 5)
-    )
+    ).to(DEVICE)
 
 
 def _loss(model, rank, step):
-    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * rank + step))
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * rank + step)).to(DEVICE)
     return torch.nn.functional.cross_entropy(model(x), (x[:, :5] + 0.5 * x[:, 5:10]).argmax(1))
 
 
@@ -383,7 +384,7 @@ def main() -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     EARLY.append(DDPState("topk:density=0.05"))
-    dist.init_process_group("gloo")
+    start_process_group()
     run_all(sys.argv[1], dist.get_rank(), SCENARIOS, dist.barrier)
     dist.destroy_process_group()
 

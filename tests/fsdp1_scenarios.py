@@ -30,6 +30,7 @@ from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
 from hvd_compress.methods import as_compressor
 from hvd_compress.torch.plain import check_plain
+from tests.devices import DEVICE
 from tests.fsdp_worker import (
     DGC,
     LR,
@@ -57,7 +58,7 @@ def _wrapped(mesh, strategy=FULL, model=None, use_orig_params=True, **options):
             device_mesh=mesh,
             sharding_strategy=strategy,
             auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
-            device_id=torch.device("cpu"),
+            device_id=DEVICE,
             use_orig_params=use_orig_params,
             **options,
         )

@@ -26,6 +26,7 @@ from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, MismatchError, NeedsTuning, UnsupportedError
 from hvd_compress.methods import as_compressor
 from hvd_compress.torch.replica_engine import ReplicaEngine
+from tests.devices import DEVICE, start_process_group
 from tests.scenarios import run_all
 
 STEPS, LR = 4, 0.05
@@ -49,7 +50,7 @@ class _Model(torch.nn.Module):
 
 def _model():
     torch.manual_seed(0)
-    return _Model()
+    return _Model().to(DEVICE)
 
 
 def _sharded(mesh, model=None, **options):
@@ -67,7 +68,7 @@ def _compressed(method, *, policy=None, **options):
 
 def _loss(model, step, rank=None):
     rank = dist.get_rank() if rank is None else rank
-    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * rank + step))
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * rank + step)).to(DEVICE)
     return torch.nn.functional.cross_entropy(model(x), (x[:, :5] + 0.5 * x[:, 5:10]).argmax(1))
 
 
@@ -564,7 +565,7 @@ def mistakes_are_errors() -> None:
         compress(_model(), replica, "topk")
     with pytest.raises(ConfigError, match="both dimensions of the mesh"):
         compress(_sharded(mesh), replica, "topk")
-    world = init_device_mesh("cpu", (4,))
+    world = init_device_mesh(DEVICE.type, (4,))
     with pytest.raises(ConfigError, match="divided among ranks 0, 1, 2, 3, and ranks"):
         compress(_sharded(world), replica, "topk")
     with pytest.raises(ConfigError, match="divided among ranks"):
@@ -654,11 +655,11 @@ def the_hook_of_ddp_serves_tensor_parallel_models() -> None:
     )
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "parallel"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("replica", "parallel"))
     group = mesh.get_group("replica")
     torch.manual_seed(0)
     layers = torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5)
-    model = torch.nn.Sequential(*layers)
+    model = torch.nn.Sequential(*layers).to(DEVICE)
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     _pre_dp_module_transform(parallelize_module(model, mesh["parallel"], plan))
     shards = dict(model.named_parameters())  # in forward they are others
@@ -669,7 +670,7 @@ def the_hook_of_ddp_serves_tensor_parallel_models() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(4):
         batches = torch.Generator().manual_seed(10 * dist.get_rank(group) + step)
-        x = torch.randn(8, 40, generator=batches)
+        x = torch.randn(8, 40, generator=batches).to(DEVICE)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), x[:, :5].argmax(1)).backward()
         optimizer.step()
@@ -688,10 +689,10 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=NeedsTuning)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    start_process_group()
     names = ("replica", "shard")
-    MESHES["2x2"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    MESHES["4x1"] = init_device_mesh("cpu", (4, 1), mesh_dim_names=names)
+    MESHES["2x2"] = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=names)
+    MESHES["4x1"] = init_device_mesh(DEVICE.type, (4, 1), mesh_dim_names=names)
     from tests import fsdp1_scenarios
 
     scenarios = {**SCENARIOS, **fsdp1_scenarios.SCENARIOS}

@@ -58,7 +58,7 @@ def _array(x: Any, way: str, draw: random.Random) -> Any:
         return x.to_sparse()
     if way == "nowhere":
         return x.to("meta")
-    plain = np.array(x.detach() if hasattr(x, "detach") else x)
+    plain = np.array(x.detach().cpu() if hasattr(x, "detach") else x)
     if way == "spoil" and plain.size:
         plain = plain.astype(np.float32)
         plain.reshape(-1)[draw.randrange(plain.size)] = draw.choice([np.nan, np.inf, -np.inf])
@@ -82,7 +82,7 @@ def _array(x: Any, way: str, draw: random.Random) -> Any:
 def same(one: Any, other: Any) -> bool:
     """Equal to the last bit."""
     if hasattr(one, "dtype") and hasattr(other, "dtype"):
-        a, b = (np.array(x.detach() if hasattr(x, "detach") else x) for x in (one, other))
+        a, b = (np.array(x.detach().cpu() if hasattr(x, "detach") else x) for x in (one, other))
         return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch.nn import functional
 
@@ -26,9 +29,16 @@ def gradient(
         return found, decoded.detach()
 
 
-def _plain(weights: Tensor) -> torch.autocast:
-    """Return a context in which autocast is off, so that training in half precision ends here."""
-    return torch.autocast(weights.device.type, enabled=False)
+@contextlib.contextmanager
+def _plain(weights: Tensor) -> Iterator[None]:
+    """Without autocast, so that training in half precision ends here, and with those of cuDNN's
+    algorithms that have the same bits each time: all ranks learn from the same numbers, and their
+    autoencoders must stay equal."""
+    reproducible = torch.backends.cudnn.flags(
+        enabled=torch.backends.cudnn.enabled, benchmark=False, deterministic=True, allow_tf32=False
+    )
+    with torch.autocast(weights.device.type, enabled=False), reproducible:
+        yield
 
 
 def _convolve(x: Tensor, kernel: Tensor, bias: Tensor, stride: int) -> Tensor:

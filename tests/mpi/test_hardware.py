@@ -1,4 +1,4 @@
-"""What needs more than a small machine: arrays of more than 2^31 bytes, and GPUs."""
+"""What needs more than a small machine: arrays of more than 2^31 bytes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,3 @@ def test_more_than_two_billion_bytes():
         pytest.skip("8 GiB of free memory are needed for two arrays of more than 2^31 bytes")
     command = [*jobs.launcher(2, "mpirun"), sys.executable, str(TESTS / "mpi_large.py")]
     jobs.run(command, timeout=180)
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("route", ["auto", "0"])
-def test_gpu_tensors(route):
-    import torch
-
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU here: GPU tensors over MPI were not tested")
-    command = [*jobs.launcher(2, "mpirun"), sys.executable, str(TESTS / "mpi_gpu.py")]
-    jobs.run(command, timeout=180, HVD_COMPRESS_CUDA_AWARE=route)

@@ -13,6 +13,8 @@ over = os.environ.get("SCENARIOS_OVER", "horovod")
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", ".*__array__ implementation", DeprecationWarning)  # in Keras
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="gast")  # in AutoGraph
+# PyTorch 2.11 says so of tensors that opt out, too.
+warnings.filterwarnings("ignore", "Sparse invariant checks")
 warnings.filterwarnings("ignore", category=PoorFit)  # a few steps teach nothing
 warnings.filterwarnings("ignore", category=NeedsTuning)
 hvd.init()

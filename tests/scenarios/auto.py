@@ -13,6 +13,7 @@ import torch
 
 from hvd_compress import ConfigError
 from hvd_compress.auto import meeting, pilot
+from tests.devices import DEVICE
 from tests.scenarios.common import (
     assert_close,
     assert_same_everywhere,
@@ -185,7 +186,7 @@ def steps_that_are_not_finite_are_not_measured() -> None:
     for step in range(3):
         optimizer.zero_grad()
         x = torch.full((2, 40), float("nan") if hvd.rank() == 1 else 1.0)
-        model(x).sum().backward()
+        model(x.to(DEVICE)).sum().backward()
         optimizer.synchronize()
         with optimizer.skip_synchronize():
             pass

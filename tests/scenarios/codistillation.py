@@ -12,6 +12,7 @@ import torch
 
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.systems.teachers import losses as in_numpy
+from tests.devices import DEVICE
 from tests.scenarios.common import LR, assert_same_everywhere, batch, make_model, sgd
 from tests.scenarios.driver import hvd, raises
 
@@ -220,13 +221,13 @@ def ranks_that_differ_are_told() -> None:
     with raises(MismatchError, "the inputs of this rank and of rank", "differ"):
         codistillation.loss(*_task(model, hvd.rank(), 0))
     codistillation = hvd.Codistillation(model, "predictions")
-    x = torch.ones(4 + hvd.rank(), 40)
+    x = torch.ones(4 + hvd.rank(), 40, device=DEVICE)
     with raises(MismatchError, r"float32 \(\d, 5\), and rank"):
         codistillation.loss(torch.tensor(0.0), model(x), x)
     codistillation = hvd.Codistillation(model, "predictions", weight=1.0 + hvd.rank())
     with raises(MismatchError, "codistillation", "weight=1.0", "weight=2.0"):
         codistillation.loss(*_task(model, 0, 0))
-    other = torch.nn.Linear(40, 5 + hvd.rank())
+    other = torch.nn.Linear(40, 5 + hvd.rank()).to(DEVICE)
     codistillation = hvd.Codistillation(other)
     with raises(MismatchError, "model", r"weight \[5, 40\]"):
         codistillation.loss(*_task(other, 0, 0))
@@ -234,7 +235,7 @@ def ranks_that_differ_are_told() -> None:
     loss, logits, _ = _task(model, hvd.rank(), 0)
     hvd.Codistillation(model, "predictions").loss(loss, logits)
     codistillation = hvd.Codistillation(model)
-    x = torch.ones(4 + hvd.rank(), 40)
+    x = torch.ones(4 + hvd.rank(), 40, device=DEVICE)
     codistillation.loss(model(x).sum(), model(x), x)
     with raises(ConfigError, r"codistillation.loss\(task, logits, x\)"):
         codistillation.loss(loss, logits)
@@ -288,7 +289,7 @@ def teachers_predict_in_inference_mode() -> None:
             torch.nn.BatchNorm1d(8),
             torch.nn.Dropout(0.5),
             torch.nn.Linear(8, 5),
-        )
+        ).to(DEVICE)
 
     if hvd.size() == 1:
         return
@@ -300,7 +301,7 @@ def teachers_predict_in_inference_mode() -> None:
     codistillation = hvd.Codistillation(model, loss="mse", weight=1.0)
     before = copy.deepcopy(model.state_dict())
     x, random = batch(7, 0)[0], torch.get_rng_state()
-    z = torch.zeros(8, 5)
+    z = torch.zeros(8, 5, device=DEVICE)
     loss = codistillation.loss(torch.tensor(0.0), z, x)
     others = [m.eval()(x) for rank, m in enumerate(models) if rank != hvd.rank()]
     torch.testing.assert_close(loss, ((sum(others) / len(others)) ** 2).mean())
@@ -316,7 +317,7 @@ def half_precision_and_tied_weights() -> None:
         return
     for dtype in (torch.bfloat16, torch.float64):
         model = make_model(hvd.rank(), dtype)
-        model[0].bias = torch.nn.Parameter(torch.zeros(64, dtype=dtype))
+        model[0].bias = torch.nn.Parameter(torch.zeros(64, dtype=dtype, device=DEVICE))
         for exchange in ("checkpoints", "predictions"):
             codistillation = hvd.Codistillation(model, exchange, every=1)
             x = batch(0, 0)[0].to(dtype)

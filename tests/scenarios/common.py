@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hvd_compress.engines.lockstep import World
+from tests.devices import DEVICE
 from tests.scenarios.driver import hvd
 
 Model = torch.nn.Module
@@ -24,13 +25,13 @@ def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Model:
         torch.nn.Tanh(),
         torch.nn.Linear(32, 5),
     )
-    return model.to(dtype)
+    return model.to(DEVICE, dtype)
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + step)
     x = torch.randn(8, 40, generator=generator)
-    return x, (x[:, :5] + 0.5 * x[:, 5:10]).argmax(1)
+    return x.to(DEVICE), (x[:, :5] + 0.5 * x[:, 5:10]).argmax(1).to(DEVICE)
 
 
 def loss_of(model: Model, rank: int, step: int) -> torch.Tensor:
@@ -106,7 +107,7 @@ def assert_same_everywhere(
     if isinstance(tensors, torch.nn.Module):
         tensors = tensors.parameters()
     data = b"".join(
-        t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors
+        t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors
     )
     digest = torch.tensor(list(hashlib.sha256(data).digest()), dtype=torch.uint8)
     options = {} if process_set is None else {"process_set": process_set}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hvd_compress.errors import MismatchError
+from tests.devices import DEVICE
 from tests.scenarios import oracle
 
 torch.set_num_threads(1)
@@ -31,11 +32,11 @@ class Words(torch.nn.Module):
 
 def _model(kind: str, dtype: str) -> torch.nn.Module:
     if kind == "words":
-        return Words().to(getattr(torch, dtype))
+        return Words().to(DEVICE, getattr(torch, dtype))
     layers: list[torch.nn.Module] = []
     for inputs, outputs in zip(oracle.WIDTHS, oracle.WIDTHS[1:], strict=False):
         layers += [torch.nn.Linear(inputs, outputs), torch.nn.Tanh()]
-    return torch.nn.Sequential(*layers[:-1]).to(getattr(torch, dtype))
+    return torch.nn.Sequential(*layers[:-1]).to(DEVICE, getattr(torch, dtype))
 
 
 class Run:
@@ -66,13 +67,13 @@ class Run:
             x, y = oracle.batch(self.kind, hvd.rank(), number * passes + part, self.dtype)
             if spoilt:
                 x = np.full_like(x, np.nan)
-            loss = torch.nn.functional.cross_entropy(self.model(torch.tensor(x)), torch.tensor(y))
-            loss.backward()
+            x, y = (torch.tensor(own, device=DEVICE) for own in (x, y))
+            torch.nn.functional.cross_entropy(self.model(x), y).backward()
         self.optimizer.step()
 
     def weights(self) -> dict[str, np.ndarray]:
         return {
-            name: turned(name, p.detach().numpy()).copy()
+            name: turned(name, p.detach().cpu().numpy()).copy()
             for name, p in zip(self.names, self.model.parameters(), strict=True)
         }
 
@@ -83,7 +84,7 @@ class Run:
 
     def states(self) -> dict[str, np.ndarray]:
         return {
-            f"{name}.{key}": x.numpy().copy()
+            f"{name}.{key}": x.cpu().numpy().copy()
             for name, p in zip(self.names, self.model.parameters(), strict=True)
             for key, x in self.compression.store.state_of(p).items()
         }

@@ -22,6 +22,7 @@ from hvd_compress.torch import (
     UnboundError,
     UnsupportedError,
 )
+from tests.devices import DEVICE
 from tests.scenarios import horovod_only
 from tests.scenarios.common import (
     assert_close,
@@ -88,7 +89,7 @@ def backward_passes_per_step() -> None:
 def parameters_without_gradient_on_some_ranks() -> None:
     for compression in (DENSE, SPARSE, TopK(density=0.1)):
         torch.manual_seed(0)
-        model = torch.nn.ModuleList(torch.nn.Linear(40, 40) for _ in range(3))
+        model = torch.nn.ModuleList(torch.nn.Linear(40, 40) for _ in range(3)).to(DEVICE)
         optimizer = distribute(sgd(model), model, compression)
         for step in range(6):
             optimizer.zero_grad()
@@ -181,7 +182,7 @@ def tied_weights() -> None:
         torch.manual_seed(0)
         m = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Tanh(), torch.nn.Linear(40, 40))
         m[2].weight = m[0].weight
-        return m
+        return m.to(DEVICE)
 
     for duplicates in (True, False):
         model, reference = tied(), tied()
@@ -216,7 +217,7 @@ def synchronize_clip_and_skip() -> None:
             with optimizer.skip_synchronize():
                 optimizer.step()
             total = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
-            torch.testing.assert_close(total, torch.tensor(0.05))
+            torch.testing.assert_close(total.cpu(), torch.tensor(0.05))
             dense_reference_step(reference, inner, step)
         assert_same_everywhere(model)
         if compression is DENSE:

@@ -17,6 +17,7 @@ from hvd_compress.errors import (
     UnsupportedError,
 )
 from hvd_compress.torch import BF16, DGC, FP16, NoCompression, RandomK, TopK
+from tests.devices import DEVICE
 from tests.scenarios.common import (
     LR,
     assert_same_everywhere,
@@ -70,7 +71,7 @@ def buckets_leave_while_backward_goes_on() -> None:
 def gradients_may_become_ready_in_another_order() -> None:
     """Every rank runs two branches in its own order."""
     torch.manual_seed(0)
-    branches = torch.nn.ModuleList([torch.nn.Linear(40, 30) for _ in range(4)])
+    branches = torch.nn.ModuleList([torch.nn.Linear(40, 30) for _ in range(4)]).to(DEVICE)
     optimizer = distribute(sgd(branches), branches, DGC(density=0.1, min_size=0))
     optimizer.compression.reducer.buckets.nbytes = 1
     for step in range(4):

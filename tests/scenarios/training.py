@@ -7,6 +7,7 @@ import torch
 
 from hvd_compress.blocks import allgather, chain, error_feedback, momentum_correction, top_k
 from hvd_compress.torch import BF16, DGC, FP16, NoCompression, RandomK, Signum, TopK
+from tests.devices import DEVICE
 from tests.scenarios import horovod_only
 from tests.scenarios.common import (
     LR,
@@ -228,7 +229,8 @@ def learns() -> None:
         with torch.no_grad():
             x = torch.randn(2000, 40, generator=torch.Generator().manual_seed(7))
             y = (x[:, :5] + 0.5 * x[:, 5:10]).argmax(1)
-            losses.append(torch.nn.functional.cross_entropy(m(x), y).item())
+            z = m(x.to(DEVICE)).cpu()
+            losses.append(torch.nn.functional.cross_entropy(z, y).item())
     assert losses[0] < 1.5 * losses[1] + 0.05 < 1.2, losses
     assert LR == 0.05
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hvd_compress import DGC, Outcome, Sparse, TopK
 from hvd_compress.kernels import Column, Steps, reference
 from hvd_compress.torch import backend
+from tests.kernels.buckets import Ranks, assert_equal, one_by_one
 from tests.kernels.test_kernels import drawn, steps_of, unaligned
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -181,9 +182,6 @@ def by_triton(monkeypatch):
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_a_bucket_is_what_its_tensors_are(loops, by_triton, method, in_place):
     """The whole exchange, against the blocks of the chain in NumPy; also over a step with a NaN."""
-    # Imports TensorFlow, which must come after Triton.
-    from tests.kernels.test_fused import Ranks, assert_equal, one_by_one
-
     shapes, random = {"a": (40, 30), "b": (64, 8), "c": (300, 7)}, np.random.default_rng(1)
     ranks, expected = Ranks(method, shapes, 2, in_place=in_place), one_by_one(method, 2)
     for step in range(4):
@@ -268,7 +266,7 @@ def waits_of(call):
             call()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(warning.message) for warning in caught)
+    return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
 def test_the_host_waits_once_for_a_bucket(loops):
