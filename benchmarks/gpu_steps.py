@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import hvd_compress.torch.mpi as hvd
@@ -54,7 +55,12 @@ def over_mpi(method: str, model: torch.nn.Module) -> tuple[torch.nn.Module, Call
 
 def over_ddp(method: str, model: torch.nn.Module) -> tuple[torch.nn.Module, Callable[[], None]]:
     wrapped = DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])
-    if method != "DDP":
+    if method == "DDP fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif method == "DDP powersgd":
+        state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif method != "DDP":
         momentum = {"momentum": 0.9} if method.startswith("dgc") else {}
         wrapped.register_comm_hook(hvd.DDPState(method, wrapped, **momentum), hvd.ddp_hook)
     return wrapped, lambda: None
@@ -66,7 +72,7 @@ def main() -> None:
         dist.init_process_group("nccl")
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
         rank, size, wrap = dist.get_rank(), dist.get_world_size(), over_ddp
-        options.methods.insert(0, "DDP")
+        options.methods[:0] = ["DDP", "DDP fp16", "DDP powersgd"]
     else:
         hvd.init()
         torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())

@@ -688,6 +688,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)  # of PyTorch's own calls
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=NeedsTuning)
+    warnings.filterwarnings("ignore", "(?s).*AccumulateGrad")  # on a GPU, of FSDP1
     torch.set_num_threads(1)
     start_process_group()
     names = ("replica", "shard")

@@ -84,10 +84,12 @@ def local(x: torch.Tensor) -> torch.Tensor:
 
 def groups_of(module: Any) -> list[Any]:
     """Return FSDP2's groups of the parameters of an ``FSDPModule``: one for each mesh."""
-    groups: list[Any] | None = getattr(module._get_fsdp_state(), "_fsdp_param_groups", None)
-    if groups is None:
-        raise UnsupportedError(_OTHER_TORCH)
-    return groups
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    if hasattr(state, "_fsdp_param_group"):  # up to PyTorch 2.11, which knows one mesh only
+        return [group for group in (state._fsdp_param_group,) if group is not None]
+    raise UnsupportedError(_OTHER_TORCH)
 
 
 def sharded_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:

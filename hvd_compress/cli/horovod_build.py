@@ -82,6 +82,12 @@ def build_environment(plan: Plan, wrapper: Path) -> dict[str, str]:
     if plan.gpu != "none":
         switches["HOROVOD_GPU_OPERATIONS"] = plan.gpu.upper()
         switches["HOROVOD_CUDA_HOME"] = str(env.cuda_home())
+    if nccl := plan.nccl:
+        # Its wheel has no file of the name that linkers look for.
+        (wrapper.parent / "libnccl.so").symlink_to(nccl / "lib" / "libnccl.so.2")
+        switches["HOROVOD_NCCL_INCLUDE"] = str(nccl / "include")
+        switches["HOROVOD_NCCL_LIB"] = str(wrapper.parent)
+        switches["HOROVOD_NCCL_LINK"] = "SHARED"
     return {
         **os.environ,
         **switches,

@@ -61,6 +61,11 @@ class Plan:
         return standard_of(self.inputs["torch"] and self.inputs["torch"]["version"])
 
     @property
+    def nccl(self) -> Path | None:
+        """The folder of PyTorch's own NCCL, if it is what moves GPU tensors."""
+        return nccl_of_torch() if "nccl" in self.inputs else None
+
+    @property
     def log(self) -> Path:
         return self.folder / "build.log"
 
@@ -89,7 +94,7 @@ class Plan:
             "frameworks": ", ".join(frameworks),
             "MPI": self.inputs["mpi"]["version"],
             "compiler": self.inputs["compiler"],
-            "gpu": self.gpu,
+            "gpu": self.gpu + " (the library of PyTorch)" * ("nccl" in self.inputs),
             "cache": str(self.folder),
             "work": work,
         }
@@ -178,13 +183,29 @@ def _check_cuda(gpu: str) -> None:
             f"--gpu {gpu} needs the CUDA toolkit, but nvcc is neither on PATH nor in "
             "/usr/local/cuda/bin: install it, or set HOROVOD_CUDA_HOME"
         )
-    if gpu == "nccl" and not {"HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE"} & set(os.environ):
+    if gpu == "nccl" and not _names_nccl() and nccl_of_torch() is None:
         headers = [home / "include" / "nccl.h", Path("/usr/include/nccl.h")]
         if not any(header.exists() for header in headers):
             raise SetupError(
-                f"--gpu nccl needs NCCL, but nccl.h is neither in {home}/include nor in "
-                "/usr/include: install libnccl-dev, or set HOROVOD_NCCL_HOME"
+                "--gpu nccl needs NCCL, but PyTorch brings none along, and nccl.h is neither in "
+                f"{home}/include nor in /usr/include: install libnccl-dev, or set HOROVOD_NCCL_HOME"
             )
+
+
+def _names_nccl() -> bool:
+    return bool({"HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE"} & set(os.environ))
+
+
+def nccl_of_torch() -> Path | None:
+    """Return the folder of the NCCL that PyTorch's wheels for CUDA bring along.  PyTorch loads it,
+    and a process should not have two."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return None
+    places = map(Path, (spec and spec.submodule_search_locations) or [])
+    needed = ("include/nccl.h", "lib/libnccl.so.2")
+    return next((p for p in places if all((p / name).exists() for name in needed)), None)
 
 
 def check_toolkit_of(torch: dict[str, Any], home: str | None) -> None:
@@ -238,6 +259,7 @@ def key_inputs(compiler: list[str], gpu: str) -> dict[str, Any]:
     Places inside the environment are written relative to it, as the wheel's RUNPATH is.
     """
     cuda = env.cuda_home() if gpu != "none" else None
+    own = nccl_of_torch() if gpu == "nccl" and not _names_nccl() else None
     chosen = {k: v for k, v in sorted(os.environ.items()) if BUILD_VARIABLES.match(k)}
     return {
         "horovod": VERSION,
@@ -252,6 +274,7 @@ def key_inputs(compiler: list[str], gpu: str) -> dict[str, Any]:
         "gpu": gpu,
         "cuda": env.output_of([str(cuda / "bin" / "nvcc"), "--version"]) if cuda else None,
         "variables": {name: _relative(value) for name, value in chosen.items()},
+        **({"nccl": _relative(str(own))} if own else {}),
     }
 
 

@@ -1,5 +1,6 @@
 """Everything about building Horovod but the minutes-long build itself."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -415,6 +416,29 @@ class TestBuild:
             switch = "WITH" if env.version_of(name) else "WITHOUT"
             assert variables[f"HOROVOD_{switch}_{variable}"] == "1"
         assert "HOROVOD_GPU_OPERATIONS" not in variables
+
+    def test_the_nccl_of_pytorch_is_linked(self, tmp_path, monkeypatch):
+        """Its wheel has headers and a library, which has no name that a linker looks for."""
+        assert horovod_plan.nccl_of_torch() is None or env.version_of("torch")
+        nccl = tmp_path / "nvidia" / "nccl"
+        for name in ("include/nccl.h", "lib/libnccl.so.2"):
+            (nccl / name).parent.mkdir(parents=True)
+            (nccl / name).write_text(name)
+        monkeypatch.syspath_prepend(tmp_path)
+        for name in [name for name in sys.modules if name.split(".")[0] == "nvidia"]:
+            monkeypatch.delitem(sys.modules, name)
+        assert horovod_plan.nccl_of_torch() == nccl
+        plan = dataclasses.replace(horovod_plan.make_plan(jobs=3), gpu="nccl")
+        assert plan.nccl is None, "somebody has named another one, say"
+        plan.inputs["nccl"] = str(nccl)
+        assert "nccl (the library of PyTorch)" in plan.describe()
+        variables = horovod_build.build_environment(plan, tmp_path / "cxx")
+        assert variables["HOROVOD_NCCL_LINK"] == "SHARED"
+        assert variables["HOROVOD_NCCL_INCLUDE"] == str(nccl / "include")
+        linked = Path(variables["HOROVOD_NCCL_LIB"], "libnccl.so")
+        assert linked.read_text() == "lib/libnccl.so.2"
+        (nccl / "include" / "nccl.h").unlink()
+        assert horovod_plan.nccl_of_torch() is None
 
     def test_excerpt_shows_the_first_errors(self):
         text = horovod_build.excerpt("noise\n" * 50 + LOG + "noise\n" * 50)

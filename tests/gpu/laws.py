@@ -13,16 +13,20 @@ pytestmark = pytest.mark.filterwarnings("ignore::hvd_compress.PoorFit")
 #: momentum is a product and a sum in one rounding there, and in two in NumPy: seldom, that decides
 #: about the last bit of a gradient in half precision
 ROUNDED = 2.0**-10
+#: and about the sign of a momentum that is zero but for rounding, of which there are some here
+SIGNS_OF_MOMENTA = {"onebit-adam": 1.0}
 
 
 def on_gpu(x):
     return torch.from_numpy(x).cuda()
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_laws(row):
-    own = {"make": on_gpu, "sizes": (3,), "steps": 2, **row.options}
-    half = {**own, "agreement": max(ROUNDED, row.agreement)}
+@pytest.mark.parametrize("name", ROWS)
+def test_laws(name):
+    row = ROWS[name]
+    agreement = SIGNS_OF_MOMENTA.get(name, row.agreement)
+    own = {"make": on_gpu, "sizes": (3,), "steps": 2, **row.options, "agreement": agreement}
+    half = {**own, "agreement": max(ROUNDED, agreement)}
     check_laws(row.method, dtypes=("float16", "bfloat16"), shapes=((33, 40),), **half)
     check_laws(row.method, dtypes=("float64",), shapes=((33, 40),), **own)
     check_laws(row.method, dtypes=("float32",), shapes=((), (3, 0), (7,), (33, 40)), **own)

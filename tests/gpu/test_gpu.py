@@ -10,12 +10,20 @@ import torch
 from tests import jobs
 
 GPU = jobs.TESTS / "gpu"
-needs_gpu = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA GPU here: GPU tensors were not tested"
 )
+#: modules of scenarios whose models and batches go where SCENARIOS_DEVICE says
+OVER = {
+    "mpi": [
+        *("parity", "numerics", "optimizers", "optimizers_torch", "local_steps", "decentralized"),
+        *("rows", "adam_zero_one", "adam_zero_one_torch", "large_batch_torch", "codistillation"),
+        *("over_mpi", "auto"),
+    ],
+    "horovod": ["training", "state", "options"],
+}
 
 
-@needs_gpu
 @pytest.mark.timeout(900)
 def test_laws():
     """In a process of its own: this one may have TensorFlow, which must come after Triton."""
@@ -24,9 +32,31 @@ def test_laws():
     assert " passed" in output
 
 
-@needs_gpu
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("route", ["auto", "0"])
 def test_over_mpi(route):
     command = [*jobs.launcher(2, "mpirun"), sys.executable, str(GPU / "over_mpi.py")]
     jobs.run(command, timeout=180, HVD_COMPRESS_CUDA_AWARE=route)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("over", "module"), [(over, module) for over, modules in OVER.items() for module in modules]
+)
+def test_scenarios(tmp_path, over, module):
+    """The ranks share a GPU."""
+    command = [*jobs.launcher(2, "mpirun"), sys.executable, "-m", "tests.scenarios"]
+    variables = {"SCENARIOS_OVER": over, "SCENARIOS_DEVICE": "cuda"}
+    jobs.run([*command, str(tmp_path), module], timeout=280, **variables)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("worker", "backend", "ranks"),
+    [("ddp_worker", "gloo", 2), ("ddp_worker", "nccl", 1), ("fsdp_worker", "gloo", 4)],
+)
+def test_over_process_groups(tmp_path, worker, backend, ranks):
+    """NCCL refuses two ranks on one GPU."""
+    command = [*jobs.torchrun(ranks), str(jobs.TESTS / f"{worker}.py"), str(tmp_path)]
+    variables = {"SCENARIOS_BACKEND": backend, "SCENARIOS_DEVICE": "cuda"}
+    jobs.run(command, timeout=280, **variables)

@@ -8,6 +8,7 @@ import warnings
 import torch
 
 from hvd_compress.errors import ConfigError
+from tests.devices import DEVICE
 from tests.scenarios.adam_zero_one import FREEZE, SCHEDULE, run_of
 from tests.scenarios.common import distribute, make_model
 from tests.scenarios.common import train as train_torch
@@ -65,7 +66,7 @@ def loss_scaling_and_rows_end_with_the_freeze() -> None:
     optimizer = distribute(adam, model, adam.compressor())
     scaler = torch.amp.GradScaler("cpu")
     for step in range(2):
-        scaler.scale(model(torch.ones(1, 40)).sum()).backward()
+        scaler.scale(model(torch.ones(1, 40, device=DEVICE)).sum()).backward()
         if step:
             with raises(ConfigError, "loss scaling"):
                 scaler.step(optimizer)
