@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.mpi.dense.allgather import allgather
-from hvd_compress.mpi.process_sets import ProcessSet, global_process_set
+from hvd_compress.mpi.process_sets import ProcessSet, communicator_of, global_process_set
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.progress import Algorithm
 
@@ -27,7 +27,7 @@ def gather_bytes(raw: np.ndarray, kind: str, process_set: ProcessSet) -> list[np
         MismatchError: it is not.
     """
     head = np.array([zlib.crc32(kind.encode())], "<u4").view(np.uint8)
-    messages = allgather(np.concatenate([head, raw]), comm=process_set.communicator)
+    messages = allgather(np.concatenate([head, raw]), comm=communicator_of(process_set))
     if any((message[:4] != head).any() for message in messages):
         raise MismatchError(f"ranks gather rows of different dtype or shape; here it is {kind}")
     return [message[4:] for message in messages]
@@ -45,7 +45,7 @@ def broadcast_bytes(raw: np.ndarray, root_rank: int, what: str, process_set: Pro
         ConfigError: the root is not in the set.
         MismatchError: the ranks send different things.
     """
-    comm = process_set.communicator
+    comm = communicator_of(process_set)
     members = range(comm.size) if process_set.ranks is None else process_set.ranks
     if root_rank not in members:
         raise ConfigError(f"root_rank={root_rank} is not one of the ranks {list(members)}")
@@ -103,7 +103,7 @@ def broadcast_object(
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of ``process_set`` have called this."""
-    comm = process_set.communicator
+    comm = communicator_of(process_set)
     comm.run("barrier", _barrier(comm))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from mpi4py import MPI
 
@@ -161,6 +162,21 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Free the communicator of ``process_set`` and return ``True``; every rank calls it."""
     process_set.free()
     return True
+
+
+def communicator_of(process_set: Any) -> Communicator:
+    """Return the communicator of a value for the option ``process_set``.
+
+    Raises:
+        ConfigError: it is no set of ranks.
+        SetupError: this rank does not belong to it, or ``hvd.init()`` is missing.
+    """
+    if not isinstance(process_set, ProcessSet):
+        raise ConfigError(
+            f"process_set={process_set!r}: pass hvd.global_process_set, or what "
+            "hvd.add_process_set(...) returns"
+        )
+    return process_set.communicator
 
 
 def engine_over(process_set: ProcessSet | None, predivide: float = 1.0) -> MpiEngine:

@@ -237,6 +237,9 @@ def what_is_not_there_says_so() -> None:
         hvd.remove_process_set(others)
     with raises(CompressionError, "there are ranks 0 to"):
         hvd.add_process_set([hvd.size()])
+    for call in (hvd.allreduce, hvd.allgather, hvd.allreduce_async):
+        with raises(CompressionError, "process_set=None: pass hvd.global_process_set"):
+            call(torch.ones(1), process_set=None)
 
 
 def numpy_random_state_is_left_alone() -> None:

@@ -15,7 +15,7 @@ from hvd_compress.mpi.objects import allgather_object as allgather_object
 from hvd_compress.mpi.objects import barrier as barrier
 from hvd_compress.mpi.objects import broadcast_bytes, gather_bytes
 from hvd_compress.mpi.objects import broadcast_object as broadcast_object
-from hvd_compress.mpi.process_sets import ProcessSet, global_process_set
+from hvd_compress.mpi.process_sets import ProcessSet, communicator_of, global_process_set
 from hvd_compress.mpi.process_sets import rank as rank
 from hvd_compress.mpi.process_sets import size as size
 
@@ -80,7 +80,7 @@ def allreduce(
             graph is running.
         UnsupportedError: another ``op``, or a dtype that cannot be added.
     """
-    op, comm = handle_average_backwards_compatibility(op, average), process_set.communicator
+    op, comm = handle_average_backwards_compatibility(op, average), communicator_of(process_set)
     if isinstance(tensor, tf.IndexedSlices):
         if op == Max:
             raise UnsupportedError("op=hvd.Max of tf.IndexedSlices: pass tf.convert_to_tensor(...)")

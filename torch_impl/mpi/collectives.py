@@ -18,7 +18,7 @@ from hvd_compress.mpi.objects import allgather_object as allgather_object
 from hvd_compress.mpi.objects import barrier as barrier
 from hvd_compress.mpi.objects import broadcast_bytes, gather_bytes
 from hvd_compress.mpi.objects import broadcast_object as broadcast_object
-from hvd_compress.mpi.process_sets import ProcessSet, global_process_set
+from hvd_compress.mpi.process_sets import ProcessSet, communicator_of, global_process_set
 from hvd_compress.mpi.process_sets import rank as rank
 from hvd_compress.mpi.transport.arrays import flatten
 
@@ -57,7 +57,7 @@ def allreduce_async(
         tensor, average, name, op, process_set: as for :func:`allreduce`, whose errors these are,
             too.
     """
-    comm, op = process_set.communicator, _checked(op, average)
+    comm, op = communicator_of(process_set), _checked(op, average)
     flat = flatten(tensor)
     call = f"allreduce({name or flat.dtype}{list(flat.shape)}, {op})"
     comm.agree(call)
@@ -103,7 +103,7 @@ def allreduce(
         tensor = tensor.half()
     if prescale_factor != 1:
         tensor = tensor * prescale_factor
-    result = mpi.allreduce(tensor, op=_checked(op, average), comm=process_set.communicator)
+    result = mpi.allreduce(tensor, op=_checked(op, average), comm=communicator_of(process_set))
     return (result * postscale_factor if postscale_factor != 1 else result).to(dtype)
 
 
