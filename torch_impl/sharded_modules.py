@@ -75,6 +75,7 @@ class ShardedModule:
         self.name = name or "the model"
         self._begin, self._start = begin, start
         (self.group,) = groups_of(module)
+        self._policy = module._get_fsdp_state()._mp_policy
         if self.group._all_reduce_hook is not None:
             raise ConfigError(
                 f"{self.name} has an all-reduce hook already: call compress_replicas once, for the "
@@ -92,8 +93,8 @@ class ShardedModule:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the gradient arrives."""
-        policy, own = self.group.mp_policy, self.parts[0].parameter.dtype
-        return policy.reduce_dtype or policy.param_dtype or own
+        own = self.parts[0].parameter.dtype
+        return self._policy.reduce_dtype or self._policy.param_dtype or own
 
     @property
     def is_under_way(self) -> bool:
