@@ -82,6 +82,11 @@ def build_environment(plan: Plan, wrapper: Path) -> dict[str, str]:
     if plan.gpu != "none":
         switches["HOROVOD_GPU_OPERATIONS"] = plan.gpu.upper()
         switches["HOROVOD_CUDA_HOME"] = str(env.cuda_home())
+    elif (
+        (torch := plan.inputs["torch"]) and torch["cuda"] and (home := os.environ.get("CUDA_HOME"))
+    ):
+        # PyTorch's extension is built for CUDA all the same, by CMake's nvcc, which is PATH's.
+        switches["HOROVOD_CUDA_HOME"] = os.environ.get("HOROVOD_CUDA_HOME", home)
     if nccl := plan.nccl:
         # Its wheel has no file of the name that linkers look for.
         (wrapper.parent / "libnccl.so").symlink_to(nccl / "lib" / "libnccl.so.2")

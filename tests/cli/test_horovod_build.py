@@ -417,6 +417,16 @@ class TestBuild:
             assert variables[f"HOROVOD_{switch}_{variable}"] == "1"
         assert "HOROVOD_GPU_OPERATIONS" not in variables
 
+    def test_the_toolkit_that_was_named_is_taken(self, tmp_path, monkeypatch):
+        """Also where it is PyTorch alone that is built for CUDA."""
+        monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
+        monkeypatch.delenv("HOROVOD_CUDA_HOME", raising=False)
+        plan = horovod_plan.make_plan(jobs=3)
+        for cuda, home in ((None, None), ("13.0", "/opt/cuda")):
+            plan.inputs["torch"] = {"version": "2.13.0", "cuda": cuda}
+            found = horovod_build.build_environment(plan, tmp_path / "cxx")
+            assert found.get("HOROVOD_CUDA_HOME") == home
+
     def test_the_nccl_of_pytorch_is_linked(self, tmp_path, monkeypatch):
         """Its wheel has headers and a library, which has no name that a linker looks for."""
         assert horovod_plan.nccl_of_torch() is None or env.version_of("torch")
