@@ -39,9 +39,10 @@ def write_wrapper(folder: Path, compiler: list[str], standard: int = 17) -> Path
     """Write a script that stands in for the compiler, and return its path.
 
     It asks for that standard of C++ where Horovod's build asks for C++14, includes ``<stdexcept>``
-    in every unit, compiles an empty one in place of ``xla_mpi_ops.cc``, and makes the library
-    search path relative to the library, so that the wheel works in other environments too.  Before
-    FlatBuffers' headers comes a copy of the one that assigns to a constant.
+    in every unit but nvcc's, which has what it preprocessed compiled, compiles an empty one in
+    place of ``xla_mpi_ops.cc``, and makes the library search path relative to the library, so that
+    the wheel works in other environments too.  Before FlatBuffers' headers comes a copy of the one
+    that assigns to a constant.
     """
     empty = folder / "empty.cc"
     empty.write_text("")
@@ -53,11 +54,16 @@ mend() {{
     mkdir -p {mended} && cd {mended} && sed "s/const size_type count_;/size_type count_;/" \\
         "$1/stl_emulation.h" > "$$" && mv "$$" stl_emulation.h
 }}
-count=$#
+count=$# include="-include stdexcept"
 for argument in "$@"; do
     case "$argument" in
-        -std=c++14 | -std=gnu++14) set -- "$@" -include stdexcept; argument=-std=c++{standard} ;;
-        -std=c++* | -std=gnu++*) set -- "$@" -include stdexcept ;;
+        -D__NVCC__* | *.cudafe*.cpp) include= ;;
+    esac
+done
+for argument in "$@"; do
+    case "$argument" in
+        -std=c++14 | -std=gnu++14) set -- "$@" $include; argument=-std=c++{standard} ;;
+        -std=c++* | -std=gnu++*) set -- "$@" $include ;;
         -I*/flatbuffers/include)
             [ -e {mended}/stl_emulation.h ] || (mend "${{argument#-I}}/flatbuffers") || exit 1
             set -- "$@" -I{shlex.quote(str(folder))} ;;

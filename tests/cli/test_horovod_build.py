@@ -137,6 +137,14 @@ class TestWrapper:
         source.write_text("std::logic_error error(const char*);\n")
         subprocess.run([wrapper, f"-std={standard}", "-fsyntax-only", source], check=True)
 
+    def test_is_the_host_compiler_of_nvcc(self, wrapper, tmp_path):
+        """Which preprocesses a file, and has the result compiled under another name."""
+        source, result = tmp_path / "a.cu", tmp_path / "a.cudafe1.cpp"
+        source.write_text("#include <stdexcept>\nstd::logic_error error(const char*);\n")
+        first = [wrapper, "-std=c++11", "-E", "-x", "c++", "-D__NVCC__", source, "-o", result]
+        subprocess.run(first, check=True)
+        subprocess.run([wrapper, "-std=c++11", "-x", "c++", "-fsyntax-only", result], check=True)
+
     def test_mends_the_header_that_assigns_to_a_constant(self, wrapper, tmp_path):
         headers = tmp_path / "flatbuffers" / "include" / "flatbuffers"
         headers.mkdir(parents=True)
