@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-import hvd_compress.torch.mpi as hvd
 from hvd_compress.advisor.shapes import MODELS
 
 USUAL = ["none", "fp16", "powersgd:rank=2", "topk:density=0.01", "dgc", "onebit", "qsgd", "fp8"]
@@ -46,6 +45,8 @@ class Products(torch.nn.Module):
 
 
 def over_mpi(method: str, model: torch.nn.Module) -> tuple[torch.nn.Module, Callable[[], None]]:
+    import hvd_compress.torch.mpi as hvd  # not for --help: it starts MPI
+
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(
         sgd, named_parameters=model.named_parameters(), compression=method
@@ -54,6 +55,8 @@ def over_mpi(method: str, model: torch.nn.Module) -> tuple[torch.nn.Module, Call
 
 
 def over_ddp(method: str, model: torch.nn.Module) -> tuple[torch.nn.Module, Callable[[], None]]:
+    from hvd_compress.torch.ddp import DDPState, ddp_hook
+
     wrapped = DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])
     if method == "DDP fp16":
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -62,12 +65,14 @@ def over_ddp(method: str, model: torch.nn.Module) -> tuple[torch.nn.Module, Call
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif method != "DDP":
         momentum = {"momentum": 0.9} if method.startswith("dgc") else {}
-        wrapped.register_comm_hook(hvd.DDPState(method, wrapped, **momentum), hvd.ddp_hook)
+        wrapped.register_comm_hook(DDPState(method, wrapped, **momentum), ddp_hook)
     return wrapped, lambda: None
 
 
 def main() -> None:
     options = parser.parse_args()
+    if options.over == "mpi":
+        import hvd_compress.torch.mpi as hvd
     if options.over == "ddp":
         dist.init_process_group("nccl")
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())

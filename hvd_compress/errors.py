@@ -98,8 +98,8 @@ class PoorFit(UserWarning):
 
 
 class NeedsTuning(UserWarning):
-    """A method trains only with a learning rate unlike that of others; the message says which.
-    Ignore the category where the rate is chosen.
+    """A method trains only with a learning rate unlike that of others, or with another option than
+    the usual one; the message says which.  Ignore the category where it is chosen.
 
     >>> import warnings
     >>> with warnings.catch_warnings(record=True) as caught:

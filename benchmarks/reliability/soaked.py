@@ -37,8 +37,8 @@ from mpi_examples.system_trainers import Distributed, Trainer, trainer_of
 #: it is plain whether losses fall and memory grows
 SCHEDULE, LOOK, MANY = 160, 16, 64
 BATCH = 64
-#: bytes by which the most in the last third of the steps may exceed that in the second: some arrays
-#: of the model's size, 4 MB, which the C library keeps or gives back
+#: bytes by which the median of the last third of the steps may exceed that of the second: some
+#: arrays of the model's size, 4 MB, which the C library keeps or gives back
 ALLOWED = 16 * 2**20
 #: families whose ranks have the same bits after each step, not only in the end
 ALWAYS_EQUAL = ("compression", "adam", "large", "horovod", "ddp")
@@ -134,7 +134,8 @@ def found(losses: list[float], memory: list[int], problems: list[str]) -> dict[s
     few = max(1, min(len(losses) // 8, 20))
     first, last = statistics.mean(losses[:few]), statistics.mean(losses[-few:])
     third = max(1, len(memory) // 3)  # in which it goes up and down by some arrays
-    grows = max(memory[-third:]) - max(memory[-2 * third : -third] or memory)
+    middle = memory[-2 * third : -third] or memory
+    grows = int(statistics.median(memory[-third:]) - statistics.median(middle))
     if not all(map(math.isfinite, losses)):
         problems.append("a loss is not finite")
     if not last < (0.7 if len(losses) >= MANY else 0.97) * first:

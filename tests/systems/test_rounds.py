@@ -7,9 +7,9 @@ import warnings
 import numpy as np
 import pytest
 
-from hvd_compress import TopK
+from hvd_compress import RandomK, TopK
 from hvd_compress.engines.local import LocalEngine
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, NeedsTuning
 from hvd_compress.systems import Coordinator, World
 from hvd_compress.systems.rounds import DiLoCo, LocalSGD, OuterSGD, SlowMo
 from hvd_compress.systems.rounds.rounds import cuts
@@ -361,3 +361,15 @@ def test_slowmo_needs_a_learning_rate():
     x = world.before_step([{"w": np.ones(1)}])
     with pytest.raises(ConfigError, match="divides by the learning rate"):
         world.after_step(x)
+
+
+def test_sparse_rounds_with_a_long_momentum_are_warned_of():
+    """What waits for longer than momentum remembers makes weights grow."""
+    for compression in ("topk:density=0.01", "dgc:density=0.05"):
+        with pytest.warns(NeedsTuning, match="SparseLoCo"):
+            DiLoCo(compression=compression)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for compression in ("topk:density=0.1", "linear", RandomK(0.01, error_feedback=False)):
+            DiLoCo(compression=compression)
+        DiLoCo(OuterSGD(1.0, momentum=0.0), compression="topk:density=0.01")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 from hvd_compress.base import Array, Compressor
 from hvd_compress.config import check_between, check_choice, check_whole, converted
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, NeedsTuning
 from hvd_compress.methods import NoCompression
 from hvd_compress.optimizers.outer import OuterSGD
 from hvd_compress.systems.base import checked_compression
 from hvd_compress.systems.rounds.rounds import BUFFERS, Exchange, Rounds
+
+#: momentum that goes on for as many exchanges as a method of less than a tenth keeps things waiting
+_LONG = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +39,9 @@ class DiLoCo(Rounds, name="diloco"):
         fragments: F; H must be a multiple of it.
         delay: tau, 0 or more and less than H / F.
         mix: alpha, the share of a rank's own parameters in those that it goes on with, from 0 to 1.
-        compression: of what is sent, for instance "dgc:density=0.01".
+        compression: of what is sent, for instance "linear".  A sparse method makes weights grow
+            without end in a long run, unless there is less momentum;
+            :class:`~hvd_compress.NeedsTuning` warns of it, and :class:`SparseLoCo` has none.
         buffers: what happens to the local optimizer's state at an exchange: "keep", "average" or
             "reset".
 
@@ -82,6 +88,23 @@ class DiLoCo(Rounds, name="diloco"):
             raise ConfigError(
                 f"delay={self.delay} must be less than sync_every / fragments = {gap}, so that one "
                 "exchange ends before the next begins"
+            )
+        self._check_waiting()
+
+    def _check_waiting(self) -> None:
+        """Warn where what is not sent waits for longer than momentum remembers."""
+        density = getattr(self.compression, "density", None)
+        if not isinstance(density, float) or not getattr(self.compression, "error_feedback", True):
+            return
+        if self.outer.momentum >= _LONG and density < 0.1:
+            warnings.warn(
+                f"diloco with {self.compression.name} at a density of {density} and an outer "
+                f"momentum of {self.outer.momentum}: what is not sent waits for some "
+                f"{1 / density:.0f} exchanges, longer than momentum remembers, and in a long run "
+                "the weights grow without end. Take hvd.SparseLoCo, a method of more bits such as "
+                "'linear', or outer=hvd.OuterSGD(lr=1.0, momentum=0.0)",
+                NeedsTuning,
+                stacklevel=4,
             )
 
     @property
