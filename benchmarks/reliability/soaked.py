@@ -38,8 +38,9 @@ from mpi_examples.system_trainers import Distributed, Trainer, trainer_of
 SCHEDULE, LOOK, MANY = 160, 16, 64
 BATCH = 64
 #: bytes by which the median of the last third of the steps may exceed that of the second: some
-#: arrays of the model's size, 4 MB, which the C library keeps or gives back
-ALLOWED = 16 * 2**20
+#: arrays of the model's size, 4 MB, which the C library keeps or gives back; what a step of "demo"
+#: takes goes up and down by as much
+ALLOWED = 32 * 2**20
 #: families whose ranks have the same bits after each step, not only in the end
 ALWAYS_EQUAL = ("compression", "adam", "large", "horovod", "ddp")
 world = MPI.COMM_WORLD

@@ -18,7 +18,7 @@ from hvd_compress import kernels
 from hvd_compress.cli import environment as env
 from hvd_compress.cli.horovod_build import built_with
 from hvd_compress.cli.horovod_plan import (
-    FIRST_CPP20,
+    FIRST_UNTRIED,
     FRAMEWORKS,
     RUN_NEEDS,
     standard_of,
@@ -145,8 +145,8 @@ def _horovod(goal: Goal) -> Iterator[Finding]:
 
 
 def _too_new(torch: str) -> Iterator[Finding]:
-    if standard_of(torch) > 17:
-        yield Finding("note", "torch", untried(torch), f'pip install "torch<{FIRST_CPP20}"')
+    if text := untried(torch):
+        yield Finding("note", "torch", text, f'pip install "torch<{FIRST_UNTRIED}"')
 
 
 def _binding(framework: str, answer: dict[str, bool] | None) -> Finding:

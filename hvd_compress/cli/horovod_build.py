@@ -263,8 +263,8 @@ def install_horovod(
     print(plan.describe(rebuild), flush=True)
     if env.too_new_for_horovodrun(plan.inputs["mpi"]["version"]):
         print(f"  warning: horovodrun does not work with Open MPI 5: {env.INSTALL_MPI}")
-    if plan.standard > 17:
-        print(f"  warning: {untried(plan.inputs['torch']['version'])}")
+    if text := untried(plan.inputs["torch"] and plan.inputs["torch"]["version"]):
+        print(f"  warning: {text}")
     if dry_run:
         return
     start = time.monotonic()

@@ -26,8 +26,10 @@ from hvd_compress.errors import SetupError
 
 VERSION = "0.28.1"
 SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-#: the first PyTorch whose headers want C++20; with it, no full build has been tried
+#: the first PyTorch whose headers want C++20
 FIRST_CPP20 = "2.14"
+#: the first PyTorch with which no build has been tried: where the extra ``horovod`` ends
+FIRST_UNTRIED = "2.16"
 RECIPE = 1  # goes into the key: raise it whenever the wheel comes out different
 FRAMEWORKS = ("torch", "tensorflow")
 GPU = ("none", "nccl", "mpi")
@@ -118,12 +120,11 @@ def _is_from(version: str, first: str) -> bool:
     return numbers(version) >= numbers(first)
 
 
-def untried(torch: str) -> str:
-    """Return what is to be known of a build with a PyTorch from ``FIRST_CPP20`` on."""
-    return (
-        f"Horovod {VERSION} has not been built with PyTorch {torch} yet, whose headers want C++20 "
-        f"from {FIRST_CPP20} on"
-    )
+def untried(torch: str | None) -> str | None:
+    """Return what is to be known of a build with a PyTorch that is newer than those tried."""
+    if torch is None or not _is_from(torch, FIRST_UNTRIED):
+        return None
+    return f"Horovod {VERSION} has not been built with PyTorch {torch} yet"
 
 
 def record_of(wheel: Path) -> Path:

@@ -342,6 +342,7 @@ class TestPlan:
     )
     def test_the_standard_of_cpp_follows_pytorch(self, torch, standard):
         assert horovod_plan.standard_of(torch) == standard
+        assert (horovod_plan.untried(torch) is None) is (torch != "3.0")
         inputs = {"torch": torch and {"version": torch}}
         assert horovod_plan.Plan([], "none", 1, inputs, Path()).standard == standard
 
