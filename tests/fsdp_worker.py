@@ -320,8 +320,10 @@ def mixed_precision() -> None:
         _same_in_replicas(model)
         _assert_close(_own(native), _own(model), rtol=1e-2, atol=1e-3)
         total = exchange.stats().total
-        # PyTorch 2.15 reduces in the parameters' own dtype unless it is told another one.
-        assert total.bytes_sent in (size * total.elements, 4 * total.elements)
+        # From 2.15 on, PyTorch reduces in the parameters' own dtype unless it is told another one.
+        version = tuple(map(int, torch.__version__.split(".")[:2]))
+        arrived = 4 if version >= (2, 15) else size
+        assert total.bytes_sent == arrived * total.elements
         for method in ("topk:density=0.05", DGC, "bf16", "powersgd"):
             model, exchange = _compressed(method, policy=policy)
             _train(model, range(2))
