@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.kernels.codecs import all_finite
+from hvd_compress.kernels.codecs import Finite, Sums, all_finite
 from hvd_compress.operators.classes import Classes
 
 Array = Any
@@ -106,6 +107,38 @@ class Codec(Configurable, abc.ABC, kind="block"):
         """Subtract what ``decode`` returns from ``out`` (1-D, contiguous)."""
         with np.errstate(over="ignore", invalid="ignore"):
             np.subtract(out, self.decode(code, out.size, out.dtype), out=out)
+
+    def feed(self, sums: Sums, random: np.random.Generator | None, out: np.ndarray) -> Finite:
+        """Add up ``sums``, write their code to ``out``, and what it leaves out in their place.
+
+        Where a sum is NaN or Inf, and the codec does not take these, there is no code: what is in
+        ``out`` and in ``sums.left`` is anything then.
+        """
+        base, left, x, kept, codes = sums
+        old = base.copy() if x is not None and kept is not None else base
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.copyto(left, base) if x is None else np.add(x, base, out=left)
+            if kept is not None:
+                np.copyto(kept, old)
+            for code in codes:
+                self.decode_to(code, left, add=True)
+            if not self.takes_non_finite and not all_finite(left):
+                return Finite(False, False)
+            self.encode_to(left, random, out)  # type: ignore[arg-type]
+            self.take_off(out, left)
+        return Finite(True, all_finite(left))
+
+    def mean(self, codes: Sequence[np.ndarray], by: int, out: np.ndarray, add: bool) -> bool:
+        """Write what a code decodes to, divided by a number, to ``out`` (1-D, contiguous); with
+        ``add`` the sum of zero and several.  Return whether it was finite before."""
+        if add:
+            out.fill(0)
+        for code in codes:
+            self.decode_to(code, out, add)
+        finite = all_finite(out)
+        with np.errstate(over="ignore", invalid="ignore"):
+            out /= by
+        return finite
 
     def zeros(self, n: int, dtype: np.dtype) -> np.ndarray:
         """See :class:`Coder`."""

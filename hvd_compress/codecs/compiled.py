@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 
 import numpy as np
 
 from hvd_compress.codecs.base import Codec
 from hvd_compress.kernels import is_compiled
-from hvd_compress.kernels.codecs import Loops, as_loops_take
+from hvd_compress.kernels.codecs import Finite, Loops, Sums, as_loops_take
 
 
 class Compiled(Codec):
@@ -57,3 +58,19 @@ class Compiled(Codec):
             loops.decode(code, out, add=True, sign=-1)
             return
         super().take_off(code, out)
+
+    def feed(self, sums: Sums, random: np.random.Generator | None, out: np.ndarray) -> Finite:
+        if (loops := self._loops_of(sums.left)) and loops.feeds:
+            return loops.feed(sums, random, out)
+        return super().feed(sums, random, out)
+
+    def mean(self, codes: Sequence[np.ndarray], by: int, out: np.ndarray, add: bool) -> bool:
+        if loops := self._loops_of(out):
+            return loops.mean(codes, by, out, add)
+        return super().mean(codes, by, out, add)
+
+    def _loops_of(self, x: np.ndarray) -> Loops | None:
+        """Return those that take whole sums, of float32, where they are compiled."""
+        if x.dtype != np.float32 or not x.dtype.isnative or not x.size or not is_compiled():
+            return None
+        return self._loops

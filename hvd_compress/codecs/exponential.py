@@ -50,7 +50,7 @@ class natural(Compiled, name="natural"):
     def size(self, n: int, dtype: np.dtype) -> int:
         return n + full_bytes(n)
 
-    @property
+    @functools.cached_property
     def _loops(self) -> Natural:
         return Natural(self.biased)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class plus_minus(_Signs, name="plus_minus"):
     def __post_init__(self) -> None:
         check_tau(self.tau)
 
-    @property
+    @functools.cached_property
     def _loops(self) -> Signs:
         return Signs(float(self.tau))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -78,7 +79,7 @@ class scaled_sign(_Signs, name="scaled_sign"):
     def __post_init__(self) -> None:
         check_choice("norm", self.norm, ("l1", "l2"))
 
-    @property
+    @functools.cached_property
     def _loops(self) -> Signs:
         return Signs(self.norm)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +14,7 @@ from hvd_compress.codecs.compiled import Compiled
 from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
-from hvd_compress.kernels.codecs import Digits, total
+from hvd_compress.kernels.codecs import Digits, Loops, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,7 @@ class ternary(Compiled, name="ternary"):
     def size(self, n: int, dtype: np.dtype) -> int:
         return dtype.itemsize + digits_size(n, 3)
 
-    @property
+    @functools.cached_property
     def _loops(self) -> Ternary:
         return Ternary(self)
 
@@ -87,13 +89,22 @@ class ternary(Compiled, name="ternary"):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ternary:
+class Ternary(Loops):
     """The codec ``ternary``; m is sent even if there are no elements."""
 
     codec: ternary
 
     #: without clipping
     digits = Digits("ternary", 3, zero=1)
+    draws = True
+
+    @property
+    def _code(self) -> Any:
+        return self.digits._code
+
+    @property
+    def feeds(self) -> bool:
+        return self.codec.clip is None
 
     def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
         if x.size:

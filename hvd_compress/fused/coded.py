@@ -5,8 +5,10 @@ its blocks do for one tensor after the other, and gives the same bits; tests hol
 Shards are those that each tensor has by itself: the message for a rank holds that rank's shard of
 every tensor, end to end, behind a byte a tensor that says whether its values are finite.
 
-What is kept of a step, until all ranks' values are known to be finite, is the gradient and this
-rank's own codes.
+Where all that a chain does is to feed back what codes leave out, residuals become the new ones in
+the pass that codes them; the old ones are kept where the results will be until all ranks' values
+are known to be finite.  Else the gradient and this rank's own codes are kept, and states are
+written then.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import functools
 import math
 import zlib
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -26,8 +28,10 @@ from hvd_compress.base import Array, Context
 from hvd_compress.chain import Transform
 from hvd_compress.codecs import Codec
 from hvd_compress.fused.bucket import Arrays, Bucket, Tensor, Views, room
+from hvd_compress.fused.kept import overlap
 from hvd_compress.fused.stages import Sent, Staged, StagedBucket
-from hvd_compress.kernels.codecs import all_finite
+from hvd_compress.kernels import Column
+from hvd_compress.kernels.codecs import Finite, Sums
 from hvd_compress.operators.random_k import own_generator
 from hvd_compress.requests import Alltoall, Gather, Request
 from hvd_compress.sharding import shards_of
@@ -45,6 +49,8 @@ _CAUSES = "the ranks do not run the same version with the same compression optio
 
 
 _Form = TypeVar("_Form", bound="FusedCodes")
+#: parts, messages that have them, and the bytes of their tensors
+_OfOne: TypeAlias = tuple[list["_Part"], list[np.ndarray], list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,14 +148,69 @@ class _Message:
         return flags
 
 
+class _Fed:
+    """Residuals of a bucket that are the new ones already; the old ones are where the gradients
+    were, which nobody needs any more."""
+
+    def __init__(self, residuals: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> None:
+        self._residuals, self._old = residuals, gradients
+        self._done: list[_Part] = []
+
+    def sums(self, part: _Part) -> Sums:
+        """Return the sums of gradients and residuals."""
+        residual, x = self._residuals[part.tensor][part.own], self._old[part.tensor][part.own]
+        return Sums(residual, residual, x, kept=x)
+
+    def is_done(self, part: _Part) -> None:
+        """Note that a part's residuals are the new ones."""
+        self._done.append(part)
+
+    def put_back(self, tensor: int) -> None:
+        """Let a tensor have its old residual, all of which was fed."""
+        np.copyto(self._residuals[tensor], self._old[tensor])
+
+    def undo(self) -> None:
+        """The same of all that was done so far."""
+        for tensor, own, _ in self._done:
+            np.copyto(self._residuals[tensor][own], self._old[tensor][own])
+
+
 class _Bucket(StagedBucket, abc.ABC):
     """What both kinds of exchanges keep of a bucket."""
 
     form: FusedCodes
+    #: elements of the longest part
+    longest: int
 
     def __init__(self, form: FusedCodes, tensors: list[Tensor]) -> None:
         super().__init__(form, tensors)
         self.codecs = [form.codec.for_shape(shape) for shape in self.shapes]
+
+    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, Sequence[bool]]:
+        fed = self._fed(arrays, step)
+        try:
+            return (yield from self.met(arrays, step, fed))
+        except BaseException:  # also of who gives the exchange up
+            if fed is not None:
+                fed.undo()
+            raise
+
+    @abc.abstractmethod
+    def met(
+        self, arrays: Arrays, step: Context, fed: _Fed | None
+    ) -> Generator[Request, Any, Sequence[bool]]:
+        """See :meth:`meet`; what is ``fed`` is written in the pass that codes it."""
+
+    def _fed(self, arrays: Arrays, step: Context) -> _Fed | None:
+        """Return residuals that can be; ``None`` if there is more to be done, or if the gradients'
+        memory is not ours to write to."""
+        if not (step.in_place and self.is_only_taken_off(arrays)):
+            return None
+        views, (key,) = arrays.views(), self.form.stages.keys
+        kept = views.out
+        if overlap(Column(kept)):  # what is kept of one tensor would be another's gradient
+            kept = [x.copy() for x in kept]
+        return _Fed(views.states[key], kept)
 
     def _check_feedback(self, most: Sequence[int]) -> None:
         """Raise ``ConfigError`` unless error feedback converges where so many elements of each
@@ -164,15 +225,23 @@ class _Bucket(StagedBucket, abc.ABC):
         return own_generator(step._replace(name=self.names[tensor]), turn)
 
     def put(
-        self, part: _Part, x: np.ndarray, random: Any, frame: np.ndarray, flags: np.ndarray
-    ) -> bool:
-        """Write the codes of ``x`` into a message; return whether it is finite."""
-        code = frame[part.codes]
-        fine = self.codecs[part.tensor].put(x, random, code)
-        if not fine:
+        self,
+        part: _Part,
+        x: np.ndarray | Sums,
+        random: Any,
+        frame: np.ndarray,
+        flags: np.ndarray,
+    ) -> Finite:
+        """Write the codes of ``x``, or of sums, into a message; return what is finite."""
+        codec, code = self.codecs[part.tensor], frame[part.codes]
+        if isinstance(x, Sums):
+            found = codec.feed(x, random, code)
+        else:
+            found = Finite(codec.put(x, random, code), True)
+        if not found.sums:
             code[:] = 0
             flags[part.tensor] = _NOT_FINITE
-        return fine
+        return found
 
     def take(
         self,
@@ -180,21 +249,43 @@ class _Bucket(StagedBucket, abc.ABC):
         frame: np.ndarray,
         flags: np.ndarray,
         out: np.ndarray,
-        sender: int,
-        add: bool = False,
     ) -> None:
-        """Write what a part of a message holds to ``out``, or add it."""
+        """Write what a part of a message of this rank holds to ``out``."""
         if flags[part.tensor] == _NOT_FINITE:
             out.fill(np.nan)
-            return
-        try:
-            self.codecs[part.tensor].decode_to(frame[part.codes], out, add)
-        except ValueError as error:
-            raise failing(f"rank {sender}", _CAUSES)(str(error)) from None
+        else:
+            self.codecs[part.tensor].decode_to(frame[part.codes], out)
+
+    def mean(
+        self,
+        parts: Sequence[_Part],
+        frames: Sequence[np.ndarray],
+        flags: Sequence[np.ndarray],
+        by: int,
+        out: np.ndarray,
+        add: bool = False,
+    ) -> bool:
+        """Write what a part of a message holds, or with ``add`` the sum of several, divided by a
+        number, to ``out``; return whether it was finite before."""
+        tensor = parts[0].tensor
+        if any(own[tensor] == _NOT_FINITE for own in flags):
+            out.fill(np.nan)
+            return False
+        codes = [frame[part.codes] for part, frame in zip(parts, frames, strict=True)]
+        return self.codecs[tensor].mean(codes, by, out, add)
 
     def is_only_taken_off(self, arrays: Arrays) -> bool:
         """Whether what was sent is taken off residuals, and nobody looks at it."""
         return arrays.sent is None and self.form.stages.only_feeds_back
+
+    def coded(
+        self, arrays: Arrays, views: Views, part: _Part, step: Context, fed: _Fed | None
+    ) -> np.ndarray | Sums:
+        """Return what is coded of a part."""
+        if fed is not None:
+            return fed.sums(part)
+        its = arrays.context(step, part.tensor)
+        return self.passed_on(views, part.tensor, part.own, its, self.longest)
 
     def off(self, part: _Part, frame: np.ndarray) -> Sent:
         """Return what takes off the values of a part of a message of this rank."""
@@ -210,54 +301,67 @@ class _Whole(_Bucket):
             self._check_feedback(self.sizes)
         self._message = _Message(self.codecs, [slice(0, n) for n in self.sizes])
         self._frame = np.zeros(self._message.size, np.uint8)
-        self._longest = max(self.sizes)
+        self.longest = max(self.sizes)
 
-    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, Sequence[bool]]:
+    def met(
+        self, arrays: Arrays, step: Context, fed: _Fed | None
+    ) -> Generator[Request, Any, Sequence[bool]]:
         xp = backend_of(arrays.gradients[0])
         with phase("encode"):
-            frame = self._encode(arrays, step)
+            frame = self._encode(arrays, step, fed)
         replies = yield Gather(xp.from_numpy(frame, None), equal_sizes=True)
         with phase("add_up"):
-            return self._finish(arrays, [xp.to_numpy(x) for x in replies], step)
+            return self._finish(arrays, [xp.to_numpy(x) for x in replies], step, fed)
 
-    def _encode(self, arrays: Arrays, step: Context) -> np.ndarray:
+    def _encode(self, arrays: Arrays, step: Context, fed: _Fed | None) -> np.ndarray:
         views, frame = arrays.views(), self._frame
         flags = self._message.flags(frame)
         flags[:] = _FINE
         with np.errstate(over="ignore", invalid="ignore"):
             for i, part in enumerate(self._message.parts):
-                its = arrays.context(step, i)
-                x = self.passed_on(views, i, part.own, its, self._longest)
+                x = self.coded(arrays, views, part, step, fed)
                 self.put(part, x, self.random(i, step), frame, flags)
+                if fed is not None:
+                    fed.is_done(part)
         return self._message.seal(frame)
 
     def _finish(
-        self, arrays: Arrays, frames: Sequence[np.ndarray], step: Context
+        self,
+        arrays: Arrays,
+        frames: Sequence[np.ndarray],
+        step: Context,
+        fed: _Fed | None,
     ) -> Sequence[bool]:
         flags = [self._message.opened(frame, rank) for rank, frame in enumerate(frames)]
         own = self._message.flags(self._frame)
         views, finite = arrays.views(), []
         with np.errstate(over="ignore", invalid="ignore"):
             for i, part in enumerate(self._message.parts):
-                total, sent = room(self._longest)[:, : self.sizes[i]]
-                total.fill(0)
-                for rank, frame in enumerate(frames):
-                    self.take(part, frame, flags[rank], total, rank, add=True)
-                finite.append(all_finite(total))
+                parts, out = [part] * len(frames), views.out[i]
+                if fed is None and not self.form.stages.transforms and arrays.sent is None:
+                    finite.append(self.mean(parts, frames, flags, self.size, out, add=True))
+                    continue
+                total, sent = room(self.longest)[:, : self.sizes[i]]
+                fine = self.mean(parts, frames, flags, 1, total, add=True)
+                finite.append(fine)
+                if fed is not None:
+                    if not fine:
+                        fed.put_back(i)
+                    np.divide(total, np.float32(self.size), out=out)
+                    continue
                 if arrays.sent is not None:
                     sent = arrays.sent[i]
                 off: Sent | None = None
-                if finite[i] and self.is_only_taken_off(arrays):
+                if fine and self.is_only_taken_off(arrays):
                     off = self.off(part, self._frame)
-                elif finite[i] or arrays.sent is not None:
-                    self.take(part, self._frame, own, sent, self.rank)
-                    off = sent if finite[i] else None
+                elif fine or arrays.sent is not None:
+                    self.take(part, self._frame, own, sent)
+                    off = sent if fine else None
 
                 def mean(out: np.ndarray, total: np.ndarray = total) -> None:
                     np.divide(total, np.float32(self.size), out=out)
 
-                its = arrays.context(step, i)
-                self.settle(views, i, part.own, its, off, mean)
+                self.settle(views, i, part.own, arrays.context(step, i), off, mean)
         return finite
 
 
@@ -273,6 +377,8 @@ class _Sharded(_Bucket):
         ]
         # Owners feed back what they leave out, whether a transform does or not.
         self._check_feedback([max(s.stop - s.start for s in own) for own in self._shards])
+        #: those that own a shard of each tensor which is not empty
+        self._owners = [[r for r, x in enumerate(own) if x.stop > x.start] for own in self._shards]
         columns = list(zip(*self._shards, strict=True))
         self._messages = [_Message(self.codecs, column) for column in columns]
         largest = max(message.size for message in self._messages)
@@ -284,8 +390,7 @@ class _Sharded(_Bucket):
             self._replies = [_Message(self.codecs, column, largest) for column in columns]
         self._frames = [np.zeros(message.size, np.uint8) for message in self._messages]
         self._reply = np.zeros(self._replies[self.rank].size, np.uint8)
-        longest = max(self._length(i, r) for i in range(len(self.sizes)) for r in range(self.size))
-        self._longest = longest
+        self.longest = max(own.stop - own.start for row in self._shards for own in row)
         #: of the rank's own shards: their sums, and then what their codes leave out
         lengths = [self._length(i, self.rank) for i in range(len(self.sizes))]
         self._left = [np.empty(n, np.float32) for n in lengths]
@@ -298,32 +403,37 @@ class _Sharded(_Bucket):
         own = self._shards[tensor][rank]
         return own.stop - own.start
 
-    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, Sequence[bool]]:
+    def met(
+        self, arrays: Arrays, step: Context, fed: _Fed | None
+    ) -> Generator[Request, Any, Sequence[bool]]:
         xp = backend_of(arrays.gradients[0])
         with phase("encode"):
-            frames = self._encode(arrays, step)
+            self._look(arrays.states[_O], arrays.views().states[_O])
+            fed = None if self._foreign else fed
+            frames = self._encode(arrays, step, fed)
         received = yield Alltoall([xp.from_numpy(frame, None) for frame in frames])
         with phase("add_up"):
             frame = self._add_up(arrays, [xp.to_numpy(x) for x in received], step)
         replies = yield Gather(xp.from_numpy(frame, None), self._has_equal_replies)
         with phase("add_up"):
-            return self._finish(arrays, [xp.to_numpy(x) for x in replies], step)
+            return self._finish(arrays, [xp.to_numpy(x) for x in replies], step, fed)
 
-    def _encode(self, arrays: Arrays, step: Context) -> list[np.ndarray]:
+    def _encode(self, arrays: Arrays, step: Context, fed: _Fed | None) -> list[np.ndarray]:
         """Return a message for each rank."""
         views = arrays.views()
-        self._look(arrays.states[_O], views.states[_O])
         pairs = zip(self._messages, self._frames, strict=True)
         flags = [message.flags(frame) for message, frame in pairs]
         for own in flags:
             own[:] = _FINE
         with np.errstate(over="ignore", invalid="ignore"):
-            for i in range(len(self.sizes)):
-                random, its, fine = self.random(i, step), arrays.context(step, i), True
-                for rank, message in enumerate(self._messages):
-                    part = message.parts[i]
-                    x = self._of_shard(views, part, its)
-                    fine &= self.put(part, x, random, self._frames[rank], flags[rank])
+            for i, owners in enumerate(self._owners):
+                random, fine = self.random(i, step), True
+                for rank in owners:
+                    part = self._messages[rank].parts[i]
+                    x = self._of_shard(arrays, views, part, step, fed)
+                    fine &= self.put(part, x, random, self._frames[rank], flags[rank]).sums
+                    if fed is not None:
+                        fed.is_done(part)
                 if not fine:  # nobody shall take the rest of it for the whole
                     for own in flags:
                         own[i] = _NOT_FINITE
@@ -348,9 +458,11 @@ class _Sharded(_Bucket):
                 foreign[own] = 0
                 self._foreign[i] = foreign
 
-    def _of_shard(self, views: Views, part: _Part, step: Context) -> np.ndarray:
+    def _of_shard(
+        self, arrays: Arrays, views: Views, part: _Part, step: Context, fed: _Fed | None
+    ) -> np.ndarray | Sums:
         """Return what is coded of a shard, ``x`` in the blocks' words."""
-        x = self.passed_on(views, part.tensor, part.own, step, self._longest)
+        x = self.coded(arrays, views, part, step, fed)
         if (foreign := self._foreign.get(part.tensor)) is not None:
             x = x + foreign[part.own]
         return x
@@ -363,18 +475,25 @@ class _Sharded(_Bucket):
         flags[:] = _FINE
         with np.errstate(over="ignore", invalid="ignore"):
             for i, (part, own) in enumerate(zip(message.parts, reply.parts, strict=True)):
-                total = self._left[i]
-                np.copyto(total, owned[i][part.own])
-                for rank, frame in enumerate(frames):
-                    self.take(part, frame, theirs[rank], total, rank, add=True)
-                if self.put(own, total, self.random(i, step, 1), self._reply, flags):
-                    self.codecs[i].take_off(self._reply[own.codes], total)
-                    if not all_finite(total):
-                        flags[i] = _OVERFLOWS
+                if self.rank not in self._owners[i]:
+                    continue
+                if any(its[i] == _NOT_FINITE for its in theirs):
+                    self._reply[own.codes] = 0
+                    flags[i] = _NOT_FINITE
+                    continue
+                codes = [frame[part.codes] for frame in frames]
+                sums = Sums(owned[i][part.own], self._left[i], codes=codes)
+                fine = self.put(own, sums, self.random(i, step, 1), self._reply, flags)
+                if fine.sums and not fine.left:
+                    flags[i] = _OVERFLOWS
         return reply.seal(self._reply)
 
     def _finish(
-        self, arrays: Arrays, frames: Sequence[np.ndarray], step: Context
+        self,
+        arrays: Arrays,
+        frames: Sequence[np.ndarray],
+        step: Context,
+        fed: _Fed | None,
     ) -> Sequence[bool]:
         flags = [
             reply.opened(frame, rank)
@@ -384,15 +503,20 @@ class _Sharded(_Bucket):
         views = arrays.views()
         with np.errstate(over="ignore", invalid="ignore"):
             for i, fine in enumerate(finite):
-                its = arrays.context(step, i)
-                for rank, own in enumerate(self._shards[i]):
-                    part = self._replies[rank].parts[i]
+                if fed is not None and not fine:
+                    fed.put_back(i)
+                for rank in self._owners[i]:
+                    own, reply = self._shards[i][rank], self._replies[rank].parts[i]
+                    message = [reply], [frames[rank]], [flags[rank]]
+                    if fed is not None:
+                        self.mean(*message, self.size, views.out[i][own])
+                        continue
 
-                    def mean(out: np.ndarray, part: _Part = part, rank: int = rank) -> None:
-                        self.take(part, frames[rank], flags[rank], out, rank)
-                        out /= self.size
+                    def mean(out: np.ndarray, message: _OfOne = message) -> None:
+                        self.mean(*message, self.size, out)
 
                     sent = self._sent(arrays, i, rank, fine)
+                    its = arrays.context(step, i)
                     self.settle(views, i, own, its, sent if fine else None, mean)
                 if fine:
                     owned = views.states[_O][i]
@@ -406,13 +530,13 @@ class _Sharded(_Bucket):
         part = self._messages[rank].parts[tensor]
         if fine and tensor not in self._foreign and self.is_only_taken_off(arrays):
             return self.off(part, self._frames[rank])
-        sent = room(self._longest)[1, : self._length(tensor, rank)]
+        sent = room(self.longest)[1, : self._length(tensor, rank)]
         if arrays.sent is not None:
             sent = arrays.sent[tensor][part.own]
         elif not (fine and self.form.stages.transforms):
             return None
         frame = self._frames[rank]
-        self.take(part, frame, self._messages[rank].flags(frame), sent, self.rank)
+        self.take(part, frame, self._messages[rank].flags(frame), sent)
         if (foreign := self._foreign.get(tensor)) is not None:
             sent -= foreign[part.own]
         return sent

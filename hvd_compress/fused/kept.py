@@ -93,7 +93,7 @@ class Kept:
         """
         first, *others = states
         kept = cls(states, [Column(out)])
-        if _overlap(kept.columns[0]):  # what is kept of one tensor would be another's gradient
+        if overlap(kept.columns[0]):  # what is kept of one tensor would be another's gradient
             return None
         if not others:
             return kept
@@ -122,7 +122,7 @@ class Kept:
             pool.give(memory)
 
 
-def _overlap(column: Column) -> bool:
+def overlap(column: Column) -> bool:
     """Return whether two arrays have memory in common."""
     order = np.argsort(column.addresses)
     starts, sizes = column.addresses[order], np.array(column.sizes)[order]

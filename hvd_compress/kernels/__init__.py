@@ -65,7 +65,7 @@ INSTALL = (
     "checkout make setup"
 )
 #: of what is called in the compiled module, and how; common.h has the same number
-INTERFACE = 6
+INTERFACE = 7
 logger = logging.getLogger("hvd_compress")
 
 

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <numeric>
 #include <stdexcept>
 
@@ -84,6 +85,8 @@ struct LoopsOf {
   void (*from_digits[2])(const std::uint8_t*, Index, const T*, int, T, bool, T*);
   void (*natural)(const T*, Index, const float*, std::uint8_t*);
   void (*from_natural[2])(const std::uint8_t*, const std::uint8_t*, Index, bool, T*);
+  void (*joined)(const T*, const T*, Index, T*, T*);
+  void (*divided)(const T*, Index, T, bool, T*);
 };
 
 struct Loops {
@@ -103,270 +106,67 @@ struct Loops {
 #define HVD_LOOPS "codecs.h"
 #include "every_set.h"
 
-template <class T>
-T stored(const std::uint8_t* from) {
-  T x;
-  std::memcpy(&x, from, sizeof x);
-  return x;
-}
+#include "codes.h"
 
-// The sum of n terms: of every kSummed elements, and of these sums in the same way.
-template <class T>
-double sum(const T* x, Index n, Term term, double shift, int threads) {
-  const auto block = loops->of(T()).sum[term];
-  if (n <= kSummed) return block(x, n, shift);
-  std::vector<double> parts(pieces(n, kSummed));
-  parallel(pieces(n, 8 * kSummed), threads, [&](Index c) {
-    for (Index at = 8 * c * kSummed; at < std::min(n, 8 * (c + 1) * kSummed); at += kSummed)
-      parts[at / kSummed] = block(x + at, std::min(kSummed, n - at), shift);
-  });
-  return sum<double>(parts.data(), static_cast<Index>(parts.size()), kPlain, 0, 1);
-}
+// What is finite: numbers before they are coded, and what their code leaves out.
+using Finite = std::pair<bool, bool>;
 
-template <class T>
-T largest(const T* x, Index n, int threads) {
-  if (n <= kShared) return loops->of(T()).largest(x, n);
-  std::vector<T> parts(pieces(n, kTaken));
-  parallel(static_cast<Index>(parts.size()), threads, [&](Index c) {
-    parts[c] = loops->of(T()).largest(x + c * kTaken, std::min(kTaken, n - c * kTaken));
-  });
-  return loops->of(T()).largest(parts.data(), static_cast<Index>(parts.size()));
-}
-
-// What is sent with the n elements of a run.
-template <class T>
-T head_of(const Rule& rule, const T* x, Index n, int threads) {
-  constexpr T kInfinity = std::numeric_limits<T>::infinity();
-  if (rule.l2) return static_cast<T>(std::sqrt(sum(x, n, kSquare, 0, threads)));
-  const T most = largest(x, n, threads), limit = static_cast<T>(rule.limit);
-  if (rule.kind == kLinear) {
-    // What would overflow when decoded has to arrive as something that is not finite.
-    const T scale = most / static_cast<T>(rule.levels);
-    return scale * static_cast<T>(rule.levels) < kInfinity ? scale : kInfinity;
-  }
-  if (rule.kind == kTernary) return limit < most ? limit : most;
-  if (rule.kind == kFloat8) {
-    // Of subnormal numbers the quotient may be 0.
-    const T scale = most / limit;
-    return scale > 0 ? scale : most > 0 ? most : 0;
-  }
-  return most;
-}
-
-// How digits are packed: so many bits each, or so many in a word of 64 bits.
-struct Packing {
-  int base, bits = 0, each = 0;
-
-  explicit Packing(int base) : base(base) {
-    while (1 << bits < base) ++bits;
-    for (unsigned __int128 power = base; power <= static_cast<unsigned __int128>(1) << 64;
-         power *= base)
-      ++each;
-    if (bits * each <= 64) each = 0;
-  }
-  // After so many digits a byte begins.
-  Index unit() const { return each ? each : 8; }
-  // Bytes of so many digits, a number of units, or all there are.
-  Index bytes(Index n) const {
-    if (!each) return (n * bits + 7) / 8;
-    unsigned __int128 most = 1;
-    for (Index i = 0; i < n % each; ++i) most *= base;
-    Index length = 0;
-    for (most -= 1; most; most >>= 1) ++length;
-    return n / each * 8 + (length + 7) / 8;
-  }
-  void pack(const std::uint8_t* digits, Index n, std::uint8_t* out) const {
-    if (each)
-      loops->pack_words(digits, n, each, base, bytes(n), out);
-    else
-      loops->pack_fields(digits, n, bits, out);
-  }
-  void unpack(const std::uint8_t* packed, Index n, const Words& words,
-              std::uint8_t* digits) const {
-    if (each)
-      loops->unpack_words(packed, bytes(n), n, words, digits);
-    else
-      loops->unpack_fields(packed, bytes(n), n, bits, base, digits);
-  }
-};
-
-// Elements that are coded at a time: whole runs, unless these are long, and whole bytes.
-Index chunk_of(Index length, Index unit) {
-  const Index step = std::lcm(length, unit);
-  const Index whole = step <= kShared ? step : unit;
-  return pieces(kTaken, whole) * whole;
-}
-
-// Random numbers from 0 to 1, given as they are or as a place in a stream.
-struct Draws {
-  const float* given = nullptr;
-  const Philox* stream = nullptr;
-
-  // Numbers start..start+n-1 of at most kDrawn.
-  const float* at(Index start, Index n, std::uint64_t* words, float* room) const {
-    if (given) return given + start;
-    if (!stream) return nullptr;
-    loops->uniforms(*stream, start, n, words, room);
-    return room;
-  }
-};
-
-template <class T>
-void encode(const Rule& rule, const T* x, Index n, const Draws& draws, std::uint8_t* out,
+// left = base + x + the values of codes; then its code is taken off it.  Each chunk is read once.
+// `x`: nothing, if it is null.  `kept`: where base is written, if it is not null; it may be x, and
+// left may be base.  What is not finite has no code.
+Finite feed(Chunks<float>& chunks, const float* base, const float* x, float* kept,
+            const std::vector<const std::uint8_t*>& codes, float* left, std::uint8_t* out,
             int threads) {
-  const Index length = rule.length ? rule.length : std::max<Index>(n, 1);
-  const Packing packing(rule.base);
-  const Index chunk = chunk_of(length, packing.unit()), heads = pieces(n, length);
-  const bool shared = chunk % length;  // runs go beyond chunks
-  std::uint8_t* const packed = out + heads * sizeof(T);
-  const auto put_head = [&](Index run, int threads) {
-    const T head = head_of(rule, x + run * length, std::min(length, n - run * length), threads);
-    std::memcpy(out + run * sizeof(T), &head, sizeof(T));
+  const auto& own = loops->of_float;
+  std::atomic<bool> finite{true}, rest{true};
+  const auto is_finite = [&](Index start, Index stop) {
+    return own.largest(left + start, stop - start) < std::numeric_limits<float>::infinity();
   };
-  if (shared)
-    for (Index run = 0; run < heads; ++run) put_head(run, threads);
-  parallel(pieces(n, chunk), threads, [&](Index c) {
-    const Index start = c * chunk, stop = std::min(n, start + chunk);
-    std::vector<std::uint8_t> digits(stop - start);
-    std::uint64_t words[kDrawn / 2 + 16];
-    float room[kDrawn];
-    // Of a shared run the head is there already.
-    Index run = shared ? start / length : start / length - 1;
-    Index end = shared ? (run + 1) * length : start;
-    for (Index at = start; at < stop;) {
-      const Index last = std::min(stop, at + kDrawn);
-      const float* drawn = draws.at(at, last - at, words, room);
-      while (at < last) {
-        if (at == end) {
-          end = ++run * length + length;
-          if (!shared) put_head(run, 1);
-        }
-        const Index count = std::min(end, last) - at;
-        loops->of(T()).quantise(rule, x + at, count, stored<T>(out + run * sizeof(T)), drawn,
-                                digits.data() + (at - start));
-        at += count;
-        if (drawn) drawn += count;
-      }
-    }
-    packing.pack(digits.data(), stop - start, packed + packing.bytes(start));
-  });
-}
-
-template <class T>
-void decode(const std::uint8_t* code, Index n, int base, Index length, const T* table, int zero,
-            T unit, T* out, bool add, int threads) {
-  if (!length) length = std::max<Index>(n, 1);
-  const Packing packing(base);
-  const Words words(base, packing.each ? packing.each : 1);
-  const Index chunk = pieces(kTaken, packing.unit()) * packing.unit();
-  const std::uint8_t* const packed = code + pieces(n, length) * sizeof(T);
-  const bool streamed = n * static_cast<Index>(sizeof(T)) > kStreamed;
-  parallel(pieces(n, chunk), threads, [&](Index c) {
-    const Index start = c * chunk, stop = std::min(n, start + chunk);
-    std::vector<std::uint8_t> digits(stop - start);
-    packing.unpack(packed + packing.bytes(start), stop - start, words, digits.data());
-    for (Index at = start; at < stop;) {
-      const Index run = at / length, end = std::min(stop, (run + 1) * length);
-      const T scale = stored<T>(code + run * sizeof(T)) / unit;
-      loops->of(T()).from_digits[add](digits.data() + (at - start), end - at, table, zero, scale,
-                                      streamed, out + at);
-      at = end;
-    }
-    fence();
-  });
-}
-
-// A bit an element; returns the sum of a term of all.
-template <class T>
-double put_signs(const T* x, Index n, Sign sign, bool big, int term, std::uint8_t* out,
-                 int threads) {
-  const auto& own = loops->of(T());
-  std::vector<double> parts(pieces(n, kSummed));
-  parallel(pieces(n, kTaken), threads, [&](Index c) {
-    for (Index at = c * kTaken; at < std::min(n, (c + 1) * kTaken); at += kSummed) {
-      const Index count = std::min(kSummed, n - at);
-      if (term >= 0) parts[at / kSummed] = own.sum[term](x + at, count, 0);
-      own.signs[sign][big](x + at, count, out + at / 8);
-    }
-  });
-  return sum<double>(parts.data(), static_cast<Index>(parts.size()), kPlain, 0, 1);
-}
-
-// The means of the elements of each run that are negative and of those that are not; and a bit an
-// element.
-template <class T>
-void put_halves(const T* x, Index n, Index length, std::uint8_t* out, int threads) {
-  const auto& own = loops->of(T());
-  const Index chunk = chunk_of(length, 8), heads = pieces(n, length);
-  const bool shared = chunk % length;
-  std::uint8_t* const bits = out + 2 * heads * sizeof(T);
-  const auto put_head = [&](Index run, int threads) {
-    const T* part = x + run * length;
-    const Index count = std::min(length, n - run * length);
-    const Index blocks = pieces(count, kSummed);
-    std::vector<double> low(blocks), high(blocks);
-    std::atomic<Index> others{0};
-    parallel(blocks, threads, [&](Index b) {
-      const Index at = b * kSummed;
-      others += own.halves(part + at, std::min(kSummed, count - at), &low[b], &high[b]);
+  const auto add_up = [&](Index start, Index stop) {
+    own.joined(base + start, x ? x + start : nullptr, stop - start, kept ? kept + start : nullptr,
+               left + start);
+    for (const auto* code : codes) chunks.get(code, start, stop, 1, true, false, left + start);
+    if (!is_finite(start, stop)) finite = false;
+  };
+  const auto take_off = [&](Index start, Index stop) {
+    chunks.put(left, start, stop, out);
+    chunks.get(out, start, stop, -1, true, false, left + start);
+    if (!is_finite(start, stop)) rest = false;
+  };
+  if (!chunks.heads_first) {
+    chunks.by_chunks(threads, [&](Index start, Index stop) {
+      add_up(start, stop);
+      if (finite) take_off(start, stop);
     });
-    const Index many = others, few = count - many;
-    const double sums[2] = {sum(low.data(), blocks, kPlain, 0, 1),
-                            sum(high.data(), blocks, kPlain, 0, 1)};
-    const T levels[2] = {static_cast<T>(sums[0] / std::max<Index>(few, 1)),
-                         static_cast<T>(sums[1] / std::max<Index>(many, 1))};
-    std::memcpy(out + 2 * run * sizeof(T), levels, sizeof levels);
-  };
-  if (shared)
-    for (Index run = 0; run < heads; ++run) put_head(run, threads);
-  parallel(pieces(n, chunk), threads, [&](Index c) {
-    const Index start = c * chunk, stop = std::min(n, start + chunk);
-    if (!shared)
-      for (Index run = start / length; run * length < stop; ++run) put_head(run, 1);
-    own.signs[kNotNegative][true](x + start, stop - start, bits + start / 8);
-  });
+  } else {
+    chunks.by_chunks(threads, [&](Index start, Index stop) {
+      add_up(start, stop);
+      chunks.look(left, start, stop);
+    });
+    if (finite) {
+      chunks.put_heads(left, out, threads);
+      chunks.by_chunks(threads, take_off);
+    }
+  }
+  return {finite, finite && rest};
 }
 
-template <class T>
-void from_bits(const std::uint8_t* code, Index n, Index length, bool big, const T* levels, T* out,
-               bool add, int threads) {
-  if (!length) length = std::max<Index>(n, 1);
-  const bool streamed = n * static_cast<Index>(sizeof(T)) > kStreamed;
-  parallel(pieces(n, kTaken), threads, [&](Index c) {
-    const Index start = c * kTaken, stop = std::min(n, start + kTaken);
-    for (Index at = start; at < stop;) {
-      const Index run = at / length, end = std::min(stop, (run + 1) * length);
-      loops->of(T()).from_bits[add](code, at, end - at, big, levels[2 * run], levels[2 * run + 1],
-                                    streamed, out + at);
-      at = end;
-    }
+// Write the values of a code, or with `add` the sum of zero and several, divided by a number, to
+// `out`; returns whether they were finite before.
+bool mean(const Chunks<float>& chunks, const std::vector<const std::uint8_t*>& codes, float by,
+          bool add, float* out, int threads) {
+  const bool streamed = chunks.n * static_cast<Index>(sizeof(float)) > kStreamed;
+  std::atomic<bool> finite{true};
+  chunks.by_taken(threads, [&](Index start, Index stop) {
+    const Index count = stop - start;
+    float total[kTaken + 64] = {};  // a chunk is a few elements longer, or not at all
+    for (const auto* code : codes) chunks.get(code, start, stop, 1, add, false, total);
+    if (!(loops->of_float.largest(total, count) < std::numeric_limits<float>::infinity()))
+      finite = false;
+    loops->of_float.divided(total, count, by, streamed, out + start);
     fence();
   });
-}
-
-template <class T>
-void natural(const T* x, Index n, const Draws& draws, std::uint8_t* out, int threads) {
-  parallel(pieces(n, kTaken), threads, [&](Index c) {
-    std::uint64_t words[kDrawn / 2 + 16];
-    float room[kDrawn];
-    const Index stop = std::min(n, (c + 1) * kTaken);
-    for (Index at = c * kTaken; at < stop; at += kDrawn) {
-      const Index count = std::min(kDrawn, stop - at);
-      loops->of(T()).natural(x + at, count, draws.at(at, count, words, room), out + at);
-      loops->of(T()).signs[kNegative][false](x + at, count, out + n + at / 8);
-    }
-  });
-}
-
-template <class T>
-void from_natural(const std::uint8_t* code, Index n, T* out, bool add, int threads) {
-  const bool streamed = n * static_cast<Index>(sizeof(T)) > kStreamed;
-  parallel(pieces(n, kTaken), threads, [&](Index c) {
-    const Index start = c * kTaken;
-    loops->of(T()).from_natural[add](code + start, code + n + start / 8,
-                                     std::min(kTaken, n - start), streamed, out + start);
-    fence();
-  });
+  return finite;
 }
 
 // -- for Python: arrays are contiguous and aligned, of float or double ----------------------------
@@ -414,39 +214,80 @@ Draws draws_of(const py::object& draws, Philox& stream, Index n) {
   return found;
 }
 
-void encode_(const Rule& rule, const py::array& x, const py::object& draws,
+void encode_(const Code& code, const py::array& x, const py::object& draws,
              Array<std::uint8_t>& out, int threads) {
   with_type(x, [&](auto t) {
-    const Index n = x.size(), heads = rule.length ? pieces(n, rule.length) : n > 0;
-    check(out.size() == heads * x.itemsize() + Packing(rule.base).bytes(n));
+    const Index n = x.size();
+    check(out.size() == code.bytes(n, x.itemsize()));
     Philox stream;
     const Draws own = draws_of(draws, stream, n);
-    check(rule.kind == kLinear || rule.kind == kFloat8 || own.given || own.stream);
+    check(!code.draws() || own.given || own.stream);
+    const auto* from = data(x, t);
     auto* to = out.mutable_data();
     py::gil_scoped_release release;
-    encode(rule, data(x, t), n, own, to, threads);
+    code.chunks(t, n, own)->encode(from, to, threads);
   });
 }
 
-void decode_(const Array<std::uint8_t>& code, int base, Index length, const py::object& table,
-             int zero, double unit, py::array& out, bool add, int threads) {
+void decode_(const Code& code, const Array<std::uint8_t>& bytes, int sign, bool add, py::array& out,
+             int threads) {
   with_type(out, [&](auto t) {
-    using T = decltype(t);
-    const Index n = out.size(), heads = length ? pieces(n, length) : n > 0;
-    check(base >= 2 && base <= 256 && length >= 0 &&
-          code.size() == heads * out.itemsize() + Packing(base).bytes(n));
-    const T* values = nullptr;
-    Array<T> kept;
-    if (!table.is_none()) {
-      kept = table.cast<Array<T>>();
-      check(kept.size() >= base);
-      values = kept.data();
-    }
-    const auto* from = code.data();
+    const Index n = out.size();
+    check(bytes.size() == code.bytes(n, out.itemsize()) && std::abs(sign) == 1);
+    const auto* from = bytes.data();
     auto* to = room(out, t);
     py::gil_scoped_release release;
-    decode(from, n, base, length, values, zero, static_cast<T>(unit), to, add, threads);
+    code.chunks(t, n, Draws())->decode(from, sign, add, to, threads);
   });
+}
+
+// The bytes of codes of n float32; the arrays, which are no copies, live as long as their list.
+std::vector<const std::uint8_t*> bytes_of(const Code& code, const py::list& codes, Index n) {
+  std::vector<const std::uint8_t*> found;
+  for (const auto& one : codes) {
+    check(py::isinstance<Array<std::uint8_t>>(one));
+    const auto bytes = py::reinterpret_borrow<Array<std::uint8_t>>(one);
+    check(bytes.size() == code.bytes(n, sizeof(float)));
+    found.push_back(bytes.data());
+  }
+  return found;
+}
+
+// An array of n float32, or nothing.
+float* numbers(const py::object& x, Index n, bool written) {
+  if (x.is_none()) return nullptr;
+  check(py::isinstance<Array<float>>(x));
+  auto own = py::reinterpret_borrow<Array<float>>(x);
+  check(own.size() == n && reinterpret_cast<std::uintptr_t>(own.data()) % sizeof(float) == 0);
+  return written ? own.mutable_data() : const_cast<float*>(own.data());
+}
+
+Finite feed_(const Code& code, const Array<float>& base, const py::object& x,
+             const py::object& kept, const py::list& codes, const py::object& draws,
+             Array<float>& left, Array<std::uint8_t>& out, int threads) {
+  const Index n = left.size();
+  check(out.size() == code.bytes(n, sizeof(float)) && base.size() == n);
+  Philox stream;
+  const Draws own = draws_of(draws, stream, n);
+  check(!code.draws() || own.given || own.stream);
+  const auto theirs = bytes_of(code, codes, n);
+  const float* from = numbers(base, n, false);
+  const float* added = numbers(x, n, false);
+  float* old = numbers(kept, n, true);
+  float* to = numbers(left, n, true);
+  auto* bytes = out.mutable_data();
+  py::gil_scoped_release release;
+  return feed(*code.chunks(float(), n, own), from, added, old, theirs, to, bytes, threads);
+}
+
+bool mean_(const Code& code, const py::list& codes, float by, Array<float>& out, bool add,
+           int threads) {
+  const Index n = out.size();
+  check(add || codes.size() == 1);
+  const auto theirs = bytes_of(code, codes, n);
+  float* to = numbers(out, n, true);
+  py::gil_scoped_release release;
+  return mean(*code.chunks(float(), n, Draws()), theirs, by, add, to, threads);
 }
 
 double sum_(const py::array& x, int term, double shift, int threads) {
@@ -458,64 +299,21 @@ double sum_(const py::array& x, int term, double shift, int threads) {
   });
 }
 
-double signs_(const py::array& x, int sign, bool big, int term, Array<std::uint8_t>& out,
-              int threads) {
+// A bit an element; returns the number of zeros.
+Index signs_(const py::array& x, Array<std::uint8_t>& out, int threads) {
   return with_type(x, [&](auto t) {
     const Index n = x.size();
-    check(out.size() == (n + 7) / 8 && sign >= kNegative && sign <= kZero && term <= kZeros);
-    auto* to = out.mutable_data();
+    check(out.size() == (n + 7) / 8);
     const auto* from = data(x, t);
-    py::gil_scoped_release release;
-    return put_signs(from, n, static_cast<Sign>(sign), big, term, to, threads);
-  });
-}
-
-void halves_(const py::array& x, Index length, Array<std::uint8_t>& out, int threads) {
-  with_type(x, [&](auto t) {
-    const Index n = x.size();
-    check(length > 0 && out.size() == 2 * pieces(n, length) * x.itemsize() + (n + 7) / 8);
     auto* to = out.mutable_data();
-    const auto* from = data(x, t);
+    std::atomic<Index> zeros{0};
     py::gil_scoped_release release;
-    put_halves(from, n, length, to, threads);
-  });
-}
-
-void from_bits_(const Array<std::uint8_t>& code, Index length, bool big, const py::array& levels,
-                py::array& out, bool add, int threads) {
-  with_type(out, [&](auto t) {
-    const Index n = out.size(), runs = length ? pieces(n, length) : n > 0;
-    check(length >= 0 && code.size() == (n + 7) / 8 && levels.size() >= 2 * runs &&
-          py::isinstance<Array<decltype(t)>>(levels));
-    const auto* from = code.data();
-    const auto* own = data(levels, t);
-    auto* to = room(out, t);
-    py::gil_scoped_release release;
-    from_bits(from, n, length, big, own, to, add, threads);
-  });
-}
-
-void natural_(const py::array& x, const py::object& draws, Array<std::uint8_t>& out, int threads) {
-  with_type(x, [&](auto t) {
-    const Index n = x.size();
-    check(out.size() == n + (n + 7) / 8);
-    Philox stream;
-    const Draws own = draws_of(draws, stream, n);
-    auto* to = out.mutable_data();
-    const auto* from = data(x, t);
-    py::gil_scoped_release release;
-    natural(from, n, own, to, threads);
-  });
-}
-
-void from_natural_(const Array<std::uint8_t>& code, py::array& out, bool add, int threads) {
-  with_type(out, [&](auto t) {
-    const Index n = out.size();
-    check(code.size() == n + (n + 7) / 8);
-    const auto* from = code.data();
-    auto* to = room(out, t);
-    py::gil_scoped_release release;
-    from_natural(from, n, to, add, threads);
+    parallel(pieces(n, kSummed), threads, [&](Index c) {
+      const Index start = c * kSummed, count = std::min(kSummed, n - start);
+      zeros += static_cast<Index>(loops->of(t).sum[kZeros](from + start, count, 0));
+      loops->of(t).signs[kPositive][false](from + start, count, to + start / 8);
+    });
+    return zeros.load();
   });
 }
 
@@ -594,17 +392,21 @@ void copy_(const Array<std::uint8_t>& from, Array<std::uint8_t>& to, int threads
 void add_codecs(py::module_& m) {
   py::class_<Rule>(m, "Rule")
       .def(py::init<int, int, int, Index, bool, double, int, int, std::vector<double>>());
+  py::class_<Code>(m, "Code");
+  py::class_<Digits, Code>(m, "Digits")
+      .def(py::init<Rule, std::vector<double>, int, double>());
+  py::class_<Signs, Code>(m, "Signs").def(py::init<int, double>());
+  py::class_<Halves, Code>(m, "Halves").def(py::init<Index>());
+  py::class_<Natural, Code>(m, "Natural").def(py::init<bool>());
   // What is written to is never a copy.
   const auto out = py::arg().noconvert();
   const py::arg in;
   m.def("encode", encode_, in, in, in, out, in);
-  m.def("decode", decode_, in, in, in, in, in, in, out, in, in);
+  m.def("decode", decode_, in, in, in, in, out, in);
+  m.def("feed", feed_, in, out, in, in, in, in, out, out, in);
+  m.def("mean", mean_, in, in, in, out, in, in);
   m.def("sum", sum_);
-  m.def("signs", signs_, in, in, in, in, out, in);
-  m.def("halves", halves_, in, in, out, in);
-  m.def("from_bits", from_bits_, in, in, in, in, out, in, in);
-  m.def("natural", natural_, in, in, out, in);
-  m.def("from_natural", from_natural_, in, out, in, in);
+  m.def("signs", signs_, in, out, in);
   m.def("philox", philox_);
   m.def("all_finite", all_finite_);
   m.def("uniforms", uniforms_, in, out, in);

@@ -761,6 +761,41 @@ void from_natural(const std::uint8_t* codes, const std::uint8_t* signs, Index n,
   for (; i < n; ++i) out[i] = add ? out[i] + value(i) : value(i);
 }
 
+// -- sums -----------------------------------------------------------------------------------------
+
+// sum = x + base, or base where x is null; and kept = base, unless that is null.  kept may be x, and
+// sum base.
+template <class T>
+void joined(const T* base, const T* x, Index n, T* kept, T* sum) {
+  const auto one = [&](Index i) __attribute__((always_inline)) {
+    const T own = base[i], other = x ? x[i] : T();
+    if (kept) kept[i] = own;
+    sum[i] = x ? other + own : own;
+  };
+  Index i = 0;
+  for (; x && i + 8 <= n; i += 8) {
+    const EightOf<T> own = eight(base + i), total = eight(x + i) + own;
+    if (kept) std::memcpy(kept + i, &own, sizeof own);
+    std::memcpy(sum + i, &total, sizeof total);
+  }
+  for (; i < n; ++i) one(i);
+}
+
+template <class T>
+void divided(const T* x, Index n, T by, bool streamed, T* out) {
+  Index i = 0;
+  for (; streamed && i < n && reinterpret_cast<std::uintptr_t>(out + i) % 32; ++i)
+    out[i] = x[i] / by;
+  for (; i + 8 <= n; i += 8) {
+    const EightOf<T> own = eight(x + i) / by;
+    if (streamed)
+      stream(out + i, own);
+    else
+      std::memcpy(out + i, &own, sizeof own);
+  }
+  for (; i < n; ++i) out[i] = x[i] / by;
+}
+
 template <class T>
 constexpr LoopsOf<T> loops_of{
     largest<T>,
@@ -775,6 +810,8 @@ constexpr LoopsOf<T> loops_of{
     {from_digits<false, T>, from_digits<true, T>},
     natural,
     {from_natural<false, T>, from_natural<true, T>},
+    joined<T>,
+    divided<T>,
 };
 
 const Loops loops{loops_of<float>, loops_of<double>, pack_fields, unpack_fields, pack_words,

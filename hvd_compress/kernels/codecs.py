@@ -7,10 +7,12 @@ float64; results are the same for any number of threads.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,23 +20,82 @@ from hvd_compress.kernels import is_compiled, native, reference, threads
 
 _KINDS = ("linear", "uniform", "exponential", "ternary", "float8")
 _TERMS = ("plain", "magnitude", "square", "zeros")
-_SIGNS = ("negative", "positive", "not negative", "zero")
+_SCALES = {"l1": "magnitude", "l2": "square"}
 #: fewer random numbers are drawn sooner by NumPy
 _FEW = 1024
 
 
-class Loops(Protocol):
+class Loops(abc.ABC):
     """What a codec hands its arrays to."""
+
+    @property
+    @abc.abstractmethod
+    def _code(self) -> Any:
+        """What the compiled module knows of the code."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers are taken, one an element."""
+        return False
+
+    @property
+    def feeds(self) -> bool:
+        """Whether ``encode`` is all in the compiled module, and so there is ``feed``."""
+        return True
 
     def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
         """Write the code of ``x`` to ``out`` (uint8)."""
+        native.codecs.encode(self._code, x, self._drawn(random, x.size), out, threads())
 
     def decode(self, code: np.ndarray, out: np.ndarray, add: bool, sign: int = 1) -> None:
         """Write the values of a code, times a ``sign`` (1 or -1), to ``out``, or add them."""
+        native.codecs.decode(self._code, code, sign, add, out, threads())
+
+    def feed(self, sums: Sums, random: np.random.Generator | None, out: np.ndarray) -> Finite:
+        """See :meth:`hvd_compress.codecs.base.Codec.feed`; arrays are float32."""
+        draws = self._drawn(random, sums.left.size)
+        arrays = sums.base, sums.x, sums.kept, list(sums.codes)
+        return Finite(*native.codecs.feed(self._code, *arrays, draws, sums.left, out, threads()))
+
+    def mean(self, codes: Sequence[np.ndarray], by: int, out: np.ndarray, add: bool) -> bool:
+        """See :meth:`hvd_compress.codecs.base.Codec.mean`; ``out`` is float32."""
+        return native.codecs.mean(self._code, list(codes), by, out, add, threads())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: x for key, x in self.__dict__.items() if key != "_code"}
+
+    def _drawn(self, random: np.random.Generator | None, n: int) -> Any:
+        return draws_of(random, n) if self.draws and random is not None else None
+
+
+class Sums(NamedTuple):
+    """Sums of which a code is made, and what it leaves out of them: flat arrays of one dtype.
+
+    Attributes:
+        base: what is added to.
+        left: where the sums are written, and what is left of them; it may be ``base``.
+        x: what is added; ``None``: nothing.
+        kept: where ``base`` is written, unless that is ``None``; it may be ``x``.
+        codes: the values of these are added, too, one after the other.
+    """
+
+    base: np.ndarray
+    left: np.ndarray
+    x: np.ndarray | None = None
+    kept: np.ndarray | None = None
+    codes: Sequence[np.ndarray] = ()
+
+
+class Finite(NamedTuple):
+    """Whether no sum is NaN or Inf, and whether nothing that is left of them is; if the former is
+    not so, there is no code."""
+
+    sums: bool
+    left: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Digits:
+class Digits(Loops):
     """A scale for each run of elements, then a digit for each element.
 
     Args:
@@ -65,8 +126,8 @@ class Digits:
     unit: int = 1
 
     @functools.cached_property
-    def _rule(self) -> Any:
-        return native.codecs.Rule(
+    def _code(self) -> Any:
+        rule = native.codecs.Rule(
             _KINDS.index(self.kind),
             self.base,
             self.levels,
@@ -77,40 +138,31 @@ class Digits:
             self.bias,
             list(self.grid),
         )
+        table = [] if self.table is None else self.table.tolist()
+        return native.codecs.Digits(rule, table, self.zero, self.unit)
 
-    def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
-        draws = None if self.kind in ("linear", "float8") else draws_of(random, x.size)
-        native.codecs.encode(self._rule, x, draws, out, threads())
-
-    def decode(self, code: np.ndarray, out: np.ndarray, add: bool, sign: int = 1) -> None:
-        table = None if self.table is None else self.table.astype(out.dtype)
-        length = self.length or 0
-        native.codecs.decode(
-            *(code, self.base, length, table, self.zero, sign * self.unit, out, add, threads())
-        )
+    @property
+    def draws(self) -> bool:
+        return self.kind not in ("linear", "float8")
 
 
 @dataclasses.dataclass(frozen=True)
-class Natural:
+class Natural(Loops):
     """The codec ``natural``."""
 
     biased: bool
 
-    def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
-        draws = None if self.biased else draws_of(random, x.size)
-        native.codecs.natural(x, draws, out, threads())
+    @functools.cached_property
+    def _code(self) -> Any:
+        return native.codecs.Natural(self.biased)
 
-    def decode(self, code: np.ndarray, out: np.ndarray, add: bool, sign: int = 1) -> None:
-        if sign == 1:
-            native.codecs.from_natural(code, out, add, threads())
-            return
-        values = np.empty_like(out)
-        native.codecs.from_natural(code, values, False, threads())
-        np.subtract(out, values, out=out) if add else np.negative(values, out=out)
+    @property
+    def draws(self) -> bool:
+        return not self.biased
 
 
 @dataclasses.dataclass(frozen=True)
-class Signs:
+class Signs(Loops):
     """A bit an element, which stands for ``scale`` or its negative.
 
     Args:
@@ -122,27 +174,32 @@ class Signs:
     scale: str | float
     draws_zeros: bool = False
 
-    def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
-        if self.draws_zeros:
-            if _put_signs(x, out, "positive", "zeros"):
-                out |= drawn_zeros(x, random)
-        elif isinstance(self.scale, str):
-            term = "magnitude" if self.scale == "l1" else "square"
-            mean = _put_signs(x, out[x.itemsize :], "not negative", term) / max(x.size, 1)
-            scale = mean if self.scale == "l1" else math.sqrt(mean)
-            with np.errstate(over="ignore"):
-                out[: x.itemsize] = np.array([scale], x.dtype.newbyteorder("<")).view(np.uint8)
-        else:
-            _put_signs(x, out, "not negative")
+    @functools.cached_property
+    def _code(self) -> Any:
+        if isinstance(self.scale, str):
+            return native.codecs.Signs(_TERMS.index(_SCALES[self.scale]), 0.0)
+        return native.codecs.Signs(-1, self.scale)
 
-    def decode(self, code: np.ndarray, out: np.ndarray, add: bool, sign: int = 1) -> None:
-        scale, bits = self.scale, code
-        if isinstance(scale, str):
-            scale = code[: out.itemsize].view(out.dtype.newbyteorder("<"))[0]
-            bits = code[out.itemsize :]
-        levels = np.array([scale, scale], out.dtype)
-        levels[0 if sign > 0 else 1] *= -1
-        _from_bits(bits, levels, out, add)
+    @property
+    def feeds(self) -> bool:
+        return not self.draws_zeros
+
+    def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
+        if not self.draws_zeros:
+            super().encode(x, random, out)
+        elif native.codecs.signs(x, out, threads()):
+            out |= drawn_zeros(x, random)
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(Loops):
+    """The codec ``column_means`` of columns of ``length``; ``None``: all elements."""
+
+    length: int | None
+
+    @functools.cached_property
+    def _code(self) -> Any:
+        return native.codecs.Halves(self.length or 0)
 
 
 def drawn_zeros(x: np.ndarray, random: np.random.Generator) -> np.ndarray:
@@ -150,47 +207,6 @@ def drawn_zeros(x: np.ndarray, random: np.random.Generator) -> np.ndarray:
     bits = x == 0
     bits[bits] = random.random(np.count_nonzero(bits)) < 0.5
     return np.packbits(bits, bitorder="little")
-
-
-@dataclasses.dataclass(frozen=True)
-class Halves:
-    """The codec ``column_means`` of columns of ``length``; ``None``: all elements."""
-
-    length: int | None
-
-    def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
-        length = self.length or max(x.size, 1)
-        native.codecs.halves(x, length, out, threads())
-
-    def decode(self, code: np.ndarray, out: np.ndarray, add: bool, sign: int = 1) -> None:
-        columns = -(-out.size // self.length) if self.length else int(out.size > 0)
-        split = 2 * columns * out.itemsize
-        levels = code[:split].view(out.dtype.newbyteorder("<")).astype(out.dtype)
-        if sign < 0:
-            np.negative(levels, out=levels)
-        _from_bits(code[split:], levels, out, add, length=self.length, first_is_highest=True)
-
-
-def _from_bits(
-    code: np.ndarray,
-    levels: np.ndarray,
-    out: np.ndarray,
-    add: bool,
-    *,
-    length: int | None = None,
-    first_is_highest: bool = False,
-) -> None:
-    """Write to ``out``, or add to it, for each bit of ``code`` one of two levels of its run: the
-    second where it is set."""
-    native.codecs.from_bits(code, length or 0, first_is_highest, levels, out, add, threads())
-
-
-def _put_signs(x: np.ndarray, out: np.ndarray, sign: str, term: str | None = None) -> float:
-    """Write a bit for each element, 1 where it is ``sign``, "negative", "positive" or "not
-    negative", the first one the lowest of a byte.  Return the sum of a ``term`` of all elements:
-    see :func:`total`."""
-    terms = -1 if term is None else _TERMS.index(term)
-    return native.codecs.signs(x, _SIGNS.index(sign), False, terms, out, threads())
 
 
 def as_loops_take(x: np.ndarray) -> np.ndarray:

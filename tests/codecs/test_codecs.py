@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -55,6 +57,17 @@ CLASSED = [
 ]
 
 each = pytest.mark.parametrize("codec", EVERY, ids=repr)
+
+
+@each
+def test_a_codec_that_was_used_can_be_copied_and_pickled(codec):
+    """What the compiled loops know of it stays behind."""
+    x = np.arange(-1000, 1000, dtype=np.float32)
+    code = codec.encode(x, random())
+    codec.decode(code, x.size, x.dtype)
+    for other in (copy.deepcopy(codec), pickle.loads(pickle.dumps(codec))):
+        assert other == codec
+        np.testing.assert_array_equal(other.encode(x, random()), code)
 
 
 def random(seed: int = 0) -> np.random.Generator:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,11 +11,13 @@ from hypothesis import strategies as st
 
 from hvd_compress import Context, codecs, kernels
 from hvd_compress.codecs import compiled as compiled_codecs
+from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.compiled import Compiled
 from hvd_compress.codecs.plus_minus import plus_minus
 from hvd_compress.kernels import codecs as loops
 from hvd_compress.kernels import reference
 from hvd_compress.kernels.bitpacking import pack_digits
+from hvd_compress.kernels.codecs import Sums
 from hvd_compress.operators.random_k import own_generator
 from tests.kernels.test_kernels import unaligned
 
@@ -150,6 +154,66 @@ def test_any_bytes_are_decoded_as_by_numpy(codec, n, dtype, seed):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
+@settings(max_examples=15, deadline=None)
+@given(
+    n=SIZES,
+    kind=st.sampled_from(KINDS),
+    offset=st.integers(0, 9),
+    count=st.integers(0, 3),
+    adds=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_what_is_fed_back_is_as_in_numpy(codec, n, kind, offset, count, adds, seed):
+    """Sums, their codes and what these leave out, in one pass; in place, and beside it."""
+    data, dtype = np.random.default_rng(seed), np.dtype("float32")
+    base, x = (unaligned(drawn(data, n, kind, dtype), offset) for _ in "01")
+    codes = [codec.encode(drawn(data, n, "normal", dtype), own_generator(Context(seed=i)))
+             for i in range(count)]  # fmt: skip
+    found = []
+    for own, random in zip((codec.feed, partial(Codec.feed, codec)), generators(seed), strict=True):
+        code = unaligned(np.full(codec.size(n, dtype), 7, np.uint8), offset)
+        if adds:  # as of a residual and a gradient
+            left, old = unaligned(base.copy(), offset), unaligned(x.copy(), offset)
+            sums = Sums(left, left, old, old, codes)
+        else:  # as of an owner's sums
+            left, old = unaligned(np.full(n, 7, dtype), offset), base
+            sums = Sums(base, left, codes=codes)
+        finite = own(sums, random, code)
+        np.testing.assert_array_equal(old, base)
+        found.append((finite, left, code) if finite.sums else (finite,))
+    assert found[0][0] == found[1][0]
+    for one, other in zip(found[0][1:], found[1][1:], strict=True):
+        np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@settings(max_examples=10, deadline=None)
+@given(
+    n=SIZES,
+    kind=st.sampled_from(KINDS),
+    offset=st.integers(0, 9),
+    count=st.integers(1, 3),
+    by=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+)
+def test_means_of_codes_are_those_of_numpy(codec, n, kind, offset, count, by, seed):
+    data, dtype = np.random.default_rng(seed), np.dtype("float32")
+    with np.errstate(all="ignore"):
+        codes = [codec.encode(drawn(data, n, kind, dtype), own_generator(Context(seed=i)))
+                 for i in range(count)]  # fmt: skip
+    for add in {True, count > 1}:
+        found = []
+        for own in (codec.mean, partial(Codec.mean, codec)):
+            out = unaligned(np.full(n, 7, dtype), offset)
+            finite = own(codes, by, out, add)
+            found.append((finite, out))
+        (finite, out), (expected, values) = found
+        assert finite == expected
+        np.testing.assert_array_equal(out, values)
+        np.testing.assert_array_equal(np.signbit(out[out == 0]), np.signbit(values[values == 0]))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_instruction_set_has_the_same_bits(codec, dtype, instructions):
     random = np.random.default_rng(0)
@@ -162,6 +226,21 @@ def test_every_instruction_set_has_the_same_bits(codec, dtype, instructions):
             code = codec.encode(x, own_generator(Context()))
             np.testing.assert_array_equal(code, expected)
             np.testing.assert_array_equal(codec.decode(code, n, dtype), values)
+            if dtype == np.float32 and kind == "normal":
+                assert_same_as_numpy(codec, x)
+
+
+def assert_same_as_numpy(codec, x):
+    found = []
+    for own in (codec, None):
+        code, left, kept = np.empty(codec.size(x.size, x.dtype), np.uint8), x.copy(), 2 * x
+        mean = np.empty_like(x)
+        feed = codec.feed if own else partial(Codec.feed, codec)
+        feed(Sums(left, left, kept, kept), own_generator(Context()), code)
+        means = codec.mean if own else partial(Codec.mean, codec)
+        means([code, code], 3, mean, True)
+        found.append([a.tobytes() for a in (code, left, kept, mean)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -173,6 +252,7 @@ def test_threads_change_nothing(codec, threads, monkeypatch):
         monkeypatch.setattr(loops, "threads", lambda number=number: number)
         code = codec.encode(x, own_generator(Context()))
         found.append((code.tobytes(), codec.decode(code, x.size, x.dtype).tobytes()))
+        assert_same_as_numpy(codec, x)
     assert found[0] == found[1]
 
 
