@@ -292,7 +292,7 @@ def from_numpy(x: np.ndarray, like: Array | None) -> Array:
 
 
 def to_numpy(x: Array) -> np.ndarray:
-    return _to_host([x])[0]
+    return _to_host([x])[0] if x.is_cuda else x.detach().cpu().numpy()
 
 
 def _to_host(tensors: Sequence[Array]) -> list[np.ndarray]:

@@ -88,9 +88,9 @@ class InPlace(abc.ABC):
         bucket, step = self._bucket(tensors), tensors[0].context
         xp = backend_of(tensors[0].x)
         states = [{key: flat(t.state[key]) for key in bucket.keys} for t in tensors]
-        out = [t.x if step.in_place else bucket.empty(t.x) for t in tensors]
-        momenta = [t.context.momentum for t in tensors]
         gradients = [t.x for t in tensors]
+        out = gradients if step.in_place else [bucket.empty(x) for x in gradients]
+        momenta = [t.context.momentum for t in tensors]
         arrays = Arrays(bucket, gradients, states, out, momenta, looked_at=step.needs_sent)
         arrays.dtypes = [xp.dtype(t.gradient) for t in tensors]
         finite = yield from bucket.meet(arrays, step)
@@ -227,6 +227,7 @@ class Arrays:
         self.new: list[State] | None = None
         self.dtypes = ["float32"]
         self.means: list[np.ndarray] | None = None
+        self._views: Views | None = None
         if looked_at:
             self.sent = [np.empty(n, np.float32) for n in bucket.sizes]
             if bucket.form.finishes:
@@ -241,7 +242,10 @@ class Arrays:
         return step._replace(momentum=self.momenta[tensor])
 
     def _now(self) -> list[Column]:
-        return [Column(arrays, sizes) for arrays, sizes in self._parts]
+        (x, sizes), (out, _), *states = self._parts
+        gradients = Column(x, sizes)
+        results = gradients if out is x else Column(out, sizes)
+        return [gradients, results, *(Column(arrays, sizes) for arrays, sizes in states)]
 
     def by_tensor(self) -> list[State]:
         """Return the states of each tensor."""
@@ -260,9 +264,13 @@ class Arrays:
         return columns
 
     def views(self) -> Views:
-        """Return the same as arrays of NumPy."""
-        x, out, *states = (list(column.on_host().arrays) for column in self.columns())
-        return Views(x, out, dict(zip(self.states, states, strict=True)), self.means)
+        """Return the same as arrays of NumPy.  They are made once, and keep their memory until the
+        exchange is over."""
+        columns = self.columns()
+        if self._views is None:
+            x, out, *states = (column.flat_on_host() for column in columns)
+            self._views = Views(x, out, dict(zip(self.states, states, strict=True)), self.means)
+        return self._views
 
 
 def look_of(tensors: list[Tensor]) -> Any:

@@ -408,9 +408,10 @@ class _Sharded(_Bucket):
     ) -> Generator[Request, Any, Sequence[bool]]:
         xp = backend_of(arrays.gradients[0])
         with phase("encode"):
-            self._look(arrays.states[_O], arrays.views().states[_O])
+            views = arrays.views()
+            self._look(arrays.states[_O], views.states[_O])
             fed = None if self._foreign else fed
-            frames = self._encode(arrays, step, fed)
+            frames = self._encode(arrays, views, step, fed)
         received = yield Alltoall([xp.from_numpy(frame, None) for frame in frames])
         with phase("add_up"):
             frame = self._add_up(arrays, [xp.to_numpy(x) for x in received], step)
@@ -418,9 +419,10 @@ class _Sharded(_Bucket):
         with phase("add_up"):
             return self._finish(arrays, [xp.to_numpy(x) for x in replies], step, fed)
 
-    def _encode(self, arrays: Arrays, step: Context, fed: _Fed | None) -> list[np.ndarray]:
+    def _encode(
+        self, arrays: Arrays, views: Views, step: Context, fed: _Fed | None
+    ) -> list[np.ndarray]:
         """Return a message for each rank."""
-        views = arrays.views()
         pairs = zip(self._messages, self._frames, strict=True)
         flags = [message.flags(frame) for message, frame in pairs]
         for own in flags:

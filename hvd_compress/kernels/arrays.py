@@ -45,8 +45,12 @@ class Column:
 
     def on_host(self) -> Column:
         """Return the same memory as flat arrays of NumPy."""
+        return Column(self.flat_on_host(), self.sizes)
+
+    def flat_on_host(self) -> list[np.ndarray]:
+        """Return the same memory as flat arrays of NumPy, which keep it."""
         to_numpy = backend_of(self.arrays[0]).to_numpy
-        return Column([to_numpy(x).reshape(-1) for x in self.arrays], self.sizes)
+        return [to_numpy(x).reshape(-1) for x in self.arrays]
 
 
 def check_places(columns: Sequence[Column], places: Sequence[np.ndarray]) -> None:
