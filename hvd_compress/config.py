@@ -215,6 +215,14 @@ def check_between(option: str, value: Any, low: float, high: float = float("inf"
         raise ConfigError(f"{option} must be {span}; got {value!r}")
 
 
+def no_process_set(value: Any) -> ConfigError:
+    """Return what to raise of a value for the option ``process_set`` that is no set of ranks."""
+    return ConfigError(
+        f"process_set={value!r}: pass hvd.global_process_set, or what hvd.add_process_set(...) "
+        "returns"
+    )
+
+
 def check_choice(option: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise unless ``value`` is one of ``choices``."""
     if value not in choices:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hvd_compress.config import no_process_set
 from hvd_compress.errors import ConfigError
 
 from .plain import check_plain
@@ -69,10 +70,7 @@ def names_of_parameters(
 def check_process_set(process_set: Any) -> None:
     """Raise ``ConfigError`` unless this is a value for the option ``process_set``."""
     if not callable(getattr(process_set, "included", None)):
-        raise ConfigError(
-            f"process_set={process_set!r}: pass hvd.global_process_set, or what "
-            "hvd.add_process_set(...) returns"
-        )
+        raise no_process_set(process_set)
 
 
 def check_groups(groups: Groups, option: str = "groups") -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from hvd_compress.config import no_process_set
 from hvd_compress.errors import ConfigError, SetupError
 from hvd_compress.mpi.engine import MpiEngine
 from hvd_compress.mpi.transport.communicator import Communicator
@@ -172,10 +173,7 @@ def communicator_of(process_set: Any) -> Communicator:
         SetupError: this rank does not belong to it, or ``hvd.init()`` is missing.
     """
     if not isinstance(process_set, ProcessSet):
-        raise ConfigError(
-            f"process_set={process_set!r}: pass hvd.global_process_set, or what "
-            "hvd.add_process_set(...) returns"
-        )
+        raise no_process_set(process_set)
     return process_set.communicator
 
 
