@@ -18,7 +18,7 @@
 namespace {
 
 constexpr Index kSummed = 4096;   // elements that are added up in one go, which defines the sum
-constexpr Index kTaken = 16384;   // elements that a thread takes at a time, or a few more
+constexpr Index kTaken = 4096;    // elements that a thread takes at a time, or a few more: 16 KiB
 constexpr Index kShared = 1 << 18;  // a run of more elements is divided among threads
 constexpr Index kDrawn = 2560;    // random numbers that stay in the first-level cache
 
@@ -159,7 +159,8 @@ bool mean(const Chunks<float>& chunks, const std::vector<const std::uint8_t*>& c
   std::atomic<bool> finite{true};
   chunks.by_taken(threads, [&](Index start, Index stop) {
     const Index count = stop - start;
-    float total[kTaken + 64] = {};  // a chunk is a few elements longer, or not at all
+    float total[kTaken + 64];  // a chunk is a few elements longer, or not at all
+    if (add) std::fill(total, total + count, 0.0f);
     for (const auto* code : codes) chunks.get(code, start, stop, 1, add, false, total);
     if (!(loops->of_float.largest(total, count) < std::numeric_limits<float>::infinity()))
       finite = false;

@@ -203,10 +203,11 @@ INLINE void store_bytes(Of<double>::Ints x, std::uint8_t* to) {
 #endif
 }
 
-INLINE std::uint8_t reversed(std::uint8_t byte) {
-  byte = (byte & 0xf0) >> 4 | (byte & 0x0f) << 4;
-  byte = (byte & 0xcc) >> 2 | (byte & 0x33) << 2;
-  return (byte & 0xaa) >> 1 | (byte & 0x55) << 1;
+// The bits of each byte in the other order.
+INLINE std::uint64_t reversed(std::uint64_t bytes) {
+  bytes = (bytes >> 4 & 0x0f0f0f0f0f0f0f0f) | (bytes & 0x0f0f0f0f0f0f0f0f) << 4;
+  bytes = (bytes >> 2 & 0x3333333333333333) | (bytes & 0x3333333333333333) << 2;
+  return (bytes >> 1 & 0x5555555555555555) | (bytes & 0x5555555555555555) << 1;
 }
 
 template <Sign sign, class T>
@@ -221,14 +222,17 @@ INLINE auto has_sign(T x) {
 template <Sign sign, bool big, class T>
 void signs(const T* x, Index n, std::uint8_t* out) {
   Index i = 0;
-  for (; i + 8 <= n; i += 8) {
-    const std::uint8_t byte = bits_of_lanes(has_sign<sign>(eight(x + i)));
-    *out++ = big ? reversed(byte) : byte;
+  for (; i + 64 <= n; i += 64, out += 8) {
+    std::uint64_t bits = 0;
+    for (int j = 0; j < 8; ++j)
+      bits |= std::uint64_t{bits_of_lanes(has_sign<sign>(eight(x + i + 8 * j)))} << 8 * j;
+    if (big) bits = reversed(bits);
+    std::memcpy(out, &bits, 8);
   }
-  if (i == n) return;
-  std::uint8_t byte = 0;
-  for (Index j = 0; i + j < n; ++j) byte |= has_sign<sign>(x[i + j]) << j;
-  *out = big ? reversed(byte) : byte;
+  std::uint64_t bits = 0;
+  for (Index j = 0; i + j < n; ++j) bits |= std::uint64_t{has_sign<sign>(x[i + j])} << j;
+  if (big) bits = reversed(bits);
+  std::memcpy(out, &bits, (n - i + 7) / 8);
 }
 
 // out = high where a bit is set, else low; or that is added.  `first` is the number of a bit.
@@ -783,17 +787,20 @@ void joined(const T* base, const T* x, Index n, T* kept, T* sum) {
 
 template <class T>
 void divided(const T* x, Index n, T by, bool streamed, T* out) {
+  int exponent;
+  const bool is_power = std::frexp(by, &exponent) == T(0.5);  // whose products are the quotients
+  const T inverse = 1 / by;
+  const auto one = [&](Index i) { out[i] = is_power ? x[i] * inverse : x[i] / by; };
   Index i = 0;
-  for (; streamed && i < n && reinterpret_cast<std::uintptr_t>(out + i) % 32; ++i)
-    out[i] = x[i] / by;
+  for (; streamed && i < n && reinterpret_cast<std::uintptr_t>(out + i) % 32; ++i) one(i);
   for (; i + 8 <= n; i += 8) {
-    const EightOf<T> own = eight(x + i) / by;
+    const EightOf<T> own = is_power ? eight(x + i) * inverse : eight(x + i) / by;
     if (streamed)
       stream(out + i, own);
     else
       std::memcpy(out + i, &own, sizeof own);
   }
-  for (; i < n; ++i) out[i] = x[i] / by;
+  for (; i < n; ++i) one(i);
 }
 
 template <class T>
