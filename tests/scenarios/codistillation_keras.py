@@ -33,6 +33,7 @@ def _batch(rank: int, step: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _train(model, codistillation, rank: int, steps=range(STEPS), graph: bool = True) -> None:
     optimizer = keras.optimizers.SGD(RATE)
+    optimizer.build(model.trainable_variables)  # so that the graph is traced once
 
     def step(x, y):
         with tf.GradientTape() as tape:
@@ -102,6 +103,7 @@ def checkpoints_follow_a_reference_under_fit() -> None:
     codistillation = hvd.Codistillation(model, every=3, burn_in=1, weight=0.5, loss="mse")
     codistillation.use_in_fit()
     model.compile(keras.optimizers.SGD(RATE), LOSS, jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
     x, y = (
         np.concatenate(parts)
         for parts in zip(*(_batch(hvd.rank(), s) for s in range(STEPS)), strict=True)

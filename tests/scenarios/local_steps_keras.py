@@ -71,6 +71,7 @@ def _fit(model: keras.Model, optimizer, steps: range) -> None:
     batches = [_batch(hvd.rank(), step) for step in steps]
     x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     model.compile(optimizer, "mse", jit_compile=False)
+    model.optimizer.build(model.trainable_variables)  # so that the graph is traced once
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
 
 
