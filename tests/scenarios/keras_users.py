@@ -57,23 +57,27 @@ def _fit(optimizer, callbacks=(), *, model=None, steps=8, epochs=1, **options):
 
 
 def horovods_own_import_lines_and_callbacks() -> None:
-    """Broadcast, averages and both schedules, from all modules that users take them from."""
-    for module in (horovod.tensorflow.keras, horovod.keras, hvd_keras):
-        own = module.callbacks
-        model = model_of("mlp")
-        if hvd.rank() > 0:
-            model.set_weights([w + 1 for w in model.get_weights()])
-        callbacks = [
-            own.BroadcastGlobalVariablesCallback(0),
-            own.MetricAverageCallback(device="/cpu:0"),
-            own.LearningRateWarmupCallback(oracle.LR, warmup_epochs=1, verbose=1),
-            own.LearningRateScheduleCallback(oracle.LR, 0.5, start_epoch=1),
-        ]
-        optimizer = module.DistributedOptimizer(_sgd(), compression=SPARSE)
-        model, history = _fit(optimizer, callbacks, model=model, epochs=3)
-        assert_same_everywhere(_weights(model))
-        assert_same_everywhere({k: np.array(history[k]) for k in ("loss", "accuracy")})
-        np.testing.assert_allclose(history["lr"], oracle.LR * np.array([1, 1, 0.5]), rtol=1e-6)
+    """Broadcast, averages and both schedules, which are the same in all modules that users take
+    them from."""
+    own = horovod.keras.callbacks
+    callbacks = [
+        own.BroadcastGlobalVariablesCallback(0),
+        own.MetricAverageCallback(device="/cpu:0"),
+        own.LearningRateWarmupCallback(oracle.LR, warmup_epochs=1, verbose=1),
+        own.LearningRateScheduleCallback(oracle.LR, 0.5, start_epoch=1),
+    ]
+    for module in (horovod.tensorflow.keras, hvd_keras):
+        for callback in callbacks:
+            assert getattr(module.callbacks, type(callback).__name__) is type(callback)
+    model = model_of("mlp")
+    if hvd.rank() > 0:
+        model.set_weights([w + 1 for w in model.get_weights()])
+    # With an optimizer of each module: keras_fit.horovods_own_import_lines_work.
+    optimizer = horovod.tensorflow.keras.DistributedOptimizer(_sgd(), compression=SPARSE)
+    model, history = _fit(optimizer, callbacks, model=model, epochs=3)
+    assert_same_everywhere(_weights(model))
+    assert_same_everywhere({k: np.array(history[k]) for k in ("loss", "accuracy")})
+    np.testing.assert_allclose(history["lr"], oracle.LR * np.array([1, 1, 0.5]), rtol=1e-6)
 
 
 def a_number_multiplies_the_rate_every_epoch() -> None:
@@ -92,18 +96,17 @@ def a_number_multiplies_the_rate_every_epoch() -> None:
 
 
 def some_variables_keep_what_their_rank_has() -> None:
-    for own in (horovod.keras.callbacks, hvd_keras.callbacks):
-        model = model_of("mlp")
-        model.set_weights([w + hvd.rank() for w in model.get_weights()])
-        kernel, bias, *_ = model.trainable_variables
-        broadcast = own.BroadcastGlobalVariablesCallback(0, "", [kernel])
-        broadcast.register_local_var(bias)
-        frozen = keras.optimizers.SGD(0.0)
-        model, _ = _fit(hvd_keras.DistributedOptimizer(frozen), [broadcast], model=model, steps=1)
-        initial = oracle.initial_weights("mlp")
-        for name, weight in _weights(model).items():
-            offset = hvd.rank() if name in ("kernel0", "bias0") else 0
-            np.testing.assert_allclose(weight, initial[name] + offset, rtol=1e-6)
+    model = model_of("mlp")
+    model.set_weights([w + hvd.rank() for w in model.get_weights()])
+    kernel, bias, *_ = model.trainable_variables
+    broadcast = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0, "", [kernel])
+    broadcast.register_local_var(bias)
+    frozen = keras.optimizers.SGD(0.0)
+    model, _ = _fit(hvd_keras.DistributedOptimizer(frozen), [broadcast], model=model, steps=1)
+    initial = oracle.initial_weights("mlp")
+    for name, weight in _weights(model).items():
+        offset = hvd.rank() if name in ("kernel0", "bias0") else 0
+        np.testing.assert_allclose(weight, initial[name] + offset, rtol=1e-6)
     with raises(ConfigError, "local_variables"):
         hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[3])
 
@@ -142,27 +145,31 @@ def the_best_model_is_kept() -> None:
         (hvd_keras.callbacks.BestModelCheckpoint, ("loss", 0, False, "min", "epoch")),
     )
     folder = Path(tempfile.mkdtemp())
+    checkpoints = []
     for i, (cls, options) in enumerate(classes):
-        best = cls(*options)
-        best.filepath = str(folder / f"{i}{'.weights.h5' if True in options else '.keras'}")
-        after: list[dict[str, np.ndarray]] = []
+        checkpoints.append(cls(*options))
+        kind = ".weights.h5" if True in options else ".keras"
+        checkpoints[i].filepath = str(folder / f"{i}{kind}")
+    after: list[dict[str, np.ndarray]] = []
 
-        class Watch(keras.callbacks.Callback):
-            def on_epoch_end(self, epoch, logs=None, after=after):
-                after.append(_weights(self.model))
+    class Watch(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            after.append(_weights(self.model))
 
-        callbacks = [
-            hvd_keras.callbacks.MetricAverageCallback(),
-            hvd_keras.callbacks.CompressionCallback(),
-            best,
-            Watch(),
-            # What comes after the best epoch is worse.
-            hvd_keras.callbacks.LearningRateScheduleCallback(oracle.LR, lambda e: 100.0 ** (e > 1)),
-        ]
-        optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
-        model, history = _fit(optimizer, callbacks, epochs=4)
-        number = int(np.argmin(history["loss"]))
-        assert number < 3
+    callbacks = [
+        hvd_keras.callbacks.MetricAverageCallback(),
+        hvd_keras.callbacks.CompressionCallback(),
+        *checkpoints,
+        Watch(),
+        # What comes after the best epoch is worse.
+        hvd_keras.callbacks.LearningRateScheduleCallback(oracle.LR, lambda e: 100.0 ** (e > 1)),
+    ]
+    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
+    model, history = _fit(optimizer, callbacks, epochs=4)
+    number = int(np.argmin(history["loss"]))
+    assert number < 3
+    for best in checkpoints:
+        model.set_weights([w + 1 for w in model.get_weights()])
         model.load_weights(best.filepath)
         assert_close(_weights(model), after[number], 0, 0)
     with raises(ConfigError, "filepath="):
@@ -171,10 +178,15 @@ def the_best_model_is_kept() -> None:
 
 
 def a_commit_is_what_restore_goes_back_to() -> None:
-    for module in (hvd_keras, horovod.tensorflow.keras, horovod.keras):
+    callbacks_of = "CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback"
+    for name in ("KerasState", *callbacks_of):
+        ours = getattr(hvd_keras.elastic, name)
+        assert getattr(horovod.tensorflow.keras.elastic, name) is ours
+    for module in (hvd_keras, horovod.keras):
         optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
         model = model_of("mlp")
         model.compile(optimizer, loss=LOSS)
+        optimizer.build(model.trainable_variables)
         state = module.elastic.KerasState(model, batch=0, epoch=0)
         callbacks = [
             module.elastic.CommitStateCallback(state),
