@@ -20,6 +20,9 @@ from tests.scenarios.oracle import Setup
 over, _, library = os.environ.get("SCENARIOS_OVER", "horovod").partition("-")
 _MODULES = {"horovod": "torch", "mpi": "torch", "tensorflow": "tensorflow", "tape": "tensorflow"}
 _driver: Any = importlib.import_module(f"tests.scenarios.driver_{_MODULES[over]}")
+#: whether to go through all options: TensorFlow traces a graph for each, which takes a second of
+#: each rank, and leaves to tests that are marked as full those that others have in one process
+everything = over in ("horovod", "mpi") or os.environ.get("SCENARIOS_FULL") == "1"
 #: the drop-in for Horovod's module
 hvd: Any = _driver.hvd
 #: the framework's Adam

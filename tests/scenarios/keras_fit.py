@@ -25,6 +25,7 @@ from tests.scenarios.driver import (
     assert_close,
     assert_same_everywhere,
     barrier,
+    everything,
     make,
     raises,
     train,
@@ -379,9 +380,10 @@ def _checkpoint_of_tensorflow(method) -> None:
     assert int(other.compression.step) == 4
     for key, value in run.states().items():
         np.testing.assert_array_equal(other.states()[key], value)
-    for r in (run, other):
-        train(r, range(4, 8))
-    assert_close(other.weights(), run.weights(), 0, 0)
+    if method is SPARSE or everything:  # that of LGC takes long to trace, a second time
+        for r in (run, other):
+            train(r, range(4, 8))
+        assert_close(other.weights(), run.weights(), 0, 0)
 
 
 def consolidation_keeps_the_sum() -> None:
@@ -594,7 +596,8 @@ def gradients_may_be_clipped() -> None:
         optimizer = hvd_keras.DistributedOptimizer(
             _sgd(momentum=0.0, **clip), compression=DGC(density=1.0)
         )
-        model, _ = _fit(optimizer, steps=1)
+        model = model_of("mlp")
+        _apply(optimizer, model, range(1))
         change = {k: w - oracle.initial_weights("mlp")[k] for k, w in _weights(model).items()}
         flat = np.concatenate([c.reshape(-1) for c in change.values()]) / oracle.LR
         norm = np.linalg.norm(change["kernel0"]) / oracle.LR
