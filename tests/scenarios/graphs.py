@@ -173,11 +173,15 @@ def buckets_are_what_their_tensors_are() -> None:
 
 
 def graphs_have_a_subgraph_for_each_bucket() -> None:
+    # Each rank looks at some methods: nothing runs, and so none waits for another.
     kinds = ("HorovodAllgather", "HorovodAllreduce", "PyFuncStateless", "If", "StatelessIf")
 
     def counts(method: object, tensors: int) -> list[int]:
         variables = [tf.Variable(tf.zeros([50, 40])) for _ in range(tensors)]
         compression = hvd.bind(method, variables, **momentum)
+        assert compression.number >= 0  # which all ranks count
+        if FUSED.index(method) % hvd.size() != hvd.rank():
+            return []
         average = tf.function(compression.reduce)
         graph = average.get_concrete_function([v.value() for v in variables]).graph
         found = [node.type for node in graph.get_operations()]
