@@ -102,6 +102,7 @@ def several_steps_in_one_call_of_a_graph() -> None:
     model.set_weights([np.ones([4, 3]), np.zeros(3)])
     optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression="topk")
     model.compile(optimizer, "mse", steps_per_execution=3)
+    optimizer.build(model.trainable_variables)  # so that the graph is traced once
     x = np.random.default_rng(hvd.rank()).standard_normal((48, 4)).astype("float32")
     model.fit(x, x[:, :3], batch_size=8, verbose=0)
     assert int(optimizer.compression.step) == 6
