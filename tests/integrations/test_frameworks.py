@@ -22,6 +22,8 @@ FOLLOWS = (
     "parity.quantised_sums_follow_the_oracle",
     "parity.neighbours_and_broadcasts_follow_the_oracle",
 )
+#: of each kind of request one; tapes exchange as optimizers do
+TAPE = (FOLLOWS[0], FOLLOWS[-1])
 ONCE = ("training", "options", "numerics", "state", "shared", "rows", "auto")
 TORCH = (*ONCE, *PARITY)
 KERAS = ("parity", "shared", "keras_fit", "keras_users")
@@ -74,7 +76,7 @@ JOBS = [
     Job("tensorflow", ("optimizers_keras", "adam_zero_one_keras"), "mpirun", 2),
     Job("tensorflow", OTHERS_KERAS, "mpirun", 2),
     Job("tensorflow", ("graphs",), "mpirun", 3),
-    Job("tape", FOLLOWS, "mpirun", 2),
+    Job("tape", TAPE, "mpirun", 2),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),
     Job("tensorflow-mpi", OVER_MPI, "mpirun", 3),
 ]
