@@ -22,7 +22,7 @@ FOLLOWS = (
     "parity.quantised_sums_follow_the_oracle",
     "parity.neighbours_and_broadcasts_follow_the_oracle",
 )
-#: of each kind of request one; tapes exchange as optimizers do
+#: sparse sums, neighbours and broadcasts; tapes exchange as optimizers do, which have the others
 TAPE = (FOLLOWS[0], FOLLOWS[-1])
 ONCE = ("training", "options", "numerics", "state", "shared", "rows", "auto")
 TORCH = (*ONCE, *PARITY)
