@@ -10,45 +10,44 @@ import torch
 from hvd_compress.torch import backend
 from tests import jobs
 
-#: files of laws, and the parts that are run each in a process of its own
-LAWS = {
-    "triton_laws.py": ["selections", "sums", "prediction", "bucket", "indices", "host"],
-    "triton_codec_laws.py": [
-        *("codes", "damaged", "orders or streams", "places or frames", "exchanges", "waits")
-    ],
-}
-PARTS = [(file, part) for file, parts in LAWS.items() for part in parts]
+LAWS = ["triton_laws.py", "triton_codec_laws.py"]
+pytestmark = pytest.mark.timeout(900)
 
 
-def run(file, part, interpreted):
+def run(file, part, interpreted, *options):
     if problem := jobs.triton_missing():
         pytest.skip(f"{problem}; its kernels were not tested")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     paths = f"{jobs.ROOT}:{jobs.TRITON}"
     _, output = jobs.run(
-        [*command, str(jobs.TESTS / "torch_impl" / file), "-k", part],
-        timeout=280,
+        [*command, str(jobs.TESTS / "torch_impl" / file), "-k", part, *options],
+        timeout=850,
         TRITON_INTERPRET=interpreted,
         PYTHONPATH=paths,
     )
     assert " passed" in output
 
 
-@pytest.mark.parametrize(("file", "part"), PARTS)
-def test_in_the_interpreter(file, part):
-    run(file, part, "1")
+@pytest.fixture
+def all_examples(request):
+    return ["--full"] if request.config.getoption("--full") else []
 
 
 @pytest.mark.parametrize("file", LAWS)
-def test_in_the_compiler(file):
-    run(file, "compile", "0")
+def test_in_the_interpreter(file, all_examples):
+    run(file, "not compile", "1", *all_examples)
 
 
-@pytest.mark.parametrize(("file", "part"), PARTS)
-def test_on_a_gpu(file, part):
+@pytest.mark.parametrize("file", LAWS)
+def test_in_the_compiler(file, all_examples):
+    run(file, "compile", "0", *all_examples)
+
+
+@pytest.mark.parametrize("file", LAWS)
+def test_on_a_gpu(file):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU here: Triton's kernels were tested in its interpreter only")
-    run(file, part, "0")
+    run(file, "not compile", "0", "--full")
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch was built for GPUs")

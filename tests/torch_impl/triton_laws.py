@@ -2,19 +2,21 @@
 
 ``TRITON_INTERPRET=1 pytest tests/torch_impl/triton_laws.py`` runs them in Triton's interpreter, on
 tensors in host memory; without the variable they run on a GPU.  test_triton.py does both, in
-processes of their own, since Triton has to be imported for the one or the other.
+processes of their own, since Triton has to be imported for the one or the other.  With ``--full``,
+and on a GPU, examples are drawn beside those that are written out.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import sys
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +27,8 @@ from tests.kernels.buckets import Ranks, assert_equal, one_by_one
 from tests.kernels.test_kernels import drawn, steps_of, unaligned
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+#: the interpreter takes a second for what a GPU does in a millisecond
+FEW = "--full" not in sys.argv
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 #: elements of a block, and candidates that it has room for
 FORMS = [(64, 8), (64, 64), (256, 16), (4096, 256)]
@@ -34,11 +38,40 @@ KINDS = ["normal", "ties", "zeros", "finite", "special"]
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 
+def patch_once():
+    """The interpreter puts its functions into Triton's modules anew in each call of one kernel by
+    another, which takes a third of its time; where they are, they stay until the launch ends."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def patch_lang(function):
+        modules = (language, language.core)
+        used = [x for x in function.__globals__.values() if any(x is known for known in modules)]
+        if any(language.core.is_builtin(module.load) for module in used):
+            return patch(function)
+        return interpreter._LangPatchScope()
+
+    if hasattr(interpreter, "_LangPatchScope"):
+        interpreter._patch_lang = patch_lang
+
+
+if INTERPRETED:
+    patch_once()
+
+
 @pytest.fixture(scope="module")
 def loops():
     from hvd_compress.torch import triton_loops
 
     return triton_loops
+
+
+def drawn_too(number):
+    """So many examples beside those that are written out, where there is time for them."""
+    phases = [Phase.explicit] if INTERPRETED and FEW else list(Phase)
+    return settings(max_examples=number, phases=phases)
 
 
 def on_device(x, offset=0):
@@ -59,7 +92,7 @@ def assert_same(own, expected):
     np.testing.assert_array_equal(bits(own), bits(expected))
 
 
-@settings(max_examples=25)
+@drawn_too(25)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=3),
     form=st.sampled_from(FORMS),
@@ -70,6 +103,13 @@ def assert_same(own, expected):
     offset=st.integers(0, 5),
     seed=st.integers(0, 1000),
 )
+@example([63, 1, 65], FORMS[0], "normal", 0.9, False, 0.1, 1, 0)
+@example([200, 64], FORMS[0], "normal", None, False, 1.0, 0, 1)  # more than there is room for
+@example([200], FORMS[1], "ties", 0.9, True, 0.1, 2, 2)
+@example([130, 65], FORMS[1], "zeros", 0.9, False, 0.1, 0, 3)
+@example([256, 300], FORMS[2], "special", None, False, 0.1, 3, 4)
+@example([257, 7], FORMS[2], "finite", 0.0, True, 0.001, 5, 5)
+@example([1000, 9], FORMS[3], "special", 0.9, True, 0.1, 4, 6)
 def test_selections_are_those_of_numpy(
     loops, sizes, form, kind, momentum, nesterov, density, offset, seed
 ):
@@ -96,13 +136,16 @@ def test_selections_are_those_of_numpy(
                     assert_same(x, y)
 
 
-@settings(max_examples=8)
+@drawn_too(8)
 @given(
     scales=st.lists(st.sampled_from([1e-3, 0.5, 1.0, 1.01, 2.0, 1e4]), min_size=3, max_size=4),
     form=st.sampled_from(FORMS[:3]),
     n=st.sampled_from([300, 1000]),
     seed=st.integers(0, 100),
 )
+@example([1.0, 1e4, 1e-3], FORMS[0], 300, 0)
+@example([2.0, 0.5, 1.01, 1.0], FORMS[1], 300, 1)
+@example([1e-3, 1.0, 1.01, 0.5], FORMS[2], 1000, 2)
 def test_a_wrong_prediction_changes_nothing(loops, scales, form, n, seed):
     """Gradients that grow and shrink from step to step."""
     random = np.random.default_rng(seed)
@@ -178,8 +221,15 @@ def by_triton(monkeypatch):
         monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton_loops")
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("method", METHODS, ids=repr)
+BUCKETS = [
+    (method, in_place)
+    for number, method in enumerate(METHODS)
+    for in_place in (False, True)
+    if not (INTERPRETED and FEW) or number == 0 or in_place is (number == 2)
+]
+
+
+@pytest.mark.parametrize(("method", "in_place"), BUCKETS, ids=repr)
 def test_a_bucket_is_what_its_tensors_are(loops, by_triton, method, in_place):
     """The whole exchange, against the blocks of the chain in NumPy; also over a step with a NaN."""
     shapes, random = {"a": (40, 30), "b": (64, 8), "c": (300, 7)}, np.random.default_rng(1)
@@ -330,8 +380,8 @@ def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, constants, tmp_p
 
 
 def compiled_for_gpus(kernel, signature, constants, folder):
-    """The PTX of a kernel for two compute capabilities, by the types of its arguments and the
-    values of those that are constant."""
+    """The PTX of a kernel for compute capabilities, by the types of its arguments and the values of
+    those that are constant."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -341,7 +391,7 @@ def compiled_for_gpus(kernel, signature, constants, folder):
     source = ASTSource(kernel, types, known)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.knobs.cache, "dir", str(folder))
-        for capability in (80, 90):
+        for capability in (90,) if FEW else (80, 90):
             target = GPUTarget("cuda", capability, 32)
             options = {"enable_fp_fusion": False}
             yield triton.compile(source, target=target, options=options).asm["ptx"]
