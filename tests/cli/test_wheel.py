@@ -113,7 +113,7 @@ class Empty:
         return run([self.python, *arguments], self.folder.parent)
 
 
-def test_an_sdist_has_what_a_build_needs_and_no_more(sdist):
+def an_sdist_has_what_a_build_needs_and_no_more(sdist, wheel, folder):
     with tarfile.open(sdist) as archive:
         packed = {each.name.partition("/")[2] for each in archive if each.isfile()}
     packed = {name for name in packed if not name.startswith("hvd_compress.egg-info")}
@@ -122,8 +122,7 @@ def test_an_sdist_has_what_a_build_needs_and_no_more(sdist):
     assert packed == files().keys() | beside
 
 
-@pytest.mark.timeout(600)
-def test_a_wheel_in_an_empty_environment(wheel, tmp_path):
+def a_wheel_in_an_empty_environment(sdist, wheel, folder):
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
     about = f"hvd_compress-{VERSION}.dist-info/"
@@ -132,7 +131,7 @@ def test_a_wheel_in_an_empty_environment(wheel, tmp_path):
     # Nothing that runs at every start of Python, no tests, and nothing beside the package.
     assert {name for name in packed if not name.startswith(about)} == {*files().values(), loops}
     assert f"{about}licenses/LICENSE" in packed
-    empty = Empty(tmp_path / "empty")
+    empty = Empty(folder / "empty")
     before = empty.files()
     empty.pip("install", "--no-deps", "--no-index", wheel)
     done = empty.run("-c", SNIPPET)
@@ -140,22 +139,21 @@ def test_a_wheel_in_an_empty_environment(wheel, tmp_path):
     assert Path(done.stdout.splitlines()[1]).is_relative_to(empty.site)
     assert not done.stderr
     command = [empty.folder / "bin" / "hvd-compress"]
-    assert run([*command, "--version"], tmp_path).stdout.split()[-1] == VERSION
+    assert run([*command, "--version"], folder).stdout.split()[-1] == VERSION
     # Both read files that are no modules.
-    assert "powersgd" in run([*command, "methods"], tmp_path).stdout
+    assert "powersgd" in run([*command, "methods"], folder).stdout
     advice = ["advise", "--model", "resnet50", "--ranks", "4", "--bandwidth", "1gbit"]
-    assert "Is the network your bottleneck? Yes" in run([*command, *advice], tmp_path).stdout
+    assert "Is the network your bottleneck? Yes" in run([*command, *advice], folder).stdout
     empty.pip("uninstall", "--yes", "hvd_compress")
     assert {name for name in empty.files() - before if "numpy" not in name} == set()
 
 
-@pytest.mark.timeout(200)
-def test_without_a_compiler_numpy_serves_and_says_so(sdist, tmp_path):
-    run([*PIP, "wheel", sdist, *OFFLINE, "-w", tmp_path], tmp_path, CC="false", CXX="false")
-    [wheel] = tmp_path.glob("*.whl")
+def without_a_compiler_numpy_serves_and_says_so(sdist, wheel, folder):
+    run([*PIP, "wheel", sdist, *OFFLINE, "-w", folder], folder, CC="false", CXX="false")
+    [wheel] = folder.glob("*.whl")  # another one
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if name.endswith(".so")]
-    empty = Empty(tmp_path / "empty")
+    empty = Empty(folder / "empty")
     empty.pip("install", "--no-deps", "--no-index", wheel)
     done = empty.run("-c", SNIPPET)
     assert done.stdout.splitlines()[0] == f"[98, 99] False {VERSION}"
@@ -165,8 +163,8 @@ def test_without_a_compiler_numpy_serves_and_says_so(sdist, tmp_path):
     assert "powersgd" in found
 
 
-def test_the_drop_ins_are_in_the_wheel(wheel, tmp_path):
-    site = tmp_path / "site"
+def the_drop_ins_are_in_the_wheel(sdist, wheel, folder):
+    site = folder / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     code = (
@@ -174,9 +172,26 @@ def test_the_drop_ins_are_in_the_wheel(wheel, tmp_path):
         "print(h.__file__, hvd_compress.__file__, h.DGC())"
     )
     alone = ["-P"] if sys.version_info >= (3, 11) else []
-    done = run([sys.executable, *alone, "-c", code], tmp_path, PYTHONPATH=str(site))
+    done = run([sys.executable, *alone, "-c", code], folder, PYTHONPATH=str(site))
     for file in done.stdout.split()[:2]:
         assert Path(file).is_relative_to(site)
+
+
+RELEASED = (
+    an_sdist_has_what_a_build_needs_and_no_more,
+    a_wheel_in_an_empty_environment,
+    without_a_compiler_numpy_serves_and_says_so,
+    the_drop_ins_are_in_the_wheel,
+)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "holds", [pytest.param(each, id=f"released@{each.__name__}") for each in RELEASED]
+)
+def test_what_is_released(sdist, wheel, tmp_path, holds):
+    """In one process, which builds it once."""
+    holds(sdist, wheel, tmp_path)
 
 
 def test_the_version_is_that_of_pyproject_everywhere():
