@@ -82,9 +82,9 @@ def sdist(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(sdist):
-    # To optimise takes most of a minute, and nothing here asks for speed.
+    # To optimise takes most of a minute, and nothing here asks for speed, or for symbols.
     compiler = sdist.parent / "compiler"
-    compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
+    compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0 -g0\n')
     compiler.chmod(0o755)
     env = {"CC": str(compiler), "CXX": str(compiler)}
     run([*PIP, "wheel", sdist, *OFFLINE, "--wheel-dir", sdist.parent], sdist.parent, **env)
