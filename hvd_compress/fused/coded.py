@@ -14,11 +14,12 @@ written then.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -148,13 +149,22 @@ class _Message:
         return flags
 
 
+@contextlib.contextmanager
+def _decoding() -> Iterator[None]:
+    """Say of codes that mean no numbers where they come from."""
+    try:
+        yield
+    except ValueError as error:
+        raise failing("a rank", _CAUSES)(str(error)) from None
+
+
 class _Fed:
     """Residuals of a bucket that are the new ones already; the old ones are where the gradients
     were, which nobody needs any more."""
 
     def __init__(self, residuals: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> None:
         self._residuals, self._old = residuals, gradients
-        self._done: list[_Part] = []
+        self._done: dict[int, list[slice]] = {}
 
     def sums(self, part: _Part) -> Sums:
         """Return the sums of gradients and residuals."""
@@ -163,15 +173,21 @@ class _Fed:
 
     def is_done(self, part: _Part) -> None:
         """Note that a part's residuals are the new ones."""
-        self._done.append(part)
+        self._done.setdefault(part.tensor, []).append(part.own)
 
-    def put_back(self, tensor: int) -> None:
-        """Let a tensor have its old residual, all of which was fed."""
-        np.copyto(self._residuals[tensor], self._old[tensor])
+    def settle(self, tensor: int, fine: bool) -> None:
+        """Let a tensor have its new residual, or the old one, before the result is written."""
+        parts = self._done.pop(tensor)
+        if not fine:
+            self._put_back(tensor, parts)
 
     def undo(self) -> None:
-        """The same of all that was done so far."""
-        for tensor, own, _ in self._done:
+        """Let all tensors that were not settled have their old residuals."""
+        for tensor, parts in self._done.items():
+            self._put_back(tensor, parts)
+
+    def _put_back(self, tensor: int, parts: Sequence[slice]) -> None:
+        for own in parts:
             np.copyto(self._residuals[tensor][own], self._old[tensor][own])
 
 
@@ -272,7 +288,8 @@ class _Bucket(StagedBucket, abc.ABC):
             out.fill(np.nan)
             return False
         codes = [frame[part.codes] for part, frame in zip(parts, frames, strict=True)]
-        return self.codecs[tensor].mean(codes, by, out, add)
+        with _decoding():
+            return self.codecs[tensor].mean(codes, by, out, add)
 
     def is_only_taken_off(self, arrays: Arrays) -> bool:
         """Whether what was sent is taken off residuals, and nobody looks at it."""
@@ -345,8 +362,7 @@ class _Whole(_Bucket):
                 fine = self.mean(parts, frames, flags, 1, total, add=True)
                 finite.append(fine)
                 if fed is not None:
-                    if not fine:
-                        fed.put_back(i)
+                    fed.settle(i, fine)
                     np.divide(total, np.float32(self.size), out=out)
                     continue
                 if arrays.sent is not None:
@@ -485,7 +501,8 @@ class _Sharded(_Bucket):
                     continue
                 codes = [frame[part.codes] for frame in frames]
                 sums = Sums(owned[i][part.own], self._left[i], codes=codes)
-                fine = self.put(own, sums, self.random(i, step, 1), self._reply, flags)
+                with _decoding():
+                    fine = self.put(own, sums, self.random(i, step, 1), self._reply, flags)
                 if fine.sums and not fine.left:
                     flags[i] = _OVERFLOWS
         return reply.seal(self._reply)
@@ -505,8 +522,8 @@ class _Sharded(_Bucket):
         views = arrays.views()
         with np.errstate(over="ignore", invalid="ignore"):
             for i, fine in enumerate(finite):
-                if fed is not None and not fine:
-                    fed.put_back(i)
+                if fed is not None:
+                    fed.settle(i, fine)
                 for rank in self._owners[i]:
                     own, reply = self._shards[i][rank], self._replies[rank].parts[i]
                     message = [reply], [frames[rank]], [flags[rank]]

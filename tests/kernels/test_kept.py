@@ -190,6 +190,32 @@ def test_a_pass_that_ends_between_two_tensors_puts_back_what_was_done(method, mo
     assert same(rank.copies(), before)
 
 
+@pytest.mark.parametrize("method", METHODS[3:], ids=NAMES[3:])
+def test_a_code_that_means_nothing_leaves_each_tensor_a_state_of_its_own(method, monkeypatch):
+    """The first has its new residual then, and the second this or the old one; none has a mean."""
+    rank, mean, done = Rank(method), compiled.Compiled.mean, []
+    exchange = rank.begun(rank.gradients())
+    rank.ended(exchange, next(exchange).arrays[0])
+    before = rank.copies()
+    exchange = rank.begun(rank.gradients())
+    frame, new = next(exchange).arrays[0], rank.copies()
+
+    def fails(self, *arguments):
+        if done:
+            raise ValueError("no such digit")
+        done.append(mean(self, *arguments))
+        return done[0]
+
+    monkeypatch.setattr(compiled.Compiled, "mean", fails)
+    with pytest.raises(PayloadError, match="no such digit"):
+        rank.ended(exchange, frame)
+    keys = [(name, key) for name, own in rank.states.items() for key in own]
+    for (name, key), x, old, its_new in zip(keys, rank.copies(), before, new, strict=True):
+        if key == "residual":
+            assert torch.equal(x, its_new) or (name == "b" and torch.equal(x, old))
+            assert not torch.equal(old, its_new)
+
+
 @each
 def test_gradients_that_share_memory_are_all_read(method):
     """Where results are written the last one wins, and states are those of each gradient."""
