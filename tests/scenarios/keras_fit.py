@@ -687,6 +687,7 @@ def schedules_by_epoch_need_epochs() -> None:
     optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=method)
     with raises(tf.errors.InvalidArgumentError, "set_epoch"):
         _fit(optimizer, steps=1)
+    assert int(optimizer.compression.step) == 0
     barrier()
     optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=method)
     _fit(optimizer, steps=2, callbacks=[hvd_keras.callbacks.CompressionCallback()])
