@@ -402,8 +402,9 @@ class Binding(tf.Module):
             if scale is not None:
                 direction = scaled(direction, scale)
             results[i] = _cast(direction, self.slots[i].dtype)
-        with tf.control_dependencies(tf.nest.flatten(list(results.values()), expand_composites=True)):
-            self.step.assign_add(1, read_value=False)  # a step that fails is none
+        computed = tf.nest.flatten(list(results.values()), expand_composites=True)
+        with tf.control_dependencies(computed):  # a step that fails is none
+            self.step.assign_add(1, read_value=False)
         return [results.get(i) for i in places]
 
     def _agreeing(self, gradients: Mapping[int, Any]) -> Engine:

@@ -74,14 +74,14 @@ def fake_penn_treebank(folder: Path) -> Path:
     ("model", "launcher"),
     [("lstm", "alone"), ("transformer", "mpirun"), pytest.param("lstm", "gloo", marks=full)],
 )
-def test_text(tmp_path, model, launcher):
+def test_text(tmp_path, request, model, launcher):
     picture, results = tmp_path / "text.png", tmp_path / "text.json"
     data = fake_penn_treebank(tmp_path)
     options = ["--ranks", "2", "--epochs", "2", "--model", model, "--data", str(data)]
     options += ["--width", "16", "--batch-size", "2", "--lr", "4", "--density", "0.1"]
     options += ["--output", str(picture), "--results", str(results)]
     methods = ["none", "dgc:small=sparse"]
-    if model == "lstm":
+    if model == "lstm" or request.config.getoption("--full"):
         methods += ["topk", "onebit_adam"]
     options += ["--compression", *methods]
     output = start("train_text", *options, launcher=launcher, ranks=2, timeout=280)

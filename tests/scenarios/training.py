@@ -105,8 +105,8 @@ def dgc_at_density_one_is_momentum_sgd() -> None:
         for decay in ("separate", "gradient"):
             model, reference = make_model(), make_model()
             method = DGC(density=1.0, weight_decay=decay)
-            train(model, distribute(sgd(model, **options), model, method), range(8))
-            dense_reference(reference, sgd(reference, **options), range(8))
+            train(model, distribute(sgd(model, **options), model, method), range(15))
+            dense_reference(reference, sgd(reference, **options), range(15))
             assert_close(model, reference)
 
 
