@@ -325,9 +325,17 @@ def addresses(
     return found if len(found) == len(arrays) and all(found) else None
 
 
-def divide_into(out: Sequence[Array], x: Array, divisor: float) -> None:
-    for array, part in zip(out, torch.split(x, [array.numel() for array in out]), strict=True):
-        torch.div(part, divisor, out=array.view(-1))
+def write_into(out: Sequence[Array], x: Array, divisor: float = 1.0) -> None:
+    parts = torch.split(x, [array.numel() for array in out])
+    views = [array.view(-1) for array in out]
+    if not x.is_cuda:
+        for view, part in zip(views, parts, strict=True):
+            torch.div(part, divisor, out=view)
+        return
+    # One launch for many arrays; and by a number a GPU does not divide, but multiplies.
+    if divisor != 1:
+        parts = torch.split(x / torch.full_like(x[:1], divisor), [view.numel() for view in views])
+    torch._foreach_copy_(views, parts)
 
 
 def loops(x: Array) -> str | None:

@@ -1,5 +1,5 @@
 """What the loops of :mod:`hvd_compress.kernels.codecs` do, for tensors in a GPU's memory: each
-kind's way from numbers to a code (uint8), and back.
+kind's way from numbers to codes (uint8), and back, of all tasks of a layout at once.
 
 Random numbers are those of the counter-based generator, which each program computes from its place
 in the stream.  The host waits for nothing.
@@ -15,16 +15,19 @@ import torch
 import triton
 from numpy.typing import ArrayLike
 
+from hvd_compress.codecs import Codec
+from hvd_compress.codecs.compiled import Compiled
 from hvd_compress.codecs.ternary import Ternary
 from hvd_compress.kernels.bitpacking import digits_of_a_word, field_of
-from hvd_compress.kernels.codecs import Digits, Halves, Natural, Signs, draws_of, words_of
+from hvd_compress.kernels.codecs import Digits, Halves, Natural, Signs
 
 from . import triton_codec_kernels as kernels
 from . import triton_sum_kernels as terms
-from .backend import from_numpy
-from .triton_philox import ARRAY, NOWHERE, STREAM
-from .triton_sums import EXACT, WIDTH, grid, largest, limit_of, of_sums, sums
+from .triton_sums import EXACT, limits_of, of_sums, pairs_of_means, scales, sums
+from .triton_task_kernels import CODE, START
+from .triton_tasks import WIDTH, Layout, Span
 
+_FLOAT32 = np.dtype(np.float32)
 _KINDS = {
     "linear": kernels.LINEAR,
     "uniform": kernels.UNIFORM,
@@ -34,146 +37,172 @@ _KINDS = {
 }
 
 
-class Task(NamedTuple):
-    """What is encoded; and notes for the host (int32): 1 if an element is not finite, and how many
-    zeros were drawn for."""
+class Tasks(NamedTuple):
+    """What is encoded: elements of ``x``; the places in their streams of random numbers, where any
+    are drawn; and notes of each task for the host (int32), which are zeros."""
 
     x: torch.Tensor
-    random: np.random.Generator
+    layout: Layout
+    draws: torch.Tensor | None
     notes: torch.Tensor
 
     @property
-    def n(self) -> int:
-        return self.x.numel()
+    def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layout.tasks, self.layout.elements
+
+    @property
+    def stream(self) -> tuple[torch.Tensor, bool]:
+        return (self.x, False) if self.draws is None else (self.draws, True)
+
+
+def loops_of(codec: Codec) -> Any:
+    """Return the loops of a codec, if there are any here."""
+    loops = codec._loops if isinstance(codec, Compiled) else None
+    return loops if type(loops) in LOOPS else None
+
+
+def span_of(codec: Codec, own: slice) -> Span:
+    """Return the task of some elements."""
+    loops, n = loops_of(codec), own.stop - own.start
+    length = getattr(loops, "length", None) or n
+    heads = {Halves: 2, Natural: 0}.get(type(loops), 1)
+    if isinstance(loops, Signs) and not isinstance(loops.scale, str):
+        heads = 0
+    behind = codec.size(n, _FLOAT32) - 4 * heads * triton.cdiv(n, length)
+    return Span(own.start, own.stop, length, heads, behind)
+
+
+def encode(loops: Any, tasks: Tasks, codes: torch.Tensor) -> None:
+    """Write codes, ``layout.nbytes`` of them (uint8)."""
+    LOOPS[type(loops)][0](loops, tasks, codes)
+
+
+def decode(loops: Any, layout: Layout, codes: torch.Tensor, out: torch.Tensor, how: Any) -> None:
+    """Write what codes decode to where the elements of their tasks are in ``out``, or add it, or
+    take it off: ``how``."""
+    LOOPS[type(loops)][1](loops, layout, codes, out, how)
+
+
+def look(tasks: Tasks, what: Any) -> None:
+    """Note which tasks have an element that is not finite."""
+    kernels.look[_programs(tasks.layout.elements)](
+        tasks.x, tasks.notes, *tasks.blocks, what=what, width=WIDTH
+    )
 
 
 def _encode_digits(
-    loops: Digits, task: Task, code: torch.Tensor, clip: float | None = None
+    loops: Digits, tasks: Tasks, codes: torch.Tensor, clip: float | None = None
 ) -> None:
-    x, n = task.x, task.n
-    length = loops.length or n
-    split = 4 * triton.cdiv(n, length)
-    heads, packed = code[:split].view(torch.float32), code[split:]
-    limit = heads if clip is None else limit_of(x, clip)
+    x, layout, _, notes = tasks
+    heads = codes.view(torch.float32)
+    limits = None if clip is None else limits_of(x, layout, clip)
     if loops.l2:
-        of_sums(sums(x, length, terms.SQUARE), heads, terms.ROOT)
+        of_sums(sums(x, layout, terms.SQUARE), layout, heads, terms.ROOT)
     else:
-        terms.of_largest[grid(heads.numel())](
-            *(largest(x, length), limit, heads, heads.numel(), float(_most(loops))),
-            kind=_KINDS[loops.kind],
-            clipped=clip is not None,
-            width=WIDTH,
-        )
+        scales(x, layout, heads, _KINDS[loops.kind], _most(loops), limits)
     bits, each = field_of(loops.base), digits_of_a_word(loops.base)
-    digits = packed if bits == 8 else torch.empty(n, dtype=torch.uint8, device=x.device)
-    is_random = loops.kind not in ("linear", "float8")
-    source, draws, skew = _draws(task) if is_random else (NOWHERE, x, 0)
-    kernels.quantise[grid(n + skew)](
-        *(x, heads, limit, _constant(loops.grid, x.device) if loops.grid else x),
-        *(draws, digits, task.notes, n, length, _most(loops)),
+    digits = codes if bits == 8 else torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
+    stream, is_drawn = tasks.stream
+    kernels.quantise[_programs(layout.elements)](
+        *(x, heads, heads if limits is None else limits),
+        *(_constant(loops.grid, x.device) if loops.grid else heads, stream),
+        *(digits, notes, *tasks.blocks, _most(loops)),
         kind=_KINDS[loops.kind],
-        source=source,
+        is_drawn=is_drawn,
         clipped=clip is not None,
+        place=CODE if bits == 8 else START,
         mantissa=loops.mantissa,
         bias=loops.bias,
         width=WIDTH,
         **EXACT,
     )
     if bits is None:
-        kernels.pack_words[grid(triton.cdiv(n, each))](
-            digits, packed, n, packed.numel(), base=loops.base, each=each, width=WIDTH
+        kernels.pack_words[_programs(layout.words)](
+            digits, codes, layout.tasks, layout.words, base=loops.base, each=each, width=WIDTH
         )
     elif bits < 8:
-        kernels.pack_fields[grid(packed.numel())](
-            digits, packed, n, packed.numel(), bits=bits, width=WIDTH
+        kernels.pack_fields[_programs(layout.packed)](
+            digits, codes, layout.tasks, layout.packed, bits=bits, width=WIDTH
         )
 
 
-def _decode_digits(loops: Digits, code: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    n, base = out.numel(), loops.base
-    length = loops.length or n
-    split = 4 * triton.cdiv(n, length)
+def _decode_digits(
+    loops: Digits, layout: Layout, codes: torch.Tensor, out: torch.Tensor, how: Any
+) -> None:
+    base, heads = loops.base, codes.view(torch.float32)
     bits, each = field_of(base), digits_of_a_word(base)
-    table = out if loops.table is None else _constant(loops.table, out.device)
-    kernels.from_digits[grid(n)](
-        *(code[split:], code[:split].view(torch.float32), table),
-        *(_powers(base, each, out.device), out),
-        *(n, code.numel() - split, length, loops.zero, float(loops.unit)),
+    table = heads if loops.table is None else _constant(loops.table, out.device)
+    kernels.from_digits[_programs(layout.elements)](
+        *(codes, heads, table, _powers(base, each, out.device), out),
+        *(layout.tasks, layout.elements, loops.zero, float(loops.unit)),
         base=base,
         bits=bits or 0,
         each=0 if bits else each,
         listed=loops.table is not None,
-        add=add,
+        how=how,
         width=WIDTH,
         **EXACT,
     )
 
 
-def _encode_ternary(loops: Ternary, task: Task, code: torch.Tensor) -> None:
-    _encode_digits(loops.digits, task, code, loops.codec.clip)
+def _encode_ternary(loops: Ternary, tasks: Tasks, codes: torch.Tensor) -> None:
+    _encode_digits(loops.digits, tasks, codes, loops.codec.clip)
 
 
-def _decode_ternary(loops: Ternary, code: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    _decode_digits(loops.digits, code, out, add)
+def _decode_ternary(loops: Ternary, *arguments: Any) -> None:
+    _decode_digits(loops.digits, *arguments)
 
 
-def _encode_natural(loops: Natural, task: Task, code: torch.Tensor) -> None:
-    n = task.n
-    source, draws, skew = (NOWHERE, task.x, 0) if loops.biased else _draws(task)
-    kernels.exponents[grid(n + skew)](
-        task.x, draws, code, task.notes, n, source=source, width=WIDTH, **EXACT
+def _encode_natural(loops: Natural, tasks: Tasks, codes: torch.Tensor) -> None:
+    stream, is_drawn = tasks.stream
+    kernels.exponents[_programs(tasks.layout.elements)](
+        *(tasks.x, stream, codes, tasks.notes, *tasks.blocks),
+        is_drawn=is_drawn,
+        width=WIDTH,
+        **EXACT,
     )
-    _put_signs(task, code[n:], kernels.NEGATIVE)
+    _put_signs(tasks, codes, kernels.NEGATIVE, last=True)
 
 
-def _decode_natural(loops: Natural, code: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    n = out.numel()
-    kernels.from_natural[grid(n)](code, code[n:], out, n, add=add, width=WIDTH)
+def _decode_natural(
+    loops: Natural, layout: Layout, codes: torch.Tensor, out: torch.Tensor, how: Any
+) -> None:
+    kernels.from_natural[_programs(layout.elements)](
+        codes, out, layout.tasks, layout.elements, how=how, width=WIDTH
+    )
 
 
-def _encode_signs(loops: Signs, task: Task, code: torch.Tensor) -> None:
-    x, n = task.x, task.n
-    if loops.draws_zeros:
-        _put_signs(task, code, kernels.POSITIVE)
-        counts = torch.empty(*grid(n), dtype=torch.int32, device=x.device)
-        kernels.count_zeros[grid(n)](x, counts, n, width=WIDTH)
-        draws = _place(words_of(task.random), x)
-        kernels.draw_zeros[grid(n)](
-            x, counts.cumsum(0), draws, code, task.notes[1:], n, width=WIDTH
-        )
+def _encode_signs(loops: Signs, tasks: Tasks, codes: torch.Tensor) -> None:
+    x, layout, draws, notes = tasks
+    if draws is not None:
+        _put_signs(tasks, codes, kernels.POSITIVE)
+        grid, width = _programs(layout.elements), {"width": WIDTH}
+        counts = torch.empty(*grid, dtype=torch.int32, device=x.device)
+        kernels.count_zeros[grid](x, counts, *tasks.blocks, **width)
+        kernels.draw_zeros[grid](x, counts.cumsum(0), draws, codes, notes, *tasks.blocks, **width)
         return
     if isinstance(loops.scale, str):
         is_mean = loops.scale == "l1"
         term, kind = (terms.MAGNITUDE, terms.MEAN) if is_mean else (terms.SQUARE, terms.MEAN_ROOT)
-        of_sums(sums(x, n, term), code[:4].view(torch.float32), kind, n)
-        code = code[4:]
-    _put_signs(task, code, kernels.NOT_NEGATIVE)
+        of_sums(sums(x, layout, term), layout, codes.view(torch.float32), kind)
+    _put_signs(tasks, codes, kernels.NOT_NEGATIVE)
 
 
-def _decode_signs(loops: Signs, code: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    if isinstance(loops.scale, str):
-        level, code = code[:4].view(torch.float32), code[4:]
-    else:
-        level = _constant([loops.scale], out.device)
-    _from_bits(code, level, out, add)
+def _decode_signs(
+    loops: Signs, layout: Layout, codes: torch.Tensor, out: torch.Tensor, how: Any
+) -> None:
+    _from_bits(layout, codes, out, how, None if isinstance(loops.scale, str) else loops.scale)
 
 
-def _encode_halves(loops: Halves, task: Task, code: torch.Tensor) -> None:
-    x, n = task.x, task.n
-    length = loops.length or n
-    runs = triton.cdiv(n, length)
-    terms.two_means[grid(runs)](
-        *(sums(x, length, term) for term in (terms.LOW, terms.HIGH, terms.MANY)),
-        *(code[: 8 * runs].view(torch.float32), runs, length, n),
-        width=WIDTH,
-    )
-    _put_signs(task, code[8 * runs :], kernels.NOT_NEGATIVE, big=True)
+def _encode_halves(loops: Halves, tasks: Tasks, codes: torch.Tensor) -> None:
+    pairs_of_means(tasks.x, tasks.layout, codes.view(torch.float32))
+    _put_signs(tasks, codes, kernels.NOT_NEGATIVE, big=True)
 
 
-def _decode_halves(loops: Halves, code: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    length = loops.length or out.numel()
-    split = 8 * triton.cdiv(out.numel(), length)
-    _from_bits(code[split:], code[:split].view(torch.float32), out, add, length)
+def _decode_halves(
+    loops: Halves, layout: Layout, codes: torch.Tensor, out: torch.Tensor, how: Any
+) -> None:
+    _from_bits(layout, codes, out, how, paired=True)
 
 
 LOOPS: dict[type, tuple[Any, Any]] = {
@@ -190,35 +219,35 @@ def _most(loops: Digits) -> int:
     return int(loops.limit) if loops.kind == "float8" else loops.levels
 
 
-def _put_signs(task: Task, out: torch.Tensor, sign: Any, big: bool = False) -> None:
-    kernels.signs[grid(task.n)](task.x, out, task.notes, task.n, sign=sign, big=big, width=WIDTH)
+def _put_signs(
+    tasks: Tasks, codes: torch.Tensor, sign: Any, big: bool = False, last: bool = False
+) -> None:
+    kernels.signs[_programs(tasks.layout.elements)](
+        *(tasks.x, codes, tasks.notes, *tasks.blocks), sign=sign, big=big, last=last, width=WIDTH
+    )
 
 
 def _from_bits(
-    code: torch.Tensor, levels: torch.Tensor, out: torch.Tensor, add: bool, length: int = 0
+    layout: Layout,
+    codes: torch.Tensor,
+    out: torch.Tensor,
+    how: Any,
+    level: float | None = None,
+    paired: bool = False,
 ) -> None:
-    """Columns of ``length`` have two levels each, and the first bit of a byte is its highest; with
-    0 there is one level, and its negative."""
-    kernels.from_bits[grid(out.numel())](
-        *(code, levels, out, out.numel(), length),
-        paired=length > 0,
-        big=length > 0,
-        add=add,
+    heads = codes.view(torch.float32)
+    kernels.from_bits[_programs(layout.elements)](
+        *(codes, heads, heads if level is None else _constant([level], out.device), out),
+        *(layout.tasks, layout.elements),
+        constant=level is not None,
+        paired=paired,
+        how=how,
         width=WIDTH,
     )
 
 
-def _draws(task: Task) -> tuple[Any, torch.Tensor, int]:
-    """Where a random number for each element comes from, and how many of the stream are skipped."""
-    drawn = draws_of(task.random, task.n)
-    if isinstance(drawn, np.ndarray):
-        return ARRAY, from_numpy(drawn, task.x), 0
-    return STREAM, _place(drawn, task.x), drawn[2] % 8
-
-
-def _place(place: tuple[list[int], list[int], int], like: torch.Tensor) -> torch.Tensor:
-    key, counter, first = place
-    return from_numpy(np.array([*key, *counter, first], np.uint64).view(np.int64), like)
+def _programs(blocks: torch.Tensor) -> tuple[int]:
+    return (len(blocks),)
 
 
 def _constant(numbers: ArrayLike, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 and back.
 
 They compute what kernels/codecs.h does in C++, with the same bits: each operation is rounded once,
-and nothing is contracted.  Elements are counted by 32-bit integers.
+and nothing is contracted.  A program takes a block of a task; see :mod:`.triton_tasks`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ import triton
 import triton.language as tl
 
 from .triton_kernels import INFINITY, magnitudes
-from .triton_philox import FIRST, NOWHERE, drawn, philox
+from .triton_philox import FIRST, PLACE, drawn, philox
+from .triton_task_kernels import CODE, HEADS, LENGTH, SIZE, START, N, entry, short, taken
 
 #: how numbers become digits; see :class:`hvd_compress.kernels.codecs.Digits`
 LINEAR, UNIFORM, EXPONENTIAL, TERNARY, FLOAT8 = (tl.constexpr(i) for i in range(5))
 #: of which elements a bit is set
 NEGATIVE, POSITIVE, NOT_NEGATIVE = (tl.constexpr(i) for i in range(3))
+#: what is done with decoded values
+WRITE, ADD, TAKE_OFF = (tl.constexpr(i) for i in range(3))
+#: notes of a task: whether an element is not finite; how many zeros were drawn for; whether an
+#: element of what is left is not finite
+INFINITE, ZEROS, LEFT, NOTES = (tl.constexpr(i) for i in range(4))
 
 #: 1.5 * 2^23: in a sum with it the last bit is worth one
 _ROUNDER = tl.constexpr(12582912.0)
@@ -26,10 +32,19 @@ _ROUNDER = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def _note(infinite, x):
-    """Say so where an element is NaN or Inf."""
+def _note(notes, task, x, what: tl.constexpr):
+    """Say so where an element of a task is NaN or Inf."""
     if tl.max(magnitudes(x), 0) >= INFINITY:
-        tl.store(infinite, 1)
+        tl.store(notes + NOTES * task + what, 1)
+
+
+@triton.jit
+def look(x, notes, tasks, blocks, what: tl.constexpr, width: tl.constexpr):
+    """Note what is not finite."""
+    task, block = taken(blocks)
+    at = block * width + tl.arange(0, width)
+    inside = at < short(tasks, task, N)
+    _note(notes, task, tl.load(x + entry(tasks, task, START) + at, mask=inside, other=0.0), what)
 
 
 @triton.jit
@@ -53,38 +68,41 @@ def _float8(size, x, mantissa: tl.constexpr, bias: tl.constexpr):
     return code | ((x.to(tl.int32, bitcast=True) >> 24) & 128)
 
 
-@triton.jit(do_not_specialize=["n"])
-def exponents(x, draws, code, infinite, n, source: tl.constexpr, width: tl.constexpr):
+@triton.jit
+def exponents(x, draws, code, notes, tasks, blocks, is_drawn: tl.constexpr, width: tl.constexpr):
     """Write the exponent (uint8) of one of the two powers of two beside each element: the nearer
     one, if there are no random numbers."""
-    at, inside, limit = drawn(draws, n, source, width)
-    own = tl.load(x + at, mask=inside, other=0.0)
-    _note(infinite, own)
-    if source == NOWHERE:
+    task, block = taken(blocks)
+    at, inside, limit = drawn(draws + PLACE * task, block, short(tasks, task, N), is_drawn, width)
+    own = tl.load(x + entry(tasks, task, START) + at, mask=inside, other=0.0)
+    _note(notes, task, own, INFINITE)
+    if not is_drawn:
         limit = tl.full((width,), 0.5, tl.float32)
     bits = magnitudes(own)
     part = (bits & 0x7FFFFF).to(tl.float32)
     exponent = tl.minimum((bits >> 23) + (limit * 8388608.0 < part).to(tl.int32), 255)
-    tl.store(code + at, exponent.to(tl.uint8), mask=inside)
+    tl.store(code + entry(tasks, task, CODE) + at, exponent.to(tl.uint8), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n", "length", "levels"])
+@triton.jit(do_not_specialize=["levels"])
 def quantise(
-    x, heads, limits, grid, draws, digits, infinite, n, length, levels,
-    kind: tl.constexpr, source: tl.constexpr, clipped: tl.constexpr,
+    x, heads, limits, grid, draws, digits, notes, tasks, blocks, levels,
+    kind: tl.constexpr, is_drawn: tl.constexpr, clipped: tl.constexpr, place: tl.constexpr,
     mantissa: tl.constexpr, bias: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Write a digit (uint8) for each element, by the scale of its run.  ``levels`` is the number of
-    levels of each sign, or the largest number of a format."""
-    at, inside, number = drawn(draws, n, source, width)
-    own = tl.load(x + at, mask=inside, other=0.0)
-    _note(infinite, own)
-    scale = tl.load(heads + at // length, mask=inside, other=1.0)
+    """Write a digit (uint8) for each element, by the scale of its run, from ``place`` on.
+    ``levels`` is the number of levels of each sign, or the largest number of a format."""
+    task, block = taken(blocks)
+    at, inside, number = drawn(draws + PLACE * task, block, short(tasks, task, N), is_drawn, width)
+    own = tl.load(x + entry(tasks, task, START) + at, mask=inside, other=0.0)
+    _note(notes, task, own, INFINITE)
+    run = at // short(tasks, task, LENGTH)
+    scale = tl.load(heads + entry(tasks, task, HEADS) + run, mask=inside, other=1.0)
     most = tl.zeros((width,), tl.float32) + levels
     if kind == TERNARY:
         size = tl.abs(own)
         if clipped:
-            limit = tl.load(limits)
+            limit = tl.load(limits + task)
             size = tl.where(size < limit, size, limit)
         chosen = (number * scale < size).to(tl.int32)
         digit = 1 + tl.where(own < 0, -chosen, chosen)
@@ -118,14 +136,16 @@ def quantise(
             digit = levels + tl.where(own < 0, -level, level)
         else:
             digit = _float8(tl.where(size < most, size, most), own, mantissa, bias)
-    tl.store(digits + at, digit.to(tl.uint8), mask=inside)
+    tl.store(digits + entry(tasks, task, place) + at, digit.to(tl.uint8), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n", "size"])
-def pack_fields(digits, out, n, size, bits: tl.constexpr, width: tl.constexpr):
+@triton.jit
+def pack_fields(digits, out, tasks, blocks, bits: tl.constexpr, width: tl.constexpr):
     """Write the bytes of digits with ``bits`` bits each, the first bit the lowest."""
-    at = tl.program_id(0) * width + tl.arange(0, width)
-    inside = at < size
+    task, block = taken(blocks)
+    at = block * width + tl.arange(0, width)
+    inside, n = at < short(tasks, task, SIZE), short(tasks, task, N)
+    digits += entry(tasks, task, START)
     # Eight fields are `bits` bytes.
     start = 8 * (at % bits)
     byte = tl.zeros((width,), tl.int32)
@@ -136,13 +156,17 @@ def pack_fields(digits, out, n, size, bits: tl.constexpr, width: tl.constexpr):
         own = tl.load(digits + digit, mask=inside & (digit < n), other=0).to(tl.int32)
         # A field begins less than eight bits in front of the byte, or in it, or behind it.
         byte |= tl.where(place < 8, (own << tl.minimum(place + 8, 15)) >> 8, 0)
-    tl.store(out + at, (byte & 255).to(tl.uint8), mask=inside)
+    tl.store(out + entry(tasks, task, CODE) + at, (byte & 255).to(tl.uint8), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n", "size"])
-def pack_words(digits, out, n, size, base: tl.constexpr, each: tl.constexpr, width: tl.constexpr):
+@triton.jit
+def pack_words(
+    digits, out, tasks, blocks, base: tl.constexpr, each: tl.constexpr, width: tl.constexpr
+):
     """Write words of ``each`` digits, the first one the highest; the last word may have less."""
-    word = tl.program_id(0) * width + tl.arange(0, width)
+    task, block = taken(blocks)
+    word, n = block * width + tl.arange(0, width), short(tasks, task, N)
+    digits += entry(tasks, task, START)
     value = tl.zeros((width,), tl.uint64)
     for i in range(0, each):
         at = word * each + i
@@ -152,7 +176,8 @@ def pack_words(digits, out, n, size, base: tl.constexpr, each: tl.constexpr, wid
     byte = tl.arange(0, 8)
     at = 8 * word[:, None] + byte[None, :]
     own = value[:, None] >> (8 * byte[None, :]).to(tl.uint64)
-    tl.store(out + at, (own & 255).to(tl.uint8), mask=at < size)
+    out += entry(tasks, task, CODE)
+    tl.store(out + at, (own & 255).to(tl.uint8), mask=at < short(tasks, task, SIZE))
 
 
 @triton.jit
@@ -164,51 +189,71 @@ def _bytes_of(bits, width: tl.constexpr, big: tl.constexpr):
     return tl.sum(tl.reshape(bits, (width // 8, 8)) << place[None, :], 1)
 
 
-@triton.jit(do_not_specialize=["n"])
-def signs(x, out, infinite, n, sign: tl.constexpr, big: tl.constexpr, width: tl.constexpr):
-    """Write a bit for each element."""
-    at = tl.program_id(0) * width + tl.arange(0, width)
-    inside = at < n
-    own = tl.load(x + at, mask=inside, other=0.0)
-    _note(infinite, own)
+@triton.jit
+def _byte(tasks, task, block, width: tl.constexpr):
+    """The bytes of the bits of a block, and whether they exist."""
+    byte = block * (width // 8) + tl.arange(0, width // 8)
+    return byte, byte < (short(tasks, task, N) + 7) // 8
+
+
+@triton.jit
+def signs(
+    x, out, notes, tasks, blocks,
+    sign: tl.constexpr, big: tl.constexpr, last: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Write a bit for each element, which are the ``last`` ones of the code, or all of it."""
+    task, block = taken(blocks)
+    at, n = block * width + tl.arange(0, width), short(tasks, task, N)
+    own = tl.load(x + entry(tasks, task, START) + at, mask=at < n, other=0.0)
+    _note(notes, task, own, INFINITE)
     if sign == NEGATIVE:
         bits = own < 0
     elif sign == POSITIVE:
         bits = own > 0
     else:
         bits = own >= 0
-    byte = tl.program_id(0) * (width // 8) + tl.arange(0, width // 8)
-    packed = _bytes_of((bits & inside).to(tl.int32), width, big)
-    tl.store(out + byte, packed.to(tl.uint8), mask=byte < (n + 7) // 8)
+    byte, exists = _byte(tasks, task, block, width)
+    packed = _bytes_of((bits & (at < n)).to(tl.int32), width, big)
+    out += entry(tasks, task, CODE)
+    if last:
+        out += n
+    tl.store(out + byte, packed.to(tl.uint8), mask=exists)
 
 
-@triton.jit(do_not_specialize=["n"])
-def count_zeros(x, counts, n, width: tl.constexpr):
+@triton.jit
+def count_zeros(x, counts, tasks, blocks, width: tl.constexpr):
     """Count the zeros of each block."""
-    at = tl.program_id(0) * width + tl.arange(0, width)
-    own = tl.load(x + at, mask=at < n, other=1.0)
+    task, block = taken(blocks)
+    at = block * width + tl.arange(0, width)
+    own = tl.load(x + entry(tasks, task, START) + at, mask=at < short(tasks, task, N), other=1.0)
     tl.store(counts + tl.program_id(0), tl.sum((own == 0).to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["n"])
-def draw_zeros(x, ends, draws, out, zeros, n, width: tl.constexpr):
+@triton.jit
+def draw_zeros(x, ends, draws, out, notes, tasks, blocks, width: tl.constexpr):
     """Set the bits of those zeros for which a number below 1/2 is drawn, one after the other, and
-    write how many there are.  ``ends`` are the numbers of zeros up to and with each block."""
-    tl.store(zeros, tl.load(ends + tl.num_programs(0) - 1).to(tl.int32))
-    at = tl.program_id(0) * width + tl.arange(0, width)
-    zero = tl.load(x + at, mask=at < n, other=1.0) == 0
+    write how many there are.  ``ends`` are the numbers of zeros up to and with each program."""
+    program = tl.program_id(0)
+    task, block = taken(blocks)
+    at = block * width + tl.arange(0, width)
+    x += entry(tasks, task, START)
+    zero = tl.load(x + at, mask=at < short(tasks, task, N), other=1.0) == 0
     own = zero.to(tl.int32)
-    here = tl.sum(own, 0)
+    here, end = tl.sum(own, 0), tl.load(ends + program).to(tl.int32)
+    # Those of the tasks before.
+    first = tl.load(ends + program - block - 1, mask=program > block, other=0).to(tl.int32)
+    tl.atomic_max(notes + NOTES * task + ZEROS, end - first, sem="relaxed")
     if here > 0:
-        rank = tl.load(ends + tl.program_id(0)).to(tl.int32) - here + tl.cumsum(own, 0) - own
+        rank = end - first - here + tl.cumsum(own, 0) - own
         # A number takes a word, and is below 1/2 if its first bit is 0.
+        draws += PLACE * task
         place = tl.load(draws + FIRST).to(tl.int32) // 2 + rank
         a, b, c, d = philox(draws, place // 4)
         is_even = place % 2 == 0
         word = tl.where(place % 4 < 2, tl.where(is_even, a, b), tl.where(is_even, c, d))
-        byte = tl.program_id(0) * (width // 8) + tl.arange(0, width // 8)
-        exists = byte < (n + 7) // 8
+        byte, exists = _byte(tasks, task, block, width)
         packed = _bytes_of((zero & ((word >> 63) == 0)).to(tl.int32), width, False)
+        out += entry(tasks, task, CODE)
         known = tl.load(out + byte, mask=exists, other=0).to(tl.int32)
         tl.store(out + byte, (known | packed).to(tl.uint8), mask=exists)
 
@@ -217,22 +262,30 @@ def draw_zeros(x, ends, draws, out, zeros, n, width: tl.constexpr):
 
 
 @triton.jit
-def _give(out, at, inside, value, add: tl.constexpr):
-    if add:
+def _give(out, at, inside, value, how: tl.constexpr):
+    if how == ADD:
         value = tl.load(out + at, mask=inside, other=0.0) + value
+    elif how == TAKE_OFF:
+        value = tl.load(out + at, mask=inside, other=0.0) - value
     tl.store(out + at, value, mask=inside)
 
 
-@triton.jit(do_not_specialize=["n", "size", "length", "zero"])
+@triton.jit(do_not_specialize=["zero"])
 def from_digits(
-    code, heads, table, powers, out, n, size, length, zero, unit,
+    code, heads, table, powers, out, tasks, blocks, zero, unit,
     base: tl.constexpr, bits: tl.constexpr, each: tl.constexpr, listed: tl.constexpr,
-    add: tl.constexpr, width: tl.constexpr,
+    how: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Write what digits stand for, times the scale of their run, or add it.  Digits have ``bits``
-    bits each, or are ``each`` in a word, whose places are worth the ``powers``."""
-    at = tl.program_id(0) * width + tl.arange(0, width)
+    """Write what digits stand for, times the scale of their run, or add it, or take it off.  Digits
+    have ``bits`` bits each, or are ``each`` in a word, whose places are worth the ``powers``."""
+    task, block = taken(blocks)
+    at, n, size = (
+        block * width + tl.arange(0, width),
+        short(tasks, task, N),
+        short(tasks, task, SIZE),
+    )
     inside = at < n
+    code += entry(tasks, task, CODE)
     if each == 0:
         start = (at % 8) * bits
         byte = (at // 8) * bits + start // 8
@@ -251,42 +304,49 @@ def from_digits(
         place = held - 1 - at % each
         power = tl.load(powers + place, mask=inside, other=1).to(tl.uint64, bitcast=True)
         digit = ((value // power) % base).to(tl.int32)
-    scale = tl.load(heads + at // length, mask=inside, other=0.0)
+    run = at // short(tasks, task, LENGTH)
+    scale = tl.load(heads + entry(tasks, task, HEADS) + run, mask=inside, other=0.0)
     scale = tl.div_rn(scale, tl.full((width,), 1.0, tl.float32) * unit)
     if listed:
         value = tl.load(table + digit, mask=inside, other=0.0)
     else:
         value = (digit - zero).to(tl.float32)
-    _give(out, at, inside, value * scale, add)
+    _give(out + entry(tasks, task, START), at, inside, value * scale, how)
 
 
-@triton.jit(do_not_specialize=["n", "length"])
+@triton.jit
 def from_bits(
-    code, levels, out, n, length, paired: tl.constexpr, big: tl.constexpr,
-    add: tl.constexpr, width: tl.constexpr,
+    code, heads, one, out, tasks, blocks,
+    constant: tl.constexpr, paired: tl.constexpr, how: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Write one of the two levels of its run for each bit, or add it.  If they are not ``paired``,
-    the first one is the negative of the second, which is all there is."""
-    at = tl.program_id(0) * width + tl.arange(0, width)
-    inside = at < n
-    place = at % 8
-    if big:
-        place = 7 - place
-    bit = (tl.load(code + at // 8, mask=inside, other=0).to(tl.int32) >> place) & 1
+    """Write one of two levels for each bit, or add it, or take it off: of the ``paired`` heads
+    of its run, where the first bit of a byte is its highest; or the head of the task, or the
+    ``constant`` that is ``one``, and its negative."""
+    task, block = taken(blocks)
+    at = block * width + tl.arange(0, width)
+    inside, place = at < short(tasks, task, N), at % 8
     if paired:
-        value = tl.load(levels + 2 * (at // length) + bit, mask=inside, other=0.0)
+        place = 7 - place
+    code += entry(tasks, task, CODE)
+    bit = (tl.load(code + at // 8, mask=inside, other=0).to(tl.int32) >> place) & 1
+    heads += entry(tasks, task, HEADS)
+    if paired:
+        run = at // short(tasks, task, LENGTH)
+        value = tl.load(heads + 2 * run + bit, mask=inside, other=0.0)
     else:
-        level = tl.load(levels)
+        level = tl.load(one if constant else heads)
         value = tl.where(bit != 0, level, -level)
-    _give(out, at, inside, value, add)
+    _give(out + entry(tasks, task, START), at, inside, value, how)
 
 
-@triton.jit(do_not_specialize=["n"])
-def from_natural(code, negative, out, n, add: tl.constexpr, width: tl.constexpr):
-    """Write powers of two, or add them."""
-    at = tl.program_id(0) * width + tl.arange(0, width)
+@triton.jit
+def from_natural(code, out, tasks, blocks, how: tl.constexpr, width: tl.constexpr):
+    """Write powers of two, or add them, or take them off."""
+    task, block = taken(blocks)
+    at, n = block * width + tl.arange(0, width), short(tasks, task, N)
     inside = at < n
+    code += entry(tasks, task, CODE)
     exponent = tl.load(code + at, mask=inside, other=0).to(tl.int32)
-    sign = (tl.load(negative + at // 8, mask=inside, other=0).to(tl.int32) >> (at % 8)) & 1
+    sign = (tl.load(code + n + at // 8, mask=inside, other=0).to(tl.int32) >> (at % 8)) & 1
     value = ((exponent << 23) | (sign << 31)).to(tl.float32, bitcast=True)
-    _give(out, at, inside, value, add)
+    _give(out + entry(tasks, task, START), at, inside, value, how)

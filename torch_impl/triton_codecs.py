@@ -1,44 +1,154 @@
 """Codecs for tensors in a GPU's memory, in Triton, with the same bits as on the host.
 
-Codes are made where a tensor is, and come to the host in one copy, with a note whether the tensor
-was finite: the only thing that the host waits for.  What arrives from other ranks is copied to the
-GPU as bytes, and decoded or added there.
+Codes are made where tensors are, and come to the host in one copy, with a note of each tensor
+whether it was finite: the only thing that the host waits for.  What arrives from other ranks is
+copied to the GPU as bytes, and decoded or added there.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from hvd_compress.codecs import Codec
-from hvd_compress.codecs.compiled import Compiled
-from hvd_compress.kernels.codecs import skip
+from hvd_compress.kernels.codecs import Signs, move, place_of, skip, words_of
 
-from .backend import from_numpy
-from .triton_code_loops import LOOPS, Task
+from . import triton_code_loops as loops
+from .backend import from_numpy, to_numpy
+from .triton_codec_kernels import ADD, INFINITE, LEFT, NOTES, TAKE_OFF, WRITE
+from .triton_tasks import Layout
 
 #: places within a tensor and its code are 32-bit integers
 _MOST = 2**30
+_Random = np.random.Generator
+
+
+class Codes:
+    """The codes of many runs of elements, all of one codec but for what its options for their
+    shapes are; see :class:`hvd_compress.fused.placed_codes.Codes`."""
+
+    def __init__(self, codecs: Sequence[Codec], spans: Sequence[slice], like: torch.Tensor) -> None:
+        self._loops = loops.loops_of(codecs[0])
+        pairs = zip(codecs, spans, strict=True)
+        self._layout = Layout([loops.span_of(codec, own) for codec, own in pairs], like)
+        self._codes, self._like = self._layout.codes, self._layout.tasks
+
+    @staticmethod
+    def takes(codec: Codec, n: int, once: bool = True) -> bool:
+        """Return whether there are codes of ``n`` elements, or with ``once=False`` of several runs
+        for which one generator draws."""
+        own = loops.loops_of(codec)
+        if own is None or not 0 < n < _MOST or codec.takes_non_finite:
+            return False
+        return once or not _draws_zeros(own)
+
+    @property
+    def draws(self) -> bool:
+        return self._loops.draws or _draws_zeros(self._loops)
+
+    def encode(self, x: torch.Tensor, randoms: Sequence[_Random | None]) -> Made | None:
+        """Return the codes of ``x``; ``None`` where only the host can draw what they need."""
+        draws = self._drawn(randoms) if self.draws else None
+        if self.draws and draws is None:
+            return None
+        nbytes, n = self._layout.nbytes, len(self._layout)
+        room = torch.empty(nbytes + 4 * NOTES.value * n, dtype=torch.uint8, device=x.device)
+        notes = room[nbytes:].view(torch.int32)
+        notes.zero_()
+        tasks = loops.Tasks(x, self._layout, draws, notes)
+        with torch.cuda.device_of(x):
+            loops.encode(self._loops, tasks, room[:nbytes])
+        return Made(self._loops, tasks, room)
+
+    def decode(self, codes: Sequence[np.ndarray], out: torch.Tensor, add: bool = False) -> None:
+        """Write what the codes of all runs decode to, or add it."""
+        nbytes = self._layout.nbytes
+        room = torch.empty(nbytes, dtype=torch.uint8, pin_memory=out.is_cuda)
+        on_host = room.numpy()
+        for own, code in zip(self._codes, codes, strict=True):
+            on_host[own] = code
+        moved = room.to(out.device, non_blocking=True)
+        with torch.cuda.device_of(out):
+            loops.decode(self._loops, self._layout, moved, out, ADD if add else WRITE)
+
+    def finite(self, x: torch.Tensor) -> np.ndarray:
+        """Return which runs of ``x`` are finite; the host waits for it."""
+        notes = torch.zeros(NOTES.value * len(self._layout), dtype=torch.int32, device=x.device)
+        with torch.cuda.device_of(x):
+            loops.look(loops.Tasks(x, self._layout, None, notes), INFINITE)
+        return to_numpy(notes).reshape(-1, NOTES.value)[:, INFINITE.value] == 0
+
+    def _drawn(self, randoms: Sequence[_Random | None]) -> torch.Tensor | None:
+        """Return the place in its stream of each run, of runs that share a generator one behind the
+        other."""
+        rows, places, drawn = [], {}, {}
+        for random, n in zip(randoms, self._layout.sizes, strict=True):
+            assert random is not None
+            number = id(random)
+            if number not in places:
+                is_word = _draws_zeros(self._loops)
+                places[number] = words_of(random) if is_word else place_of(random)
+                drawn[number] = 0
+            if (place := places[number]) is None:
+                return None
+            key, counter, first = place
+            rows.append((*key, *counter, first + drawn[number]))
+            drawn[number] += n
+        return from_numpy(np.array(rows, np.uint64).view(np.int64), self._like)
+
+
+class Made:
+    """Codes that were made, in the memory of a GPU."""
+
+    def __init__(self, own: Any, tasks: loops.Tasks, room: torch.Tensor) -> None:
+        self._loops, self._tasks, self._room = own, tasks, room
+
+    def decode(self, out: torch.Tensor) -> None:
+        """Write what they decode to."""
+        self._decode(out, WRITE)
+
+    def take_off(self, out: torch.Tensor) -> None:
+        """Subtract what they decode to."""
+        self._decode(out, TAKE_OFF)
+
+    def look(self, left: torch.Tensor) -> None:
+        """Note what is finite of what is left."""
+        with torch.cuda.device_of(left):
+            loops.look(self._tasks._replace(x=left), LEFT)
+
+    def arrived(self) -> tuple[list[np.ndarray], np.ndarray]:
+        """Return the codes of each run, and of each whether it and what is left of it was finite,
+        and how many zeros were drawn for.  The host waits for it."""
+        on_host = torch.empty_like(self._room, device="cpu", pin_memory=self._room.is_cuda)
+        arrived = on_host.copy_(self._room).numpy()
+        layout = self._tasks.layout
+        notes = arrived[layout.nbytes :].view(np.int32).reshape(-1, NOTES.value)
+        return [arrived[own] for own in layout.codes], notes
+
+    def _decode(self, out: torch.Tensor, how: Any) -> None:
+        layout = self._tasks.layout
+        with torch.cuda.device_of(out):
+            loops.decode(self._loops, layout, self._room[: layout.nbytes], out, how)
 
 
 def placed(codec: Codec, like: torch.Tensor) -> Placed | None:
     """Return the codec for flat tensors on the GPU of ``like``; ``None`` where only the host has
     loops: for float64, and for codecs that NumPy serves."""
-    if like.dtype != torch.float32 or not 0 < like.numel() < _MOST:
+    if like.dtype != torch.float32 or not Codes.takes(codec, like.numel()):
         return None
-    loops = codec._loops if isinstance(codec, Compiled) else None
-    return Placed(codec, loops, like) if type(loops) in LOOPS else None
+    return Placed(codec, like.device)
 
 
 class Placed:
-    """``codec`` with its bytes in host memory and its numbers, float32, on the GPU of ``like``; see
+    """``codec`` with its bytes in host memory and its numbers, float32, on a GPU; see
     :class:`hvd_compress.codecs.base.Coder`."""
 
-    def __init__(self, codec: Codec, loops: Any, like: torch.Tensor) -> None:
-        self._codec, self._loops, self._device = codec, loops, like.device
-        self._encode, self._decode = LOOPS[type(loops)]
+    def __init__(self, codec: Codec, device: torch.device) -> None:
+        self._codec, self._device = codec, device
 
     def __repr__(self) -> str:
         return repr(self._codec)  # which is what frames are marked with
@@ -56,28 +166,45 @@ class Placed:
         out: np.ndarray,
         sent: torch.Tensor | None = None,
     ) -> bool:
-        if not x.numel():  # of which a code may still have a scale
+        n = x.numel()
+        if not n:  # of which a code may still have a scale
             return self._codec.put(x.cpu().numpy(), random, out)
-        state = random.bit_generator.state
-        end = out.size + -out.size % 8
-        room = torch.empty(end + 8, dtype=torch.uint8, device=x.device)
-        code, notes = room[: out.size], room[end:].view(torch.int32)
-        notes.zero_()
-        with torch.cuda.device_of(x):
-            self._encode(self._loops, Task(x, random, notes), code)
-            if sent is not None:
-                self._decode(self._loops, code, sent, False)
-        on_host = torch.empty_like(room, device="cpu", pin_memory=x.is_cuda)
-        arrived = on_host.copy_(room).numpy()  # the only thing that the host waits for
-        infinite, zeros = arrived[end:].view(np.int32).tolist()
+        codes = _codes_of(self._codec, n, self._device)
+        if (made := codes.encode(x, [random])) is None:
+            return self._put_by_host(x, random, out, sent)
+        if sent is not None:
+            made.decode(sent)
+        (code,), ((infinite, zeros, _),) = made.arrived()
         if infinite:
-            random.bit_generator.state = state
             return False
-        skip(random, zeros)
-        out[:] = arrived[: out.size]
+        if _draws_zeros(codes._loops):
+            skip(random, int(zeros))
+        elif (place := place_of(random)) and codes.draws:
+            move(random, place, n)
+        out[:] = code
         return True
+
+    def _put_by_host(
+        self,
+        x: torch.Tensor,
+        random: np.random.Generator,
+        out: np.ndarray,
+        sent: torch.Tensor | None,
+    ) -> bool:
+        fine = self._codec.put(x.cpu().numpy(), random, out)
+        if fine and sent is not None:
+            self.decode_to(out, sent)
+        return fine
 
     def decode_to(self, code: np.ndarray, out: torch.Tensor, add: bool = False) -> None:
         if out.numel():
-            with torch.cuda.device_of(out):
-                self._decode(self._loops, from_numpy(code, out), out, add)
+            _codes_of(self._codec, out.numel(), self._device).decode([code], out, add)
+
+
+@functools.lru_cache(maxsize=1024)
+def _codes_of(codec: Codec, n: int, device: torch.device) -> Codes:
+    return Codes([codec], [slice(0, n)], torch.empty(0, device=device))
+
+
+def _draws_zeros(own: Any) -> bool:
+    return isinstance(own, Signs) and own.draws_zeros

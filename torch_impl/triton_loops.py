@@ -24,9 +24,9 @@ from hvd_compress.kernels.arrays import Momentum, momenta_of
 
 from . import triton_kernels as kernels
 from .backend import from_numpy
-from .triton_codecs import placed
+from .triton_codecs import Codes, placed
 
-__all__ = ["KEEPS", "Selection", "add_up", "placed", "stream"]
+__all__ = ["KEEPS", "Codes", "Selection", "add_up", "placed", "stream"]
 
 #: new states are written in a second pass
 KEEPS = False

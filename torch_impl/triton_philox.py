@@ -1,7 +1,7 @@
 """Random numbers in Triton: those of NumPy's counter-based generator, from any place in its stream.
 
 A place is an array of seven integers: the key (two), the counter (four), and how many halves of
-words are drawn of the block there; see :func:`hvd_compress.kernels.codecs.draws_of`.
+words are drawn of the block there; see :func:`hvd_compress.kernels.codecs.place_of`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: where random numbers come from
-NOWHERE, ARRAY, STREAM = (tl.constexpr(i) for i in range(3))
-
-_KEY, _COUNTER, FIRST = (tl.constexpr(i) for i in (0, 2, 6))
+#: of a place, and how many integers it has
+_KEY, _COUNTER, FIRST, PLACE = (tl.constexpr(i) for i in (0, 2, 6, 7))
 _EVEN, _ODD = tl.constexpr(0xD2E7470EE14C6C93), tl.constexpr(0xCA5A826395121157)
 _NEXT, _OTHER = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0xBB67AE8584CAA73B)
 
@@ -52,23 +50,17 @@ def _halves(word):
 
 
 @triton.jit
-def drawn(draws, n, source: tl.constexpr, width: tl.constexpr):
-    """The elements that a program takes, whether they exist, and a random number from 0 to 1 (24
-    bits) for each."""
-    first = tl.program_id(0) * width
-    if source == STREAM:
-        start = tl.load(draws + FIRST).to(tl.int32)
-        block = tl.program_id(0) * (width // 8) + tl.arange(0, width // 8) + start // 8
-        a, b, c, d = philox(draws, block)
+def drawn(stream, block, n, draws: tl.constexpr, width: tl.constexpr):
+    """The elements of a block of a task, whether they exist, and a random number from 0 to 1 (24
+    bits) for each, if any are drawn."""
+    at = block * width + tl.arange(0, width)
+    number = tl.zeros((width,), tl.float32)
+    if draws:
+        start = tl.load(stream + FIRST).to(tl.int32)
+        numbered = block * (width // 8) + tl.arange(0, width // 8) + start // 8
+        a, b, c, d = philox(stream, numbered)
         words = tl.join(tl.join(a, c), tl.join(b, d))
         bits = tl.reshape(_halves(words), (width,))
         number = (bits >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
-        at = first + tl.arange(0, width) - start % 8
-        inside = (at >= 0) & (at < n)
-    else:
-        at = first + tl.arange(0, width)
-        inside = at < n
-        number = tl.zeros((width,), tl.float32)
-        if source == ARRAY:
-            number = tl.load(draws + at, mask=inside, other=0.0)
-    return at, inside, number
+        at -= start % 8
+    return at, (at >= 0) & (at < n), number

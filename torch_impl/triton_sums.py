@@ -1,7 +1,7 @@
 """Norms, means and largest magnitudes of runs of elements in a GPU's memory, in Triton.
 
-A tensor has runs of ``length`` elements, of which the last one may be shorter.  Sums are float64,
-in the order that :func:`hvd_compress.kernels.reference.sums` defines.  The host waits for nothing.
+Runs are those of a :class:`~hvd_compress.torch.triton_tasks.Layout`.  Sums are float64, in the
+order that :func:`hvd_compress.kernels.reference.sums` defines.  The host waits for nothing.
 """
 
 from __future__ import annotations
@@ -13,64 +13,83 @@ import torch
 import triton
 
 from . import triton_sum_kernels as kernels
+from .triton_tasks import WIDTH, Layout
 
-#: elements that a program takes, and blocks of a sum
-WIDTH, _ROWS = 1024, 8
+#: blocks of a sum that a program takes
+_ROWS = 8
 #: products and sums are not contracted, since the bits must be those of NumPy
 EXACT = {"enable_fp_fusion": False}
 
 
-def grid(n: int) -> tuple[int]:
-    """Return how many programs take ``n`` elements."""
-    return (triton.cdiv(n, WIDTH),)
-
-
 def sums(
-    x: torch.Tensor, length: int, term: Any, shift: torch.Tensor | None = None
+    x: torch.Tensor, layout: Layout, term: Any, shifts: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the sum (float64) of a term of the elements of each run."""
-    n = x.numel()
-    while True:
-        blocks = triton.cdiv(length, kernels.SUMMED.value)
-        count = triton.cdiv(n, length) * blocks
-        found = torch.empty(count, dtype=torch.float64, device=x.device)
-        kernels.sums[(triton.cdiv(count, _ROWS),)](
-            *(x, found if shift is None else shift, found, n, length, blocks, count),
+    for level in layout.levels:
+        found = torch.empty(len(level), dtype=torch.float64, device=x.device)
+        kernels.sums[(triton.cdiv(len(level), _ROWS),)](
+            *(x, found if shifts is None else shifts, found, level, len(level)),
             term=term,
             rows=_ROWS,
             **EXACT,
         )
-        if blocks == 1:
-            return found
         # The sums of a run are added up in the same way.
-        x, n, length, term, shift = found, count, blocks, kernels.PLAIN, None
+        x, term, shifts = found, kernels.PLAIN, None
+    return x
 
 
 def of_sums(
-    found: torch.Tensor, out: torch.Tensor, kind: Any, n: int = 1, clip: float = 1.0
+    found: torch.Tensor, layout: Layout, out: torch.Tensor, kind: Any, clip: float | None = None
 ) -> None:
-    """Write to ``out`` (float32 or float64) what ``kind`` makes of each sum of ``n`` elements."""
-    bits = np.float64(clip).view(np.int64).item()
-    kernels.of_sums[grid(out.numel())](
-        found, out, out.numel(), n, bits, kind=kind, width=WIDTH, **EXACT
+    """Write what ``kind`` makes of the sum of each run where its head is in ``out`` (float32); or,
+    if there is something to ``clip`` by, one after the other."""
+    bits = np.float64(clip or 0.0).view(np.int64).item()
+    kernels.of_sums[_programs(found)](
+        *(found, out, layout.runs, found.numel(), bits),
+        kind=kind,
+        placed=clip is None,
+        width=WIDTH,
+        **EXACT,
     )
 
 
-def limit_of(x: torch.Tensor, clip: float) -> torch.Tensor:
-    """Return so many standard deviations of all elements, Inf where they are alike."""
-    n = x.numel()
-    mean = torch.empty(1, dtype=torch.float64, device=x.device)
-    limit = torch.empty(1, dtype=torch.float32, device=x.device)
-    of_sums(sums(x, n, kernels.PLAIN), mean, kernels.MEAN, n)
-    of_sums(sums(x, n, kernels.DEVIATION, mean), limit, kernels.LIMIT, n, clip)
-    return limit
+def limits_of(x: torch.Tensor, layout: Layout, clip: float) -> torch.Tensor:
+    """Return so many standard deviations of each run, which is all of its task; Inf where its
+    elements are alike."""
+    found = sums(x, layout, kernels.PLAIN)
+    means, limits = torch.empty_like(found), torch.empty_like(found, dtype=torch.float32)
+    of_sums(found, layout, means, kernels.MEAN, clip)
+    of_sums(sums(x, layout, kernels.DEVIATION, means), layout, limits, kernels.LIMIT, clip)
+    return limits
 
 
-def largest(x: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the largest magnitude of each run, as an integer."""
-    runs, blocks = triton.cdiv(x.numel(), length), triton.cdiv(length, kernels.SUMMED.value)
-    found = torch.zeros(runs, dtype=torch.int32, device=x.device)
-    kernels.largest[(triton.cdiv(runs * blocks, _ROWS),)](
-        x, found, x.numel(), length, blocks, runs * blocks, rows=_ROWS
+def scales(
+    x: torch.Tensor,
+    layout: Layout,
+    out: torch.Tensor,
+    kind: Any,
+    most: int,
+    limits: torch.Tensor | None,
+) -> None:
+    """Write the scale of each run, by its largest magnitude, where its head is in ``out``."""
+    found = torch.zeros(len(layout.runs), dtype=torch.int32, device=x.device)
+    level = layout.levels[0]
+    kernels.largest[(triton.cdiv(len(level), _ROWS),)](x, found, level, len(level), rows=_ROWS)
+    kernels.of_largest[_programs(found)](
+        *(found, out if limits is None else limits, out, layout.runs, found.numel(), float(most)),
+        kind=kind,
+        clipped=limits is not None,
+        width=WIDTH,
     )
-    return found
+
+
+def pairs_of_means(x: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
+    """Write the means of negative elements and of others, of each run, where its heads are."""
+    found = [sums(x, layout, term) for term in (kernels.LOW, kernels.HIGH, kernels.MANY)]
+    kernels.two_means[_programs(found[0])](
+        *(*found, out, layout.runs, found[0].numel()), width=WIDTH
+    )
+
+
+def _programs(found: torch.Tensor) -> tuple[int]:
+    return (triton.cdiv(found.numel(), WIDTH),)

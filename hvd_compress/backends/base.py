@@ -206,7 +206,7 @@ class EagerBackend(Backend, Protocol):
         dtype and this device (``None`` where arrays have none); ``None`` if one differs.  An array
         may be given other memory at any time, so nobody keeps what this returns."""
 
-    def divide_into(self, out: Sequence[Array], x: Array, divisor: float) -> None:
+    def write_into(self, out: Sequence[Array], x: Array, divisor: float = 1.0) -> None:
         """Write the flat ``x``, divided by a number, into contiguous arrays of its dtype, which it
         spans end to end."""
 

@@ -273,7 +273,7 @@ def addresses(
     return found if len(found) == len(arrays) else None
 
 
-def divide_into(out: Sequence[Array], x: Array, divisor: float) -> None:
+def write_into(out: Sequence[Array], x: Array, divisor: float = 1.0) -> None:
     for array, part in zip(out, split(x, [array.size for array in out]), strict=True):
         np.divide(part, x.dtype.type(divisor), out=array.reshape(-1))
 

@@ -26,6 +26,12 @@ from hvd_compress.requests import Joint, Request
 _LOOPS = "hvd_compress.kernels"
 
 
+def is_on_host(x: Array) -> bool:
+    """Return whether the loops for host memory take an array."""
+    found: bool = backend_of(x).loops(x) == _LOOPS
+    return found
+
+
 class Tensor(NamedTuple):
     """One tensor of a bucket in one step: the gradient as it was given, flat as ``x``; the weight
     of its request; and the context, of which what is of the step is the same for all tensors."""
@@ -49,7 +55,7 @@ class InPlace(abc.ABC):
     before: tuple[Transform, ...]
 
     def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
-        """Take float32 in host memory."""
+        """Take float32."""
         xp = backend_of(gradient)
         if context.scratch is None or context.sparse or not xp.size(gradient):
             return None
@@ -61,9 +67,14 @@ class InPlace(abc.ABC):
         x = xp.widen(gradient)
         for transform in self.before:
             x, _ = transform.update(x, {}, context)
-        if xp.loops(x) != _LOOPS:
+        if not self.takes(x):
             return None
-        return Joint(self, Tensor(gradient, x, state, weight, context), weight, xp.__name__)
+        key = xp.__name__, getattr(x, "device", None)
+        return Joint(self, Tensor(gradient, x, state, weight, context), weight, key)
+
+    def takes(self, x: Array) -> bool:
+        """Return whether a flat float32 array is in memory that this form is for."""
+        return is_on_host(x)
 
     @property
     def finishes(self) -> bool:

@@ -18,9 +18,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-import zlib
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -28,30 +27,31 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Transform
 from hvd_compress.codecs import Codec
-from hvd_compress.fused.bucket import Arrays, Bucket, Tensor, Views, room
+from hvd_compress.fused.bucket import Arrays, Bucket, Tensor, Views, is_on_host, room
+from hvd_compress.fused.code_messages import (
+    CAUSES,
+    FINE,
+    NOT_FINITE,
+    OVERFLOWS,
+    Division,
+    Message,
+    Part,
+)
+from hvd_compress.fused.coded_on_device import ShardedOnDevice, WholeOnDevice
 from hvd_compress.fused.kept import overlap
 from hvd_compress.fused.stages import Sent, Staged, StagedBucket
-from hvd_compress.kernels import Column
+from hvd_compress.kernels import Column, loops_of
 from hvd_compress.kernels.codecs import Finite, Sums
 from hvd_compress.operators.random_k import own_generator
 from hvd_compress.requests import Alltoall, Gather, Request
-from hvd_compress.sharding import shards_of
 from hvd_compress.times import phase
-from hvd_compress.wire.header import START, Header, Kind, failing, opened, padded
+from hvd_compress.wire.header import failing
 
 _O = "owner_residual"
-_FLOAT32 = np.dtype(np.float32)
-#: of a tensor in a message: its codes mean numbers; there are none, since the sender's values were
-#: not finite; they mean what is not finite
-_FINE, _NOT_FINITE, _OVERFLOWS = 0, 1, 2
-#: messages of all ranks may be as long as the longest where that is so little more
-_LITTLE = 1.1
-_CAUSES = "the ranks do not run the same version with the same compression options"
-
 
 _Form = TypeVar("_Form", bound="FusedCodes")
 #: parts, messages that have them, and the bytes of their tensors
-_OfOne: TypeAlias = tuple[list["_Part"], list[np.ndarray], list[np.ndarray]]
+_OfOne: TypeAlias = tuple[list[Part], list[np.ndarray], list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,6 +63,8 @@ class FusedCodes(Staged):
     """
 
     codec: Codec
+    #: whether each tensor is one run of elements for its codec
+    is_whole: ClassVar[bool]
 
     @classmethod
     def of(
@@ -74,79 +76,34 @@ class FusedCodes(Staged):
     def weight(self, context: Context) -> int:
         return math.prod(context.shape)
 
+    def takes(self, x: Array) -> bool:
+        if super().takes(x):
+            return True
+        loops, n, stages = loops_of(x), backend_of(x).size(x), self.stages
+        if loops is None or (stages.transforms and not stages.only_feeds_back):
+            return False
+        taken: bool = loops.Codes.takes(self.codec, n, self.is_whole)
+        return taken
+
 
 class FusedAlltoall(FusedCodes):
     """Every rank adds up one shard of each tensor, and codes what comes out."""
 
+    is_whole = False
+
     def made(self, tensors: list[Tensor]) -> Bucket:
-        return _Sharded(self, tensors)
+        kind = _Sharded if is_on_host(tensors[0].x) else ShardedOnDevice
+        return kind(self, tensors)
 
 
 class FusedAllgather(FusedCodes):
     """Every rank gets the codes of all, and adds them up in the order of the ranks."""
 
+    is_whole = True
+
     def made(self, tensors: list[Tensor]) -> Bucket:
-        return _Whole(self, tensors)
-
-
-class _Part(NamedTuple):
-    """The codes of a run of elements of a tensor, ``own``, at ``codes`` of a message."""
-
-    tensor: int
-    own: slice
-    codes: slice
-
-
-class _Message:
-    """The layout of a message: a header, a byte for each tensor, codes.
-
-    In the header::
-
-        offset  field
-        3       kind: 6 = coded, of several tensors
-        6       the lowest bits of the CRC-32 of the codecs' reprs: options must be the same
-        8       the number of values
-
-    Args:
-        codecs: of all tensors.
-        runs: of each tensor, the elements that are sent.
-        size: at least so many bytes.
-    """
-
-    def __init__(self, codecs: Sequence[Codec], runs: Sequence[slice], size: int = 0) -> None:
-        self.parts: list[_Part] = []
-        at = START + len(runs) + -len(runs) % 8
-        for i, (codec, run) in enumerate(zip(codecs, runs, strict=True)):
-            codes = codec.size(run.stop - run.start, _FLOAT32)
-            self.parts.append(_Part(i, run, slice(at, at + codes)))
-            at += codes
-        self.size = max(padded(at - START), size)
-        tag = zlib.crc32(" ".join(map(repr, codecs)).encode()) & 0xFFFF
-        count = sum(run.stop - run.start for run in runs)
-        self._header = Header(Kind.BUCKET, 0, 0, tag, count % 2**32)
-        self._flags = slice(START, START + len(runs))
-
-    def flags(self, frame: np.ndarray) -> np.ndarray:
-        """Return the byte of each tensor, a view."""
-        return frame[self._flags]
-
-    def seal(self, frame: np.ndarray) -> np.ndarray:
-        return self._header.seal(frame)
-
-    def opened(self, frame: np.ndarray, sender: int) -> np.ndarray:
-        """Return the bytes of the tensors in a message that arrived.
-
-        Raises:
-            PayloadError: it is damaged, or was made with other options than this rank's.
-        """
-        fail = failing(f"rank {sender}", _CAUSES)
-        header = opened(frame, Kind.BUCKET, fail=fail)
-        if frame.size != self.size:
-            raise fail(f"{frame.size} bytes where {self.size} were expected")
-        flags = self.flags(frame)
-        if header != self._header or flags.max(initial=0) > _OVERFLOWS:
-            raise fail(f"no header of {self._header.number} values of {len(flags)} tensors")
-        return flags
+        kind = _Whole if is_on_host(tensors[0].x) else WholeOnDevice
+        return kind(self, tensors)
 
 
 @contextlib.contextmanager
@@ -155,7 +112,7 @@ def _decoding() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise failing("a rank", _CAUSES)(str(error)) from None
+        raise failing("a rank", CAUSES)(str(error)) from None
 
 
 class _Fed:
@@ -166,12 +123,12 @@ class _Fed:
         self._residuals, self._old = residuals, gradients
         self._done: dict[int, list[slice]] = {}
 
-    def sums(self, part: _Part) -> Sums:
+    def sums(self, part: Part) -> Sums:
         """Return the sums of gradients and residuals."""
         residual, x = self._residuals[part.tensor][part.own], self._old[part.tensor][part.own]
         return Sums(residual, residual, x, kept=x)
 
-    def is_done(self, part: _Part) -> None:
+    def is_done(self, part: Part) -> None:
         """Note that a part's residuals are the new ones."""
         self._done.setdefault(part.tensor, []).append(part.own)
 
@@ -228,12 +185,6 @@ class _Bucket(StagedBucket, abc.ABC):
             kept = [x.copy() for x in kept]
         return _Fed(views.states[key], kept)
 
-    def _check_feedback(self, most: Sequence[int]) -> None:
-        """Raise ``ConfigError`` unless error feedback converges where so many elements of each
-        tensor are coded at once."""
-        for codec, n in zip(self.codecs, most, strict=True):
-            codec.check_feedback(n)
-
     def random(self, tensor: int, step: Context, turn: int = 0) -> Any:
         """Return the random numbers of a tensor in a step, if its codec takes any."""
         if not self.codecs[tensor].draws:
@@ -242,7 +193,7 @@ class _Bucket(StagedBucket, abc.ABC):
 
     def put(
         self,
-        part: _Part,
+        part: Part,
         x: np.ndarray | Sums,
         random: Any,
         frame: np.ndarray,
@@ -256,25 +207,25 @@ class _Bucket(StagedBucket, abc.ABC):
             found = Finite(codec.put(x, random, code), True)
         if not found.sums:
             code[:] = 0
-            flags[part.tensor] = _NOT_FINITE
+            flags[part.tensor] = NOT_FINITE
         return found
 
     def take(
         self,
-        part: _Part,
+        part: Part,
         frame: np.ndarray,
         flags: np.ndarray,
         out: np.ndarray,
     ) -> None:
         """Write what a part of a message of this rank holds to ``out``."""
-        if flags[part.tensor] == _NOT_FINITE:
+        if flags[part.tensor] == NOT_FINITE:
             out.fill(np.nan)
         else:
             self.codecs[part.tensor].decode_to(frame[part.codes], out)
 
     def mean(
         self,
-        parts: Sequence[_Part],
+        parts: Sequence[Part],
         frames: Sequence[np.ndarray],
         flags: Sequence[np.ndarray],
         by: int,
@@ -284,7 +235,7 @@ class _Bucket(StagedBucket, abc.ABC):
         """Write what a part of a message holds, or with ``add`` the sum of several, divided by a
         number, to ``out``; return whether it was finite before."""
         tensor = parts[0].tensor
-        if any(own[tensor] == _NOT_FINITE for own in flags):
+        if any(own[tensor] == NOT_FINITE for own in flags):
             out.fill(np.nan)
             return False
         codes = [frame[part.codes] for part, frame in zip(parts, frames, strict=True)]
@@ -296,7 +247,7 @@ class _Bucket(StagedBucket, abc.ABC):
         return arrays.sent is None and self.form.stages.only_feeds_back
 
     def coded(
-        self, arrays: Arrays, views: Views, part: _Part, step: Context, fed: _Fed | None
+        self, arrays: Arrays, views: Views, part: Part, step: Context, fed: _Fed | None
     ) -> np.ndarray | Sums:
         """Return what is coded of a part."""
         if fed is not None:
@@ -304,7 +255,7 @@ class _Bucket(StagedBucket, abc.ABC):
         its = arrays.context(step, part.tensor)
         return self.passed_on(views, part.tensor, part.own, its, self.longest)
 
-    def off(self, part: _Part, frame: np.ndarray) -> Sent:
+    def off(self, part: Part, frame: np.ndarray) -> Sent:
         """Return what takes off the values of a part of a message of this rank."""
         return functools.partial(self.codecs[part.tensor].take_off, frame[part.codes])
 
@@ -315,8 +266,9 @@ class _Whole(_Bucket):
     def __init__(self, form: FusedCodes, tensors: list[Tensor]) -> None:
         super().__init__(form, tensors)
         if form.stages.feeds_back:
-            self._check_feedback(self.sizes)
-        self._message = _Message(self.codecs, [slice(0, n) for n in self.sizes])
+            for codec, n in zip(self.codecs, self.sizes, strict=True):
+                codec.check_feedback(n)
+        self._message = Message(self.codecs, [slice(0, n) for n in self.sizes])
         self._frame = np.zeros(self._message.size, np.uint8)
         self.longest = max(self.sizes)
 
@@ -333,7 +285,7 @@ class _Whole(_Bucket):
     def _encode(self, arrays: Arrays, step: Context, fed: _Fed | None) -> np.ndarray:
         views, frame = arrays.views(), self._frame
         flags = self._message.flags(frame)
-        flags[:] = _FINE
+        flags[:] = FINE
         with np.errstate(over="ignore", invalid="ignore"):
             for i, part in enumerate(self._message.parts):
                 x = self.coded(arrays, views, part, step, fed)
@@ -387,23 +339,9 @@ class _Sharded(_Bucket):
     def __init__(self, form: FusedCodes, tensors: list[Tensor]) -> None:
         super().__init__(form, tensors)
         self.keys = (*self.keys, _O)
-        self._shards = [
-            shards_of(n, self.size, codec.unit(n))
-            for n, codec in zip(self.sizes, self.codecs, strict=True)
-        ]
-        # Owners feed back what they leave out, whether a transform does or not.
-        self._check_feedback([max(s.stop - s.start for s in own) for own in self._shards])
-        #: those that own a shard of each tensor which is not empty
-        self._owners = [[r for r, x in enumerate(own) if x.stop > x.start] for own in self._shards]
-        columns = list(zip(*self._shards, strict=True))
-        self._messages = [_Message(self.codecs, column) for column in columns]
-        largest = max(message.size for message in self._messages)
-        self._has_equal_replies = largest * self.size <= _LITTLE * sum(
-            message.size for message in self._messages
-        )
-        self._replies = self._messages
-        if self._has_equal_replies:
-            self._replies = [_Message(self.codecs, column, largest) for column in columns]
+        self._division = division = Division(self.codecs, self.sizes, self.size)
+        self._shards, self._owners = division.shards, division.owners
+        self._messages, self._replies = division.messages, division.replies
         self._frames = [np.zeros(message.size, np.uint8) for message in self._messages]
         self._reply = np.zeros(self._replies[self.rank].size, np.uint8)
         self.longest = max(own.stop - own.start for row in self._shards for own in row)
@@ -431,7 +369,7 @@ class _Sharded(_Bucket):
         received = yield Alltoall([xp.from_numpy(frame, None) for frame in frames])
         with phase("add_up"):
             frame = self._add_up(arrays, [xp.to_numpy(x) for x in received], step)
-        replies = yield Gather(xp.from_numpy(frame, None), self._has_equal_replies)
+        replies = yield Gather(xp.from_numpy(frame, None), self._division.has_equal_replies)
         with phase("add_up"):
             return self._finish(arrays, [xp.to_numpy(x) for x in replies], step, fed)
 
@@ -442,7 +380,7 @@ class _Sharded(_Bucket):
         pairs = zip(self._messages, self._frames, strict=True)
         flags = [message.flags(frame) for message, frame in pairs]
         for own in flags:
-            own[:] = _FINE
+            own[:] = FINE
         with np.errstate(over="ignore", invalid="ignore"):
             for i, owners in enumerate(self._owners):
                 random, fine = self.random(i, step), True
@@ -454,7 +392,7 @@ class _Sharded(_Bucket):
                         fed.is_done(part)
                 if not fine:  # nobody shall take the rest of it for the whole
                     for own in flags:
-                        own[i] = _NOT_FINITE
+                        own[i] = NOT_FINITE
         for message, frame in zip(self._messages, self._frames, strict=True):
             message.seal(frame)
         return self._frames
@@ -477,7 +415,7 @@ class _Sharded(_Bucket):
                 self._foreign[i] = foreign
 
     def _of_shard(
-        self, arrays: Arrays, views: Views, part: _Part, step: Context, fed: _Fed | None
+        self, arrays: Arrays, views: Views, part: Part, step: Context, fed: _Fed | None
     ) -> np.ndarray | Sums:
         """Return what is coded of a shard, ``x`` in the blocks' words."""
         x = self.coded(arrays, views, part, step, fed)
@@ -490,21 +428,21 @@ class _Sharded(_Bucket):
         message, reply = self._messages[self.rank], self._replies[self.rank]
         theirs = [message.opened(frame, rank) for rank, frame in enumerate(frames)]
         owned, flags = arrays.views().states[_O], reply.flags(self._reply)
-        flags[:] = _FINE
+        flags[:] = FINE
         with np.errstate(over="ignore", invalid="ignore"):
             for i, (part, own) in enumerate(zip(message.parts, reply.parts, strict=True)):
                 if self.rank not in self._owners[i]:
                     continue
-                if any(its[i] == _NOT_FINITE for its in theirs):
+                if any(its[i] == NOT_FINITE for its in theirs):
                     self._reply[own.codes] = 0
-                    flags[i] = _NOT_FINITE
+                    flags[i] = NOT_FINITE
                     continue
                 codes = [frame[part.codes] for frame in frames]
                 sums = Sums(owned[i][part.own], self._left[i], codes=codes)
                 with _decoding():
                     fine = self.put(own, sums, self.random(i, step, 1), self._reply, flags)
                 if fine.sums and not fine.left:
-                    flags[i] = _OVERFLOWS
+                    flags[i] = OVERFLOWS
         return reply.seal(self._reply)
 
     def _finish(

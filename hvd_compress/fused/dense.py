@@ -82,7 +82,7 @@ class FusedSum:
         parts = [xp.widen(x) for x in tensors.gradients]
         _, total = yield from self._total(xp, parts, sizes)
         if self.momentum is None:
-            xp.divide_into(tensors.gradients, total, self.size)
+            xp.write_into(tensors.gradients, total, self.size)
             return [*tensors.gradients], [{}] * len(sizes)
         old = self._velocity(xp, tensors.states, sizes, tensors.scratch)
         direction, states = self._moved(

@@ -248,40 +248,53 @@ def copy(x: np.ndarray, out: np.ndarray) -> None:
 
 
 def draws_of(random: np.random.Generator, n: int) -> Any:
-    """Return what ``random.random(n, np.float32)`` would: the numbers, or of the generator of
-    :mod:`hvd_compress.operators.random_k` the place in its stream, which is moved on.  A place has
-    the key, the counter, and the halves of words that are drawn of its block."""
-    generator = random.bit_generator
-    if n < _FEW or not is_compiled() or not isinstance(generator, np.random.Philox):
+    """Return what ``random.random(n, np.float32)`` would: the numbers, or the place in the stream
+    where they begin, see :func:`place_of`, which is moved on."""
+    if n < _FEW or (place := place_of(random)) is None:
         return random.random(n, np.float32)
+    move(random, place, n)
+    return place
+
+
+def place_of(random: np.random.Generator) -> tuple[list[int], list[int], int] | None:
+    """Return the place in the stream of a generator of :mod:`hvd_compress.operators.random_k` where
+    the next number of half a word begins: the key, the counter, and the halves of words that are
+    drawn of its block; ``None`` of another generator, or where there are no compiled loops."""
+    generator = random.bit_generator
+    if not is_compiled() or not isinstance(generator, np.random.Philox):
+        return None
     state: dict[str, Any] = dict(generator.state)
     key, counter = (state["state"][name].tolist() for name in ("key", "counter"))
     place, half = state["buffer_pos"], state["has_uint32"]
     if counter[0] >= 2**63 or (half and int(state["buffer"][place - 1]) >> 32 != state["uinteger"]):
-        return random.random(n, np.float32)
+        return None
     # A number takes half a word, of which a block has four.
-    start = key, counter, 2 * place - half
-    words, half = divmod(start[2] + n, 2)
+    return key, counter, 2 * place - half
+
+
+def move(random: np.random.Generator, place: tuple[list[int], list[int], int], n: int) -> None:
+    """Move a generator on as if it had drawn so many halves of words from its place."""
+    key, counter, first = place
+    words, half = divmod(first + n, 2)
     words += half
     block = (words - 1) // 4
-    buffer = np.array(native.codecs.philox(start, block, 1), np.uint64)
-    counter = [counter[0] + block, *counter[1:]]
-    place = words - 4 * block
+    buffer = np.array(native.codecs.philox(place, block, 1), np.uint64)
+    at = words - 4 * block
+    generator, counter = random.bit_generator, [counter[0] + block, *counter[1:]]
     moved: dict[str, Any] = {
-        **state,
-        "state": {"key": state["state"]["key"], "counter": np.array(counter, np.uint64)},
+        **generator.state,
+        "state": {"key": np.array(key, np.uint64), "counter": np.array(counter, np.uint64)},
         "buffer": buffer,
-        "buffer_pos": place,
+        "buffer_pos": at,
         "has_uint32": half,
-        "uinteger": int(buffer[place - 1]) >> 32,
+        "uinteger": int(buffer[at - 1]) >> 32,
     }
-    generator.state = moved  # type: ignore[assignment]
-    return start
+    generator.state = moved
 
 
 def words_of(random: np.random.Generator) -> tuple[list[int], list[int], int]:
     """Return the place from which ``random``, that of :mod:`hvd_compress.operators.random_k`, draws
-    its next whole word; see :func:`draws_of`."""
+    its next whole word; see :func:`place_of`."""
     state: dict[str, Any] = dict(random.bit_generator.state)
     key, counter = (state["state"][name].tolist() for name in ("key", "counter"))
     return key, counter, 2 * state["buffer_pos"]

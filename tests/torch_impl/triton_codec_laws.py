@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import numpy as np
 import pytest
@@ -15,20 +16,28 @@ from hvd_compress import (
     QSGD,
     Context,
     EFSignSGD,
+    LinearQuantization,
     NaturalCompression,
+    NaturalDithering,
     OneBit,
     SignSGD,
     TernGrad,
     codecs,
 )
+from hvd_compress.aggregators import allgather, alltoall
+from hvd_compress.chain import Chain
 from hvd_compress.codecs.compiled import Compiled
 from hvd_compress.codecs.frame import decode_coded, encode_sent
 from hvd_compress.codecs.plus_minus import plus_minus
-from hvd_compress.engines.lockstep import run
+from hvd_compress.engines.local import LocalEngine
+from hvd_compress.engines.lockstep import World, run
 from hvd_compress.kernels import codecs as loops
 from hvd_compress.kernels import reference
 from hvd_compress.operators.random_k import own_generator
+from hvd_compress.reduce import Reducer
 from hvd_compress.torch import backend
+from hvd_compress.transforms import error_feedback
+from tests.kernels.buckets import Ranks, assert_equal, one_by_one
 from tests.kernels.test_codecs import KINDS, drawn, generators, same_state
 from tests.kernels.test_kernels import unaligned
 from tests.torch_impl.triton_laws import (
@@ -36,6 +45,7 @@ from tests.torch_impl.triton_laws import (
     FEW,
     INTERPRETED,
     compiled_for_gpus,
+    moved,
     on_device,
     waits_of,
 )
@@ -154,11 +164,18 @@ def test_damaged_bytes_are_decoded_as_by_numpy(placed, codec, n, seed):
 def test_orders_of_sums_are_those_of_numpy(placed, n, length):
     """Of more elements than are added up in one go, and in runs of which the last one is short."""
     from hvd_compress.torch import triton_sum_kernels, triton_sums
+    from hvd_compress.torch.triton_tasks import Layout, Span
 
-    x = drawn(np.random.default_rng(n), n, "wide", FLOAT32)
-    length = length or n
-    found = triton_sums.sums(on_device(x), length, triton_sum_kernels.SQUARE).cpu().numpy()
-    runs = [np.square(x[i : i + length], dtype=np.float64) for i in range(0, n, length)]
+    numbers = drawn(np.random.default_rng(n), n + 3, "wide", FLOAT32)
+    length, x = length or n, on_device(numbers)
+    # Of two tasks, one of which begins within the other.
+    layout = Layout([Span(0, n, length, 1, 0), Span(3, n + 3, length, 1, 0)], x)
+    found = triton_sums.sums(x, layout, triton_sum_kernels.SQUARE).cpu().numpy()
+    runs = [
+        np.square(task[i : i + length], dtype=np.float64)
+        for task in (numbers[:n], numbers[3:])
+        for i in range(0, n, length)
+    ]
     np.testing.assert_array_equal(found, [reference.sums(run.reshape(1, -1))[0] for run in runs])
 
 
@@ -263,6 +280,134 @@ def test_exchanges_are_those_of_the_host(placed, monkeypatch, method):
     assert len(used) >= 6
 
 
+BUCKETS = [
+    OneBit(),
+    OneBit(column=40, via="allgather"),
+    EFSignSGD(),
+    EFSignSGD(via="allgather"),
+    FP8(),
+    LinearQuantization(bits=6),
+    QSGD(),
+    TernGrad(),
+    TernGrad(clip=2.5),
+    Chain((), via=allgather(codecs.sign())),
+    NaturalCompression(),
+    NaturalDithering(),
+    Chain((), via=alltoall(codecs.natural())),
+    Chain((error_feedback(),), via=alltoall(codecs.uniform_dithering(7, 64))),
+]
+#: one of which some ranks own nothing
+SHAPES = {"a": (20, 10), "b": (8, 8), "c": (2,), "d": (41, 27)}
+SOME = BUCKETS if not (INTERPRETED and FEW) else [BUCKETS[i] for i in (1, 2, 5, 8, 9, 12)]
+
+
+@pytest.fixture
+def by_triton(monkeypatch):
+    if INTERPRETED:  # else the device says so
+        monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton_loops")
+
+
+def gradients_of(random, size, shapes=SHAPES):
+    return [
+        {n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+        for _ in range(size)
+    ]
+
+
+def at_device(gradients):
+    return [{n: torch.tensor(x, device=DEVICE) for n, x in own.items()} for own in gradients]
+
+
+def assert_bucket(found, expected, gradients=None):
+    for rank, (own, other) in enumerate(zip(found, expected, strict=True)):
+        for name, outcome in own.items():
+            assert outcome.mean.device.type == DEVICE.type
+            on_host = moved(outcome, "cpu")
+            assert_equal(on_host._replace(sent=on_host.sent.numpy()), other[name])
+            if gradients is not None:
+                assert outcome.mean.data_ptr() == gradients[rank][name].data_ptr()
+
+
+@pytest.mark.parametrize("method", SOME, ids=repr)
+def test_buckets_are_what_their_tensors_are(placed, by_triton, method):
+    """The whole exchange, against the blocks of the chain in NumPy, over steps with a NaN, and with
+    numbers so large that what is left of them is not finite."""
+    ranks, expected = Ranks(method, SHAPES, 3, in_place=True), one_by_one(method, 3)
+    random = np.random.default_rng(1)
+    for step in range(3):
+        gradients = gradients_of(random, 3)
+        if step == 1:
+            gradients[1]["b"][3, 3] = np.nan
+            for own in gradients:
+                own["a"][:2] = 3e38
+        ours = at_device(gradients)
+        assert_bucket(ranks.exchange(ours), expected(gradients), ours)
+
+
+@pytest.mark.parametrize("method", [BUCKETS[4], BUCKETS[10]], ids=repr)
+def test_buckets_leave_gradients_alone_that_are_not_theirs(placed, by_triton, method):
+    ranks, expected = Ranks(method, SHAPES, 2), one_by_one(method, 2)
+    gradients = gradients_of(np.random.default_rng(2), 2)
+    ours = at_device(gradients)
+    assert_bucket(ranks.exchange(ours), expected(copy.deepcopy(gradients)))
+    for own, other in zip(ours, gradients, strict=True):
+        for name, x in other.items():
+            assert_same(own[name], x)
+
+
+@pytest.mark.parametrize("method", [BUCKETS[0], BUCKETS[4]], ids=repr)
+def test_buckets_lose_nothing_after_another_number_of_ranks(placed, by_triton, method):
+    """What a rank keeps of shards that are others' now goes along with its next message; also if
+    that is not finite."""
+    random = np.random.default_rng(0)
+    ranks, world = Ranks(method, SHAPES, 3), World(method, 3)
+    for _ in range(2):
+        gradients = gradients_of(random, 3)
+        world.exchange_all(gradients, momentum=0.9)
+        ranks.exchange(at_device(gradients))
+    fewer, blocks = Ranks(method, SHAPES, 2, in_place=True), World(method, 2)
+    fewer.states, fewer.step = copy.deepcopy(ranks.states[:2]), 2
+    blocks.states = {n: copy.deepcopy(states[:2]) for n, states in world.states.items()}
+    blocks.steps = dict.fromkeys(SHAPES, 2)
+    for step in range(3):
+        gradients = gradients_of(random, 2)
+        if step == 0:
+            gradients[0]["a"][0, 0] = np.inf
+        expected = blocks.exchange_all(copy.deepcopy(gradients), momentum=0.9)
+        assert_bucket(fewer.exchange(at_device(gradients)), expected)
+
+
+@pytest.mark.parametrize("method", [BUCKETS[0], BUCKETS[3], BUCKETS[6]], ids=repr)
+def test_buckets_of_an_optimizer_are_those_of_the_host(placed, by_triton, method):
+    """Where nobody asks what was sent, and arrays are taken as they were in the step before."""
+    own, other = (Reducer(method, LocalEngine(), in_place=True) for _ in "01")
+    random, states = np.random.default_rng(3), {}
+    for step in range(5):
+        (gradients,) = gradients_of(random, 1)
+        if step == 3:
+            gradients["d"][0, 0] = np.inf
+        (ours,) = at_device([gradients])
+        found, expected = own.reduce(ours), other.reduce(gradients)
+        for name in SHAPES:
+            assert_same(found[name], expected[name])
+            for key, value in other.store.states[name].items():
+                state = own.store.states[name][key]
+                assert_same(state, value)
+                if name != "d":  # of which an infinite step makes another one
+                    assert states.setdefault((name, key), state) is state
+    assert own.records == other.records
+
+
+def test_buckets_wait_twice(placed, by_triton):
+    """For codes, and for what is to be known of the mean, whatever the number of tensors."""
+    for method in (FP8(), QSGD()):
+        reducer, random = Reducer(method, LocalEngine(), in_place=True), np.random.default_rng(0)
+        for _ in range(4):
+            (ours,) = at_device(gradients_of(random, 1))
+            waits = waits_of(functools.partial(reducer.reduce, ours))
+        assert 0 < waits <= 2
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_waits_are_one_for_a_code(placed, codec):
     """When it comes to the host.  Tables are made once."""
@@ -279,48 +424,67 @@ def test_waits_are_one_for_a_code(placed, codec):
     assert triton_code_loops._kept.cache_info().currsize == tables
 
 
-_F, _D, _I, _B = "*fp32", "*fp64", "*i32", "*u8"
-_SUMS = [_D, _D, _D, "i32", "i32", "i32", "i32"]
-_QUANTISE = [_F, _F, _F, _F, "*i64", _B, _I, "i32", "i32", "i32"]
-_DIGITS = [_B, _F, _F, "*i64", _F, "i32", "i32", "i32", "i32", "fp32"]
-#: a kernel with the types of its arguments and its constants, in their order
+#: of arguments, unless a kernel says otherwise
+_TYPES = {
+    "*u8": "code codes digits",
+    "*i64": "tasks level runs draws powers ends",
+    "*i32": "blocks notes counts",
+    "*fp32": "x heads limits grid table one",
+    "*fp64": "shifts low high many found",
+    "i32": "count levels zero",
+    "i64": "clip",
+    "fp32": "unit most",
+}
+_TO, _CODE = {"out": "*fp32"}, {"out": "*u8"}
+#: a kernel with the types of its other arguments, and its constants
 KERNELS = [
-    *(("sums", [_F, *_SUMS[1:]], [term, 8]) for term in range(7)),
-    ("sums", _SUMS, [0, 8]),
-    ("largest", [_F, _I, "i32", "i32", "i32", "i32"], [8]),
-    *(("of_sums", [_D, _F, "i32", "i32", "i64"], [kind, 1024]) for kind in range(1, 4)),
-    ("of_sums", [_D, _D, "i32", "i32", "i64"], [0, 1024]),
+    *(("sums", {"out": "*fp64"}, {"term": term, "rows": 8}) for term in range(7)),
+    ("sums", {"x": "*fp64", "out": "*fp64"}, {"term": 0, "rows": 8}),
+    ("largest", {"out": "*i32"}, {"rows": 8}),
+    *(("of_sums", _TO, {"kind": kind, "placed": kind < 3}) for kind in range(1, 4)),
+    ("of_sums", {"out": "*fp64"}, {"kind": 0, "placed": False}),
     *(
-        ("of_largest", [_I, _F, _F, "i32", "fp32"], [kind, kind == 3, 1024])
+        ("of_largest", {"found": "*i32", **_TO}, {"kind": kind, "clipped": kind == 3})
         for kind in (0, 1, 3, 4)
     ),
-    ("two_means", [_D, _D, _D, _F, "i32", "i32", "i32"], [1024]),
-    *(("quantise", _QUANTISE, [kind, 2, kind == 3, 3, 7, 1024]) for kind in range(5)),
-    ("quantise", [*_QUANTISE[:4], _F, *_QUANTISE[5:]], [1, 1, False, 0, 0, 1024]),
-    ("exponents", [_F, _F, _B, _I, "i32"], [0, 1024]),
-    ("exponents", [_F, "*i64", _B, _I, "i32"], [2, 1024]),
-    *(("pack_fields", [_B, _B, "i32", "i32"], [bits, 1024]) for bits in (2, 3, 7)),
-    ("pack_words", [_B, _B, "i32", "i32"], [3, 40, 1024]),
-    *(("signs", [_F, _B, _I, "i32"], [sign, sign == 2, 1024]) for sign in range(3)),
-    ("count_zeros", [_F, _I, "i32"], [1024]),
-    ("draw_zeros", [_F, "*i64", "*i64", _B, _I, "i32"], [1024]),
-    ("from_digits", _DIGITS, [255, 8, 0, False, True, 1024]),
-    ("from_digits", _DIGITS, [3, 0, 40, True, False, 1024]),
-    ("from_bits", [_B, _F, _F, "i32", "i32"], [True, True, True, 1024]),
-    ("from_bits", [_B, _F, _F, "i32", "i32"], [False, False, False, 1024]),
-    ("from_natural", [_B, _B, _F, "i32"], [True, 1024]),
+    ("two_means", _TO, {}),
+    *(
+        (
+            "quantise",
+            {},
+            {
+                **{"kind": kind, "is_drawn": kind not in (0, 4), "clipped": kind == 3},
+                **{"place": 4 if kind == 4 else 0, "mantissa": 3, "bias": 7},
+            },
+        )
+        for kind in range(5)
+    ),
+    *(("exponents", {}, {"is_drawn": is_drawn}) for is_drawn in (False, True)),
+    *(("pack_fields", _CODE, {"bits": bits}) for bits in (2, 3, 7)),
+    ("pack_words", _CODE, {"base": 3, "each": 40}),
+    *(("signs", _CODE, {"sign": s, "big": s == 2, "last": s == 0}) for s in range(3)),
+    ("look", {}, {"what": 2}),
+    ("count_zeros", {}, {}),
+    ("draw_zeros", _CODE, {}),
+    ("from_digits", _TO, {"base": 255, "bits": 8, "each": 0, "listed": False, "how": 1}),
+    ("from_digits", _TO, {"base": 3, "bits": 0, "each": 40, "listed": True, "how": 0}),
+    *(("from_bits", _TO, {"constant": c, "paired": not c, "how": 2}) for c in (False, True)),
+    ("from_natural", _TO, {"how": 1}),
 ]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles nothing")
-@pytest.mark.parametrize(("name", "types", "constants"), KERNELS, ids=str)
-def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, types, constants, tmp_path):
+@pytest.mark.parametrize(("name", "own", "constants"), KERNELS, ids=str)
+def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, own, constants, tmp_path):
     """No product and sum are contracted, quotients and roots are rounded correctly, and small
     numbers are kept; no GPU is needed."""
     from hvd_compress.torch import triton_codec_kernels, triton_sum_kernels
 
     kernel = getattr(triton_codec_kernels, name, None) or getattr(triton_sum_kernels, name)
-    signature = [*types, *["constexpr"] * len(constants)]
-    for code in compiled_for_gpus(kernel, signature, [None] * len(types) + constants, tmp_path):
+    known = {x: kind for kind, names in _TYPES.items() for x in names.split()} | own
+    constants = {"width": 1024, **constants}
+    signature = ["constexpr" if x in constants else known[x] for x in kernel.arg_names]
+    values = [constants.get(x) for x in kernel.arg_names]
+    for code in compiled_for_gpus(kernel, signature, values, tmp_path):
         for inexact in ("fma", "div.full", "approx", ".ftz"):
             assert inexact not in code

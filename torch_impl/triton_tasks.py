@@ -1,0 +1,122 @@
+"""Where the elements and the codes of many tensors are, for kernels that take them all at once.
+
+A *task* is a run of elements of one code, such as a tensor or a rank's shard of it: they are
+anywhere in one flat array, and their code is anywhere in an array of bytes.  A program takes one
+block of one task, and finds both in tables, which are made once for the tensors of a bucket.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+
+from .backend import from_numpy
+from .triton_task_kernels import HEADS, LENGTH, SIZE, START, SUMMED, N
+
+#: elements, or bytes, that a program takes
+WIDTH = 1024
+#: a program's random numbers may begin so many elements in front of its task
+_SKEW = 7
+
+
+class Span(NamedTuple):
+    """A task: its elements, from ``start`` to ``stop``; how many of them have heads in common, and
+    how many heads (float32) each run of these has; and the bytes behind all heads."""
+
+    start: int
+    stop: int
+    length: int
+    heads: int
+    size: int
+
+
+class Layout:
+    """Tables of tasks, in the memory of the GPU of ``like``.
+
+    Attributes:
+        sizes: the elements of each task.
+        codes: the bytes of its code, heads first, in an array of ``nbytes``.
+        tasks: the table.
+    """
+
+    def __init__(self, spans: Sequence[Span], like: torch.Tensor) -> None:
+        self.sizes = [span.stop - span.start for span in spans]
+        self.codes: list[slice] = []
+        self._like, rows, at = like.new_empty(0), [], 0
+        for start, stop, length, heads, size in spans:
+            behind = at + 4 * heads * triton.cdiv(stop - start, length)
+            rows.append((start, stop - start, length, at // 4, behind, size))
+            self.codes.append(slice(at, behind + size))
+            at = behind + size + -size % 4  # heads are float32
+        self.nbytes = at
+        self._rows, self._heads = np.array(rows, np.int64), np.array([x.heads for x in spans])
+        self.tasks = self._table(self._rows)
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @functools.cached_property
+    def elements(self) -> torch.Tensor:
+        """The blocks of programs that take elements."""
+        return self._blocks(self._rows[:, N.value] + _SKEW, WIDTH)
+
+    @functools.cached_property
+    def packed(self) -> torch.Tensor:
+        """The blocks of programs that take bytes behind heads."""
+        return self._blocks(self._rows[:, SIZE.value], WIDTH)
+
+    @functools.cached_property
+    def words(self) -> torch.Tensor:
+        """The blocks of programs that take words of these bytes."""
+        return self._blocks(self._rows[:, SIZE.value], 8 * WIDTH)
+
+    @functools.cached_property
+    def runs(self) -> torch.Tensor:
+        """Of each run the place of its first head, how many elements its task has, and how many it
+        has itself (int64)."""
+        task, number, start, stop = self._runs
+        place = self._rows[task, HEADS.value] + number * self._heads[task]
+        return self._table(np.stack([place, self._rows[task, N.value], stop - start], 1))
+
+    @functools.cached_property
+    def levels(self) -> list[torch.Tensor]:
+        """What is added up, and what is added up of these sums, up to one a run: of each block from
+        and up to which element it goes, its task, and its run (int64)."""
+        task, _, start, stop = self._runs
+        levels = []
+        while True:
+            counts = -(-(stop - start) // SUMMED.value)
+            run, block = _numbered(counts)
+            first = start[run] + block * SUMMED.value
+            last = np.minimum(first + SUMMED.value, stop[run])
+            levels.append(self._table(np.stack([first, last, task[run], run], 1)))
+            if (counts == 1).all():
+                return levels
+            stop = np.cumsum(counts)
+            start = stop - counts
+
+    @functools.cached_property
+    def _runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of each run its task, its number there, and from and up to which element it goes."""
+        start, n, length = (self._rows[:, column.value] for column in (START, N, LENGTH))
+        task, number = _numbered(-(-n // length))
+        first = start[task] + number * length[task]
+        return task, number, first, np.minimum(first + length[task], (start + n)[task])
+
+    def _blocks(self, sizes: np.ndarray, width: int) -> torch.Tensor:
+        """Return task and block of each program (int32)."""
+        return self._table(np.stack(_numbered(-(-sizes // width)), 1)).int()
+
+    def _table(self, rows: np.ndarray) -> torch.Tensor:
+        return from_numpy(rows, self._like)
+
+
+def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for so many parts of each of some wholes, the whole of each and its number there."""
+    whole = np.repeat(np.arange(len(counts)), counts)
+    return whole, np.arange(len(whole)) - np.repeat(np.cumsum(counts) - counts, counts)
