@@ -341,6 +341,8 @@ class Chain(Compressor, name="chain"):
         finite = aggregated.finite if is_wide else xp.all_finite(mean)
         direction = aggregated.mean if aggregated.update is None else aggregated.update
         new, old = dict(aggregated.state), self._before(sending, aggregated.state)
+        if not (new or old or self._has_update) and aggregated.update is None:
+            return Outcome(mean, aggregated.sent, {})  # a graph has no branches then
 
         def settled() -> tuple[Array, State]:
             return self._settled(sending, aggregated.sent, new, direction)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hvd_compress.codecs import Codec
+from hvd_compress.kernels import is_compiled
 from hvd_compress.kernels.codecs import Signs, move, place_of, skip, words_of
 
 from . import triton_code_loops as loops
@@ -43,6 +44,8 @@ class Codes:
         for which one generator draws."""
         own = loops.loops_of(codec)
         if own is None or not 0 < n < _MOST or codec.takes_non_finite:
+            return False
+        if own.draws and not is_compiled():  # which say where random numbers begin
             return False
         return once or not _draws_zeros(own)
 

@@ -93,7 +93,6 @@ class _OnDevice(StagedBucket, abc.ABC):
 
     def passed_on_of_all(self, arrays: Arrays) -> Array:
         """Return what is coded, the sums of gradients and residuals, as one new array."""
-        arrays.columns()
         x = joined(arrays.gradients)
         if self.form.stages.transforms:
             x = backend_of(x).add_scaled(x, joined(arrays.states[_R]), 1.0)
@@ -271,6 +270,7 @@ class ShardedOnDevice(_OnDevice):
             each[self.rank] for each in (self._division.messages, self._division.replies)
         )
         theirs = [message.opened(frame, rank) for rank, frame in enumerate(frames)]
+        arrays.columns()  # which have the memory of before
         flags = reply.flags(self._reply)
         flags[:] = np.where(np.any(np.equal(theirs, NOT_FINITE), axis=0), NOT_FINITE, FINE)
         if self._own_codes is None:
@@ -323,7 +323,7 @@ class ShardedOnDevice(_OnDevice):
         fine = [finite[i] for i in self._mine]
         for i, is_fine in enumerate(finite):
             if is_fine and self._foreign.pop(i, None) is not None:
-                xp.affine(arrays.states[_O][i], 0.0)
+                xp.write_into([arrays.states[_O][i]], xp.full_like(total[self.spans[i]], 0.0))
         if fine:
             self.write(self._shards_of(arrays), left, self._own_spans, fine)
         self._looked = _versions(arrays.states[_O])

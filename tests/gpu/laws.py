@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::hvd_compress.PoorFit")
 #: about the last bit of a gradient in half precision
 ROUNDED = 2.0**-10
 #: and about the sign of a momentum that is zero but for rounding, of which there are some here
-SIGNS_OF_MOMENTA = {"onebit-adam": 1.0}
+SIGNS_OF_MOMENTA = {"onebit-adam": 2.0}
 
 
 def on_gpu(x):

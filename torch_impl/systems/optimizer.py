@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvd_compress.engines.base import Engine
-from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
 from hvd_compress.integrations.checkpoints import refused
 from hvd_compress.systems import Coordinator, TrainingMethod
 from hvd_compress.systems.base import as_training_method
@@ -23,6 +23,11 @@ from ..replicas import check_shards, local
 
 #: the entry of a state dict that is not the user's optimizer's
 KEY = "training"
+_NO_BUFFERS = (
+    'buffers="average" needs the same state of the optimizer on all ranks, and one has none of a '
+    "parameter that got no gradient there: let the loss of every rank use all parameters, or take "
+    'buffers="keep" or "reset"'
+)
 
 
 class LocalStepsOptimizer(torch.optim.Optimizer):
@@ -154,7 +159,11 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             for name, p in changed.items()
             for key, x in sorted(self._buffers(p).items())
         }
-        for label, mean in self.training.average(own).items():
+        try:
+            means = self.training.average(own)
+        except MismatchError as error:
+            raise MismatchError(f"{_NO_BUFFERS}\n{error}") from None
+        for label, mean in means.items():
             own[label].copy_(mean)
 
     def _buffers(self, p: Parameter) -> dict[str, torch.Tensor]:
