@@ -93,7 +93,7 @@ def _decoded(
 
     def backward(d_result: Array) -> tuple[Array, Parameters]:
         d = d_result[:, :, None]
-        last = np.einsum("blc,blo->co", full, d)[None], d.sum((0, 1))
+        last = _outer(full, d)[None], d.sum((0, 1))
         d_hidden = np.zeros_like(hidden)
         np.add.at(d_hidden[0], where, (d @ weight[0].T)[0, :, : hidden.shape[2]])
         d_z, first = back(d_hidden)
@@ -132,9 +132,7 @@ def _convolved(x: Array, weight: Array, bias: Array, stride: int) -> tuple[Array
         d_x = np.zeros_like(x)
         spread = _transposed(d, weight.swapaxes(1, 2), stride)
         d_x[:, : spread.shape[1]] = spread
-        taps = [
-            np.einsum("blc,blo->co", tap, d) for tap in _taps(x, len(weight), stride, d.shape[1])
-        ]
+        taps = [_outer(tap, d) for tap in _taps(x, len(weight), stride, d.shape[1])]
         return d_x, np.stack(taps), d.sum((0, 1))
 
     return y, backward
@@ -144,9 +142,7 @@ def _spread(x: Array, weight: Array, bias: Array, stride: int) -> tuple[Array, B
     y = _transposed(x, weight, stride) + bias
 
     def backward(d: Array) -> tuple[Array, Array, Array]:
-        taps = [
-            np.einsum("blc,blo->co", x, tap) for tap in _taps(d, len(weight), stride, x.shape[1])
-        ]
+        taps = [_outer(x, tap) for tap in _taps(d, len(weight), stride, x.shape[1])]
         return _convolve(d, weight.swapaxes(1, 2), stride), np.stack(taps), d.sum((0, 1))
 
     return y, backward
@@ -164,6 +160,11 @@ def _transposed(x: Array, weight: Array, stride: int) -> Array:
     for tap, kernel in zip(_taps(y, len(weight), stride, x.shape[1]), weight, strict=True):
         tap += x @ kernel
     return y
+
+
+def _outer(x: Array, y: Array) -> Array:
+    """The products of all channels with all others, summed over batch and places."""
+    return np.tensordot(x, y, ((0, 1), (0, 1)))
 
 
 def _taps(x: Array, width: int, stride: int, length: int) -> list[Array]:

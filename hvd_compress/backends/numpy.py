@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -195,6 +196,8 @@ def add_at(x: Array, indices: Array, values: Array) -> Array:
 
 
 def cast(x: Array, dtype: np.typing.DTypeLike) -> Array:
+    if x.dtype == dtype:
+        return x
     if {x.dtype, np.dtype(dtype)} == _HALVES:  # where NumPy is slow
         out = np.empty(x.shape, dtype)
         (halves.narrow if out.dtype == np.float16 else halves.widen)(x, out)
@@ -216,7 +219,12 @@ def round_to(x: Array, wire: str | None, saturate: bool = False) -> Array:
 
 
 def dtype(x: Array) -> str:
-    return x.dtype.name if x.dtype.isnative else x.dtype.str
+    return _name_of(x.dtype)
+
+
+@functools.cache
+def _name_of(dtype: np.dtype) -> str:  # which NumPy makes up anew each time
+    return dtype.name if dtype.isnative else dtype.str
 
 
 def to_bytes(x: Array) -> Array:

@@ -31,6 +31,8 @@ from hvd_compress.codecs.frame import decode_coded, encode_sent
 from hvd_compress.codecs.plus_minus import plus_minus
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World, run
+from hvd_compress.errors import PayloadError
+from hvd_compress.fused import code_messages
 from hvd_compress.kernels import codecs as loops
 from hvd_compress.kernels import reference
 from hvd_compress.operators.random_k import own_generator
@@ -375,6 +377,40 @@ def test_buckets_lose_nothing_after_another_number_of_ranks(placed, by_triton, m
             gradients[0]["a"][0, 0] = np.inf
         expected = blocks.exchange_all(copy.deepcopy(gradients), momentum=0.9)
         assert_bucket(fewer.exchange(at_device(gradients)), expected)
+
+
+@pytest.mark.parametrize(
+    ("method", "passed"), [*((BUCKETS[0], n) for n in (0, 2, 4)), (BUCKETS[3], 0)], ids=repr
+)
+def test_buckets_of_a_step_that_fails_keep_their_states(
+    placed, by_triton, monkeypatch, method, passed
+):
+    """Whichever message arrives damaged, of two that each rank opens in a turn; and the next step
+    is as if it had not been."""
+    ranks, expected = Ranks(method, SHAPES, 2, in_place=True), one_by_one(method, 2)
+    random = np.random.default_rng(4)
+    for step in range(3):
+        gradients = gradients_of(random, 2)
+        if step == 1:
+            before, opened = copy.deepcopy(ranks.states), code_messages.opened
+            left = [passed]
+
+            def damaged(frame, *args, left=left, opened=opened, **options):
+                left[0] -= 1
+                return opened(frame[:-8] if left[0] < 0 else frame, *args, **options)
+
+            monkeypatch.setattr(code_messages, "opened", damaged)
+            with pytest.raises(PayloadError):
+                ranks.exchange(at_device(gradients))
+            monkeypatch.undo()
+            if INTERPRETED:
+                monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton_loops")
+            for own, other in zip(ranks.states, before, strict=True):
+                for name, state in other.items():
+                    for key, x in state.items():
+                        assert torch.equal(own[name][key], x)
+        else:
+            assert_bucket(ranks.exchange(at_device(gradients)), expected(gradients))
 
 
 @pytest.mark.parametrize("method", [BUCKETS[0], BUCKETS[3], BUCKETS[6]], ids=repr)
