@@ -29,8 +29,8 @@ _Random = np.random.Generator
 
 
 class Codes:
-    """The codes of many runs of elements, all of one codec but for what its options for their
-    shapes are; see :class:`hvd_compress.fused.placed_codes.Codes`."""
+    """The codes of many runs of elements; see
+    :class:`hvd_compress.fused.coded_on_device.Codes`."""
 
     def __init__(self, codecs: Sequence[Codec], spans: Sequence[slice], like: torch.Tensor) -> None:
         self._loops = loops.loops_of(codecs[0])

@@ -67,7 +67,7 @@ class Codec(Configurable, abc.ABC, kind="block"):
 
     def for_shape(self, shape: tuple[int, ...]) -> Codec:
         """Return the codec for a tensor of ``shape``: this one, unless its options depend on the
-        shape."""
+        shape.  Those of all shapes have the same loops, but for the length of runs."""
         return self
 
     def unit(self, n: int) -> int:

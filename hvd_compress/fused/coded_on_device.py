@@ -48,7 +48,7 @@ class Made(Protocol):
 
 class Codes(Protocol):
     """The codes of runs of elements of a flat array in a device's memory, all at once: what the
-    module of its loops has under this name."""
+    module of its loops has under this name.  Codecs differ in the length of their runs at most."""
 
     def __init__(self, codecs: Sequence[Codec], spans: Sequence[slice], like: Array) -> None: ...
 

@@ -379,6 +379,30 @@ def test_buckets_lose_nothing_after_another_number_of_ranks(placed, by_triton, m
         assert_bucket(fewer.exchange(at_device(gradients)), expected)
 
 
+@pytest.mark.parametrize("method", [BUCKETS[i] for i in (0, 3, 6)], ids=repr)
+def test_buckets_are_the_same_with_a_device_and_without(placed, monkeypatch, method):
+    """Of ranks of which one has none."""
+    marked = set()
+    if INTERPRETED:
+
+        def loops_of(x):
+            is_device = x.data_ptr() in marked
+            return "hvd_compress.torch.triton_loops" if is_device else "hvd_compress.kernels"
+
+        monkeypatch.setattr(backend, "loops", loops_of)
+    ranks, expected = Ranks(method, SHAPES, 2, in_place=True), one_by_one(method, 2)
+    random = np.random.default_rng(5)
+    for _ in range(2):
+        gradients = gradients_of(random, 2)
+        ours = [*at_device(gradients[:1]), {n: torch.tensor(x) for n, x in gradients[1].items()}]
+        marked.clear()
+        marked.update(x.data_ptr() for x in ours[0].values())
+        for own, other in zip(ranks.exchange(ours), expected(gradients), strict=True):
+            for name in SHAPES:
+                on_host = moved(own[name], "cpu")
+                assert_equal(on_host._replace(sent=on_host.sent.numpy()), other[name])
+
+
 @pytest.mark.parametrize(
     ("method", "passed"), [*((BUCKETS[0], n) for n in (0, 2, 4)), (BUCKETS[3], 0)], ids=repr
 )
