@@ -82,6 +82,10 @@ def scale(x: Array, factor: Any) -> Array:
     return x * _number(factor, x.dtype)
 
 
+def divided(x: Array, divisor: Any) -> Array:
+    return x / divisor
+
+
 def affine(x: Array, factor: Any, shift: Any = 0.0) -> Array:
     scaled = scale(x, factor)
     return scaled if isinstance(shift, float) and not shift else scaled + _number(shift, x.dtype)

@@ -96,6 +96,11 @@ def scale(x: Array, factor: Any) -> Array:
     return x * factor
 
 
+def divided(x: Array, divisor: float) -> Array:
+    # By a number a GPU does not divide, but multiplies with its inverse.
+    return x / (torch.full((), divisor, dtype=x.dtype, device=x.device) if x.is_cuda else divisor)
+
+
 def affine(x: Array, factor: float, shift: float = 0.0) -> Array:
     x = x if factor == 1 else x.mul_(factor)
     return x if shift == 0 else x.add_(shift)
@@ -326,16 +331,14 @@ def addresses(
 
 
 def write_into(out: Sequence[Array], x: Array, divisor: float = 1.0) -> None:
-    parts = torch.split(x, [array.numel() for array in out])
+    sizes = [array.numel() for array in out]
     views = [array.view(-1) for array in out]
-    if not x.is_cuda:
-        for view, part in zip(views, parts, strict=True):
-            torch.div(part, divisor, out=view)
+    if x.is_cuda and len({view.data_ptr() for view in views}) == len(views):
+        # One launch for many arrays, whose order does not matter.
+        torch._foreach_copy_(views, torch.split(x if divisor == 1 else divided(x, divisor), sizes))
         return
-    # One launch for many arrays; and by a number a GPU does not divide, but multiplies.
-    if divisor != 1:
-        parts = torch.split(x / torch.full_like(x[:1], divisor), [view.numel() for view in views])
-    torch._foreach_copy_(views, parts)
+    for view, part in zip(views, torch.split(x, sizes), strict=True):
+        view.copy_(divided(part, divisor)) if x.is_cuda else torch.div(part, divisor, out=view)
 
 
 def loops(x: Array) -> str | None:
@@ -363,7 +366,8 @@ def _has_triton(device: torch.device) -> bool:
         if (problem := check.problem_of(device)) is None:
             return True
     logger.warning(
-        "top-k on %s takes many passes over memory, and codecs work on the host: %s",
+        "top-k on %s takes many passes over memory, and codecs work on the host, which has "
+        "to be so on all ranks with GPUs: %s",
         device,
         problem,
     )

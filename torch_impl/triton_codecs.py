@@ -53,11 +53,17 @@ class Codes:
     def draws(self) -> bool:
         return self._loops.draws or _draws_zeros(self._loops)
 
-    def encode(self, x: torch.Tensor, randoms: Sequence[_Random | None]) -> Made | None:
-        """Return the codes of ``x``; ``None`` where only the host can draw what they need."""
+    def can_draw(self, random: _Random | None) -> bool:
+        """Return whether kernels can go on in a generator's stream."""
+        return not self.draws or self._place_of(random) is not None
+
+    def encode(self, x: torch.Tensor, randoms: Sequence[_Random | None]) -> Made:
+        """Return the codes of ``x``.
+
+        Raises:
+            ValueError: kernels can draw nothing from a generator.
+        """
         draws = self._drawn(randoms) if self.draws else None
-        if self.draws and draws is None:
-            return None
         nbytes, n = self._layout.nbytes, len(self._layout)
         room = torch.empty(nbytes + 4 * NOTES.value * n, dtype=torch.uint8, device=x.device)
         notes = room[nbytes:].view(torch.int32)
@@ -85,19 +91,21 @@ class Codes:
             loops.look(loops.Tasks(x, self._layout, None, notes), INFINITE)
         return to_numpy(notes).reshape(-1, NOTES.value)[:, INFINITE.value] == 0
 
-    def _drawn(self, randoms: Sequence[_Random | None]) -> torch.Tensor | None:
+    def _place_of(self, random: _Random | None) -> Any:
+        if random is None:
+            return None
+        return words_of(random) if _draws_zeros(self._loops) else place_of(random)
+
+    def _drawn(self, randoms: Sequence[_Random | None]) -> torch.Tensor:
         """Return the place in its stream of each run, of runs that share a generator one behind the
         other."""
         rows, places, drawn = [], {}, {}
         for random, n in zip(randoms, self._layout.sizes, strict=True):
-            assert random is not None
             number = id(random)
             if number not in places:
-                is_word = _draws_zeros(self._loops)
-                places[number] = words_of(random) if is_word else place_of(random)
-                drawn[number] = 0
+                places[number], drawn[number] = self._place_of(random), 0
             if (place := places[number]) is None:
-                return None
+                raise ValueError(f"kernels can draw nothing from {random!r}")
             key, counter, first = place
             rows.append((*key, *counter, first + drawn[number]))
             drawn[number] += n
@@ -173,8 +181,9 @@ class Placed:
         if not n:  # of which a code may still have a scale
             return self._codec.put(x.cpu().numpy(), random, out)
         codes = _codes_of(self._codec, n, self._device)
-        if (made := codes.encode(x, [random])) is None:
+        if not codes.can_draw(random):
             return self._put_by_host(x, random, out, sent)
+        made = codes.encode(x, [random])
         if sent is not None:
             made.decode(sent)
         (code,), ((infinite, zeros, _),) = made.arrived()
@@ -204,7 +213,7 @@ class Placed:
             _codes_of(self._codec, out.numel(), self._device).decode([code], out, add)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def _codes_of(codec: Codec, n: int, device: torch.device) -> Codes:
     return Codes([codec], [slice(0, n)], torch.empty(0, device=device))
 

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import triton
 
-from .backend import from_numpy
 from .triton_task_kernels import HEADS, LENGTH, SIZE, START, SUMMED, N
 
 #: elements, or bytes, that a program takes
@@ -47,7 +46,7 @@ class Layout:
     def __init__(self, spans: Sequence[Span], like: torch.Tensor) -> None:
         self.sizes = [span.stop - span.start for span in spans]
         self.codes: list[slice] = []
-        self._like, rows, at = like.new_empty(0), [], 0
+        self._device, rows, at = like.device, [], 0
         for start, stop, length, heads, size in spans:
             behind = at + 4 * heads * triton.cdiv(stop - start, length)
             rows.append((start, stop - start, length, at // 4, behind, size))
@@ -79,7 +78,7 @@ class Layout:
     def runs(self) -> torch.Tensor:
         """Of each run the place of its first head, how many elements its task has, and how many it
         has itself (int64)."""
-        task, number, start, stop = self._runs
+        task, number, start, stop = self._of_runs()
         place = self._rows[task, HEADS.value] + number * self._heads[task]
         return self._table(np.stack([place, self._rows[task, N.value], stop - start], 1))
 
@@ -87,7 +86,7 @@ class Layout:
     def levels(self) -> list[torch.Tensor]:
         """What is added up, and what is added up of these sums, up to one a run: of each block from
         and up to which element it goes, its task, and its run (int64)."""
-        task, _, start, stop = self._runs
+        task, _, start, stop = self._of_runs()
         levels = []
         while True:
             counts = -(-(stop - start) // SUMMED.value)
@@ -100,8 +99,7 @@ class Layout:
             stop = np.cumsum(counts)
             start = stop - counts
 
-    @functools.cached_property
-    def _runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _of_runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Of each run its task, its number there, and from and up to which element it goes."""
         start, n, length = (self._rows[:, column.value] for column in (START, N, LENGTH))
         task, number = _numbered(-(-n // length))
@@ -113,7 +111,8 @@ class Layout:
         return self._table(np.stack(_numbered(-(-sizes // width)), 1)).int()
 
     def _table(self, rows: np.ndarray) -> torch.Tensor:
-        return from_numpy(rows, self._like)
+        # At once: whoever finds it later may be in another stream.
+        return torch.from_numpy(rows).to(self._device)
 
 
 def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

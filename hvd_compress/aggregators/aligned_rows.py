@@ -86,7 +86,7 @@ class aligned_rows(Aggregator, name="aligned_rows"):
         (indices,) = xp.on_host(largest, [total], [("int64", sent)], x)
         values = xp.take(x, indices)
         summed_values = yield Sum(values)
-        values_mean = summed_values / context.size
+        values_mean = xp.divided(summed_values, context.size)
         mean = xp.put(xp.zeros(n, x), indices, values_mean)
         is_finite = xp.all_finite(total) & xp.all_finite(values_mean)
         return Aggregated(mean, Sparse(indices, values), is_finite, state)

@@ -185,4 +185,4 @@ class allgather(Aggregator, name="allgather"):
 
         looks = [("int64", None), (dtype, None)]
         sent = Sparse(*xp.on_host(arrived, [*own, *dropped], looks, x))
-        return Aggregated(total / context.size, sent, xp.all_finite(total), state)
+        return Aggregated(xp.divided(total, context.size), sent, xp.all_finite(total), state)

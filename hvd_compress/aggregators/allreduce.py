@@ -103,7 +103,7 @@ class allreduce(Aggregator, name="allreduce"):
         xp = backend_of(x)
         own = self._drawn(self.select, None).pick(x, context)
         total = yield Sum(own.values, wire, self.algorithm)
-        values_mean = total / context.size
+        values_mean = xp.divided(total, context.size)
         mean = xp.put(xp.zeros(xp.size(x), x), own.indices, values_mean)
         sent = own._replace(values=xp.round_to(own.values, wire))
         return Aggregated(mean, sent, xp.all_finite(values_mean), state)

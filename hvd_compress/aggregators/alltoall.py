@@ -97,5 +97,5 @@ class alltoall(Aggregator, name="alltoall"):
         )
         frames = yield Gather(frame, equal_sizes=len(set(sizes)) == 1)
         (total,) = coded(codec, shards.decode, frames, [(dtype.name, n)], x)
-        mean = total / context.size
+        mean = xp.divided(total, context.size)
         return Aggregated(mean, sent, xp.all_finite(mean), {"owner_residual": owner_residual})

@@ -94,7 +94,7 @@ class count_sketch(Aggregator, name="count_sketch"):
         exact = yield Sum(xp.take(x, found))
         (best,) = xp.on_host(lambda values: _largest(values, k), [exact], [("int64", k)], x)
         indices = xp.take(found, best)
-        mean = xp.put(xp.zeros(n, x), indices, xp.take(exact, best) / context.size)
+        mean = xp.put(xp.zeros(n, x), indices, xp.divided(xp.take(exact, best), context.size))
         return Aggregated(mean, Sparse(indices, xp.take(x, indices)), xp.all_finite(exact))
 
 

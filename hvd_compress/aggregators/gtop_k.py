@@ -62,5 +62,5 @@ class gtop_k(OfTopK, name="gtop_k"):
             context.rank, context.size, n, k, xp.dtype(x), always_k=True, codec=self.indices
         )
         indices, total, *sent = yield from merging.in_pairs(own, xp.take(x, own))
-        mean = xp.put(xp.zeros(n, x), indices, total / context.size)
+        mean = xp.put(xp.zeros(n, x), indices, xp.divided(total, context.size))
         return Aggregated(mean, Sparse(*sent), xp.all_finite(total))

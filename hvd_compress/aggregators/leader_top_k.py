@@ -45,6 +45,6 @@ class leader_top_k(OfTopK, name="leader_top_k"):
         (indices,), _ = yield from leaders_choice([Selection(self._select, x, k, context)])
         values = xp.take(x, indices)
         total = yield Sum(values)
-        values_mean = total / context.size
+        values_mean = xp.divided(total, context.size)
         mean = xp.put(xp.zeros(xp.size(x), x), indices, values_mean)
         return Aggregated(mean, Sparse(indices, values), xp.all_finite(values_mean))

@@ -22,7 +22,7 @@ def summed(
     """Average all elements of the flat ``x``, in a sum; see :class:`hvd_compress.requests.Sum`."""
     xp = backend_of(x)
     total = yield Sum(x, wire, algorithm)
-    mean = total / context.size
+    mean = xp.divided(total, context.size)
     return Aggregated(mean, xp.round_to(x, wire), xp.all_finite(mean), state)
 
 
@@ -45,4 +45,5 @@ def gathered(
     varies = coding.varies(backend_of(like).size(like), context)
     messages = yield Gather(own.message, equal_sizes=not varies)
     total, finite, update = coding.decode(messages, like, context)
-    return Aggregated(total / context.size, own.sent, finite, own.state, update)
+    mean = backend_of(like).divided(total, context.size)
+    return Aggregated(mean, own.sent, finite, own.state, update)

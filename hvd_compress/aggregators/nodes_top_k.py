@@ -104,7 +104,7 @@ class nodes_top_k(Aggregator, name="nodes_top_k"):
         targets = mates if context.rank in node.owners else ()
         theirs = yield Neighbors(frame, targets, others, equal_sizes=False)
         (total,) = xp.on_host(node.assemble, [frame, *theirs], [(dtype, n)], x)
-        mean = total / context.size
+        mean = xp.divided(total, context.size)
         return Aggregated(mean, x, xp.all_finite(mean), {"owner_residual": left})
 
 

@@ -84,6 +84,6 @@ class ok_topk(OfTopK, name="ok_topk"):
         indices, sums, threshold, *sent = yield from regions.largest_sums(
             own, xp.take(x, own), state["global_threshold"]
         )
-        mean = xp.put(xp.zeros(n, x), indices, sums / context.size)
+        mean = xp.put(xp.zeros(n, x), indices, xp.divided(sums, context.size))
         new = {"global_threshold": threshold}
         return Aggregated(mean, Sparse(*sent), xp.all_finite(sums), new)

@@ -113,10 +113,12 @@ class power_sgd(Aggregator, name="power_sgd"):
         q = of_unit_length(xp, old)
         rows = yield from _product(n * m, left, q, matrix)
         total = yield Sum(xp.reshape(rows, (-1,)))
-        p = yield Batch(self._orthonormal, (xp.reshape(total / context.size, (rank, n)),))
+        p = yield Batch(
+            self._orthonormal, (xp.reshape(xp.divided(total, context.size), (rank, n)),)
+        )
         own = yield from _product(n * m, right, p, matrix)
         total = yield Sum(xp.reshape(own, (-1,)))
-        new = xp.reshape(total / context.size, (rank, m))
+        new = xp.reshape(xp.divided(total, context.size), (rank, m))
         mean = yield from _product(n * m, product, p, new)
         sent = yield from _product(n * m, product, p, own)
         mean, sent = xp.reshape(mean, (-1,)), xp.reshape(sent, (-1,))
@@ -161,7 +163,7 @@ class power_sgd(Aggregator, name="power_sgd"):
 
         own = side(even, odd)
         total = yield Sum(own)
-        average = total / context.size
+        average = xp.divided(total, context.size)
 
         def product_of(flat: Array) -> Array:
             def left() -> Array:

@@ -71,6 +71,9 @@ class Backend(Protocol):
     def scale(self, x: Array, factor: float) -> Array:
         """``x`` times a number, such as a quotient of norms."""
 
+    def divided(self, x: Array, divisor: Any) -> Array:
+        """``x / divisor``, a number, rounded once: the bits of NumPy, wherever the array is."""
+
     def affine(self, x: Array, factor: Any, shift: Any = 0.0) -> Array:
         """``factor x + shift``, of numbers; reuses ``x``."""
 

@@ -85,6 +85,10 @@ def scale(x: Array, factor: float) -> Array:
     return x * factor
 
 
+def divided(x: Array, divisor: float) -> Array:
+    return x / divisor
+
+
 def affine(x: Array, factor: float, shift: float = 0.0) -> Array:
     return x * factor + shift
 

@@ -176,7 +176,7 @@ class Bucket(abc.ABC):
         """Return whether these may be the bucket's tensors, in arrays that can be written to."""
         if self.weights != list(tensors.weights):
             return False
-        device = getattr(tensors.gradients[0], "device", None)
+        device = self.look[1]
         return are_flat([tensors.gradients], self.sizes, device) and all(
             are_flat([[state.get(key) for state in tensors.states]], self.sizes_of(key), device)
             for key in self.keys

@@ -4,7 +4,8 @@ with the same messages and the same bits.
 All tensors of a bucket are copied end to end, and the device's ``Codes`` take them at once: what
 its kernels need to be told is the same in every step.  Codes come to the host, and go into the
 message there.  The host waits for the device twice: for codes, and for what it has to know of what
-was added up.  States and results are written at the end, where all ranks' values are finite.
+was added up; and once more where somebody else has written an owner's residuals.  States and
+results are written at the end, where all ranks' values are finite.
 """
 
 from __future__ import annotations
@@ -103,9 +104,10 @@ class _OnDevice(StagedBucket, abc.ABC):
     ) -> None:
         """Write the averages of ``total``, and where a tensor is finite what is ``left`` of it."""
         xp, (_, out, *_) = backend_of(total), arrays.columns()
+        mean = xp.divided(total, self.size)  # the last memory that is asked for
         if left is not None:
             self.write(arrays.states[_R], left, self.spans, finite)
-        xp.write_into(out.arrays, total, self.size)
+        xp.write_into(out.arrays, mean)
 
     def write(
         self, to: Sequence[Array], x: Array, spans: Sequence[slice], fine: Sequence[bool]
@@ -319,11 +321,13 @@ class ShardedOnDevice(_OnDevice):
             if flags[rank][i] == NOT_FINITE:
                 total[span] = np.nan
         residual = self._residual(arrays, base, made)
+        gone = [i for i in self._foreign if finite[i]]
+        zeros = [xp.full_like(total[self.spans[i]], 0.0) for i in gone]
         self.settle_all(arrays, base, total, residual, finite)
         fine = [finite[i] for i in self._mine]
-        for i, is_fine in enumerate(finite):
-            if is_fine and self._foreign.pop(i, None) is not None:
-                xp.write_into([arrays.states[_O][i]], xp.full_like(total[self.spans[i]], 0.0))
+        for i, zero in zip(gone, zeros, strict=True):
+            xp.write_into([arrays.states[_O][i]], zero)
+            del self._foreign[i]
         if fine:
             self.write(self._shards_of(arrays), left, self._own_spans, fine)
         self._looked = _versions(arrays.states[_O])

@@ -86,7 +86,7 @@ class FusedSum:
             return [*tensors.gradients], [{}] * len(sizes)
         old = self._velocity(xp, tensors.states, sizes, tensors.scratch)
         direction, states = self._moved(
-            xp, total / self.size, old, sizes, tensors.momenta, tensors.scratch
+            xp, xp.divided(total, self.size), old, sizes, tensors.momenta, tensors.scratch
         )
         cuts = zip(xp.split(direction, sizes), tensors.gradients, strict=True)
         return [xp.restore(x, gradient) for x, gradient in cuts], states
@@ -95,7 +95,7 @@ class FusedSum:
         xp = backend_of(tensors[0].x)
         sizes = [xp.size(t.x) for t in tensors]
         parts, total = yield from self._total(xp, [t.x for t in tensors], sizes)
-        mean = total / self.size
+        mean = xp.divided(total, self.size)
         means = xp.split(mean, sizes)
         sent = [xp.round_to(x, self.wire) for x in parts]
         states: Sequence[State] = [t.state for t in tensors]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
+from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Outcome
 from hvd_compress.requests import Sum
 
@@ -12,4 +13,4 @@ from hvd_compress.requests import Sum
 def averaged(x: Array, size: Any) -> Generator[Sum, Any, Outcome]:
     """Average ``x`` over ``size`` ranks, in its own dtype."""
     total = yield Sum(x)
-    return Outcome(total / size, x, {})
+    return Outcome(backend_of(x).divided(total, size), x, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -210,6 +211,18 @@ def test_other_entries_of_the_state_stay_out_of_it():
             ranks.states[0]["a"]["decay"] = np.full(2000, step, np.float32)
         outcome = ranks.exchange([{"a": gradient.copy()}])[0]["a"]
         assert outcome.state.keys() == {"velocity", "residual"}
+
+
+def test_a_bucket_is_of_the_device_that_it_was_made_on():
+    """Where a model has moved, the method is asked again."""
+    ranks, gradient = Ranks(QSGD(), {"a": (50, 40)}, 1), torch.ones(50, 40)
+    ranks.exchange([{"a": gradient}])
+    bucket = ranks.scratch[0]["a"]["bucket"]
+    tensors = SimpleNamespace(weights=bucket.weights, gradients=[gradient], states=[{}])
+    assert bucket.is_of(tensors)
+    rank, _, rest = bucket.look
+    bucket.look = rank, torch.device("meta"), rest
+    assert not bucket.is_of(tensors)
 
 
 def test_gradients_need_not_be_contiguous():

@@ -24,9 +24,9 @@ from ..replicas import check_shards, local
 #: the entry of a state dict that is not the user's optimizer's
 KEY = "training"
 _NO_BUFFERS = (
-    'buffers="average" needs the same state of the optimizer on all ranks, and one has none of a '
-    "parameter that got no gradient there: let the loss of every rank use all parameters, or take "
-    'buffers="keep" or "reset"'
+    'buffers="average" needs the same state of the optimizer on all ranks; most often one has none '
+    "of a parameter that got no gradient there: let the loss of every rank use all parameters, or "
+    'take buffers="keep" or "reset"'
 )
 
 
