@@ -60,14 +60,19 @@ def measure(loops: Any, pool: Any, make: Callable[[int], Any], timed: Any) -> tu
     bounds = list(itertools.pairwise([0, *itertools.accumulate(SIZES)]))
     selection = loops.Selection(SIZES, [math.ceil(options.density * n) for n in SIZES])
     own, plain = ([*zip(arrays(), arrays(), strict=True)] for _ in range(2))
+    own_gradients, spare = arrays(), arrays()
     steps, streams = [], []
     for _ in range(options.rounds):
         shift = 4 * int(random.integers(250_000))  # 16 bytes: where tensors start
         gradients = [pool[shift + a : shift + b] for a, b in bounds]
         rows = [(g, *its) for g, its in zip(gradients, plain, strict=True)]
         streams.append(timed(loops.stream, rows)[1])
-        both = zip(gradients, own, strict=True)
-        step = kernels.Steps.of((g, v, v, u, u) for g, (u, v) in both)
+        for fresh, g in zip(gradients, own_gradients, strict=True):
+            g[:] = fresh
+        # As in training: loops that can keep old states, residuals where gradients were.
+        each = zip(own_gradients, own, spare, strict=True)
+        rows = [(g, v, v, u, u, *((g, kept) if loops.KEEPS else ())) for g, (u, v), kept in each]
+        step = kernels.Steps.of(rows)
         found, seconds = timed(selection.select, step, 0.9)
         left = np.zeros_like(found.values)
         _, more = timed(selection.settle, step, found.indices, left, True, found.finite)
