@@ -403,6 +403,8 @@ def frozen_parameters_and_unused_ones() -> None:
     exchange = hvd.compress_replicas(part, mesh["replica"], "topk:density=0.05")
     with pytest.raises(UnsupportedError, match="set_reduce_scatter_unused_params"):
         _train(part, range(1))
+    if not hasattr(part, "reset_iter_state"):  # before PyTorch 2.13 there is no way back
+        return
     part.reset_iter_state()
     part.set_reduce_scatter_unused_params(True)
     _train(part, range(2))
@@ -481,6 +483,8 @@ def an_exception_in_the_middle_of_backward_ends_one_step() -> None:
         if each is biased:
             for key, x in _states(its_exchange).items():
                 assert torch.equal(x, before[key])
+        if not hasattr(each, "reset_iter_state"):  # before PyTorch 2.13 there is no way back
+            return
         each.reset_iter_state()
         _train(each, range(3, 5))
     _assert_close(_own(native), _own(model))

@@ -416,7 +416,9 @@ def what_nobody_uses_is_collected() -> None:
 def join_is_refused_as_long_as_an_optimizer_is_in_use() -> None:
     """On all ranks alike: one that nobody needs any more may wait for the garbage collector, and
     which rank it has come to is chance."""
-    torch._dynamo.reset()  # it keeps models that were compiled, and they keep optimizers
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of what PyTorch itself imports
+        torch._dynamo.reset()  # it keeps models that were compiled, and they keep optimizers
     gc.disable()
     try:
         model = make_model()
