@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hvd_compress.base import Context
 from hvd_compress.codecs import Codec
+from hvd_compress.operators.random_k import own_generator
 from hvd_compress.sharding import shards_of
 from hvd_compress.wire.header import START, Header, Kind, failing, opened, padded
 
@@ -79,6 +81,23 @@ class Message:
         if header != self._header or flags.max(initial=0) > OVERFLOWS:
             raise fail(f"no header of {self._header.number} values of {len(flags)} tensors")
         return flags
+
+
+def message_of_all(codecs: Sequence[Codec], sizes: Sequence[int], fed_back: bool) -> Message:
+    """Return the message of whole tensors; what their codes leave out may be fed back.
+
+    Raises:
+        ConfigError: that would not converge.
+    """
+    if fed_back:
+        for codec, n in zip(codecs, sizes, strict=True):
+            codec.check_feedback(n)
+    return Message(codecs, [slice(0, n) for n in sizes])
+
+
+def random_of(codec: Codec, name: str, step: Context, turn: int) -> np.random.Generator | None:
+    """Return the random numbers of a tensor in a turn of a step, if its codec takes any."""
+    return own_generator(step._replace(name=name), turn) if codec.draws else None
 
 
 class Division:

@@ -34,15 +34,15 @@ from hvd_compress.fused.code_messages import (
     NOT_FINITE,
     OVERFLOWS,
     Division,
-    Message,
     Part,
+    message_of_all,
+    random_of,
 )
 from hvd_compress.fused.coded_on_device import ShardedOnDevice, WholeOnDevice
 from hvd_compress.fused.kept import overlap
 from hvd_compress.fused.stages import Sent, Staged, StagedBucket
 from hvd_compress.kernels import Column, loops_of
 from hvd_compress.kernels.codecs import Finite, Sums
-from hvd_compress.operators.random_k import own_generator
 from hvd_compress.requests import Alltoall, Gather, Request
 from hvd_compress.times import phase
 from hvd_compress.wire.header import failing
@@ -187,9 +187,7 @@ class _Bucket(StagedBucket, abc.ABC):
 
     def random(self, tensor: int, step: Context, turn: int = 0) -> Any:
         """Return the random numbers of a tensor in a step, if its codec takes any."""
-        if not self.codecs[tensor].draws:
-            return None
-        return own_generator(step._replace(name=self.names[tensor]), turn)
+        return random_of(self.codecs[tensor], self.names[tensor], step, turn)
 
     def put(
         self,
@@ -265,10 +263,7 @@ class _Whole(_Bucket):
 
     def __init__(self, form: FusedCodes, tensors: list[Tensor]) -> None:
         super().__init__(form, tensors)
-        if form.stages.feeds_back:
-            for codec, n in zip(self.codecs, self.sizes, strict=True):
-                codec.check_feedback(n)
-        self._message = Message(self.codecs, [slice(0, n) for n in self.sizes])
+        self._message = message_of_all(self.codecs, self.sizes, form.stages.feeds_back)
         self._frame = np.zeros(self._message.size, np.uint8)
         self.longest = max(self.sizes)
 

@@ -20,10 +20,16 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.codecs import Codec
 from hvd_compress.fused.bucket import Arrays, Tensor
-from hvd_compress.fused.code_messages import FINE, NOT_FINITE, OVERFLOWS, Division, Message
+from hvd_compress.fused.code_messages import (
+    FINE,
+    NOT_FINITE,
+    OVERFLOWS,
+    Division,
+    message_of_all,
+    random_of,
+)
 from hvd_compress.fused.stages import Staged, StagedBucket
 from hvd_compress.kernels import loops_of
-from hvd_compress.operators.random_k import own_generator
 from hvd_compress.requests import Alltoall, Gather, Request
 from hvd_compress.times import phase
 
@@ -88,9 +94,7 @@ class _OnDevice(StagedBucket, abc.ABC):
 
     def random(self, tensor: int, step: Context, turn: int = 0) -> np.random.Generator | None:
         """Return the random numbers of a tensor in a step, if its codec takes any."""
-        if not self.codecs[tensor].draws:
-            return None
-        return own_generator(step._replace(name=self.names[tensor]), turn)
+        return random_of(self.codecs[tensor], self.names[tensor], step, turn)
 
     def passed_on_of_all(self, arrays: Arrays) -> Array:
         """Return what is coded, the sums of gradients and residuals, as one new array."""
@@ -100,7 +104,7 @@ class _OnDevice(StagedBucket, abc.ABC):
         return x
 
     def settle_all(
-        self, arrays: Arrays, x: Array, total: Array, left: Array | None, finite: Sequence[bool]
+        self, arrays: Arrays, total: Array, left: Array | None, finite: Sequence[bool]
     ) -> None:
         """Write the averages of ``total``, and where a tensor is finite what is ``left`` of it."""
         xp, (_, out, *_) = backend_of(total), arrays.columns()
@@ -133,10 +137,7 @@ class WholeOnDevice(_OnDevice):
 
     def __init__(self, form: Staged, tensors: list[Tensor]) -> None:
         super().__init__(form, tensors)
-        if form.stages.feeds_back:
-            for codec, n in zip(self.codecs, self.sizes, strict=True):
-                codec.check_feedback(n)
-        self._message = Message(self.codecs, [slice(0, n) for n in self.sizes])
+        self._message = message_of_all(self.codecs, self.sizes, form.stages.feeds_back)
         self._frame = np.zeros(self._message.size, np.uint8)
         self._codes = self.codes(range(len(self.sizes)), self.spans, tensors[0].x)
 
@@ -184,7 +185,7 @@ class WholeOnDevice(_OnDevice):
             made.take_off(x)
             left = x
         found: list[bool] = finite.tolist()
-        self.settle_all(arrays, x, total, left, found)
+        self.settle_all(arrays, total, left, found)
         return found
 
 
@@ -323,7 +324,7 @@ class ShardedOnDevice(_OnDevice):
         residual = self._residual(arrays, base, made)
         gone = [i for i in self._foreign if finite[i]]
         zeros = [xp.full_like(total[self.spans[i]], 0.0) for i in gone]
-        self.settle_all(arrays, base, total, residual, finite)
+        self.settle_all(arrays, total, residual, finite)
         fine = [finite[i] for i in self._mine]
         for i, zero in zip(gone, zeros, strict=True):
             xp.write_into([arrays.states[_O][i]], zero)
