@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -13,7 +15,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::hvd_compress.PoorFit")
 #: momentum is a product and a sum in one rounding there, and in two in NumPy: seldom, that decides
 #: about the last bit of a gradient in half precision
 ROUNDED = 2.0**-10
-#: and about the sign of a momentum that is zero but for rounding, of which there are some here
+#: and about the sign of a momentum that is zero but for rounding, of which there are some here:
+#: then both are as far from zero, and as far again from each other
 SIGNS_OF_MOMENTA = {"onebit-adam": 2.0}
 
 
@@ -30,3 +33,11 @@ def test_laws(name):
     check_laws(row.method, dtypes=("float16", "bfloat16"), shapes=((33, 40),), **half)
     check_laws(row.method, dtypes=("float64",), shapes=((33, 40),), **own)
     check_laws(row.method, dtypes=("float32",), shapes=((), (3, 0), (7,), (33, 40)), **own)
+
+
+def test_momenta_that_are_not_zero_have_the_same_signs():
+    """Of multiples of 1/4, and of thirds of these, no sum with these weights is zero."""
+    row = ROWS["onebit-adam"]
+    own = {"make": on_gpu, "sizes": (3,), "steps": 2, **row.options}
+    method = dataclasses.replace(row.method, beta1=0.87)
+    check_laws(method, dtypes=("float64",), shapes=((33, 40),), **own)
