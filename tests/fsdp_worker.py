@@ -108,7 +108,7 @@ def _assert_close(xs, ys, rtol=1e-4, atol=1e-5):
 
 
 def _has_no_way_back(model):
-    """Whether FSDP2 cannot go on after an exception in backward, as before PyTorch 2.13; says so."""
+    """Whether FSDP2 cannot go on after an exception, as before PyTorch 2.13; says so."""
     if hasattr(model, "reset_iter_state"):
         return False
     print(f"PyTorch {torch.__version__} has no reset_iter_state: steps behind it were not tested")

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::hvd_compress.PoorFit")
 #: momentum is a product and a sum in one rounding there, and in two in NumPy: seldom, that decides
 #: about the last bit of a gradient in half precision
 ROUNDED = 2.0**-10
-#: and about the sign of a momentum that is zero but for rounding.  Of the multiples of 1/4 here, and
-#: of thirds of these, no sum with these weights is
+#: and about the sign of a momentum that is zero but for rounding.  Of the multiples of 1/4 here,
+#: and of thirds of these, no sum with these weights is
 METHODS = {"onebit-adam": dataclasses.replace(ROWS["onebit-adam"].method, beta1=0.87)}
 
 
