@@ -19,9 +19,11 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Outcome, Sparse, State
 from hvd_compress.chain import Repeated, Transform, in_range
+from hvd_compress.fused.messages import stand_in
+from hvd_compress.fused.on_host import Memory, exchange_on_host
 from hvd_compress.kernels import Column, are_flat
 from hvd_compress.kernels.arrays import check_places
-from hvd_compress.requests import Joint, Request
+from hvd_compress.requests import Collective, Joint, Request
 
 _LOOPS = "hvd_compress.kernels"
 
@@ -57,11 +59,11 @@ class InPlace(abc.ABC):
     def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
         """Take float32."""
         xp = backend_of(gradient)
-        if context.scratch is None or context.sparse or not xp.size(gradient):
-            return None
-        if xp.traces or xp.dtype(gradient) != "float32":
+        if context.scratch is None or context.sparse or xp.dtype(gradient) != "float32":
             return None
         context = context._replace(shape=xp.shape(gradient))
+        if None in context.shape or not xp.size(gradient):
+            return None
         if (weight := self.weight(context)) is None:
             return None
         x = xp.widen(gradient)
@@ -96,8 +98,10 @@ class InPlace(abc.ABC):
         """Return what is kept of a bucket."""
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
-        bucket, step = self._bucket(tensors), tensors[0].context
-        xp = backend_of(tensors[0].x)
+        xp, step = backend_of(tensors[0].x), tensors[0].context
+        if xp.traces:
+            return (yield from exchange_on_host(self, tensors, self.made(tensors)))
+        bucket = self._bucket(tensors)
         states = [{key: flat(t.state[key]) for key in bucket.keys} for t in tensors]
         gradients = [t.x for t in tensors]
         out = gradients if step.in_place else [bucket.empty(x) for x in gradients]
@@ -108,8 +112,7 @@ class InPlace(abc.ABC):
         outcomes, new = [], settled(states, finite, arrays.new)
         for i, (tensor, x) in enumerate(zip(tensors, out, strict=True)):
             mean = in_place_of(tensor.gradient, x)
-            count = bucket.sizes[i] if self.sends_all else tensor.weight
-            update, sent = None, stand_in(count if arrays.counts is None else arrays.counts[i])
+            update, sent = None, stand_in((arrays.counts or bucket.counts)[i])
             if arrays.sparse is not None:
                 mean = arrays.sparse[i]
             if arrays.means is not None:
@@ -155,10 +158,19 @@ class InPlace(abc.ABC):
 
 
 class Bucket(abc.ABC):
-    """What is kept of a bucket."""
+    """What is kept of a bucket.
 
-    #: of the states that are used
+    Attributes:
+        keys: of the states that are used.
+        counts: how many elements of each tensor are sent; ``None`` if only the sender knows.
+        requests: of an exchange in host memory, in their turn, with arrays like those that will be
+            sent; a graph has to know them beforehand.
+    """
+
     keys: tuple[str, ...]
+    requests: Sequence[Collective] = ()
+    #: new states take the place of the old ones, also where others may look at these
+    writes_states: ClassVar[bool] = True
 
     def __init__(self, form: InPlace, tensors: list[Tensor]) -> None:
         self.form, self.look = form, look_of(tensors)
@@ -167,6 +179,8 @@ class Bucket(abc.ABC):
         self.names = [t.context.name for t in tensors]
         self.sizes = [backend_of(t.x).size(t.x) for t in tensors]
         self.weights = [t.weight for t in tensors]
+        self.counts: Sequence[int | None] = self.sizes if form.sends_all else self.weights
+        self.memory: Memory | None = (tensors[0].context.scratch or {}).get("memory")
 
     def sizes_of(self, key: str) -> list[int]:
         """Return the sizes of an entry of the states."""
@@ -185,7 +199,8 @@ class Bucket(abc.ABC):
     def empty(self, like: Array) -> Array:
         """Return memory for a result like ``like``."""
         xp = backend_of(like)
-        return xp.zeros(xp.size(like), like)
+        n = xp.size(like)
+        return xp.zeros(n, like) if self.memory is None else self.memory.take(n)
 
     @abc.abstractmethod
     def meet(
@@ -288,11 +303,6 @@ def look_of(tensors: list[Tensor]) -> Any:
     """Return what a bucket of these tensors is kept for."""
     rank, device = tensors[0].context.rank, getattr(tensors[0].x, "device", None)
     return rank, device, [(t.context.name, t.context.shape, t.weight) for t in tensors]
-
-
-def stand_in(n: int) -> np.ndarray:
-    """Return an array of ``n`` elements that takes no memory, in the place of what was sent."""
-    return np.broadcast_to(np.float32(0), n)
 
 
 class _Rooms(threading.local):

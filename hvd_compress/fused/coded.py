@@ -116,17 +116,24 @@ def _decoding() -> Iterator[None]:
 
 
 class _Fed:
-    """Residuals of a bucket that are the new ones already; the old ones are where the gradients
-    were, which nobody needs any more."""
+    """Residuals of a bucket that are the new ones already; the old ones are where the results will
+    be: most often in the place of the gradients, which nobody needs any more."""
 
-    def __init__(self, residuals: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> None:
-        self._residuals, self._old = residuals, gradients
+    def __init__(
+        self,
+        residuals: Sequence[np.ndarray],
+        gradients: Sequence[np.ndarray],
+        old: Sequence[np.ndarray],
+    ) -> None:
+        self._residuals, self._x, self._old = residuals, gradients, old
         self._done: dict[int, list[slice]] = {}
 
     def sums(self, part: Part) -> Sums:
         """Return the sums of gradients and residuals."""
-        residual, x = self._residuals[part.tensor][part.own], self._old[part.tensor][part.own]
-        return Sums(residual, residual, x, kept=x)
+        residual, x, old = (
+            column[part.tensor][part.own] for column in (self._residuals, self._x, self._old)
+        )
+        return Sums(residual, residual, x, kept=old)
 
     def is_done(self, part: Part) -> None:
         """Note that a part's residuals are the new ones."""
@@ -160,7 +167,7 @@ class _Bucket(StagedBucket, abc.ABC):
         self.codecs = [form.codec.for_shape(shape) for shape in self.shapes]
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, Sequence[bool]]:
-        fed = self._fed(arrays, step)
+        fed = self._fed(arrays)
         try:
             return (yield from self.met(arrays, step, fed))
         except BaseException:  # also of who gives the exchange up
@@ -174,16 +181,15 @@ class _Bucket(StagedBucket, abc.ABC):
     ) -> Generator[Request, Any, Sequence[bool]]:
         """See :meth:`meet`; what is ``fed`` is written in the pass that codes it."""
 
-    def _fed(self, arrays: Arrays, step: Context) -> _Fed | None:
-        """Return residuals that can be; ``None`` if there is more to be done, or if the gradients'
-        memory is not ours to write to."""
-        if not (step.in_place and self.is_only_taken_off(arrays)):
+    def _fed(self, arrays: Arrays) -> _Fed | None:
+        """Return residuals that can be; ``None`` if there is more to be done."""
+        if not self.is_only_taken_off(arrays):
             return None
         views, (key,) = arrays.views(), self.form.stages.keys
         kept = views.out
         if overlap(Column(kept)):  # what is kept of one tensor would be another's gradient
-            kept = [x.copy() for x in kept]
-        return _Fed(views.states[key], kept)
+            kept = [np.empty_like(x) for x in kept]
+        return _Fed(views.states[key], views.x, kept)
 
     def random(self, tensor: int, step: Context, turn: int = 0) -> Any:
         """Return the random numbers of a tensor in a step, if its codec takes any."""
@@ -265,6 +271,7 @@ class _Whole(_Bucket):
         super().__init__(form, tensors)
         self._message = message_of_all(self.codecs, self.sizes, form.stages.feeds_back)
         self._frame = np.zeros(self._message.size, np.uint8)
+        self.requests = [Gather(self._frame, equal_sizes=True)]
         self.longest = max(self.sizes)
 
     def met(
@@ -273,7 +280,7 @@ class _Whole(_Bucket):
         xp = backend_of(arrays.gradients[0])
         with phase("encode"):
             frame = self._encode(arrays, step, fed)
-        replies = yield Gather(xp.from_numpy(frame, None), equal_sizes=True)
+        replies = yield self.requests[0].carrying([xp.from_numpy(frame, None)])
         with phase("add_up"):
             return self._finish(arrays, [xp.to_numpy(x) for x in replies], step, fed)
 
@@ -339,6 +346,7 @@ class _Sharded(_Bucket):
         self._messages, self._replies = division.messages, division.replies
         self._frames = [np.zeros(message.size, np.uint8) for message in self._messages]
         self._reply = np.zeros(self._replies[self.rank].size, np.uint8)
+        self.requests = [Alltoall(self._frames), Gather(self._reply, division.has_equal_replies)]
         self.longest = max(own.stop - own.start for row in self._shards for own in row)
         #: of the rank's own shards: their sums, and then what their codes leave out
         lengths = [self._length(i, self.rank) for i in range(len(self.sizes))]
@@ -361,10 +369,11 @@ class _Sharded(_Bucket):
             self._look(arrays.states[_O], views.states[_O])
             fed = None if self._foreign else fed
             frames = self._encode(arrays, views, step, fed)
-        received = yield Alltoall([xp.from_numpy(frame, None) for frame in frames])
+        send, reply = self.requests
+        received = yield send.carrying([xp.from_numpy(frame, None) for frame in frames])
         with phase("add_up"):
             frame = self._add_up(arrays, [xp.to_numpy(x) for x in received], step)
-        replies = yield Gather(xp.from_numpy(frame, None), self._division.has_equal_replies)
+        replies = yield reply.carrying([xp.from_numpy(frame, None)])
         with phase("add_up"):
             return self._finish(arrays, [xp.to_numpy(x) for x in replies], step, fed)
 

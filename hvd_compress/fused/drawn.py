@@ -52,6 +52,7 @@ class _Bucket(StagedBucket):
     def __init__(self, form: FusedDrawn, tensors: list[Tensor]) -> None:
         super().__init__(form, tensors)
         self._values = np.empty(sum(self.weights), np.float32)
+        self.requests = [Sum(self._values, form.wire, form.algorithm)]
         self._longest = max(self.sizes)
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, list[bool]]:
@@ -62,7 +63,7 @@ class _Bucket(StagedBucket):
             places = [form.coding.places(n, step._replace(name=name)) for name, n in pairs]
         with phase("encode"):
             self._encode(arrays, places, step)
-        total = yield Sum(xp.from_numpy(self._values, like), form.wire, form.algorithm)
+        total = yield self.requests[0].carrying([xp.from_numpy(self._values, like)])
         with phase("add_up"), np.errstate(over="ignore", invalid="ignore"):
             mean = xp.to_numpy(total) / np.float32(self.size)
             return self._settle(arrays, places, mean, step)

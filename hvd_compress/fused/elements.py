@@ -21,12 +21,12 @@ from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Repeated
 from hvd_compress.codecs import logarithmic
 from hvd_compress.fused.bucket import Arrays, Tensor
-from hvd_compress.fused.messages import finite_of, merged, message_of, part_of, scattered
+from hvd_compress.fused.messages import finite_of, gather_of, merged, message_of, part_of, scattered
 from hvd_compress.fused.stages import Staged, StagedBucket
 from hvd_compress.kernels import Column, Selection, Steps
 from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.operators import Selector, top_k
-from hvd_compress.requests import Gather, Request
+from hvd_compress.requests import Request
 from hvd_compress.times import phase
 
 
@@ -74,12 +74,13 @@ class _Bucket(StagedBucket):
     def __init__(self, form: FusedElements, tensors: list[Tensor]) -> None:
         super().__init__(form, tensors)
         is_known = form.is_known(tensors[0].context)
-        self._counts: list[int | None] = [k if is_known else None for k in self.weights]
+        self.counts = [k if is_known else None for k in self.weights]
         pairs = zip(self.sizes, self.weights, strict=True)
         self._selections: list[Selection] = []
         if isinstance(form.select, top_k):
             self._selections = [Selection([n], [k]) for n, k in pairs]
-        self._message = message_of(form.values, form.indices, sum(self.sizes), self._counts)
+        self._message = message_of(form.values, form.indices, sum(self.sizes), self.counts)
+        self.requests = [gather_of(self._message)]
         self._starts, self._longest = np.cumsum([0, *self.sizes[:-1]]), max(self.sizes)
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray]:
@@ -91,7 +92,7 @@ class _Bucket(StagedBucket):
                 [start + at for start, at in zip(self._starts, places, strict=True)]
             )
             frame, sent = self._message.encode(indices, np.concatenate(values))
-        frames = yield Gather(xp.from_numpy(frame, None), self._message.size is not None)
+        frames = yield self.requests[0].carrying([xp.from_numpy(frame, None)])
         with phase("add_up"), np.errstate(over="ignore", invalid="ignore"):
             theirs = [
                 self._message.decode(xp.to_numpy(frame), f"rank {rank}")
@@ -122,6 +123,6 @@ class _Bucket(StagedBucket):
                 else:
                     if not all_finite(x):  # which the others must see, whatever is selected
                         x = np.full_like(x, np.nan)
-                    at = self.form.select.select(x, self._counts[i], its)
+                    at = self.form.select.select(x, self.counts[i], its)
                     found.append((at, x[at]))
         return found

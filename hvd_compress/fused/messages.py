@@ -13,6 +13,7 @@ from hvd_compress.codecs import logarithmic
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
 from hvd_compress.kernels import merge
 from hvd_compress.operators import Selector
+from hvd_compress.requests import Gather
 from hvd_compress.wire import (
     decode,
     decode_sparse,
@@ -110,6 +111,11 @@ def message_of(
     return Codes(values, indices, n, known)
 
 
+def gather_of(message: Numbers | Codes) -> Gather:
+    """Return a request like those of such messages, with what there is in fresh memory."""
+    return Gather(np.empty(message.size or 0, np.uint8), message.size is not None)
+
+
 def finite_of(sizes: Sequence[int], theirs: Sequence[Entries]) -> np.ndarray:
     """Return of which tensors all ranks' values are finite (bool)."""
     ends, finite = np.cumsum(sizes), np.ones(len(sizes), bool)
@@ -127,6 +133,12 @@ def merged(sizes: Sequence[int], theirs: Sequence[Entries]) -> list[Entries]:
     cuts = np.searchsorted(places, bounds)
     rows = zip(bounds, cuts, cuts[1:], strict=False)
     return [(places[a:b] - start, mean[a:b]) for start, a, b in rows]
+
+
+def stand_in(n: int | None) -> np.ndarray:
+    """Return an array of ``n`` elements that takes no memory, in the place of what was sent."""
+    assert n is not None
+    return np.broadcast_to(np.float32(0), n)
 
 
 def scattered(places: np.ndarray, values: np.ndarray) -> Callable[[np.ndarray], None]:

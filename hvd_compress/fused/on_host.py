@@ -1,28 +1,37 @@
-"""Fused exchanges of symbols: when the graph runs, it calls the loops on the host, twice a bucket.
+"""Fused exchanges of symbols: when the graph runs, it calls the loops on the host, turn by turn.
 
-While a graph is traced, arrays have no values that loops could take.  So an exchange becomes two
-functions of the graph.  The first takes the gradients and states of all tensors, and returns the
-bucket's message; the second takes the messages of all ranks, and returns averages and new states.
-Between the two the exchange, which is that of NumPy arrays, waits for the messages.
+While a graph is traced, arrays have no values that loops could take.  So an exchange becomes
+functions of the graph, one more than it has requests.  The first takes the gradients and states of
+all tensors, and returns what is sent first; each of those that follow takes a reply, and returns
+what is sent next; the last one returns averages and new states.  Between them the exchange, which
+is that of NumPy arrays, waits for the replies.
 
-Arrays are neither copied on their way in nor out, and a variable that is assigned such a result
-adopts its memory.  When it lets go of it, the array itself says: hence :class:`Memory`.
+Gradients are not copied on their way in, nor results on their way out: a variable that is assigned
+one adopts its memory.  When it lets go of it, the array itself says: hence :class:`Memory`.  States
+are copied, since others may still look at the old ones, unless a form leaves these as they are.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvd_compress.backends import backend_of
+from hvd_compress.backends import Output, backend_of
 from hvd_compress.backends.weak import weakly
-from hvd_compress.base import Context, Outcome, Sparse
-from hvd_compress.requests import Gather, Request
+from hvd_compress.base import Array, Outcome, Sparse
+from hvd_compress.fused.messages import stand_in
+from hvd_compress.requests import Collective, Request
 
+if TYPE_CHECKING:
+    from hvd_compress.fused.bucket import Bucket, InPlace, Tensor
+
+#: of a context, what may be a symbol
+_SYMBOLS = ("step", "epoch", "gradient_norm", "learning_rate")
 _ALIGNMENT = 64  # bytes; libraries copy what does not begin at such an address
 
 
@@ -60,6 +69,12 @@ class Memory:
         self._taken[number] = weakref.ref(taken, give_back)
         return taken
 
+    def copy(self, x: np.ndarray) -> np.ndarray:
+        """Return a flat array of the same elements."""
+        taken = self.take(x.size)
+        np.copyto(taken, x.reshape(-1))
+        return taken
+
 
 class _Kept(dict[str, Any]):
     """What a graph keeps between its calls, for as long as the binding is there."""
@@ -71,79 +86,124 @@ def _aligned(array: np.ndarray, n: int) -> np.ndarray:
 
 
 def exchange_on_host(
-    form: Callable[[list[Any]], Generator[Request, Any, list[Outcome]]],
-    tensors: Sequence[Any],
-    size: int | None,
-    decode: Callable[[np.ndarray], Sequence[np.ndarray]],
-    counts: Sequence[int],
+    form: InPlace, tensors: Sequence[Tensor], bucket: Bucket
 ) -> Generator[Request, Any, list[Outcome]]:
-    """Run the exchange of a bucket of symbols.
+    """Run the exchange of a bucket of symbols, whose gradients are float32.
 
     Args:
-        form: the exchange of a bucket of NumPy arrays, which gathers one message; its outcomes have
-            no ``update``.
-        tensors: its arguments, but with symbols; they have a ``gradient``, which is float32, ``x``,
-            a ``state`` and a ``context``.
-        size: bytes of the message; ``None`` if ranks' messages may differ in size.
-        decode: returns the indices (int64), each into its tensor, and the values (float32) of a
-            message, which are what this rank has sent.
-        counts: how many of them belong to each tensor.
+        form: the exchange, which the graph runs with arrays of NumPy.
+        bucket: of the symbols; it says what is requested, and has no other use.
     """
-    xp = backend_of(tensors[0].x)
-    keys = [sorted(t.state) for t in tensors]
-    shapes = [xp.shape(t.gradient) for t in tensors]
-    of_all_graphs = tensors[0].context.scratch
-    kept = _Kept(memory=of_all_graphs.setdefault("memory", Memory()))
-    of_all_graphs.setdefault("kept", []).append(kept)
-    # Of the contexts, what is no symbol: a graph keeps its functions, and what these know.
-    tensors = [
-        tensor._replace(context=Context(c.name, c.rank, c.size, momentum=c.momentum, shape=c.shape))
-        for tensor, c in ((tensor, tensor.context) for tensor in tensors)
-    ]
+    like, scratch = tensors[0].x, tensors[0].context.scratch
+    assert scratch is not None
+    xp, calls = backend_of(like), _Calls(form, tensors, bucket)
+    kept = _Kept(memory=scratch.setdefault("memory", Memory()))
+    scratch.setdefault("kept", []).append(kept)
+    inputs, call = calls.inputs(tensors), calls.begin
+    for request in bucket.requests:
+        outputs = [_output(request, array) for array in request.arrays]
+        reply = yield request.carrying(xp.on_host(weakly(kept, call), inputs, outputs, like))
+        is_list = isinstance(reply, list)
+        inputs, call = reply if is_list else [reply], functools.partial(calls.go_on, is_list)
+    call = functools.partial(calls.finish, is_list)
+    results = iter(xp.on_host(weakly(kept, call), inputs, calls.outputs(tensors), like))
+    return calls.outcomes(results)
 
-    def begin(kept: _Kept, *arrays: np.ndarray) -> list[np.ndarray]:
-        each, own = iter(arrays), []
-        for tensor, names in zip(tensors, keys, strict=True):
-            x = next(each)
-            state = {key: next(each) for key in names}
-            context = tensor.context._replace(scratch=kept)
-            host = {"gradient": x.reshape(context.shape), "x": x, "state": state}
-            own.append(tensor._replace(**host, context=context))
-        kept["waiting"] = form(own)  # what waited, if a step has failed, is forgotten
-        request = next(kept["waiting"])
-        assert isinstance(request, Gather)
-        return [request.payload]
 
-    def finish(kept: _Kept, *messages: np.ndarray) -> list[np.ndarray]:
+class _Calls:
+    """The functions that a graph calls; it keeps them for ever, so there is no symbol in them."""
+
+    def __init__(self, form: InPlace, tensors: Sequence[Tensor], bucket: Bucket) -> None:
+        self._form, step = form, tensors[0].context
+        self._keys, self._counts, self._copies = bucket.keys, bucket.counts, bucket.writes_states
+        # Somebody has to count what is sent, if options do not say it.
+        self._looked_at = step.needs_sent or None in bucket.counts
+        self._has_updates = self._looked_at and form.finishes
+        self._symbols = [field for field in _SYMBOLS if not _is_known(getattr(step, field))]
+        none: dict[str, Any] = dict.fromkeys([*self._symbols, "scratch"])
+        self._tensors = []
+        for tensor in tensors:
+            context = tensor.context._replace(needs_sent=self._looked_at, **none)
+            self._tensors.append(tensor._replace(gradient=None, x=None, state={}, context=context))
+
+    def inputs(self, tensors: Sequence[Tensor]) -> list[Array]:
+        """Return what the first of the functions takes."""
+        found = [getattr(tensors[0].context, field) for field in self._symbols]
+        for tensor in tensors:
+            found += [tensor.x, *(tensor.state[key] for key in self._keys)]
+        return found
+
+    def begin(self, kept: _Kept, *arrays: np.ndarray) -> list[np.ndarray]:
+        """Begin an exchange, and return what it sends first."""
+        each = iter(arrays)
+        now = {field: next(each).item() for field in self._symbols}
+        copy = kept["memory"].copy if self._copies else np.ravel
+        own = []
+        for tensor in self._tensors:
+            x, context = next(each), tensor.context._replace(scratch=kept, **now)
+            state = {key: copy(next(each)) for key in self._keys}
+            gradient = x.reshape(context.shape)
+            own.append(tensor._replace(gradient=gradient, x=x, state=state, context=context))
+        kept["waiting"] = self._form(own)  # what waited, if a step has failed, is forgotten
+        return _arrays_of(next(kept["waiting"]))
+
+    def go_on(self, is_list: bool, kept: _Kept, *replies: np.ndarray) -> list[np.ndarray]:
+        """Return what an exchange sends after a reply."""
+        return _arrays_of(kept["waiting"].send(list(replies) if is_list else replies[0]))
+
+    def finish(self, is_list: bool, kept: _Kept, *replies: np.ndarray) -> list[np.ndarray]:
+        """Return the results of an exchange, one tensor after the other."""
         try:
-            kept.pop("waiting").send(list(messages))
+            kept.pop("waiting").send(list(replies) if is_list else replies[0])
         except StopIteration as stop:
-            outcomes = stop.value
-        return [
-            x
-            for outcome, names in zip(outcomes, keys, strict=True)
-            for x in (outcome.mean, *(outcome.state[key] for key in names))
-        ]
+            return [x for outcome in stop.value for x in self._results_of(outcome)]
+        raise AssertionError("an exchange has requests of which its bucket does not know")
 
-    arrays = [a for t, names in zip(tensors, keys, strict=True) for a in _inputs(t, names)]
-    (message,) = xp.on_host(weakly(kept, begin), arrays, [("uint8", size)], tensors[0].x)
-    messages = yield Gather(message, size is not None)
-    outputs = [
-        ("float32", shape)
-        for tensor, names, gradient in zip(tensors, keys, shapes, strict=True)
-        for shape in (gradient, *(xp.shape(tensor.state[key]) for key in names))
-    ]
-    results = iter(xp.on_host(weakly(kept, finish), messages, outputs, tensors[0].x))
-    of_all = sum(counts)
-    indices, values = xp.on_host(
-        decode, [message], [("int64", of_all), ("float32", of_all)], tensors[0].x
-    )
-    sent = zip(xp.split(indices, counts), xp.split(values, counts), strict=True)
-    return [
-        Outcome(next(results), Sparse(*own), {key: next(results) for key in names})
-        for own, names in zip(sent, keys, strict=True)
-    ]
+    def _results_of(self, outcome: Outcome) -> Iterator[Array]:
+        yield outcome.mean
+        yield from (outcome.state[key] for key in self._keys)
+        if self._has_updates:
+            yield outcome.direction
+        if self._looked_at:
+            yield from [outcome.sent] if self._form.sends_all else outcome.sent
+
+    def outputs(self, tensors: Sequence[Tensor]) -> list[Output]:
+        """Return what a graph has to know of these results."""
+        xp, found = backend_of(tensors[0].x), []
+        for tensor, count in zip(tensors, self._counts, strict=True):
+            mean = "float32", xp.shape(tensor.gradient)
+            states = [tensor.state[key] for key in self._keys]
+            found += [mean, *(("float32", xp.shape(state)) for state in states)]
+            found += [mean] if self._has_updates else []
+            indices = [] if self._form.sends_all else [("int64", count)]
+            found += [*indices, ("float32", count)] if self._looked_at else []
+        return found
+
+    def outcomes(self, results: Iterator[Array]) -> list[Outcome]:
+        """Return the outcomes that consist of these results."""
+        found = []
+        for count in self._counts:
+            mean, state = next(results), {key: next(results) for key in self._keys}
+            update = next(results) if self._has_updates else None
+            if not self._looked_at:
+                sent: Any = stand_in(count)
+            elif self._form.sends_all:
+                sent = next(results)
+            else:
+                sent = Sparse(next(results), next(results))
+            found.append(Outcome(mean, sent, state, update, self._form.additive))
+        return found
 
 
-def _inputs(tensor: Any, keys: Sequence[str]) -> list[Any]:
-    return [tensor.x, *(tensor.state[key] for key in keys)]
+def _is_known(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def _output(request: Collective, array: np.ndarray) -> Output:
+    """Return what a graph has to know of what is sent."""
+    return array.dtype.name, array.size if getattr(request, "equal_sizes", True) else None
+
+
+def _arrays_of(request: Request) -> list[np.ndarray]:
+    assert isinstance(request, Collective)
+    return list(request.arrays)

@@ -20,15 +20,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Outcome, Sparse, State
+from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.codecs import logarithmic
 from hvd_compress.fused.bucket import Arrays, Bucket, InPlace, Tensor
 from hvd_compress.fused.kept import Kept, spares
-from hvd_compress.fused.messages import Entries, finite_of, merged, message_of, part_of
-from hvd_compress.fused.on_host import Memory, exchange_on_host
+from hvd_compress.fused.messages import Entries, finite_of, gather_of, merged, message_of, part_of
 from hvd_compress.kernels import Column, Steps, loops_of
 from hvd_compress.operators import top_k
-from hvd_compress.requests import Gather, Joint, Request
+from hvd_compress.requests import Joint, Request
 from hvd_compress.times import phase
 from hvd_compress.transforms import momentum_correction
 
@@ -75,45 +74,21 @@ class FusedTopK(InPlace):
     def made(self, tensors: list[Tensor]) -> _Bucket:
         return _Bucket(self, tensors)
 
-    def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
-        if backend_of(tensors[0].x).traces:
-            return (yield from self._on_host(tensors))
-        return (yield from super().__call__(tensors))
-
-    def _on_host(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
-        """The same of symbols."""
-        size = backend_of(tensors[0].x).size
-        starts = np.cumsum([0, *(size(t.x) for t in tensors)])
-        counts, n = [t.weight for t in tensors], int(starts[-1])
-        shifts = np.repeat(starts[:-1], counts)
-
-        message = message_of(self.values, self.indices, n, counts)
-
-        def decode(frame: np.ndarray) -> list[np.ndarray]:
-            indices, values = message.decode(frame, "this rank")
-            return [indices - shifts, values]
-
-        return (yield from exchange_on_host(self, tensors, message.size, decode, counts))
-
 
 class _Bucket(Bucket):
     form: FusedTopK
+    writes_states = False
 
     def __init__(self, form: FusedTopK, tensors: list[Tensor]) -> None:
         super().__init__(form, tensors)
         self.keys = (_R,) if form.correction is None else (_R, _V)
-        self._memory: Memory | None = (tensors[0].context.scratch or {}).get("memory")
         self._loops = loops_of(tensors[0].x)
         self._spares = spares()
         self._selection = self._loops.Selection(self.sizes, self.weights)
         self._message = message_of(form.values, form.indices, sum(self.sizes), self.weights)
+        self.requests = [gather_of(self._message)]
         #: what is taken off an index into all tensors, by entry
         self._shifts = np.repeat(np.cumsum([0, *self.sizes[:-1]]), self.weights)
-
-    def empty(self, like: Array) -> Array:
-        if self._memory is None:
-            return super().empty(like)
-        return self._memory.take(backend_of(like).size(like))
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray]:
         correction = self.form.correction
@@ -144,7 +119,7 @@ class _Bucket(Bucket):
         with phase("encode"):
             frame, sent = self._message.encode(indices, values)
         # In host memory, where it was made, and where the replies are read.
-        frames = yield Gather(xp.from_numpy(frame, None), self._message.size is not None)
+        frames = yield self.requests[0].carrying([xp.from_numpy(frame, None)])
         with phase("add_up"):
             theirs = [
                 self._message.decode(xp.to_numpy(frame), f"rank {rank}")
@@ -169,7 +144,7 @@ class _Bucket(Bucket):
         """Return where old states are kept; ``None`` if new ones are not written at once: for want
         of memory, since others may still look at the old ones, or since no results are written
         where gradients are."""
-        if self._memory is not None or step.sparse or not (step.in_place and self._loops.KEEPS):
+        if self.memory is not None or step.sparse or not (step.in_place and self._loops.KEEPS):
             return None
         views = arrays.views()
         return Kept.of([views.states[key] for key in self.keys], views.out, self._spares)
@@ -195,7 +170,7 @@ class _Bucket(Bucket):
     ) -> None:
         """Write the new states, in place unless others may still look at the old ones; or what is
         left to write of them."""
-        if self._memory is not None:
+        if self.memory is not None:
             arrays.new = [
                 {key: self.empty(x) for key, x in state.items()} for state in arrays.by_tensor()
             ]
