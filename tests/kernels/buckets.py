@@ -16,7 +16,7 @@ class Ranks:
 
     def __init__(self, method, shapes, size, *, in_place=False):
         self.method, self.shapes, self.size = method, shapes, size
-        self.in_place = in_place
+        self.in_place, self.needs_sent = in_place, True
         self.states = None
         self.scratch = [{name: {} for name in shapes} for _ in range(size)]
         self.step = 0
@@ -38,6 +38,7 @@ class Ranks:
                     gradient_norm=3.0,
                     scratch=self.scratch[rank][name],
                     in_place=self.in_place,
+                    needs_sent=self.needs_sent,
                 )
                 exchange = self.method.exchange(gradient, self.states[rank][name], context)
                 members.append(Member(name, exchange, Record()))

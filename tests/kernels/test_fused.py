@@ -147,8 +147,7 @@ def test_a_bucket_of_half_precision_is_what_its_tensors_are(kind, method):
 @given(data=st.data())
 def test_a_bucket_is_what_its_tensors_are(framework, data):
     """Bit for bit, whatever the gradients, also over steps with a NaN or Inf on some rank."""
-    coded = [] if framework == "tensorflow" else CODED
-    method = data.draw(st.sampled_from(METHODS + coded))
+    method = data.draw(st.sampled_from(METHODS + CODED))
     size = data.draw(st.sampled_from([1, 2, 3, 4]))
     count = data.draw(st.integers(1, 4))
     shapes = {
@@ -182,6 +181,49 @@ def test_a_bucket_is_what_its_tensors_are(framework, data):
         for own, other in zip(gradients, given_, strict=True):  # nobody wrote into them
             for name in shapes:
                 np.testing.assert_array_equal(np.asarray(own[name]), np.asarray(other[name]))
+
+
+@pytest.mark.parametrize("method", [*METHODS[:8], *CODED], ids=repr)
+def test_a_graph_gives_the_same(method):
+    """Whoever looks at what was sent; steps are symbols, and states those of the graph's last run,
+    which it leaves as they were."""
+    shapes, random = {"a": (40, 30), "b": (64, 8)}, np.random.default_rng(0)
+    ranks, expected = Ranks(method, shapes, 2), one_by_one(method, 2)
+
+    @tf.function(autograph=False)
+    def exchange(step, gradients, states, needs_sent):
+        ranks.step, ranks.states, ranks.needs_sent = step, [dict(x) for x in states], needs_sent
+        return [
+            {
+                name: (o._replace(additive=True) if needs_sent else (o.direction, o.state))
+                for name, o in own.items()
+            }
+            for own in ranks.exchange(gradients)
+        ]
+
+    states = None
+    for step in range(4):
+        gradients = [
+            {n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+            for _ in range(2)
+        ]
+        if step == 2:
+            gradients[1]["b"][3, 3] = np.nan
+        made = [{n: tf.constant(x) for n, x in own.items()} for own in gradients]
+        if states is None:
+            states = [{n: method.init(x) for n, x in own.items()} for own in made]
+        before = copy.deepcopy(states)
+        found, directions = (
+            exchange(tf.constant(step, tf.int64), made, states, looks) for looks in (True, False)
+        )
+        for own, others, known in zip(found, expected(gradients), directions, strict=True):
+            for name, other in others.items():
+                assert_equal(tf.nest.map_structure(np.asarray, own[name]), other)
+                np.testing.assert_array_equal(known[name][0], np.asarray(other.direction))
+                for key, x in known[name][1].items():
+                    np.testing.assert_array_equal(x, own[name].state[key])
+        tf.nest.map_structure(np.testing.assert_array_equal, states, before)
+        states = [{n: outcome.state for n, outcome in own.items()} for own in found]
 
 
 @pytest.mark.parametrize("method", [METHODS[0], *CODED], ids=repr)
