@@ -16,7 +16,6 @@ import triton
 from numpy.typing import ArrayLike
 
 from hvd_compress.codecs import Codec
-from hvd_compress.codecs.compiled import Compiled
 from hvd_compress.codecs.ternary import Ternary
 from hvd_compress.kernels.bitpacking import digits_of_a_word, field_of
 from hvd_compress.kernels.codecs import Digits, Halves, Natural, Signs
@@ -57,7 +56,7 @@ class Tasks(NamedTuple):
 
 def loops_of(codec: Codec) -> Any:
     """Return the loops of a codec, if there are any here."""
-    loops = codec._loops if isinstance(codec, Compiled) else None
+    loops = codec._loops
     return loops if type(loops) in LOOPS else None
 
 

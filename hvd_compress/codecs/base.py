@@ -10,7 +10,8 @@ import numpy as np
 
 from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.kernels.codecs import Finite, Sums, all_finite
+from hvd_compress.kernels import is_compiled
+from hvd_compress.kernels.codecs import Finite, Loops, Sums, all_finite, as_loops_take
 from hvd_compress.operators.classes import Classes
 
 Array = Any
@@ -42,8 +43,10 @@ class Codec(Configurable, abc.ABC, kind="block"):
     """How an array of n numbers becomes bytes.
 
     Codecs work on NumPy arrays, flat, float32 or float64, in host memory: one implementation gives
-    the same bits under every framework.  A device array is copied once each way, unless there are
-    loops for the device (:class:`Coder`), which have the same bits.
+    the same bits under every framework.  ``encode`` and ``decode`` say in NumPy what a code is; the
+    other methods do the same in one pass, without arrays in between, where there are compiled loops
+    for it.  A device array is copied once each way, unless there are loops for the device
+    (:class:`Coder`).  All of them have the same bits.
 
     Subclasses are frozen dataclasses: options are fields.
 
@@ -64,6 +67,11 @@ class Codec(Configurable, abc.ABC, kind="block"):
     #: the number of bytes depends on the values, so that ``size`` raises ``UnsupportedError``, and
     #: ``decode`` takes up to 7 bytes of padding; ``allgather`` alone can send such codes
     varies: ClassVar[bool] = False
+
+    @property
+    def _loops(self) -> Loops | None:
+        """``None`` where NumPy has to serve."""
+        return None
 
     def for_shape(self, shape: tuple[int, ...]) -> Codec:
         """Return the codec for a tensor of ``shape``: this one, unless its options depend on the
@@ -95,16 +103,25 @@ class Codec(Configurable, abc.ABC, kind="block"):
 
     def encode_to(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
         """Write what ``encode`` returns to ``out``, ``size(n, dtype)`` bytes."""
-        out[:] = self.encode(x, random)
+        if (loops := self._loops) and is_compiled():
+            loops.encode(as_loops_take(x), random, out)
+        else:
+            out[:] = self.encode(x, random)
 
     def decode_to(self, code: np.ndarray, out: np.ndarray, add: bool = False) -> None:
         """Write what ``decode`` returns to ``out`` (1-D, contiguous), or with ``add`` add it."""
+        if (loops := self._loops) and is_compiled():
+            loops.decode(code, out, add)
+            return
         values = self.decode(code, out.size, out.dtype)
         with np.errstate(over="ignore", invalid="ignore"):
             np.add(out, values, out=out) if add else np.copyto(out, values)
 
     def take_off(self, code: np.ndarray, out: np.ndarray) -> None:
         """Subtract what ``decode`` returns from ``out`` (1-D, contiguous)."""
+        if (loops := self._loops) and is_compiled():
+            loops.decode(code, out, add=True, sign=-1)
+            return
         with np.errstate(over="ignore", invalid="ignore"):
             np.subtract(out, self.decode(code, out.size, out.dtype), out=out)
 
@@ -114,6 +131,8 @@ class Codec(Configurable, abc.ABC, kind="block"):
         Where a sum is NaN or Inf, and the codec does not take these, there is no code: what is in
         ``out`` and in ``sums.left`` is anything then.
         """
+        if (loops := self._loops_of(sums.left)) and loops.feeds:
+            return loops.feed(sums, random, out)
         base, left, x, kept, codes = sums
         old = base.copy() if x is not None and kept is not None else base
         with np.errstate(over="ignore", invalid="ignore"):
@@ -131,6 +150,8 @@ class Codec(Configurable, abc.ABC, kind="block"):
     def mean(self, codes: Sequence[np.ndarray], by: int, out: np.ndarray, add: bool) -> bool:
         """Write what a code decodes to, divided by a number, to ``out`` (1-D, contiguous); with
         ``add`` the sum of zero and several.  Return whether it was finite before."""
+        if loops := self._loops_of(out):
+            return loops.mean(codes, by, out, add)
         if add:
             out.fill(0)
         for code in codes:
@@ -139,6 +160,12 @@ class Codec(Configurable, abc.ABC, kind="block"):
         with np.errstate(over="ignore", invalid="ignore"):
             out /= by
         return finite
+
+    def _loops_of(self, x: np.ndarray) -> Loops | None:
+        """Return the loops that take whole sums, of float32, where they are compiled."""
+        if x.dtype != np.float32 or not x.dtype.isnative or not x.size or not is_compiled():
+            return None
+        return self._loops
 
     def zeros(self, n: int, dtype: np.dtype) -> np.ndarray:
         """See :class:`Coder`."""

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from hvd_compress.codecs import buckets
-from hvd_compress.codecs.compiled import Compiled
+from hvd_compress.codecs.base import Codec
 from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
 
@@ -19,7 +19,7 @@ from hvd_compress.errors import ConfigError
 _SHORTEST, _LONGEST = 64, 4096
 
 
-class Columns(Compiled):
+class Columns(Codec):
     """Some numbers a column, its levels, and a code an element.
 
     On the wire all levels come first, column by column and in the dtype of the elements, then the
@@ -71,12 +71,12 @@ class Columns(Compiled):
     def size(self, n: int, dtype: np.dtype) -> int:
         return self._bytes_of_levels(n, dtype) + self._code_size(n)
 
-    def _to_bytes(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         levels, codes = self._encode(x, self._length(x.size))
         head = np.concatenate(levels).astype(x.dtype.newbyteorder("<"))
         return np.concatenate([head.reshape(-1).view(np.uint8), codes])
 
-    def _from_bytes(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
         split = self._bytes_of_levels(n, dtype)
         levels = code[:split].view(dtype.newbyteorder("<")).astype(dtype).reshape(-1, self.levels)
         return self._decode(levels, code[split:], n, self._length(n))

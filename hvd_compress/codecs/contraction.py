@@ -53,7 +53,8 @@ class contraction(Codec, name="contraction"):
         self.codec.encode_to(x, random, out)
 
     def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
-        values = self.codec.decode(code, n, dtype)
+        values = np.empty(n, dtype)
+        self.codec.decode_to(code, values)
         values /= self.codec.classes(n).zeta if n else 1
         return values
 

@@ -7,13 +7,13 @@ import abc
 import numpy as np
 
 from hvd_compress.codecs import buckets
-from hvd_compress.codecs.compiled import Compiled
+from hvd_compress.codecs.base import Codec
 from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
 
 
-class Dithering(Compiled):
+class Dithering(Codec):
     """A norm a bucket, and a digit an element: 2 ``levels`` + 1 values, of which zero is the one in
     the middle.  Subclasses have the options ``levels``, ``bucket`` and ``norm``."""
 
@@ -47,14 +47,14 @@ class Dithering(Compiled):
     def size(self, n: int, dtype: np.dtype) -> int:
         return buckets.count(n, self.bucket) * dtype.itemsize + digits_size(n, 2 * self.levels + 1)
 
-    def _to_bytes(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         norms = buckets.norms(x, self.bucket, self.norm)
         safe = np.where((norms > 0) & np.isfinite(norms), norms, 1)
         digits = self._digits(x / buckets.per_element(safe, x.size, self.bucket), random)
         packed = pack_digits(digits, 2 * self.levels + 1)
         return np.concatenate([norms.astype(_little(x.dtype)).view(np.uint8), packed])
 
-    def _from_bytes(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
         split = buckets.count(n, self.bucket) * dtype.itemsize
         norms = code[:split].view(_little(dtype)).astype(dtype)
         values = self._values(unpack_digits(code[split:], n, 2 * self.levels + 1), dtype)

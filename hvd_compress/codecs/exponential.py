@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from hvd_compress.codecs.compiled import Compiled
+from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.dithering import Dithering
 from hvd_compress.config import check_choice, is_number
 from hvd_compress.errors import ConfigError
@@ -19,7 +19,7 @@ from hvd_compress.operators.classes import Classes
 
 
 @dataclasses.dataclass(frozen=True)
-class natural(Compiled, name="natural"):
+class natural(Codec, name="natural"):
     """Sign and exponent: |x| between 2^e and 2^(e+1) becomes one of the two, and zero zero.
 
     Sent: 9 bits an element, the sign and eight bits of exponent as in float32; of float64 too, so
@@ -54,7 +54,7 @@ class natural(Compiled, name="natural"):
     def _loops(self) -> Natural:
         return Natural(self.biased)
 
-    def _to_bytes(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         size = np.abs(x)
         mantissa, exponent = np.frexp(size)  # size = mantissa * 2^exponent, 1/2 <= mantissa < 1
         code = exponent + 126  # of the power below, as float32 has it
@@ -66,7 +66,7 @@ class natural(Compiled, name="natural"):
         signs = np.packbits(x < 0, bitorder="little")
         return np.concatenate([code.astype(np.uint8), signs])
 
-    def _from_bytes(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
         exponents, signs = code[:n], np.unpackbits(code[n:], count=n, bitorder="little")
         # As the bits of a float32: 255 is Inf, what overflowed.
         bits = exponents.astype(np.uint32) << np.uint32(23) | signs.astype(np.uint32) << np.uint32(

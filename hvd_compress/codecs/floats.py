@@ -8,13 +8,13 @@ import functools
 import numpy as np
 
 from hvd_compress.codecs import buckets
-from hvd_compress.codecs.compiled import Compiled
+from hvd_compress.codecs.base import Codec
 from hvd_compress.config import check_choice
 from hvd_compress.kernels.codecs import Digits
 
 
 @dataclasses.dataclass(frozen=True)
-class float8(Compiled, name="float8"):
+class float8(Codec, name="float8"):
     """Eight bits an element and a scale a bucket, to the nearest, ties to even.
 
     The scale puts the largest element of a bucket at the format's largest number, so nothing
@@ -59,7 +59,7 @@ class float8(Compiled, name="float8"):
             table=_numbers(self.format),
         )
 
-    def _to_bytes(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         grid = _positive(self.format).astype(x.dtype)
         largest = buckets.norms(x, self.bucket, "max")
         scales = largest / grid[-1]
@@ -73,7 +73,7 @@ class float8(Compiled, name="float8"):
         code = code.astype(np.uint8) | (np.signbit(x) * np.uint8(128)).astype(np.uint8)
         return np.concatenate([scales.astype(x.dtype.newbyteorder("<")).view(np.uint8), code])
 
-    def _from_bytes(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
         split = buckets.count(n, self.bucket) * dtype.itemsize
         scales = code[:split].view(dtype.newbyteorder("<")).astype(dtype)
         table = _numbers(self.format).astype(dtype)

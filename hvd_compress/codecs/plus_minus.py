@@ -7,13 +7,15 @@ import functools
 
 import numpy as np
 
-from hvd_compress.codecs.sign import _Signs
+from hvd_compress.codecs.base import Codec
+from hvd_compress.codecs.sign import packed, plus_minus_one
+from hvd_compress.kernels.bitpacking import full_bytes
 from hvd_compress.kernels.codecs import Signs
 from hvd_compress.operators.threshold import check_tau
 
 
 @dataclasses.dataclass(frozen=True)
-class plus_minus(_Signs, name="plus_minus"):
+class plus_minus(Codec, name="plus_minus"):
     """``tau`` or ``-tau``; zeros count as positive.  ``tau`` itself is not sent, since the
     ranks' options are the same.
 
@@ -37,5 +39,11 @@ class plus_minus(_Signs, name="plus_minus"):
     def _loops(self) -> Signs:
         return Signs(float(self.tau))
 
-    def _from_bytes(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
-        return super()._from_bytes(code, n, dtype) * dtype.type(self.tau)
+    def size(self, n: int, dtype: np.dtype) -> int:
+        return full_bytes(n)
+
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        return packed(x >= 0)
+
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+        return plus_minus_one(code, n, dtype) * dtype.type(self.tau)

@@ -7,33 +7,28 @@ import functools
 
 import numpy as np
 
-from hvd_compress.codecs.base import Classes
-from hvd_compress.codecs.compiled import Compiled
+from hvd_compress.codecs.base import Classes, Codec
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.bitpacking import full_bytes
 from hvd_compress.kernels.codecs import Signs, drawn_zeros, total
 
 
-class _Signs(Compiled):
-    """The first bits of a byte are its lowest."""
+def packed(bits: np.ndarray) -> np.ndarray:
+    """Return bits in bytes, the first of which are their lowest."""
+    return np.packbits(bits, bitorder="little")
 
-    def size(self, n: int, dtype: np.dtype) -> int:
-        return full_bytes(n)
 
-    def _to_bytes(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        return np.packbits(x >= 0, bitorder="little")
-
-    def _from_bytes(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
-        bits = np.unpackbits(code, count=n, bitorder="little")
-        values = bits.astype(dtype)
-        values *= 2
-        values -= 1
-        return values
+def plus_minus_one(code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+    """Return 1 for each of ``n`` bits that is set, and -1 for the others."""
+    values = np.unpackbits(code, count=n, bitorder="little").astype(dtype)
+    values *= 2
+    values -= 1
+    return values
 
 
 @dataclasses.dataclass(frozen=True)
-class sign(_Signs, name="sign"):
+class sign(Codec, name="sign"):
     """+1 or -1; of zeros one of the two at random, so that ranks with zero gradients do not all
     vote for the same sign.  Magnitudes are lost, so it is in none of the classes of operators.
 
@@ -54,12 +49,18 @@ class sign(_Signs, name="sign"):
             "ones: scaled_sign() has them"
         )
 
-    def _to_bytes(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        return np.packbits(x > 0, bitorder="little") | drawn_zeros(x, random)
+    def size(self, n: int, dtype: np.dtype) -> int:
+        return full_bytes(n)
+
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        return packed(x > 0) | drawn_zeros(x, random)
+
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+        return plus_minus_one(code, n, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class scaled_sign(_Signs, name="scaled_sign"):
+class scaled_sign(Codec, name="scaled_sign"):
     """``scale * sign(x)``; zeros count as positive.
 
     Options:
@@ -86,18 +87,18 @@ class scaled_sign(_Signs, name="scaled_sign"):
     def size(self, n: int, dtype: np.dtype) -> int:
         return dtype.itemsize + full_bytes(n)
 
-    def _to_bytes(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         if self.norm == "l1":
             scale = total(x, "magnitude") / max(x.size, 1)
         else:
             scale = np.sqrt(total(x, "square") / max(x.size, 1))
         with np.errstate(over="ignore"):
             head = np.array([scale], x.dtype.newbyteorder("<")).view(np.uint8)
-        return np.concatenate([head, super()._to_bytes(x, random)])
+        return np.concatenate([head, packed(x >= 0)])
 
-    def _from_bytes(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
         scale = code[: dtype.itemsize].view(dtype.newbyteorder("<"))[0].astype(dtype)
-        return super()._from_bytes(code[dtype.itemsize :], n, dtype) * scale
+        return plus_minus_one(code[dtype.itemsize :], n, dtype) * scale
 
     def classes(self, d: int) -> Classes:
         """Return the constants for ``norm="l1"``: |C(x)|^2 = <C(x), x> = |x|_1^2 / d, at least

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.codecs.base import Classes
-from hvd_compress.codecs.compiled import Compiled
+from hvd_compress.codecs.base import Classes, Codec
 from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
@@ -18,7 +17,7 @@ from hvd_compress.kernels.codecs import Digits, Loops, total
 
 
 @dataclasses.dataclass(frozen=True)
-class ternary(Compiled, name="ternary"):
+class ternary(Codec, name="ternary"):
     """``m * sign(x)`` with probability |x| / m, else 0, where m = max |x| of the tensor.
 
     Sent: m, and 1.6 bits an element (log2 3 is 1.585).
@@ -61,7 +60,7 @@ class ternary(Compiled, name="ternary"):
             limit = self.clip * math.sqrt(total(x, "square", mean) / x.size)
         return limit if limit > 0 else math.inf
 
-    def _to_bytes(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         limit = self._limit(x)
         x = np.clip(x, -limit, limit)
         largest = np.abs(x).max(initial=0).astype(x.dtype)
@@ -70,7 +69,7 @@ class ternary(Compiled, name="ternary"):
         head = np.array([largest], x.dtype.newbyteorder("<")).view(np.uint8)
         return np.concatenate([head, pack_digits(digits.view(np.uint8), 3)])
 
-    def _from_bytes(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
         largest = code[: dtype.itemsize].view(dtype.newbyteorder("<"))[0]
         digits = unpack_digits(code[dtype.itemsize :], n, 3)
         return (digits.astype(dtype) - 1) * largest.astype(dtype)

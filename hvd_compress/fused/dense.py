@@ -13,6 +13,7 @@ from hvd_compress.backends import HostFunction, backend_of, numpy
 from hvd_compress.base import Array, Context, Outcome, State
 from hvd_compress.chain import Repeated, Transform, in_range
 from hvd_compress.requests import Joint, Request, Sum
+from hvd_compress.transforms.momentum import heavy_ball
 
 
 class Tensor(NamedTuple):
@@ -150,13 +151,10 @@ class FusedSum:
             own = self.momentum.momentum
             of_each = momenta if own is None else [own]
             if len({*of_each}) == 1:
-                direction, velocity = self.momentum.step(mean, old, of_each[0], self.nesterov)
+                direction, velocity = heavy_ball(mean, old, of_each[0], self.nesterov)
             else:
                 cuts = xp.split(mean, sizes), xp.split(old, sizes), of_each
-                moved = [
-                    self.momentum.step(x, u, m, self.nesterov)
-                    for x, u, m in zip(*cuts, strict=True)
-                ]
+                moved = [heavy_ball(x, u, m, self.nesterov) for x, u, m in zip(*cuts, strict=True)]
                 direction, velocity = (xp.concat([*parts]) for parts in zip(*moved, strict=True))
             if direction is velocity:  # the owner of a gradient may clip it in place
                 direction = xp.copy(direction)

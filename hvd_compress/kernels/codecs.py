@@ -1,7 +1,7 @@
 """The loops of codecs, compiled: numbers to bytes and back, in one pass.
 
 Their definitions are the codecs' own, in NumPy, which also serve where nothing is compiled:
-:class:`hvd_compress.codecs.compiled.Compiled` chooses.  Arrays are flat, contiguous, float32 or
+:class:`hvd_compress.codecs.base.Codec` chooses.  Arrays are flat, contiguous, float32 or
 float64; results are the same for any number of threads.
 """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 from hvd_compress.aggregators import allreduce
 from hvd_compress.chain import Chain, chain
@@ -14,21 +13,7 @@ from hvd_compress.methods.rows import SendsRows, checked_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class _Dense(SendsRows, Chained):
-    wire: ClassVar[str]
-
-    is_steady = True
-
-    algorithm: str | None = None
-    rows: str = dataclasses.field(default="whole", metadata=converted(checked_rows))
-
-    @functools.cached_property
-    def blocks(self) -> Chain:
-        return chain(via=allreduce(wire=self.wire, algorithm=self.algorithm))
-
-
-@dataclasses.dataclass(frozen=True)
-class NoCompression(_Dense, name="none"):
+class NoCompression(SendsRows, Chained, name="none"):
     """The average as it is: 32 bits an element, 16 of half-precision gradients.  No state.
 
     Options:
@@ -42,11 +27,18 @@ class NoCompression(_Dense, name="none"):
     array([2.5, 1.5])
     """
 
-    wire = "gradient"
+    is_steady = True
+
+    algorithm: str | None = None
+    rows: str = dataclasses.field(default="whole", metadata=converted(checked_rows))
+
+    @functools.cached_property
+    def blocks(self) -> Chain:
+        return chain(via=allreduce(wire="gradient", algorithm=self.algorithm))
 
 
 @dataclasses.dataclass(frozen=True)
-class FP16(_Dense, name="fp16"):
+class FP16(SendsRows, Chained, name="fp16"):
     """IEEE half precision: 16 bits an element, of sparse gradients too; no state.
 
     Values beyond 65504 become Inf on every rank, below 6e-8 zero: use loss scaling.
@@ -68,13 +60,18 @@ class FP16(_Dense, name="fp16"):
 
     reference = "IEEE 754"
 
-    wire = "float16"
+    is_steady = True
 
+    algorithm: str | None = None
     rows: str = dataclasses.field(default="float16", metadata=converted(checked_rows))
+
+    @functools.cached_property
+    def blocks(self) -> Chain:
+        return chain(via=allreduce(wire="float16", algorithm=self.algorithm))
 
 
 @dataclasses.dataclass(frozen=True)
-class BF16(_Dense, name="bf16"):
+class BF16(SendsRows, Chained, name="bf16"):
     """bfloat16: 16 bits an element, of sparse gradients too; the range of float32, 8 bits of
     significand.  No state.
 
@@ -93,6 +90,11 @@ class BF16(_Dense, name="bf16"):
 
     reference = "Kalamkar et al., 2019"
 
-    wire = "bfloat16"
+    is_steady = True
 
+    algorithm: str | None = None
     rows: str = dataclasses.field(default="bfloat16", metadata=converted(checked_rows))
+
+    @functools.cached_property
+    def blocks(self) -> Chain:
+        return chain(via=allreduce(wire="bfloat16", algorithm=self.algorithm))

@@ -33,7 +33,6 @@ class moving_average(TakesMomentum, name="moving_average"):
     """
 
     of_gradients = True
-    elementwise = True
     averages_momentum = True
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:

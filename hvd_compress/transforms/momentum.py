@@ -10,25 +10,20 @@ from hvd_compress.config import check_choice
 from hvd_compress.transforms.taking_momentum import TakesMomentum
 
 
-@dataclasses.dataclass(frozen=True)
-class _Momentum(TakesMomentum):
-    elementwise = True
-
-    @staticmethod
-    def step(gradient: Array, velocity: Array, m: float, nesterov: bool) -> tuple[Array, Array]:
-        """Return the direction and the new velocity, for the momentum ``m``; Lin et al. write
-        Nesterov with the product m * velocity."""
-        if nesterov:
-            velocity = velocity + gradient
-            velocity *= m
-            return velocity + gradient, velocity
-        velocity = m * velocity
-        velocity += gradient
-        return velocity, velocity
+def heavy_ball(gradient: Array, velocity: Array, m: float, nesterov: bool) -> tuple[Array, Array]:
+    """Return the direction and the new velocity, for the momentum ``m``; Lin et al. write Nesterov
+    with the product m * velocity."""
+    if nesterov:
+        velocity = velocity + gradient
+        velocity *= m
+        return velocity + gradient, velocity
+    velocity = m * velocity
+    velocity += gradient
+    return velocity, velocity
 
 
 @dataclasses.dataclass(frozen=True)
-class momentum_correction(_Momentum, name="momentum_correction"):
+class momentum_correction(TakesMomentum, name="momentum_correction"):
     """Accumulate velocities instead of gradients, per rank, before anything is left out.
 
     Plain: ``u = m u + g``, passes on ``u``.  Nesterov: ``u = m (u + g)``, passes on ``u + g``.
@@ -61,7 +56,7 @@ class momentum_correction(_Momentum, name="momentum_correction"):
         check_choice("masking", self.masking, (True, False))
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
-        direction, velocity = self.step(x, state["velocity"], *self.in_use(context))
+        direction, velocity = heavy_ball(x, state["velocity"], *self.in_use(context))
         return direction, {"velocity": velocity}
 
     def settle(self, sent: Array | Sparse, state: State, context: Context) -> State:
@@ -74,7 +69,7 @@ class momentum_correction(_Momentum, name="momentum_correction"):
 
 
 @dataclasses.dataclass(frozen=True)
-class momentum_after_averaging(_Momentum, name="momentum_after_averaging"):
+class momentum_after_averaging(TakesMomentum, name="momentum_after_averaging"):
     """Ordinary momentum on the averaged gradient, for tensors that are sent in full.
 
     State: ``velocity``, equal on all ranks.
@@ -90,6 +85,6 @@ class momentum_after_averaging(_Momentum, name="momentum_after_averaging"):
     per_rank = False
 
     def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
-        direction, velocity = self.step(mean, state["velocity"], *self.in_use(context))
+        direction, velocity = heavy_ball(mean, state["velocity"], *self.in_use(context))
         # The direction becomes the gradient, which its owner may clip in place.
         return backend_of(direction).copy(direction), {"velocity": velocity}

@@ -25,6 +25,7 @@ class TakesMomentum(Transform):
     nesterov: bool | None = None
 
     keys = ("velocity",)
+    elementwise = True
     takes_momentum = True
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from hvd_compress import (
     TopK,
     kernels,
 )
-from hvd_compress.codecs import compiled
+from hvd_compress.codecs import Codec
 from hvd_compress.engines.joining import Member, joined
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
@@ -164,7 +164,7 @@ def test_a_pass_that_cannot_begin_puts_nothing_back(method, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(kernels.Selection, "select", fails)
-    monkeypatch.setattr(compiled.Compiled, "feed", fails)
+    monkeypatch.setattr(Codec, "feed", fails)
     with pytest.raises(MemoryError):
         next(rank.begun(rank.gradients()))
     assert same(rank.copies(), before)
@@ -172,7 +172,7 @@ def test_a_pass_that_cannot_begin_puts_nothing_back(method, monkeypatch):
 
 @pytest.mark.parametrize("method", METHODS[3:], ids=NAMES[3:])
 def test_a_pass_that_ends_between_two_tensors_puts_back_what_was_done(method, monkeypatch):
-    rank, feed, done = Rank(method), compiled.Compiled.feed, []
+    rank, feed, done = Rank(method), Codec.feed, []
     exchange = rank.begun(rank.gradients())
     rank.ended(exchange, next(exchange).arrays[0])
     before = rank.copies()
@@ -183,7 +183,7 @@ def test_a_pass_that_ends_between_two_tensors_puts_back_what_was_done(method, mo
         done.append(feed(self, *arguments))
         return done[0]
 
-    monkeypatch.setattr(compiled.Compiled, "feed", fails)
+    monkeypatch.setattr(Codec, "feed", fails)
     with pytest.raises(MemoryError):
         next(rank.begun(rank.gradients()))
     assert done[0].sums
@@ -193,7 +193,7 @@ def test_a_pass_that_ends_between_two_tensors_puts_back_what_was_done(method, mo
 @pytest.mark.parametrize("method", METHODS[3:], ids=NAMES[3:])
 def test_a_code_that_means_nothing_leaves_each_tensor_a_state_of_its_own(method, monkeypatch):
     """The first has its new residual then, and the second this or the old one; none has a mean."""
-    rank, mean, done = Rank(method), compiled.Compiled.mean, []
+    rank, mean, done = Rank(method), Codec.mean, []
     exchange = rank.begun(rank.gradients())
     rank.ended(exchange, next(exchange).arrays[0])
     before = rank.copies()
@@ -206,7 +206,7 @@ def test_a_code_that_means_nothing_leaves_each_tensor_a_state_of_its_own(method,
         done.append(mean(self, *arguments))
         return done[0]
 
-    monkeypatch.setattr(compiled.Compiled, "mean", fails)
+    monkeypatch.setattr(Codec, "mean", fails)
     with pytest.raises(PayloadError, match="no such digit"):
         rank.ended(exchange, frame)
     keys = [(name, key) for name, own in rank.states.items() for key in own]

@@ -34,6 +34,7 @@ from hvd_compress.systems.base import (
     copied,
 )
 from hvd_compress.systems.graphs.matrices import check_symmetric
+from hvd_compress.systems.graphs.proximal import Proximal
 from hvd_compress.systems.graphs.topologies import Topology
 
 #: a method's state on a rank: flat arrays by key
@@ -133,6 +134,9 @@ class DecentralizedMethod(TrainingMethod):
     something between steps.  Arrays are all trained parameters of a rank end to end: float64 if one
     of them is, else float32, which half precisions are widened to.
 
+    Those with an option ``prox`` minimise the mean of the ranks' functions and r, and what
+    :meth:`update` returns is what the operator is applied to.
+
     All of them have an option ``topology``, see :class:`Diffusion`, and raise ``ConfigError`` for
     options that make no sense, and, where training begins, for a topology that does not fit the
     method or the number of ranks.
@@ -155,6 +159,16 @@ class DecentralizedMethod(TrainingMethod):
     #: weights are column stochastic
     push: ClassVar[bool] = False
     topology: Topology
+    prox: Proximal | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prox is not None and not isinstance(self.prox, Proximal):
+            raise ConfigError(f"prox must be a proximal operator such as l1(0.05): {self.prox!r}")
+
+    @property
+    def needs_rates(self) -> bool:  # type: ignore[override]
+        return self.prox is not None
 
     def start(self, x: Array) -> Vectors:
         """Return the state before the first step from the flat ``x``."""
@@ -189,7 +203,7 @@ class DecentralizedMethod(TrainingMethod):
     def finish(self, x: Array, rate: float | None) -> Array:
         """Return a parameter from the array that :meth:`update` returned for it; ``rate`` is its
         learning rate, if the method ``needs_rates``."""
-        return x
+        return x if self.prox is None or rate is None else self.prox(x, rate)
 
     # -- the methods of a training method ----------------------------------------------------
 

@@ -42,7 +42,7 @@ class Diffusion(DecentralizedMethod, name="diffusion"):
 
 
 @dataclasses.dataclass(frozen=True)
-class CTADiffusion(Diffusion, name="cta_diffusion"):
+class CTADiffusion(DecentralizedMethod, name="cta_diffusion"):
     """Combine, then adapt: ``phi = W x;  x+ = phi - mu grad(phi)``; see :class:`Diffusion`.
 
     The parameters of an optimizer are those at which it computes gradients, phi; the x of the
@@ -58,6 +58,10 @@ class CTADiffusion(Diffusion, name="cta_diffusion"):
     array([1.319, 1.396, 1.604, 1.681])
     """
 
+    reference = "Cattivelli, Sayed, IEEE TSP 2010"
+
+    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
+
     def start(self, x: Array) -> Vectors:
         return {"adapted": x}
 
@@ -70,7 +74,7 @@ class CTADiffusion(Diffusion, name="cta_diffusion"):
 
 
 @dataclasses.dataclass(frozen=True)
-class DGD(Diffusion, name="dgd"):
+class DGD(DecentralizedMethod, name="dgd"):
     """Decentralised gradient descent, or consensus: ``x+ = W x - mu grad(x)``.
 
     The same as :class:`Diffusion` but for what is mixed; stable for mu <= (1 + lambda_min(W)) / L.
@@ -87,6 +91,8 @@ class DGD(Diffusion, name="dgd"):
     """
 
     reference = "Nedic, Ozdaglar, IEEE TAC 2009"
+
+    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
 
     def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
         _, mixed = yield from mix(x, network)

@@ -6,13 +6,13 @@ import dataclasses
 
 from hvd_compress.base import Array
 from hvd_compress.config import converted
-from hvd_compress.systems.graphs.base import Network, Update, Vectors, mix
-from hvd_compress.systems.graphs.proximal import CompositeMethod, Proximal
+from hvd_compress.systems.graphs.base import DecentralizedMethod, Network, Update, Vectors, mix
+from hvd_compress.systems.graphs.proximal import Proximal
 from hvd_compress.systems.graphs.topologies import Cycle, Topology, as_topology
 
 
 @dataclasses.dataclass(frozen=True)
-class ExactDiffusion(CompositeMethod, name="exact_diffusion"):
+class ExactDiffusion(DecentralizedMethod, name="exact_diffusion"):
     """Adapt, correct, combine, with the lazy matrix Wt = (I + W) / 2::
 
         psi+ = x - mu grad(x);  phi = psi+ + z - psi;  z+ = Wt phi;  x+ = prox_{mu r}(z+)
@@ -57,7 +57,7 @@ class ExactDiffusion(CompositeMethod, name="exact_diffusion"):
 
 
 @dataclasses.dataclass(frozen=True)
-class NIDS(CompositeMethod, name="nids"):
+class NIDS(DecentralizedMethod, name="nids"):
     """NIDS, or D2: :class:`ExactDiffusion` whose first step is ``z_1 = x_0 - mu grad(x_0)``,
     without mixing; the same limit, on another way there.  It has the same state.
 

@@ -6,13 +6,13 @@ import dataclasses
 
 from hvd_compress.base import Array
 from hvd_compress.config import converted
-from hvd_compress.systems.graphs.base import Network, Update, Vectors, mix
-from hvd_compress.systems.graphs.proximal import CompositeMethod, Proximal
+from hvd_compress.systems.graphs.base import DecentralizedMethod, Network, Update, Vectors, mix
+from hvd_compress.systems.graphs.proximal import Proximal
 from hvd_compress.systems.graphs.topologies import Cycle, Topology, as_topology
 
 
 @dataclasses.dataclass(frozen=True)
-class EXTRA(CompositeMethod, name="extra"):
+class EXTRA(DecentralizedMethod, name="extra"):
     """With Wt = (I + W) / 2 and gradients g::
 
         y_1 = W x_0 - mu g_0;  y_(k+2) = W x_(k+1) + y_(k+1) - Wt x_k - mu (g_(k+1) - g_k)

@@ -12,8 +12,15 @@ from hvd_compress.codecs.base import Codec
 from hvd_compress.coding import codes
 from hvd_compress.config import check_choice, check_fraction, check_seed, converted, is_number
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.systems.graphs.base import Network, Update, Vectors, as_codec, mix
-from hvd_compress.systems.graphs.proximal import CompositeMethod, Proximal
+from hvd_compress.systems.graphs.base import (
+    DecentralizedMethod,
+    Network,
+    Update,
+    Vectors,
+    as_codec,
+    mix,
+)
+from hvd_compress.systems.graphs.proximal import Proximal
 from hvd_compress.systems.graphs.topologies import Cycle, Topology, as_topology
 
 
@@ -48,7 +55,7 @@ def _is_unbiased(codec: Codec) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class LEAD(CompositeMethod, name="lead"):
+class LEAD(DecentralizedMethod, name="lead"):
     """One row for each node, G the gradients at X; Q is the only thing that is sent::
 
         Z = X - eta G - eta D

@@ -10,7 +10,6 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.config import Configurable, is_number
 from hvd_compress.errors import ConfigError
-from hvd_compress.systems.graphs.base import DecentralizedMethod
 
 
 class Proximal(Configurable, abc.ABC, kind="proximal"):
@@ -19,25 +18,6 @@ class Proximal(Configurable, abc.ABC, kind="proximal"):
     @abc.abstractmethod
     def __call__(self, v: Array, eta: float) -> Array:
         """Return prox_{eta r}(v), of any shape."""
-
-
-class CompositeMethod(DecentralizedMethod):
-    """A method with an option ``prox``: it minimises the mean of the ranks' functions and r, and
-    what :meth:`update` returns is what the operator is applied to."""
-
-    prox: Proximal | None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prox is not None and not isinstance(self.prox, Proximal):
-            raise ConfigError(f"prox must be a proximal operator such as l1(0.05): {self.prox!r}")
-
-    @property
-    def needs_rates(self) -> bool:  # type: ignore[override]
-        return self.prox is not None
-
-    def finish(self, x: Array, rate: float | None) -> Array:
-        return x if self.prox is None or rate is None else self.prox(x, rate)
 
 
 def _check(option: str, value: Any) -> None:
