@@ -277,10 +277,14 @@ def address(x: Array) -> int | None:
 def addresses(
     arrays: Sequence[Array], sizes: Sequence[int], dtype: str, device: Any
 ) -> list[int] | None:
+    wanted = np.dtype(dtype)
     found = [
         x.__array_interface__["data"][0]
         for x, n in zip(arrays, sizes, strict=True)
-        if x.size == n and x.dtype == dtype and x.flags.c_contiguous and x.flags.aligned
+        if x.size == n
+        and x.dtype == wanted
+        # For most arrays the first of these is enough, which is found in one look.
+        and ((flags := x.flags).carray or (flags.c_contiguous and flags.aligned))
     ]
     return found if len(found) == len(arrays) else None
 
