@@ -360,7 +360,7 @@ def test_the_first_step_needs_memory_for_states_and_messages_alone(method, state
         assert record.elements_sent == record.elements * getattr(method, "density", 1)
 
 
-@pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("method", CODED[:5], ids=repr)
 def test_after_another_number_of_ranks_nothing_is_lost(method, make):
     """What a rank keeps of shards that are others' now goes along with its next message."""
