@@ -311,6 +311,7 @@ class Binding(tf.Module):
     def forget_graphs(self) -> None:
         """Trace new graphs, since the number of ranks is another one from now on."""
         self._averages.clear()
+        self._scratch.clear()
         # Rows come in any number.
         self._traced = tf.function(self._reduce, autograph=False, reduce_retracing=True)
 
@@ -537,6 +538,8 @@ class Binding(tf.Module):
             own = {i: g for i, g in gradients.items() if _is_rows(g) == rows}
             if own:
                 with tf.device(self._devices[rows]):
+                    if self._devices[rows]:  # what is not touched before would stay where it was
+                        own = tf.nest.map_structure(tf.identity, own, expand_composites=True)
                     part, counted = self._traced_step(engine, method, own, common)
                 results |= part
                 counts.append(counted)

@@ -19,7 +19,10 @@ def weakly(owner: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*inputs: Any) -> Any:
         owner = reference()
         if owner is None:
-            raise UnboundError("this graph belongs to an optimizer that has been deleted")
+            raise UnboundError(
+                "this graph belongs to an optimizer that has been deleted, or to another number of "
+                "ranks: make its tf.function again"
+            )
         return function(owner, *inputs)
 
     return call

@@ -410,7 +410,9 @@ class _Sharded(_Bucket):
             a is b and before == after for (a, before), (b, after) in zip(known, now, strict=True)
         ):
             return
-        self._looked, self._foreign = now, {}
+        self._foreign = {}
+        if self.memory is None:  # else arrays are new in every step, and others wait for theirs
+            self._looked = now
         for i, view in enumerate(views):
             own = self._shards[i][self.rank]
             if view[: own.start].any() or view[own.stop :].any():

@@ -84,7 +84,7 @@ class _Bucket(Bucket):
         self._rows_of_q = np.cumsum([0, *self._lengths[:-1]])
         self._rows, self._p = np.empty((2, self._matrices.of_p), np.float32)
         self._q, self._own, self._new = np.empty((3, self._matrices.of_q), np.float32)
-        self.requests = [Sum(self._rows, owned=True), Sum(self._own)]
+        self.requests = [Sum(self._rows), Sum(self._own)]
 
     def sizes_of(self, key: str) -> list[int]:
         return self._widths if key == _Q else self.sizes
@@ -94,10 +94,10 @@ class _Bucket(Bucket):
         xp = backend_of(like)
         with phase("encode"):
             rows = self.left(arrays)
-        total = yield self.requests[0].carrying([xp.from_numpy(rows, like)])
+        total = yield Sum(xp.from_numpy(rows, like), owned=True)
         with phase("encode"):
             own = self.right(arrays, xp.to_numpy(total))
-        total = yield self.requests[1].carrying([xp.from_numpy(own, like)])
+        total = yield Sum(xp.from_numpy(own, like))
         with phase("add_up"):
             return self.settle(arrays, xp.to_numpy(total))
 

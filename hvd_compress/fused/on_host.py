@@ -77,7 +77,7 @@ class Memory:
 
 
 class _Kept(dict[str, Any]):
-    """What a graph keeps between its calls, for as long as the binding is there."""
+    """What the graphs of a binding keep of a bucket between their calls."""
 
 
 def _aligned(array: np.ndarray, n: int) -> np.ndarray:
@@ -97,8 +97,11 @@ def exchange_on_host(
     like, scratch = tensors[0].x, tensors[0].context.scratch
     assert scratch is not None
     xp, calls = backend_of(like), _Calls(form, tensors, bucket)
-    kept = _Kept(memory=scratch.setdefault("memory", Memory()))
-    scratch.setdefault("kept", []).append(kept)
+    # Graphs of a binding, and their branches, run one after the other.
+    kept = scratch.get(calls.bucket_of)
+    if kept is None:
+        memory = scratch.setdefault("memory", Memory())
+        kept = scratch[calls.bucket_of] = _Kept(memory=memory)
     inputs, call = calls.inputs(tensors), calls.begin
     for request in bucket.requests:
         outputs = [_output(request, array) for array in request.arrays]
@@ -115,6 +118,7 @@ class _Calls:
 
     def __init__(self, form: InPlace, tensors: Sequence[Tensor], bucket: Bucket) -> None:
         self._form, step = form, tensors[0].context
+        self.bucket_of = "\n".join([str(step.size), *(t.context.name for t in tensors)])
         self._keys, self._counts, self._copies = bucket.keys, bucket.counts, bucket.writes_states
         # Somebody has to count what is sent, if options do not say it.
         self._looked_at = step.needs_sent or None in bucket.counts

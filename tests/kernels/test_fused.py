@@ -226,6 +226,32 @@ def test_a_graph_gives_the_same(method):
         states = [{n: outcome.state for n, outcome in own.items()} for own in found]
 
 
+@pytest.mark.parametrize("method", [METHODS[4], LinearQuantization()], ids=repr)
+def test_graphs_share_what_they_keep(method):
+    """A function that is traced for each length of a batch needs no memory for each trace: it is
+    that of one result and of new states."""
+    ranks, gradient = Ranks(method, {"a": (40, 30)}, 1), {"a": tf.random.normal([40, 30])}
+    states, needed = [{"a": method.init(gradient["a"])}], []
+    for _ in range(4):
+        trace = tf.function(lambda: ranks.exchange([gradient])[0]["a"].mean, autograph=False)
+        for _ in range(3):
+            ranks.states = [dict(own) for own in states]
+            trace()
+        scratch = ranks.scratch[0]["a"]
+        needed.append((len(scratch), scratch["memory"].nbytes))
+    arrays = 1 + len(states[0]["a"])
+    assert needed == 4 * [(2, arrays * 4 * (40 * 30 + 16))]
+
+
+def test_what_is_summed_first_may_take_the_place_of_its_rows():
+    method, shapes = PowerSGD(rank=2, min_compression_rate=1), {"a": (50, 40)}
+    gradients = {"a": np.ones((50, 40), np.float32)}
+    states = {"a": method.init(gradients["a"])}
+    exchange = exchange_of(method, shapes, gradients, {"a": {}}, states, size=1)
+    first = next(exchange)
+    assert (first.owned, exchange.send(first.array).owned) == (True, False)
+
+
 @pytest.mark.parametrize("method", [METHODS[0], *CODED], ids=repr)
 def test_the_result_may_take_the_place_of_the_gradient(method):
     shapes = {"a": (50, 40), "b": (30, 30)}

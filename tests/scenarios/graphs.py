@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress import DGC, FP16, GTopK, NoCompression, StagedWarmup, TopK, switch
+from hvd_compress import DGC, FP16, GTopK, NoCompression, OneBit, StagedWarmup, TopK, switch
 from hvd_compress.base import Compressor, Outcome
 from hvd_compress.blocks import allgather, chain, error_feedback, top_k
 from hvd_compress.engines.lockstep import World
@@ -41,6 +41,19 @@ def feedback_in_units_of_the_step_needs_a_learning_rate() -> None:
     method = chain(error_feedback(units="step"), via=allgather(top_k(0.05)))
     with raises(ConfigError, "learning rate"):
         hvd.bind(method, [tf.Variable(tf.zeros([40]))]).reduce([tf.ones([40])])
+
+
+def one_bucket_wherever_the_exchange_is() -> None:
+    """Flat gradients and others are put on the device that is asked for."""
+    gradients, calls = [tf.ones([40, 30]), tf.ones([700])], []
+    for device in ("", "CPU:0"):
+        variables = [tf.Variable(tf.zeros_like(x)) for x in gradients]
+        compression = hvd.bind(OneBit, variables, device_dense=device)
+        average = tf.function(lambda *own, given=compression: given.reduce(own), autograph=False)
+        np.testing.assert_array_equal(average(*gradients)[1], gradients[1])
+        kinds = [x.type for x in average.get_concrete_function(*gradients).graph.get_operations()]
+        calls.append(kinds.count("PyFuncStateless"))
+    assert calls[0] == calls[1] >= 3, calls
 
 
 def merging_with_a_rank_too_many() -> None:
