@@ -26,12 +26,14 @@ from typing import Any
 from hvd_compress.advisor.shapes import mobilenet_v2
 from hvd_compress.integrations.launch import under_horovodrun
 
+METHODS = ["none", "fp16", "topk", "dgc", "onebit", "fp8", "powersgd:rank=2"]
+
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--ranks", type=int, default=2)
 parser.add_argument("--rounds", type=int, default=15, help="samples of an exchange")
 parser.add_argument("--batch", type=int, default=2, help="images of 224 x 224 in the first step")
 parser.add_argument("--first", type=int, default=3, help="samples of a first step")
-parser.add_argument("--methods", nargs="+", default=["none", "fp16", "topk", "dgc"])
+parser.add_argument("--methods", nargs="+", default=METHODS)
 parser.add_argument("--framework", choices=["torch", "tensorflow"], help=argparse.SUPPRESS)
 parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
 options = parser.parse_args()
