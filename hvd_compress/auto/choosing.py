@@ -72,6 +72,7 @@ def decided(
     auto: Auto,
     shapes: Shapes,
     network: Network,
+    *,
     backward: float,
     like: Array,
     fits: bool,
@@ -110,7 +111,9 @@ def decided(
     best = choose(pieces, network, backward, candidates=candidates)
     predicted = seconds_of(pieces, network, backward)
     why = _reason(best, pieces, network, backward)
-    if hint := _more(auto, best, candidates, pieces, shapes, network, backward):
+    if hint := _more(
+        *(auto, best, candidates, pieces), shapes=shapes, network=network, backward=backward
+    ):
         notes.append(hint)
     return best, "; ".join([why, *notes]), predicted
 
@@ -142,6 +145,7 @@ def _more(
     best: str,
     candidates: Sequence[Candidate],
     pieces: Mapping[str, Piece],
+    *,
     shapes: Shapes,
     network: Network,
     backward: float,

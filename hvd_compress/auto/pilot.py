@@ -166,7 +166,13 @@ class AutoPilot(Pilot):
             fits = fits_in_halves(directions, self.ranks)
             half = _mostly_half(gradients)
             try:
-                choice = decided(self.auto, shapes, network, backward, like, fits, half)
+                choice = decided(
+                    *(self.auto, shapes, network),
+                    backward=backward,
+                    like=like,
+                    fits=fits,
+                    half=half,
+                )
             except Exception as error:  # the other ranks wait for what is said here
                 log.warning("auto: none, since measuring failed: %r", error)
                 choice = "none", f"none, since measuring failed: {error!r}", {"none": dense}

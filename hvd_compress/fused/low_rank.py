@@ -127,7 +127,9 @@ class _Bucket(Bucket):
         np.divide(total, np.float32(self.size), out=self._new)
         sent = None if arrays.sent is None else Column(arrays.sent, self.sizes)
         finite = self._finite()
-        self._matrices.settle(out, left, self._p, self._new, self._own, out, sent, finite)
+        self._matrices.settle(
+            *(out, left, self._p, self._new, self._own), out=out, sent=sent, finite=finite
+        )
         old = np.concatenate(factors.arrays)
         alive = np.add.reduceat(np.abs(self._new), self._rows_of_q) > 0
         alive = np.repeat(alive.astype(np.float32), self._lengths)

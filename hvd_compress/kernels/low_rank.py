@@ -89,7 +89,8 @@ class Matrices:
     ) -> None:
         """Write P Q^T to ``out``, the first product first, and P ``own``^T to ``sent``."""
         fine = np.ones(len(self._dims), bool)
-        self.settle(None, None, p, q, q if own is None else own, out, sent, fine)
+        own = q if own is None else own
+        self.settle(None, None, p, q, own, out=out, sent=sent, finite=fine)
 
     def settle(
         self,
@@ -98,6 +99,7 @@ class Matrices:
         p: np.ndarray,
         q: np.ndarray,
         own: np.ndarray,
+        *,
         out: Column,
         sent: Column | None,
         finite: np.ndarray,

@@ -156,7 +156,9 @@ def chosen(monkeypatch):
 
     def choose_(text, predicted=()):
         seconds = {"none": 1.0, "fp16": 0.9, text: 0.1, **dict(predicted)}
-        monkeypatch.setattr(pilot, "decided", lambda *_: (text, f"{text} for a test", seconds))
+        monkeypatch.setattr(
+            pilot, "decided", lambda *_, **__: (text, f"{text} for a test", seconds)
+        )
 
     return choose_
 
@@ -239,7 +241,9 @@ def test_the_decision_is_the_advisors(monkeypatch):
     network = Network(2, 1e8)
     x = np.ones((300, 400), np.float32)
     auto = Auto(accuracy="lossy")
-    best, why, predicted = choosing.decided(auto, {"a": (300, 400)}, network, 0.01, x, True, False)
+    best, why, predicted = choosing.decided(
+        auto, {"a": (300, 400)}, network, backward=0.01, like=x, fits=True, half=False
+    )
     (options,) = asked
     assert [c.method for c in options["candidates"]] == METHODS
     assert predicted[best] <= min(predicted.values()) * 1.02
@@ -249,7 +253,7 @@ def test_the_decision_is_the_advisors(monkeypatch):
 def test_exact_says_what_more_could_be_gained():
     network, x = Network(16, 1e8), np.ones((300, 400), np.float32)
     best, why, predicted = choosing.decided(
-        Auto(), {"a": (3000, 4000)}, network, 0.01, x, True, False
+        Auto(), {"a": (3000, 4000)}, network, backward=0.01, like=x, fits=True, half=False
     )
     assert best == "fp16"
     assert set(predicted) == {"none", "fp16"}
@@ -259,10 +263,12 @@ def test_exact_says_what_more_could_be_gained():
     )
     assert re.search('"auto:accuracy=feedback" could choose [a-z:=.0-9]+ with some [0-9.]+ ms', why)
     best, why, _ = choosing.decided(
-        Auto(), {"a": (300, 400)}, Network(2, 1e13), 1.0, x, True, False
+        Auto(), {"a": (300, 400)}, Network(2, 1e13), backward=1.0, like=x, fits=True, half=False
     )
     assert why.startswith(f"the network is not your bottleneck: {best} (")
-    best, why, _ = choosing.decided(Auto(), {"a": (3000, 4000)}, network, 0.01, x, False, False)
+    best, why, _ = choosing.decided(
+        Auto(), {"a": (3000, 4000)}, network, backward=0.01, like=x, fits=False, half=False
+    )
     assert best == "none"
     assert "too small or too large for fp16" in why
 

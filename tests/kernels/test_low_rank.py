@@ -54,7 +54,7 @@ def step(shapes, ranks, x, y, q, *, sends, finite):
     all_.right(made, p, own)
     sent = [np.empty_like(a) for a in x]
     to = Column(sent) if sends else None
-    all_.settle(made, residuals, p, start, own, made, to, finite)
+    all_.settle(made, residuals, p, start, own, out=made, sent=to, finite=finite)
     return [start, fine, rows, p, own, *x, *(y or []), *(sent if sends else [])]
 
 
@@ -133,4 +133,4 @@ def test_arrays_that_do_not_fit_are_an_error():
         all_.orthonormal(np.ones(9, np.float32))
     parts = np.ones(8, np.float32), *2 * [np.ones(10, np.float32)]
     with pytest.raises(ValueError, match="one flag"):
-        all_.settle(x, None, *parts, x, None, np.ones(2, bool))
+        all_.settle(x, None, *parts, out=x, sent=None, finite=np.ones(2, bool))
