@@ -311,7 +311,6 @@ class Binding(tf.Module):
     def forget_graphs(self) -> None:
         """Trace new graphs, since the number of ranks is another one from now on."""
         self._averages.clear()
-        self._scratch.clear()
         # Rows come in any number.
         self._traced = tf.function(self._reduce, autograph=False, reduce_retracing=True)
 

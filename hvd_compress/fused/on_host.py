@@ -97,11 +97,12 @@ def exchange_on_host(
     like, scratch = tensors[0].x, tensors[0].context.scratch
     assert scratch is not None
     xp, calls = backend_of(like), _Calls(form, tensors, bucket)
-    # Graphs of a binding, and their branches, run one after the other.
-    kept = scratch.get(calls.bucket_of)
-    if kept is None:
+    # Graphs of a binding, and their branches, run one after the other; those of another number of
+    # ranks never again.
+    kept, size = scratch.get(calls.bucket_of), tensors[0].context.size
+    if kept is None or kept["size"] != size:
         memory = scratch.setdefault("memory", Memory())
-        kept = scratch[calls.bucket_of] = _Kept(memory=memory)
+        kept = scratch[calls.bucket_of] = _Kept(memory=memory, size=size)
     inputs, call = calls.inputs(tensors), calls.begin
     for request in bucket.requests:
         outputs = [_output(request, array) for array in request.arrays]
@@ -118,7 +119,7 @@ class _Calls:
 
     def __init__(self, form: InPlace, tensors: Sequence[Tensor], bucket: Bucket) -> None:
         self._form, step = form, tensors[0].context
-        self.bucket_of = "\n".join([str(step.size), *(t.context.name for t in tensors)])
+        self.bucket_of = "\n".join(["", *(tensor.context.name for tensor in tensors)])
         self._keys, self._counts, self._copies = bucket.keys, bucket.counts, bucket.writes_states
         # Somebody has to count what is sent, if options do not say it.
         self._looked_at = step.needs_sent or None in bucket.counts

@@ -238,7 +238,10 @@ def all_finite(x: np.ndarray) -> bool:
 def draw(random: np.random.Generator, out: np.ndarray) -> None:
     """Fill ``out`` (1-D, float32) as ``random.random(out=out, dtype=np.float32)`` does, for
     benchmarks; ``random`` is that of :mod:`hvd_compress.operators.random_k`."""
-    native.codecs.uniforms(draws_of(random, out.size), out, threads())
+    if is_compiled():
+        native.codecs.uniforms(draws_of(random, out.size), out, threads())
+    else:
+        random.random(out=out, dtype=np.float32)
 
 
 def copy(x: np.ndarray, out: np.ndarray) -> None:

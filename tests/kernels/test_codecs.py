@@ -362,6 +362,14 @@ def test_without_a_compiler_the_bits_are_the_same(codec, monkeypatch):
     np.testing.assert_array_equal(values, read(codec, code, x.size, x.dtype))
 
 
+def test_draws_need_no_compiler(monkeypatch):
+    found = np.empty((2, 1000), np.float32)
+    for compiled, out in zip((True, False), found, strict=True):
+        monkeypatch.setattr(loops, "is_compiled", lambda compiled=compiled: compiled)
+        loops.draw(own_generator(Context()), out)
+    np.testing.assert_array_equal(*found)
+
+
 def test_wrong_sizes_are_refused_before_anything_is_written():
     x, codec = np.ones(100, np.float32), codecs.linear(8, 10)
     with pytest.raises(ValueError, match="sizes"):
