@@ -238,10 +238,11 @@ def all_finite(x: np.ndarray) -> bool:
 def draw(random: np.random.Generator, out: np.ndarray) -> None:
     """Fill ``out`` (1-D, float32) as ``random.random(out=out, dtype=np.float32)`` does, for
     benchmarks; ``random`` is that of :mod:`hvd_compress.operators.random_k`."""
-    if is_compiled():
-        native.codecs.uniforms(draws_of(random, out.size), out, threads())
+    drawn = draws_of(random, out.size)
+    if isinstance(drawn, np.ndarray):
+        out[:] = drawn
     else:
-        random.random(out=out, dtype=np.float32)
+        native.codecs.uniforms(drawn, out, threads())
 
 
 def copy(x: np.ndarray, out: np.ndarray) -> None:

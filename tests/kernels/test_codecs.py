@@ -362,8 +362,9 @@ def test_without_a_compiler_the_bits_are_the_same(codec, monkeypatch):
     np.testing.assert_array_equal(values, read(codec, code, x.size, x.dtype))
 
 
-def test_draws_need_no_compiler(monkeypatch):
-    found = np.empty((2, 1000), np.float32)
+@pytest.mark.parametrize("n", [1000, 100_000])
+def test_draws_need_no_compiler(n, monkeypatch):
+    found = np.empty((2, n), np.float32)
     for compiled, out in zip((True, False), found, strict=True):
         monkeypatch.setattr(loops, "is_compiled", lambda compiled=compiled: compiled)
         loops.draw(own_generator(Context()), out)
