@@ -140,6 +140,18 @@ def flat_dense_is_native_hsdp() -> None:
     assert exchange.stats().total.ratio == 1
 
 
+def flat_divide_factors_count_as_in_native_hsdp() -> None:
+    native, (model, _) = _wrapped(MESHES["2x2"], HYBRID), _flat_pair("none")
+    for step, factors in enumerate(((None, None), (1.0, 1.0), (2.0, 3.0), (2.0, 2.0))):
+        for each in (native, model):
+            for unit in FullyShardedDataParallel.fsdp_modules(each) if factors[0] else ():
+                unit._gradient_predivide_factor, unit._gradient_postdivide_factor = factors
+            each.zero_grad()
+            _loss(each, step).backward()
+        units = [FullyShardedDataParallel.fsdp_modules(each) for each in (model, native)]
+        _assert_close(*([unit._handle.sharded_grad for unit in each] for each in units))
+
+
 def flat_shards_go_on_from_their_state() -> None:
     for method in ("topk:density=0.05", DGC, "fp8", "onebit:column=16", "ef21:density=0.1"):
         model, exchange = _flat_pair(method)

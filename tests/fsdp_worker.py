@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import sys
 import tempfile
 import warnings
@@ -31,6 +32,7 @@ from tests.scenarios import run_all
 
 STEPS, LR = 4, 0.05
 DGC = "dgc:density=0.05,momentum=0.9,min_size=0"
+HALVES = (torch.bfloat16, torch.float16)
 MESHES: dict[str, DeviceMesh] = {}
 
 
@@ -347,6 +349,41 @@ def mixed_precision() -> None:
     for each in (native, model):
         _train(each, range(STEPS))
     _assert_close(_own(native), _own(model), rtol=1e-2, atol=1e-3)
+
+
+def a_divide_factor_counts_as_in_native_hsdp() -> None:
+    """Set before and after ``compress_replicas``, for the whole model or a part, between steps."""
+    wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policies = (None, wide, *(MixedPrecisionPolicy(reduce_dtype=d) for d in HALVES))
+
+    def divide(model, factor):
+        model.inner.set_gradient_divide_factor(factor)
+        model.head.set_reduce_scatter_divide_factor(2 * factor)
+        model.set_gradient_divide_factor(1.0)  # FSDP2's calls are for one module each
+
+    def gradients(model, step):
+        model.zero_grad()
+        _loss(model, step).backward()
+        return _local(p.grad for p in model.parameters())
+
+    for policy, forced in itertools.product(policies, (True, False)):
+        options = {} if policy is None else {"mp_policy": policy}
+        is_fp16 = getattr(policy, "reduce_dtype", None) == torch.float16
+        if not forced and not is_fp16 and DEVICE.type == "cpu":
+            continue  # Gloo cannot multiply before it adds
+        native, mesh = _sharded(MESHES["2x2"], **options), MESHES["2x2"]
+        model = _sharded(mesh["shard"], **options)
+        for each in (native, model):
+            each.inner.set_gradient_divide_factor(4.0)
+            for module in (each, each.inner, each.middle, each.head):
+                module.set_force_sum_reduction_for_comms(forced)
+        hvd.compress_replicas(model, mesh["replica"], "none")
+        tolerances = {} if policy is None else {"rtol": 2e-2, "atol": 1e-3}
+        for step, factor in enumerate((None, 4.0, 2.0, 3.0)):
+            if factor is not None:
+                divide(native, factor)
+                divide(model, factor)
+            _assert_close(gradients(model, step), gradients(native, step), **tolerances)
 
 
 def half_precisions_are_added_in_float32() -> None:

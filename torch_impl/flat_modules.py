@@ -51,6 +51,7 @@ class FlatModule:
     Args:
         unit: the wrapped module; its communication hook becomes this object's.
         name: its name in the model.
+        replicas: their number.
         begin, start: functions that are called with this object in the hook, before and after the
             gradient is there.
 
@@ -62,11 +63,12 @@ class FlatModule:
         self,
         unit: Any,
         name: str,
+        replicas: int,
         begin: Callable[[FlatModule], None],
         start: Callable[[FlatModule], None],
     ) -> None:
         self.name = name or "the model"
-        self._unit, self._begin, self._start = unit, begin, start
+        self._unit, self._replicas, self._begin, self._start = unit, replicas, begin, start
         if unit._comm_hook is not None:
             raise ConfigError(
                 f"{self.name} has a communication hook already: call compress_replicas once, for "
@@ -83,6 +85,7 @@ class FlatModule:
             if own.in_shard
         ]
         self._flat: torch.Tensor | None = None  # of this step, reduced inside the shard group
+        self._factor = 1  # by which its averages are multiplied
         unit._comm_hook, unit._comm_hook_state = self._hook, self
 
     @property
@@ -112,9 +115,12 @@ class FlatModule:
             if hasattr(part.original, "_in_backward_optimizers"):
                 raise UnsupportedError(f"{part.name} {STEPS_IN_BACKWARD}")
         module._begin(module)
-        full.div_(unit._gradient_predivide_factor)
+        before, after = unit._gradient_predivide_factor, unit._gradient_postdivide_factor
+        full.div_(before)
         dist.reduce_scatter_tensor(shard, full, group=unit.process_group)
-        module._flat = shard / unit._gradient_postdivide_factor
+        module._flat = shard / after
+        # A factor that the user has set divides the sum over all ranks, and an average follows.
+        module._factor = 1 if before * after == unit.process_group.size() else module._replicas
         shard.zero_()
         module._start(module)
 
@@ -130,7 +136,7 @@ class FlatModule:
         for part in self.trained():
             if part.name in averages:
                 own = gradient[part.start : part.start + part.shape.numel()]
-                own.add_(averages[part.name].to(own.device))
+                own.add_(averages[part.name].to(own.device), alpha=self._factor)
         self._flat = None
 
     def forget(self) -> None:
@@ -150,6 +156,7 @@ class FlatModel:
     """
 
     def __init__(self, model: torch.nn.Module, replicas: dist.ProcessGroup) -> None:
+        self._replicas = dist.get_world_size(replicas)
         self._units = [(n, unit) for n, unit in _units(model) if unit._handle is not None]
         for name, unit in self._units:
             strategy = unit.sharding_strategy.name
@@ -190,7 +197,7 @@ class FlatModel:
 
     def modules(self, begin: Callable[..., None], start: Callable[..., None]) -> list[FlatModule]:
         """Register the hooks, and return the units with their gradients' way."""
-        return [FlatModule(unit, name, begin, start) for name, unit in self._units]
+        return [FlatModule(unit, name, self._replicas, begin, start) for name, unit in self._units]
 
 
 def _names(unit: Any, name: str) -> list[str]:

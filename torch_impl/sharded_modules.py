@@ -6,6 +6,10 @@ float16), casts to the dtype of the parameters, and cuts.  The hook returns befo
 the replicas is there.  So it takes the flat gradient away and leaves ones; what FSDP2 makes of ones
 is then the factor by which it would have scaled, in the dtype and the memory that it wants, and the
 average has only to be multiplied in.
+
+With ``set_gradient_divide_factor(f)`` PyTorch's own HSDP returns the sum over all ranks, divided by
+``f``.  The hook then leaves the number of replicas instead of ones, which makes the average over
+them their sum.
 """
 
 from __future__ import annotations
@@ -57,6 +61,7 @@ class ShardedModule:
         module: an ``FSDPModule``; its all-reduce hook becomes this object's.
         name: its name in the model, for messages.
         names: of the model's parameters, by their identity.
+        replicas: their number.
         begin, start: functions that are called with this object in the hook, before and after the
             gradient is there.
 
@@ -69,11 +74,12 @@ class ShardedModule:
         module: Any,
         name: str,
         names: Mapping[int, str],
+        replicas: int,
         begin: Callable[[ShardedModule], None],
         start: Callable[[ShardedModule], None],
     ) -> None:
         self.name = name or "the model"
-        self._begin, self._start = begin, start
+        self._replicas, self._begin, self._start = replicas, begin, start
         (self.group,) = groups_of(module)
         self._policy = module._get_fsdp_state()._mp_policy
         if self.group._all_reduce_hook is not None:
@@ -116,7 +122,8 @@ class ShardedModule:
         self._begin(self)
         self._flat = flat.clone() if self._partial is None else flat + self._partial
         self._partial = None
-        flat.fill_(1)
+        # The average over the replicas is part of FSDP2's own factor, unless the user has set that.
+        flat.fill_(1 if self.group.gradient_divide_factor is None else self._replicas)
         for part in self.trained():
             if part.parameter.grad is not None:
                 self._before[part.name], part.parameter.grad = part.parameter.grad, None
@@ -176,6 +183,7 @@ class ShardedModel:
 
     def __init__(self, model: torch.nn.Module, replicas: dist.ProcessGroup) -> None:
         self._model, self._modules = model, sharded_modules(model)
+        self._replicas = dist.get_world_size(replicas)
         for name, module in self._modules:
             (parameters,) = groups_of(module)
             mesh = parameters.mesh_info
@@ -205,4 +213,6 @@ class ShardedModel:
     ) -> list[ShardedModule]:
         """Register the hooks, and return the modules with their gradients' way."""
         names = {id(p): name for name, p in self._model.named_parameters()}
-        return [ShardedModule(m, name, names, begin, start) for name, m in self._modules]
+        return [
+            ShardedModule(m, name, names, self._replicas, begin, start) for name, m in self._modules
+        ]
