@@ -150,11 +150,11 @@ def _more(
     network: Network,
     backward: float,
 ) -> str:
-    """What would be gained if more could be lost; by what is kept, since nothing of it was
-    measured."""
+    """What would be gained by what loses as little as was measured; by kept pieces, since nothing
+    of it was timed here."""
     if auto.methods or auto.accuracy != "exact":
         return ""
-    more = dataclasses.replace(auto, accuracy="feedback").candidates
+    more = dataclasses.replace(auto, accuracy="measured").candidates
     others = [c for c in more if c in candidates or c.accuracy != "exact"]
     about = scaled_from_kept([c.method for c in others], elements_of(shapes), pieces)
     about = {**about, **pieces}
@@ -163,7 +163,7 @@ def _more(
     if seconds[found] > 0.8 * seconds[best]:
         return ""
     return (
-        f'"auto:accuracy=feedback" could choose {found} with some {_span(seconds[found])}: '
+        f'"auto:accuracy=measured" could choose {found} with some {_span(seconds[found])}: '
         "see docs/advise.md for what it may lose"
     )
 

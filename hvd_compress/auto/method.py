@@ -24,7 +24,8 @@ _LIKE = np.ones((30, 40), np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Auto(Compressor, name="auto"):
-    """Measure in the first steps, then choose a method by the model of ``hvd-compress advise``.
+    """Measure in the first steps, then choose "none" or "fp16", or more if ``accuracy`` permits it,
+    by the model of ``hvd-compress advise``.
 
     The first steps are dense.  Then the ranks time some exchanges of their own, rank 0 measures for
     some seconds what the candidates cost it, and all use what it chooses; one line of the log says
@@ -37,8 +38,9 @@ class Auto(Compressor, name="auto"):
 
     Options:
         accuracy: the most that averages may lose.  "exact": rounding to 16 bits, and only while
-            gradients are in the range of these.  "feedback": what is not sent in a step is sent in
-            a later one; training mostly bears it, and a run without it says whether yours does.
+            gradients are in the range of these.  "measured": nothing that comparisons with dense
+            training saw, under SGD or AdamW.  "feedback": what is not sent in a step is sent in a
+            later one; a short run without compression says whether your training tolerates it.
             "lossy": what rounding to few bits loses.
         methods: to choose from these instead, as texts such as "topk:density=0.01"; "none" is
             always one of them.  None of them may take over the optimizer's momentum, as DGC does,

@@ -98,8 +98,8 @@ class AutoPilot(Pilot):
 
     def _leave(self, reducer: Reducer, chosen: str) -> None:
         """Go on with ``chosen``, "" to measure first, when all that waits has been sent."""
-        keeps = self.phase == "flushing" or accuracy_of(self.chosen) == "feedback" or self.left
-        if keeps:
+        waits = accuracy_of(self.chosen) in ("measured", "feedback")
+        if waits or self.left or self.phase == "flushing":
             self._go_on(reducer, "flushing", chosen, ())
         else:
             self._go_on(reducer, "using" if chosen else "measuring", chosen or "none")

@@ -135,7 +135,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--bandwidth", type=bandwidth, default="1gbit", help="of each host's line")
     add("--latency", type=duration, default="50us", help="of a small message, half a ping")
     add("--backward", type=duration, default="100ms", help="time to compute the gradients")
-    add("--accuracy", choices=ACCURACIES, default="lossy", help="the most that may be lost")
+    add(
+        "--accuracy",
+        choices=ACCURACIES,
+        default="measured",
+        help="the most that the method to write may lose",
+    )
     add(
         "--measure",
         action="store_true",

@@ -49,7 +49,7 @@ class TopK(SendsRows, Chained, name="topk"):
     reference = "Aji and Heafield, EMNLP 2017"
     is_steady = True
 
-    density: Density = 0.001
+    density: Density = 0.01
     selection: str = "sampled"
     values: str = "float32"
     error_feedback: bool = True
