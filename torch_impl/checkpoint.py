@@ -90,9 +90,13 @@ def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
 
 def _differs(optimizer: Any) -> bool:
     binding = optimizer.compression
-    return binding.engine.size > 1 and any(
-        binding.store.per_rank(p) & binding.store.state_of(p).keys() for p in _parameters(optimizer)
-    )
+    return binding.engine.size > 1 and any(_per_rank(binding, p) for p in _parameters(optimizer))
+
+
+def _per_rank(binding: Any, p: torch.nn.Parameter) -> list[str]:
+    """Return the keys of what a parameter keeps that differs between ranks."""
+    kept = binding.store.state_of(p).keys()
+    return sorted(kept & binding.store.per_rank(p)) if kept else []
 
 
 def consolidate_state_dict(self: Any) -> None:
@@ -105,7 +109,7 @@ def consolidate_state_dict(self: Any) -> None:
     own = {
         (p, key): binding.store.state_of(p)[key]
         for p in _parameters(self)
-        for key in sorted(binding.store.per_rank(p) & binding.store.state_of(p).keys())
+        for key in _per_rank(binding, p)
     }
     names = {(p, key): f"{self._parameter_names[p]}.{key}" for p, key in own}
     means = binding.reducer.average({names[pair]: x for pair, x in own.items()})

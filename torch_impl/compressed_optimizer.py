@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import torch
 
 from hvd_compress.config import is_whole
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import CompressionError, ConfigError
 
 from . import checkpoint
 from .amp import forget_scale, scaler_steps
 from .binding import Binding
 from .momentum import check_group
-from .parameters import Groups, Parameter, split_into_groups
+from .parameters import Groups, Parameter, check_trained, split_into_groups
 
 #: optimizers that exchange gradients; as many as there are references to them elsewhere
 bound_optimizers: weakref.WeakSet[CompressedOptimizer] = weakref.WeakSet()
@@ -124,6 +124,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Watch parameters, instead of any optimizer that was made of one of them before: both
         would exchange its gradient until the other is collected."""
         parameters = list(parameters)
+        check_trained((self._parameter_names[p], p) for p in parameters)
         retire_others(parameters, self)
         for p in parameters:
             self._watch(p)
@@ -315,12 +316,17 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later, on all ranks alike; they are named after their place in the
         groups."""
-        check_group(self.compression.method, self, {**self.defaults, **param_group})
         super().add_param_group(param_group)
-        index = len(self.param_groups) - 1
-        for j, p in enumerate(self.param_groups[index]["params"]):
-            self._parameter_names[p] = f"added.{index}.{j}"
-        self._take_charge(p for p in self.param_groups[index]["params"] if p.requires_grad)
+        index, group = len(self.param_groups) - 1, self.param_groups[-1]
+        added = {p: f"added.{index}.{j}" for j, p in enumerate(group["params"])}
+        try:
+            check_group(self.compression.method, self, group)
+            check_trained((name, p) for p, name in added.items())
+        except CompressionError:
+            self.param_groups.pop()
+            raise
+        self._parameter_names |= added
+        self._take_charge(p for p in added if p.requires_grad)
         self.compression.forget_groups()
 
     # -- checkpoints -------------------------------------------------------------------------

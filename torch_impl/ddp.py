@@ -255,8 +255,9 @@ class DDPState:
         if model is not None:
             inner = model.module if isinstance(model, DistributedDataParallel) else model
             self._names = {p: name for name, p in inner.named_parameters()}
-            if dist.is_initialized() and self._names:
-                self._bind(next(iter(self._names)).device)
+            trained = [p for p in self._names if p.requires_grad]  # others may be on meta
+            if dist.is_initialized() and trained:
+                self._bind(trained[0].device)
         weakref.finalize(self, self._use.warn)
 
     def _bind(self, device: torch.device) -> None:

@@ -35,12 +35,25 @@ def names_of_parameters(
 
     Raises:
         ConfigError: a name is given twice, or a parameter of the optimizer has none.
-        UnsupportedError: a parameter is no plain tensor.
+        UnsupportedError: a parameter that is trained is no plain tensor.
     """
-    for p in (p for group in param_groups for p in group["params"]):
-        if sharded and (is_sharded(p) or is_flattened(p)):
-            continue
-        check_plain(p)
+    names = _names(param_groups, named_parameters)
+    check_trained(((names[p], p) for group in param_groups for p in group["params"]), sharded)
+    return names
+
+
+def check_trained(named: Iterable[tuple[str, Parameter]], sharded: bool = False) -> None:
+    """Raise ``UnsupportedError`` if one of the parameters is trained, and is no plain tensor:
+    nothing is sent of those that are frozen, such as quantised bases under LoRA."""
+    for name, p in named:
+        if p.requires_grad and not (sharded and (is_sharded(p) or is_flattened(p))):
+            check_plain(p, name)
+
+
+def _names(
+    param_groups: Sequence[dict[str, Any]],
+    named_parameters: Iterable[tuple[str, Parameter]] | None,
+) -> dict[Parameter, str]:
     if named_parameters is None:
         return {
             p: f"allreduce.noname.{i}.{j}"

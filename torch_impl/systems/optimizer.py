@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvd_compress.engines.base import Engine
-from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
+from hvd_compress.errors import CompressionError, ConfigError, MismatchError, UnsupportedError
 from hvd_compress.integrations.checkpoints import refused
 from hvd_compress.systems import Coordinator, TrainingMethod
 from hvd_compress.systems.base import as_training_method
@@ -17,7 +17,7 @@ from hvd_compress.systems.base import as_training_method
 from ..checked_state import BUFFERS
 from ..checkpoint import broadcast_tree
 from ..compressed_optimizer import CompressedOptimizer, no_copy, retire_others, take_over
-from ..parameters import Parameter, names_of_parameters
+from ..parameters import Parameter, check_trained, names_of_parameters
 from ..replica_engine import ReplicaEngine
 from ..replicas import check_shards, local
 
@@ -34,7 +34,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
     """An optimizer whose ``step()`` is a local step with what a training method does around it.
 
     ``DistributedOptimizer(optimizer, method=...)``, ``local_steps``, or a function with the name of
-    the method makes it, with the ``names`` of parameters.
+    the method makes it, with the ``names`` of parameters, which may be ``sharded``.
 
     Nothing travels during the backward pass.  All ranks take equally many steps, which a step that
     a ``GradScaler`` skips counts as, too: the rank stays where it is and meets the others in time.
@@ -60,12 +60,16 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
     training: Coordinator
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, names: dict[Parameter, str], training: Coordinator
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: dict[Parameter, str],
+        training: Coordinator,
+        sharded: bool,
     ) -> None:
         take_over(self, optimizer)
         self._parameter_names = names
         self._followed: dict[str, Parameter] = {}  # that were trained in the last step
-        self.training = training
+        self.training, self._is_sharded = training, sharded
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -145,6 +149,8 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         """Replace the parameters by what the function makes of them, and return those that are
         other ones."""
         trained = {name: p for name, p, _ in self._trained()}
+        if trained.keys() - self._followed.keys():
+            check_trained(trained.items(), self._is_sharded)
         frozen = {name: p for name, p in self._followed.items() if name not in trained}
         self._followed = trained
         for p in frozen.values():  # its momentum would go on with any gradient, zeros included
@@ -188,11 +194,16 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later, on all ranks alike; they are named after their place in the
         groups."""
-        _check_lookahead(self.training.method, self, {**self.defaults, **param_group})
         super().add_param_group(param_group)
-        index = len(self.param_groups) - 1
-        for j, p in enumerate(self.param_groups[index]["params"]):
-            self._parameter_names.setdefault(p, f"added.{index}.{j}")
+        index, group = len(self.param_groups) - 1, self.param_groups[-1]
+        added = {p: f"added.{index}.{j}" for j, p in enumerate(group["params"])}
+        try:
+            _check_lookahead(self.training.method, self, group)
+            check_trained(((name, p) for p, name in added.items()), self._is_sharded)
+        except CompressionError:
+            self.param_groups.pop()
+            raise
+        self._parameter_names = added | self._parameter_names
 
     # -- the model that is tested ------------------------------------------------------------
 
@@ -359,15 +370,14 @@ def train_locally(
         )
     for group in optimizer.param_groups:
         _check_lookahead(method, optimizer, group)
-    names = names_of_parameters(
-        optimizer.param_groups, named_parameters, sharded=isinstance(engine, ReplicaEngine)
-    )
+    sharded = isinstance(engine, ReplicaEngine)
+    names = names_of_parameters(optimizer.param_groups, named_parameters, sharded=sharded)
     if isinstance(engine, ReplicaEngine):
         check_shards(names, engine.group)
     training = Coordinator(method, engine, seed=seed, like=torch.empty(0))
     user_class = type(optimizer)
     cls = type(user_class.__name__, (LocalStepsOptimizer, user_class), {})
-    local: LocalStepsOptimizer = cls(optimizer, names, training)
+    local: LocalStepsOptimizer = cls(optimizer, names, training, sharded)
     retire_others((p for group in local.param_groups for p in group["params"]), local)
     return local
 

@@ -1,0 +1,100 @@
+"""What users of PyTorch do around an optimizer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+from hvd_compress.torch import UnsupportedError
+from tests.scenarios.common import assert_same_everywhere
+from tests.scenarios.driver import hvd
+
+METHODS = ("topk:density=0.5", "none", "powersgd")
+
+
+class _Adapted(torch.nn.Module):
+    """Adapters beside a base whose elements are elsewhere, as LoRA has them over quantised ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        base = torch.randn(6, 4)
+        self.base = torch.nn.Parameter(TwoTensor(base, base.clone()), requires_grad=False)
+        self.spare = torch.nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
+        self.down = torch.nn.Parameter(torch.randn(4, 2))
+        self.up = torch.nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x):
+        return x @ (self.base.a + 0.0) @ (torch.eye(4) + self.down @ self.up)
+
+
+def _loss(model, step, rank=None):
+    seed = 100 * (hvd.rank() if rank is None else rank) + step
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+    return model(x).square().mean()
+
+
+def frozen_parameters_may_be_anything() -> None:
+    for method in METHODS:
+        model, reference = _Adapted(), _Adapted()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=method)
+        plain = torch.optim.SGD([reference.down, reference.up], lr=0.01, momentum=0.9)
+        for step in range(3):
+            optimizer.zero_grad()
+            _loss(model, step).backward()
+            optimizer.step()
+            plain.zero_grad()
+            (sum(_loss(reference, step, r) for r in range(hvd.size())) / hvd.size()).backward()
+            plain.step()
+        if method == "none":
+            torch.testing.assert_close(model.down, reference.down)
+            torch.testing.assert_close(model.up, reference.up)
+        assert_same_everywhere([model.down, model.up])
+        optimizer.consolidate_state_dict()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        optimizer.add_param_group({"params": [torch.nn.Parameter(model.base.data, False)]})
+        _loss(model, 3).backward()
+        optimizer.step()
+
+
+def what_is_trained_is_plain() -> None:
+    for method in METHODS:
+        model = _Adapted()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=method)
+        extra = torch.nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
+        with pytest.raises(UnsupportedError, match=r"'added\.1\.0', which is a TwoTensor.*LoRA"):
+            optimizer.add_param_group({"params": [extra]})
+        assert len(optimizer.param_groups) == 1
+        _loss(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.base.requires_grad_(True)
+        _loss(model, 1).backward()
+        with pytest.raises(UnsupportedError, match=r"'base'.*requires_grad_\(False\)"):
+            optimizer.step()
+        with pytest.raises(UnsupportedError, match="'base'"):
+            hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=method)
+
+
+def local_steps_leave_frozen_parameters_alone() -> None:
+    model = _Adapted()
+    optimizer = hvd.LocalSGD(
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        sync_every=2,
+        named_parameters=model.named_parameters(),
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        _loss(model, step).backward()
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_same_everywhere([model.down, model.up])
+    model.base.requires_grad_(True)
+    with pytest.raises(UnsupportedError, match="'base'"):
+        optimizer.step()
