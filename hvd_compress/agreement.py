@@ -19,10 +19,20 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Exchange, Outcome
 from hvd_compress.errors import MismatchError
 from hvd_compress.requests import Gather, Max
+from hvd_compress.wire.content import decode_bytes, encode_bytes
 
 #: values that must be equal, by name: "method", "step" ...; lists are compared entry by entry
 Terms = Mapping[str, "str | Sequence[str]"]
 
+#: the terms of the numbers that each rank steps by, and of some elements of the weights; in which
+#: steps ranks compare these
+OPTIMIZER, WEIGHTS, SAMPLED_EVERY = "optimizer", "weights", 32
+#: weights are close that differ by this part of the largest: processors of several kinds round
+#: the optimizer's steps differently, so in time their last bits differ
+_CLOSE = 1e-3
+
+#: what ranks send if they differ
+_TERMS = "terms of a step"
 #: the number of entries of a list, and of letters of an entry, that a message shows
 _ENTRIES, _LETTERS = 3, 400
 
@@ -38,6 +48,17 @@ _LOAD = (
     "broadcast_optimizer_state(), in Keras by BroadcastGlobalVariablesCallback"
 )
 _SAME = f"Make the optimizer with the same model and options on all ranks. {_LOAD}"
+_WEIGHTS = (
+    "Weights that differ receive the same averages and stay apart. Before the first step call "
+    "broadcast_parameters(model.state_dict(), root_rank=0), in TensorFlow "
+    "broadcast_variables(model.variables, root_rank=0); later on change weights, and load "
+    "checkpoints, on all ranks alike"
+)
+_OPTIMIZER = (
+    "Each rank steps by its own numbers, so its weights would part from the others'. Change rates "
+    "and options on all ranks alike: let a scheduler such as ReduceLROnPlateau see the average of "
+    f"the loss over the ranks (hvd.allreduce). {_LOAD}"
+)
 #: terms by which ranks differ that are not equally far
 _PROGRESS = {"step", "epoch"}
 
@@ -48,8 +69,12 @@ def agreement(terms: Terms, like: Array) -> Exchange:
     Args:
         like: an array; the messages are made by its backend, on its device.
 
+    Returns:
+        As mean, an error to be raised when the exchanges under way are over, if the ranks differ in
+        numbers that decide about their steps and not about what they send; else something else.
+
     Raises:
-        MismatchError: on every rank, if they differ.
+        MismatchError: on every rank, if they differ otherwise.
     """
     xp, text = backend_of(like), encode(terms)
     own = digest(text)
@@ -57,9 +82,17 @@ def agreement(terms: Terms, like: Array) -> Exchange:
     mine = np.array([own, -own])
     most = yield Max(xp.from_numpy(mine, like))
     if (xp.to_numpy(most) != mine).any():
-        payload = xp.from_numpy(np.frombuffer(text, np.uint8).copy(), like)
-        everyone = yield Gather(payload)
-        raise MismatchError(differences([xp.to_numpy(theirs).tobytes() for theirs in everyone]))
+        everyone = yield Gather(xp.from_numpy(encode_bytes(text, _TERMS), like))
+        texts = [
+            decode_bytes(xp.to_numpy(frame), _TERMS, sender=f"rank {rank}").tobytes()
+            for rank, frame in enumerate(everyone)
+        ]
+        if _differing(texts) <= {OPTIMIZER, WEIGHTS}:
+            try:
+                check(texts)
+            except MismatchError as error:
+                return Outcome(error, most, {})
+        check(texts)
     return Outcome(most, most, {})
 
 
@@ -70,6 +103,36 @@ def encode(terms: Terms) -> bytes:
 def digest(text: bytes) -> int:
     """63 bits, so that a signed integer holds it and its opposite."""
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
+def sampled_weights(elements: Iterable[tuple[str, int, float]]) -> Terms:
+    """Return some elements of the weights as a term: name of the tensor, place and value."""
+    return {WEIGHTS: [f"{name}[{place}] = {value!r}" for name, place, value in elements]}
+
+
+def check(everyone: Sequence[bytes]) -> None:
+    """Raise ``MismatchError`` unless the encoded terms of all ranks are equal but for rounding."""
+    if not _differ_by_rounding(everyone):
+        raise MismatchError(differences(everyone))
+
+
+def _differing(everyone: Sequence[bytes]) -> set[str]:
+    """Return the names of the terms that differ."""
+    terms = [json.loads(text) for text in everyone]
+    names = {name for own in terms for name in own}
+    return {name for name in names if any(own.get(name) != terms[0].get(name) for own in terms)}
+
+
+def _differ_by_rounding(everyone: Sequence[bytes]) -> bool:
+    """Return whether the encoded terms of all ranks are equal but for weights that are close."""
+    terms = [json.loads(text) for text in everyone]
+    samples = [own.pop(WEIGHTS, []) for own in terms]
+    names = [[entry.rpartition("=")[0] for entry in own] for own in samples]
+    if any(own != terms[0] for own in terms) or any(own != names[0] for own in names):
+        return False
+    values = np.array([[float(entry.rpartition("=")[2]) for entry in own] for own in samples])
+    spread = values.max(axis=0) - values.min(axis=0)
+    return bool((spread <= _CLOSE * np.abs(values).max(initial=0.0)).all())
 
 
 def listed(shapes: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
@@ -93,6 +156,8 @@ def differences(everyone: Sequence[bytes]) -> str:
             ranks = [str(r) for r, theirs in enumerate(values) if _shortened(theirs) == value]
             lines.append(f"    rank {', '.join(ranks)}: {value}")
     advice = _SAME
+    if differing <= {OPTIMIZER, WEIGHTS}:
+        advice = _OPTIMIZER if OPTIMIZER in differing else _WEIGHTS
     if differing <= _PROGRESS:
         advice = f"Not all ranks are equally far: {UNEVEN}. {_LOAD}"
     return "\n".join(["the ranks differ in what must be the same:", *lines, advice])

@@ -332,7 +332,8 @@ def addresses(
 
 def write_into(out: Sequence[Array], x: Array, divisor: float = 1.0) -> None:
     sizes = [array.numel() for array in out]
-    views = [array.view(-1) for array in out]
+    # A write of ours must not look like one of the user's, who changes the version of a gradient.
+    views = [array.data.view(-1) for array in out]
     if x.is_cuda and len({view.data_ptr() for view in views}) == len(views):
         # One launch for many arrays, whose order does not matter.
         torch._foreach_copy_(views, torch.split(x if divisor == 1 else divided(x, divisor), sizes))

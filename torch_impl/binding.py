@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -79,6 +80,7 @@ class Binding:
         self._assigned: list[tuple[torch.nn.Parameter, weakref.ref[torch.Tensor]]] = []
         self._is_plain_sgd = torch.optim.SGD in type(optimizer).__bases__
         self._has_decayed: bool | None = None  # None: not known
+        self._has_warned = False
         self._name_by_id: dict[int, str] = {}  # to hash a parameter takes long
         names, groups = optimizer._parameter_names, optimizer.groups_of_parameters()
         self.reducer = Reducer(
@@ -141,6 +143,49 @@ class Binding:
     def reset_stats(self) -> None:
         """Begin at zero with all that :meth:`stats` counts."""
         self.reducer.reset_stats()
+
+    def keep_undo(self) -> None:
+        """Keep what waits as it was before each step, from now on, for :meth:`discard`: as much
+        memory as the states once more, and the time to copy them.  To be called on all ranks."""
+        self.reducer.keep_undo()
+
+    def discard(self) -> None:
+        """Drop the gradients of this step instead of taking it, on all ranks: after
+        ``loss.backward()`` or ``optimizer.synchronize()``, and instead of ``optimizer.step()``::
+
+            optimizer.compression.keep_undo()  # once, before training
+            ...
+            if norm > limit:  # the same on all ranks
+                optimizer.compression.discard()
+
+        Residuals, velocities and the number of the step are those of before, and gradients are
+        zero, as after ``optimizer.zero_grad()``.
+
+        Raises:
+            ConfigError: :meth:`keep_undo` was not called.
+        """
+        if not self.reducer.keeps_undo:
+            raise ConfigError(
+                "to discard a step takes what waited before it: call "
+                "optimizer.compression.keep_undo() once, before training"
+            )
+        self.store.optimizer.discard()
+
+    def drop(self) -> None:
+        """Put the states back, or say that they are not those of before: gradients that were
+        exchanged are dropped, and no step was taken."""
+        if self.reducer.can_discard:
+            self.reducer.discard()
+        elif not self._has_warned and any(map(self.store.get, self.store.names())):
+            self._has_warned = True
+            warnings.warn(
+                "gradients were exchanged and are dropped without a step: what was sent of earlier "
+                "gradients is lost, and what these have left waits still. Freeze parameters whose "
+                "gradients are not wanted (requires_grad_(False)); or call "
+                "optimizer.compression.keep_undo() once, before training, and all stays as it was",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def report_at_exit(self) -> None:
         """Log one line of statistics, on rank 0, when the program ends or drops the optimizer."""
@@ -313,6 +358,7 @@ class Binding:
         off, and this package's state is removed, since Adam and others take a state that is not
         empty for their own."""
         groups = self.store.optimizer.param_groups
+        self.reducer.forget_undo()
         if self.reducer.sparse_results:
             check_sparse_step(self.store.optimizer, self.method)
         if self._is_plain_sgd and not self._decays():  # SGD looks at its own entries alone

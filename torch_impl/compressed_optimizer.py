@@ -35,12 +35,28 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclasses.dataclass(eq=False)
 class _Watched:
-    """A parameter with a hook: its backward passes since the last exchange, and whether its
-    exchange has begun."""
+    """A parameter with a hook: its backward passes since the last exchange, whether its exchange
+    has begun, and with which gradient, of which version."""
 
     parameter: Parameter
     passes: int = 0
     is_started: bool = False
+    gradient: torch.Tensor | None = None
+    version: int = 0
+
+    def begin(self) -> None:
+        """The gradient is exchanged as it is now."""
+        gradient = self.gradient = self.parameter.grad
+        if gradient is not None:
+            self.version = gradient._version
+        self.is_started = True
+
+    def is_changed(self) -> bool:
+        """Return whether somebody has written to the gradient since, or put another there."""
+        gradient = self.gradient
+        return gradient is not None and (
+            gradient is not self.parameter.grad or gradient._version != self.version
+        )
 
 
 def _locked(method: F) -> F:
@@ -105,6 +121,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self._saw_passes = False  # backward passes since the last exchange
+        self._has_warned_of_changes = False
         self._groups = split_into_groups(groups, self._trained())
         self._group_of = {p: group for group in self._groups or () for p in group}
 
@@ -194,14 +211,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._saw_passes = True
         if self._groups is None:
             if watched.passes == needed:
-                watched.is_started = True
+                watched.begin()
                 self.compression.take(watched.parameter)
             return
         together = self._together(watched.parameter)
         everyone = [self._watched[id(q)] for q in together if id(q) in self._watched]
         if len(everyone) == len(together) and all(w.passes == needed for w in everyone):
             for each in everyone:
-                each.is_started = True
+                each.begin()
             self.compression.exchange_gradients(together, in_backward=True)
 
     def _together(self, p: Parameter) -> tuple[Parameter, ...]:
@@ -225,7 +242,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         forget_scale()
         self._saw_passes = False
         for watched in self._watched.values():
-            watched.passes, watched.is_started = 0, False
+            watched.passes, watched.is_started, watched.gradient = 0, False, None
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -239,6 +256,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._check_in_charge()
         if self._holds_averages():
             return  # they must not be averaged again
+        if not self._has_warned_of_changes:
+            self._warn_of_changes()
         alone = self.compression.engine.size == 1
         for p in self._trained():
             if id(p) not in self._watched:
@@ -256,6 +275,21 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.compression.finish()
         self.reset_hooks()
         self._synchronized = True
+
+    def _warn_of_changes(self) -> None:
+        changed = [w.parameter for w in self._watched.values() if w.is_changed()]
+        if not changed:
+            return
+        self._has_warned_of_changes = True
+        warnings.warn(
+            f"the gradient of {self._parameter_names[changed[0]]!r} was changed between backward() "
+            "and step(), when its exchange had begun: the change has no effect on what ranks "
+            "receive, or on a part of it. To clip or scale averages write "
+            "`optimizer.synchronize()` first, change them, then `with "
+            "optimizer.skip_synchronize(): optimizer.step()`",
+            UserWarning,
+            stacklevel=4,
+        )
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -293,6 +327,13 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # the user's step() calls torch's step hooks
 
+    @_locked
+    def discard(self) -> None:
+        """Drop the gradients of this step; see :meth:`Binding.discard`."""
+        if not self._synchronized:
+            self.synchronize()
+        self.zero_grad()
+
     def end_step(self) -> None:
         """Expect new gradients: those of this step are used up, or its step is left out."""
         self._synchronized = False
@@ -307,8 +348,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before "
                 "optimizer.step() or optimizer.synchronize(): the gradients are still being "
-                "exchanged"
+                "exchanged. If they are not wanted, freeze the parameters during that backward "
+                "pass (requires_grad_(False)), or call optimizer.compression.keep_undo() before "
+                "training and optimizer.compression.discard() here: what waits stays as it was"
             )
+        if self._synchronized:
+            self.compression.drop()
         self._synchronized = False
         forget_scale()
         super().zero_grad(set_to_none)

@@ -18,6 +18,7 @@ from hvd_compress.reduce.store import Looks, check_state
 from hvd_compress.transforms import momentum_after_averaging
 
 from . import backend
+from .common_values import numbers_of, sample_of
 from .momentum import Momentum
 from .rows import exchange_rows
 
@@ -82,6 +83,7 @@ class ParameterStore(Store):
 
     set_epoch_call = "optimizer.compression.set_epoch(epoch)"
     finish_call = "optimizer.step() or optimizer.synchronize()"
+    keep_undo_call = "optimizer.compression.keep_undo()"
 
     def __init__(self, optimizer: Any, method: Compressor, momentum: Momentum) -> None:
         # The optimizer ends when its owner drops it, and with it the exchanges of its gradients,
@@ -154,6 +156,10 @@ class ParameterStore(Store):
         return self.state_of(self.parameters[name])
 
     def keep(self, name: str, state: State) -> None:
+        self.set_state(self.parameters[name], state)
+
+    def put_back(self, name: str, state: State) -> None:
+        self.pop_state(self.parameters[name])
         self.set_state(self.parameters[name], state)
 
     def state_for(self, name: str, gradient: torch.Tensor, method: Compressor) -> State:
@@ -298,6 +304,12 @@ class ParameterStore(Store):
             "momentum, nesterov": str(momenta),
             "parameters": self._listed,
         }
+
+    def numbers(self, step: int) -> Terms:
+        optimizer, names = self.optimizer, self.optimizer._parameter_names
+        everyone = (p for group in optimizer.param_groups for p in group["params"])
+        sample = sample_of(((names[p], p) for p in everyone if p in names), step)
+        return {"optimizer": numbers_of(optimizer), **sample}
 
     @property
     def _listed(self) -> list[str]:

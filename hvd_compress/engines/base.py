@@ -11,7 +11,8 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from hvd_compress.agreement import Terms
-from hvd_compress.base import Array
+from hvd_compress.base import Array, Outcome
+from hvd_compress.errors import MismatchError
 from hvd_compress.requests import Batch, Collective, Joint
 
 
@@ -57,6 +58,22 @@ class Engine(Protocol):
             planned: the ranks know which tensors make a bucket.
             like: as in :meth:`agree`.
         """
+
+
+class Comparing:
+    """What engines have in common that compare the ranks: an error that may wait is raised when
+    nothing is in flight any more."""
+
+    _late: MismatchError | None = None
+
+    def _note(self, compared: Outcome) -> None:
+        """Keep the error that :func:`hvd_compress.agreement.agreement` has returned, if any."""
+        self._late = compared.mean if isinstance(compared.mean, MismatchError) else None
+
+    def _raise_late(self) -> None:
+        error, self._late = self._late, None
+        if error is not None:
+            raise error
 
 
 #: what helps when the ranks' tensors differ

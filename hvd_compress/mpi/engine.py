@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from hvd_compress.agreement import Terms, agreement
 from hvd_compress.base import Array
-from hvd_compress.engines.base import SAME_TENSORS
+from hvd_compress.engines.base import SAME_TENSORS, Comparing
 from hvd_compress.errors import MismatchError
 from hvd_compress.mpi.carriers import carry
 from hvd_compress.mpi.transport.communicator import Communicator
@@ -30,14 +30,14 @@ _TAGS, _ROUND = 1024, 256
 _PAUSE = 1e-4
 
 
-class MpiEngine:
+class MpiEngine(Comparing):
     """Carries out exchanges over a communicator.  Making one duplicates the communicator, which is
     a collective; :meth:`close` frees the duplicate, as the making of another one does after all
     ranks have dropped this.
 
     Args:
         comm: ``None`` for all ranks.
-        predivide: sums are scaled by 1 / predivide before and by predivide after adding.
+        predivide: arrays are divided by it before they are added, and sums multiplied by it.
 
     >>> engine = MpiEngine(MPI.COMM_SELF)
     >>> engine.rank, engine.size
@@ -96,19 +96,21 @@ class MpiEngine:
         self._bring_in_agreement()
         wait_for(self.comm, list(self._in_flight.values()))
         done, self._in_flight = self._in_flight, {}
+        self._raise_late()
         return {name: each.result for name, each in done.items()}
 
     def _bring_in_agreement(self) -> None:
         comparison, self._agreement = self._agreement, None
         if comparison is not None:
             wait_for(self.comm, [comparison])
+            self._note(comparison.result)
 
     def abandon(self) -> None:
         """Discard everything in flight.  Other ranks may go on with the step, and their messages
         must not be taken for later ones: if gradients have been sent, this engine cannot be used
         again.  The comparison of the ranks has its own tags, and completes by itself."""
         left = list(self._in_flight.values())
-        self._agreement, self._in_flight = None, {}
+        self._agreement, self._in_flight, self._late = None, {}, None
         if left:
             self.comm.give_up("a step was abandoned in the middle", left)
         for each in left:

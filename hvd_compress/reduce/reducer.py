@@ -8,7 +8,7 @@ frameworks hand in a store of their own.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -26,11 +26,12 @@ from hvd_compress.errors import CompressionError, ConfigError, UnsupportedError
 from hvd_compress.integrations.optimizers import check_one_momentum
 from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import checkpoints
-from hvd_compress.reduce.averages import averaged
+from hvd_compress.reduce.averages import averaged, largest
 from hvd_compress.reduce.buckets import BUCKET_BYTES, Buckets, label_of
 from hvd_compress.reduce.homes import Homes
 from hvd_compress.reduce.pilot import Pilot
 from hvd_compress.reduce.store import MemoryStore, Store
+from hvd_compress.reduce.undo import Undo
 from hvd_compress.schedules import schedules_of
 from hvd_compress.stats import Record, Stats, norm_of_residual
 from hvd_compress.times import Clock
@@ -79,6 +80,9 @@ class Reducer:
         sparse: results may be :class:`hvd_compress.base.Sparse`, of flat arrays and without twice
             the same index, where no rank has sent the other elements.
         scratch: memory for all tensors that outlives this reducer; see :class:`Context`.
+        finds_unused: some tensors may get no gradient on any rank, and their averages are dropped
+            by whoever asked for them: then they keep their states.  The ranks compare what was used
+            once per step.
 
     Attributes:
         compression: the method that was asked for.
@@ -91,6 +95,7 @@ class Reducer:
         records: the bytes that each tensor has sent and received so far, by name.
         buckets: the assignment of tensors to buckets.
         clock: counts the time that exchanges take, in seconds.
+        keeps_undo: the states of before each step are kept, for :meth:`discard`.
 
     Raises:
         ConfigError: there is no such method or option, or a momentum that the method does not take.
@@ -121,6 +126,7 @@ class Reducer:
         in_place: bool = False,
         sparse: bool = False,
         scratch: dict[str, Any] | None = None,
+        finds_unused: bool = False,
     ) -> None:
         self.compression: Compressor = as_compressor(compression)
         self.pilot: Pilot | None = self.compression.pilot()
@@ -159,11 +165,12 @@ class Reducer:
         self._plan: list[tuple[str, ...]] | None = None  # the buckets that it was made for
         self._planned_for = engine.size  # ranks for which the buckets were planned
         self.homes = Homes(self.store.names, self.store.get)
+        self._undo, self.keeps_undo = Undo(self.store), False
+        self._finds_unused, self._unused = finds_unused, set[str]()
         self._agrees = False  # the ranks have begun to compare terms in this step
         if engine.is_collective:
-            self._begin_agreement(_NOTHING)
+            engine.agree(self._terms(), self.store.for_messages(_NOTHING))
             engine.finish()
-            self._agrees = False
         if store is None:
             self.compression.bind(self)
 
@@ -197,12 +204,18 @@ class Reducer:
         """Begin to exchange one gradient, without waiting for other ranks."""
         self.start_together({name: gradient})
 
-    def start_together(self, gradients: Mapping[str, Array]) -> None:
-        """Begin to exchange several gradients that became ready at once; see :meth:`start`."""
-        with self.clock.running():
-            self._start_together(gradients)
+    def start_together(self, gradients: Mapping[str, Array], unused: Iterable[str] = ()) -> None:
+        """Begin to exchange several gradients that became ready at once; see :meth:`start`.
 
-    def _start_together(self, gradients: Mapping[str, Array]) -> None:
+        Args:
+            gradients: by name.
+            unused: the names of those that this rank has no gradient for but zeros, where
+                ``finds_unused``.
+        """
+        with self.clock.running():
+            self._start_together(gradients, unused)
+
+    def _start_together(self, gradients: Mapping[str, Array], unused: Iterable[str]) -> None:
         for others in (self._in_flight, self._deferred):
             if twice := gradients.keys() & others.keys():
                 raise ConfigError(f"{twice.pop()!r} was started already: call finish() once a step")
@@ -213,6 +226,9 @@ class Reducer:
             )
         self._begin_step()
         self._begin_agreement(next(iter(gradients.values()), _NOTHING))
+        if unused := set(unused):
+            self._unused |= unused
+            self._undo.keep(unused)
         if self.method.needs_gradient_norm:
             self._deferred.update(gradients)
         else:
@@ -225,6 +241,9 @@ class Reducer:
         if self.pilot is not None:
             self.pilot.sees(self)
             self.pilot.begins(self)
+        self._undo.forget()
+        if self.keeps_undo:
+            self._undo.keep(self.store.names())
         self._current = self.engine
         if self._current.size != self._planned_for:  # which ranks see in the same step
             self._planned_for = self._current.size
@@ -249,6 +268,7 @@ class Reducer:
         """
         self.buckets.forget()
         self._close_tallies()
+        self._undo.forget()
         self._plan, self._scratch, self._before = None, {}, None
 
     def waiting(self) -> dict[str, Array]:
@@ -312,6 +332,7 @@ class Reducer:
             self.abandon()
             raise
         self._agrees, self._before = False, self._now
+        self._undo.step = self.step if self.keeps_undo else None
         if self._plan is not self.buckets.plan:  # what is kept for other buckets takes memory
             self._plan, self._scratch = self.buckets.plan, {}
         expected, self._in_flight, self._current = self._in_flight, {}, None
@@ -327,13 +348,74 @@ class Reducer:
             )
         if directions.keys() != expected.keys():
             raise CompressionError(f"lost on the way: {expected.keys() - directions.keys()}")
+        if self._finds_unused and expected:
+            for name in self._unused_everywhere(sorted(expected), like):
+                self._undo.put_back([name])
+                directions[name] = backend_of(directions[name]).full_like(directions[name], 0.0)
         return directions, expected
+
+    def _unused_everywhere(self, names: Sequence[str], like: Array) -> list[str]:
+        """Return the tensors that no rank has a gradient for.  This is a collective."""
+        unused, self._unused = self._unused, set()
+        used, engine = np.array([name not in unused for name in names], np.int64), self.engine
+        engine.start("used", largest(used, self.store.for_messages(like)))
+        return [name for name, any_ in zip(names, engine.finish()["used"], strict=True) if not any_]
+
+    def keep_undo(self) -> None:
+        """Keep the states of before each step from now on, for :meth:`discard`.  They take as much
+        memory once more, and the time to copy them.  To be called on all ranks.
+
+        Raises:
+            UnsupportedError: the method is "auto", which changes methods between steps.
+        """
+        self._check_at_rest("keep_undo()")
+        if self.pilot is not None:
+            raise UnsupportedError(
+                f"{self.compression.name} learns from each step, which cannot be discarded: name "
+                "the method that it has chosen"
+            )
+        self.keeps_undo = True
+
+    def discard(self) -> None:
+        """Undo the last step, whose averages are not used: states and the number of the step are
+        those of before.  Gradients under way are finished first, which is a collective; so it is to
+        be called on all ranks.
+
+        Raises:
+            ConfigError: the states of before were not kept, or there is no step to discard.
+        """
+        if not self.keeps_undo:
+            raise ConfigError(
+                "to discard a step takes the states of before it: call "
+                f"{self.store.keep_undo_call} once, before training"
+            )
+        if self.has_begun:
+            self.finish()
+        if self._undo.step is None:
+            raise ConfigError(
+                "there is no step to discard: none has been exchanged since the last one was used, "
+                "discarded or loaded"
+            )
+        self.step = self._undo.step
+        self._undo.put_back(list(self.store.names()))
+        self._undo.forget()
+        self.homes.forget()
+
+    @property
+    def can_discard(self) -> bool:
+        """Whether there is a step whose averages may not have been used."""
+        return self._undo.step is not None
+
+    def forget_undo(self) -> None:
+        """Take the averages of the last step for used: it cannot be discarded any more."""
+        self._undo.forget()
 
     def abandon(self) -> None:
         """Discard everything in flight, because the collectives failed or a checkpoint was
         loaded."""
         self._in_flight, self._deferred, self._agrees, self._current = {}, {}, False, None
-        self._scratch, self._before = {}, None
+        self._scratch, self._before, self._unused = {}, None, set()
+        self._undo.forget()
         self.clock.awaited()
         if self.pilot is not None:
             self.pilot.abandoned()
@@ -371,9 +453,10 @@ class Reducer:
         return dict(zip(bucket.names, directions, strict=True))
 
     def _begin_agreement(self, like: Array) -> None:
-        """Begin the comparison with the other ranks, once a step."""
+        """Begin the comparison with the other ranks, once per step."""
         if not self._agrees:
-            self.engine.agree(self._terms(), self.store.for_messages(like))
+            terms = {**self._terms(), **self.store.numbers(self.step)}
+            self.engine.agree(terms, self.store.for_messages(like))
             self._agrees = True
 
     def _launch(self, gradients: Mapping[str, Array]) -> None:
@@ -467,6 +550,8 @@ class Reducer:
                 "step": str(self.step),
                 "epoch": str(self.epoch),
                 "buckets": self.buckets.digest,
+                **({"finds unused": "True"} if self._finds_unused else {}),
+                **({"keeps undo": "True"} if self.keeps_undo else {}),
             }
         )
 

@@ -36,6 +36,7 @@ class Store(abc.ABC):
     #: the calls that error messages tell users to write
     set_epoch_call = "set_epoch(epoch)"
     finish_call = "finish()"
+    keep_undo_call = "keep_undo()"
 
     # -- states --------------------------------------------------------------------------------
 
@@ -50,6 +51,12 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def keep(self, name: str, state: State) -> None:
         """Keep new entries of a state, beside those that stay."""
+
+    def put_back(self, name: str, state: State) -> None:
+        """Give a tensor a state that it had before, instead of the one that it has."""
+        raise UnsupportedError(
+            f"{type(self).__name__} cannot put states back, so no step can be discarded"
+        )
 
     @abc.abstractmethod
     def state_for(self, name: str, gradient: Array, method: Compressor) -> State:
@@ -125,6 +132,11 @@ class Store(abc.ABC):
         """Return everything that must be the same on all ranks, as text; ``own`` is what the
         reducer knows."""
         return own
+
+    def numbers(self, step: int) -> Terms:
+        """Return what must be the same on all ranks whenever a step begins, and may be about to be
+        loaded or broadcast before: the numbers of the optimizer, and a sample of the weights."""
+        return {}
 
     def for_messages(self, like: Array) -> Array:
         """Return an array of the kind in which ranks compare, given a gradient."""
@@ -223,10 +235,17 @@ class MemoryStore(Store):
         return self.states
 
     def get(self, name: str) -> State:
-        return self.states[name]
+        return self.states.get(name, {})
 
     def keep(self, name: str, state: State) -> None:
         self.states[name] = {**self.states.get(name, {}), **state}
+
+    def put_back(self, name: str, state: State) -> None:
+        if state:
+            self.states[name] = state
+        else:
+            self.states.pop(name, None)
+            self.per_rank.pop(name, None)
 
     def state_for(self, name: str, gradient: Array, method: Compressor) -> State:
         if name not in self.states:
