@@ -92,6 +92,7 @@ def measure(options: argparse.Namespace) -> None:
     hvd.init()
     torch.set_num_threads(1)
     side = options.side
+    torch.manual_seed(0)  # the same weights on all ranks
     parameters = [torch.nn.Parameter(torch.randn(side, side)) for _ in range(8)]
     optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
     named = [(f"p{i}", p) for i, p in enumerate(parameters)]

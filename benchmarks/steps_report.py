@@ -109,12 +109,20 @@ def ms(seconds: float) -> str:
     return f"{1000 * seconds:,.0f} ms"
 
 
+_NAMES = {"shm": "shared memory", "2x10gbit": "2 hosts, 2.1 Gbit/s"}
+
+
 def spoken(network: str) -> str:
-    """The name of a network in words."""
+    """The name of a network in words: of a line that two cores cannot fill, by what arrived."""
     hosts, _, rate = network.partition("x")
-    if not rate:
-        return {"shm": "shared memory"}.get(network, network)
+    if not rate or network in _NAMES:
+        return _NAMES.get(network, network)
     return f"{hosts} hosts, {rate.replace('gbit', ' Gbit/s').replace('mbit', ' Mbit/s')}"
+
+
+def hidden(backward: float) -> str:
+    """The backward of a cell in words."""
+    return f"{backward:g} ms of backward" if backward else "one product per tensor as backward"
 
 
 def tables(rows: Sequence[Row]) -> str:
@@ -123,7 +131,7 @@ def tables(rows: Sequence[Row]) -> str:
     for model, backward in dict.fromkeys((row.model, row.backward) for row in rows):
         own = [row for row in rows if (row.model, row.backward) == (model, backward)]
         by_cell = {cell[0]: named for cell, named in cells(own).items()}
-        text = [f"`{model}`, {backward:g} ms of backward:\n"]
+        text = [f"`{model}`, {hidden(backward)}:\n"]
         text.append(f"| | {' | '.join(map(spoken, by_cell))} |\n|{'---|' * (len(by_cell) + 1)}")
         for name in dict.fromkeys(row.name for row in own):
             entries = [entry(name, named) for named in by_cell.values()]
@@ -178,7 +186,7 @@ def drawn(rows: Sequence[Row], picture: Path) -> None:
         axes.bar_label(bars, [f"{value:,.0f} ms" for value in medians], padding=3, fontsize=8)
         axes.set_xlim(0, 1.2 * max(medians, default=1.0))
         axes.spines[["top", "right"]].set_visible(False)
-        title = f"{model}, {spoken(network)}, {backward:g} ms of backward"
+        title = f"{model}, {spoken(network)}, {hidden(backward)}"
         axes.set_title(title, loc="left", fontsize=9)
         axes.tick_params(labelsize=8)
     figure.savefig(picture, dpi=110)

@@ -285,8 +285,7 @@ def sent_for_resnet50(method):
 
 def test_figures_of_the_readme_are_those_of_real_frames():
     text = (ROOT / "README.md").read_text()
-    rows = (TopK(density=0.001), DGC(density=0.001), DGC.compact(density=0.001))
-    for method in (*rows, RandomK(density=0.01)):
+    for method in (TopK(), DGC(), DGC.compact(density=0.001), RandomK()):
         count, ratio = sent_for_resnet50(method)
         assert f"| {count / 1000:,.0f} kB | {ratio:.0f}x |" in text, method
 
