@@ -18,6 +18,7 @@ from hvd_compress.engines.joining import Member
 from hvd_compress.reduce.reducer import Reducer
 from hvd_compress.requests import Gather, Sum
 from hvd_compress.stats import Record
+from hvd_compress.wire.content import decode_bytes, encode_bytes
 
 #: elements of the sums that are timed: the first one, the largest, and when one is long enough
 _FIRST, _LARGEST, _ENOUGH = 2**16, 2**22, 0.05
@@ -31,16 +32,19 @@ def told(reducer: Reducer, own: Any, like: Array) -> list[Any]:
         own: what this rank tells, of which JSON is made.
         like: a gradient.
     """
-    text = np.frombuffer(json.dumps(own).encode(), np.uint8).copy()
     like = reducer.store.for_messages(like)
-    payload = backend_of(like).from_numpy(text, like)
+    return _run(reducer, "told", _texts(own, like), like).mean
 
-    def exchange() -> Exchange:
-        texts = yield Gather(payload)
-        return Outcome(texts, payload, {})
 
-    texts = _run(reducer, "told", exchange(), like).mean
-    return [json.loads(backend_of(each).to_numpy(each).tobytes()) for each in texts]
+def _texts(own: Any, like: Array) -> Exchange:
+    xp, what = backend_of(like), "figures for compression='auto'"
+    payload = xp.from_numpy(encode_bytes(json.dumps(own).encode(), what), like)
+    frames = yield Gather(payload)
+    texts = [
+        decode_bytes(xp.to_numpy(frame), what, sender=f"rank {rank}").tobytes()
+        for rank, frame in enumerate(frames)
+    ]
+    return Outcome(list(map(json.loads, texts)), payload, {})
 
 
 def measured_network(reducer: Reducer, like: Array, now: Callable[[], float]) -> Network:

@@ -15,8 +15,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from hvd_compress.errors import MismatchError
 from hvd_compress.methods import VARIABLE, from_environment
+from hvd_compress.wire.content import decode_end_to_end, encode_bytes
 
 _log = logging.getLogger("hvd_compress")
 
@@ -67,8 +70,10 @@ def compare(hvd: Any, process_set: Any, gather: Gather) -> None:
     if key in compared or process_set.size() == 1:
         return
     own = os.environ.get(VARIABLE, "").strip().encode()
-    parts = gather(own + b"\0", "hvd_compress.environment", process_set).split(b"\0")
-    texts = [part.decode() for part in parts[:-1]]
+    frame = encode_bytes(own, VARIABLE)
+    frames = gather(frame.tobytes(), "hvd_compress.environment", process_set)
+    everyones = decode_end_to_end(np.frombuffer(frames, np.uint8), VARIABLE)
+    texts = [text.decode() for text in everyones]
     if len(set(texts)) > 1:
         by_text = {text: [str(r) for r, x in enumerate(texts) if x == text] for text in texts}
         lines = [

@@ -3,17 +3,19 @@ objects are made of these."""
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from typing import Any
 
 import numpy as np
 
-from hvd_compress.errors import ConfigError, MismatchError
+from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense.allgather import allgather
 from hvd_compress.mpi.process_sets import ProcessSet, communicator_of, global_process_set
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.progress import Algorithm
+from hvd_compress.wire.content import decode_bytes, encode_bytes
+from hvd_compress.wire.objects import pickled, unpickled
+
+_OBJECT, _SIZE = "object", "size of an object"
 
 
 def gather_bytes(raw: np.ndarray, kind: str, process_set: ProcessSet) -> list[np.ndarray]:
@@ -25,21 +27,22 @@ def gather_bytes(raw: np.ndarray, kind: str, process_set: ProcessSet) -> list[np
 
     Raises:
         MismatchError: it is not.
+        PayloadError: a message is damaged.
     """
-    head = np.array([zlib.crc32(kind.encode())], "<u4").view(np.uint8)
-    messages = allgather(np.concatenate([head, raw]), comm=communicator_of(process_set))
-    if any((message[:4] != head).any() for message in messages):
-        raise MismatchError(f"ranks gather rows of different dtype or shape; here it is {kind}")
-    return [message[4:] for message in messages]
+    frames = allgather(encode_bytes(raw, kind), comm=communicator_of(process_set))
+    return [decode_bytes(x, kind, sender=f"rank {rank}") for rank, x in enumerate(frames)]
 
 
-def broadcast_bytes(raw: np.ndarray, root_rank: int, what: str, process_set: ProcessSet) -> None:
+def broadcast_bytes(
+    raw: np.ndarray, root_rank: int, what: str, process_set: ProcessSet, *, always: bool = False
+) -> None:
     """Overwrite bytes by those of ``root_rank``.
 
     Args:
         raw: 1-D, uint8, as long on all ranks.
         root_rank: among all ranks.
         what: is sent, the same on all ranks.
+        always: compare it also after the first calls.
 
     Raises:
         ConfigError: the root is not in the set.
@@ -47,9 +50,10 @@ def broadcast_bytes(raw: np.ndarray, root_rank: int, what: str, process_set: Pro
     """
     comm = communicator_of(process_set)
     members = range(comm.size) if process_set.ranks is None else process_set.ranks
-    if root_rank not in members:
-        raise ConfigError(f"root_rank={root_rank} is not one of the ranks {list(members)}")
-    comm.agree(f"broadcast({what}, root {root_rank})")
+    with comm.told(always=always):
+        if root_rank not in members:
+            raise ConfigError(f"root_rank={root_rank!r} is not one of the ranks {list(members)}")
+    comm.agree(f"broadcast({what}, root {root_rank})", always=always)
     comm.run("broadcast", _broadcast(comm, raw, list(members).index(root_rank)))
 
 
@@ -69,9 +73,12 @@ def allgather_object(
         obj: anything that can be pickled; of any size, which may differ between ranks.
         name: accepted as Horovod's.
         process_set: the ranks that take part.
+
+    Raises:
+        UnsupportedError: on all ranks, if one of them cannot pickle its object; it names the entry.
     """
-    raw = np.frombuffer(pickle.dumps(obj), np.uint8)
-    return [pickle.loads(part.tobytes()) for part in gather_bytes(raw, "object", process_set)]
+    parts = gather_bytes(np.frombuffer(pickled(obj), np.uint8), _OBJECT, process_set)
+    return [unpickled(part.tobytes(), f"rank {rank}") for rank, part in enumerate(parts)]
 
 
 def broadcast_object(
@@ -90,15 +97,17 @@ def broadcast_object(
 
     Raises:
         ConfigError: the root is not one of them.
+        UnsupportedError: on all ranks, if the root cannot pickle it; it names the entry.
     """
     is_root = global_process_set.rank() == root_rank
-    raw = np.frombuffer(pickle.dumps(obj) if is_root else b"", np.uint8).copy()
-    length = np.array([raw.size], np.int64)
-    broadcast_bytes(length.view(np.uint8), root_rank, "size of an object", process_set)
+    frame = encode_bytes(pickled(obj) if is_root else b"", _OBJECT)
+    size = encode_bytes(np.array([frame.size], "<i8").view(np.uint8), _SIZE)
+    broadcast_bytes(size, root_rank, _SIZE, process_set)
+    sender = f"rank {root_rank}"
     if not is_root:
-        raw = np.empty(length[0], np.uint8)
-    broadcast_bytes(raw, root_rank, "object", process_set)
-    return pickle.loads(raw.tobytes())
+        frame = np.empty(decode_bytes(size, _SIZE, sender=sender, size=8).view("<i8")[0], np.uint8)
+    broadcast_bytes(frame, root_rank, _OBJECT, process_set)
+    return unpickled(decode_bytes(frame, _OBJECT, sender=sender).tobytes(), sender)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

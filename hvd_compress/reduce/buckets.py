@@ -20,9 +20,10 @@ from hvd_compress.engines.joining import (
     form_of,
     joined,
 )
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.requests import Gather, Joint, Request
 from hvd_compress.times import leaves, phase, watched
+from hvd_compress.wire.content import decode_bytes, encode_bytes
 
 #: a bucket is full when the gradients in it have that many bytes, uncompressed
 BUCKET_BYTES = 25 * 2**20
@@ -275,6 +276,10 @@ def label_of(names: Sequence[str]) -> str:
 
 def _order_of_rank_0(own: Sequence[int], like: Array) -> Generator[Request, Any, list[int]]:
     xp = backend_of(like)
-    order = np.array(own, "<i8").view(np.uint8)
-    everyones = yield Gather(xp.from_numpy(order, like), equal_sizes=True)
-    return np.frombuffer(xp.to_numpy(everyones[0]).tobytes(), "<i8").tolist()
+    frame = encode_bytes(np.array(own, "<i8").view(np.uint8), _PLAN)
+    everyones = yield Gather(xp.from_numpy(frame, like), equal_sizes=True)
+    first = xp.to_numpy(everyones[0])
+    order = decode_bytes(first, _PLAN, sender="rank 0", size=8 * len(own)).view("<i8").tolist()
+    if sorted(order) != sorted(own):
+        raise PayloadError(f"bad {_PLAN} from rank 0: {order} are not its {len(own)} tensors")
+    return order

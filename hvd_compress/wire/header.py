@@ -44,6 +44,7 @@ class Kind(enum.IntEnum):
     ROWS = 4  # of a matrix: wire/rows.py
     SERVER = 5  # of a parameter server and its workers
     BUCKET = 6  # values of several tensors in codes: fused/coded.py
+    CONTENT = 7  # bytes that are no gradient: wire/content.py
 
 
 class Header(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.systems.teachers import losses as in_numpy
+from hvd_compress.wire.header import padded
 from tests.devices import DEVICE
 from tests.scenarios.common import LR, assert_same_everywhere, batch, make_model, sgd
 from tests.scenarios.driver import hvd, raises
@@ -172,11 +173,11 @@ def bytes_are_counted() -> None:
     others = hvd.size() - 1
     n = sum(p.numel() for p in make_model().parameters())
     for exchange, values, expected in (
-        # A header of 22 bytes, and 8 for the length, which is not known beforehand.
-        ("predictions", None, 8 * 5 * 4 + 30),
-        ("predictions", "float16", 8 * 5 * 2 + 30),
-        ("checkpoints", None, 4 * n),
-        ("checkpoints", "float16", 2 * n),
+        # Behind the frame's header one of 22 bytes, and 8 for the length, not known beforehand.
+        ("predictions", None, padded(22 + 8 * 5 * 4) + 8),
+        ("predictions", "float16", padded(22 + 8 * 5 * 2) + 8),
+        ("checkpoints", None, padded(4 * n)),
+        ("checkpoints", "float16", padded(2 * n)),
     ):
         model = make_model(hvd.rank())
         codistillation = hvd.Codistillation(model, exchange, every=4, values=values)
@@ -330,7 +331,7 @@ def half_precision_and_tied_weights() -> None:
     codistillation = hvd.Codistillation(tied)
     x = torch.ones(2, 5)
     codistillation.loss(tied(x).sum(), tied(x), x)
-    assert codistillation.stats().total.bytes_sent == 4 * 35 * (hvd.size() - 1)
+    assert codistillation.stats().total.bytes_sent == padded(4 * 35) * (hvd.size() - 1)
 
 
 def a_run_goes_on_from_its_state() -> None:
@@ -399,7 +400,7 @@ def groups_train_data_parallel() -> None:
         codistillation.loss(loss, logits, x).backward()
         optimizer.step()
     total = codistillation.stats().total
-    n = 4 * sum(p.numel() for p in model.parameters())
+    n = padded(4 * sum(p.numel() for p in model.parameters()))
     # The first of the large group teaches the last rank, and is taught, as are its like, by it.
     targets = {0: 1, last: last}.get(hvd.rank(), 0)
     assert total.bytes_sent == 2 * n * targets

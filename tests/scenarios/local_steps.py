@@ -164,8 +164,8 @@ def only_the_leader_sends_parameters() -> None:
     total = optimizer.training.stats().total
     whole = 4 * sum(p.numel() for p in model.parameters())
     from_leader = (whole, 0) if hvd.rank() == 0 else (0, whole)
-    assert total.bytes_sent == 16 + from_leader[0]
-    assert total.bytes_received == 16 * (hvd.size() - 1) + from_leader[1]
+    assert total.bytes_sent == 32 + from_leader[0]
+    assert total.bytes_received == 32 * (hvd.size() - 1) + from_leader[1]
 
 
 def ranks_are_equal_after_a_round() -> None:

@@ -167,9 +167,9 @@ def test_nobody_moves_to_a_centre_of_nan():
 @pytest.mark.parametrize(
     ("losses", "sent"),
     [
-        ([2, 1, 4, 3], 16),  # rank 0 leads nobody
-        ([1, 2, 0, 3], 16 + 800),  # its group: 100 numbers to one rank
-        ([1, 2, 4, 3], 16 + 2 * 800),  # and all, by a broadcast
+        ([2, 1, 4, 3], 32),  # rank 0 leads nobody
+        ([1, 2, 0, 3], 32 + 816),  # its group: a frame of 100 numbers to one rank
+        ([1, 2, 4, 3], 32 + 816 + 800),  # and all, by a broadcast
     ],
 )
 def test_only_leaders_send_parameters(losses, sent):
@@ -184,7 +184,7 @@ def test_a_leader_to_whom_nobody_is_pulled_sends_nothing():
     world = World(LeaderSGD(**PERSISTENT), 4)
     x = [{"w": np.ones(100) * rank} for rank in range(4)]
     world.before_step(x, losses=[1, 2, 3, 4])
-    assert world.bytes_sent == 16 + 800
+    assert world.bytes_sent == 32 + 800
     assert "group_leader" not in world.states[0]
 
 

@@ -38,6 +38,7 @@ from hvd_compress.mpi.transport.progress import (
     Work,
     wait_for,
 )
+from hvd_compress.wire.content import decode_end_to_end, encode_bytes
 
 logger = logging.getLogger("hvd_compress")
 
@@ -47,6 +48,8 @@ _SIZE_BITS = 8
 _SEGMENT = 60 * 1024
 #: bytes of a call's description that ranks compare
 _DESCRIPTION = 384
+#: what ranks tell each other when a communicator is made
+_OPTIONS = "options of a communicator"
 
 
 class Communicator:
@@ -274,14 +277,14 @@ class Communicator:
             raise MismatchError("the ranks make different calls:\n" + "\n".join(lines))
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Tell the other ranks of an error in this context, where they :meth:`agree`: what is wrong
-        on this rank alone is an error on all."""
+    def told(self, *, always: bool = False) -> Iterator[None]:
+        """Tell the other ranks of an error in this context, where they :meth:`agree`, ``always`` or
+        not: what is wrong on this rank alone is an error on all."""
         try:
             yield
         except CompressionError as error:
             if self.is_usable:
-                self._begin_to_compare(f"{type(error).__name__}: {error}")
+                self._begin_to_compare(f"{type(error).__name__}: {error}", always)
             raise
 
     def _begin_to_compare(self, call: object, always: bool = False) -> Work | None:
@@ -420,14 +423,14 @@ def _duplicated(comm: MPI.Comm) -> Algorithm:
 def _texts_of_all(comm: MPI.Comm, text: str) -> Algorithm:
     """Return the texts of all ranks.  By MPI's own collectives, whose messages are not taken for
     the caller's on the caller's communicator."""
-    own = np.frombuffer(text.encode(), np.uint8)
+    own = encode_bytes(text.encode(), _OPTIONS)
     sizes = np.empty(comm.size, "<i8")
     request = comm.Iallgather(np.array([own.size], "<i8"), sizes)
     yield Wait([Message.collective(request)], "comparing options")
     everything = np.empty(sizes.sum(), np.uint8)
     request = comm.Iallgatherv([own, MPI.BYTE], [everything, sizes.tolist(), MPI.BYTE])
     yield Wait([Message.collective(request)], "comparing options")
-    return [part.tobytes().decode() for part in np.split(everything, np.cumsum(sizes)[:-1])]
+    return [theirs.decode() for theirs in decode_end_to_end(everything, _OPTIONS)]
 
 
 _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()

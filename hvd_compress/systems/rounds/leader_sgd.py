@@ -29,8 +29,10 @@ from hvd_compress.systems.base import (
     widened,
 )
 from hvd_compress.systems.rounds.groups import Groups, checked_groups, groups_of
+from hvd_compress.wire.content import decode_bytes, encode_bytes
 
 _REPORT = struct.Struct("<dq")  # a rank's loss and its node
+_LOSS, _LEADER = "loss", "parameters of the group's leader"
 
 
 class Leaders(NamedTuple):
@@ -57,7 +59,7 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
     ``local_every`` and g = ``global_drift`` / ``global_every`` with the last z_j and z known.  A
     leader is not pulled to itself, neither to what it is nor to what it was when it was chosen.
 
-    State: ``leader`` z and ``group_leader`` z_j, but not on these ranks.  Sent: 16 bytes by each
+    State: ``leader`` z and ``group_leader`` z_j, but not on these ranks.  Sent: 32 bytes by each
     rank every ``local_every`` steps, and then the parameters of the leaders alone.
 
     A loss that is NaN or Inf does not lead; if all are, nobody is pulled.  A rank whose parameters
@@ -139,9 +141,11 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
     def before_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
         pulls = {key: drift for key, (_, drift) in self.pulls.items()}
         if context.step % self.local_every == 0:
-            payload = _message(self._report(context), next(iter(parameters.values()), context.like))
-            reports = yield Gather(payload, equal_sizes=True)
-            leaders = self._elected([_read(each) for each in reports], context.rank)
+            first = next(iter(parameters.values()), context.like)
+            frame = encode_bytes(self._report(context), _LOSS)
+            frames = yield Gather(backend_of(first).from_numpy(frame, first), equal_sizes=True)
+            reports = [_read(each, rank) for rank, each in enumerate(frames)]
+            leaders = self._elected(reports, context.rank)
             if leaders is None:
                 return parameters, state
             flat, state = pack(parameters), dict(state)
@@ -216,8 +220,12 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
         found = []
         for part in flat:
             wide = widened(part)  # NumPy, through which bytes go, has no bfloat16
-            theirs = yield Neighbors(_bytes(wide), targets, sources)
-            found.append(part if leads else like(_values(theirs[0], wide), part))
+            xp = backend_of(wide)
+            frame = encode_bytes(xp.to_numpy(wide).view(np.uint8), _LEADER)
+            theirs = yield Neighbors(xp.from_numpy(frame, wide), targets, sources)
+            if not leads:
+                part = like(_values(theirs[0], wide, leaders.of_group), part)
+            found.append(part)
         return found
 
 
@@ -252,22 +260,16 @@ def unpack(flat: Sequence[Array], shapes: Arrays) -> Arrays:
     return {name: found[name] for name in shapes}
 
 
-def _message(content: bytes, like: Array) -> Array:
-    return backend_of(like).from_numpy(np.frombuffer(content, np.uint8).copy(), like)
+def _read(frame: Array, rank: int) -> tuple[float, int]:
+    raw = backend_of(frame).to_numpy(frame)
+    report = decode_bytes(raw, _LOSS, sender=f"rank {rank}", size=_REPORT.size)
+    return _REPORT.unpack(report.tobytes())
 
 
-def _read(message: Array) -> tuple[float, int]:
-    loss, node = _REPORT.unpack(backend_of(message).to_numpy(message).tobytes())
-    return loss, node
-
-
-def _bytes(x: Array) -> Array:
-    """Return the bytes of a flat array."""
-    xp = backend_of(x)
-    return xp.from_numpy(xp.to_numpy(x).view(np.uint8), x)
-
-
-def _values(raw: Array, like: Array) -> Array:
-    """Undo :func:`_bytes`."""
+def _values(frame: Array, like: Array, rank: int) -> Array:
+    """Return the values of a leader, as many as ``like`` has."""
     xp = backend_of(like)
-    return xp.from_numpy(xp.to_numpy(raw).view(xp.dtype(like)), like)
+    dtype = np.dtype(xp.dtype(like))
+    size = xp.size(like) * dtype.itemsize
+    raw = decode_bytes(xp.to_numpy(frame), _LEADER, sender=f"rank {rank}", size=size)
+    return xp.from_numpy(raw.view(dtype), like)

@@ -11,16 +11,18 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
-from hvd_compress.errors import ConfigError, MismatchError, PayloadError
+from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.requests import Neighbors
 from hvd_compress.systems.base import Arrays, like
 from hvd_compress.systems.rounds.groups import Groups
 from hvd_compress.systems.rounds.leader_sgd import pack, unpack
+from hvd_compress.wire.content import decode_bytes, encode_bytes
 
 Exchange = Generator[Neighbors, Any, Any]
 #: of predictions: the fingerprint of the inputs, the dtype, and the number of dimensions
 _HEADER = struct.Struct("<IBB")
 _DTYPES = ("float16", "float32", "float64")
+_PREDICTIONS, _PARAMETERS = "predictions", "parameters of a teacher"
 
 
 class Counterparts(NamedTuple):
@@ -74,11 +76,12 @@ def exchange_predictions(
     header = _HEADER.pack(fingerprint, _DTYPES.index(dtype), len(shape))
     header += struct.pack(f"<{len(shape)}q", *shape)
     body = xp.to_numpy(xp.reshape(xp.cast(own, dtype), (xp.size(own),))).tobytes()
-    message = xp.from_numpy(np.frombuffer(header + body, np.uint8).copy(), own)
+    message = xp.from_numpy(encode_bytes(header + body, _PREDICTIONS), own)
     replies = yield Neighbors(message, peers.targets, peers.sources, equal_sizes=False)
     found = []
     for rank, reply in zip(peers.sources, replies, strict=True):
-        theirs = xp.to_numpy(reply).tobytes()
+        frame = xp.to_numpy(reply)
+        theirs = decode_bytes(frame, _PREDICTIONS, sender=f"rank {rank}").tobytes()
         _check(header, theirs, rank)
         flat = xp.from_numpy(np.frombuffer(theirs[len(header) :], dtype).copy(), own)
         found.append(xp.reshape(xp.cast(flat, xp.dtype(own)), shape))
@@ -103,12 +106,8 @@ def _check(header: bytes, theirs: bytes, rank: int) -> None:
 
 def _look(message: bytes) -> tuple[int, str, tuple[int, ...]]:
     """Return fingerprint, dtype and shape."""
-    try:
-        fingerprint, dtype, n = _HEADER.unpack_from(message)
-        shape = struct.unpack_from(f"<{n}q", message, _HEADER.size)
-        return fingerprint, _DTYPES[dtype], shape
-    except (struct.error, IndexError):
-        raise PayloadError("a message with predictions was damaged") from None
+    fingerprint, dtype, n = _HEADER.unpack_from(message)
+    return fingerprint, _DTYPES[dtype], struct.unpack_from(f"<{n}q", message, _HEADER.size)
 
 
 def exchange_checkpoints(own: Arrays, peers: Counterparts, values: str | None) -> Exchange:
@@ -126,9 +125,13 @@ def exchange_checkpoints(own: Arrays, peers: Counterparts, values: str | None) -
     }
     flat = pack(on_wire)
     body = b"".join(xp.to_numpy(part).tobytes() for part in flat)
-    message = xp.from_numpy(np.frombuffer(body, np.uint8).copy(), first)
-    replies = yield Neighbors(message, peers.targets, peers.sources)
-    return [_unpacked(xp.to_numpy(reply), flat, on_wire, own) for reply in replies]
+    message = xp.from_numpy(encode_bytes(body, _PARAMETERS), first)
+    frames = yield Neighbors(message, peers.targets, peers.sources)
+    replies = [
+        decode_bytes(xp.to_numpy(frame), _PARAMETERS, sender=f"rank {rank}", size=len(body))
+        for rank, frame in zip(peers.sources, frames, strict=True)
+    ]
+    return [_unpacked(reply, flat, on_wire, own) for reply in replies]
 
 
 def _unpacked(reply: np.ndarray, flat: Sequence[Array], on_wire: Arrays, own: Arrays) -> Arrays:

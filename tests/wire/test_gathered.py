@@ -1,0 +1,263 @@
+"""Every message that ranks gather, of every part of the package, with each of its bytes changed."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hvd_compress
+from hvd_compress.agreement import agreement
+from hvd_compress.auto import meeting
+from hvd_compress.base import Context
+from hvd_compress.coding import whole
+from hvd_compress.engines.lockstep import World, replies_to
+from hvd_compress.errors import MismatchError, PayloadError
+from hvd_compress.integrations import environment
+from hvd_compress.methods.rows import as_rows, exchange_rows
+from hvd_compress.reduce import buckets
+from hvd_compress.requests import Alltoall, Gather, Neighbors
+from hvd_compress.systems import graphs, rounds
+from hvd_compress.systems.base import StepContext
+from hvd_compress.systems.graphs.base import mix, network_of
+from hvd_compress.systems.teachers import exchanges
+from hvd_compress.wire.content import decode_bytes, decode_end_to_end, encode_bytes
+from tests.core.test_rows import merged
+from tests.method_table import ROWS
+
+SIZE = 4
+X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)
+ROOT = Path(hvd_compress.__file__).parent
+pytestmark = pytest.mark.filterwarnings("ignore::hvd_compress.PoorFit")
+#: where Triton is needed, in whose laws they are damaged: tests/torch_impl/triton_codec_laws.py
+ON_DEVICES = {"fused/coded_on_device.py"}
+#: methods that bring every block that gathers, and the step whose messages are damaged
+METHODS = [
+    *((name, 0) for name in ("topk-sampled", "dgc-compact", "onebit", "efsignsgd-allgather")),
+    *((name, 0) for name in ("gtopk", "oktopk", "hitopk-pairs", "scalecom")),
+    *(("lgc-server", step) for step in (0, 1)),
+]
+
+
+def of_leaders(rank):
+    """Rank 2 leads all, and ranks 0 and 2 their groups."""
+    method = rounds.LeaderSGD(local_every=1, global_every=1, groups=2)
+    context = StepContext(1, rank, SIZE, [[0.5, 0.7, 0.1, 0.3][rank]])
+    return method.before_step({"w": X, "b": X[0].astype("float64")}, {}, context)
+
+
+def of_teachers(rank, exchange, *more):
+    peers = exchanges.Counterparts.of(((0, 1), (2, 3)), rank)
+    own = X if exchange is exchanges.exchange_predictions else {"w": X, "b": X[0].astype("float64")}
+    return exchange(own, peers, None, *more)
+
+
+def of_graphs(rank):
+    network = network_of(graphs.Cycle(), SIZE, 0, rank, False)
+    return mix(X.reshape(-1), network, whole("float16"))
+
+
+def of_rows(rank, text):
+    indices, values = np.array([1, 5, rank + 6]), X[:3]
+    waiting = np.zeros_like(values) if as_rows(text).keeps_residual else None
+    context = Context(rank=rank, size=SIZE)
+    return exchange_rows(
+        as_rows(text), indices, values, waiting=waiting, n=40, context=context, merge=merged
+    )
+
+
+#: exchanges beside those of methods; errors call their messages by the first word
+EXCHANGES = {
+    "plan of the buckets": lambda rank: buckets._order_of_rank_0([2, 0, 1], X),
+    "terms of a step": lambda rank: agreement({"step": str(rank)}, X),
+    "figures for auto": lambda rank: meeting._texts({"seconds": [0.1, rank]}, X),
+    "predictions": lambda rank: of_teachers(rank, exchanges.exchange_predictions, 7),
+    "parameters of a teacher": lambda rank: of_teachers(rank, exchanges.exchange_checkpoints),
+    "loss|parameters of a leader": of_leaders,
+    "payload of a graph": of_graphs,
+    "rows as they are": lambda rank: of_rows(rank, "whole"),
+    "payload of rows": lambda rank: of_rows(rank, "int8"),
+}
+
+
+def of_method(name, step, fused):
+    """What begins the exchanges of a method's step, and returns the states of a rank."""
+    row, side = ROWS[name], 40 if name.startswith("lgc") else 5
+    world, random = World(row.method, SIZE, fused=fused), np.random.default_rng(0)
+    world.epoch = 3
+    each = [
+        {"w": random.normal(size=(side, side)).astype("f"), "b": random.normal(size=3).astype("f")}
+        for _ in range(SIZE)
+    ]
+    for _ in range(step):
+        world.exchange_all(each, **row.context)
+    for own, x in each[0].items():
+        method = world.compressor.for_tensor(own, x.shape)
+        world.states.setdefault(own, [method.init(gradients[own]) for gradients in each])
+
+    def begin():
+        own = copy.deepcopy(world)
+        exchanges = [own._joined(rank, each[rank], row.context) for rank in range(SIZE)]
+        return exchanges, lambda: str(own.states)
+
+    return begin
+
+
+class Run:
+    """All ranks, of which ``sender``'s message of a round is damaged in one byte.
+
+    Attributes:
+        messages: ``(round, (sender, receiver))`` of all messages, with their sizes.
+        errors: what came of the ranks that ended, by rank.
+    """
+
+    def __init__(self, exchanges, damaged=None, sender=0, byte=0):
+        self.messages, self.errors, number, replies = {}, {}, 0, [None] * SIZE
+        while not self.errors:
+            requests = {}
+            for rank, exchange in enumerate(exchanges):
+                try:
+                    requests[rank] = exchange.send(replies[rank])
+                except StopIteration:
+                    self.errors[rank] = None
+                except (PayloadError, MismatchError) as error:
+                    self.errors[rank] = error
+            if len(requests) < SIZE:
+                for exchange in exchanges:  # whoever goes on would wait for the others
+                    exchange.close()
+                return
+            replies = replies_to(list(requests.values()))
+            for rank, request in requests.items():
+                if not isinstance(request, Gather | Alltoall | Neighbors):
+                    continue
+                replies[rank] = list(replies[rank])
+                sources = getattr(request, "sources", range(SIZE))
+                for i, (source, part) in enumerate(zip(sources, replies[rank], strict=True)):
+                    self.messages[number, (source, rank)] = part.size
+                    if (number, source) == (damaged, sender) and byte < part.size:
+                        replies[rank][i] = part.copy()
+                        replies[rank][i][byte] ^= 1 << byte % 8
+            number += 1
+
+
+def check(begin, from_rank_0=False):
+    """Whoever receives a message with a byte changed raises an error that names its sender, and
+    keeps its state."""
+    messages = Run(begin()[0]).messages
+    assert messages
+    for number in {number for number, *_ in messages}:
+        sizes = {pair: size for (n, pair), size in messages.items() if n == number}
+        senders = [0] if from_rank_0 else sorted({sender for sender, _ in sizes})
+        longest = max(sizes.values())
+        for byte in range(0, longest, 1 + longest // 60):
+            sender = senders[byte % len(senders)]
+            exchanges, states = begin()
+            before, errors = states(), Run(exchanges, number, sender, byte).errors
+            for receiver in range(SIZE):
+                if byte < sizes.get((sender, receiver), 0):
+                    error = errors[receiver]
+                    assert isinstance(error, PayloadError), (number, sender, byte, error)
+                    assert f"rank {sender}" in str(error), error
+            assert states() == before
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """Where the requests came from that were made while tests of this module ran."""
+    found, patch = set(), pytest.MonkeyPatch()
+    for place in gathering():
+        module = importlib.import_module(f"hvd_compress.{place[:-3].replace('/', '.')}")
+        for kind in ("Gather", "Alltoall", "Neighbors"):
+            if (cls := vars(module).get(kind)) is not None:
+                patch.setattr(module, kind, noting(cls, found, place))
+    yield found
+    patch.undo()
+
+
+def noting(cls, found, place):
+    def made(*args, **kwargs):
+        found.add(place)
+        return cls(*args, **kwargs)
+
+    return made
+
+
+def gathering():
+    """The modules that ask for messages of bytes, by their source."""
+    return {
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*.py")
+        if path.parent.name != "requests"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("Gather", "Alltoall", "Neighbors")
+    }
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_a_changed_byte_is_an_error_with_its_sender(name, seen):
+    def begin():
+        return [EXCHANGES[name](rank) for rank in range(SIZE)], lambda: None
+
+    check(begin, from_rank_0=name.startswith("plan"))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("name", "step"), METHODS)
+def test_a_changed_byte_reaches_no_state(name, step, fused, seen):
+    check(of_method(name, step, fused))
+
+
+def test_every_part_that_gathers_was_tried(seen):
+    assert gathering() - seen == ON_DEVICES
+
+
+def test_bytes_of_all_ranks_that_lie_end_to_end():
+    """As Horovod's allgather returns them: the variable of the environment, terms, options."""
+    texts = [b"", b"dgc", b"topk:density=0.01"]
+    frames = np.concatenate([encode_bytes(text, "words") for text in texts])
+    assert decode_end_to_end(frames, "words") == texts
+    for byte in range(frames.size):
+        damaged = frames.copy()
+        damaged[byte] ^= 1 << byte % 8
+        with pytest.raises(PayloadError, match="bad words from rank"):
+            decode_end_to_end(damaged, "words")
+    with pytest.raises(
+        MismatchError, match="rank 1 sends something else where this rank has: sums"
+    ):
+        decode_bytes(frames[:16], "sums", sender="rank 1")
+
+
+def test_a_damaged_variable_of_the_environment(monkeypatch):
+    def gather(own, name, process_set):
+        return own[:-1] + bytes([own[-1] ^ 1])
+
+    class everyone:  # a process set and the module of Horovod
+        process_set_id, ranks = 0, [0, 1]
+        included = is_initialized = staticmethod(lambda: True)
+        size = staticmethod(lambda: 2)
+
+    monkeypatch.setenv("HVD_COMPRESSION", "topk")
+    everyone.__name__ = "damaged"
+    with pytest.raises(PayloadError, match="bad HVD_COMPRESSION from rank 0"):
+        environment.compare(everyone, everyone, gather)
+
+
+def test_objects_over_mpi(monkeypatch):
+    objects = pytest.importorskip("hvd_compress.mpi.objects")
+    frames = [encode_bytes(pickle.dumps(x), "object") for x in ({"a": 1}, [2])]
+    monkeypatch.setattr(objects, "communicator_of", lambda process_set: None)
+    monkeypatch.setattr(objects, "allgather", lambda own, comm: frames)
+    assert objects.allgather_object(None) == [{"a": 1}, [2]]
+    for byte in range(frames[1].size):
+        damaged = frames[1].copy()
+        damaged[byte] ^= 1 << byte % 8
+        monkeypatch.setattr(objects, "allgather", lambda own, comm, x=damaged: [frames[0], x])
+        with pytest.raises(PayloadError, match="bad object from rank 1"):
+            objects.allgather_object(None)
