@@ -27,9 +27,10 @@ from tqdm import tqdm
 from benchmarks.lockstep_mlp import Network, exchange
 from hvd_compress.cli.options import picture_file
 from mpi_examples import accuracy
-from mpi_examples.accuracy import half_width, interval
+from mpi_examples.accuracy import half_width
 from mpi_examples.data import Arrays, mnist, mnist_cache, mnist_folder
 from mpi_examples.demo import compressor
+from mpi_examples.study import spread
 
 RESULTS = Path(__file__).with_suffix(".json")
 INPUTS, CLASSES, BATCH = 784, 10, 128  # of all ranks together
@@ -225,12 +226,12 @@ def save(known: dict[str, Any], path: Path) -> None:
 
 
 def table(cells: list[Cell], seeds: int, known: dict[str, Any]) -> str:
-    """One row a cell of which a run is known: the mean, and half its 95 % confidence interval."""
+    """One row a cell of which a run is known: the mean, and one standard deviation."""
     lines = ["| | score | test loss | sent a step | in the last | seeds |", f"|{'---|' * 6}"]
     for cell in cells:
         found = [known[key] for seed in range(seeds) if (key := cell.key(seed)) in known]
         if found:
-            scores = interval([run["final"] for run in found])
+            scores = spread([run["final"] for run in found])
             loss = statistics.mean(run["test_loss"] for run in found)
             sent, last = (
                 statistics.mean(run[key] for run in found) / 1024 for key in ("sent", "sent_last")

@@ -423,12 +423,6 @@ def half_width(values: Sequence[float]) -> float:
     return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def interval(values: Sequence[float]) -> str:
-    """Return the mean and, of several values, half its 95 % confidence interval."""
-    text = f"{statistics.mean(values):.2f}"
-    return f"{text} +- {half_width(values):.2f}" if len(values) > 1 else text
-
-
 def table(name: str, runs: dict[str, list[dict[str, float]]]) -> str:
     """One row a method: mean, half its 95 % confidence interval and standard deviation, by how much
     the mean differs from that of the dense runs, also in the deviations of these, and the bytes of

@@ -19,7 +19,7 @@ from hvd_compress.cli.costs import costs, costs_of_defaults
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.reduce import Reducer
 from hvd_compress.testing import check_laws
-from mpi_examples import accuracy
+from mpi_examples.study import spread
 from tests import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +86,7 @@ def test_the_table_of_a_wide_network_is_of_its_runs():
             keys = [cell._replace(lr=lr).key(seed) for seed in range(5)]
             finals = [known[key]["final"] for key in keys if key in known]
             mean = f"{statistics.mean(finals):.2f}"
-            entries.append(accuracy.interval(finals) if len(finals) > 2 else mean)
+            entries.append(spread(finals) if len(finals) > 2 else mean)
         assert f"| {cell.label} | {' | '.join(entries)} |" in page
 
 
