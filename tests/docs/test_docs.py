@@ -86,7 +86,8 @@ def test_the_table_of_a_wide_network_is_of_its_runs():
             keys = [cell._replace(lr=lr).key(seed) for seed in range(5)]
             finals = [known[key]["final"] for key in keys if key in known]
             mean = f"{statistics.mean(finals):.2f}"
-            entries.append(spread(finals) if len(finals) > 2 else mean)
+            spoken = spread(finals).replace("+-", "±")
+            entries.append(spoken if len(finals) > 2 else mean)
         assert f"| {cell.label} | {' | '.join(entries)} |" in page
 
 
