@@ -152,9 +152,9 @@ def check(begin, from_rank_0=False):
     assert messages
     for number in {number for number, *_ in messages}:
         sizes = {pair: size for (n, pair), size in messages.items() if n == number}
-        senders = [0] if from_rank_0 else sorted({sender for sender, _ in sizes})
         longest = max(sizes.values())
         for byte in range(0, longest, 1 + longest // 60):
+            senders = [0] if from_rank_0 else sorted({x for (x, _), n in sizes.items() if n > byte})
             sender = senders[byte % len(senders)]
             exchanges, states = begin()
             before, errors = states(), Run(exchanges, number, sender, byte).errors
