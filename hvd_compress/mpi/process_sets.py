@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,11 @@ class ProcessSet:
     """Ranks that work together; only those that belong to it may use it.
 
     Args:
-        ranks: their numbers among all ranks, from 0, in any order; ``None`` for all.
+        ranks_or_comm: their numbers among all ranks, from 0, in any order; ``None`` for all.  Named
+            as Horovod's, though over MPI a communicator is refused.
+
+    Raises:
+        ConfigError: it is something else.
 
     >>> pair = hvd.add_process_set(hvd.ProcessSet([0]))
     >>> pair.included(), pair.rank(), pair.size()
@@ -26,8 +31,8 @@ class ProcessSet:
     True
     """
 
-    def __init__(self, ranks: Sequence[int] | None) -> None:
-        self.ranks = None if ranks is None else sorted(ranks)
+    def __init__(self, ranks_or_comm: Sequence[int] | None) -> None:
+        self.ranks = None if ranks_or_comm is None else _numbers(ranks_or_comm)
         self.comm: Communicator | None = None
         self._engine: MpiEngine | None = None
 
@@ -51,12 +56,18 @@ class ProcessSet:
             SetupError: this rank does not belong to it, or ``hvd.init()`` is missing.
         """
         if self.comm is None:
-            raise SetupError(
-                "call hvd.init() first"
-                if self is global_process_set
-                else f"this rank is not in the process set {self.ranks}"
-            )
+            raise SetupError(self._missing())
         return self.comm
+
+    def _missing(self) -> str:
+        if self is global_process_set:
+            return "call hvd.init() first"
+        if self in _made:
+            return f"this rank is not in the process set {self.ranks}"
+        return (
+            f"the process set {self.ranks} is not there yet: hvd.add_process_set(...), or "
+            "hvd.init(process_sets=[...])"
+        )
 
     @property
     def engine(self) -> MpiEngine:
@@ -75,30 +86,56 @@ class ProcessSet:
         self.comm = self._engine = None
 
 
+def _numbers(ranks: Any) -> list[int]:
+    try:
+        return sorted({operator.index(rank) for rank in ranks})
+    except TypeError:
+        raise ConfigError(
+            f"ranks_or_comm={ranks!r}: the numbers of its ranks, such as hvd.ProcessSet([0, 1])"
+        ) from None
+
+
 global_process_set = ProcessSet(None)
 _node: list[Communicator] = []
+#: in the order in which all ranks made them
+_made: list[ProcessSet] = []
 
 
-def init(comm: MPI.Comm | None = None) -> None:
+def init(
+    comm: MPI.Comm | None = None, process_sets: Sequence[ProcessSet] | str | None = None
+) -> None:
     """Begin; every rank calls it, once or more often.
 
     Args:
         comm: the ranks that train together; ``None`` for all.
+        process_sets: sets of ranks that :func:`add_process_set` shall make at once.  Horovod's
+            "dynamic" is accepted: sets can always be added.
 
     Raises:
+        ConfigError: an option has a value that cannot be honoured.
+        MismatchError: the ranks make other sets.
         SetupError: MPI was initialised without support for threads.
     """
+    sets = [] if process_sets is None or process_sets == "dynamic" else process_sets
+    if not isinstance(sets, Sequence) or not all(isinstance(x, ProcessSet) for x in sets):
+        raise ConfigError(
+            f'process_sets={process_sets!r}: a list such as [hvd.ProcessSet([0, 1])], or "dynamic"'
+        )
     if global_process_set.comm is None:
         global_process_set.comm = Communicator(comm)
         ranks = global_process_set.comm
         node = ranks.mpi.Split_type(MPI.COMM_TYPE_SHARED)
         _node.append(Communicator(node))  # which has a duplicate
         node.Free()
+    for process_set in sets:
+        add_process_set(process_set)
 
 
 def shutdown() -> None:
     """Free all communicators; ``init`` may be called again."""
-    global_process_set.free()
+    for process_set in [*_made, global_process_set]:
+        process_set.free()
+    _made.clear()
     for comm in _node:
         comm.free()
     _node.clear()
@@ -143,24 +180,40 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         MismatchError: the ranks make other sets.
         SetupError: ``hvd.init()`` is missing.
     """
-    found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     everyone = global_process_set.communicator
-    members = list(range(everyone.size)) if found.ranks is None else found.ranks
-    if bad := [r for r in members if not 0 <= r < everyone.size]:
-        raise ConfigError(
-            f"process set with rank {bad[0]}: there are ranks 0 to {everyone.size - 1}"
-        )
-    everyone.agree(f"add_process_set({members})", always=True)  # what follows has no time-out
+    with everyone.told(always=True):
+        found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        members = list(range(everyone.size)) if found.ranks is None else found.ranks
+        if bad := [r for r in members if not 0 <= r < everyone.size]:
+            raise ConfigError(
+                f"process set with rank {bad[0]}: there are ranks 0 to {everyone.size - 1}"
+            )
+    is_made = found is global_process_set or found in _made
+    again = ", which is there" if is_made else ""
+    everyone.agree(f"add_process_set({members}){again}", always=True)  # the rest has no time-out
+    if is_made:
+        return found
     color = 0 if everyone.rank in members else MPI.UNDEFINED
     part = everyone.mpi.Split(color, everyone.rank)
     if part != MPI.COMM_NULL:
         found.comm = Communicator(part)
         part.Free()
+    _made.append(found)
     return found
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Free the communicator of ``process_set`` and return ``True``; every rank calls it."""
+    """Free the communicator of ``process_set``, and return whether it was one that
+    :func:`add_process_set` had made; every rank calls it.
+
+    Raises:
+        ConfigError: it is no set of ranks.
+    """
+    if not isinstance(process_set, ProcessSet):
+        raise no_process_set(process_set)
+    if process_set not in _made:
+        return False
+    _made.remove(process_set)
     process_set.free()
     return True
 

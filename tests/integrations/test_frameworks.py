@@ -24,7 +24,10 @@ FOLLOWS = (
 )
 #: sparse sums, neighbours and broadcasts; tapes exchange as optimizers do, which have the others
 TAPE = (FOLLOWS[0], FOLLOWS[-1])
-ONCE = ("training", "options", "torch_users", "numerics", "state", "shared", "rows", "auto")
+ONCE = (
+    *("training", "options", "torch_users", "numerics", "state", "shared", "rows", "auto"),
+    "collectives",
+)
 TORCH = (*ONCE, *PARITY)
 KERAS = ("parity", "shared", "keras_fit", "keras_users")
 GRAPHS = ("decentralized", "decentralized_state")

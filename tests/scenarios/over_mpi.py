@@ -11,6 +11,7 @@ import hvd_compress.mpi.carriers
 from hvd_compress.errors import (
     CollectiveTimeout,
     CompressionError,
+    ConfigError,
     MismatchError,
     PayloadError,
     SetupError,
@@ -242,8 +243,84 @@ def what_is_not_there_says_so() -> None:
             call(torch.ones(1), process_set=None)
 
 
+def process_sets_are_made_at_the_beginning() -> None:
+    """``init`` may be called again, and then makes what is not there yet."""
+    first, last = hvd.ProcessSet([0]), hvd.ProcessSet([hvd.size() - 1])
+    if hvd.size() > 1:
+        with raises(SetupError, "not there yet", "init\\(process_sets="):
+            first.rank()
+    hvd.init(process_sets=[first, last, hvd.global_process_set])
+    for each, member in ((first, 0), (last, hvd.size() - 1)):
+        assert each.included() == (hvd.rank() == member)
+        if each.included():
+            assert (each.rank(), each.size()) == (0, 1)
+            x = torch.tensor([hvd.rank() + 2.0])
+            assert torch.equal(hvd.allreduce(x, op=hvd.Sum, process_set=each), x)
+    made = first.comm
+    hvd.init(process_sets=[first])
+    assert first.comm is made
+    hvd.init(process_sets="dynamic")
+    assert [hvd.remove_process_set(each) for each in (first, last, last)] == [True, True, False]
+    for wrong in ("static", 5, [[0]], [None], first):
+        with raises(ConfigError, "process_sets=", "hvd.ProcessSet"):
+            hvd.init(process_sets=wrong)
+    for wrong in (3, "01", ["a"], [0.5]):
+        with raises(ConfigError, "ranks_or_comm=", "hvd.ProcessSet"):
+            hvd.ProcessSet(wrong)
+
+
+def what_cannot_be_sent_is_named_on_all_ranks() -> None:
+    """Also after the first calls, which ranks compare; one rank may be the only one to know."""
+    for _ in range(20):
+        hvd.barrier()
+        hvd.allreduce(torch.ones(1))
+    odd = hvd.rank() == hvd.size() - 1
+    one = torch.ones(1)
+    for entry, error, *words in (
+        (one.to_sparse(), UnsupportedError, "'b'", "sparse_coo"),
+        ({"step": 1}, UnsupportedError, "'b'", "a dict"),
+        (torch.empty(2, device="meta") if odd else one, CompressionError, "'b'", "meta"),
+        *([] if hvd.size() == 1 else [(torch.ones(1 + odd), MismatchError, "'b'")]),
+    ):
+        with raises(error, *words):
+            hvd.broadcast_parameters({"a": torch.ones(2), "b": entry}, root_rank=0)
+    for wrong in (one, torch.nn.Linear(1, 1), [1]):
+        with raises(ConfigError, "broadcast_parameters takes model.parameters"):
+            hvd.broadcast_parameters(wrong, root_rank=0)
+    with raises(UnsupportedError, "rank 0 cannot send", "'f'", "function"):
+        hvd.broadcast_object({"f": lambda: 0}, root_rank=0)
+    with raises(UnsupportedError, f"rank {hvd.size() - 1} cannot send", "\\[1\\]"):
+        hvd.allgather_object([0, (lambda: 0) if odd else 0])
+    values = torch.full((2, 1), 1.0 + hvd.rank()), torch.full((2,), 1.0 + hvd.rank())
+    hvd.broadcast_parameters(iter(values), root_rank=hvd.size() - 1)
+    assert all((x == hvd.size()).all() for x in values)
+
+
+def wrong_arguments_are_named() -> None:
+    one = torch.ones(1)
+    for call, *words in (
+        (lambda: hvd.allreduce([1.0]), "tensor=", "torch.as_tensor"),
+        (lambda: hvd.allreduce_(1), "tensor="),
+        (lambda: hvd.allreduce_async(1), "tensor="),
+        (lambda: hvd.allreduce(one, prescale_factor="2"), "prescale_factor"),
+        (lambda: hvd.allreduce(one, "name"), "average="),
+        (lambda: hvd.synchronize(one), "handle=", "allreduce_async"),
+        (lambda: hvd.allgather([1]), "allgather", "a list"),
+        (lambda: hvd.allgather(torch.ones(2, 0)), "allgather", "element"),
+        (lambda: hvd.broadcast([1], 0), "tensor="),
+        (lambda: hvd.broadcast(one, None), "root_rank=None"),
+        (lambda: hvd.broadcast_(one, hvd.size()), "root_rank="),
+        (lambda: hvd.barrier(1), "process_set="),
+        (lambda: hvd.remove_process_set(None), "process_set="),
+        (lambda: hvd.broadcast_optimizer_state(torch.nn.Linear(1, 1), 0), "optimizer="),
+    ):
+        with raises(CompressionError, *words):
+            call()
+
+
 def numpy_random_state_is_left_alone() -> None:
     """Training does not touch the user's generators."""
+    torch.manual_seed(0)
     before = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     model = torch.nn.Linear(3, 2)
     torch.set_rng_state(torch.tensor(before[1], dtype=torch.uint8))

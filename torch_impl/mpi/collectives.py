@@ -1,4 +1,8 @@
-"""Horovod's functions on single tensors and objects, over MPI."""
+"""Horovod's functions on single tensors and objects, over MPI.
+
+``allreduce``, ``allgather`` and ``broadcast`` pass gradients as Horovod's do: the gradient of each
+is a collective, too, so all ranks run the same backward passes.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import numpy as np
 import torch
 
 from hvd_compress import mpi
+from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.horovod import without_state
 from hvd_compress.methods import FP16, NoCompression
@@ -23,6 +28,7 @@ from hvd_compress.mpi.process_sets import rank as rank
 from hvd_compress.mpi.transport.arrays import flatten
 
 Average, Sum, Max, Adasum = "mean", "sum", "max", "adasum"
+_Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Compression:
@@ -39,6 +45,19 @@ class Compression:
     fp16 = FP16()
 
 
+class _Meeting(torch.autograd.Function):
+    """What ranks make of their tensors together, and what they make of its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, meet: _Step, gradient: _Step) -> torch.Tensor:
+        ctx.gradient = gradient
+        return meet(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.gradient(*gradients), None, None
+
+
 class _Handle:
     def __init__(self, work: Any, finish: Callable[[], torch.Tensor]) -> None:
         self.work, self.finish = work, finish
@@ -49,25 +68,40 @@ def allreduce_async(
     average: bool | None = None,
     name: str | None = None,
     op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> _Handle:
     """Begin :func:`allreduce` and return a handle for :func:`synchronize`; does not wait.
 
+    No gradient passes through it, as through Horovod's.
+
     Args:
-        tensor, average, name, op, process_set: as for :func:`allreduce`, whose errors these are,
-            too.
+        tensor, average, name, op, prescale_factor, postscale_factor, process_set: as for
+            :func:`allreduce`, whose errors these are, too.
     """
-    comm, op = communicator_of(process_set), _checked(op, average)
-    flat = flatten(tensor)
+    comm = communicator_of(process_set)
+    with comm.told():
+        op = _checked(tensor, op, average, prescale_factor, postscale_factor)
+        flat = flatten(_scaled(tensor.detach(), prescale_factor))
     call = f"allreduce({name or flat.dtype}{list(flat.shape)}, {op})"
     comm.agree(call)
     out = flat.array.copy() if isinstance(flat.array, np.ndarray) else flat.array.clone()
     work = start(comm, call, ALGORITHMS["direct"], flat, out, op)
-    return _Handle(work, lambda: flat.give_back(out))
+    return _Handle(work, lambda: _scaled(flat.give_back(out), postscale_factor).to(tensor.dtype))
 
 
 def synchronize(handle: _Handle) -> torch.Tensor:
-    """Wait for the operation that ``handle`` stands for, and return its result."""
+    """Wait for the operation that ``handle`` stands for, and return its result.
+
+    Args:
+        handle: what :func:`allreduce_async` returned.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(handle, _Handle):
+        raise ConfigError(f"handle={handle!r}: pass what hvd.allreduce_async(...) returned")
     handle.work.wait()
     return handle.finish()
 
@@ -84,6 +118,8 @@ def allreduce(
 ) -> torch.Tensor:
     """Return the average, the sum or the maximum over the ranks, in a new tensor.
 
+    The gradient is :func:`allreduce` of the gradient with the same options; the maximum has none.
+
     Args:
         tensor: of the same shape and dtype on all ranks, floats or integers.
         average: older than ``op``: ``False`` means ``op=hvd.Sum``.
@@ -98,13 +134,25 @@ def allreduce(
         UnboundError: the compression is one that needs an optimizer.
         UnsupportedError: another ``op``, or a dtype that cannot be added.
     """
-    dtype = tensor.dtype
-    if without_state(compression) == "fp16" and tensor.is_floating_point():
-        tensor = tensor.half()
-    if prescale_factor != 1:
-        tensor = tensor * prescale_factor
-    result = mpi.allreduce(tensor, op=_checked(op, average), comm=communicator_of(process_set))
-    return (result * postscale_factor if postscale_factor != 1 else result).to(dtype)
+    comm = communicator_of(process_set)
+    with comm.told():
+        op = _checked(tensor, op, average, prescale_factor, postscale_factor)
+        is_half = without_state(compression) == "fp16" and tensor.is_floating_point()
+
+    def reduced(x: torch.Tensor) -> torch.Tensor:
+        total = mpi.allreduce(_scaled(x, prescale_factor), op=op, comm=comm)
+        return _scaled(total, postscale_factor).to(x.dtype)
+
+    def gradient(of_result: torch.Tensor) -> torch.Tensor:
+        if op == Max:
+            raise UnsupportedError(
+                "op=hvd.Max has no gradient: hvd.allreduce(x.detach(), op=hvd.Max)"
+            )
+        factors = prescale_factor, postscale_factor
+        return allreduce(of_result, None, name, Compression.none, op, *factors, process_set)
+
+    sent = tensor.half() if is_half else tensor
+    return _Meeting.apply(sent, reduced, gradient).to(tensor.dtype)
 
 
 def allreduce_(
@@ -120,6 +168,8 @@ def allreduce_(
 ) -> torch.Tensor:
     """Put the average, the sum or the maximum over the ranks into ``tensor``, and return it.
 
+    Autograd does not see it, as it does not see Horovod's.
+
     Args:
         tensor, average, name, op, prescale_factor, postscale_factor, process_set, compression: as
             for :func:`allreduce`, whose errors these are, too; in the order of Horovod's
@@ -131,20 +181,38 @@ def allreduce_(
         return tensor.copy_(total)
 
 
-def _checked(op: str | None, average: Any) -> str:
+def _checked(
+    tensor: Any, op: str | None, average: Any, prescale_factor: Any, postscale_factor: Any
+) -> str:
+    """Return the operation that these options of Horovod's functions mean."""
+    _check_tensor(tensor)
     if not isinstance(average, bool | None):
         raise ConfigError(f"average={average!r}: True, False, or write op=; names go to name=")
     if op is None:
         op = Sum if average is False else Average
     if op not in (Average, Sum, Max):
         raise UnsupportedError(f"op={op!r}: over MPI there are hvd.Average, hvd.Sum and hvd.Max")
+    for factor in (prescale_factor, postscale_factor):
+        if not is_number(factor):
+            raise ConfigError(f"prescale_factor, postscale_factor: numbers; got {factor!r}")
     return op
+
+
+def _check_tensor(tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"tensor={tensor!r}: pass a tensor, torch.as_tensor(...)")
+
+
+def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x if factor == 1 else x * factor
 
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Return all ranks' tensors, joined along the first dimension in rank order.
+
+    The gradient is this rank's rows of the average of the ranks' gradients.
 
     Args:
         tensor: of the same dtype on all ranks, and of the same shape but for the first dimension.
@@ -153,15 +221,49 @@ def allgather(
 
     Raises:
         MismatchError: the ranks' rows differ in dtype or shape.
+        UnsupportedError: its bytes cannot be sent, for instance because it is sparse.
     """
-    kind = f"allgather of {tensor.dtype} rows of {list(tensor.shape[1:])}"
-    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    rows = []
-    for part in gather_bytes(raw, kind, process_set):
-        row = torch.empty(part.size // tensor.element_size(), dtype=tensor.dtype)
-        row.view(torch.uint8).copy_(torch.from_numpy(part))
-        rows.append(row.view(-1, *tensor.shape[1:]))
-    return torch.cat(rows).to(tensor.device)
+    comm, counts = communicator_of(process_set), list[int]()
+    with comm.told():
+        raw = bytes_of(tensor, "the tensor of allgather")
+        if 0 in tensor.shape[1:]:
+            raise UnsupportedError(f"allgather of {list(tensor.shape)}: rows need an element")
+    shape = tensor.shape
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for part in gather_bytes(
+            raw, f"allgather of {x.dtype} rows of {list(shape[1:])}", process_set
+        ):
+            row = torch.empty(part.size // x.element_size(), dtype=x.dtype)
+            row.view(torch.uint8).copy_(torch.from_numpy(part))
+            rows.append(row.view(-1, *shape[1:]))
+        counts.extend(map(len, rows))
+        return torch.cat(rows).to(x.device)
+
+    def gradient(of_result: torch.Tensor) -> torch.Tensor:
+        mean = allreduce(of_result, process_set=process_set)
+        return mean.split(counts)[process_set.rank()].view(shape)
+
+    return _Meeting.apply(tensor, gathered, gradient)
+
+
+def bytes_of(tensor: Any, what: str) -> np.ndarray:
+    """Return the bytes of a tensor, which are its memory if they are in host memory in order.
+
+    Raises:
+        UnsupportedError: it is no tensor, or has no memory of its own.
+    """
+    try:
+        return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        kind = type(tensor).__name__
+        if isinstance(tensor, torch.Tensor):
+            kind += f" of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        raise UnsupportedError(
+            f"cannot send {what}, a {kind} ({str(error).splitlines()[0]}): what can be pickled is "
+            "sent by hvd.broadcast_object and hvd.allgather_object"
+        ) from error
 
 
 def broadcast_(
@@ -172,6 +274,8 @@ def broadcast_(
 ) -> torch.Tensor:
     """Overwrite ``tensor`` by that of ``root_rank``, and return it.
 
+    Autograd does not see it, as it does not see Horovod's.
+
     Args:
         tensor: of the same shape and dtype on all ranks.
         root_rank: whose it becomes, among all ranks.
@@ -181,21 +285,45 @@ def broadcast_(
     Raises:
         ConfigError: the root is not one of them.
         MismatchError: the ranks' tensors differ in shape or dtype.
+        UnsupportedError: its bytes cannot be sent, for instance because it is sparse.
     """
-    with torch.no_grad():
-        host = tensor.detach().cpu().contiguous()
-        what = f"{host.dtype}{list(host.shape)}"
-        broadcast_bytes(host.view(-1).view(torch.uint8).numpy(), root_rank, what, process_set)
-        if host.data_ptr() != tensor.data_ptr():
-            tensor.copy_(host)
+    comm = communicator_of(process_set)
+    with comm.told():
+        raw = bytes_of(tensor, "the tensor of broadcast")
+    broadcast_bytes(raw, root_rank, f"{tensor.dtype}{list(tensor.shape)}", process_set)
+    put_bytes(raw, tensor)
     return tensor
 
 
-def broadcast(tensor: torch.Tensor, root_rank: int, *args: Any, **options: Any) -> torch.Tensor:
+@torch.no_grad()
+def put_bytes(raw: np.ndarray, tensor: torch.Tensor) -> None:
+    """Undo :func:`bytes_of`."""
+    host = torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape)
+    if host.data_ptr() != tensor.data_ptr():
+        tensor.copy_(host)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
     """Return what :func:`broadcast_` would make of ``tensor``, as a new tensor.
 
+    The gradient is the average of the ranks' gradients on ``root_rank``, and zero elsewhere.
+
     Args:
-        tensor, root_rank: as for :func:`broadcast_`, whose errors these are, too.
-        args, options: its ``name`` and ``process_set``.
+        tensor, root_rank, name, process_set: as for :func:`broadcast_`, whose errors these are,
+            too.
     """
-    return broadcast_(tensor.detach().clone(), root_rank, *args, **options)
+    _check_tensor(tensor)
+
+    def sent(x: torch.Tensor) -> torch.Tensor:
+        return broadcast_(x.clone(), root_rank, name, process_set)
+
+    def gradient(of_result: torch.Tensor) -> torch.Tensor:
+        mean = allreduce(of_result, process_set=process_set)
+        return mean * (rank() == root_rank)  # elsewhere a gradient of this one needs all ranks, too
+
+    return _Meeting.apply(tensor, sent, gradient)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from hvd_compress.base import Compressor
+from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.integrations.environment import chosen
+from hvd_compress.mpi.objects import broadcast_bytes
 from hvd_compress.mpi.process_sets import ProcessSet, engine_over, global_process_set, rank
 from hvd_compress.systems import TrainingMethod
 from hvd_compress.systems.rounds.factories import distribute_by_method
@@ -18,11 +20,12 @@ from .. import checkpoint
 from ..compressed_optimizer import CompressedOptimizer
 from ..distributed_optimizer import distribute
 from ..grad_scaler import watch_grad_scaler
+from ..systems.averaging import entries_of
 from ..systems.codistillation import codistillation_over
 from ..systems.factories import factories
 from ..systems.optimizer import LocalStepsOptimizer, broadcast_training_state
 from . import collectives
-from .collectives import Average, Compression, broadcast_
+from .collectives import Average, Compression, bytes_of, put_bytes
 
 
 def DistributedOptimizer(  # noqa: N802, Horovod's name
@@ -95,20 +98,29 @@ training_factories = factories(engine_over, "hvd_compress.torch.mpi")
 Codistillation = codistillation_over(engine_over, "hvd_compress.torch.mpi")
 
 
-def broadcast_parameters(parameters: Any, root_rank: int) -> None:
+def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite all ranks' parameters by those of ``root_rank``.
 
     Args:
-        parameters: ``model.state_dict()`` or ``model.named_parameters()``.
+        params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``.
         root_rank: among all ranks.
 
     Raises:
-        MismatchError: the ranks' parameters differ in shape or dtype.
+        ConfigError: ``params`` are something else, or there is no such rank.
+        MismatchError: the ranks' parameters differ in shape or dtype; it names the first.
+        UnsupportedError: an entry has no bytes to send, such as a sparse tensor; it is named.
     """
-    named = parameters.items() if isinstance(parameters, dict) else parameters
-    for _, tensor in sorted(named, key=lambda pair: pair[0]):
-        if isinstance(tensor, torch.Tensor):
-            broadcast_(tensor.data, root_rank)
+    everyone = global_process_set
+    for name, tensor in sorted(entries_of(params, "broadcast_parameters"), key=_by_name):
+        with everyone.communicator.told(always=True):
+            raw = bytes_of(tensor, f"{name!r} of broadcast_parameters")
+        what = f"{name!r}: {tensor.dtype}{list(tensor.shape)}"
+        broadcast_bytes(raw, root_rank, what, everyone, always=True)
+        put_bytes(raw, tensor)
+
+
+def _by_name(entry: tuple[Any, Any]) -> str:
+    return str(entry[0])
 
 
 def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
@@ -118,14 +130,24 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
         optimizer: plain, or made by ``DistributedOptimizer``.
         root_rank: among all ranks.
         model: what has no gradient yet gets zeros, sparse ones for such embeddings of it.
+
+    Raises:
+        ConfigError: it is no optimizer, or there is no such rank.
+        MismatchError: the optimizer of ``root_rank`` has other groups of parameters.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer={optimizer!r}: pass an optimizer of torch.optim")
     if isinstance(optimizer, CompressedOptimizer):
         checkpoint.broadcast_optimizer_state(optimizer, root_rank, model)
     elif isinstance(optimizer, LocalStepsOptimizer):
         broadcast_training_state(collectives, optimizer, root_rank)
     else:
         state = optimizer.state_dict() if rank() == root_rank else None
-        optimizer.load_state_dict(checkpoint.broadcast_tree(collectives, state, root_rank))
+        found = checkpoint.broadcast_tree(collectives, state, root_rank)
+        try:
+            optimizer.load_state_dict(found)
+        except ValueError as error:
+            raise MismatchError(f"the optimizer of rank {root_rank} is another: {error}") from error
 
 
 watch_grad_scaler()

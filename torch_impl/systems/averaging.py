@@ -32,9 +32,11 @@ def averaging(hvd: Any, module: str) -> Callable[..., None]:
         options = {} if process_set is None else {"process_set": process_set}
         if process_set is not None and not process_set.included():
             return
-        for name, x in _named(parameters):
+        for name, x in entries_of(parameters, "average_parameters"):
+            if not isinstance(x, torch.Tensor):
+                continue
             options["name"] = f"average_parameters.{name}"
-            x = torch.view_as_real(x) if x.is_complex() else x
+            x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
             if x.is_floating_point():
                 wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
                 x.copy_(hvd.allreduce(wide, op=hvd.Average, **options))
@@ -46,25 +48,24 @@ def averaging(hvd: Any, module: str) -> Callable[..., None]:
     return average_parameters
 
 
-def _named(parameters: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors with their names, or their places; a state dict may have entries that are
-    no tensors."""
+def entries_of(parameters: Any, call: str) -> list[tuple[str, Any]]:
+    """Return tensors with their names, or their places; a state dict may have entries that are no
+    tensors.  ``call`` is what they were passed to, for its error."""
     if isinstance(parameters, Mapping):
-        entries = list(parameters.items())
-        return [(name, x.detach()) for name, x in entries if isinstance(x, torch.Tensor)]
+        return list(parameters.items())
     if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable):
-        raise _no_tensors(parameters)
+        raise _no_tensors(parameters, call)
     found = []
     for place, entry in enumerate(parameters):
         name, x = entry if isinstance(entry, tuple) and len(entry) == 2 else (str(place), entry)
         if not isinstance(x, torch.Tensor):
-            raise _no_tensors(x)
-        found.append((name, x.detach()))
+            raise _no_tensors(x, call)
+        found.append((name, x))
     return found
 
 
-def _no_tensors(found: Any) -> ConfigError:
+def _no_tensors(found: Any, call: str) -> ConfigError:
     return ConfigError(
-        "average_parameters takes model.parameters(), model.named_parameters() or "
-        f"model.state_dict(); got {type(found).__name__}"
+        f"{call} takes model.parameters(), model.named_parameters() or model.state_dict(); got "
+        f"{type(found).__name__}"
     )
