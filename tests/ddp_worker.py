@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import inspect
+import math
 import sys
 import warnings
 from unittest import mock
@@ -13,13 +14,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress import Gather, Max, Outcome, Sum
 from hvd_compress.auto import pilot
 from hvd_compress.base import Compressor
 from hvd_compress.engines.lockstep import World
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
 from hvd_compress.torch import (
     BF16,
     DGC,
@@ -367,6 +369,285 @@ def a_state_serves_one_model() -> None:
             _train(models[1], range(1))
 
 
+class _Given(torch.nn.Module):
+    """Parameters whose gradients are given numbers, of each rank and step."""
+
+    def __init__(self, **parameters):
+        super().__init__()
+        for name, x in parameters.items():
+            self.register_parameter(name, torch.nn.Parameter(x.to(DEVICE)))
+        self.names, self.step = list(parameters), 0
+
+    def gradient(self, name, rank, step):
+        p = getattr(self, name)
+        generator = torch.Generator().manual_seed(100 * rank + step + 10 * self.names.index(name))
+        real, imaginary = torch.randn(2, *p.shape, generator=generator).double()
+        numbers = torch.complex(real, imaginary) if p.is_complex() else real
+        return numbers.to(p.device, p.dtype)
+
+    def mean(self, name, step):
+        size = dist.get_world_size()
+        return sum(self.gradient(name, rank, step) for rank in range(size)) / size
+
+    def forward(self):
+        self.step += 1
+        rank = dist.get_rank()
+        products = (
+            getattr(self, name) * self.gradient(name, rank, self.step).conj() for name in self.names
+        )
+        return sum(x.real.sum().double() for x in products)
+
+
+def _steps(parameters, method, steps, saved=None, **options):
+    """The model, its state, and the averages of the last steps by name."""
+    model = DistributedDataParallel(_Given(**parameters), bucket_cap_mb=0.0005, **options)
+    state = DDPState(method, model)
+    if saved is not None:
+        state.load_state_dict(saved)
+    model.register_comm_hook(state, ddp_hook)
+    found = {name: [] for name in parameters}
+    for step in steps:
+        model.zero_grad()
+        model.module.step = step - 1
+        model().backward()
+        for name, p in model.module.named_parameters():
+            found[name].append(p.grad.clone())
+    return model, state, found
+
+
+def _layouts():
+    image = torch.zeros(4, 3, 5, 2)
+    return {
+        "plain": torch.zeros(7, 3),
+        "image": image.clone(),
+        "image_last": image.to(memory_format=torch.channels_last),
+        "turned": torch.zeros(6, 5).t(),
+        "gaps": torch.zeros(6, 10)[:, ::2],
+        "number": torch.zeros(()),
+        "wide": torch.zeros(9, 2, dtype=torch.float64),
+        "short": torch.zeros(5, 4, dtype=torch.bfloat16),
+        "waves": torch.zeros(5, 3, dtype=torch.complex64),
+        "waves_last": image.to(torch.complex64, memory_format=torch.channels_last),
+        "wide_waves": torch.zeros(4, dtype=torch.complex128),
+    }
+
+
+def buckets_hold_parameters_of_every_kind() -> None:
+    """What arrived and what waits are all gradients, element by element."""
+    options = ({}, {"gradient_as_bucket_view": True}, {"static_graph": True})
+    for number, kinds in enumerate(options):
+        steps = range(1, 4)
+        model, _, found = _steps(_layouts(), "none", steps, **kinds)
+        for name, averages in found.items():
+            for step, average in zip(steps, averages, strict=True):
+                right = model.module.mean(name, step)
+                loose = {"rtol": 0.02, "atol": 0.02} if name == "short" else {}
+                torch.testing.assert_close(average, right, **loose)
+        if number:
+            continue
+        model, state, found = _steps(_layouts(), "topk:density=0.3", steps, **kinds)
+        for name, averages in found.items():
+            p = getattr(model.module, name)
+            waits = state.reducer.store.states[name]["residual"].clone()
+            dist.all_reduce(waits)
+            waits = waits.view(*p.shape, 2) if p.is_complex() else waits.view(p.shape)
+            waits = torch.view_as_complex(waits) if p.is_complex() else waits
+            total = sum(averages) + waits / dist.get_world_size()
+            right = sum(model.module.mean(name, step) for step in steps)
+            loose = {"rtol": 0.05, "atol": 0.05} if name == "short" else {"check_dtype": False}
+            torch.testing.assert_close(total.to(p.dtype), right, **loose)
+
+
+def residuals_survive_a_change_of_memory_format() -> None:
+    image = torch.zeros(4, 3, 5, 2)
+    for method in ("topk:density=0.1", DGC(density=0.1, momentum=0.9, min_size=0), "powersgd"):
+        plain, last = {"w": image}, {"w": image.to(memory_format=torch.channels_last)}
+        _, _, expected = _steps(plain, method, range(1, 7))
+        _, state, found = _steps(last, method, range(1, 4))
+        saved = copy.deepcopy(state.state_dict(consolidate=False))
+        _, _, later = _steps(plain, method, range(4, 7), saved)
+        for average, right in zip(found["w"] + later["w"], expected["w"], strict=True):
+            torch.testing.assert_close(average, right, rtol=1e-5, atol=1e-6)
+
+
+class _Known(torch.nn.Module):
+    """One parameter with this gradient."""
+
+    def __init__(self, gradient):
+        super().__init__()
+        self.gradient = gradient.to(DEVICE)
+        self.p = torch.nn.Parameter(torch.zeros_like(self.gradient))
+
+    def forward(self):
+        return (self.p * self.gradient).sum()
+
+
+def _average(gradient, method, group=None, **options):
+    model = DistributedDataParallel(_Known(gradient), process_group=group)
+    model.register_comm_hook(DDPState(method, model, **options), ddp_hook)
+    model().backward()
+    return model.module.p.grad.cpu()
+
+
+def sums_of_16_bits_do_not_overflow() -> None:
+    """Neither where 16 bits travel, nor where gradients have no more."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return
+    own = torch.tensor([40000.0, -65504.0, 60000.0 if rank == 0 else 0.0])
+    means = torch.tensor([40000.0, -65504.0, 60000.0 / size])
+    for method in ("fp16", "none", "randomk:density=1.0,wire=float16"):
+        for dtype in (torch.float32, torch.float16):
+            found = _average(own.to(dtype), method)
+            torch.testing.assert_close(found.float(), means, rtol=1e-3, atol=0)
+    too_large = torch.tensor([1e5 if rank == 0 else 0.0, 1.0])
+    assert _average(too_large, "fp16").tolist() == [math.inf, 1.0]
+
+
+def a_model_knows_its_process_group() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = [[0], [*range(1, size)]] if size > 1 else [[0]]
+    groups = [dist.new_group(part) for part in parts]
+    mine, ranks = groups[rank > 0], parts[rank > 0]
+    own, mean = torch.tensor([float(2**rank)]), sum(2.0**r for r in ranks) / len(ranks)
+    for options in ({}, {"process_group": mine}):
+        assert _average(own, "none", mine, **options).tolist() == [pytest.approx(mean)]
+    if size > 1:
+        with pytest.raises(ConfigError, match="leave process_group out of DDPState"):
+            _average(own, "none", mine, process_group=dist.group.WORLD)
+
+
+def replicas_of_a_tensor_parallel_model_are_averaged() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shape = (size // 2, 2) if size % 2 == 0 else (size, 1)
+    mesh = dist.init_device_mesh(DEVICE.type, shape, mesh_dim_names=("replica", "tensor"))
+
+    def gradients(hooked):
+        torch.manual_seed(0)
+        layer = parallelize_module(torch.nn.Linear(4, 6), mesh["tensor"], ColwiseParallel())
+        model = DistributedDataParallel(layer, device_mesh=mesh["replica"])
+        if hooked:
+            model.register_comm_hook(DDPState("none", model), ddp_hook)
+        (model(torch.ones(2, 4) * (1 + rank // shape[1])) ** 2).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    for found, right in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def what_is_no_bucket_of_dense_gradients_is_refused() -> None:
+    model = DistributedDataParallel(torch.nn.Embedding(20, 4, sparse=True).to(DEVICE))
+    model.register_comm_hook(DDPState("none", model), ddp_hook)
+    with pytest.raises(UnsupportedError, match="sparse=False"):
+        model(torch.tensor([dist.get_rank(), 5], device=DEVICE)).sum().backward()
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        model = DistributedDataParallel(_model())
+    model.register_comm_hook(DDPState("topk", model), ddp_hook)
+    with pytest.raises(UnsupportedError, match=r"optimize_ddp = True"):
+        _loss(model, dist.get_rank(), 0).backward()
+
+
+class _Heads(torch.nn.Module):
+    """Two heads, of which a step uses one, or another one on each rank."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = torch.nn.Linear(16, 32), torch.nn.Linear(16, 32)
+
+    def forward(self, head, x):
+        return getattr(self, head)(x).square().mean()
+
+
+def _heads(method, static=False, **options):
+    model = DistributedDataParallel(
+        _Heads().to(DEVICE), find_unused_parameters=not static, static_graph=static, **options
+    )
+    state = DDPState(method, model)
+    model.register_comm_hook(state, ddp_hook)
+    return model, state
+
+
+def _step_of(model, head, rank, step):
+    random = torch.Generator().manual_seed(100 * step + rank)
+    model.zero_grad()
+    model(head, torch.randn(8, 16, generator=random).to(DEVICE)).backward()
+
+
+def _states(state):
+    states = state.state_dict(consolidate=False)["states"]
+    return {name: {k: x.clone() for k, x in own.items()} for name, own in states.items()}
+
+
+def a_head_that_no_rank_used_keeps_its_state() -> None:
+    for method in (TopK(density=0.1), DGC(density=0.1, momentum=0.9, min_size=1), OneBit()):
+        for options in ({}, {"gradient_as_bucket_view": True}):
+            model, state = _heads(method, **options)
+            _step_of(model, "b", dist.get_rank(), 0)
+            _step_of(model, "a", dist.get_rank(), 1)
+            before = _states(state)
+            _step_of(model, "a", dist.get_rank(), 2)
+            after = _states(state)
+            assert model.module.b.weight.grad is None
+            for name in ("b.weight", "b.bias"):
+                torch.testing.assert_close(after[name], before[name], rtol=0, atol=0)
+            assert (after["a.weight"]["residual"] != before["a.weight"]["residual"]).any()
+
+
+def a_head_that_some_ranks_used_counts_as_zero_on_the_others() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, _ = _heads(TopK(density=1.0))
+    _step_of(model, "b" if rank == 0 else "a", rank, 0)
+    alone = _Heads().to(DEVICE)
+    _step_of(alone, "b", 0, 0)  # what rank 0 has
+    torch.testing.assert_close(model.module.b.weight.grad, alone.b.weight.grad / size)
+
+
+def all_parameters_of_a_static_graph_are_used() -> None:
+    model, state = _heads(TopK(density=0.1), static=True)
+    twin, its_state = _heads(TopK(density=0.1))
+    for step in range(3):
+        for each in (model, twin):
+            _step_of(each, "a", dist.get_rank(), step)
+        torch.testing.assert_close(_states(state), _states(its_state), rtol=0, atol=0)
+        torch.testing.assert_close(model.module.a.weight.grad, twin.module.a.weight.grad)
+
+
+def hooks_of_a_state_end_with_it() -> None:
+    model = _model()
+    state = DDPState("topk", model)
+    assert all(p._post_accumulate_grad_hooks for p in model.parameters())
+    with pytest.warns(RuntimeWarning, match="has got no gradients"):
+        del state
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def a_discarded_pass_leaves_no_trace() -> None:
+    for method in (TopK(density=0.1), DGC(density=0.1, momentum=0.9), OneBit(), "powersgd"):
+        (model, state), (twin, its_state) = _distributed(method), _distributed(method)
+        state.keep_undo()
+        _train(model, range(2))
+        _train(twin, range(2))
+        model.zero_grad()
+        (100 * _loss(model, dist.get_rank(), 50)).backward()
+        state.discard()
+        _train(model, range(2, 4))
+        _train(twin, range(2, 4))
+        _assert_equal(model, twin)
+        torch.testing.assert_close(_states(state), _states(its_state), rtol=0, atol=0)
+        assert state.reducer.step == its_state.reducer.step == 4
+
+
+def weights_that_differ_are_an_error() -> None:
+    model, _ = _distributed("topk")
+    _train(model, range(3))
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(model.parameters()).add_(1.0)
+    with pytest.raises(MismatchError, match="weights"):
+        _train(model, range(3, 40))
+
+
 def mistakes_are_errors() -> None:
     with pytest.raises(ConfigError, match="give the optimizer momentum=0"):
         DDPState("dgc", _model())
@@ -378,6 +659,22 @@ def mistakes_are_errors() -> None:
         ddp_hook(None, None)
     with pytest.raises(ConfigError, match="'all'"):
         DDPState("topk", residuals="all")
+    for options in (
+        {"model": [_model()]},
+        {"model": torch.nn.Linear},
+        {"process_group": [0]},
+        {"momentum": "0.9"},
+        {"momentum": math.nan},
+        {"nesterov": "yes"},
+        {"seed": None},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            DDPState("dgc", **{"momentum": 0.9, **options})
+    model, state = _distributed("topk")
+    for saved in (None, 3, [], {"states": 3}):
+        with pytest.raises(ConfigError, match="nothing was changed"):
+            state.load_state_dict(saved)
+    _train(model, range(1))  # or the state would warn that it was never used
 
 
 def main() -> None:

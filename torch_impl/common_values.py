@@ -3,27 +3,44 @@ weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hvd_compress.agreement import SAMPLED_EVERY, Terms, sampled_weights
+from hvd_compress.agreement import OPTIMIZER, SAMPLED_EVERY, Terms, sampled_weights
+from hvd_compress.reduce import MemoryStore
 
 #: options of optimizers that say how a step is computed, not what it is
 _WAYS = {"foreach", "fused", "capturable", "differentiable"}
 _TENSORS, _ELEMENTS = 8, 2
 
 
-def numbers_of(optimizer: torch.optim.Optimizer) -> list[str]:
+class ModelStore(MemoryStore):
+    """Keeps states in memory for the parameters of a model, whose optimizer is unknown.
+
+    Args:
+        names: of the parameters.
+        momentum, nesterov: as for :class:`hvd_compress.reduce.MemoryStore`.
+    """
+
+    keep_undo_call = "state.keep_undo()"
+
+    def __init__(self, names: Mapping[torch.Tensor, str], momentum: float, nesterov: bool) -> None:
+        super().__init__(momentum, nesterov)
+        self._names = names
+
+    def numbers(self, step: int) -> Terms:
+        return sample_of(((name, p) for p, name in self._names.items()), step)
+
+
+def numbers_of(optimizer: torch.optim.Optimizer) -> Terms:
     """Return the options of each parameter group that decide about steps, as text: learning rate,
     weight decay, momentum, betas and others.  Floats have 9 digits, and tensors in a GPU's memory
     are left out, for which the host would have to wait."""
     keys = sorted(optimizer.defaults.keys() - _WAYS)
-    return [
-        ", ".join(f"{key}={text}" for key in keys if (text := _text(group.get(key))))
-        for group in optimizer.param_groups
-    ]
+    texts = [{key: _text(group.get(key)) for key in keys} for group in optimizer.param_groups]
+    return {OPTIMIZER: [", ".join(f"{key}={x}" for key, x in own.items() if x) for own in texts]}
 
 
 def _text(value: Any) -> str:

@@ -11,11 +11,10 @@ it is sent; exchanges of several rounds finish after the last bucket was sent.
 # No postponed annotations here: DDP looks at those of its hook.
 
 import atexit
-import functools
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,17 +22,23 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress.base import Compressor
+from hvd_compress.config import check_between, check_choice
+from hvd_compress.engines.base import Engine
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.named import Op
 from hvd_compress.errors import ConfigError
+from hvd_compress.integrations.checkpoints import entry, refused
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
+from .common_values import ModelStore
+from .ddp_buckets import check_bucket, cut
 from .engine import TorchEngine
 from .lost_ranks import naming_lost_ranks
 from .rank_states import gathered, own
+from .used import UsedParameters, may_leave_out
 
 # Its name before PyTorch 2.13 was another one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -63,6 +68,11 @@ class ProcessGroupEngine(TorchEngine):
     @property
     def size(self) -> int:
         return dist.get_world_size(self._group)
+
+    def _divisor(self, wire: str | None) -> float:
+        """As PyTorch's hooks do, but by a power of two, which leaves the significands as they
+        are."""
+        return 2.0 ** (self.size - 1).bit_length() if wire == "float16" else 1.0
 
     def _launch(self, op: Op) -> Any:
         with naming_lost_ranks(self._group):
@@ -142,10 +152,12 @@ class ProcessGroupEngine(TorchEngine):
 
 
 class _Bucket(NamedTuple):
-    """One of DDP's, and what it waits for."""
+    """One of DDP's, and what it waits for; ``gradients`` are the views of its buffer, or copies
+    where the memory has another order."""
 
     buffer: torch.Tensor
     parameters: list[torch.Tensor]
+    views: list[torch.Tensor]
     gradients: list[torch.Tensor]
     future: torch.futures.Future[torch.Tensor]
 
@@ -189,7 +201,8 @@ class DDPState:
         model: whose gradients are exchanged, inside of DistributedDataParallel or without it.
             Without it, parameters are called by their place in it, "parameter.0", in statistics,
             checkpoints and rules by name.
-        process_group: as for DistributedDataParallel.
+        process_group: the ranks to average over, as for DistributedDataParallel, which knows it: so
+            it may be left out where ``model`` is one.
         momentum, nesterov: for methods that take momentum over (DGC): then the optimizer must have
             none, since a hook cannot switch it off.  ``momentum=0.0`` for none at all.
         seed: for randomness that the ranks share.
@@ -199,7 +212,8 @@ class DDPState:
 
     Raises:
         ConfigError: the method takes momentum over, and none was named; ``residuals`` is neither
-            of the two; or, from the hook, this state belongs to another model.
+            of the two; the process group has other ranks than the model's; or, from the hook, this
+            state belongs to another model.
 
     >>> torch.distributed.init_process_group(
     ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -232,29 +246,46 @@ class DDPState:
                 f"write DDPState({type(method).__name__}(momentum=0.9), ...) and give the "
                 "optimizer momentum=0; or DDPState(..., momentum=0.0) for error feedback alone"
             )
+        if momentum is not None:
+            check_between("momentum", momentum, 0.0, 1.0)
+        check_choice("nesterov", nesterov, (True, False))
         if residuals not in ("mean", "ranks"):
             raise ConfigError(f'residuals is "mean" or "ranks", not {residuals!r}')
+        if not isinstance(model, torch.nn.Module | None):
+            raise ConfigError(
+                f"model is {type(model).__name__}: pass the DistributedDataParallel whose "
+                "gradients are exchanged, or the module in it, or leave it out"
+            )
         self._residuals = residuals
-        self._group = process_group
-        self._make = functools.partial(
-            Reducer,
-            method,
-            momentum=momentum or 0.0,
-            nesterov=nesterov,
-            seed=seed,
-            same_order=True,
-            in_place=True,  # the gradients are views into DDP's own buffers
-        )
+        self._group = _group_for(model, process_group)
+        names = self._names = dict[torch.Tensor, str]()
+        self._used, finds_unused = UsedParameters(), may_leave_out(model)
+
+        def make(engine: Engine) -> Reducer:
+            reducer = Reducer(
+                method,
+                engine,
+                store=ModelStore(names, momentum or 0.0, nesterov),
+                momentum=momentum or 0.0,
+                seed=seed,
+                same_order=True,
+                in_place=True,  # the gradients are views into DDP's own buffers
+                finds_unused=finds_unused,
+            )
+            method.bind(reducer)
+            return reducer
+
+        self._make, self._keeps_undo = make, False
         #: of a world of one until there is a process group: it knows the epoch
-        self.reducer = self._make(LocalEngine())
-        self._names: dict[torch.Tensor, str] = {}
+        self.reducer = make(LocalEngine())
         self._loaded: dict[str, Any] | None = None
         self._is_bound = False
         self._buckets: list[_Bucket] = []
         self._use = _Use()
         if model is not None:
             inner = model.module if isinstance(model, DistributedDataParallel) else model
-            self._names = {p: name for name, p in inner.named_parameters()}
+            self._names.update((p, name) for name, p in inner.named_parameters())
+            self._watch(self._names)
             trained = [p for p in self._names if p.requires_grad]  # others may be on meta
             if dist.is_initialized() and trained:
                 self._bind(trained[0].device)
@@ -264,6 +295,8 @@ class DDPState:
         epoch = self.reducer.epoch
         self.reducer = self._make(ProcessGroupEngine(self._group, device))
         self.reducer.epoch = epoch
+        if self._keeps_undo:
+            self.reducer.keep_undo()
         self._is_bound = True
         if self._loaded is not None:
             self._load(self._loaded)
@@ -282,6 +315,31 @@ class DDPState:
         """Announce an epoch, for schedules by epoch."""
         self.reducer.set_epoch(epoch)
 
+    def keep_undo(self) -> None:
+        """Keep what waits as it was before each backward pass, from now on, for :meth:`discard`: as
+        much memory as the states once more, and the time to copy them.  To be called on all ranks.
+        """
+        self.reducer.keep_undo()
+        self._keeps_undo = True
+
+    def discard(self) -> None:
+        """Take back what the last backward pass has exchanged, on all ranks, since no step will use
+        it::
+
+            state.keep_undo()  # once, before training
+            ...
+            if norm > limit:  # the same on all ranks: the gradients are averages
+                state.discard()
+                optimizer.zero_grad()
+
+        Residuals, velocities and the number of the step are those of before; gradients are the
+        caller's.
+
+        Raises:
+            ConfigError: :meth:`keep_undo` was not called, or there is nothing to take back.
+        """
+        self.reducer.discard()
+
     def state_dict(self, *, consolidate: bool = True) -> dict[str, Any]:
         """Return the state for ``torch.save``.  This is a collective unless ``consolidate`` is
         false: residuals are averaged over the ranks, or gathered on rank 0, so that any number of
@@ -297,6 +355,8 @@ class DDPState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; if there is no model yet, it takes effect with
         the first gradients."""
+        if not isinstance(state_dict, Mapping):
+            raise refused(f"it is {type(state_dict).__name__} where a dict was expected")
         if not self._is_bound:
             self._loaded = state_dict
             return
@@ -307,7 +367,7 @@ class DDPState:
         engine = self.reducer.engine
         state_dict = own(state_dict, engine.rank, engine.size)
         devices = {name: p.device for p, name in self._names.items()}
-        if unknown := set(state_dict.get("states", ())) - devices.keys():
+        if unknown := set(entry(state_dict, "states", Mapping)) - devices.keys():
             raise ConfigError(
                 f"this state dict has a state of {min(unknown)!r}, which the model has not: load "
                 "it into a DDPState that is made as the saved one was, with the model or without"
@@ -319,6 +379,7 @@ class DDPState:
 
     def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._use.has_begun = True
+        check_bucket(bucket)
         if bucket.index() == 0 and self._buckets:  # an exception has ended the last backward pass
             self._buckets.clear()
             self.reducer.abandon()
@@ -332,33 +393,64 @@ class DDPState:
                 "this DDPState belongs to another model: make one for each, "
                 "model.register_comm_hook(DDPState(...), ddp_hook)"
             )
-        self._buckets.append(_Bucket(buffer, parameters, bucket.gradients(), future))
+        views = cut(bucket)
+        gradients = [view.contiguous() for view in views]
+        self._buckets.append(_Bucket(buffer, parameters, views, gradients, future))
         if self._names:
             if not self._is_bound:
                 self._bind(buffer.device)
-            self.reducer.start_together(self._gradients(self._buckets[-1]))
+            self._start_exchange(self._buckets[-1])
         elif bucket.is_last():
             # DDP's first buckets go through the model from its end to its beginning.
             everyone = [p for each in reversed(self._buckets) for p in each.parameters]
-            self._names = {p: f"parameter.{i}" for i, p in enumerate(everyone)}
+            self._names.update((p, f"parameter.{i}") for i, p in enumerate(everyone))
             self._bind(buffer.device)
             for each in self._buckets:
-                self.reducer.start_together(self._gradients(each))
+                self._start_exchange(each)
+            self._watch(everyone)  # from the next pass on: before the first one nothing waits
         if bucket.is_last():
             self._finish()
         return future
 
-    def _gradients(self, bucket: _Bucket) -> dict[str, torch.Tensor]:
-        return {self._names[p]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
+    def _start_exchange(self, bucket: _Bucket) -> None:
+        parameters = bucket.parameters
+        named = {self._names[p]: g for p, g in zip(parameters, bucket.gradients, strict=True)}
+        self.reducer.start_together(named, self._used.unused(named, parameters))
+
+    def _watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        if self.reducer.finds_unused:
+            self._used.watch(parameters)
 
     def _finish(self) -> None:
         buckets, self._buckets = self._buckets, []
         directions = self.reducer.finish()
+        self._used.forget()
         for bucket in buckets:
-            for name, gradient in self._gradients(bucket).items():
-                if directions[name] is not gradient:
-                    gradient.copy_(directions[name])
+            for p, view in zip(bucket.parameters, bucket.views, strict=True):
+                if (direction := directions[self._names[p]]) is not view:
+                    view.copy_(direction)
             bucket.future.set_result(bucket.buffer)
+
+
+def _group_for(model: torch.nn.Module | None, given: Any) -> Any:
+    """Return the process group to average over, ``None`` for the default one."""
+    if not isinstance(given, dist.ProcessGroup | None):
+        raise ConfigError(
+            f"process_group is {type(given).__name__}, and must be a group that this rank belongs "
+            "to: dist.new_group([...]), mesh.get_group(), or None for all ranks"
+        )
+    if not isinstance(model, DistributedDataParallel):
+        return given
+    own = model.process_group
+    if given is None:
+        return None if own is dist.group.WORLD else own
+    theirs, ours = (sorted(dist.get_process_group_ranks(group)) for group in (own, given))
+    if theirs != ours:
+        raise ConfigError(
+            f"DistributedDataParallel averages over ranks {theirs}, and process_group has ranks "
+            f"{ours}: leave process_group out of DDPState, which takes the model's"
+        )
+    return given
 
 
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -369,7 +461,7 @@ def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[t
 
     Args:
         state: a :class:`DDPState`, of this model alone.
-        bucket: from DDP: gradients of floating point, one behind the other.
+        bucket: from DDP: gradients of floating point or complex, one after the other.
 
     Returns:
         A future of the bucket's averages, a flat tensor of the same length, dtype and device; the
@@ -378,6 +470,7 @@ def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[t
     Raises:
         ConfigError: ``state`` is something else, or belongs to another model.
         MismatchError: the ranks differ in method, options or parameters.
+        UnsupportedError: a gradient is sparse, or PyTorch's Python reducer calls the hook.
     """
     if not isinstance(state, DDPState):
         raise ConfigError(

@@ -20,6 +20,7 @@ from hvd_compress.transforms import momentum_after_averaging
 from . import backend
 from .common_values import numbers_of, sample_of
 from .momentum import Momentum
+from .parameters import changed_by_hand
 from .rows import exchange_rows
 
 #: prefix of this package's entries in ``optimizer.state[p]``
@@ -303,18 +304,22 @@ class ParameterStore(Store):
             "backward_passes_per_step": str(optimizer.backward_passes_per_step),
             "momentum, nesterov": str(momenta),
             "parameters": self._listed,
+            **({} if (change := self._change()) is None else {"param_groups": change}),
         }
 
     def numbers(self, step: int) -> Terms:
         optimizer, names = self.optimizer, self.optimizer._parameter_names
         everyone = (p for group in optimizer.param_groups for p in group["params"])
         sample = sample_of(((names[p], p) for p in everyone if p in names), step)
-        return {"optimizer": numbers_of(optimizer), **sample}
+        return {**numbers_of(optimizer), **sample}
+
+    def _change(self) -> str | None:
+        return changed_by_hand(self.optimizer.param_groups, self.optimizer.known_parameters)
 
     @property
     def _listed(self) -> list[str]:
         """The parameters with their shapes, and which of them are trained."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = self.optimizer.known_parameters
         now = [(p.requires_grad, p.shape) for p in parameters]
         if self._last_list is None or self._last_list[0] != now:
             names = self.optimizer._parameter_names

@@ -95,6 +95,7 @@ class Reducer:
         records: the bytes that each tensor has sent and received so far, by name.
         buckets: the assignment of tensors to buckets.
         clock: counts the time that exchanges take, in seconds.
+        finds_unused: see the argument.
         keeps_undo: the states of before each step are kept, for :meth:`discard`.
 
     Raises:
@@ -166,7 +167,7 @@ class Reducer:
         self._planned_for = engine.size  # ranks for which the buckets were planned
         self.homes = Homes(self.store.names, self.store.get)
         self._undo, self.keeps_undo = Undo(self.store), False
-        self._finds_unused, self._unused = finds_unused, set[str]()
+        self.finds_unused, self._unused = finds_unused, set[str]()
         self._agrees = False  # the ranks have begun to compare terms in this step
         if engine.is_collective:
             engine.agree(self._terms(), self.store.for_messages(_NOTHING))
@@ -348,7 +349,7 @@ class Reducer:
             )
         if directions.keys() != expected.keys():
             raise CompressionError(f"lost on the way: {expected.keys() - directions.keys()}")
-        if self._finds_unused and expected:
+        if self.finds_unused and expected:
             for name in self._unused_everywhere(sorted(expected), like):
                 self._undo.put_back([name])
                 directions[name] = backend_of(directions[name]).full_like(directions[name], 0.0)
@@ -550,7 +551,7 @@ class Reducer:
                 "step": str(self.step),
                 "epoch": str(self.epoch),
                 "buckets": self.buckets.digest,
-                **({"finds unused": "True"} if self._finds_unused else {}),
+                **({"finds unused": "True"} if self.finds_unused else {}),
                 **({"keeps undo": "True"} if self.keeps_undo else {}),
             }
         )

@@ -1,0 +1,67 @@
+"""The gradients in a bucket of DistributedDataParallel.
+
+A bucket is one flat buffer.  ``GradBucket.gradients()`` cuts it as if each parameter were real and
+its elements in their own order, which neither complex parameters nor those of another memory format
+are.  So it is cut here, as DDP cuts it: by the parameters' shapes and strides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvd_compress.errors import UnsupportedError
+
+
+def check_bucket(bucket: Any) -> None:
+    """Raise ``UnsupportedError`` unless this is a bucket of gradients that are dense."""
+    if not isinstance(bucket, dist.GradBucket):
+        raise UnsupportedError(
+            f"ddp_hook got {type(bucket).__name__} in the place of a bucket: PyTorch's Python "
+            "reducer hands over gradients one by one. Write torch._dynamo.config.optimize_ddp = "
+            'True in the place of "python_reducer", before DistributedDataParallel is made'
+        )
+    if bucket.buffer().layout is not torch.strided:
+        raise UnsupportedError(
+            "ddp_hook got the sparse gradient of an embedding: make it dense, by "
+            "torch.nn.Embedding(..., sparse=False); or drop DistributedDataParallel and use "
+            "hvd.DistributedOptimizer, over Horovod or MPI, which sends its rows"
+        )
+
+
+def cut(bucket: dist.GradBucket) -> list[torch.Tensor]:
+    """Return views of the buffer, one for each of the bucket's parameters, which have its elements
+    in the parameter's order.  Those of complex parameters are real, with one dimension more."""
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    is_complex = any(p.is_complex() for p in parameters)
+    as_real = is_complex and not buffer.is_complex()
+    flat = torch.view_as_complex(buffer.view(-1, 2)) if as_real else buffer
+    sizes = [p.numel() for p in parameters]
+    if sum(sizes) != flat.numel():
+        raise UnsupportedError(
+            f"DistributedDataParallel hands over a bucket of {buffer.numel()} elements of "
+            f"{buffer.dtype}, and its parameters have {sum(sizes)}: a model of this kind cannot "
+            "have ddp_hook yet; leave the hook out, or use hvd.DistributedOptimizer"
+        )
+    parts = zip(torch.split(flat, sizes), parameters, strict=True)
+    views = [
+        # DDP gives those that have gaps or share memory the order of their elements.
+        part.as_strided(p.shape, p.stride()) if _is_dense(p) else part.view(p.shape)
+        for part, p in parts
+    ]
+    return [torch.view_as_real(view) for view in views] if is_complex else views
+
+
+def _is_dense(p: torch.Tensor) -> bool:
+    """Whether the elements fill the memory between the first and the last, each with its own."""
+    if p.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
