@@ -26,7 +26,7 @@ FOLLOWS = (
 TAPE = (FOLLOWS[0], FOLLOWS[-1])
 ONCE = (
     *("training", "options", "torch_users", "numerics", "state", "shared", "rows", "auto"),
-    "collectives",
+    *("collectives", "dropped"),
 )
 TORCH = (*ONCE, *PARITY)
 KERAS = ("parity", "shared", "keras_fit", "keras_users")
@@ -69,7 +69,7 @@ class Job(NamedTuple):
 JOBS = [
     Job("horovod", (*TORCH, *OPTIMIZERS_TORCH, *OTHERS), "mpirun", 3),
     Job("horovod", PARITY, "gloo", 2),
-    Job("horovod", FOLLOWS, "alone", 1),
+    Job("horovod", (*FOLLOWS, "state.alone_momentum_does_not_vanish"), "alone", 1),
     Job("mpi", (*TORCH, *OPTIMIZERS_TORCH, "over_mpi", *OTHERS), "mpirun", 2),
     Job("mpi", GRAPHS, "mpirun", 4),
     Job("mpi", (*PARITY, "over_mpi"), "mpich", 3),
@@ -79,6 +79,7 @@ JOBS = [
     Job("tensorflow", ("optimizers_keras", "adam_zero_one_keras"), "mpirun", 2),
     Job("tensorflow", OTHERS_KERAS, "mpirun", 2),
     Job("tensorflow", ("graphs",), "mpirun", 3),
+    Job("tensorflow", ("keras_fit.momentum_goes_on_in_the_exchange_and_back",), "alone", 1),
     Job("tape", TAPE, "mpirun", 2),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),
     Job("tensorflow-mpi", OVER_MPI, "mpirun", 3),
@@ -114,7 +115,9 @@ FULL = [
 
 @functools.cache
 def names_of(job: Job) -> list[str]:
-    return [name for module in job.modules for name in names(module, over=job.over)]
+    return [
+        name for module in job.modules for name in names(module, over=job.over, ranks=job.ranks)
+    ]
 
 
 def run_scenarios(folder: Path, job: Job, **env: str) -> None:
@@ -165,6 +168,13 @@ def test_scenario(results, job, name):
         pytest.skip(problem)
     for rank, found in enumerate(results(job)):
         assert found[name] is None, f"rank {rank} of {job}: {found[name]}"
+
+
+def test_every_scenario_applies_in_a_job():
+    """Of those that are always run, so that none passes by saying nothing."""
+    modules = {module.partition(".")[0] for job in JOBS for module in job.modules}
+    every = {name for module in modules for name in names(module, over=None)}
+    assert every == {name for job in JOBS for name in names_of(job)}
 
 
 @pytest.mark.full

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(bool(unavailable()), reason=unavailable() or ""),
     pytest.mark.full,
 ]
-NAMES = [name for module in MODULES for name in names(module, "mpi_scenarios")]
+NAMES = [name for module in MODULES for name in names(module, "mpi_scenarios", over="mpi", ranks=4)]
 WORKER = jobs.TESTS / "cluster_worker.py"
 
 

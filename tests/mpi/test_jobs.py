@@ -38,7 +38,11 @@ FULL = [
 
 @functools.cache
 def names_of(job: Job) -> list[str]:
-    return [name for module in job.modules for name in names(module, "mpi_scenarios")]
+    return [
+        name
+        for module in job.modules
+        for name in names(module, "mpi_scenarios", over="mpi", ranks=job.ranks)
+    ]
 
 
 def cases(jobs: list[Job], *marks: pytest.MarkDecorator) -> list[Any]:
@@ -65,6 +69,11 @@ def results(tmp_path_factory):
         return [read(folder, rank, names_of(job)) for rank in range(job.ranks)]
 
     return run
+
+
+def test_every_scenario_applies_in_a_job():
+    every = {name for module in MODULES for name in names(module, "mpi_scenarios", over=None)}
+    assert every == {name for job in JOBS for name in names_of(job)}
 
 
 @pytest.mark.timeout(700)

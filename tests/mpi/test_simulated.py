@@ -413,7 +413,7 @@ SCENARIOS = [
     name
     for module in MODULES
     if module not in LOCAL
-    for name in names(module, "mpi_scenarios")
+    for name in names(module, "mpi_scenarios", over="mpi")
     if name not in OF_PROCESSES
 ]
 WORLDS = [
@@ -446,6 +446,8 @@ def scenario_modules():
 @pytest.mark.parametrize(("size", "order"), WORLDS)
 def test_scenario(size, order, name):
     module, function = name.split(".")
+    if not names(name, "mpi_scenarios", over="mpi", ranks=size):
+        pytest.skip(f"does not apply to {size} ranks")
     simulation = Simulation(size, order)
 
     def rank():

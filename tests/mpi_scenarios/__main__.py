@@ -15,6 +15,8 @@ warnings.filterwarnings("ignore", category=NeedsTuning)
 functions = {
     name: function
     for module in modules
-    for name, function in scenarios(module, "mpi_scenarios").items()
+    for name, function in scenarios(
+        module, "mpi_scenarios", over="mpi", ranks=MPI.COMM_WORLD.size
+    ).items()
 }
 run_all(folder, MPI.COMM_WORLD.rank, functions, MPI.COMM_WORLD.Barrier)

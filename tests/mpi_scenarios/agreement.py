@@ -11,11 +11,11 @@ from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.mpi.transport import notes
 from tests.mpi_scenarios.common import raises, world
+from tests.scenarios import applies
 
 
+@applies(least=2)
 def differing_calls_are_errors_everywhere() -> None:
-    if world.size == 1:
-        return
     odd = world.rank == world.size - 1
     comm = mpi.Communicator(world, timeout=20)
     with raises(MismatchError, r"float32\[3\]", r"float32\[4\]"):
@@ -85,9 +85,8 @@ def what_all_have_dropped_is_freed() -> None:
     kept.clear()
 
 
+@applies(least=2)
 def a_dropped_one_is_in_use_until_all_have_dropped_it() -> None:
-    if world.size == 1:
-        return
     first = mpi.Communicator(world)
     if world.rank == 0:
         handles = first.handles
@@ -106,10 +105,9 @@ def a_dropped_one_is_in_use_until_all_have_dropped_it() -> None:
         comm.free()
 
 
+@applies(least=3)
 def notes_end_with_their_communicator() -> None:
     """What nobody has read there is not taken for a note of the next one that gets its number."""
-    if world.size < 3:
-        return
     part = world.Split(world.rank == 0, world.rank)
     whole = mpi.Communicator(world)
     notes.leave([whole.handles], "waits elsewhere")

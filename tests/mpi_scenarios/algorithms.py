@@ -11,6 +11,7 @@ from hvd_compress.engines import lockstep
 from hvd_compress.mpi import carriers
 from hvd_compress.requests.algorithms import SPARSE_SUMS, SUMS
 from tests.mpi_scenarios.common import assert_same_everywhere, raises, world
+from tests.scenarios import applies
 
 SHAPES = {"w1": (40, 30), "b1": (30,), "w2": (300, 20), "one": (1,), "none": (0,)}
 
@@ -72,9 +73,8 @@ def nothing_is_lost_where_sums_are_rounded() -> None:
             )
 
 
+@applies(least=2)  # alone, nothing leaves
 def bytes_of_sparse_sums_are_those_that_left() -> None:
-    if world.size == 1:
-        return  # alone, nothing leaves
     via = allgather(top_k(0.05), algorithm="split_allgather")
     reducer = mpi.Reducer(chain(error_feedback(), via=via))
     comm = reducer.engine.comm
@@ -93,10 +93,9 @@ def bytes_of_sparse_sums_are_those_that_left() -> None:
     assert nothing == 0 < counted == left - without, (left, counted, without)
 
 
+@applies(least=3)  # there would be one node
 def by_way_of_nodes() -> None:
     """Nodes of two ranks, the last one of one if ranks are odd."""
-    if world.size < 3:
-        return  # there would be one node
     honest = carriers.nodes_of
     carriers.nodes_of = lambda comm: honest(comm, 2)
     try:
@@ -115,11 +114,10 @@ def oktopk_follows_the_lockstep_world() -> None:
         _follows_the_lockstep_world(method, 1e-6)
 
 
+@applies(least=2)
 def oktopk_sends_less_than_six_k() -> None:
     """6 k (P-1)/P values and indices of 4 bytes in steps that use a threshold of the past."""
     n, k, size = 40_000, 800, world.size
-    if size == 1:
-        return
     sent = {}
     for wire in (("int32", "float32"), ("packed", "float32"), ("packed", "float16")):
         reducer = mpi.Reducer(chain(via=ok_topk(k / n, indices=wire[0], values=wire[1])))

@@ -14,6 +14,7 @@ from hvd_compress.errors import ConfigError, MismatchError, PayloadError, Unsupp
 from hvd_compress.mpi.transport.communicator import Channel
 from hvd_compress.sharding import shards_of
 from tests.mpi_scenarios.common import array, assert_same_everywhere, raises, world
+from tests.scenarios import applies
 
 HEADER = 16
 SHAPES = ((), (0,), (1,), (5000,), (13, 40), (4, 3, 5, 2))
@@ -158,9 +159,8 @@ def nan_and_inf_reach_every_rank_and_no_residual() -> None:
     assert np.isnan(got).all() if P > 1 else (got == 60000).all()
 
 
+@applies(least=2)
 def damage_is_an_error_everywhere_and_changes_nothing() -> None:
-    if P == 1:
-        return
     comm = mpi.Communicator(world, checks=0)
     state = mpi.QuantizedState()
     x = _array(world.rank, (2 * P, 9), "float32", 0)

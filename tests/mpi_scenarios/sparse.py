@@ -28,6 +28,7 @@ from hvd_compress.mpi.sparse import messages as sparse_messages
 from hvd_compress.mpi.transport.point_to_point import exchange_open
 from hvd_compress.wire import encode_sparse, sparse_size
 from tests.mpi_scenarios.common import FLOATS, assert_same_everywhere, raises, world
+from tests.scenarios import applies
 
 CODECS = ("int32", "packed")
 P, RANK = world.size, world.rank
@@ -348,10 +349,9 @@ def auto_follows_the_cost_model() -> None:
 # -- gTop-k ------------------------------------------------------------------------------------
 
 
+@applies(least=2)
 def gtop_k_is_not_the_global_top_k() -> None:
     """x0 = (3, 2), x1 = (0, 2): the sum is (3, 4), the result (3, 0)."""
-    if P == 1:
-        return
     chosen = [_sparse([0], [3]), _sparse([1], [2])]
     mine = chosen[RANK] if RANK < 2 else _nothing()
     for op, value in (("sum", 3), ("mean", np.float32(3) / np.float32(P))):
@@ -497,9 +497,8 @@ def refusals_name_the_way_out() -> None:
         mpi.gtop_k_allreduce(mine, 5, 1, indices="rice")
 
 
+@applies(least=2)
 def differing_calls_are_errors_everywhere() -> None:
-    if P == 1:
-        return
     odd = RANK == P - 1
     comm = mpi.Communicator(world, timeout=20)
     mine = _sparse([1], [1])
@@ -515,10 +514,9 @@ def differing_calls_are_errors_everywhere() -> None:
     comm.free()
 
 
+@applies(least=2)
 def vectors_of_other_lengths_are_noticed_without_comparing_calls() -> None:
     """After the calls that ranks compare, or without any, frames tell."""
-    if P == 1:
-        return
     n = 100 + (RANK == P - 1)
     # Before any rank is late, since some notice sooner than others.
     comms = [mpi.Communicator(world, timeout=2, checks=0) for _ in ALGORITHMS]
@@ -548,9 +546,8 @@ def damage_is_noticed_by_all_who_read_it() -> None:
     comm.free()
 
 
+@applies(least=2)
 def announced_sizes_are_checked() -> None:
-    if P == 1:
-        return
     comm = mpi.Communicator(world, timeout=20)
     peer = (RANK + 1) % P
     source = (RANK - 1) % P

@@ -29,6 +29,7 @@ from hvd_compress.systems import Coordinator
 from hvd_compress.systems.rounds import DiLoCo
 from tests.method_table import ROWS
 from tests.mpi_scenarios.common import assert_same_everywhere, raises, world
+from tests.scenarios import applies
 
 SHAPES = {"w1": (40, 30), "b1": (30,), "w2": (30, 20), "b2": (20,), "one": (1,), "none": (0,)}
 
@@ -225,10 +226,9 @@ def checkpoints_keep_the_total() -> None:
         spread.load_state_dict(mpi.Reducer("topk").state_dict())
 
 
+@applies(least=2)
 def a_state_that_one_rank_alone_has_loaded_is_noticed() -> None:
     """Ranks at different steps would draw different elements, and drift apart."""
-    if world.size == 1:
-        return
     for method in ("randomk:density=0.1", "sketch"):
         reducer = mpi.Reducer(method)
         for step in range(2):
@@ -316,10 +316,9 @@ def _local_steps(coordinator: Coordinator, x: dict[str, np.ndarray], steps: int)
     return x
 
 
+@applies(least=2)  # one rank agrees with itself
 def ranks_of_local_steps_that_begin_apart_are_told() -> None:
     """Also in what they have loaded; not if they go on from a state that is the same."""
-    if world.size == 1:
-        return  # one rank agrees with itself
     method, shape = DiLoCo(sync_every=2, fragments=2), (3,)
     start = {name: np.zeros(shape, np.float32) for name in ("a", "b")}
 

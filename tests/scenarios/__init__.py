@@ -24,21 +24,41 @@ def horovod_only(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
+def applies(
+    *, least: int = 1, most: int | None = None, over: Sequence[str] = ()
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Where a scenario says something: elsewhere it is not run, and is no test.
+
+    Args:
+        least, most: numbers of ranks.
+        over: beginnings of ``SCENARIOS_OVER``; all if empty.
+    """
+    return lambda function: function
+
+
 def scenarios(
-    module: str, package: str = "scenarios", *, over: str = "horovod"
+    module: str, package: str = "scenarios", *, over: str = "horovod", ranks: int | None = None
 ) -> dict[str, Callable[[], None]]:
     """The public functions that a module defines and that take no arguments, in their order, by
     names like "module.function".  Of "module.function" only that one.
 
-    ``over`` "mpi", or anything that ends so, leaves out what is about Horovod itself.
+    Those are left out that do not apply with so many ``ranks``, or over that.  ``over`` "mpi", or
+    anything that ends so, leaves out what is about Horovod itself.
     """
     loaded = importlib.import_module(f"tests.{package}.{module.partition('.')[0]}")
-    found = names(module, package, over=over)
+    found = names(module, package, over=over, ranks=ranks)
     return {name: getattr(loaded, name.partition(".")[2]) for name in found}
 
 
-def names(module: str, package: str = "scenarios", *, over: str = "horovod") -> list[str]:
-    """Their names, without an import of the module and of its framework."""
+def names(
+    module: str,
+    package: str = "scenarios",
+    *,
+    over: str | None = "horovod",
+    ranks: int | None = None,
+) -> list[str]:
+    """Their names, without an import of the module and of its framework.  ``None``: whatever it
+    is."""
     module, _, only = module.partition(".")
     source = (Path(__file__).parent.parent / package / f"{module}.py").read_text()
     return [
@@ -48,10 +68,19 @@ def names(module: str, package: str = "scenarios", *, over: str = "horovod") -> 
         and not node.name.startswith("_")
         and not node.args.args
         and only in ("", node.name)
-        and (
-            not over.endswith("mpi") or "horovod_only" not in map(ast.unparse, node.decorator_list)
-        )
+        and all(_applies(decorator, over, ranks) for decorator in node.decorator_list)
     ]
+
+
+def _applies(decorator: ast.expr, over: str | None, ranks: int | None) -> bool:
+    if ast.unparse(decorator) == "horovod_only":
+        return not (over and over.endswith("mpi"))
+    if not isinstance(decorator, ast.Call) or ast.unparse(decorator.func) != "applies":
+        return True
+    given = {word.arg: ast.literal_eval(word.value) for word in decorator.keywords}
+    if ranks is not None and not given.get("least", 1) <= ranks <= (given.get("most") or ranks):
+        return False
+    return over is None or over.partition("-")[0] in (given.get("over") or over)
 
 
 def run_all(

@@ -19,6 +19,8 @@ warnings.filterwarnings("ignore", category=PoorFit)  # a few steps teach nothing
 warnings.filterwarnings("ignore", category=NeedsTuning)
 hvd.init()
 functions = {
-    name: function for module in modules for name, function in scenarios(module, over=over).items()
+    name: function
+    for module in modules
+    for name, function in scenarios(module, over=over, ranks=hvd.size()).items()
 }
 run_all(folder, hvd.rank(), functions, barrier)

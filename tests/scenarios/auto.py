@@ -14,6 +14,7 @@ import torch
 from hvd_compress import ConfigError
 from hvd_compress.auto import meeting, pilot
 from tests.devices import DEVICE
+from tests.scenarios import applies
 from tests.scenarios.common import (
     assert_close,
     assert_same_everywhere,
@@ -87,9 +88,8 @@ def ranks_with_other_clocks_choose_alike() -> None:
     assert_same_everywhere(model)
 
 
+@applies(least=2)
 def the_choice_is_used_and_left() -> None:
-    if hvd.size() == 1:
-        return
     for text in (TEXT, "linear"):
         model, optimizer = begin()
         still(optimizer)
@@ -108,9 +108,8 @@ def the_choice_is_used_and_left() -> None:
         assert_same_everywhere(model)
 
 
+@applies(least=2)
 def a_dense_step_sends_all_that_waited() -> None:
-    if hvd.size() == 1:
-        return
     model, optimizer = begin(lr=0.0, momentum=0.0)  # so that gradients do not depend on it
     other = make_model()
     dense = distribute(sgd(other, lr=0.0, momentum=0.0), other, hvd.NoCompression())
@@ -130,9 +129,8 @@ def a_dense_step_sends_all_that_waited() -> None:
         torch.testing.assert_close(total, sums[1][name], rtol=1e-4, atol=1e-5)
 
 
+@applies(least=2)
 def checkpoints_have_the_choice() -> None:
-    if hvd.size() == 1:
-        return
     model, optimizer = begin()
     still(optimizer)
     with chosen(TEXT):
@@ -179,9 +177,8 @@ def checkpoints_have_the_choice() -> None:
     assert any(x.any() for x in reducer_of(fixed).waiting().values())
 
 
+@applies(least=2)
 def steps_that_are_not_finite_are_not_measured() -> None:
-    if hvd.size() == 1:
-        return
     model, optimizer = begin()
     for step in range(3):
         optimizer.zero_grad()
@@ -197,9 +194,8 @@ def steps_that_are_not_finite_are_not_measured() -> None:
     assert facts(optimizer)["phase"] == "using"
 
 
+@applies(least=2)
 def loss_scaling_goes_on_through_a_change() -> None:
-    if hvd.size() == 1:
-        return
     models = []
     for scales in (True, False):
         model, optimizer = begin()
@@ -219,9 +215,8 @@ def loss_scaling_goes_on_through_a_change() -> None:
     assert_close(*models)
 
 
+@applies(least=2)
 def embeddings_with_sparse_gradients() -> None:
-    if hvd.size() == 1:
-        return
     run = make(AUTO, kind="words", momentum=0.0)
     still(run.optimizer)
     with chosen(TEXT):

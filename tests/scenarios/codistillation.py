@@ -14,6 +14,7 @@ from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.systems.teachers import losses as in_numpy
 from hvd_compress.wire.header import padded
 from tests.devices import DEVICE
+from tests.scenarios import applies
 from tests.scenarios.common import LR, assert_same_everywhere, batch, make_model, sgd
 from tests.scenarios.driver import hvd, raises
 
@@ -189,9 +190,8 @@ def bytes_are_counted() -> None:
         assert total.dense_bytes == 2 * others * (8 * 5 * 4 if exchange == "predictions" else 4 * n)
 
 
+@applies(least=2)
 def a_rank_with_nan_is_no_teacher() -> None:
-    if hvd.size() == 1:
-        return
     for exchange in ("predictions", "checkpoints"):
         model = make_model(hvd.rank())
         if hvd.rank() == 0:
@@ -214,9 +214,8 @@ def a_rank_with_nan_is_no_teacher() -> None:
             assert told == [] or exchange == "checkpoints"
 
 
+@applies(least=2)
 def ranks_that_differ_are_told() -> None:
-    if hvd.size() == 1:
-        return
     model = make_model(hvd.rank())
     codistillation = hvd.Codistillation(model, "predictions")
     with raises(MismatchError, "the inputs of this rank and of rank", "differ"):
@@ -242,9 +241,8 @@ def ranks_that_differ_are_told() -> None:
         codistillation.loss(loss, logits)
 
 
+@applies(least=2)
 def what_is_frozen_is_sent_once() -> None:
-    if hvd.size() == 1:
-        return
     model = make_model(hvd.rank())
     first = list(model.parameters())[:2]
     for p in first:
@@ -279,6 +277,7 @@ def what_is_frozen_is_sent_once() -> None:
         assert torch.equal(theirs[name].reshape(-1), everyone[left])
 
 
+@applies(least=2)
 def teachers_predict_in_inference_mode() -> None:
     """With the statistics of batch normalisation that they have learnt, without dropout, and
     without a trace in model or random numbers."""
@@ -292,8 +291,6 @@ def teachers_predict_in_inference_mode() -> None:
             torch.nn.Linear(8, 5),
         ).to(DEVICE)
 
-    if hvd.size() == 1:
-        return
     models = [make(rank) for rank in range(hvd.size())]
     for model in models:
         for step in range(3):
@@ -313,9 +310,8 @@ def teachers_predict_in_inference_mode() -> None:
         assert torch.equal(value, before[name]), name
 
 
+@applies(least=2)
 def half_precision_and_tied_weights() -> None:
-    if hvd.size() == 1:
-        return
     for dtype in (torch.bfloat16, torch.float64):
         model = make_model(hvd.rank(), dtype)
         model[0].bias = torch.nn.Parameter(torch.zeros(64, dtype=dtype, device=DEVICE))
@@ -382,9 +378,8 @@ def states_that_do_not_fit() -> None:
     assert len(codistillation._codistiller.teachers) == hvd.size() - 1
 
 
+@applies(least=2)
 def groups_train_data_parallel() -> None:
-    if hvd.size() == 1:
-        return
     last = hvd.size() - 1
     groups = [list(range(last)), [last]]
     sets = [hvd.add_process_set(hvd.ProcessSet(ranks)) for ranks in groups]

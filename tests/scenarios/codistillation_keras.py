@@ -12,6 +12,7 @@ from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
 from hvd_compress.systems.teachers import WeightDecay
 from hvd_compress.systems.teachers import losses as in_numpy
 from hvd_compress.wire.header import padded
+from tests.scenarios import applies
 from tests.scenarios.driver import raises
 from tests.scenarios.driver_tensorflow import hvd_keras as hvd
 
@@ -129,10 +130,9 @@ def losses_are_those_in_numpy() -> None:
         assert abs(float(ours.distance(tf.constant(z), goal)) - expected) < 1e-12, name
 
 
+@applies(least=2)
 def teachers_predict_in_inference_mode() -> None:
     """With their statistics of batch normalisation, and without dropout."""
-    if hvd.size() == 1:
-        return
 
     def make(seed: int) -> keras.Model:
         keras.utils.set_random_seed(seed)
@@ -165,9 +165,8 @@ def teachers_predict_in_inference_mode() -> None:
     assert again == 4 * (8 * 4 + 4)
 
 
+@applies(least=2)
 def a_rank_with_nan_is_no_teacher() -> None:
-    if hvd.size() == 1:
-        return
     model, (x, _) = _model(hvd.rank()), _batch(0, 0)
     if hvd.rank() == 0:
         model.variables[0].assign(np.full((6, 8), np.nan))

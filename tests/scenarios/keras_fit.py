@@ -20,7 +20,7 @@ import tensorflow as tf
 from hvd_compress import BF16, DGC, FP16, LGC, NoCompression, StagedWarmup, TopK
 from hvd_compress.errors import ConfigError, UnsupportedError
 from tests.mutations import mutations, same
-from tests.scenarios import horovod_only, oracle
+from tests.scenarios import applies, horovod_only, oracle
 from tests.scenarios.driver import (
     assert_close,
     assert_same_everywhere,
@@ -308,10 +308,9 @@ def models_are_saved_and_go_on() -> None:
     barrier()
 
 
+@applies(most=1)  # plain SGD trains one rank
 def momentum_goes_on_in_the_exchange_and_back() -> None:
     """Three steps of plain SGD, three of ours, three of plain SGD: nine steps of SGD."""
-    if hvd.size() > 1:
-        return  # plain SGD trains one rank
     for nesterov in (False, True):
         model, reference = model_of("mlp"), model_of("mlp")
         plain = _sgd(nesterov=nesterov)
@@ -339,9 +338,8 @@ def _apply(optimizer, model, steps) -> None:
         optimizer.apply([tf.constant(g) for g in found.values()], model.trainable_variables)
 
 
+@applies(least=2)  # one rank is everybody
 def one_ranks_state_saved_as_everybodys_warns() -> None:
-    if hvd.size() == 1:
-        return  # one rank is everybody
     optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
     model, _ = _fit(optimizer)
     with tempfile.TemporaryDirectory() as folder:
@@ -695,9 +693,8 @@ def schedules_by_epoch_need_epochs() -> None:
 
 
 @horovod_only
+@applies(least=2)  # alone, nothing travels
 def a_damaged_message_is_an_error() -> None:
-    if hvd.size() == 1:
-        return  # alone, nothing travels
     from hvd_compress.tensorflow.engine import HorovodEngine
 
     honest = HorovodEngine._launch

@@ -12,6 +12,7 @@ import torch
 from hvd_compress import systems
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.systems import rounds
+from tests.scenarios import applies
 from tests.scenarios.common import (
     LR,
     assert_same_everywhere,
@@ -185,9 +186,8 @@ def ranks_are_equal_after_a_round() -> None:
         assert compression == "none" or stats.ratio > 3 or hvd.size() == 1
 
 
+@applies(least=2)  # one rank agrees with itself
 def ranks_that_differ_say_so() -> None:
-    if hvd.size() == 1:
-        return  # one rank agrees with itself
     odd = hvd.rank() == 1
     with raises(MismatchError, "training", "sync_every=3"):
         model = make_model()
@@ -398,10 +398,9 @@ def methods_of_both_doors_are_the_same() -> None:
         hvd.LocalSGD(8)
 
 
+@applies(least=2)  # one rank agrees with itself
 def ranks_that_begin_apart_are_told() -> None:
     """At the first exchange; until then they can still be made equal."""
-    if hvd.size() == 1:
-        return  # one rank agrees with itself
     for method in (
         rounds.DiLoCo(sync_every=2),
         rounds.SlowMo(sync_every=2),

@@ -29,7 +29,7 @@ from hvd_compress.torch import (
     Signum,
     TopK,
 )
-from tests.scenarios import horovod_only
+from tests.scenarios import applies, horovod_only
 from tests.scenarios.common import (
     assert_close,
     assert_same_everywhere,
@@ -74,6 +74,8 @@ def not_a_number_reaches_every_rank_and_no_residual() -> None:
             assert method == NoCompression() or any(
                 not torch.equal(a, b) for a, b in zip(before, clean, strict=True)
             )
+            with optimizer.skip_synchronize():
+                optimizer.step()
             optimizer.zero_grad()
             loss = loss_of(model, hvd.rank(), 4)
             if hvd.rank() == hvd.size() - 1:
@@ -260,9 +262,8 @@ def fused_optimizers_under_a_grad_scaler() -> None:
 
 
 @horovod_only
+@applies(least=2)  # alone, nothing travels
 def a_damaged_message_raises() -> None:
-    if hvd.size() == 1:
-        return  # alone, nothing travels
     import hvd_compress.torch.engine as engine
 
     model = make_model()
@@ -290,9 +291,8 @@ def a_damaged_message_raises() -> None:
 
 
 @horovod_only
+@applies(least=2)  # alone, nothing travels
 def damaged_rows_raise() -> None:
-    if hvd.size() == 1:
-        return  # alone, nothing travels
     import hvd_compress.torch.engine as engine
 
     model = _embedding(sparse=True)
@@ -320,9 +320,8 @@ def damaged_rows_raise() -> None:
     optimizer.compression.abandon()
 
 
+@applies(least=2)  # one rank has nobody to differ from
 def different_options_on_different_ranks_raise() -> None:
-    if hvd.size() == 1:
-        return  # one rank has nobody to differ from
     model = make_model()
     density = 0.05 if hvd.rank() else 0.06
     if over == "mpi":
@@ -335,10 +334,9 @@ def different_options_on_different_ranks_raise() -> None:
         optimizer.compression.exchange_gradients([model[0].weight])
 
 
+@applies(least=2)
 def models_that_differ_are_errors() -> None:
     """By the name of a parameter, by its shape, by what is frozen."""
-    if hvd.size() == 1:
-        return
     odd = hvd.rank() == 1
     for what, change in (
         ("other", lambda name, p: (name + ".other" * odd, p)),
@@ -356,10 +354,10 @@ def models_that_differ_are_errors() -> None:
             optimizer.synchronize()
 
 
+@horovod_only
+@applies(least=2)  # over MPI sizes are known
 def a_payload_of_another_size_accuses_nobody() -> None:
     """An allgather does not tell who sent how much."""
-    if over == "mpi" or hvd.size() == 1:
-        return  # over MPI sizes are known
     own = torch.zeros(24 + 8 * (hvd.rank() == 1), dtype=torch.uint8)
     binding = distribute(sgd(model := make_model()), model, TopK).compression
 
@@ -455,9 +453,8 @@ def gradients_that_are_sparse_now_and_dense_then() -> None:
         assert_same_everywhere(model)
 
 
+@applies(least=2)  # one rank agrees with itself
 def sparse_here_and_dense_there_is_an_error() -> None:
-    if hvd.size() == 1:
-        return  # one rank agrees with itself
     for method in (
         NoCompression(),
         PowerSGD(min_compression_rate=1),
@@ -511,10 +508,9 @@ def feedback_in_units_of_the_step_keeps_the_virtual_iterate() -> None:
     assert_same_everywhere(model)
 
 
+@applies(least=2)  # alone there is nothing to miss
 def dense_reference_is_not_the_same_code() -> None:
     """The references would notice a missing exchange: without one, ranks differ."""
-    if hvd.size() == 1:
-        return  # alone there is nothing to miss
     model, reference = make_model(), make_model()
     train(model, sgd(model), range(3))
     dense_reference(reference, sgd(reference), range(3))

@@ -19,6 +19,7 @@ from hvd_compress.errors import (
 )
 from hvd_compress.torch import BF16, DGC, FP16, NoCompression, RandomK, TopK
 from tests.devices import DEVICE
+from tests.scenarios import applies
 from tests.scenarios.common import (
     LR,
     assert_same_everywhere,
@@ -52,9 +53,8 @@ def same_bits_as_the_lockstep_world() -> None:
             assert torch.equal(p, q), (method, name)
 
 
+@applies(least=2)  # alone, nothing leaves
 def buckets_leave_while_backward_goes_on() -> None:
-    if hvd.size() == 1:
-        return  # alone, nothing leaves
     model = make_model()
     optimizer = distribute(sgd(model), model, TopK(density=0.05))
     optimizer.compression.reducer.buckets.nbytes = 1
@@ -84,10 +84,9 @@ def gradients_may_become_ready_in_another_order() -> None:
     assert_same_everywhere(branches)
 
 
+@applies(least=2)  # alone, nothing travels
 def a_damaged_message_ends_the_use_of_the_optimizer() -> None:
     """Others may not have noticed, and what they send must not meet what is sent later."""
-    if hvd.size() == 1:
-        return  # alone, nothing travels
     model = make_model()
     optimizer = distribute(sgd(model), model, TopK(density=0.05))
     train(model, optimizer, range(2))
@@ -141,9 +140,8 @@ def a_tensor_without_elements_alone_in_its_bucket() -> None:
     assert_same_everywhere(model)
 
 
+@applies(least=2)  # one rank agrees with itself
 def options_that_differ_are_errors() -> None:
-    if hvd.size() == 1:
-        return  # one rank agrees with itself
     odd = hvd.rank() == 1
     for options in (
         {"op": hvd.Sum if odd else hvd.Average},
@@ -160,9 +158,8 @@ def options_that_differ_are_errors() -> None:
         hvd.allgather(torch.ones(2, 3 if odd else 2))
 
 
+@applies(least=2)  # covered by the scenarios without groups
 def groups_notice_too_many_backward_passes() -> None:
-    if hvd.size() == 1:
-        return  # covered by the scenarios without groups
     model = make_model()
     optimizer = distribute(sgd(model), model, TopK(density=0.05), groups=2)
     loss_of(model, hvd.rank(), 0).backward()

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvd_compress import NoCompression, StagedWarmup, TopK
 from hvd_compress.errors import ConfigError, MismatchError, SetupError, UnsupportedError
+from tests.scenarios import applies
 from tests.scenarios.driver import assert_same_everywhere, barrier, raises
 from tests.scenarios.driver_tensorflow import hvd, hvd_keras
 
@@ -109,10 +110,9 @@ def several_steps_in_one_call_of_a_graph() -> None:
     assert_same_everywhere(dict(enumerate(model.get_weights())))
 
 
+@applies(least=2)
 def a_late_rank_is_named() -> None:
     """The error of the collective is inside of that of the graph."""
-    if hvd.size() == 1:
-        return
     everyone = hvd.add_process_set(range(hvd.size()))
     binding = hvd.bind(NoCompression(), [tf.Variable(tf.zeros([3]))], process_set=everyone)
     binding.reduce([tf.ones([3])])

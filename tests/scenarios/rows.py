@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from hvd_compress import DGC, NoCompression, TopK, switch
-from tests.scenarios import oracle
+from tests.scenarios import applies, oracle
 from tests.scenarios.driver import (
     assert_close,
     assert_same_everywhere,
@@ -157,17 +157,15 @@ def dense_gradients_know_nothing_of_rows() -> None:
     assert not any(np.any(x) for x in run.states().values())
 
 
+@applies(over=("horovod", "mpi"))  # Horovod's TensorFlow adds dense gradients up
 def several_backward_passes() -> None:
-    if over not in ("horovod", "mpi"):
-        return  # Horovod's TensorFlow adds dense gradients up
     run = _run(NoCompression(rows="top:0.3"), backward_passes_per_step=2)
     expected = _Oracle(_top(0.3), passes=2).steps(range(4))
     assert_close(train(run, range(4), passes=2).weights(), expected.weights, 1e-7, 1e-9)
 
 
+@applies(least=3)  # a set needs somebody outside; sizes 3 and more run this
 def a_set_of_processes() -> None:
-    if hvd.size() < 3:
-        return  # a set needs somebody outside; sizes 3 and more run this
     members = list(range(hvd.size() - 1))
     subset = hvd.add_process_set(members)
     try:

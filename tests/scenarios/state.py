@@ -24,7 +24,7 @@ from hvd_compress.torch import DGC, EF21, LGC, ConfigError, NoCompression, Power
 from hvd_compress.torch.checkpoint import broadcast, local_state_dict
 from hvd_compress.wire import sparse_size
 from tests.mutations import mutations, same
-from tests.scenarios import horovod_only
+from tests.scenarios import applies, horovod_only
 from tests.scenarios.common import (
     assert_close,
     assert_same_everywhere,
@@ -527,10 +527,9 @@ def statistics_go_to_tensorboard() -> None:
         assert "compression/0.weight/residual_norm" in events.Tags()["scalars"]
 
 
+@applies(most=1)  # what this shows for one rank, the references show for several
 def alone_momentum_does_not_vanish() -> None:
     """Where Horovod reduces nothing (one rank), the exchange still applies momentum."""
-    if hvd.size() > 1:
-        return  # what this shows for one rank, the references show for several
     for method in (DGC(density=1.0), NoCompression()):
         model, reference = make_model(), make_model()
         train(model, distribute(sgd(model), model, method), range(6))
