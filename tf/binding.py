@@ -5,31 +5,22 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 import re
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-import numpy as np
 import tensorflow as tf
 
-from hvd_compress.agreement import Terms, listed
+from hvd_compress.agreement import listed
 from hvd_compress.base import Compressor, Context
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import BucketExchange
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
-from hvd_compress.integrations.checkpoints import (
-    check_array,
-    entry,
-    refused,
-    saver_in,
-    share,
-    whole,
-)
+from hvd_compress.integrations.checkpoints import lost, refused
 from hvd_compress.integrations.optimizers import momentum_inside
 from hvd_compress.methods import as_fixed
 from hvd_compress.methods.rows import keeps_residual, rows_state
@@ -41,11 +32,11 @@ from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.sharding import shards_of
 from hvd_compress.stats import Record, Stats, norm_of_residual
 
-from . import backend
+from . import backend, saved_state
+from .contexts import check_context
 from .rows import merged
-from .runtime import Runtime
+from .runtime import Common, Number, Runtime
 from .store import COUNTED, Exchanged, VariableStore, exchange, scaled
-from .xla import refuse_xla
 
 logger = logging.getLogger("hvd_compress")
 
@@ -93,10 +84,11 @@ def places_of_groups(groups: Any, variables: Sequence[Any]) -> Any:
     return [[places[id(native(v))] for v in group if id(native(v)) in places] for group in groups]
 
 
-class Binding(tf.Module):
+class Binding(tf.train.experimental.PythonState):
     """A method with its state for some variables.
 
-    ``tf.train.Checkpoint(model=model, compression=binding)`` saves and restores it.
+    ``tf.train.Checkpoint(model=model, compression=binding)`` saves and restores it; see
+    :mod:`.saved_state`.
 
     Args:
         runtime: what carries the exchanges.
@@ -116,6 +108,8 @@ class Binding(tf.Module):
         step, epoch: of the next exchange; variables.
         states: variables by index of the slot and key.
         sharing: indices of the slots that have something in common with others.
+        consolidated_at: the step at which all ranks had the same.
+        consolidate_call, serves_all: what gives all ranks the same, and whether they have it.
         on_behalf: others whose messages count here as well.
 
     >>> w = tf.Variable(tf.ones(1000))
@@ -149,7 +143,7 @@ class Binding(tf.Module):
         alone: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__(name="hvd_compress")
+        check_context()
         self.method: Compressor = as_fixed(compression)
         hvd = runtime.hvd
         op = hvd.Average if op is None else op
@@ -181,11 +175,12 @@ class Binding(tf.Module):
             self.epoch = _variable(-1, "epoch", tf.float64)
             self._counts = _variable(tf.zeros([len(slots), len(COUNTED)], tf.int64), "counts")
             self.states: dict[str, dict[str, tf.Variable]] = self._fresh_states()
-            self._consolidated_at = _variable(0, "consolidated_at", tf.int64)
+            self.consolidated_at = _variable(0, "consolidated_at", tf.int64)
         self.on_behalf: list[Binding] = []
-        # What no checkpoint shall look at: functions, and memory for the loops of all graphs.
-        object.__setattr__(self, "_averages", {})
-        object.__setattr__(self, "_scratch", {})
+        self.consolidate_call = "compression.consolidate()"
+        self.serves_all: Callable[[], bool] = lambda: self.is_consolidated
+        self._averages: dict[tuple[str, ...], Any] = {}
+        self._scratch: dict[str, Any] = {}  # memory for the loops of all graphs
         self.forget_graphs()
         self.method.bind(self)
         Binding.alive.add(self)
@@ -244,7 +239,7 @@ class Binding(tf.Module):
 
         This is a collective: call it on every rank before rank 0 saves.
         """
-        self._consolidated_at.assign(self.step)
+        self.consolidated_at.assign(self.step)
         self.average(self._differing())
 
     def average(self, own: Sequence[tuple[str, tf.Variable]]) -> None:
@@ -271,18 +266,28 @@ class Binding(tf.Module):
     def is_consolidated(self) -> bool:
         """Whether what this rank has is what all have."""
         alone = self.engine.size == 1 or not self._differing()
-        return alone or bool(self._consolidated_at == self.step)
+        return alone or bool(self.consolidated_at == self.step)
 
     def broadcast(self, root_rank: int = 0) -> None:
         """Give all ranks the state of ``root_rank`` if they have come to different steps, because
-        not all have loaded a checkpoint.  This is a collective."""
+        not all have loaded a checkpoint.  Of what differs between ranks, all get the mean over the
+        ranks, for which those that are at other steps have nothing.  This is a collective."""
+        for binding in self.on_behalf:
+            binding.broadcast(root_rank)
         if self.engine.size == 1:
             return
         hvd = self._runtime.hvd
-        steps = hvd.allgather(self.step.value()[None], process_set=self._set).numpy()
-        if len(set(steps.tolist())) > 1:
-            own = [v for state in self.states.values() for v in state.values()]
-            hvd.broadcast_variables([self.step, self.epoch, *own], root_rank, self._set)
+        own = tf.stack([self.step.value(), tf.cast(self.is_consolidated, tf.int64)])
+        steps = hvd.allgather(own[:1], process_set=self._set).numpy()
+        if len(set(steps.tolist())) == 1:
+            return
+        step, serves_all = hvd.broadcast(own, root_rank, process_set=self._set).numpy()
+        if serves_all:
+            self._take_over(self.states_of_all(), root_rank)
+            return
+        if hvd.rank() == root_rank:
+            warnings.warn(lost(f"{sum(steps == step)} of {len(steps)} ranks"), stacklevel=2)
+        self._merge(self.step == step, root_rank)
 
     def unite(self) -> None:
         """Give all ranks the state of rank 0 and, of what differs between ranks, the mean over
@@ -297,16 +302,46 @@ class Binding(tf.Module):
         self._number, Binding._next_number = map(int, numbers)
         has_begun = tf.cast(self.step > 0, tf.float64)
         part = hvd.allreduce(has_begun, op=hvd.Average, name="hvd_compress.has_begun")
+        self._merge(self.step > 0, 0, part)
+
+    def _merge(self, counts: Any, root_rank: int, part: Any = 1.0) -> None:
+        """Give all ranks the root's state and, of what differs, the sum over the ranks that count,
+        divided by the number of all ranks and by ``part``; a collective."""
         differing = self._differing()
         for _, variable in differing:
-            variable.assign(variable * tf.cast(has_begun, variable.dtype))
+            variable.assign(variable * tf.cast(counts, variable.dtype))
         self.average(differing)
         for _, variable in differing:
             variable.assign(tf.math.divide_no_nan(variable, tf.cast(part, variable.dtype)))
         everyones = {id(variable) for _, variable in differing}
-        states = [v for state in self.states.values() for v in state.values()]
-        common = [self.step, self.epoch, *(v for v in states if id(v) not in everyones)]
-        hvd.broadcast_variables(common, 0)
+        self._take_over([v for v in self.states_of_all() if id(v) not in everyones], root_rank)
+
+    def _take_over(self, states: Sequence[tf.Variable], root_rank: int) -> None:
+        """Give all ranks the root's progress and these variables, after which they have the same
+        state; a collective."""
+        variables = [self.step, self.epoch, *states]
+        self._runtime.hvd.broadcast_variables(variables, root_rank, self._set)
+        self.repair()
+        self.consolidated_at.assign(self.step)
+
+    def repair(self) -> None:
+        """Make states consistent that were averaged, or are missing on some ranks."""
+        for i, slot in enumerate(self.slots):
+            own = self.states[str(i)]
+            old = {key: variable.value() for key, variable in own.items()}
+            new = self._method_for(slot).repaired(tf.zeros(slot.shape, slot.dtype), old)
+            for key, variable in own.items():
+                variable.assign(new[key])
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """All that a step changes."""
+        own = [self.step, self.epoch, self._counts, self.consolidated_at]
+        return [*own, *self.states_of_all()]
+
+    def states_of_all(self) -> list[tf.Variable]:
+        """Return the states of all variables, one after the other."""
+        return [variable for state in self.states.values() for variable in state.values()]
 
     def forget_graphs(self) -> None:
         """Trace new graphs, since the number of ranks is another one from now on."""
@@ -320,7 +355,7 @@ class Binding(tf.Module):
         return [
             (f"hvd_compress.{self.number}.mean.{i}.{key}", self.states[str(i)][key])
             for i, slot in enumerate(self.slots)
-            for key in sorted(self.states[str(i)].keys() & self._per_rank(slot))
+            for key in sorted(self.states[str(i)].keys() & self.per_rank(slot))
         ]
 
     # -- the exchange ------------------------------------------------------------------------
@@ -351,6 +386,7 @@ class Binding(tf.Module):
         gradients: Sequence[Gradient],
         indices: Sequence[int] | None = None,
         scale: tf.Tensor | None = None,
+        common: Sequence[Common] = (),
     ) -> list[Gradient]:
         """Average gradients, and return the directions of the optimizer's step.
 
@@ -358,15 +394,16 @@ class Binding(tf.Module):
             gradients: ``None`` stays ``None``, on all ranks alike.
             indices: of the slots that they belong to; all of them, in order, if ``None``.
             scale: the loss scale that is in the gradients and shall be in the results.
+            common: what the ranks must have in common besides.
         """
-        refuse_xla()
+        check_context()
         places = tuple(range(len(self.slots)) if indices is None else indices)
         if len(places) != len(gradients):
             raise ConfigError(f"{len(gradients)} gradients for {len(places)} variables")
         for i, gradient in zip(places, gradients, strict=True):
             self._check(self.slots[i], gradient)
         reduce = self._traced if tf.executing_eagerly() else self._reduce
-        return reduce(list(gradients), places, scale)
+        return reduce(list(gradients), places, scale, tuple(common))
 
     def _check(self, slot: Slot, gradient: Gradient) -> None:
         if gradient is not None and not slot.shape.is_compatible_with(gradient.shape):
@@ -377,10 +414,14 @@ class Binding(tf.Module):
             backend.check_gradient(gradient)
 
     def _reduce(
-        self, gradients: list[Gradient], places: tuple[int, ...], scale: tf.Tensor | None
+        self,
+        gradients: list[Gradient],
+        places: tuple[int, ...],
+        scale: tf.Tensor | None,
+        others: tuple[Common, ...],
     ) -> list[Gradient]:
         present = {i: g for i, g in zip(places, gradients, strict=True) if g is not None}
-        engine = self._agreeing(present) if self.engine.size > 1 else self.engine
+        engine = self._agreeing(present, others) if self.engine.size > 1 else self.engine
         if self._sparse_as_dense:
             present = {i: tf.convert_to_tensor(g) for i, g in present.items()}
         if scale is not None:
@@ -407,9 +448,9 @@ class Binding(tf.Module):
             self.step.assign_add(1, read_value=False)
         return [results.get(i) for i in places]
 
-    def _agreeing(self, gradients: Mapping[int, Any]) -> Engine:
+    def _agreeing(self, gradients: Mapping[int, Any], others: Sequence[Common]) -> Engine:
         """Return an engine that starts nothing before the ranks are known to agree."""
-        terms: Terms = {
+        terms: dict[str, Any] = {
             "method": repr(self.method),
             "op": "Sum" if self._sums else "Average",
             "gradient_predivide_factor": str(self._predivide),
@@ -418,9 +459,12 @@ class Binding(tf.Module):
             "variables": listed((slot.name, slot.shape) for slot in self.slots),
             "with gradients": [self.slots[i].name for i in gradients],
         }
-        counts = {"step": self.step.value(), "epoch": self.epoch.value()}
+        numbers = {"step": Number(self.step.value()), "epoch": Number(self.epoch.value())}
+        for other in others:
+            terms |= other.terms
+            numbers |= other.numbers
         name = f"hvd_compress.{self.number}.agreement"
-        checks = [self._runtime.agreement(terms, counts, name, self._set)]
+        checks = [self._runtime.agreement(Common(terms, numbers), name, self._set)]
         if self.method.needs_epoch:  # or some collectives are on their way when this fails
             checks.append(self._known_epoch())
         with tf.control_dependencies(checks):
@@ -573,31 +617,39 @@ class Binding(tf.Module):
     def _fresh_states(self) -> dict[str, dict[str, tf.Variable]]:
         """What variables have in common has a place before it is known which have gradients: it is
         in the state of the first."""
-        states: dict[str, dict[str, tf.Variable]] = {}
         homes: dict[Kind, int] = {}
         self._home_of: tuple[int, ...] = ()
         self.sharing: frozenset[int] = frozenset()
         for i, slot in enumerate(self.slots):
-            method, zeros = self._method_for(slot), tf.zeros(slot.shape, slot.dtype)
-            state, common = method.init(zeros), method.common(zeros)
-            if slot.shape.rank:  # what gradients will be is not known yet
-                state = rows_state(method, zeros) | state
-            home = homes.setdefault(look_of(common), i) if common else i
-            self._home_of += (home,)
+            common = self._method_for(slot).common(tf.zeros(slot.shape, slot.dtype))
+            self._home_of += (homes.setdefault(look_of(common), i) if common else i,)
             self.sharing |= {i} if common else set()
+        states: dict[str, dict[str, tf.Variable]] = {}
+        for i, slot in enumerate(self.slots):
             name = re.sub(r"[^\w.-]", ".", slot.name)
+            own, common = self.initial(i)
             states[str(i)] = {
-                key: _variable(x, f"{name}.{key}")
-                for key, x in (state | common if home == i else state).items()
+                key: _variable(x, f"{name}.{key}") for key, x in (own | common).items()
             }
         return states
+
+    def initial(self, i: int) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """Return the state of a slot before the first step: its own, and what it keeps for all that
+        have it in common."""
+        slot = self.slots[i]
+        method, zeros = self._method_for(slot), tf.zeros(slot.shape, slot.dtype)
+        state, is_home = method.init(zeros), self._home_of[i] == i
+        if slot.shape.rank:  # what gradients will be is not known yet
+            state = rows_state(method, zeros) | state
+        return state, method.common(zeros) if is_home else {}
 
     def _variable(self, i: int, key: str) -> tf.Variable:
         """The entry of a state that the exchange of a slot returned."""
         own = self.states[str(i)]
         return own[key] if key in own else self.states[str(self._home_of[i])][key]
 
-    def _per_rank(self, slot: Slot) -> frozenset[str]:
+    def per_rank(self, slot: Slot) -> frozenset[str]:
+        """Return the keys of a slot's state under which ranks differ."""
         method = self._method_for(slot)
         found = method.per_rank(tf.zeros(slot.shape, slot.dtype))
         return found | {"residual"} if keeps_residual(method) else found
@@ -606,18 +658,9 @@ class Binding(tf.Module):
         return self.method.for_tensor(slot.name, tuple(slot.shape))
 
     def values(self) -> dict[str, Any]:
-        """Return all state as NumPy arrays, by flat names: for formats that are not TensorFlow's
-        own."""
-        arrays = {
-            "step": self.step.numpy(),
-            "epoch": self.epoch.numpy(),
-            "consolidated": np.int64(self.is_consolidated),
-            "rank": np.int64(self.engine.rank),
-            "size": np.int64(self.engine.size),
-        }
-        for i, state in self.states.items():
-            arrays |= {f"{i}.{key}": variable.numpy() for key, variable in state.items()}
-        return arrays
+        """Return all state as NumPy arrays, by flat names."""
+        with tf.init_scope():
+            return saved_state.to_arrays(self)
 
     def load_values(self, arrays: Mapping[str, Any]) -> None:
         """Take up what :meth:`values` gave.
@@ -625,36 +668,29 @@ class Binding(tf.Module):
         Raises:
             ConfigError: it belongs to another model, or it is damaged; then nothing has changed.
         """
-        numbers = {key: _number(x) for key, x in arrays.items() if "." not in key}
-        saved = saver_in(numbers)
-        step, epoch = whole(numbers, "step"), entry(numbers, "epoch", (int, float))
-        if not (math.isfinite(epoch) and epoch >= -1):
-            raise refused(f"'epoch' is {epoch} where a number from -1 was expected")
-        found = {name: x for name, x in arrays.items() if name not in numbers}
-        known = {f"{i}.{key}": v for i, state in self.states.items() for key, v in state.items()}
-        for name, x in found.items():
-            i, key = name.split(".", 1)
-            if i not in self.states:
-                raise refused(f"{name!r} fits no variable: it belongs to another model")
-            if name not in known:
-                warnings.warn(f"{self.method.name} has no use for {key!r}: dropped", stacklevel=2)
-                continue
-            check_array(f"{name!r}", x, backend.size(known[name]))
-            check_array(f"{name!r}", x.astype(known[name].dtype.as_numpy_dtype))
-        factor = share(self.engine, saved)
-        self.step.assign(step)
-        self.epoch.assign(epoch)
-        self._consolidated_at.assign(step if saved["consolidated"] else -1)
-        for name in known.keys() & found.keys():
-            i, key = name.split(".", 1)
-            differs = key in self._per_rank(self.slots[int(i)])
-            x = np.reshape(found[name], tuple(known[name].shape))
-            known[name].assign(x * (factor if differs else 1.0))
-        for i, state in self.states.items():
-            slot, old = self.slots[int(i)], {key: v.value() for key, v in state.items()}
-            new = self._method_for(slot).repaired(tf.zeros(slot.shape, slot.dtype), old)
-            for key, variable in state.items():
-                variable.assign(new[key])
+        with tf.init_scope():  # a checkpoint may have waited for a step that is traced now
+            saved_state.load(self, arrays)
+
+    def serialize(self) -> bytes:
+        """Return what ``tf.train.Checkpoint`` saves; ``tf.saved_model.save`` leaves it out."""
+        if not tf.executing_eagerly():
+            return b""
+        return saved_state.to_bytes(saved_state.to_save(self))
+
+    def deserialize(self, string_value: bytes) -> None:
+        """Restore what a ``tf.train.Checkpoint`` has saved."""
+        if string_value:
+            self.load_values(saved_state.from_bytes(string_value))
+
+    def _lookup_dependency(self, name: str, *args: Any) -> Any:
+        """Refuse checkpoints in which the states are variables of TensorFlow's own, since these
+        do not say which rank saved them, and each rank would take the whole of it."""
+        if name == "states":
+            raise refused(
+                "an older version of this package saved it, and it does not say of which rank it "
+                "is: restore the checkpoint without the compression, whose residuals begin at zero"
+            )
+        return super()._lookup_dependency(name, *args)
 
 
 def _variable(value: Any, name: str, dtype: tf.DType | None = None) -> tf.Variable:
@@ -671,12 +707,6 @@ def _variable(value: Any, name: str, dtype: tf.DType | None = None) -> tf.Variab
         name=name,
         experimental_enable_variable_lifting=False,
     )
-
-
-def _number(x: Any) -> Any:
-    """Return the number in an array of one, and anything else as it is."""
-    is_one = isinstance(x, np.ndarray | np.generic) and x.size == 1 and x.dtype.kind in "iuf"
-    return x.item() if is_one else x
 
 
 def _averaged(name: str, x: tf.Tensor, size: int) -> BucketExchange:

@@ -33,9 +33,11 @@ from hvd_compress.methods import FP16, NoCompression, as_fixed
 from hvd_compress.transforms import momentum_after_averaging
 
 from .binding import Binding, native, places_of_groups, slots_of
+from .common_values import numbers_of, sample_of
+from .contexts import check_context
 from .loss_scaling import NotInLossScaling
-from .runtime import Runtime
-from .state_on_disk import state_on_disk
+from .runtime import Common, Runtime
+from .saved_state import state_on_disk
 from .tape import is_ours
 
 logger = logging.getLogger("hvd_compress")
@@ -138,11 +140,18 @@ def distribute(
             "optimizers of tf_keras.optimizers.legacy are not supported: use "
             f"tf_keras.optimizers.{type(optimizer).__name__}"
         )
+    elif isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        raise UnsupportedError(
+            "optimizers of tf.compat.v1 are not supported with this package's methods: use "
+            "keras.optimizers; or, eagerly or in a tf.function, hvd.DistributedGradientTape; or "
+            "pass Horovod's own compression, such as hvd.Compression.fp16"
+        )
     else:
         raise UnsupportedError(
             f"{type(optimizer).__module__}.{type(optimizer).__name__} is no Keras optimizer; for "
             "others use hvd.DistributedGradientTape"
         )
+    check_context()
     new = made_like(optimizer, mixin)
     if name is not None:
         new.name = name
@@ -334,7 +343,10 @@ class CompressedOptimizer(NotInLossScaling):
         local = [j for j, key in enumerate(keys) if key in self._hvd_local_places]
         scale = native(self.dynamic_scale).value() if hasattr(self, "dynamic_scale") else None
         averages = self.compression.reduce(
-            [results[j] for j in shared], [self._hvd_places[keys[j]] for j in shared], scale
+            [results[j] for j in shared],
+            [self._hvd_places[keys[j]] for j in shared],
+            scale,
+            self._hvd_common([variables[j] for j in shared]),
         )
         for j in local:
             if self._hvd_scale_local and results[j] is not None:
@@ -347,6 +359,14 @@ class CompressedOptimizer(NotInLossScaling):
         for j, average in zip(shared, averages, strict=True):
             results[j] = average
         return results
+
+    def _hvd_common(self, variables: Sequence[Any]) -> list[Common]:
+        """Return what the ranks must have in common."""
+        inner = self._hvd_inner()
+        numbers = numbers_of(self.compression, inner)
+        if hasattr(inner, "synchronize_parameters"):  # lets weights differ for some steps
+            return [numbers]
+        return [numbers, sample_of(self.compression, variables)]
 
     @contextlib.contextmanager
     def _hvd_momentum_off(self) -> Iterator[None]:

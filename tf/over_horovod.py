@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_compress.agreement import Terms
 from hvd_compress.engines.base import Engine
 
 from .agreement import agreement
 from .engine import HorovodEngine
-from .runtime import Runtime
+from .runtime import Common, Runtime
 
 
 class HorovodRuntime:
@@ -24,10 +22,8 @@ class HorovodRuntime:
     ) -> Engine:
         return HorovodEngine(process_set, predivide, prefix, agreed)
 
-    def agreement(
-        self, terms: Terms, counts: Mapping[str, tf.Tensor], name: str, process_set: Any
-    ) -> tf.Tensor:
-        return agreement(terms, counts, name, process_set)
+    def agreement(self, common: Common, name: str, process_set: Any) -> tf.Tensor:
+        return agreement(common, name, process_set)
 
 
 def gather_bytes(own: bytes, name: str, process_set: Any) -> bytes:

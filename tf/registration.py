@@ -2,7 +2,7 @@
 
 The public functions that take a compressor are wrapped when this package is imported; calls without
 this package's compressors are passed on unchanged, after ranks have compared HVD_COMPRESSION.  No
-file of Horovod is changed.
+file of Horovod is changed; docs/design.md says what of its private parts is replaced.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import tensorflow as tf
 
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.integrations.horovod import (
@@ -141,11 +139,6 @@ def wrap_optimizer(
         options = dict(call.arguments)
         optimizer = options.pop("optimizer")
         if is_ours(options["compression"]) or (for_keras and is_keras_3(optimizer)):
-            if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-                raise UnsupportedError(
-                    "optimizers of tf.compat.v1 are not supported: use keras.optimizers, or "
-                    "hvd.DistributedGradientTape"
-                )
             options.pop("use_locking", None)
             return distribute(runtime, optimizer, **options)
         if for_keras and is_tf_keras(optimizer):

@@ -19,6 +19,8 @@ from hvd_compress.methods import as_fixed
 from hvd_compress.methods.rows import keeps_residual
 
 from .binding import Binding, Slot, native, places_of_groups, slots_of
+from .common_values import sample_of
+from .contexts import check_context
 from .runtime import Runtime
 
 _BINDINGS = "_hvd_compress_bindings"
@@ -161,7 +163,9 @@ class CompressedTape:
         for i in parts.keys() - set(shared):
             if self._hvd_scale_local and parts[i] is not None:
                 parts[i] = _divided(parts[i], size)
-        parts.update(zip(shared, binding.reduce([parts[i] for i in shared]), strict=True))
+        common = [sample_of(binding, variables_shared)]
+        means = binding.reduce([parts[i] for i in shared], common=common)
+        parts.update(zip(shared, means, strict=True))
         return tf.nest.pack_sequence_as(sources, [parts[i] for i in range(len(flat))])
 
 
@@ -265,6 +269,7 @@ def _binding_for(
     name: str | None,
     **options: Any,
 ) -> Any:
+    check_context()
     method = as_fixed(compression)
     if not all(t.shape.is_fully_defined() for t in tensors):
         raise ConfigError(

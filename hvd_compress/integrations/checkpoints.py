@@ -104,6 +104,16 @@ def unconsolidated(call: str) -> str:
     )
 
 
+def lost(where: str) -> str:
+    """Return the warning for a state in which residuals are missing; ``where``: what it holds."""
+    return (
+        f"this state holds what waited on {where} only; the residuals of the other ranks are "
+        "lost. Before saving on one rank, consolidate on every rank: "
+        "optimizer.consolidate_state_dict() in PyTorch, optimizer.compression.consolidate() in "
+        "Keras"
+    )
+
+
 def share(engine: Any, saved: Mapping[str, Any]) -> float:
     """Return the factor by which this rank multiplies saved residuals, so that nothing is counted
     twice.
@@ -115,12 +125,5 @@ def share(engine: Any, saved: Mapping[str, Any]) -> float:
         return 1.0
     if saved["size"] == engine.size and saved["rank"] == engine.rank:
         return 1.0
-    warnings.warn(
-        f"this state holds what waited on rank {saved['rank']} of {saved['size']} only; the "
-        "residuals of the other ranks are lost. Before saving on one rank, consolidate on every "
-        "rank: optimizer.consolidate_state_dict() in PyTorch, optimizer.compression.consolidate() "
-        "in Keras",
-        UserWarning,
-        stacklevel=4,
-    )
+    warnings.warn(lost(f"rank {saved['rank']} of {saved['size']}"), UserWarning, stacklevel=4)
     return engine.size / saved["size"] if engine.rank == saved["rank"] else 0.0

@@ -23,7 +23,7 @@ from hvd_compress.systems.teachers.facade import ModelWithTeachers, documented
 from hvd_compress.systems.teachers.losses import Functions, losses_over, target
 
 from ..binding import native
-from ..xla import refuse_xla
+from ..contexts import check_context
 
 #: those of :mod:`hvd_compress.systems.teachers.losses`
 LOSSES = losses_over(
@@ -56,7 +56,7 @@ class KerasModelWithTeachers(ModelWithTeachers):
                 ``exchange="predictions"``, in the batch.  Graphs show it inside of an error of
                 TensorFlow.
         """
-        refuse_xla()
+        check_context()
         z = tf.convert_to_tensor(outputs)
         z = tf.cast(z, tf.float32) if z.dtype in (tf.float16, tf.bfloat16) else z
         if inputs is None and self.method.exchange == "checkpoints":

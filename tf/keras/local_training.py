@@ -23,9 +23,9 @@ from hvd_compress.systems.base import Arrays, as_training_method
 from hvd_compress.systems.rounds.factories import Factories, factories_of
 
 from ..binding import native
+from ..contexts import check_context
 from ..loss_scaling import NotInLossScaling
 from ..optimizer import CompressedOptimizer, is_keras_3, made_like
-from ..xla import refuse_xla
 
 _NO_SCALING = (
     "local steps and loss scaling do not go together in Keras, since a rank alone cannot skip a "
@@ -62,7 +62,7 @@ class LocalStepsOptimizer(NotInLossScaling):
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        refuse_xla()
+        check_context()
         variables = self._hvd_built(grads, trainable_variables)
         loss, self._hvd_loss = self._hvd_loss, None
         if self.training.method.loss_window:

@@ -13,7 +13,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers import Now
 
 from ..binding import Binding, native
-from ..state_on_disk import state_on_disk
+from ..saved_state import state_on_disk
 from .optimizer_host import PartnerOptimizer
 
 
@@ -45,9 +45,9 @@ class ZeroOneAdam(PartnerOptimizer):
         super().follow(binding, places)
         method = binding.method.for_parameters  # type: ignore[attr-defined]
         self._sync = binding.for_synchronization(method)
-        self.synchronization_on_disk = state_on_disk(
-            self._sync, "optimizer.synchronize_parameters()", self._is_synchronized
-        )
+        self._sync.consolidate_call = "optimizer.synchronize_parameters()"
+        self._sync.serves_all = self._is_synchronized
+        self.synchronization_on_disk = state_on_disk(self._sync)
 
     def synchronize_parameters(self) -> None:
         """Give all ranks the same parameters now, in full precision, residuals included.

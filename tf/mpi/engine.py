@@ -7,7 +7,7 @@ are added in the order of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.mpi.process_sets import ProcessSet
 from hvd_compress.requests import Collective, Dense
 
-from ..runtime import Runtime
+from ..runtime import Common, Runtime
 from . import collectives
 from .nodes import node
 
@@ -29,7 +29,7 @@ class MpiGraphEngine:
 
     Args:
         process_set: the ranks; this one is among them.
-        predivide: sums are scaled by 1 / predivide before and by predivide after adding.
+        predivide: arrays are divided by it before they are added, and sums multiplied by it.
         agreed: a scalar that is true as soon as requests may be carried out; ``None``: at once.
     """
 
@@ -139,16 +139,14 @@ class MpiRuntime:
     ) -> Engine:
         return MpiGraphEngine(process_set, predivide, agreed)
 
-    def agreement(
-        self, terms: Terms, counts: Mapping[str, tf.Tensor], name: str, process_set: ProcessSet
-    ) -> tf.Tensor:
+    def agreement(self, common: Common, name: str, process_set: ProcessSet) -> tf.Tensor:
         def compare(*values: np.ndarray) -> list[np.bool_]:
-            now = {key: str(value) for key, value in zip(counts, values, strict=True)}
-            process_set.engine.agree({**terms, **now}, np.empty(0))
+            process_set.engine.agree(common.known(values), np.empty(0))
             process_set.engine.finish()
             return [np.bool_(True)]
 
-        (agreed,) = node(compare, list(counts.values()), [("bool", ())])
+        values = [number.value for number in common.numbers.values()]
+        (agreed,) = node(compare, values, [("bool", ())])
         return agreed
 
 

@@ -1,0 +1,202 @@
+"""What the ranks must have in common, what a gradient that is missing counts, and graphs of
+TensorFlow 1, which are refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_compress import FP16, TopK
+from hvd_compress.agreement import SAMPLED_EVERY
+from hvd_compress.errors import UnsupportedError
+from tests.scenarios import applies
+from tests.scenarios.driver import barrier, raises
+from tests.scenarios.driver_tensorflow import hvd, hvd_keras
+
+METHOD = TopK(density=0.5)
+
+
+def _steps(optimizer: Any, count: int, before: Callable[[int], None] = lambda number: None) -> int:
+    """Take steps with equal gradients on all ranks, and return how many there were."""
+    variable = keras.Variable(np.ones(20, "float32"))
+    optimizer.build([variable])
+
+    @tf.function
+    def step() -> None:
+        optimizer.apply([tf.ones([20])], [variable])
+
+    done = 0
+    try:
+        for number in range(count):
+            before(number)
+            step()
+            done += 1
+    except tf.errors.OpError:
+        barrier()
+        raise
+    return done
+
+
+@applies(least=2)
+def rates_that_differ_are_an_error_in_the_next_step() -> None:
+    """Constants, schedules, and a rate that a callback changes on one rank."""
+    rank = hvd.rank()
+    decay = keras.optimizers.schedules.CosineDecay(0.1, 100 + rank)
+    for rate in (0.1 + rank, decay):
+        optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(rate), compression=METHOD)
+        with raises(tf.errors.OpError, "optimizer", "learning_rate"):
+            _steps(optimizer, 2)
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=METHOD)
+
+    def drop(number: int) -> None:
+        if number == 2 and rank == 0:
+            optimizer.learning_rate = 0.01
+
+    with raises(tf.errors.OpError, "MismatchError", "learning_rate = 0.00999", "ReduceLROnPlateau"):
+        _steps(optimizer, 3, drop)
+    assert int(optimizer.compression.step) == 2
+
+
+@applies(least=2)
+def numbers_of_the_optimizer_that_differ_are_an_error() -> None:
+    one = hvd.rank() == 1
+    for own, name in (
+        (keras.optimizers.SGD(0.1, weight_decay=0.1 if one else 0.2), "weight_decay"),
+        (keras.optimizers.SGD(0.1, momentum=0.9 if one else 0.8), "momentum"),
+        (keras.optimizers.Adam(0.1, beta_1=0.9 if one else 0.8), "beta_1"),
+        (hvd_keras.LAMB(0.1, beta_2=0.9 if one else 0.8), "beta_2"),
+    ):
+        optimizer = hvd_keras.DistributedOptimizer(own, compression=METHOD)
+        with raises(tf.errors.OpError, "optimizer", name):
+            _steps(optimizer, 1)
+        assert int(optimizer.compression.step) == 0
+
+
+def equal_numbers_are_no_error() -> None:
+    """Rates that change on all ranks alike, and what says nothing of a step."""
+    optimizer = hvd_keras.DistributedOptimizer(
+        keras.optimizers.Adam(0.1, name=f"of_rank_{hvd.rank()}"), compression=METHOD
+    )
+
+    def change(number: int) -> None:
+        optimizer.learning_rate = 0.1 / (1 + number)
+
+    assert _steps(optimizer, SAMPLED_EVERY + 2, change) == SAMPLED_EVERY + 2
+
+
+@applies(least=2)
+def weights_that_differ_are_an_error_within_some_steps() -> None:
+    """A tape knows no optimizer; rounding alone is none."""
+    for apart, wrong in ((1e-6, False), (0.1, True)):
+        variable = tf.Variable(tf.fill([20], 1.0 + apart * hvd.rank()))
+        compression = hvd.bind(FP16, [variable])
+
+        @tf.function
+        def step(variable=variable, compression=compression) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable)
+            tape = hvd.DistributedGradientTape(tape, compression=compression)
+            variable.assign_sub(0.001 * tape.gradient(loss, [variable])[0])
+
+        for _ in range(SAMPLED_EVERY):
+            step()
+        if wrong:
+            with raises(tf.errors.OpError, "MismatchError", "weights", "broadcast_variables"):
+                step()
+            barrier()
+        else:
+            step()
+        assert int(compression.step) == SAMPLED_EVERY + (not wrong)
+
+
+def gradients_that_all_ranks_lack_stay_away() -> None:
+    """Nothing is exchanged for them, and what waits goes on waiting; a step moves the others."""
+    a, b = (keras.Variable(np.zeros(20, "float32"), name=name) for name in "ab")
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=METHOD)
+    gradient = tf.range(1.0, 21.0)
+    optimizer.apply([gradient, gradient], [a, b])
+    before, waits = b.numpy(), optimizer.compression.states["1"]["residual"].numpy()
+    assert np.any(waits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Keras says that there is none
+        optimizer.apply([gradient, None], [a, b])
+    np.testing.assert_array_equal(b.numpy(), before)
+    np.testing.assert_array_equal(optimizer.compression.states["1"]["residual"], waits)
+    tape_a, tape_b = tf.Variable(1.0), tf.Variable(1.0)
+    with tf.GradientTape() as tape:
+        loss = 3.0 * tape_a
+    tape = hvd.DistributedGradientTape(tape, compression=FP16)
+    found = tape.gradient(loss, [tape_a, tape_b])
+    assert float(found[0]) == 3.0
+    assert found[1] is None
+
+
+@applies(least=2)
+def gradients_that_some_ranks_lack_are_an_error() -> None:
+    """For a tape and for an optimizer; as zeros of the tape's own they count as zero."""
+    has = hvd.rank() == 0
+    variables = [keras.Variable(np.zeros(20, "float32"), name=name) for name in "ab"]
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=FP16)
+    with raises(tf.errors.OpError, "with gradients"):
+        optimizer.apply([tf.ones(20), tf.ones(20) if has else None], variables)
+    barrier()
+    a, b = tf.Variable(1.0), tf.Variable(1.0)
+
+    def tape_of(compression: Any) -> tuple[Any, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = 3.0 * a + (6.0 * b if has else 0.0)
+        return hvd.DistributedGradientTape(tape, compression=compression), loss
+
+    tape, loss = tape_of(hvd.bind(FP16, [a, b], seed=1))
+    with raises(tf.errors.OpError, "with gradients"):
+        tape.gradient(loss, [a, b])
+    barrier()
+    tape, loss = tape_of(hvd.bind(FP16, [a, b], seed=2))
+    zeros = tf.UnconnectedGradients.ZERO
+    found = tape.gradient(loss, [a, b], unconnected_gradients=zeros)
+    np.testing.assert_allclose(found, [3.0, 6.0 / hvd.size()], rtol=1e-3)
+
+
+def graphs_of_tensorflow_1_are_refused() -> None:
+    """With what to write, before anything is exchanged, with a state and without."""
+    v1, variable = tf.compat.v1, tf.Variable(tf.zeros([100]))
+    bound = hvd.bind(METHOD, [variable])
+    words = "enable_eager_execution", "tf.function", "hvd.Compression"
+    with tf.Graph().as_default():
+        x = v1.placeholder(tf.float32, [100])
+        unknown = v1.placeholder(tf.float32, [None])
+        own = v1.get_variable("own", [100])
+        for method in (METHOD, FP16, "none"):
+            for doing in (
+                lambda method=method: hvd.allreduce(x, name="x", compression=method),
+                lambda method=method: hvd.allreduce(x, compression=method),
+                lambda method=method: hvd.allreduce(unknown, name="y", compression=method),
+                lambda method=method: hvd.grouped_allreduce([x], name="z", compression=method),
+                lambda method=method: hvd.bind(method, [own]),
+                lambda method=method: _tape_gradient(own, method),
+                lambda method=method: v1.cond(
+                    tf.constant(True),
+                    lambda: hvd.allreduce(x, name="x", compression=method),
+                    lambda: x,
+                ),
+            ):
+                with raises(UnsupportedError, *words):
+                    doing()
+        with raises(UnsupportedError, *words):
+            bound.reduce([x])
+        with raises(UnsupportedError, "tf.compat.v1", "keras.optimizers", "hvd.Compression"):
+            hvd.DistributedOptimizer(v1.train.AdamOptimizer(0.1), compression=METHOD)
+        with raises(UnsupportedError, *words):
+            hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=METHOD)
+    np.testing.assert_allclose(hvd.allreduce(tf.ones([4]), compression=FP16), np.ones(4))
+
+
+def _tape_gradient(variable: Any, method: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable * variable)
+    return hvd.DistributedGradientTape(tape, compression=method).gradient(loss, [variable])

@@ -1,0 +1,247 @@
+"""What waited when a state was saved waits once when it is restored, by every way."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_compress import DGC, EF21, RandomK, TopK
+from hvd_compress.errors import ConfigError
+from tests.scenarios import applies, horovod_only
+from tests.scenarios.driver import assert_same_everywhere, barrier, make, raises, train
+from tests.scenarios.driver_tensorflow import hvd
+
+METHOD = TopK(density=0.05)
+
+
+def _keras_file(run: Any, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    run.model.compile(run.optimizer, loss="mse")
+    path = folder / "model.keras"
+    return lambda: run.model.save(path), lambda: run.model.load_weights(path)
+
+
+def _checkpoint(run: Any, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    checkpoint = tf.train.Checkpoint(model=run.model, compression=run.compression)
+    path = str(folder / "checkpoint")
+    return lambda: checkpoint.write(path), lambda: checkpoint.read(path).assert_consumed()
+
+
+def _manager(run: Any, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    checkpoint = tf.train.Checkpoint(model=run.model, optimizer=run.optimizer)
+    manager = tf.train.CheckpointManager(checkpoint, folder / "many", max_to_keep=1)
+    return manager.save, manager.restore_or_initialize
+
+
+#: what saves a run, and what restores it
+WAYS = {"keras": _keras_file, "checkpoint": _checkpoint, "manager": _manager}
+
+
+@contextlib.contextmanager
+def _folder(everyones: bool) -> Iterator[Path]:
+    """A folder that all ranks see, or one for each."""
+    with tempfile.TemporaryDirectory() as own:
+        name = own if everyones else hvd.broadcast_object(own, 0)
+        yield Path(name)
+        barrier()
+
+
+def _waits(run: Any) -> dict[str, np.ndarray]:
+    return {key: x for key, x in run.states().items() if key.endswith("residual")}
+
+
+def _total(waits: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {
+        key: hvd.allreduce(tf.constant(x), op=hvd.Sum, name=f"total.{key}").numpy()
+        for key, x in waits.items()
+    }
+
+
+def _of_rank_0(waits: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return _total({key: x * (hvd.rank() == 0) for key, x in waits.items()})
+
+
+def _assert_waits(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    assert any(np.abs(x).max() > 0 for x in expected.values())
+    for key, x in found.items():
+        np.testing.assert_allclose(x, expected[key], rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+def _texts(function: Callable[[], Any]) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return "\n".join(str(w.message) for w in caught)
+
+
+def each_rank_takes_its_own() -> None:
+    for way in WAYS.values():
+        run, other = train(make(METHOD), range(3)), make(METHOD)
+        with _folder(everyones=True) as folder:
+            said = _texts(way(run, folder)[0])
+            assert ("compression.consolidate()" in said) == (hvd.size() > 1), said
+            assert "residuals" not in _texts(way(other, folder)[1])
+        for key, x in _waits(run).items():
+            np.testing.assert_array_equal(_waits(other)[key], x)
+        assert int(other.compression.step) == 3
+
+
+def what_rank_0_saved_alone_counts_once() -> None:
+    for name, way in WAYS.items():
+        run, other = train(make(METHOD), range(3)), make(METHOD)
+        with _folder(everyones=False) as folder:
+            if hvd.rank() == 0:
+                _texts(way(run, folder)[0])
+            barrier()
+            said = _texts(way(other, folder)[1])
+        assert ("are lost" in said) == (hvd.rank() > 0), (name, said)
+        _assert_waits(_total(_waits(other)), _of_rank_0(_waits(run)))
+
+
+def what_was_consolidated_is_kept_whole() -> None:
+    for name, way in WAYS.items():
+        run, other = train(make(METHOD), range(3)), make(METHOD)
+        total = _total(_waits(run))
+        run.compression.consolidate()
+        with _folder(everyones=False) as folder:
+            if hvd.rank() == 0:
+                said = _texts(way(run, folder)[0])
+                assert "residuals" not in said, said
+            barrier()
+            said = _texts(way(other, folder)[1])
+        assert "lost" not in said, (name, said)
+        _assert_waits(_total(_waits(other)), total)
+        assert other.compression.is_consolidated
+
+
+@applies(least=2)  # nobody to send to
+def what_one_rank_restored_and_sends_counts_once() -> None:
+    """With ``BroadcastGlobalVariablesCallback``, which calls ``broadcast``."""
+    for consolidated in (False, True):
+        run, other = train(make(METHOD), range(3)), make(METHOD)
+        expected = _of_rank_0(_waits(run))
+        if consolidated:
+            expected = _total(_waits(run))
+            run.compression.consolidate()
+        values = run.compression.values()
+        if hvd.rank() == 0:
+            other.compression.load_values(values)
+        said = _texts(other.compression.broadcast)
+        assert ("1 of" in said) == (hvd.rank() == 0 and not consolidated), said
+        _assert_waits(_total(_waits(other)), expected)
+        assert int(other.compression.step) == 3
+        assert_same_everywhere(other.states())
+
+
+@horovod_only
+def new_workers_leave_estimates_consistent() -> None:
+    """The mean of the estimates is the mean estimate, whoever has come or gone."""
+    keras.utils.clear_session()  # the new one counts layers anew, and has the names of the others
+    run = train(make(EF21(density=0.05)), range(3))
+    keras.utils.clear_session()
+    if hvd.rank() == hvd.size() - 1 and hvd.size() > 1:
+        run = make(EF21(density=0.05))
+    run.compression.unite()
+    for key, x in run.states().items():
+        if key.endswith(".estimate"):
+            mean = run.states()[key.replace(".estimate", ".mean_estimate")]
+            np.testing.assert_array_equal(x, mean)
+    assert_same_everywhere(run.states())
+    keras.utils.clear_session()
+
+
+def a_checkpoint_may_be_restored_before_there_is_an_optimizer() -> None:
+    """It waits until the first step is traced, and is restored once, not in every step."""
+    run, other = train(make(METHOD), range(3)), make(METHOD)
+    holder, late = tf.Module(), tf.Module()
+    holder.compression = run.compression
+    with _folder(everyones=True) as folder:
+        path = str(folder / "checkpoint")
+        _texts(lambda: tf.train.Checkpoint(holder=holder).write(path))
+        tf.train.Checkpoint(holder=late).read(path)
+
+        @tf.function
+        def traced() -> None:
+            late.compression = other.compression
+
+        traced()
+    assert int(other.compression.step) == 3
+    train(other, range(3, 4))
+    assert int(other.compression.step) == 4
+
+
+def a_state_of_another_method_gives_what_both_keep() -> None:
+    """Velocities have no use; what waits goes on; what it lacks begins anew."""
+    dgc = train(make(DGC(density=0.05)), range(3))
+    other = train(make(METHOD), range(2))
+    said = _texts(lambda: other.compression.load_values(dgc.compression.values()))
+    assert "no use for 'velocity'" in said, said
+    assert "a state of dgc" in said, said
+    both = _waits(other).keys() & _waits(dgc).keys()
+    _assert_waits({k: _waits(other)[k] for k in both}, {k: _waits(dgc)[k] for k in both})
+    assert not any(np.any(_waits(other)[key]) for key in _waits(other).keys() - both)
+    again = train(make(DGC(density=0.05)), range(2))
+    _texts(lambda: again.compression.load_values(other.compression.values()))
+    velocities = [x for key, x in again.states().items() if key.endswith("velocity")]
+    assert velocities
+    assert not any(np.any(x) for x in velocities)
+
+
+def what_cannot_be_taken_over_changes_nothing() -> None:
+    """Another version, another seed, or a file that is cut off."""
+    run = train(make(METHOD), range(2))
+    values = run.compression.values()
+    with raises(ConfigError, "version 7"):
+        run.compression.load_values(values | {"version": np.int64(7)})
+    with raises(ConfigError, "configuration of a method"):
+        run.compression.load_values(values | {"method": np.zeros(3, np.uint8)})
+    drawn = make(RandomK(density=0.05), seed=3)
+    with raises(ConfigError, "seed=3", "seed=0"):
+        make(RandomK(density=0.05)).compression.load_values(drawn.compression.values())
+    whole = _serialized(run)
+    for damaged in (whole[: len(whole) // 2], b"x" + whole, b"\0" * 100):
+        with raises(ConfigError, "nothing was changed"):
+            run.compression.deserialize(damaged)
+    for key, x in run.compression.values().items():
+        np.testing.assert_array_equal(x, values[key], err_msg=key)
+
+
+def _serialized(run: Any) -> bytes:
+    found: list[bytes] = []
+    _texts(lambda: found.append(run.compression.serialize()))
+    return found[0]
+
+
+class _Old(tf.Module):
+    """The form of a checkpoint before states had a version."""
+
+    def __init__(self, compression: Any) -> None:
+        super().__init__()
+        self.step = compression.step
+        self.states = compression.states
+
+
+def files_of_older_versions() -> None:
+    """A Keras file says by whom it was saved, and is taken; a checkpoint does not."""
+    run, other = train(make(METHOD), range(2)), make(METHOD)
+    values = run.compression.values()
+    for name in ("version", "method", "seed"):
+        del values[name]
+    other.compression.load_values(values)
+    _assert_waits(_waits(other), _waits(run))
+    with _folder(everyones=True) as folder:
+        path = str(folder / "checkpoint")
+        tf.train.Checkpoint(compression=_Old(run.compression)).write(path)
+        before = other.compression.values()
+        with raises(ConfigError, "older version", "without the compression"):
+            tf.train.Checkpoint(compression=other.compression).read(path)
+        for key, x in other.compression.values().items():
+            np.testing.assert_array_equal(x, before[key], err_msg=key)
