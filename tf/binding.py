@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvd_compress.agreement import listed
 from hvd_compress.base import Compressor, Context
-from hvd_compress.config import check_seed
+from hvd_compress.config import check_seed, is_number, is_whole
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import BucketExchange
 from hvd_compress.engines.local import LocalEngine
@@ -53,6 +53,11 @@ class Slot(NamedTuple):
 
 def slots_of(variables: Sequence[Any]) -> list[Slot]:
     """Return the slots of TensorFlow's or Keras's variables; names are made unique."""
+    if not isinstance(variables, Sequence) or isinstance(variables, str | bytes):
+        raise ConfigError(
+            f"variables must be a list of variables, such as model.trainable_variables; got "
+            f"{type(variables).__name__}"
+        )
     slots: list[Slot] = []
     taken: set[str] = set()
     for variable in variables:
@@ -78,8 +83,11 @@ def places_of_groups(groups: Any, variables: Sequence[Any]) -> Any:
     variables."""
     if groups is None or groups == 0:
         return None
-    if isinstance(groups, int):
+    if is_whole(groups) and groups > 0:
         return groups
+    lists = groups if isinstance(groups, list | tuple) else [None]
+    if not all(isinstance(group, list | tuple) for group in lists):
+        raise ConfigError(f"groups must be lists of variables, or their number; got {groups!r}")
     places = {id(native(variable)): i for i, variable in enumerate(variables)}
     return [[places[id(native(v))] for v in group if id(native(v)) in places] for group in groups]
 
@@ -157,6 +165,14 @@ class Binding(tf.train.experimental.PythonState):
                 f"gradient_predivide_factor={gradient_predivide_factor} has no meaning with "
                 "op=hvd.Sum: use op=hvd.Average"
             )
+        if not is_number(momentum) or momentum < 0:
+            raise ConfigError(f"momentum must be a number from 0; got {momentum!r}")
+        if not is_number(gradient_predivide_factor) or gradient_predivide_factor <= 0:
+            raise ConfigError(
+                f"gradient_predivide_factor={gradient_predivide_factor!r}: a number above 0"
+            )
+        if process_set is not None and not hasattr(process_set, "included"):
+            raise ConfigError(f"process_set must be an hvd.ProcessSet; got {process_set!r}")
         self._runtime = runtime
         self.slots = list(slots)
         check_seed(seed)
@@ -224,7 +240,10 @@ class Binding(tf.train.experimental.PythonState):
 
     def set_epoch(self, epoch: float) -> None:
         """Announce the epoch, which may be fractional such as 2.5, for schedules by epoch."""
-        self.epoch.assign(float(epoch))
+        try:
+            self.epoch.assign(float(epoch))
+        except (TypeError, ValueError):
+            raise ConfigError(f"epoch must be a number such as 2.5; got {epoch!r}") from None
 
     def report_at_exit(self) -> None:
         """Log one line of statistics when the program ends, on rank 0."""
@@ -397,7 +416,10 @@ class Binding(tf.train.experimental.PythonState):
             common: what the ranks must have in common besides.
         """
         check_context()
-        places = tuple(range(len(self.slots)) if indices is None else indices)
+        places = tuple(range(len(self.slots))) if indices is None else _list("indices", indices)
+        gradients = _list("gradients", gradients)
+        if not all(is_whole(i) and 0 <= i < len(self.slots) for i in places):
+            raise ConfigError(f"indices must be those of {len(self.slots)} variables; got {places}")
         if len(places) != len(gradients):
             raise ConfigError(f"{len(gradients)} gradients for {len(places)} variables")
         for i, gradient in zip(places, gradients, strict=True):
@@ -406,6 +428,11 @@ class Binding(tf.train.experimental.PythonState):
         return reduce(list(gradients), places, scale, tuple(common))
 
     def _check(self, slot: Slot, gradient: Gradient) -> None:
+        if gradient is not None and not hasattr(gradient, "shape"):
+            raise ConfigError(
+                f"the gradient of {slot.name} must be a tensor, tf.IndexedSlices or None; got "
+                f"{type(gradient).__name__}"
+            )
         if gradient is not None and not slot.shape.is_compatible_with(gradient.shape):
             raise ConfigError(
                 f"the gradient of {slot.name} has shape {gradient.shape}, the variable {slot.shape}"
@@ -707,6 +734,12 @@ def _variable(value: Any, name: str, dtype: tf.DType | None = None) -> tf.Variab
         name=name,
         experimental_enable_variable_lifting=False,
     )
+
+
+def _list(option: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise ConfigError(f"{option} must be a list; got {type(value).__name__}")
+    return tuple(value)
 
 
 def _averaged(name: str, x: tf.Tensor, size: int) -> BucketExchange:

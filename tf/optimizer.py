@@ -20,7 +20,7 @@ import tensorflow as tf
 from hvd_compress.aggregators import allreduce
 from hvd_compress.base import Compressor
 from hvd_compress.chain import chain
-from hvd_compress.config import check_seed
+from hvd_compress.config import check_seed, is_whole
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.optimizers import (
     another_kind,
@@ -115,8 +115,10 @@ def distribute(
         raise ConfigError(
             "this optimizer is distributed already; pass the one that it was made from"
         )
-    if backward_passes_per_step < 1:
-        raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}: at least 1")
+    if not is_whole(backward_passes_per_step) or backward_passes_per_step < 1:
+        raise ConfigError(
+            f"backward_passes_per_step={backward_passes_per_step!r}: a whole number from 1"
+        )
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if getattr(inner, "gradient_accumulation_steps", None):
         raise ConfigError(
@@ -309,7 +311,7 @@ class CompressedOptimizer(NotInLossScaling):
             self._hvd_runtime,
             self._hvd_method,
             slots_of(shared),
-            momentum=inner.momentum if takes else 0.0,
+            momentum=float(inner.momentum) if takes else 0.0,
             nesterov=inner.nesterov if takes else False,
             groups=places_of_groups(self._hvd_groups, shared),
             **self._hvd_options,

@@ -72,6 +72,8 @@ def load(binding: Any, arrays: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: it belongs to another model, or it is damaged; then nothing has changed.
     """
+    if not isinstance(arrays, Mapping) or not all(isinstance(name, str) for name in arrays):
+        raise refused(f"it is {type(arrays).__name__} where a dict of arrays was expected")
     header = {name: _number(x) for name, x in arrays.items() if "." not in name}
     saved = saver_in(header)
     step, epoch = whole(header, "step"), entry(header, "epoch", (int, float))

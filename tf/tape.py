@@ -75,7 +75,10 @@ def _bound(runtime: Runtime, compression: Any, variables: Sequence[Any], **optio
                 f"and not to the {len(asked)} that are used here, {', '.join(asked[:3])} ..."
             )
         return compression
+    slots = slots_of(variables)
     variables = [native(variable) for variable in variables]
+    if unknown := sorted(options.keys() - _DEFAULTS):
+        raise ConfigError(f"bind has no option {unknown[0]!r}; it has {', '.join(_DEFAULTS)}")
     if not variables:
         raise ConfigError("there are no variables whose gradients could be exchanged")
     method = as_fixed(compression)
@@ -93,7 +96,7 @@ def _bound(runtime: Runtime, compression: Any, variables: Sequence[Any], **optio
         if known_key == key and _same([r() for r in references], variables):
             return binding
     table[:] = [entry for entry in table if all(r() is not None for r in entry[1])]
-    binding = Binding(runtime, method, slots_of(variables), **options)
+    binding = Binding(runtime, method, slots, **options)
     table.append((key, [weakref.ref(v) for v in variables], binding))
     if not names_momentum and runtime.hvd.rank() == 0:
         _warn_about_momentum(binding)
@@ -220,6 +223,8 @@ def distribute_tape(runtime: Runtime, options: Mapping[str, Any]) -> Any:
         options: those of ``DistributedGradientTape``, by name.
     """
     tape, compression = options["gradtape"], options["compression"]
+    if not isinstance(tape, tf.GradientTape):
+        raise ConfigError(f"gradtape must be a tf.GradientTape; got {type(tape).__name__}")
     cls = type(type(tape).__name__, (CompressedTape, type(tape)), {})
     new = cls(persistent=tape._persistent, watch_accessed_variables=tape._watch_accessed_variables)
     new._tape = tape._tape
@@ -271,6 +276,8 @@ def _binding_for(
 ) -> Any:
     check_context()
     method = as_fixed(compression)
+    if not isinstance(name, str | None):
+        raise ConfigError(f"name must be a text; got {name!r}")
     if not all(t.shape.is_fully_defined() for t in tensors):
         raise ConfigError(
             f"compression needs shapes that are known; got {[t.shape for t in tensors]}"

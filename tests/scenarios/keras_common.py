@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvd_compress import FP16, TopK
 from hvd_compress.agreement import SAMPLED_EVERY
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import CompressionError, UnsupportedError
 from tests.scenarios import applies
 from tests.scenarios.driver import barrier, raises
 from tests.scenarios.driver_tensorflow import hvd, hvd_keras
@@ -200,3 +200,72 @@ def _tape_gradient(variable: Any, method: Any) -> Any:
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(variable * variable)
     return hvd.DistributedGradientTape(tape, compression=method).gradient(loss, [variable])
+
+
+#: what no public door takes, whatever it is for
+_STRANGE: tuple[Any, ...] = (None, 3, "x", object(), [None], {"a": 1}, b"\0", -1.5, int, [[]])
+
+
+def wrong_kinds_are_errors_of_the_package() -> None:
+    """No door lets an error of its own inner frames out."""
+    variable = tf.Variable(tf.ones([4]))
+
+    def tape() -> Any:
+        with tf.GradientTape() as own:
+            tf.reduce_sum(variable)
+        return own
+
+    doors: dict[str, Callable[[Any], Any]] = {
+        "bind(compression)": lambda x: hvd.bind(x, [variable]),
+        "bind(variables)": lambda x: hvd.bind(METHOD, x),
+        "bind(op)": lambda x: hvd.bind(METHOD, [variable], op=x),
+        "bind(groups)": lambda x: hvd.bind(METHOD, [variable], groups=x),
+        "bind(seed)": lambda x: hvd.bind(METHOD, [variable], seed=x),
+        "bind(process_set)": lambda x: hvd.bind(METHOD, [variable], process_set=x),
+        "bind(momentum)": lambda x: hvd.bind(METHOD, [variable], momentum=x),
+        "bind(gradient_predivide_factor)": lambda x: hvd.bind(
+            METHOD, [variable], gradient_predivide_factor=x
+        ),
+        "bind(x=)": lambda x: hvd.bind(METHOD, [variable], no_such_option=x),
+        "tape": lambda x: hvd.DistributedGradientTape(x, compression=METHOD),
+        "tape(seed)": lambda x: hvd.DistributedGradientTape(
+            tape(), compression=METHOD, seed=x
+        ).gradient(variable, [variable]),
+        "optimizer": lambda x: hvd.DistributedOptimizer(x, compression=METHOD),
+        "optimizer(passes)": lambda x: _distributed(backward_passes_per_step=x),
+        "optimizer(local_layers)": lambda x: hvd_keras.PartialDistributedOptimizer(
+            keras.optimizers.SGD(0.1), compression=METHOD, local_layers=x
+        ),
+        "optimizer(groups)": lambda x: _distributed(groups=x),
+        "optimizer(op)": lambda x: _distributed(op=x),
+        "optimizer(process_set)": lambda x: _distributed(process_set=x),
+        "optimizer(predivide)": lambda x: _distributed(gradient_predivide_factor=x),
+        "reduce": lambda x: hvd.bind(METHOD, [variable]).reduce(x),
+        "reduce one": lambda x: hvd.bind(METHOD, [variable]).reduce([x]),
+        "indices": lambda x: hvd.bind(METHOD, [variable]).reduce([tf.ones([4])], x),
+        "set_epoch": lambda x: hvd.bind(METHOD, [variable]).set_epoch(x),
+        "load_values": lambda x: hvd.bind(METHOD, [variable]).load_values(x),
+        "register_local_var": lambda x: _distributed().register_local_var(x),
+        "optimizer(compression)": lambda x: hvd_keras.DistributedOptimizer(
+            keras.optimizers.SGD(0.1), compression=x
+        ),
+        "allreduce(name)": lambda x: hvd.allreduce(tf.ones([4]), name=x, compression=METHOD),
+    }
+    wrong = {}
+    for name, door in doors.items():
+        for x in _STRANGE:
+            try:
+                door(x)
+            except CompressionError:
+                pass
+            except Exception as error:
+                wrong[f"{name} {x!r}"] = f"{type(error).__name__}: {error}"[:150]
+    assert not wrong, "\n".join(f"{k}: {v}" for k, v in wrong.items())
+
+
+def _distributed(**options: Any) -> Any:
+    optimizer = hvd_keras.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), compression=METHOD, **options
+    )
+    optimizer.build([keras.Variable(np.ones(4, "float32"))])
+    return optimizer
