@@ -124,12 +124,15 @@ def _differing(everyone: Sequence[bytes]) -> set[str]:
 
 
 def _differ_by_rounding(everyone: Sequence[bytes]) -> bool:
-    """Return whether the encoded terms of all ranks are equal but for weights that are close."""
+    """Return whether the encoded terms of all ranks are equal but for weights that are close; a
+    rank that has come later has looked at none."""
     terms = [json.loads(text) for text in everyone]
-    samples = [own.pop(WEIGHTS, []) for own in terms]
+    samples = [own.pop(WEIGHTS) for own in terms if WEIGHTS in own]
     names = [[entry.rpartition("=")[0] for entry in own] for own in samples]
     if any(own != terms[0] for own in terms) or any(own != names[0] for own in names):
         return False
+    if not samples:
+        return True
     values = np.array([[float(entry.rpartition("=")[2]) for entry in own] for own in samples])
     spread = values.max(axis=0) - values.min(axis=0)
     return bool((spread <= _CLOSE * np.abs(values).max(initial=0.0)).all())

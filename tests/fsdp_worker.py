@@ -260,6 +260,20 @@ def nan_reaches_every_replica_and_no_state() -> None:
         assert all(x.isfinite().all() for x in _own(model))
 
 
+def a_discarded_pass_leaves_no_trace() -> None:
+    for method in ("topk:density=0.05", "onebit:column=16"):
+        (model, exchange), (twin, its_exchange) = _compressed(method), _compressed(method)
+        exchange.keep_undo()
+        _train(model, range(2))
+        _train(twin, range(2))
+        (100 * _loss(model, 50)).backward()
+        exchange.discard()
+        _train(model, range(2, 4))
+        _train(twin, range(2, 4))
+        _assert_equal(_own(model), _own(twin))
+        _assert_equal(_states(exchange).values(), _states(its_exchange).values())
+
+
 def clipping_sees_the_averages() -> None:
     native, (model, _) = _sharded(MESHES["2x2"]), _compressed("none")
     norms = []

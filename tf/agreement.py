@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from horovod.tensorflow import allgather, mpi_ops
+from horovod.tensorflow import Max, allgather, allreduce  # Horovod's own, before it is wrapped
 
 from hvd_compress.agreement import check, digest, encode
 from hvd_compress.wire.content import decode_end_to_end, encode_bytes
@@ -24,9 +24,7 @@ def agreement(common: Common, name: str, process_set: Any) -> tf.Tensor:
     own = tf.concat([tf.reshape(x, [-1]) for x in (text, *bits)], 0)
     # The largest of each and the smallest: both are this rank's only if all are.
     mine = tf.concat([own, -own], 0)
-    most = mpi_ops._allreduce(
-        mine, op=mpi_ops.Max, name=name, ignore_name_scope=True, process_set=process_set
-    )
+    most = allreduce(mine, op=Max, name=name, ignore_name_scope=True, process_set=process_set)
 
     def compare(*known: tf.Tensor) -> tf.Tensor:
         own = encode(common.known(x.numpy() for x in known))

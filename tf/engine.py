@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
+from horovod.tensorflow import allreduce, mpi_ops  # Horovod's own, before it is wrapped
 
 from hvd_compress.agreement import Terms
 from hvd_compress.base import Array, Outcome
@@ -60,8 +60,7 @@ class HorovodEngine(ProcessSetEngine):
         if op.splits is not None:
             return mpi_ops.alltoall(tensor, op.splits, **common)
         if op.kind in _OPS:
-            common |= {"op": _OPS[op.kind], **(self._scales if op.kind == "sum" else {})}
-            return mpi_ops._allreduce(tensor, **common)
+            return allreduce(tensor, op=_OPS[op.kind], **common)
         if op.kind == "broadcast":
             return mpi_ops.broadcast(tensor, self._global_rank(op.root), **common)
         return mpi_ops.allgather(tensor, **common)

@@ -176,7 +176,7 @@ class Binding:
         exchanged are dropped, and no step was taken."""
         if self.reducer.can_discard:
             self.reducer.discard()
-        elif not self._has_warned and any(map(self.store.get, self.store.names())):
+        elif not self._has_warned and self._loses():
             self._has_warned = True
             warnings.warn(
                 "gradients were exchanged and are dropped without a step: what was sent of earlier "
@@ -186,6 +186,13 @@ class Binding:
                 UserWarning,
                 stacklevel=3,
             )
+
+    def _loses(self) -> bool:
+        """Whether states are not those of before; after a NaN or Inf most of them are."""
+        has_states = any(map(self.store.get, self.store.names()))
+        return has_states and all(
+            p.grad is None or bool(backend.all_finite(p.grad.to_dense())) for p, _ in self._assigned
+        )
 
     def report_at_exit(self) -> None:
         """Log one line of statistics, on rank 0, when the program ends or drops the optimizer."""
@@ -357,14 +364,20 @@ class Binding:
         """Hide, while the user's optimizer steps, what has acted already: momentum and decay are
         off, and this package's state is removed, since Adam and others take a state that is not
         empty for their own."""
-        groups = self.store.optimizer.param_groups
         self.reducer.forget_undo()
         if self.reducer.sparse_results:
             check_sparse_step(self.store.optimizer, self.method)
         if self._is_plain_sgd and not self._decays():  # SGD looks at its own entries alone
             with self.store.momentum_side.switched_off():
                 yield
-            return
+        else:
+            with self._hidden_states():
+                yield
+        self.store.sample_weights(self.step)
+
+    @contextlib.contextmanager
+    def _hidden_states(self) -> Iterator[None]:
+        groups = self.store.optimizer.param_groups
         hidden = {p: self.store.pop_state(p) for group in groups for p in group["params"]}
         try:
             if self.store.momentum_side.is_taken:

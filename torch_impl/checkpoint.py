@@ -48,6 +48,7 @@ def state_dict(self: Any) -> dict[str, Any]:
 
     Its momentum and Nesterov flag are the user's, also where the method applies them.
     """
+    self.check_parameters()
     result = local_state_dict(self)
     if not result[KEY]["consolidated"] and _differs(self):
         warnings.warn(

@@ -3,35 +3,16 @@ weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from hvd_compress.agreement import OPTIMIZER, SAMPLED_EVERY, Terms, sampled_weights
-from hvd_compress.reduce import MemoryStore
 
 #: options of optimizers that say how a step is computed, not what it is
 _WAYS = {"foreach", "fused", "capturable", "differentiable"}
 _TENSORS, _ELEMENTS = 8, 2
-
-
-class ModelStore(MemoryStore):
-    """Keeps states in memory for the parameters of a model, whose optimizer is unknown.
-
-    Args:
-        names: of the parameters.
-        momentum, nesterov: as for :class:`hvd_compress.reduce.MemoryStore`.
-    """
-
-    keep_undo_call = "state.keep_undo()"
-
-    def __init__(self, names: Mapping[torch.Tensor, str], momentum: float, nesterov: bool) -> None:
-        super().__init__(momentum, nesterov)
-        self._names = names
-
-    def numbers(self, step: int) -> Terms:
-        return sample_of(((name, p) for p, name in self._names.items()), step)
 
 
 def numbers_of(optimizer: torch.optim.Optimizer) -> Terms:
@@ -55,12 +36,13 @@ def _text(value: Any) -> str:
 
 def sample_of(parameters: Iterable[tuple[str, torch.Tensor]], step: int) -> Terms:
     """Return some elements of some trained parameters, others each time, as a term that ranks
-    compare; nothing in most steps.
+    compare; nothing after most steps.
 
     Args:
         parameters: with their names, in the same order on all ranks.
+        step: the number of steps so far.
     """
-    if step % SAMPLED_EVERY:
+    if step % SAMPLED_EVERY != 1:
         return {}
     trained = [(n, p.detach()) for n, p in parameters if p.requires_grad and p.numel()]
     if not trained:

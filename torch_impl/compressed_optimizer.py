@@ -24,8 +24,16 @@ from hvd_compress.errors import CompressionError, ConfigError
 from . import checkpoint
 from .amp import forget_scale, scaler_steps
 from .binding import Binding
+from .eager import run_eagerly
 from .momentum import check_group
-from .parameters import Groups, Parameter, check_trained, split_into_groups
+from .parameters import (
+    Groups,
+    Parameter,
+    changed_by_hand,
+    check_trained,
+    not_told,
+    split_into_groups,
+)
 
 #: optimizers that exchange gradients; as many as there are references to them elsewhere
 bound_optimizers: weakref.WeakSet[CompressedOptimizer] = weakref.WeakSet()
@@ -94,6 +102,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     compression: Binding
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        run_eagerly(cls, "step", "synchronize", "zero_grad", "discard")
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -113,6 +125,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.sparse_as_dense = sparse_as_dense
         self.process_set = process_set
         self._parameter_names = names
+        #: what it was told of, in the order of the groups, in which nobody else should put others
+        self.known_parameters = [p for group in self.param_groups for p in group["params"]]
         self._synchronized, self._should_synchronize = False, True
         self._lock = threading.RLock()
         self._heir: type[Any] | None = None  # of the optimizer that has taken the parameters over
@@ -135,7 +149,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
     # -- gradients that are ready ------------------------------------------------------------
 
     def _trained(self) -> list[Parameter]:
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        return [p for p in self.known_parameters if p.requires_grad]
+
+    def check_parameters(self) -> None:
+        """Raise ``ConfigError`` if ``param_groups`` were changed by hand."""
+        if (change := changed_by_hand(self.param_groups, self.known_parameters)) is not None:
+            raise not_told(change)
 
     def _take_charge(self, parameters: Iterable[Parameter]) -> None:
         """Watch parameters, instead of any optimizer that was made of one of them before: both
@@ -158,7 +177,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 optimizer._is_ready(place)
 
         self._watched[place] = _Watched(p)
-        self._hooks.append(p.register_post_accumulate_grad_hook(hook))
+        eager = torch.compiler.disable(hook)
+        self._hooks.append(p.register_post_accumulate_grad_hook(eager))
 
     def _retire(self, heir: type[Any]) -> None:
         """Exchange no gradients any more, since an optimizer of class ``heir`` does that for one of
@@ -182,6 +202,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def check_at_rest(self, call: str) -> None:
         """Raise ``ConfigError`` if gradients are under way, or are being added up."""
+        self.check_parameters()
         if self._saw_passes or self.compression.is_under_way():
             raise ConfigError(
                 "gradients are under way: call optimizer.step() or optimizer.synchronize() before "
@@ -197,6 +218,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             return
         needed, gradient = self.backward_passes_per_step, watched.parameter.grad
         if watched.is_started or watched.passes >= needed:
+            watched.gradient = None  # that it has changed is said here
             raise AssertionError(
                 "a gradient was computed more than backward_passes_per_step times before "
                 "step(): pass the number of backward passes as backward_passes_per_step, or "
@@ -275,6 +297,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.compression.finish()
         self.reset_hooks()
         self._synchronized = True
+        self.check_parameters()  # after the exchange, in which ranks learn if only one differs
 
     def _warn_of_changes(self) -> None:
         changed = [w.parameter for w in self._watched.values() if w.is_changed()]
@@ -288,7 +311,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             "`optimizer.synchronize()` first, change them, then `with "
             "optimizer.skip_synchronize(): optimizer.step()`",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
     @contextlib.contextmanager
@@ -317,9 +340,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
                     "Horovod's own optimizer; write `with optimizer.skip_synchronize(): "
                     "optimizer.step()`",
                     UserWarning,
-                    stacklevel=2,
+                    stacklevel=3,
                 )
             self.synchronize()
+        self.check_parameters()
         self._synchronized = False
         with self.compression.optimizer_step():
             result = super().step()
@@ -335,7 +359,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.zero_grad()
 
     def end_step(self) -> None:
-        """Expect new gradients: those of this step are used up, or its step is left out."""
+        """Expect new gradients: those of this step are used up, or a scaler has left it out; what
+        waits is then as it was, if that was kept."""
+        if self._synchronized and self.compression.reducer.can_discard:
+            self.compression.reducer.discard()
         self._synchronized = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -361,6 +388,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later, on all ranks alike; they are named after their place in the
         groups."""
+        self.check_parameters()
         super().add_param_group(param_group)
         index, group = len(self.param_groups) - 1, self.param_groups[-1]
         added = {p: f"added.{index}.{j}" for j, p in enumerate(group["params"])}
@@ -371,6 +399,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._parameter_names |= added
+        self.known_parameters += added
         self._take_charge(p for p in added if p.requires_grad)
         self.compression.forget_groups()
 

@@ -11,6 +11,7 @@ it is sent; exchanges of several rounds finish after the last bucket was sent.
 # No postponed annotations here: DDP looks at those of its hook.
 
 import atexit
+import functools
 import time
 import warnings
 import weakref
@@ -23,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress.base import Compressor
 from hvd_compress.config import check_between, check_choice
-from hvd_compress.engines.base import Engine
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.named import Op
 from hvd_compress.errors import ConfigError
@@ -33,7 +33,6 @@ from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
-from .common_values import ModelStore
 from .ddp_buckets import check_bucket, cut
 from .engine import TorchEngine
 from .lost_ranks import naming_lost_ranks
@@ -258,26 +257,20 @@ class DDPState:
             )
         self._residuals = residuals
         self._group = _group_for(model, process_group)
-        names = self._names = dict[torch.Tensor, str]()
-        self._used, finds_unused = UsedParameters(), may_leave_out(model)
-
-        def make(engine: Engine) -> Reducer:
-            reducer = Reducer(
-                method,
-                engine,
-                store=ModelStore(names, momentum or 0.0, nesterov),
-                momentum=momentum or 0.0,
-                seed=seed,
-                same_order=True,
-                in_place=True,  # the gradients are views into DDP's own buffers
-                finds_unused=finds_unused,
-            )
-            method.bind(reducer)
-            return reducer
-
-        self._make, self._keeps_undo = make, False
+        self._names = dict[torch.Tensor, str]()
+        self._make = functools.partial(
+            Reducer,
+            method,
+            momentum=momentum or 0.0,
+            nesterov=nesterov,
+            seed=seed,
+            same_order=True,
+            in_place=True,  # the gradients are views into DDP's own buffers
+            finds_unused=may_leave_out(model),
+        )
+        self._used, self._keeps_undo = UsedParameters(), False
         #: of a world of one until there is a process group: it knows the epoch
-        self.reducer = make(LocalEngine())
+        self.reducer = self._make(LocalEngine())
         self._loaded: dict[str, Any] | None = None
         self._is_bound = False
         self._buckets: list[_Bucket] = []

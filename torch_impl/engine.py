@@ -65,7 +65,7 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
             return hvd.alltoall_async(op.tensor, op.splits, **common)
         if op.kind == "sum":
             reduce = hvd.allreduce_async_ if op.in_place else hvd.allreduce_async
-            return reduce(op.tensor, op=hvd.Sum, **self._scales, **common)
+            return reduce(op.tensor, op=hvd.Sum, **common)
         if op.kind == "max":
             return hvd.allreduce_async(op.tensor, op=hvd.Max, **common)
         if op.kind == "broadcast":
@@ -90,11 +90,10 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
     def _check_is_running(self) -> None:
         """Raise ``HorovodInternalError`` if Horovod's thread has ended, as it does when a worker
         dies: it makes all process sets void."""
-        horovod = self._hvd.mpi_ops
         try:
-            horovod._basics._get_process_set_ids_and_ranks()
-        except (ValueError, RuntimeError):
-            raise horovod.HorovodInternalError(
+            self._set.size()
+        except ValueError:
+            raise self._hvd.mpi_ops.HorovodInternalError(
                 "Horovod no longer runs: a rank has ended, perhaps because it had fewer batches "
                 "(give all ranks equally many) or failed (hvd.elastic.run goes on without it); or "
                 "hvd.shutdown() was called, after which hvd.init() starts it again"

@@ -104,6 +104,22 @@ class ReplicaExchange:
         for module in self._modules:
             module.forget()
 
+    def keep_undo(self) -> None:
+        """Keep what waits as it was before each backward pass, from now on, for :meth:`discard`: as
+        much memory as the states once more, and the time to copy them.  To be called on all ranks.
+        """
+        self.reducer.keep_undo()
+
+    def discard(self) -> None:
+        """Take back what the last backward pass has exchanged, on all ranks, since no step will use
+        it: residuals, velocities and the number of the step are those of before.  Gradients are the
+        caller's.
+
+        Raises:
+            ConfigError: :meth:`keep_undo` was not called, or there is nothing to take back.
+        """
+        self.reducer.discard()
+
     # -- statistics --------------------------------------------------------------------------
 
     def stats(self) -> Stats:

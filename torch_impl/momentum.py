@@ -42,6 +42,7 @@ class Momentum:
         self._reference, self._method = weakref.ref(optimizer), method
         self._groups: dict[int, dict[str, Any]] = {}  # by id: to hash a parameter takes long
         self._read: list[dict[str, Any]] = []  # the groups of which that is
+        self._look(optimizer.param_groups)
         self.is_taken = method.takes_momentum and isinstance(optimizer, torch.optim.SGD)
         if method.takes_momentum and tells:
             self._tell()
@@ -72,9 +73,13 @@ class Momentum:
         """Return the parameter group with the options of ``p``."""
         groups = self._optimizer.param_groups
         if len(groups) != len(self._read) or any(map(operator.is_not, groups, self._read)):
-            self._read = list(groups)
-            self._groups = {id(p): g for g in groups for p in g["params"]}
+            self._look(groups)
         return self._groups[id(p)]
+
+    def _look(self, groups: list[dict[str, Any]]) -> None:
+        self._read = list(groups)
+        # Parameters that were taken out of the groups may be under way still.
+        self._groups |= {id(p): g for g in groups for p in g["params"]}
 
     def forget_groups(self) -> None:
         """Read the parameter groups again, since they have changed."""

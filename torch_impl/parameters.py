@@ -80,6 +80,28 @@ def _names(
     return names
 
 
+def changed_by_hand(
+    param_groups: Sequence[dict[str, Any]], known: Sequence[Parameter]
+) -> str | None:
+    """Return how parameter groups differ from the parameters that an optimizer was told of, which
+    it watches and has names for; ``None`` if they are these."""
+    now = [p for group in param_groups for p in group["params"]]
+    if len(now) != len(known):
+        return f"they have {len(now)} parameters in the place of {len(known)}"
+    others = sum(p is not q for p, q in zip(now, known, strict=True))
+    return f"{others} of their parameters are others than before" if others else None
+
+
+def not_told(change: str) -> ConfigError:
+    """Return the error for parameter groups that differ as :func:`changed_by_hand` says."""
+    return ConfigError(
+        f"the optimizer's param_groups were changed by hand: {change}. Add parameters by "
+        "optimizer.add_param_group({'params': [...]}) on all ranks; where others take the place of "
+        "old ones, make the optimizer anew after optimizer.step(), "
+        "hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), ...)"
+    )
+
+
 def check_process_set(process_set: Any) -> None:
     """Raise ``ConfigError`` unless this is a value for the option ``process_set``."""
     if not callable(getattr(process_set, "included", None)):

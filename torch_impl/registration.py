@@ -3,7 +3,8 @@
 Horovod gives a compressor neither the parameters nor the optimizer, and DGC needs both. So the
 public functions that take an optimizer are wrapped when this package is imported; calls without
 this package's compressors are passed on unchanged, after ranks have compared HVD_COMPRESSION. No
-file of Horovod is changed, and nothing private of it is used.
+file of Horovod is changed, and nothing private of it is used under PyTorch; docs/design.md has the
+list for TensorFlow.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import functools
 from typing import Any
 
 from hvd_compress.engines.base import Engine
-from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.horovod import checked_join, take_stateless
 
 from . import checkpoint
@@ -30,11 +30,6 @@ def register(hvd: Any) -> None:
         return
 
     def make_engine(process_set: Any, predivide: float) -> Engine:
-        if predivide != 1.0 and hvd.rocm_built():
-            raise ConfigError(
-                "gradient_predivide_factor does not work where Horovod was built for ROCm: leave "
-                "it out"
-            )
         return HorovodEngine(hvd, process_set, predivide)
 
     hvd.DistributedOptimizer = wrap_factory(hvd, factory, make_engine)

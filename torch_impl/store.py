@@ -98,6 +98,7 @@ class ParameterStore(Store):
         self._last: dict[str, Gradient] = {}
         self._looks = Looks()
         self._stateful: dict[str, bool] = {}
+        self._sample: Terms = {}
         self._last_list: tuple[list[Any], list[str]] | None = None  # of which parameters, the text
         #: parameters whose gradients are there, and whose exchange has not begun
         self.ready: list[torch.nn.Parameter] = []
@@ -307,11 +308,15 @@ class ParameterStore(Store):
             **({} if (change := self._change()) is None else {"param_groups": change}),
         }
 
-    def numbers(self, step: int) -> Terms:
-        optimizer, names = self.optimizer, self.optimizer._parameter_names
-        everyone = (p for group in optimizer.param_groups for p in group["params"])
-        sample = sample_of(((names[p], p) for p in everyone if p in names), step)
-        return {**numbers_of(optimizer), **sample}
+    def numbers(self) -> Terms:
+        return {**numbers_of(self.optimizer), **self._sample}
+
+    def sample_weights(self, step: int) -> None:
+        """Look at the weights after a step, for the comparison in the next one: in between, during
+        backward, they may be each rank's own, as with SAM."""
+        optimizer = self.optimizer
+        names = optimizer._parameter_names
+        self._sample = sample_of(((names[p], p) for p in optimizer.known_parameters), step)
 
     def _change(self) -> str | None:
         return changed_by_hand(self.optimizer.param_groups, self.optimizer.known_parameters)

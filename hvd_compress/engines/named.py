@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 from hvd_compress.agreement import Terms, agreement
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
-from hvd_compress.engines.base import SAME_TENSORS
+from hvd_compress.engines.base import SAME_TENSORS, Comparing
 from hvd_compress.errors import MismatchError, PayloadError, UnsupportedError
 from hvd_compress.requests import (
     Alltoall,
@@ -63,7 +63,7 @@ class _InFlight:
     replies: list[Any] = dataclasses.field(default_factory=list)
 
 
-class NamedEngine(abc.ABC):
+class NamedEngine(Comparing, abc.ABC):
     """Carries out exchanges by the named collectives of a library."""
 
     #: ``_with_replies`` wants to know all that arrived, which takes memory until ``finish``
@@ -131,11 +131,12 @@ class NamedEngine(abc.ABC):
         self._bring_in_agreement()
         self._bring_in(list(self._in_flight.values()))
         done, self._in_flight = self._in_flight, {}
+        self._raise_late()
         return {name: self._with_replies(each.result, each.replies) for name, each in done.items()}
 
     def abandon(self) -> None:
         """Discard everything in flight, after the collectives failed."""
-        left, self._agreement, self._in_flight = self._in_flight, None, {}
+        left, self._agreement, self._in_flight, self._late = self._in_flight, None, {}, None
         for each in left.values():
             each.ops.close()
 
@@ -143,6 +144,7 @@ class NamedEngine(abc.ABC):
         comparison, self._agreement = self._agreement, None
         if comparison is not None:
             self._bring_in([comparison])
+            self._note(comparison.result)
 
     def _bring_in(self, exchanges: Sequence[_InFlight]) -> None:
         while not all(each.is_over for each in exchanges):
@@ -197,12 +199,21 @@ class NamedEngine(abc.ABC):
         array, xp = request.array, backend_of(request.array)
         if xp.size(array) == 0:
             return array
-        if request.wire is None:
-            return (yield Op("sum", name, array, in_place=request.owned))
-        in_bfloat16 = request.wire == "bfloat16"
-        add = self._sum_bfloat16 if in_bfloat16 else self._sum
-        total = yield from add(xp.cast(array, request.wire), name)
-        return xp.cast(total, xp.dtype(array))
+        wire, divisor, owned = request.wire, self._divisor(request.wire), request.owned
+        sent = array if wire is None else xp.cast(array, wire)
+        if divisor != 1:
+            sent, owned = xp.divided(sent, divisor), True
+        if wire is None:
+            total = yield Op("sum", name, sent, in_place=owned)
+        else:
+            add = self._sum_bfloat16 if wire == "bfloat16" else self._sum
+            # A sum is multiplied in the array's own dtype: in 16 bits it would not fit again.
+            total = xp.cast((yield from add(sent, name)), xp.dtype(array))
+        return total if divisor == 1 else xp.affine(total, divisor)
+
+    def _divisor(self, wire: str | None) -> float:
+        """Return what ranks divide by before a sum on that wire, which is multiplied by it."""
+        return 1.0
 
     def _max(self, request: Max, name: str) -> Generator[Op, Any, Array]:
         array = request.array
@@ -317,7 +328,7 @@ class ProcessSetEngine(NamedEngine):
 
     Args:
         process_set: the ranks that take part; this rank must be one of them.
-        predivide: sums are scaled by 1 / predivide before and by predivide after adding.
+        predivide: arrays are divided by it before they are added, and sums multiplied by it.
     """
 
     #: by the beginning of the name and the ranks, since another process set may get the number of
@@ -330,8 +341,10 @@ class ProcessSetEngine(NamedEngine):
         self._set = process_set
         self._generation: _Generation | None = None
         self._number = 0  # in that
-        scales = {"prescale_factor": 1 / predivide, "postscale_factor": predivide}
-        self._scales = scales if predivide != 1 else {}
+        self._predivide = predivide
+
+    def _divisor(self, wire: str | None) -> float:
+        return self._predivide
 
     @classmethod
     def begin_generation(cls) -> None:

@@ -62,7 +62,7 @@ def carry(request: Collective, comm: Communicator, tag: int, predivide: float) -
         request: a request of an exchange.
         comm: the communicator of the ranks.
         tag: the first tag that nothing else uses, in ``comm`` and its parts.
-        predivide: sums are scaled by 1 / predivide before and by predivide after adding.
+        predivide: arrays are divided by it before they are added, and sums multiplied by it.
     """
 
     tags: dict[Communicator, Iterator[int]] = {}  # a rank may belong to fewer parts than others
@@ -90,8 +90,10 @@ def _reduce(
         and str(getattr(array, "device", "cpu")) == "cpu"
     )
     sent_from = "float32" if is_rounded_late else dtype
-    own, is_ours = _on_wire(array, sent_from, scale)
-    total = own if owned or is_ours else np.empty_like(own)
+    # Rounded first: what is too large by itself is sent as Inf, whatever the others have.
+    sent = array if scale == 1 else xp.divided(xp.round_to(array, dtype), scale)
+    own, is_ours = _on_wire(sent, sent_from)
+    total = own if owned or is_ours or sent is not array else np.empty_like(own)
     flat = Flat(own, dtype, own.shape, lambda done: done)
     work = _allreduce(algorithm, flat, total, op, comm, channel)
 
@@ -215,7 +217,7 @@ def _broadcast(
     request: Broadcast, comm: Communicator, channel: Callable[..., Channel], predivide: float
 ) -> Carried:
     xp, array = backend_of(request.array), request.array
-    buffer, is_ours = _on_wire(array, xp.dtype(array), 1.0)
+    buffer, is_ours = _on_wire(array, xp.dtype(array))
     buffer = buffer if is_ours else buffer.copy()
     algorithm = broadcast(channel(), buffer.view(np.uint8), request.root)
     work = Work(comm, f"broadcast from rank {request.root}", [algorithm])
@@ -238,13 +240,11 @@ _CARRIERS: dict[type[Collective], Callable[..., Carried]] = {
 }
 
 
-def _on_wire(array: Any, dtype: str, predivide: float) -> tuple[np.ndarray, bool]:
+def _on_wire(array: Any, dtype: str) -> tuple[np.ndarray, bool]:
     """Return a flat array in host memory, as it is sent, bfloat16 as its bits; and whether it is
     ours: a new one, and not the memory of ``array``."""
-    if predivide != 1:
-        array = array / predivide
     xp = backend_of(array)
     if dtype == "bfloat16":
         return to_bfloat16(xp.to_numpy(xp.cast(array, "float32")).reshape(-1)), True
     cast = xp.cast(array, dtype)
-    return xp.to_numpy(cast).reshape(-1), predivide != 1 or cast is not array
+    return xp.to_numpy(cast).reshape(-1), cast is not array

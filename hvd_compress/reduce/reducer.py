@@ -3,7 +3,8 @@
 A :class:`Reducer` owns the method, the step, the epoch, the seed, the records of bytes, and the
 buckets; states, and all that an optimizer knows, are in its :class:`~hvd_compress.reduce.Store`.  A
 custom training loop, in NumPy or over any backend's arrays, needs nothing else.  The bindings to
-frameworks hand in a store of their own.
+frameworks hand in a store of their own; that to TensorFlow makes a reducer for each graph, and owns
+method, step, epoch and seed itself.
 """
 
 from __future__ import annotations
@@ -456,7 +457,7 @@ class Reducer:
     def _begin_agreement(self, like: Array) -> None:
         """Begin the comparison with the other ranks, once per step."""
         if not self._agrees:
-            terms = {**self._terms(), **self.store.numbers(self.step)}
+            terms = {**self._terms(), **self.store.numbers()}
             self.engine.agree(terms, self.store.for_messages(like))
             self._agrees = True
 

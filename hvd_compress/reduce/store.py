@@ -133,7 +133,7 @@ class Store(abc.ABC):
         reducer knows."""
         return own
 
-    def numbers(self, step: int) -> Terms:
+    def numbers(self) -> Terms:
         """Return what must be the same on all ranks whenever a step begins, and may be about to be
         loaded or broadcast before: the numbers of the optimizer, and a sample of the weights."""
         return {}

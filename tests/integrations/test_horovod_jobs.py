@@ -80,8 +80,8 @@ def test_nothing_waits_for_horovod_after_its_thread_has_ended():
 def test_a_rank_that_is_lost_is_the_likely_cause():
     """Where Horovod speaks of connections; of all else it says itself what is wrong."""
     HorovodInternalError = type("HorovodInternalError", (RuntimeError,), {})
-    basics = types.SimpleNamespace(_get_process_set_ids_and_ranks=dict)
-    ops = types.SimpleNamespace(HorovodInternalError=HorovodInternalError, _basics=basics)
+    ops = types.SimpleNamespace(HorovodInternalError=HorovodInternalError)
+    process_set = types.SimpleNamespace(size=lambda: 2)
     for message, words in (
         ("Horovod has been shut down.", "Horovod has been .*ended or is stopped.*GLOO_TIMEOUT"),
         ("[gloo/transport/tcp/pair.cc:589] Read timeout", "pair.*ended or is stopped"),
@@ -90,7 +90,7 @@ def test_a_rank_that_is_lost_is_the_likely_cause():
         synchronize = mock.Mock(side_effect=HorovodInternalError(message))
         hvd = types.SimpleNamespace(mpi_ops=ops, poll=lambda handle: True, synchronize=synchronize)
         with pytest.raises(HorovodInternalError, match=re.compile(words, re.DOTALL)):
-            HorovodEngine(hvd, None)._wait(0)
+            HorovodEngine(hvd, process_set)._wait(0)
 
 
 UNEVEN = """

@@ -162,6 +162,25 @@ def test_functions_over_mpi_name_their_options(name):
         assert in_place.keys() == inspect.signature(module.allreduce).parameters.keys()
 
 
+@pytest.mark.parametrize("library", ["torch", "tensorflow"])
+def test_functions_over_mpi_take_horovods_arguments_in_their_places(horovods, library):
+    """But that optimizers of TensorFlow take those of ``horovod.keras``."""
+    ours, problems = importlib.import_module(f"hvd_compress.{library}.mpi"), {}
+    theirs = horovods[f"horovod.{library}"]
+    shared = {name for name in theirs.keys() & set(ours.__all__) if isinstance(theirs[name], list)}
+    assert len(shared) >= 15
+    for name in shared - ({"DistributedOptimizer"} if library == "tensorflow" else set()):
+        named = [
+            (name, kind, None)
+            for name, kind, _ in theirs[name]
+            if kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        ]
+        if found := set(refused(named, getattr(ours, name))):
+            problems[name] = found
+    assert problems == {}
+    assert list(inspect.signature(ours.init).parameters) == ["comm", "process_sets"]
+
+
 def test_every_option_of_the_factories_arrives():
     """Factories hand Horovod's options on by name, and a training method to ``local_steps``."""
     import hvd_compress.tensorflow as hvd

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from hvd_compress.torch import UnsupportedError
+from hvd_compress.torch import ConfigError, MismatchError, UnsupportedError
 from tests.scenarios.common import assert_same_everywhere
 from tests.scenarios.driver import hvd
 
@@ -97,4 +97,63 @@ def local_steps_leave_frozen_parameters_alone() -> None:
     assert_same_everywhere([model.down, model.up])
     model.base.requires_grad_(True)
     with pytest.raises(UnsupportedError, match="'base'"):
+        optimizer.step()
+
+
+def groups_that_are_changed_by_hand_are_an_error_everywhere() -> None:
+    def changed(optimizer, kind):
+        group = optimizer.param_groups[0]
+        p = group["params"][0]
+        if kind == "replaced":
+            optimizer.state.pop(p)
+            group["params"][0] = torch.nn.Parameter(torch.cat([p.detach(), p.detach()[:2]]))
+        elif kind == "taken out":
+            del optimizer.param_groups[1]
+        elif kind == "put in":
+            optimizer.param_groups.append({**group, "params": [torch.nn.Parameter(p.detach())]})
+        return group["params"][0]
+
+    def backward(p):
+        (p * (1.0 + hvd.rank())).square().sum().backward()
+
+    def made():
+        parameters = [torch.nn.Parameter(torch.ones(6, 3)) for _ in range(2)]
+        adam = torch.optim.Adam([{"params": [p]} for p in parameters])
+        return adam, hvd.DistributedOptimizer(adam, compression="topk:density=0.5"), parameters[0]
+
+    for kind in ("replaced", "taken out", "put in"):
+        for in_between in (False, True):
+            adam, optimizer, p = made()
+            backward(p)
+            optimizer.step()
+            optimizer.zero_grad()
+            if in_between:
+                backward(p)
+            p = changed(optimizer, kind)
+            if not in_between:
+                backward(p)
+            with pytest.raises(ConfigError, match=r"param_groups .* by hand.*add_param_group"):
+                optimizer.step()
+            with pytest.raises(ConfigError, match="by hand"):
+                optimizer.state_dict()
+            optimizer = hvd.DistributedOptimizer(adam, compression="topk:density=0.5")
+            optimizer.zero_grad()
+            before = p.detach().clone()
+            backward(p)
+            optimizer.step()
+            assert not torch.equal(p.detach(), before)
+            assert_same_everywhere([p])
+    if hvd.size() > 1:  # all ranks learn that one differs
+        _, optimizer, p = made()
+        p = changed(optimizer, "put in" if hvd.rank() == 1 else "nothing")
+        backward(p)
+        with pytest.raises(MismatchError, match="param_groups"):
+            optimizer.step()
+
+
+def local_steps_name_parameters_that_were_put_in_by_hand() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = hvd.LocalSGD(torch.optim.SGD([p], lr=0.1), sync_every=2)
+    optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(ConfigError, match="by hand"):
         optimizer.step()

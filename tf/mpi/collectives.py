@@ -1,7 +1,12 @@
-"""Horovod's functions on single tensors and objects, over MPI, eagerly and in graphs."""
+"""Horovod's functions on single tensors and objects, over MPI, eagerly and in graphs.
+
+``allreduce``, ``allgather`` and ``broadcast`` pass gradients as Horovod's do: the gradient of each
+is a collective, too, so all ranks compute the same gradients.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,12 +14,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress import mpi
+from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import FP16, NoCompression
-from hvd_compress.mpi.objects import allgather_object as allgather_object
+from hvd_compress.mpi import objects
 from hvd_compress.mpi.objects import barrier as barrier
 from hvd_compress.mpi.objects import broadcast_bytes, gather_bytes
-from hvd_compress.mpi.objects import broadcast_object as broadcast_object
 from hvd_compress.mpi.process_sets import ProcessSet, communicator_of, global_process_set
 from hvd_compress.mpi.process_sets import rank as rank
 from hvd_compress.mpi.process_sets import size as size
@@ -61,8 +66,12 @@ def allreduce(
     postscale_factor: float = 1.0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
 ) -> Any:
-    """Return the average, the sum or the maximum over the ranks.  No gradient passes through it.
+    """Return the average, the sum or the maximum over the ranks.
+
+    The gradient is :func:`allreduce` of the gradient with the same options.  The maximum has none,
+    nor has a method that sends less than all.
 
     Args:
         tensor: of the same shape and dtype on all ranks; of ``tf.IndexedSlices`` the rows of all
@@ -74,29 +83,78 @@ def allreduce(
         prescale_factor, postscale_factor: multiply before and after.
         name: of the tensor.
         process_set: the ranks that take part.
+        ignore_name_scope: accepted as Horovod's.
 
     Raises:
+        ConfigError: an option has a value that cannot be honoured.
         MismatchError: the ranks' tensors or options differ; inside of an error of TensorFlow if a
             graph is running.
         UnsupportedError: another ``op``, or a dtype that cannot be added.
     """
     op, comm = handle_average_backwards_compatibility(op, average), communicator_of(process_set)
+    for factor in (prescale_factor, postscale_factor):
+        if not is_number(factor):
+            raise ConfigError(f"prescale_factor, postscale_factor: numbers; got {factor!r}")
     if isinstance(tensor, tf.IndexedSlices):
         if op == Max:
             raise UnsupportedError("op=hvd.Max of tf.IndexedSlices: pass tf.convert_to_tensor(...)")
         factor = prescale_factor * postscale_factor / (comm.size if op == Average else 1)
-        rows = allgather(tensor.values, name, process_set)
-        indices = allgather(tensor.indices, name, process_set)
+        rows = allgather(tensor.values, name, process_set=process_set)
+        indices = allgather(tensor.indices, name, process_set=process_set)
         return tf.IndexedSlices(rows * tf.cast(factor, rows.dtype), indices, tensor.dense_shape)
-    x = tf.convert_to_tensor(tensor)
-    if prescale_factor != 1:
-        x = x * tf.cast(prescale_factor, x.dtype)
+    x = _tensor(tensor)
 
     def reduced(array: np.ndarray) -> list[np.ndarray]:
         return [mpi.allreduce(np.asarray(array), op=op, comm=comm)]
 
-    total = _same_shape(reduced, x)
-    return total * tf.cast(postscale_factor, x.dtype) if postscale_factor != 1 else total
+    def reduce(x: tf.Tensor) -> list[tf.Tensor]:
+        (total,) = _same_shape(reduced, _scaled(x, prescale_factor))
+        return [_scaled(total, postscale_factor)]
+
+    def gradient(of_result: tf.Tensor) -> tf.Tensor:
+        if op == Max:
+            raise UnsupportedError(
+                "op=hvd.Max has no gradient: hvd.allreduce(tf.stop_gradient(x), op=hvd.Max)"
+            )
+        return allreduce(
+            of_result,
+            op=op,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            process_set=process_set,
+        )
+
+    return _meeting(x, reduce, gradient)
+
+
+def _tensor(value: Any) -> tf.Tensor:
+    try:
+        return tf.convert_to_tensor(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"tensor={value!r} cannot be made a tensor: {error}") from error
+
+
+def _scaled(x: tf.Tensor, factor: float) -> tf.Tensor:
+    return x if factor == 1 else x * tf.cast(factor, x.dtype)
+
+
+def _meeting(
+    x: tf.Tensor,
+    meet: Callable[[tf.Tensor], Sequence[tf.Tensor]],
+    gradient: Callable[..., tf.Tensor],
+) -> tf.Tensor:
+    """Return the first of the tensors that the ranks make of theirs.
+
+    Args:
+        gradient: makes the gradient of ``x`` from that of the result, and from the other tensors.
+    """
+
+    @tf.custom_gradient
+    def result(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
+        first, *others = meet(x)
+        return first, lambda found: gradient(tf.convert_to_tensor(found), *others)
+
+    return result(x)
 
 
 def grouped_allreduce(
@@ -109,6 +167,7 @@ def grouped_allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
     """Return :func:`allreduce` of each tensor; by a method they are exchanged together.
@@ -116,7 +175,8 @@ def grouped_allreduce(
     Args:
         tensors: as many on all ranks, of the same shapes and dtypes.
         average, device_dense, device_sparse, compression, op, prescale_factor, postscale_factor,
-            process_set, name: as for :func:`allreduce`.
+            process_set, ignore_name_scope, name: as for :func:`allreduce`, whose errors these are,
+            too.
     """
     options: dict[str, Any] = {
         "op": handle_average_backwards_compatibility(op, average),
@@ -128,42 +188,62 @@ def grouped_allreduce(
 
 
 def allgather(
-    tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
     """Return all ranks' tensors, joined along the first dimension in rank order.
 
+    The gradient is this rank's rows of the average of the ranks' gradients.
+
     Args:
         tensor: of the same dtype on all ranks, and of the same shape but for the first dimension.
-        name: accepted as Horovod's.
+        name, ignore_name_scope: accepted as Horovod's.
         process_set: the ranks that take part.
 
     Raises:
+        ConfigError: an option has a value that cannot be honoured.
         MismatchError: the ranks' rows differ in dtype or shape.
+        UnsupportedError: rows have no element.
     """
-    x = tf.convert_to_tensor(tensor)
+    x, number = _tensor(tensor), communicator_of(process_set).size
+    if 0 in x.shape[1:]:
+        raise UnsupportedError(f"allgather of {x.shape}: rows need an element")
 
     def gathered(array: np.ndarray) -> list[np.ndarray]:
         kind = f"allgather of {array.dtype.name} rows of {list(array.shape[1:])}"
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        parts = np.concatenate(gather_bytes(raw, kind, process_set))
-        return [parts.view(array.dtype).reshape(-1, *array.shape[1:])]
+        parts = gather_bytes(raw, kind, process_set)
+        rows = np.concatenate(parts).view(array.dtype).reshape(-1, *array.shape[1:])
+        bytes_of_row = array.itemsize * math.prod(array.shape[1:])
+        return [rows, np.array([part.size // bytes_of_row for part in parts], np.int64)]
 
-    (rows,) = node(gathered, [x], [(x.dtype.name, (None, *x.shape[1:]))])
-    return rows
+    def gather(x: tf.Tensor) -> list[tf.Tensor]:
+        return node(gathered, [x], [(x.dtype.name, (None, *x.shape[1:])), ("int64", number)])
+
+    def gradient(of_result: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+        mean = allreduce(of_result, process_set=process_set)
+        return tf.reshape(tf.split(mean, counts)[process_set.rank()], tf.shape(x))
+
+    return _meeting(x, gather, gradient)
 
 
 def broadcast(
     tensor: Any,
     root_rank: int,
     name: str | None = None,
+    ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
     """Return the tensor of ``root_rank``.
 
+    The gradient is the average of the ranks' gradients on ``root_rank``, and zero elsewhere.
+
     Args:
         tensor: of the same shape and dtype on all ranks.
         root_rank: whose is returned, among all ranks.
-        name: accepted as Horovod's.
+        name, ignore_name_scope: accepted as Horovod's.
         process_set: the ranks that take part.
 
     Raises:
@@ -171,13 +251,28 @@ def broadcast(
         MismatchError: the ranks' tensors differ in shape or dtype.
     """
 
+    def gradient(of_result: tf.Tensor) -> tf.Tensor:
+        mean = allreduce(of_result, process_set=process_set)
+        # All ranks take part in the gradient of this one.
+        return mean * tf.cast(rank() == root_rank, mean.dtype)
+
+    return _meeting(_tensor(tensor), _sender(root_rank, process_set), gradient)
+
+
+def _sender(
+    root_rank: int, process_set: ProcessSet, name: str = ""
+) -> Callable[[tf.Tensor], list[tf.Tensor]]:
+    """Return a function that returns the tensor of ``root_rank``; one with a ``name`` is compared
+    also after the first calls."""
+
     def sent(array: np.ndarray) -> list[np.ndarray]:
         own = np.array(array)
-        what = f"{own.dtype.name}{list(own.shape)}"
-        broadcast_bytes(own.reshape(-1).view(np.uint8), root_rank, what, process_set)
+        what = f"{name}{own.dtype.name}{list(own.shape)}"
+        raw = own.reshape(-1).view(np.uint8)
+        broadcast_bytes(raw, root_rank, what, process_set, always=bool(name))
         return [own]
 
-    return _same_shape(sent, tf.convert_to_tensor(tensor))
+    return lambda x: _same_shape(sent, x)
 
 
 def broadcast_variables(
@@ -186,12 +281,64 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Give all ranks the values that ``variables`` have on ``root_rank``, one by one as
-    :func:`broadcast` does, with its ``process_set``; ``inplace`` is there for Horovod's callers."""
-    for variable in map(native, variables):
-        variable.assign(broadcast(variable, root_rank, process_set=process_set))
+    """Give all ranks the values that ``variables`` have on ``root_rank``, one by one.
+
+    Args:
+        variables: as many on all ranks, of the same shapes and dtypes.
+        root_rank, process_set: as for :func:`broadcast`, whose errors these are, too; they say
+            which variable it is.
+        inplace: accepted as Horovod's.
+    """
+    communicator_of(process_set)
+    for place, variable in enumerate(variables):
+        inner = native(variable)
+        if not isinstance(inner, tf.Variable):
+            raise ConfigError(f"variables[{place}] is no variable, but {variable!r}")
+        sender = _sender(root_rank, process_set, f"variables[{place}]: ")
+        (value,) = sender(inner.read_value())
+        inner.assign(value)
 
 
-def _same_shape(function: Callable[..., Sequence[Any]], x: tf.Tensor) -> tf.Tensor:
-    (found,) = node(function, [x], [(x.dtype.name, x.shape)])
-    return found
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return the object of ``root_rank`` on all ranks.
+
+    Args:
+        obj: anything that can be pickled; not looked at on other ranks.
+        root_rank: whose it is, among all ranks.
+        session, name: accepted as Horovod's.
+        process_set: the ranks that take part.
+
+    Raises:
+        ConfigError: the root is not one of them.
+        UnsupportedError: on all ranks, if the root cannot pickle it; it names the entry.
+    """
+    return objects.broadcast_object(obj, root_rank, name, process_set)
+
+
+def allgather_object(
+    obj: Any,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Return the objects of all ranks, in rank order.
+
+    Args:
+        obj: anything that can be pickled; of any size, which may differ between ranks.
+        session, name: accepted as Horovod's.
+        process_set: the ranks that take part.
+
+    Raises:
+        UnsupportedError: on all ranks, if one of them cannot pickle its object; it names the entry.
+    """
+    return objects.allgather_object(obj, name, process_set)
+
+
+def _same_shape(function: Callable[..., Sequence[Any]], x: tf.Tensor) -> list[tf.Tensor]:
+    return node(function, [x], [(x.dtype.name, x.shape)])

@@ -17,7 +17,8 @@ from hvd_compress.systems.base import as_training_method
 from ..checked_state import BUFFERS
 from ..checkpoint import broadcast_tree
 from ..compressed_optimizer import CompressedOptimizer, no_copy, retire_others, take_over
-from ..parameters import Parameter, check_trained, names_of_parameters
+from ..eager import run_eagerly
+from ..parameters import Parameter, check_trained, names_of_parameters, not_told
 from ..replica_engine import ReplicaEngine
 from ..replicas import check_shards, local
 
@@ -58,6 +59,10 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
     """
 
     training: Coordinator
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        run_eagerly(cls, "step", "skip_step", "report", "synchronize_parameters")
 
     def __init__(
         self,
@@ -136,6 +141,8 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
 
     def _trained(self) -> list[tuple[str, Parameter, dict[str, Any]]]:
         names = self._parameter_names
+        if others := sum(p not in names for group in self.param_groups for p in group["params"]):
+            raise not_told(f"they have {others} parameters that it was not made with")
         return [
             (names[p], p, group)
             for group in self.param_groups
