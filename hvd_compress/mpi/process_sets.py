@@ -116,7 +116,7 @@ def init(
         MismatchError: the ranks make other sets.
         SetupError: MPI was initialised without support for threads.
     """
-    sets = [] if process_sets is None or process_sets == "dynamic" else process_sets
+    sets: Any = [] if process_sets is None or process_sets == "dynamic" else process_sets
     if not isinstance(sets, Sequence) or not all(isinstance(x, ProcessSet) for x in sets):
         raise ConfigError(
             f'process_sets={process_sets!r}: a list such as [hvd.ProcessSet([0, 1])], or "dynamic"'

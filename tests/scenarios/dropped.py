@@ -134,6 +134,34 @@ def frozen_parameters_keep_what_waits() -> None:
     assert optimizer.compression.step == step
 
 
+def a_gradient_that_some_ranks_lack_counts_as_zero() -> None:
+    """The sum is divided by all ranks, and where no rank has one, what waits is applied."""
+    last = hvd.size() - 1
+    for compression in (NoCompression(), TopK(density=1.0), DGC(density=1.0, momentum=0.0)):
+        some, none = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([some, none], lr=1.0), [("some", some), ("none", none)], compression
+        )
+        g = torch.arange(6.0).view(2, 3)
+        if hvd.rank() == last:
+            (some * g).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(some.detach(), -g / hvd.size())
+        assert not none.detach().any()
+    if hvd.size() == 1:  # nothing is exchanged there that has no gradient
+        return
+    w = torch.nn.Parameter(torch.zeros(4))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([w], lr=1.0), [("w", w)], TopK(density=0.5)
+    )
+    g = torch.tensor([4.0, 3.0, 2.0, 1.0])
+    (w * g).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()  # no rank has a gradient
+    torch.testing.assert_close(w.detach(), -g)
+
+
 def changes_before_the_step_are_spoken_of_once() -> None:
     def scale(model, optimizer):
         for p in model.parameters():
