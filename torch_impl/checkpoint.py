@@ -105,6 +105,7 @@ def consolidate_state_dict(self: Any) -> None:
 
     This is a collective: call it on every rank.  Training goes on with each rank's own state.
     """
+    self.check_parameters()
     self.check_at_rest("optimizer.consolidate_state_dict()")
     binding = self.compression
     own = {
@@ -131,6 +132,7 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
         ConfigError: it belongs to another model, or it is damaged, or gradients are under way; then
             nothing has changed.
     """
+    self.check_parameters()
     self.check_at_rest("optimizer.load_state_dict()")
     binding, parameters = self.compression, _parameters(self)
     saved = checked_header(state_dict.get(KEY) if isinstance(state_dict, Mapping) else None)

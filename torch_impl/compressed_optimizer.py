@@ -202,7 +202,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def check_at_rest(self, call: str) -> None:
         """Raise ``ConfigError`` if gradients are under way, or are being added up."""
-        self.check_parameters()
         if self._saw_passes or self.compression.is_under_way():
             raise ConfigError(
                 "gradients are under way: call optimizer.step() or optimizer.synchronize() before "
