@@ -19,4 +19,6 @@ def run_eagerly(cls: type[Any], *methods: str) -> None:
     it themselves.
     """
     for name in methods:
-        setattr(cls, name, torch.compiler.disable(getattr(cls, name)))
+        method = getattr(cls, name)
+        if not hasattr(method, "_torchdynamo_disable"):  # of a base, or of an optimizer before
+            setattr(cls, name, torch.compiler.disable(method))

@@ -12,6 +12,8 @@ import torch
 from hvd_compress.optimizers import Formula, Now
 from hvd_compress.optimizers.base import documented
 
+from .eager import run_eagerly
+
 _PARAMS = """\
 ``params`` are those of the model, floats of any shape, or groups of them with options of their own,
 as for every optimizer of ``torch.optim``."""
@@ -43,6 +45,7 @@ class FormulaOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], *options: Any, **named: Any) -> None:
         # Horovod makes its optimizer from the parameter groups alone: all options are there.
         super().__init__(params, self.formula(*options, **named).options())
+        run_eagerly(type(self), "step")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

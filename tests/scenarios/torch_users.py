@@ -9,7 +9,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hvd_compress.torch import ConfigError, MismatchError, UnsupportedError
-from tests.scenarios.common import assert_same_everywhere
+from tests.scenarios.common import assert_same_everywhere, batch, distribute, make_model
 from tests.scenarios.driver import hvd
 
 METHODS = ("topk:density=0.5", "none", "powersgd")
@@ -157,3 +157,45 @@ def local_steps_name_parameters_that_were_put_in_by_hand() -> None:
     optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(torch.ones(4))
     with pytest.raises(ConfigError, match="by hand"):
         optimizer.step()
+
+
+def a_whole_step_may_be_compiled() -> None:
+    """It has the bits of one that is not; what exchanges is left as it is, so "eager" shows it."""
+
+    def trained(method, backend=None, autograd=False, sam=False):
+        torch._dynamo.reset()
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        if method == "local":
+            optimizer = hvd.LocalSGD(optimizer, sync_every=2)
+        else:
+            optimizer = distribute(optimizer, model, method)
+        ascent = hvd.SAM(model, rho=0.1)
+
+        def step(x, y):
+            def loss_of():
+                return torch.nn.functional.cross_entropy(model(x), y)
+
+            optimizer.zero_grad()
+            if sam:
+                ascent.backward(loss_of)
+            else:
+                loss_of().backward()
+            optimizer.step()
+
+        function = step if backend is None else torch.compile(step, backend=backend)
+        with torch._dynamo.config.patch(compiled_autograd=autograd):
+            for number in range(3):
+                function(*batch(hvd.rank(), number))
+        return list(model.parameters())
+
+    for method, options in (
+        ("topk:density=0.1", {"backend": "aot_eager"}),
+        ("topk:density=0.1", {"backend": "eager", "autograd": True}),
+        ("local", {"backend": "eager"}),
+        ("none", {"backend": "eager", "sam": True}),
+    ):
+        found = trained(method, **options)
+        expected = trained(method, sam=options.get("sam", False))
+        for p, q in zip(found, expected, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)

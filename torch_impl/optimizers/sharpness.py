@@ -11,6 +11,8 @@ from hvd_compress import optimizers
 from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers.sharpness import averaged, option
 
+from ..eager import run_eagerly
+
 Average = Callable[..., torch.Tensor]
 
 
@@ -64,6 +66,7 @@ class SAM:
         if average is not None and not callable(average):
             raise ConfigError("average must be a function of a tensor: average=hvd.allreduce")
         self.model, self.average = model, average
+        run_eagerly(type(self), "backward")
 
     def backward(self, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Add the gradient at w + eps to ``p.grad`` of all parameters.
