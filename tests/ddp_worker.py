@@ -547,6 +547,14 @@ def what_is_no_bucket_of_dense_gradients_is_refused() -> None:
         _loss(model, dist.get_rank(), 0).backward()
 
 
+def a_static_graph_needs_a_state_that_knows_the_model() -> None:
+    """In its first pass DDP calls every bucket the first, and none the last."""
+    model = DistributedDataParallel(_model(), bucket_cap_mb=0.005, static_graph=True)
+    model.register_comm_hook(DDPState("topk"), ddp_hook)
+    with pytest.raises(ConfigError, match=r"DDPState\(\.\.\., model\)"):
+        _loss(model, dist.get_rank(), 0).backward()
+
+
 class _Heads(torch.nn.Module):
     """Two heads, of which a step uses one, or another one on each rank."""
 

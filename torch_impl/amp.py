@@ -42,7 +42,7 @@ _steps = _Steps()
 
 def running_scale() -> float | None:
     """Return the loss scale of the backward pass whose hooks run now, or ``None`` without one."""
-    number = _current_pass() if _running else -1
+    number = current_pass() if _running else -1
     if number < 0:
         return None
     if (found := _running.get(number)) is None:
@@ -99,7 +99,7 @@ def _hang_hook(loss: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _enter(factor: float, owner: int, _: torch.Tensor) -> None:
-    number = _current_pass()
+    number = current_pass()
     _running[number] = _Pass(factor, threading.get_ident(), owner)
     torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_leave, number))
 
@@ -108,6 +108,6 @@ def _leave(number: int) -> None:
     _running.pop(number, None)
 
 
-def _current_pass() -> int:
+def current_pass() -> int:
     """Return PyTorch's number of the backward pass whose hooks run now; -1 outside of one."""
     return torch._C._current_graph_task_id()

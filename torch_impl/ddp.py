@@ -33,6 +33,7 @@ from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
+from .amp import current_pass
 from .ddp_buckets import check_bucket, cut
 from .engine import TorchEngine
 from .lost_ranks import naming_lost_ranks
@@ -274,6 +275,9 @@ class DDPState:
         self._loaded: dict[str, Any] | None = None
         self._is_bound = False
         self._buckets: list[_Bucket] = []
+        self._pass: int | None = None  # the backward pass that they are of
+        #: names of parameters that DDP leaves alone
+        self._ignored = set(getattr(model, "parameters_to_ignore", ()))
         self._use = _Use()
         if model is not None:
             inner = model.module if isinstance(model, DistributedDataParallel) else model
@@ -373,9 +377,11 @@ class DDPState:
     def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._use.has_begun = True
         check_bucket(bucket)
-        if bucket.index() == 0 and self._buckets:  # an exception has ended the last backward pass
-            self._buckets.clear()
+        running = current_pass()
+        if bucket.index() == 0 and self._buckets and running != self._pass:
+            self._buckets.clear()  # an exception has ended the last backward pass
             self.reducer.abandon()
+        self._pass = running
         buffer, parameters = bucket.buffer(), bucket.parameters()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
@@ -384,7 +390,8 @@ class DDPState:
         if is_foreign or (not self._names and bucket.index() != len(self._buckets)):
             raise ConfigError(
                 "this DDPState belongs to another model: make one for each, "
-                "model.register_comm_hook(DDPState(...), ddp_hook)"
+                "model.register_comm_hook(DDPState(...), ddp_hook); with static_graph=True it must "
+                "be told the model, DDPState(..., model)"
             )
         views = cut(bucket)
         gradients = [view.contiguous() for view in views]
@@ -401,9 +408,17 @@ class DDPState:
             for each in self._buckets:
                 self._start_exchange(each)
             self._watch(everyone)  # from the next pass on: before the first one nothing waits
-        if bucket.is_last():
+        if bucket.is_last() or self._has_all_of_a_static_graph(bucket):
             self._finish()
         return future
+
+    def _has_all_of_a_static_graph(self, bucket: dist.GradBucket) -> bool:
+        """Whether all gradients are there in the first pass of a static graph, in which DDP says of
+        every bucket that it is the first and not the last."""
+        if bucket.index() == len(self._buckets) - 1:
+            return False
+        expected = sum(p.requires_grad and n not in self._ignored for p, n in self._names.items())
+        return sum(len(each.parameters) for each in self._buckets) == expected
 
     def _start_exchange(self, bucket: _Bucket) -> None:
         parameters = bucket.parameters
