@@ -22,6 +22,7 @@ from hvd_compress.stats import Record, Stats
 from . import backend
 from .amp import running_scale
 from .momentum import Momentum, check_sparse_step
+from .parameters import gradient_dtype
 from .store import ParameterStore
 
 logger = logging.getLogger("hvd_compress")
@@ -319,20 +320,20 @@ class Binding:
 
     def _no_gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
         if p not in self.store.sparse:
-            return torch.zeros_like(p)
+            return torch.zeros_like(p, dtype=gradient_dtype(p, self._name_of(p)))
         index = torch.empty(1, 0, dtype=torch.int64, device=p.device)
-        return torch.sparse_coo_tensor(
-            index, p.detach().new_empty(0, *p.shape[1:]), p.shape, check_invariants=False
-        )
+        dtype = gradient_dtype(p, self._name_of(p))
+        rows = p.detach().new_empty(0, *p.shape[1:], dtype=dtype)
+        return torch.sparse_coo_tensor(index, rows, p.shape, check_invariants=False)
 
     def _assign_gradient(self, p: Any, direction: torch.Tensor, is_rows: bool) -> None:
         if isinstance(direction, Sparse):
-            p.grad = _as_coo(direction, p)
+            p.grad = _as_coo(direction, p, gradient_dtype(p, self._name_of(p)))
             self._assigned.append((p, weakref.ref(p.grad)))
             return
         gradient = p.grad
         if gradient is None:  # a gradient that is under way arrives, or ranks would differ
-            p.grad = direction.to(p.dtype)
+            p.grad = direction.to(gradient_dtype(p, self._name_of(p)))
         elif is_rows:
             p.grad = direction.to(gradient.dtype)
         elif gradient.is_sparse:  # sparse_as_dense: as sparse as it came
@@ -464,10 +465,10 @@ def _shares_elements(gradient: torch.Tensor) -> bool:
     return gradient.layout is torch.strided and 0 in gradient.stride()
 
 
-def _as_coo(direction: Sparse, p: torch.Tensor) -> torch.Tensor:
+def _as_coo(direction: Sparse, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the sparse gradient of ``p``, of any number of dimensions."""
     places = torch.stack(torch.unravel_index(direction.indices, p.shape))
-    values = direction.values.to(p.dtype)
+    values = direction.values.to(dtype)
     return torch.sparse_coo_tensor(
         places, values, p.shape, is_coalesced=True, check_invariants=False
     )

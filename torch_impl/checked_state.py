@@ -73,7 +73,8 @@ def checked_entries(optimizer: Any, state_dict: Any) -> tuple[dict[str, Any], di
         places += indices
         for option in optimizer.defaults.keys() & here.keys():
             _check_option(there, option, here[option])
-    plain: dict[str, Any] = {"param_groups": list(groups), "state": {}}
+    plain: dict[str, Any] = {**state_dict, "param_groups": list(groups), "state": {}}
+    plain.pop(KEY, None)
     ours: dict[int, Entries] = {}
     everything = entry(state_dict, "state", Mapping)
     for index in everything:

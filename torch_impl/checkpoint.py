@@ -35,6 +35,7 @@ from hvd_compress.methods.rows import rows_state
 
 from . import backend
 from .checked_state import KEY, VERSION, Entries, checked_entries, checked_header
+from .parameters import gradient_dtype
 from .store import PREFIX, per_rank_of
 
 
@@ -232,7 +233,8 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
         rows = {m.weight for m in modules if isinstance(m, torch.nn.Embedding) and m.sparse}
         for p in _parameters(optimizer):
             if p.requires_grad and p.grad is None:
-                zeros = torch.zeros_like(p)
+                dtype = gradient_dtype(p, optimizer._parameter_names[p])
+                zeros = torch.zeros_like(p, dtype=dtype)
                 p.grad = zeros.to_sparse(1) if p in rows else zeros
     broadcast(optimizer, root_rank)
 

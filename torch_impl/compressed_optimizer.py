@@ -31,6 +31,7 @@ from .parameters import (
     Parameter,
     changed_by_hand,
     check_trained,
+    gradient_dtype,
     not_told,
     split_into_groups,
 )
@@ -161,6 +162,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         would exchange its gradient until the other is collected."""
         parameters = list(parameters)
         check_trained((self._parameter_names[p], p) for p in parameters)
+        for p in parameters:
+            gradient_dtype(p, self._parameter_names[p])
         retire_others(parameters, self)
         for p in parameters:
             self._watch(p)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvd_compress.config import no_process_set
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, UnsupportedError
 
 from .plain import check_plain
 from .replicas import is_flattened, is_sharded
@@ -48,6 +48,18 @@ def check_trained(named: Iterable[tuple[str, Parameter]], sharded: bool = False)
     for name, p in named:
         if p.requires_grad and not (sharded and (is_sharded(p) or is_flattened(p))):
             check_plain(p, name)
+
+
+def gradient_dtype(p: Parameter, name: str) -> torch.dtype:
+    """Return the dtype of a parameter's gradient, or raise ``UnsupportedError`` if it may be of
+    any: a rank that has none sends zeros of it."""
+    dtype = getattr(p, "grad_dtype", p.dtype)  # which older versions of PyTorch have not
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(
+            f"{name!r} has grad_dtype=None, so its gradient may have another dtype on each rank: "
+            "name one, p.grad_dtype = p.dtype"
+        )
+    return dtype
 
 
 def _names(

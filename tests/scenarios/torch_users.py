@@ -9,7 +9,13 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hvd_compress.torch import ConfigError, MismatchError, UnsupportedError
-from tests.scenarios.common import assert_same_everywhere, batch, distribute, make_model
+from tests.scenarios.common import (
+    assert_same_everywhere,
+    batch,
+    distribute,
+    loss_of,
+    make_model,
+)
 from tests.scenarios.driver import hvd
 
 METHODS = ("topk:density=0.5", "none", "powersgd")
@@ -199,3 +205,108 @@ def a_whole_step_may_be_compiled() -> None:
         expected = trained(method, sam=options.get("sam", False))
         for p, q in zip(found, expected, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def gradients_may_have_a_dtype_of_their_own() -> None:
+    """The average has it, also on a rank that has no gradient, whose zeros count."""
+    if not hasattr(torch.nn.Parameter(torch.ones(1)), "grad_dtype"):
+        print(f"PyTorch {torch.__version__} knows no grad_dtype")
+        return
+    for own, theirs in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        for method in ("none", "topk:density=1.0"):
+            p = torch.nn.Parameter(torch.ones(6, dtype=own))
+            p.grad_dtype = theirs
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD([p], lr=0.5), [("p", p)], compression=method
+            )
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            for step in range(2):
+                optimizer.zero_grad()
+                if step == 0 or hvd.rank() == 0:
+                    (p * 4).sum().backward()
+                optimizer.synchronize()
+                share = 4.0 if step == 0 else 4.0 / hvd.size()
+                assert p.grad.dtype == theirs
+                torch.testing.assert_close(p.grad, torch.full((6,), share, dtype=theirs))
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            optimizer.consolidate_state_dict()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    p = torch.nn.Parameter(torch.ones(6))
+    p.grad_dtype = None
+    with pytest.raises(UnsupportedError, match=r"'p' has grad_dtype=None.*p\.grad_dtype"):
+        hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.5), [("p", p)], compression="topk")
+
+
+class _Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, as packages have it, with a state dict of a form of its own."""
+
+    def __init__(self, optimizer, steps=2):
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.optimizer, self.steps, self.count = optimizer, steps, 0
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure=None):
+        loss = self.optimizer.step(closure)
+        self.count += 1
+        if self.count % self.steps == 0:
+            fast = [p for group in self.param_groups for p in group["params"]]
+            with torch.no_grad():
+                for p, slow in zip(fast, self.slow, strict=True):
+                    p.copy_(slow.lerp_(p, 0.5))
+        return loss
+
+    def state_dict(self):
+        return {"fast": self.optimizer.state_dict(), "slow": self.slow}
+
+
+class _Counting(torch.optim.SGD):
+    """Its state dict has an entry beside PyTorch's own."""
+
+    count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        return super().step(closure)
+
+    def state_dict(self):
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.count = state_dict["count"]
+        super().load_state_dict(state_dict)
+
+
+class _Bare(torch.optim.SGD):
+    def state_dict(self):
+        raise RuntimeError("not consolidated")
+
+
+def optimizers_around_others_say_what_to_wrap() -> None:
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    for optimizer in (_Lookahead(inner), _Bare(model.parameters(), lr=0.05)):
+        name = type(optimizer).__name__
+        with pytest.raises(UnsupportedError, match=rf"{name}\(hvd\.DistributedOptimizer"):
+            distribute(optimizer, model, "topk:density=0.1")
+    around = _Lookahead(distribute(inner, model, "topk:density=0.1"))
+    for step in range(4):
+        around.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        around.step()
+    assert_same_everywhere(model)
+
+
+def entries_of_the_users_own_are_saved_and_loaded() -> None:
+    model = make_model()
+    optimizer = distribute(_Counting(model.parameters(), lr=0.05), model, "topk:density=0.1")
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+    optimizer.consolidate_state_dict()
+    saved = copy.deepcopy(optimizer.state_dict())
+    again = distribute(_Counting(model.parameters(), lr=0.05), model, "topk:density=0.1")
+    again.load_state_dict(saved)
+    assert (optimizer.count, again.count) == (3, 3)
