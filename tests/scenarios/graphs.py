@@ -43,6 +43,24 @@ def feedback_in_units_of_the_step_needs_a_learning_rate() -> None:
         hvd.bind(method, [tf.Variable(tf.zeros([40]))]).reduce([tf.ones([40])])
 
 
+def what_is_divided_before_the_sum_fits_16_bits() -> None:
+    """The mean fits, and the sum would not."""
+    size, mean = hvd.size(), [40000.0, -65504.0, 3.0]
+    for method, dtype in ((FP16(), "float32"), (FP16(), "float16"), (NoCompression(), "float16")):
+        variable = tf.Variable(tf.zeros([3], dtype))
+
+        def gradient(variable=variable, method=method):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable * tf.constant(mean, variable.dtype))
+            tape = hvd.DistributedGradientTape(
+                tape, compression=method, gradient_predivide_factor=float(size)
+            )
+            return tape.gradient(loss, [variable])[0]
+
+        for call in (gradient, tf.function(gradient, autograph=False)):
+            np.testing.assert_allclose(tf.cast(call(), "float32"), mean, 2e-3)
+
+
 def one_bucket_wherever_the_exchange_is() -> None:
     """Flat gradients and others are put on the device that is asked for."""
     gradients, calls = [tf.ones([40, 30]), tf.ones([700])], []

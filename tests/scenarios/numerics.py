@@ -21,6 +21,7 @@ from hvd_compress.errors import CompressionError, MismatchError
 from hvd_compress.requests import Gather
 from hvd_compress.torch import (
     DGC,
+    FP16,
     ConfigError,
     NoCompression,
     PayloadError,
@@ -506,6 +507,26 @@ def feedback_in_units_of_the_step_keeps_the_virtual_iterate() -> None:
             owed = hvd.allreduce(residual, name=f"owed.{step}.{i}", op=hvd.Average)
             torch.testing.assert_close(p.detach() - owed, virtual[i], rtol=0, atol=1e-12)
     assert_same_everywhere(model)
+
+
+@applies(least=2)  # there is no sum of one
+def what_is_divided_before_the_sum_fits_16_bits() -> None:
+    """The mean fits, the sum does not; and what one rank cannot send is Inf on all."""
+    size = hvd.size()
+    values, spoilt = [40000.0, -65504.0, 3.0], [1e5 if hvd.rank() == 0 else 0.0, 3.0]
+    for method, dtype in ((FP16(), "float32"), (FP16(), "float16"), (NoCompression(), "float16")):
+        cases = [(values, values)]
+        if dtype == "float32":  # in 16 bits it is Inf from the start
+            cases.append((spoilt, [float("inf"), 3.0]))
+        for own, mean in cases:
+            w = torch.nn.Parameter(torch.zeros(len(own), dtype=getattr(torch, dtype)))
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD([w], lr=0.1), [("w", w)], method, gradient_predivide_factor=2 * size
+            )
+            w.backward(torch.tensor(own).to(w.dtype))
+            optimizer.synchronize()
+            found = w.grad.float()
+            torch.testing.assert_close(found, torch.tensor(mean), rtol=2e-3, atol=0)
 
 
 @applies(least=2)  # alone there is nothing to miss
