@@ -49,6 +49,13 @@ class Chained(Compressor):
         return super().homogeneous if self.blocks is None else self.blocks.homogeneous
 
     @property
+    def is_steady(self) -> bool:  # type: ignore[override]
+        # One that chooses its chain knows itself whether it chooses by more than a schedule.
+        if self.blocks is None or type(self).chain is not Chained.chain:
+            return False
+        return self.blocks.is_steady
+
+    @property
     def averages_momentum(self) -> bool:  # type: ignore[override]
         return self.blocks is not None and self.blocks.averages_momentum
 

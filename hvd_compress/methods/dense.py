@@ -27,8 +27,6 @@ class NoCompression(SendsRows, Chained, name="none"):
     array([2.5, 1.5])
     """
 
-    is_steady = True
-
     algorithm: str | None = None
     rows: str = dataclasses.field(default="whole", metadata=converted(checked_rows))
 
@@ -60,8 +58,6 @@ class FP16(SendsRows, Chained, name="fp16"):
 
     reference = "IEEE 754"
 
-    is_steady = True
-
     algorithm: str | None = None
     rows: str = dataclasses.field(default="float16", metadata=converted(checked_rows))
 
@@ -89,8 +85,6 @@ class BF16(SendsRows, Chained, name="bf16"):
     """
 
     reference = "Kalamkar et al., 2019"
-
-    is_steady = True
 
     algorithm: str | None = None
     rows: str = dataclasses.field(default="bfloat16", metadata=converted(checked_rows))

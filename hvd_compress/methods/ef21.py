@@ -56,8 +56,6 @@ class EF21(Chained, name="ef21"):
 
     reference = "Richtarik et al., NeurIPS 2021"
 
-    is_steady = True
-
     density: Density = 0.02
     selection: str = "sampled"
     values: str | Codec = "float32"

@@ -33,8 +33,6 @@ class FP8(Chained, name="fp8"):
 
     reference = "Micikevicius et al., 2022"
 
-    is_steady = True
-
     format: str = "e4m3"
     bucket: int | None = 512
 

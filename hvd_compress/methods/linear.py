@@ -39,8 +39,6 @@ class LinearQuantization(Chained, name="linear"):
 
     reference = "Dettmers, ICLR 2016"
 
-    is_steady = True
-
     bits: int = 8
     column: int | None = 512
 

@@ -43,8 +43,6 @@ class OneBit(Chained, name="onebit"):
 
     reference = "Seide et al., Interspeech 2014"
 
-    is_steady = True
-
     column: int | None = None
     via: str = "alltoall"
     start: Start = dataclasses.field(default=True, metadata=converted(as_start))

@@ -38,8 +38,6 @@ class QSGD(Chained, name="qsgd"):
 
     reference = "Alistarh et al., NeurIPS 2017"
 
-    is_steady = True
-
     levels: int = 7
     bucket: int | None = 512
     norm: str = "max"
@@ -71,8 +69,6 @@ class TernGrad(Chained, name="terngrad"):
 
     reference = "Wen et al., NeurIPS 2017"
 
-    is_steady = True
-
     clip: float | None = 2.5
 
     @functools.cached_property
@@ -94,8 +90,6 @@ class NaturalCompression(Chained, name="natural"):
     """
 
     reference = "Horvath et al., MSML 2022"
-
-    is_steady = True
 
     @functools.cached_property
     def blocks(self) -> Chain:
@@ -122,8 +116,6 @@ class NaturalDithering(Chained, name="natural_dithering"):
     """
 
     reference = "Horvath et al., MSML 2022"
-
-    is_steady = True
 
     levels: int = 7
     bucket: int | None = 512

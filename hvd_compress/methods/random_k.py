@@ -47,8 +47,6 @@ class RandomK(Chained, name="randomk"):
 
     reference = "Stich et al., NeurIPS 2018"
 
-    is_steady = True
-
     density: Density = 0.25
     error_feedback: bool = True
     wire: str | None = None

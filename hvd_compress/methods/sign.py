@@ -34,8 +34,6 @@ class SignSGD(Chained, name="signsgd"):
 
     reference = "Bernstein et al., ICML 2018"
 
-    is_steady = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         _warn(self.name, 0.0002)
@@ -71,7 +69,6 @@ class Signum(Chained, name="signum"):
     momentum: float | None = None
     nesterov: bool | None = None
 
-    is_steady = True
     takes_momentum = True
 
     def __post_init__(self) -> None:
@@ -116,8 +113,6 @@ class EFSignSGD(Chained, name="efsignsgd"):
     """
 
     reference = "Karimireddy et al., ICML 2019"
-
-    is_steady = True
 
     via: str = "alltoall"
 

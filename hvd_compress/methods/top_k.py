@@ -47,7 +47,6 @@ class TopK(SendsRows, Chained, name="topk"):
     """
 
     reference = "Aji and Heafield, EMNLP 2017"
-    is_steady = True
 
     density: Density = 0.01
     selection: str = "sampled"

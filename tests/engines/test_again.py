@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +20,8 @@ from hvd_compress import (
     FP16,
     QSGD,
     After,
+    GTopK,
+    MSTopK,
     NoCompression,
     OneBit,
     OneBitAdamCompression,
@@ -32,10 +36,22 @@ from hvd_compress import (
 )
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Context
+from hvd_compress.blocks import allgather, chain, error_feedback, top_k
 from hvd_compress.engines.local import LocalEngine
+from hvd_compress.methods.chained import Chained
 from hvd_compress.reduce import MemoryStore, Reducer
 from hvd_compress.schedules import StagedWarmup
 from tests.method_table import ROWS
+
+
+@dataclasses.dataclass(frozen=True)
+class AsAuthorsWriteIt(Chained, name="test-as-authors-write-it"):
+    """A chain as a class, which says nothing of whether its steps are alike."""
+
+    @functools.cached_property
+    def blocks(self):
+        return chain(error_feedback(), via=allgather(top_k(0.02)))
+
 
 SHAPES = {"a": (40, 30), "b": (30,), "c": (25, 50), "d": (7,), "e": (64, 20)}
 METHODS = [
@@ -53,6 +69,8 @@ METHODS = [
     RandomK(),
     OneBitAdamCompression(freeze_step=2, min_size=100),
     Signum(),
+    GTopK(density=0.02),
+    MSTopK(density=0.02),
     PowerSGD(rank=2, min_compression_rate=1),
     PowerSGD(start=After("step", 3)),
     PowerSGD(rank=3, error_feedback=False),
@@ -145,6 +163,7 @@ def test_steps_are_as_if_the_method_was_asked(of, method, events, seed):
         (DGC(density=warmup_to(0.01, steps=4)), 5),
         (DGC(density=0.02, clip_norm=1.0), 6),
         (FP16(), 2),
+        (AsAuthorsWriteIt(), 2),
         (EF21(), 2),
         (RandomK(), 2),
         (OneBitAdamCompression(freeze_step=2, min_size=0), 4),
@@ -158,6 +177,7 @@ def test_steps_are_as_if_the_method_was_asked(of, method, events, seed):
         "warm-up",
         "clipped",
         "fp16",
+        "as authors write it",
         "ef21",
         "randomk",
         "1-bit adam",
