@@ -10,12 +10,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations import horovod as drop_in
 from hvd_compress.integrations.environment import Gather
 from hvd_compress.integrations.horovod import bind_call, hand_on, in_place_of, with_options
 from hvd_compress.integrations.optimizers import check_partner
-from hvd_compress.methods import as_fixed
+from hvd_compress.methods import BF16, FP16, NoCompression, as_fixed
 from hvd_compress.methods.rows import keeps_residual
 
 from .binding import Binding, Slot, native, places_of_groups, slots_of
@@ -337,7 +337,8 @@ def wrap_allreduce(
     @in_place_of(function)
     @tf.autograph.experimental.do_not_convert
     def allreduce(*args: Any, **kwargs: Any) -> Any:
-        """Return the average or the sum over the ranks.
+        """Return the average or the sum over the ranks.  Of methods, those that only cast pass
+        gradients on.
 
         Args:
             compression: any method, too.  One that remembers what it did not send keeps that by
@@ -365,6 +366,41 @@ def wrap_allreduce(
             process_set=options["process_set"],
         )
         results = binding.reduce(tensors)
+        if not any(isinstance(t, tf.IndexedSlices) for t in tensors):
+
+            def again(gradients: list[Any]) -> list[Any]:
+                call.arguments["tensors" if several else "tensor"] = (
+                    gradients if several else gradients[0]
+                )
+                found = allreduce(*call.args, **call.kwargs)
+                return found if several else [found]
+
+            results = _linked(tensors, results, binding.method, again)
         return results if several else results[0]
 
     return allreduce
+
+
+def _linked(
+    tensors: list[Any],
+    results: Sequence[Any],
+    method: Any,
+    again: Callable[[list[Any]], list[Any]],
+) -> list[Any]:
+    """Return results whose gradients are what ``again`` makes of theirs, if the method is
+    linear."""
+
+    @tf.custom_gradient
+    def link(*both: Any) -> Any:
+        def gradient(*gradients: Any) -> list[Any]:
+            if not isinstance(method, NoCompression | FP16 | BF16):
+                raise UnsupportedError(
+                    f"{method.name} passes no gradient: hvd.allreduce(tf.stop_gradient(tensor), "
+                    "...), or leave compression out"
+                )
+            found = again([tf.convert_to_tensor(g) for g in gradients])
+            return [*found, *(None for _ in results)]
+
+        return [tf.identity(y) for y in both[len(tensors) :]], gradient
+
+    return list(link(*tensors, *results))

@@ -38,7 +38,7 @@ OPTIMIZERS_TORCH = (*OPTIMIZERS, "optimizers_torch", "adam_zero_one_torch", "lar
 OPTIMIZERS_KERAS = (*OPTIMIZERS, "optimizers_keras", "adam_zero_one_keras", "large_batch_keras")
 #: what graphs over MPI must show in each run of the tests
 OVER_MPI = (
-    *("over_mpi_tensorflow", "keras_restore", "keras_common"),
+    *("over_mpi_tensorflow", "collectives_tensorflow", "keras_restore", "keras_common"),
     *("graphs.buckets_are_what_their_tensors_are", "graphs.constant_gradients_on_some_ranks"),
     "graphs.replies_that_one_rank_does_not_read",
     *("shared.a_set_of_processes", "shared.ranks_that_differ_all_say_so", "shared.rows_as_dense"),
@@ -75,7 +75,7 @@ JOBS = [
     Job("mpi", (*PARITY, "over_mpi"), "mpich", 3),
     Job("mpi", FOLLOWS, "mpirun", 5),
     Job("tensorflow", ("keras_users", "keras_fit", "shared", "rows", *FOLLOWS), "mpirun", 2),
-    Job("tensorflow", ("keras_restore", "keras_common"), "mpirun", 2),
+    Job("tensorflow", ("keras_restore", "keras_common", "collectives_tensorflow"), "mpirun", 2),
     Job("tensorflow", ("optimizers", "large_batch_keras"), "mpirun", 2),
     Job("tensorflow", ("optimizers_keras", "adam_zero_one_keras"), "mpirun", 2),
     Job("tensorflow", OTHERS_KERAS, "mpirun", 2),

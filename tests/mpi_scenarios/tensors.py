@@ -33,6 +33,10 @@ def tensors_come_back_as_tensors() -> None:
     np.testing.assert_array_equal(total.numpy(), want.reshape(6, 10))
     weight = torch.nn.Parameter(tensor.clone())
     assert torch.equal(mpi.direct_allreduce(weight), total)
+    with raises(UnsupportedError, "x.detach()", "hvd_compress.torch.mpi"):
+        mpi.direct_allreduce(2 * weight)
+    with torch.no_grad():
+        assert torch.equal(mpi.direct_allreduce(2 * weight), 2 * total)
     assert mpi.direct_allreduce(tensor, out=tensor) is tensor
     assert torch.equal(tensor, total)
 

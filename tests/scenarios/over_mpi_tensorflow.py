@@ -11,7 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress import NoCompression, StagedWarmup, TopK
-from hvd_compress.errors import ConfigError, MismatchError, SetupError, UnsupportedError
+from hvd_compress.errors import (
+    CompressionError,
+    ConfigError,
+    MismatchError,
+    SetupError,
+    UnsupportedError,
+)
 from tests.scenarios import applies
 from tests.scenarios.driver import assert_same_everywhere, barrier, raises
 from tests.scenarios.driver_tensorflow import hvd, hvd_keras
@@ -144,8 +150,38 @@ def what_cannot_work_says_what_to_write() -> None:
     with raises(UnsupportedError, "leave algorithm out"):
         method = TopK(density=0.05, algorithm="recursive_doubling")
         hvd.bind(method, [tf.Variable(tf.zeros([300]))]).reduce([tf.ones([300])])
-    with raises(MismatchError, "dtype or shape"):
+    with raises(MismatchError, "allgather of float32 rows"):
         hvd.allgather(tf.ones([2, 1 + hvd.rank()]))
+
+
+def wrong_arguments_of_collectives_are_named() -> None:
+    one = tf.ones([1])
+    for call, *words in (
+        (lambda: hvd.allreduce(object()), "tensor="),
+        (lambda: hvd.allreduce(one, prescale_factor="2"), "prescale_factor"),
+        (lambda: hvd.allreduce(one, average="name"), "average="),
+        (lambda: hvd.allgather(object()), "tensor="),
+        (lambda: hvd.allgather(tf.ones([2, 0])), "allgather", "element"),
+        (lambda: hvd.broadcast(one, None), "root_rank=None"),
+        (lambda: hvd.broadcast_variables([tf.Variable(one), one], 0), "variables.1."),
+        (lambda: hvd.broadcast_object({"f": lambda: 0}, 0), "rank 0 cannot send", "'f'"),
+        (lambda: hvd.allgather_object([lambda: 0]), "rank 0 cannot send"),
+        (lambda: hvd.barrier(1), "process_set="),
+        (lambda: hvd.init(process_sets=5), "process_sets=", "hvd.ProcessSet"),
+    ):
+        with raises(CompressionError, *words):
+            call()
+    for _ in range(20):  # ranks compare the first calls; these they always do
+        hvd.barrier()
+        hvd.allreduce(one)
+    if hvd.size() > 1:
+        last = tf.Variable(tf.ones([1 + hvd.rank()]))
+        with raises(MismatchError, "variables.1.: float32.2."):
+            hvd.broadcast_variables([tf.Variable(one), last], 0)
+    pair = hvd.ProcessSet(range(hvd.size()))
+    hvd.init(process_sets=[pair])
+    assert float(hvd.allreduce(1.0, op=hvd.Sum, process_set=pair)) == hvd.size()
+    hvd.remove_process_set(pair)
 
 
 def names_are_there() -> None:

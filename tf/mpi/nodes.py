@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ def _turn() -> tf.Variable:
         return tf.Variable(0, trainable=False, dtype=tf.int64, name="hvd_compress.turn")
 
 
+#: by graph, what its next node waits for
+_latest: weakref.WeakKeyDictionary[Any, tf.Operation] = weakref.WeakKeyDictionary()
+
+
 def node(
     function: Callable[..., Sequence[Any]],
     inputs: Sequence[tf.Tensor],
@@ -26,7 +31,8 @@ def node(
 
     A function that waits for other ranks must run on all of them, and after the same others.  So
     its node counts on in a variable: a graph leaves out nothing that writes to a variable, and what
-    reads and writes it runs in the order in which it was traced, branches included.
+    reads and writes it runs in the order in which it was traced, branches included.  A graph of
+    gradients does not see to that, so each node also waits for the one before.
 
     Args:
         function: of NumPy arrays, which it leaves as they are.
@@ -40,10 +46,15 @@ def node(
     def run(turn: np.ndarray, *arrays: np.ndarray) -> list[Any]:
         return [turn + 1, *function(*arrays)]
 
-    with tf.device("CPU:0"):
+    graph = tf.compat.v1.get_default_graph()
+    with (
+        tf.device("CPU:0"),
+        tf.control_dependencies([op for op in [_latest.get(graph)] if op is not None]),
+    ):
         dtypes = [tf.int64, *(tf.as_dtype(dtype) for dtype, _ in outputs)]
         turn, *results = tf.numpy_function(run, [_turn().read_value(), *inputs], dtypes)
         _turn().assign(turn, read_value=False)
+    _latest[graph] = turn.op
     for result, (_, length) in zip(results, outputs, strict=True):
         result.set_shape(length if isinstance(length, tuple | tf.TensorShape) else [length])
     return results

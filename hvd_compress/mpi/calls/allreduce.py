@@ -26,7 +26,8 @@ def allreduce(
     Args:
         x: a NumPy array, a torch tensor, or a GPU array with DLPack, of any shape, which is the
             same on all ranks; float16, bfloat16, float32, float64 or integers.  Half precisions
-            are added in float32 and rounded once.
+            are added in float32 and rounded once.  No gradient passes: a tensor that autograd has
+            computed is refused, and of a parameter the numbers are taken.
         op: "sum", "mean" (floats only) or "max" (NaN counts as largest).
         algorithm: "ring", "halving_doubling", "recursive_doubling", "direct", "mpi" (MPI's own), or
             "auto": the one that a model measured on this communicator expects to be fastest, see
@@ -41,7 +42,7 @@ def allreduce(
         ``out``, or a new array of the kind of ``x``.
 
     Raises:
-        UnsupportedError: a dtype that cannot be reduced.
+        UnsupportedError: a dtype that cannot be reduced, or a tensor with a gradient function.
         MismatchError: ranks differ in shape, dtype or options (found by the first calls' check).
         ConfigError: an option makes no sense.
         CollectiveTimeout: a rank does not answer.

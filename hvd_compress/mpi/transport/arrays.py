@@ -89,6 +89,11 @@ def _from_torch(x: Any, torch: Any) -> Flat:
     dtype = _known(str(x.dtype).removeprefix("torch."))
     if x.layout != torch.strided:
         raise UnsupportedError("cannot reduce a sparse tensor: x.to_dense(), or sparse_allreduce")
+    if x.grad_fn is not None and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "no gradient passes through hvd_compress.mpi: pass x.detach(), or call allreduce of "
+            "hvd_compress.torch.mpi"
+        )
     flat = x.detach().contiguous().view(-1)
     if flat.device.type == "cpu" and gpu_route() != "direct-always":
         bits = flat.view(torch.int16) if dtype == "bfloat16" else flat
