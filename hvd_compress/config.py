@@ -179,13 +179,24 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def is_one_of(value: Any, choices: Iterable[Any]) -> bool:
+    """Return whether a value equals one of the choices; arrays, which have no truth, do not."""
+    try:
+        return value in choices
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
 def as_tuple(option: str) -> Callable[[Any], tuple[Any, ...]]:
     """Return a converter of an option that is a list, for :func:`converted`."""
 
     def convert(value: Any) -> tuple[Any, ...]:
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise ConfigError(f"{option} must be a list; got {value!r}")
-        return tuple(value)
+        try:
+            if not isinstance(value, str):
+                return tuple(value)
+        except TypeError:  # arrays without dimensions say only then that they have no elements
+            pass
+        raise ConfigError(f"{option} must be a list; got {value!r}")
 
     return convert
 
@@ -225,7 +236,7 @@ def no_process_set(value: Any) -> ConfigError:
 
 def check_choice(option: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise unless ``value`` is one of ``choices``."""
-    if value not in choices:
+    if not is_one_of(value, choices):
         raise ConfigError(
             f"{option} must be one of {', '.join(map(repr, choices))}; got {value!r}"
             + _meant(value, choices)

@@ -46,10 +46,12 @@ def _register(horovod_torch: Any) -> None:
 
 def _engine(process_set: Any) -> Any:
     from .engine import HorovodEngine
+    from .parameters import check_process_set
 
     if is_group(process_set):
         return engine_over(process_set)
     chosen = __getattr__("global_process_set") if process_set is None else process_set
+    check_process_set(chosen)
     return HorovodEngine(_horovod, chosen) if chosen.included() else LocalEngine()
 
 

@@ -26,10 +26,12 @@ from .amp import forget_scale, scaler_steps
 from .binding import Binding
 from .eager import run_eagerly
 from .momentum import check_group
+from .optimizer_host import loss_of
 from .parameters import (
     Groups,
     Parameter,
     changed_by_hand,
+    check_param_group,
     check_trained,
     gradient_dtype,
     not_told,
@@ -328,12 +330,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients unless told otherwise, then let the user's optimizer step."""
-        loss = None
         self._check_in_charge()
-        if closure is not None:
-            # Inside the user's step() the gradients would be used before they are averaged.
-            with torch.enable_grad():
-                loss = closure()
+        # Inside the user's step() the gradients would be used before they are averaged.
+        loss = loss_of(closure)
         if self._should_synchronize:
             if self._holds_averages() and not scaler_steps():
                 warnings.warn(
@@ -391,6 +390,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Add parameters later, on all ranks alike; they are named after their place in the
         groups."""
         self.check_parameters()
+        check_param_group(param_group)
         super().add_param_group(param_group)
         index, group = len(self.param_groups) - 1, self.param_groups[-1]
         added = {p: f"added.{index}.{j}" for j, p in enumerate(group["params"])}

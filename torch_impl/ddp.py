@@ -249,8 +249,7 @@ class DDPState:
         if momentum is not None:
             check_between("momentum", momentum, 0.0, 1.0)
         check_choice("nesterov", nesterov, (True, False))
-        if residuals not in ("mean", "ranks"):
-            raise ConfigError(f'residuals is "mean" or "ranks", not {residuals!r}')
+        check_choice("residuals", residuals, ("mean", "ranks"))
         if not isinstance(model, torch.nn.Module | None):
             raise ConfigError(
                 f"model is {type(model).__name__}: pass the DistributedDataParallel whose "
@@ -342,6 +341,7 @@ class DDPState:
         false: residuals are averaged over the ranks, or gathered on rank 0, so that any number of
         ranks can load rank 0's state dict.  What was loaded stays as it is until the first
         gradients come."""
+        check_choice("consolidate", consolidate, (True, False))
         if self._loaded is not None:
             return dict(self._loaded)
         self._use.look()

@@ -4,6 +4,7 @@ training method a :class:`LocalStepsOptimizer`."""
 from __future__ import annotations
 
 import importlib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from hvd_compress.base import Compressor
-from hvd_compress.config import check_seed
+from hvd_compress.config import check_choice, check_seed, is_number, is_one_of
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.horovod import bind_call, hand_on, in_place_of, is_ours, with_options
@@ -21,7 +22,14 @@ from hvd_compress.systems.rounds.factories import distribute_by_method
 from .binding import Binding
 from .compressed_optimizer import CompressedOptimizer, check_passes
 from .momentum import check_group, check_sparse_step
-from .parameters import Groups, Parameter, check_groups, check_process_set, names_of_parameters
+from .parameters import (
+    Groups,
+    Parameter,
+    check_groups,
+    check_optimizer,
+    check_process_set,
+    names_of_parameters,
+)
 from .systems.optimizer import is_distributed
 
 
@@ -128,9 +136,11 @@ def distribute(
     _check_op(hvd, op, gradient_predivide_factor, method)
     _check_optimizer(optimizer, method)
     check_passes(backward_passes_per_step)
+    check_choice("sparse_as_dense", sparse_as_dense, (True, False))
+    check_choice("sparse_step", sparse_step, (True, False))
     if sparse_step:
         check_sparse_step(optimizer, method)
-    if num_groups != 0:
+    if not is_one_of(num_groups, (0,)):
         warnings.warn(
             "num_groups is deprecated: pass groups instead", DeprecationWarning, stacklevel=3
         )
@@ -165,13 +175,15 @@ def distribute(
 
 
 def _check_op(hvd: Any, op: Any, predivide: float, method: Compressor) -> None:
-    if op == hvd.Adasum:
+    if is_one_of(op, (hvd.Adasum,)):
         raise ConfigError(
             f"op=Adasum cannot be combined with {method.name}: Adasum needs every rank's dense "
             "update; use op=hvd.Average, or Horovod's own compression"
         )
-    if op not in (hvd.Average, hvd.Sum):
+    if not is_one_of(op, (hvd.Average, hvd.Sum)):
         raise ConfigError(f"op must be hvd.Average or hvd.Sum with {method.name}")
+    if not is_number(predivide) or not 0 < predivide < math.inf:
+        raise ConfigError(f"gradient_predivide_factor must be greater than 0; got {predivide!r}")
     if predivide != 1.0 and op != hvd.Average:
         raise ConfigError(
             "gradient_predivide_factor divides an average in two steps: use it with "
@@ -180,10 +192,7 @@ def _check_op(hvd: Any, op: Any, predivide: float, method: Compressor) -> None:
 
 
 def _check_optimizer(optimizer: Any, method: Compressor) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
-        )
+    check_optimizer(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             "LBFGS evaluates gradients inside step(), where they cannot be averaged"
@@ -200,6 +209,8 @@ def _check_optimizer(optimizer: Any, method: Compressor) -> None:
 def _check_form(optimizer: torch.optim.Optimizer) -> None:
     """Raise ``UnsupportedError`` unless parameters and their states are where PyTorch's own
     optimizers have them, and numbered so in a state dict."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return
     kind, problem = type(optimizer).__name__, "other parameter groups or states"
     try:
         saved = optimizer.state_dict()

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers import Formula, Now
 from hvd_compress.optimizers.base import documented
 
@@ -120,7 +121,14 @@ class PartnerOptimizer(FormulaOptimizer):
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
     """Return the loss of the closure that ``step()`` was given, or ``None`` without one."""
+    check_closure(closure)
     if closure is None:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def check_closure(closure: Any) -> None:
+    """Raise ``ConfigError`` unless this is what ``optimizer.step`` takes."""
+    if closure is not None and not callable(closure):
+        raise ConfigError(f"closure must be a function that returns the loss; got {closure!r}")

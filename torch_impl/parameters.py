@@ -72,8 +72,8 @@ def _names(
             for i, group in enumerate(param_groups)
             for j, p in enumerate(group["params"])
         }
-    named = list(named_parameters)
-    if any(not isinstance(pair, tuple) for pair in named):
+    named = list(named_parameters) if isinstance(named_parameters, Iterable) else [None]
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in named):
         raise ConfigError(
             "named_parameters must be a sequence of tuples (name, parameter): pass "
             "model.named_parameters()"
@@ -112,6 +112,27 @@ def not_told(change: str) -> ConfigError:
         "old ones, make the optimizer anew after optimizer.step(), "
         "hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), ...)"
     )
+
+
+def check_model(model: Any) -> None:
+    """Raise ``ConfigError`` unless this is a model."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise ``ConfigError`` unless this is an optimizer."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+        )
+
+
+def check_param_group(group: Any) -> None:
+    """Raise ``ConfigError`` unless this is what ``add_param_group`` takes; PyTorch says what is
+    wrong inside of it."""
+    if not isinstance(group, dict) or "params" not in group:
+        raise ConfigError(f"add_param_group takes {{'params': [...], ...}}; got {group!r}")
 
 
 def check_process_set(process_set: Any) -> None:

@@ -191,6 +191,8 @@ class SendsRows:
 
 def checked_rows(text: str) -> str:
     """Return a value of the option ``rows`` that :func:`as_rows` can read, or raise."""
+    if not isinstance(text, str):
+        raise _unknown(text)
     as_rows(text)
     return text
 

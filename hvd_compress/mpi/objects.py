@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress.config import is_one_of
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense.allgather import allgather
 from hvd_compress.mpi.process_sets import ProcessSet, communicator_of, global_process_set
@@ -51,7 +52,7 @@ def broadcast_bytes(
     comm = communicator_of(process_set)
     members = range(comm.size) if process_set.ranks is None else process_set.ranks
     with comm.told(always=always):
-        if root_rank not in members:
+        if not is_one_of(root_rank, members):
             raise ConfigError(f"root_rank={root_rank!r} is not one of the ranks {list(members)}")
     comm.agree(f"broadcast({what}, root {root_rank})", always=always)
     comm.run("broadcast", _broadcast(comm, raw, list(members).index(root_rank)))
@@ -99,7 +100,7 @@ def broadcast_object(
         ConfigError: the root is not one of them.
         UnsupportedError: on all ranks, if the root cannot pickle it; it names the entry.
     """
-    is_root = global_process_set.rank() == root_rank
+    is_root = is_one_of(root_rank, (global_process_set.rank(),))
     frame = encode_bytes(pickled(obj) if is_root else b"", _OBJECT)
     size = encode_bytes(np.array([frame.size], "<i8").view(np.uint8), _SIZE)
     broadcast_bytes(size, root_rank, _SIZE, process_set)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hvd_compress.config import no_process_set
+from hvd_compress.config import is_one_of, no_process_set
 from hvd_compress.errors import ConfigError, SetupError
 from hvd_compress.mpi.engine import MpiEngine
 from hvd_compress.mpi.transport.communicator import Communicator
@@ -116,7 +116,7 @@ def init(
         MismatchError: the ranks make other sets.
         SetupError: MPI was initialised without support for threads.
     """
-    sets: Any = [] if process_sets is None or process_sets == "dynamic" else process_sets
+    sets: Any = [] if is_one_of(process_sets, (None, "dynamic")) else process_sets
     if not isinstance(sets, Sequence) or not all(isinstance(x, ProcessSet) for x in sets):
         raise ConfigError(
             f'process_sets={process_sets!r}: a list such as [hvd.ProcessSet([0, 1])], or "dynamic"'
@@ -234,6 +234,8 @@ def engine_over(process_set: ProcessSet | None, predivide: float = 1.0) -> MpiEn
     """Return a new engine for the ranks of a set, ``None`` for all; ranks outside of it have a
     world of their own, where nothing is exchanged.  A collective."""
     chosen = global_process_set if process_set is None else process_set
+    if not isinstance(chosen, ProcessSet):
+        raise no_process_set(chosen)
     if chosen is global_process_set:
         chosen.rank()  # says if init() is missing
     if not chosen.included():

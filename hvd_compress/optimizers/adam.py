@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from hvd_compress.backends import Array, backend_of
+from hvd_compress.config import as_tuple
 from hvd_compress.optimizers.base import Formula, Now, Slot, State, check_options
 
 MOMENTS = (Slot("exp_avg"), Slot("exp_avg_sq"))
@@ -24,7 +25,7 @@ class Adam(Formula):
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))
+        object.__setattr__(self, "betas", as_tuple("betas")(self.betas))
         super().__post_init__()
 
     def check(self, names: Mapping[str, str]) -> None:

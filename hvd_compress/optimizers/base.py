@@ -205,7 +205,7 @@ def check_options(options: Mapping[str, Any], is_good: Any, words: str) -> None:
     for option, value in options.items():
         try:  # a tensor may be a learning rate
             good = not isinstance(value, bool) and bool(is_good(value))
-        except TypeError:
+        except (TypeError, ValueError, RuntimeError):  # arrays of several elements have no truth
             good = False
         if not good:
             raise ConfigError(f"{option} must be {words}; got {value!r}")

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvd_compress.backends import Array, backend_of
-from hvd_compress.errors import ConfigError
+from hvd_compress.config import as_tuple
 from hvd_compress.optimizers.adam import MOMENTS
-from hvd_compress.optimizers.base import Now, Slot, State, quotient
+from hvd_compress.optimizers.base import Now, Slot, State, check_options, quotient
 from hvd_compress.optimizers.onebit_adam import OneBitAdam
 
 
@@ -72,19 +72,20 @@ class OneBitLAMB(OneBitAdam):
 
     def __post_init__(self) -> None:
         for name in ("coefficient_range", "factor_range"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            object.__setattr__(self, name, as_tuple(name)(getattr(self, name)))
         super().__post_init__()
 
     def check(self, names: Mapping[str, str]) -> None:
         super().check(names)
         for name in ("coefficient_range", "factor_range"):
-            ends = getattr(self, name)
-            if len(ends) != 2 or not 0 < ends[0] <= ends[1]:
-                raise ConfigError(f"{name} must be two numbers, 0 < low <= high; got {ends!r}")
-        if not 0 <= self.coefficient_beta < 1:
-            raise ConfigError(f"coefficient_beta must be in [0, 1); got {self.coefficient_beta!r}")
-        if not 0 < self.factor_threshold < 1:
-            raise ConfigError(f"factor_threshold must be in (0, 1); got {self.factor_threshold!r}")
+            check_options(
+                {name: getattr(self, name)},
+                lambda ends: len(ends) == 2 and 0 < ends[0] <= ends[1],
+                "two numbers, 0 < low <= high",
+            )
+        beta, threshold = self.coefficient_beta, self.factor_threshold
+        check_options({"coefficient_beta": beta}, lambda x: 0 <= x < 1, "in [0, 1)")
+        check_options({"factor_threshold": threshold}, lambda x: 0 < x < 1, "in (0, 1)")
 
     def update(self, w: Array, g: Array, state: State, now: Now) -> tuple[Array, State]:
         xp, before = backend_of(w), state["exp_avg"]

@@ -610,7 +610,10 @@ class Reducer:
 
     def set_epoch(self, epoch: float) -> None:
         """Announce the epoch, which may be fractional such as 2.5, for schedules by epoch."""
-        self.epoch = float(epoch)
+        try:
+            self.epoch = float(epoch)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"epoch must be a number, for instance 2.5; got {epoch!r}") from error
 
     # -- checkpoints -------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ FOLLOWS = (
 TAPE = (FOLLOWS[0], FOLLOWS[-1])
 ONCE = (
     *("training", "options", "torch_users", "numerics", "state", "shared", "rows", "auto"),
-    *("collectives", "dropped"),
+    *("collectives", "dropped", "wrong_kinds"),
 )
 TORCH = (*ONCE, *PARITY)
 KERAS = ("parity", "shared", "keras_fit", "keras_users", "keras_restore", "keras_common")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hvd_compress import mpi
-from hvd_compress.config import is_number
+from hvd_compress.config import is_number, is_one_of
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.horovod import without_state
 from hvd_compress.methods import FP16, NoCompression
@@ -84,7 +84,7 @@ def allreduce_async(
     with comm.told():
         op = _checked(tensor, op, average, prescale_factor, postscale_factor)
         flat = flatten(_scaled(tensor.detach(), prescale_factor))
-    call = f"allreduce({name or flat.dtype}{list(flat.shape)}, {op})"
+    call = f"allreduce({flat.dtype if name is None else name}{list(flat.shape)}, {op})"
     comm.agree(call)
     out = flat.array.copy() if isinstance(flat.array, np.ndarray) else flat.array.clone()
     work = start(comm, call, ALGORITHMS["direct"], flat, out, op)
@@ -190,7 +190,7 @@ def _checked(
         raise ConfigError(f"average={average!r}: True, False, or write op=; names go to name=")
     if op is None:
         op = Sum if average is False else Average
-    if op not in (Average, Sum, Max):
+    if not is_one_of(op, (Average, Sum, Max)):
         raise UnsupportedError(f"op={op!r}: over MPI there are hvd.Average, hvd.Sum and hvd.Max")
     for factor in (prescale_factor, postscale_factor):
         if not is_number(factor):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hvd_compress.base import Compressor
+from hvd_compress.config import is_one_of
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.integrations.environment import chosen
 from hvd_compress.mpi.objects import broadcast_bytes
@@ -142,7 +143,7 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
     elif isinstance(optimizer, LocalStepsOptimizer):
         broadcast_training_state(collectives, optimizer, root_rank)
     else:
-        state = optimizer.state_dict() if rank() == root_rank else None
+        state = optimizer.state_dict() if is_one_of(root_rank, (rank(),)) else None
         found = checkpoint.broadcast_tree(collectives, state, root_rank)
         try:
             optimizer.load_state_dict(found)

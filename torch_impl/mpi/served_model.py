@@ -11,7 +11,7 @@ import torch
 from hvd_compress.errors import ConfigError
 from hvd_compress.systems.servers import ServerStats
 
-from ..parameters import Parameter, names_of_parameters
+from ..parameters import Parameter, check_model, names_of_parameters
 from ..systems.optimizer import is_distributed
 
 T = TypeVar("T")
@@ -41,6 +41,7 @@ class ServedModel:
                 "one that it was made from, for instance torch.optim.SGD(...); for local steps on "
                 "a server use hvd.AsynchronousEASGD(model, optimizer)"
             )
+        check_model(model)
         self._optimizer = optimizer
         self._names: Mapping[Parameter, str] = names_of_parameters(
             optimizer.param_groups, model.named_parameters()

@@ -12,6 +12,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers.sharpness import averaged, option
 
 from ..eager import run_eagerly
+from ..parameters import check_model
 
 Average = Callable[..., torch.Tensor]
 
@@ -61,8 +62,7 @@ class SAM:
         self, model: torch.nn.Module, rho: float = 0.05, average: Average | None = None
     ) -> None:
         self.formula = optimizers.SAM(rho)
-        if not isinstance(model, torch.nn.Module):
-            raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        check_model(model)
         if average is not None and not callable(average):
             raise ConfigError("average must be a function of a tensor: average=hvd.allreduce")
         self.model, self.average = model, average
@@ -78,10 +78,13 @@ class SAM:
         Returns:
             The loss at w, detached.
         """
+        if not callable(loss_of):
+            raise ConfigError(f"loss_of must be a function without arguments; got {loss_of!r}")
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         weights = list(named.values())
         with torch.enable_grad():
-            loss = loss_of()
+            if not isinstance(loss := loss_of(), torch.Tensor):
+                raise ConfigError(f"loss_of must return the loss, a tensor; got {loss!r}")
             # Unlike backward() this tells no hook, so nothing is exchanged.
             found = torch.autograd.grad(loss, weights, allow_unused=True)
         first = [g.to_dense() if g is not None and g.is_sparse else g for g in found]

@@ -7,6 +7,8 @@ from torch.optim.lr_scheduler import LinearLR
 
 from hvd_compress.optimizers.scaling import check_steps, rate_factor
 
+from ..parameters import check_optimizer
+
 
 def scaled_warmup(
     optimizer: torch.optim.Optimizer,
@@ -40,6 +42,7 @@ def scaled_warmup(
 
     Reference: Goyal et al., 2017, arXiv 1706.02677.
     """
+    check_optimizer(optimizer)
     factor = rate_factor(batch_size, reference_batch_size, scaling)
     check_steps(steps)
     for group in optimizer.param_groups:

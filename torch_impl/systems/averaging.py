@@ -9,6 +9,8 @@ import torch
 
 from hvd_compress.errors import ConfigError
 
+from ..parameters import check_process_set
+
 
 def averaging(hvd: Any, module: str) -> Callable[..., None]:
     """Return ``average_parameters`` over the functions of ``hvd``; it belongs to ``module``."""
@@ -30,8 +32,10 @@ def averaging(hvd: Any, module: str) -> Callable[..., None]:
             ConfigError: ``parameters`` has something else than tensors.
         """
         options = {} if process_set is None else {"process_set": process_set}
-        if process_set is not None and not process_set.included():
-            return
+        if process_set is not None:
+            check_process_set(process_set)
+            if not process_set.included():
+                return
         for name, x in entries_of(parameters, "average_parameters"):
             if not isinstance(x, torch.Tensor):
                 continue

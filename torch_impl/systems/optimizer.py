@@ -18,7 +18,15 @@ from ..checked_state import BUFFERS
 from ..checkpoint import broadcast_tree
 from ..compressed_optimizer import CompressedOptimizer, no_copy, retire_others, take_over
 from ..eager import run_eagerly
-from ..parameters import Parameter, check_trained, names_of_parameters, not_told
+from ..optimizer_host import check_closure, loss_of
+from ..parameters import (
+    Parameter,
+    check_optimizer,
+    check_param_group,
+    check_trained,
+    names_of_parameters,
+    not_told,
+)
 from ..replica_engine import ReplicaEngine
 from ..replicas import check_shards, local
 
@@ -86,11 +94,11 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Let the user's optimizer step on this rank's gradients, and meet the other ranks where
         that is due."""
-        loss, method = None, self.training.method
+        method = self.training.method
+        check_closure(closure)
         if closure is not None and (method.acts_before or method.loss_window):
             # Gradients are those before anything is done to the parameters.
-            with torch.enable_grad():
-                loss = closure()
+            loss = loss_of(closure)
             self.report(loss)
             self._before()
             super().step()
@@ -201,6 +209,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later, on all ranks alike; they are named after their place in the
         groups."""
+        check_param_group(param_group)
         super().add_param_group(param_group)
         index, group = len(self.param_groups) - 1, self.param_groups[-1]
         added = {p: f"added.{index}.{j}" for j, p in enumerate(group["params"])}
@@ -286,6 +295,8 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             ConfigError: it belongs to another model or method, or it is damaged; then nothing has
                 changed.
         """
+        if not isinstance(state_dict, Mapping):
+            raise refused(f"it is {type(state_dict).__name__} where a dict was expected")
         plain = {key: value for key, value in state_dict.items() if key != KEY}
         devices = {self._parameter_names[p]: p.device for _, p, _ in self._trained()}
         before = self.state, self.param_groups
@@ -362,10 +373,7 @@ def train_locally(
         MismatchError: the ranks differ in method or options.
     """
     method = as_training_method(method)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
-        )
+    check_optimizer(optimizer)
     if is_distributed(optimizer):
         raise ConfigError(
             "this optimizer is distributed already; pass the one that it was made from"

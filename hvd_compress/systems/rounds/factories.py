@@ -81,7 +81,7 @@ def _factory(
         method = cls(*options, **more)
         if optimizer is not None:
             return local_steps(optimizer, method, **chosen)
-        if foreign := [name for name, value in chosen.items() if value != own[name]]:
+        if foreign := [name for name, value in chosen.items() if value is not own[name]]:
             raise ConfigError(
                 f"{foreign[0]}= needs an optimizer: write hvd.{cls.__name__}(optimizer, ...), or "
                 f"pass it where method=hvd.{cls.__name__}(...) goes"

@@ -42,7 +42,7 @@ class CoordinatedSampler:
         places: int = 1,
         shuffle: bool = True,
     ) -> None:
-        self.length = examples if isinstance(examples, int) else len(examples)
+        self.length = len(examples) if isinstance(examples, Sized) else examples
         check_whole("examples", self.length, 1)
         check_seed(seed)
         check_whole("places", places, 1)

@@ -6,7 +6,14 @@ import abc
 import dataclasses
 from typing import Any
 
-from hvd_compress.config import Configurable, check_between, check_whole, converted, is_number
+from hvd_compress.config import (
+    Configurable,
+    as_tuple,
+    check_between,
+    check_whole,
+    converted,
+    is_number,
+)
 from hvd_compress.errors import ConfigError
 
 
@@ -110,7 +117,7 @@ class WeightDecay(Configurable, kind="weight decay", name="weight_decay"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "values", tuple(self.values))
+        object.__setattr__(self, "values", as_tuple("values")(self.values))
         for value in self.values:
             check_between("values", value, 0)
         if len(self.values) != len(self.at_steps) + 1 or [*self.at_steps] != sorted(self.at_steps):

@@ -1,0 +1,162 @@
+"""Values of wrong kinds, handed to every public call: each ends in an error of the package, in one
+of Python's own about the call, or in PyTorch's."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import hvd_compress
+import hvd_compress.torch
+from hvd_compress.errors import CompressionError
+from tests.scenarios.driver import hvd
+
+WRONG = (
+    *(None, "wrong", -1, 1.5, float("nan"), True, object(), [], [1], {}, {"a": 1}, b"x", int),
+    *(lambda: None, torch.ones(2), np.ones(2)),
+)
+#: what inner frames raise of what they were not made for
+BARE = (KeyError, TypeError, IndexError, ValueError, AttributeError, RuntimeError)
+OURS = {str(Path(module.__file__).parent) for module in (hvd_compress, hvd_compress.torch)}
+#: end the job, wait for other ranks, or belong to Horovod, which takes what it likes
+LEFT_OUT = {"barrier", "init", "shutdown", "Compression", "ProcessSet"}
+#: calls of one part of the package to another, which users find among the attributes
+INNER = {
+    *("begin", "bind", "exchange_gradients", "take", "velocity_factor", "load_users_state_dict"),
+    *("after_step", "average", "before_step", "consensus", "freeze", "restart", "update"),
+    *("compression_options", "expect_scale", "confirm_scale", "average_buffers", "formula_of"),
+    *("take_scale", "groups_of_parameters", "repaired", "update_batch_norm"),
+}
+
+
+def _sgd() -> torch.optim.SGD:
+    return torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=0.1)
+
+
+#: a value for each argument that has to be given
+RIGHT: dict[str, Callable[[], Any]] = {
+    "optimizer": _sgd,
+    "model": lambda: torch.nn.Linear(3, 2),
+    "parameters": lambda: torch.nn.Linear(3, 2).state_dict(),
+    "params": lambda: [torch.nn.Parameter(torch.ones(2))],
+    "tensor": lambda: torch.ones(3),
+    "root_rank": lambda: 0,
+    "compression": lambda: "topk",
+    "method": lambda: hvd.LocalSGD(sync_every=2),
+    "handle": lambda: hvd.allreduce_async(torch.ones(2), name="handle"),
+    "state": lambda: hvd.DDPState("topk"),
+    "obj": lambda: 1,
+    "batch_size": lambda: 8,
+    "reference_batch_size": lambda: 4,
+    "steps": lambda: 3,
+    "config": lambda: {"method": "topk"},
+    "name": lambda: "x",
+}
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return any(frame.filename.startswith(folder) for folder in OURS)
+
+
+def _problem(call: Callable[[], Any]) -> str | None:
+    try:
+        call()
+    except CompressionError:
+        return None
+    except BARE as error:
+        innermost = traceback.extract_tb(error.__traceback__)[-1]
+        if not _is_ours(innermost):
+            return None  # the call does not bind, or PyTorch says what is wrong
+        return f"{type(error).__name__}: {error} ({innermost.filename}:{innermost.lineno})"
+    return None
+
+
+def _problems(label: str, function_of: Callable[[], Callable[..., Any]]) -> list[str]:
+    """What comes of each wrong value for each argument, beside right ones for those it needs."""
+    found = []
+    given = [
+        p
+        for p in inspect.signature(function_of()).parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    needed = {p.name for p in given if p.default is p.empty}
+    for p in given:
+        if needed - {p.name} - RIGHT.keys():
+            continue
+        for wrong in WRONG:
+            options = {name: RIGHT[name]() for name in needed - {p.name}} | {p.name: wrong}
+            function = function_of()
+            if problem := _problem(lambda f=function, o=options: f(**o)):
+                found.append(f"{label}({p.name}={wrong!r}): {problem}")
+    return found
+
+
+def _quietly(collect: Callable[[], list[str]]) -> None:
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = collect()
+    finally:
+        logging.disable(level)
+    assert not found, "\n".join(found)
+
+
+def what_functions_and_classes_are_given() -> None:
+    def collect() -> list[str]:
+        found = []
+        for module in (hvd, hvd_compress):
+            for name in sorted(set(module.__all__) - LEFT_OUT):
+                door = getattr(module, name)
+                is_error = inspect.isclass(door) and issubclass(door, BaseException)
+                if callable(door) and not is_error and not inspect.isabstract(door):
+                    found += _problems(name, lambda d=door: d)
+        return found
+
+    _quietly(collect)
+
+
+def what_methods_are_given() -> None:
+    things = {
+        "optimizer": lambda: hvd.DistributedOptimizer(_sgd(), compression="topk:density=0.5"),
+        "LocalSGD": lambda: hvd.LocalSGD(_sgd(), sync_every=2),
+        "DDPState": lambda: hvd.DDPState("topk"),
+        "SAM": lambda: hvd.SAM(torch.nn.Linear(3, 2)),
+        "TopK": lambda: hvd.TopK(),
+        **{
+            name: lambda n=name: getattr(hvd, n)(torch.nn.Linear(3, 2).parameters(), lr=0.1)
+            for name in ("LAMB", "LARS", "OneBitAdam", "ZeroOneAdam")
+        },
+    }
+
+    def methods_of(label: str, make: Callable[[], Any]) -> list[str]:
+        found, example = [], make()
+        for name in dir(example):
+            home = getattr(getattr(type(example), name, None), "__module__", None) or ""
+            is_door = home.startswith("hvd_compress") and not name.startswith("_")
+            if is_door and name not in INNER and inspect.ismethod(getattr(example, name)):
+                kept: list[Any] = []
+
+                def method(n: str = name, kept: list[Any] = kept) -> Callable[..., Any]:
+                    kept[:] = [make()]
+                    return getattr(kept[0], n)
+
+                found += _problems(f"{label}.{name}", method)
+        return found
+
+    def collect() -> list[str]:
+        found = [problem for label, make in things.items() for problem in methods_of(label, make)]
+        distributed, local = things["optimizer"](), things["LocalSGD"]()
+        found += methods_of("optimizer.compression", lambda: distributed.compression)
+        return found + methods_of("optimizer.training", lambda: local.training)
+
+    _quietly(collect)
