@@ -315,6 +315,8 @@ class ParameterStore(Store):
         """Look at the weights after a step, for the comparison in the next one: in between, during
         backward, they may be each rank's own, as with SAM."""
         optimizer = self.optimizer
+        if getattr(optimizer, "steps_apart", False):  # 0/1 Adam's ranks, between two meetings
+            return
         names = optimizer._parameter_names
         self._sample = sample_of(((names[p], p) for p in optimizer.known_parameters), step)
 
