@@ -89,11 +89,13 @@ class Row(NamedTuple):
     tolerance: float = 0.0
     context: dict[str, Any] = {}
     agreement: float = 1e-6
+    encodes: bool = True
 
     @property
     def options(self) -> dict[str, Any]:
         """For ``check_laws``."""
-        return {"tolerance": self.tolerance, "agreement": self.agreement, **self.context}
+        own = {"tolerance": self.tolerance, "agreement": self.agreement, "encodes": self.encodes}
+        return {**own, **self.context}
 
 
 MOMENTUM = {"momentum": 0.9}
@@ -269,3 +271,13 @@ ROWS = {
         context=MOMENTUM,
     ),
 }
+
+#: rows of methods whose messages mean nothing without the other ranks or rounds, as ``encode`` says
+TOGETHER = {
+    *("powersgd-alternate", "signsgd", "signum", "signum-nesterov", "arctopk", "arctopk-wide"),
+    *("gtopk", "gtopk-packed", "gtopk-half", "hitopk", "hitopk-pairs", "hitopk-one-node"),
+    *("oktopk", "oktopk-two-steps", "oktopk-float16", "sketch", "sketch-small", "zero-one-adam"),
+    *("onebit-adam", "onebit-adam-all-sizes", "onebit-adam-by-epoch", "demo", "demo-float16"),
+    *("ef21", "ef21-later", "ef21-codes", "chain-ef21-dense", "partition", "chain-momentum-after"),
+}
+ROWS = {name: row._replace(encodes=name not in TOGETHER) for name, row in ROWS.items()}

@@ -1,15 +1,19 @@
 """What ``torch.compile`` leaves as it is.
 
 Exchanges wait for other ranks and work on arrays that PyTorch does not know, so nothing of them can
-become a graph.  The public calls of optimizers, and the hooks that PyTorch calls, are therefore
-breaks in the graph of a training step that is compiled as a whole.
+become a graph.  The public calls of optimizers, the hooks that PyTorch calls, and collectives are
+therefore breaks in the graph of a training step that is compiled as a whole.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+P, R = ParamSpec("P"), TypeVar("R")
 
 
 def run_eagerly(cls: type[Any], *methods: str) -> None:
@@ -22,3 +26,16 @@ def run_eagerly(cls: type[Any], *methods: str) -> None:
         method = getattr(cls, name)
         if not hasattr(method, "_torchdynamo_disable"):  # of a base, or of an optimizer before
             setattr(cls, name, torch.compiler.disable(method))
+
+
+def eager(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that ``torch.compile`` leaves as it is; it asks for the compiler only where
+    that is at work."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call

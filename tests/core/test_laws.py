@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from hvd_compress import Context, Gather, Outcome, Sum, UnsupportedError
+from hvd_compress import Context, Gather, Outcome, SignSGD, Sum, TopK, UnsupportedError
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Compressor
 from hvd_compress.blocks import chain
@@ -29,6 +29,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::hvd_compress.PoorFit")
 def test_the_table_has_every_method():
     here = {row.method.name for row in ROWS.values()}
     assert here >= {name for name in method_names() if not name.startswith("test-")}
+
+
+def test_a_method_that_no_longer_encodes_is_noticed():
+    """Nor does one pass that is said not to, and does."""
+    options = {"shapes": USUAL, "sizes": (1,), "dtypes": ("float32",)}
+    with pytest.raises(AssertionError, match="messages stand alone"):
+        check_laws(SignSGD(), encodes=True, **options)
+    with pytest.raises(AssertionError, match="encode refuses"):
+        check_laws(TopK(density=0.1), encodes=False, **options)
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
@@ -80,7 +89,7 @@ def test_laws_for_drawn_shapes(row, size, shape, dtype, seed):
         dtypes=(dtype,),
         steps=2,
         seed=seed,
-        **row.options,
+        **{**row.options, "encodes": None},  # small tensors are sent in other ways
     )
 
 

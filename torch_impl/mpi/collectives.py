@@ -27,6 +27,8 @@ from hvd_compress.mpi.process_sets import ProcessSet, communicator_of, global_pr
 from hvd_compress.mpi.process_sets import rank as rank
 from hvd_compress.mpi.transport.arrays import flatten
 
+from ..eager import eager
+
 Average, Sum, Max, Adasum = "mean", "sum", "max", "adasum"
 _Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -63,6 +65,7 @@ class _Handle:
         self.work, self.finish = work, finish
 
 
+@eager
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -91,6 +94,7 @@ def allreduce_async(
     return _Handle(work, lambda: _scaled(flat.give_back(out), postscale_factor).to(tensor.dtype))
 
 
+@eager
 def synchronize(handle: _Handle) -> torch.Tensor:
     """Wait for the operation that ``handle`` stands for, and return its result.
 
@@ -106,6 +110,7 @@ def synchronize(handle: _Handle) -> torch.Tensor:
     return handle.finish()
 
 
+@eager
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -155,6 +160,7 @@ def allreduce(
     return _Meeting.apply(sent, reduced, gradient).to(tensor.dtype)
 
 
+@eager
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -207,6 +213,7 @@ def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     return x if factor == 1 else x * factor
 
 
+@eager
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -266,6 +273,7 @@ def bytes_of(tensor: Any, what: str) -> np.ndarray:
         ) from error
 
 
+@eager
 def broadcast_(
     tensor: torch.Tensor,
     root_rank: int,
@@ -303,6 +311,7 @@ def put_bytes(raw: np.ndarray, tensor: torch.Tensor) -> None:
         tensor.copy_(host)
 
 
+@eager
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int,

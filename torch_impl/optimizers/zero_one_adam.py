@@ -30,6 +30,9 @@ class ZeroOneAdam(PartnerOptimizer):
     tensor([2.8000, 3.8000])
     """
 
+    #: weights of ranks differ between the steps in which they meet
+    steps_apart = True
+
     formula = optimizers.ZeroOneAdam
 
     _parameter_names: dict[torch.Tensor, str]  # once it is distributed
