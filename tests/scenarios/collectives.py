@@ -140,6 +140,19 @@ def a_contrastive_loss_over_all_ranks_trains_as_in_one_process() -> None:
     torch.testing.assert_close(found, reference.grad)
 
 
+def functions_with_collectives_may_be_compiled() -> None:
+    @torch.compile(backend="aot_eager")
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        summed = hvd.allreduce(2 * x, op=hvd.Sum) + 3 * hvd.broadcast(x, 0)
+        return summed.sum() + hvd.allgather(x).sum()
+
+    x = _leaf([1.0, 2.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo says where it breaks the graph
+        _backward(loss(x))
+    _assert_is(x.grad, [2.0 * hvd.size() + 3 * (hvd.rank() == 0) + 1] * 2)
+
+
 def the_maximum_has_no_gradient() -> None:
     """Horovod's is the largest of the gradients, which is not that of the maximum."""
     x = _leaf([hvd.rank() + 1.0])
