@@ -13,7 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def run_eagerly(cls: type[Any], *methods: str) -> None:
