@@ -35,6 +35,7 @@ from hvd_compress.stats import Stats
 
 from .amp import current_pass
 from .ddp_buckets import check_bucket, cut
+from .eager import run_eagerly
 from .engine import TorchEngine
 from .lost_ranks import naming_lost_ranks
 from .rank_states import gathered, own
@@ -286,6 +287,7 @@ class DDPState:
             if dist.is_initialized() and trained:
                 self._bind(trained[0].device)
         weakref.finalize(self, self._use.warn)
+        run_eagerly(type(self), "_start")
 
     def _bind(self, device: torch.device) -> None:
         epoch = self.reducer.epoch

@@ -10,8 +10,9 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from hvd_compress.torch import DDPState
+from hvd_compress.torch import DDPState, ddp_hook
 from hvd_compress.torch.ddp import ProcessGroupEngine
 from tests import jobs
 from tests.ddp_worker import SCENARIOS
@@ -28,6 +29,36 @@ def test_a_state_that_was_never_used_says_so():
     states[0].state_dict()
     with pytest.warns(RuntimeWarning, match="has got no gradients"):
         states.clear()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, about DDP's own frames
+@pytest.mark.parametrize("autograd", [False, True])
+def test_a_whole_step_with_the_hook_may_be_compiled(autograd):
+    def trained(backend):
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 8))
+        state = DDPState("topk:density=0.2", model)
+        model.register_comm_hook(state, ddp_hook)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x):
+            sgd.zero_grad()
+            model(x).square().mean().backward()
+            sgd.step()
+
+        function = step if backend is None else torch.compile(step, backend=backend)
+        with torch._dynamo.config.patch(compiled_autograd=autograd):
+            for number in range(3):
+                function(torch.full((4, 16), 1.0 + number))
+        assert state.reducer.step == 3
+        return list(model.parameters())
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for p, q in zip(trained("eager"), trained(None), strict=True):
+            assert torch.equal(p, q)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_was_loaded_too_early_is_saved_again():
