@@ -144,7 +144,7 @@ def functions_with_collectives_may_be_compiled() -> None:
     @torch.compile(backend="aot_eager")
     def loss(x: torch.Tensor) -> torch.Tensor:
         summed = hvd.allreduce(2 * x, op=hvd.Sum) + 3 * hvd.broadcast(x, 0)
-        return summed.sum() + hvd.allgather(x).sum()
+        return (1.0 * summed).sum() + (1.0 * hvd.allgather(x)).sum()
 
     x = _leaf([1.0, 2.0])
     with warnings.catch_warnings():
