@@ -31,7 +31,8 @@ def test_a_state_that_was_never_used_says_so():
         states.clear()
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, about DDP's own frames
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, about frames of PyTorch
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("autograd", [False, True])
 def test_a_whole_step_with_the_hook_may_be_compiled(autograd):
     def trained(backend):
