@@ -236,7 +236,8 @@ class Buckets:
         return not member.look.together or self._planned[name].kind == member.look.kind
 
     def _make_plan(self, engine: Engine, names: list[str], like: Array) -> None:
-        if not self._same_order and engine.sums_in_rank_order and engine.size > 1:
+        has_order = len(names) > 1 and not self._same_order
+        if has_order and engine.sums_in_rank_order and engine.size > 1:
             engine.start(_PLAN, _order_of_rank_0([names.index(n) for n in self._started], like))
             names = [names[i] for i in engine.finish()[_PLAN]]
         self._forms.clear()

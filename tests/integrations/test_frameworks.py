@@ -25,8 +25,10 @@ FOLLOWS = (
 #: sparse sums, neighbours and broadcasts; tapes exchange as optimizers do, which have the others
 TAPE = (FOLLOWS[0], FOLLOWS[-1])
 ONCE = (
-    *("training", "options", "torch_users", "numerics", "state", "shared", "rows", "auto"),
-    *("collectives", "dropped", "wrong_kinds"),
+    # Horovod numbers collectives without a name, such as those of gradients, and ranks of later
+    # scenarios have called other numbers of them.
+    *("training", "collectives", "options", "torch_users", "numerics", "state", "shared"),
+    *("rows", "auto", "dropped", "wrong_kinds"),
 )
 TORCH = (*ONCE, *PARITY)
 KERAS = ("parity", "shared", "keras_fit", "keras_users", "keras_restore", "keras_common")
