@@ -137,7 +137,7 @@ def run_scenarios(folder: Path, job: Job, **env: str) -> None:
         # are compared bit by bit.
         env["HOROVOD_FUSION_THRESHOLD"] = "0"
     # Some minutes more than the longest takes on a quiet machine.
-    jobs.run(command, timeout=480 + 30 * job.ranks, **env)
+    jobs.run(command, timeout=900 + 30 * job.ranks, **env)
 
 
 @pytest.fixture(scope="session")
@@ -164,7 +164,7 @@ def cases(jobs: list[Job], *marks: pytest.MarkDecorator) -> list[Any]:
     ]
 
 
-@pytest.mark.timeout(800)
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize(("job", "name"), [*cases(JOBS), *cases(FULL, pytest.mark.full)])
 def test_scenario(results, job, name):
     if job.controller == "mpich" and (problem := jobs.mpich_missing()):
