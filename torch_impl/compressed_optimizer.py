@@ -54,20 +54,32 @@ class _Watched:
     is_started: bool = False
     gradient: torch.Tensor | None = None
     version: int = 0
+    address: int = 0
 
     def begin(self) -> None:
         """The gradient is exchanged as it is now."""
         gradient = self.gradient = self.parameter.grad
         if gradient is not None:
-            self.version = gradient._version
+            self.version, self.address = gradient._version, _address(gradient)
         self.is_started = True
 
     def is_changed(self) -> bool:
-        """Return whether somebody has written to the gradient since, or put another there."""
+        """Return whether somebody has written to the gradient since, or put another there.  One
+        that was given other memory is not known to have other numbers, and views share their
+        version with all of the buffer that they are in."""
         gradient = self.gradient
         return gradient is not None and (
-            gradient is not self.parameter.grad or gradient._version != self.version
+            gradient is not self.parameter.grad
+            or (
+                gradient._version != self.version
+                and _address(gradient) == self.address
+                and not gradient._is_view()
+            )
         )
+
+
+def _address(gradient: torch.Tensor) -> int:
+    return 0 if gradient.is_sparse else gradient.data_ptr()
 
 
 def _locked(method: F) -> F:
