@@ -33,7 +33,7 @@ from hvd_compress.sharding import shards_of
 from hvd_compress.stats import Record, Stats, norm_of_residual
 
 from . import backend, saved_state
-from .contexts import check_context
+from .contexts import check_context, check_device
 from .rows import merged
 from .runtime import Common, Number, Runtime
 from .store import COUNTED, Exchanged, VariableStore, exchange, scaled
@@ -173,6 +173,8 @@ class Binding(tf.train.experimental.PythonState):
             )
         if process_set is not None and not hasattr(process_set, "included"):
             raise ConfigError(f"process_set must be an hvd.ProcessSet; got {process_set!r}")
+        check_device("device_dense", device_dense)
+        check_device("device_sparse", device_sparse)
         self._runtime = runtime
         self.slots = list(slots)
         check_seed(seed)
@@ -192,6 +194,7 @@ class Binding(tf.train.experimental.PythonState):
             self._counts = _variable(tf.zeros([len(slots), len(COUNTED)], tf.int64), "counts")
             self.states: dict[str, dict[str, tf.Variable]] = self._fresh_states()
             self.consolidated_at = _variable(0, "consolidated_at", tf.int64)
+        self._undo: list[tuple[tf.Variable, tf.Variable]] = []  # (what a step changes, its copy)
         self.on_behalf: list[Binding] = []
         self.consolidate_call = "compression.consolidate()"
         self.serves_all: Callable[[], bool] = lambda: self.is_consolidated
@@ -245,6 +248,59 @@ class Binding(tf.train.experimental.PythonState):
         except (TypeError, ValueError):
             raise ConfigError(f"epoch must be a number such as 2.5; got {epoch!r}") from None
 
+    def keep_undo(self) -> None:
+        """Keep the states of before each exchange from now on, for :meth:`discard`.  They take as
+        much memory once more, and the time to copy them.  Call it on all ranks, before the first
+        step: a ``tf.function`` that was traced before keeps nothing."""
+        if self._undo:
+            return
+        with tf.init_scope():
+            for variable in (self.step, *self.states_of_all()):
+                name = f"before.{variable.name.removesuffix(':0')}"
+                self._undo.append((variable, _variable(variable.value(), name)))
+            self._forget_undo()
+        self.forget_graphs()
+
+    @tf.autograph.experimental.do_not_convert
+    def discard(self) -> None:
+        """Undo the last exchange, whose averages are not applied: states and the number of the step
+        are those of before.  Call it on all ranks alike, eagerly or in a graph:
+
+            compression = hvd.bind(hvd.TopK, variables)
+            compression.keep_undo()  # once, before training
+            ...
+            averages = tape.gradient(loss, variables)
+            if tf.linalg.global_norm(averages) < 100:
+                optimizer.apply_gradients(zip(averages, variables))
+            else:
+                compression.discard()
+
+        Raises:
+            ConfigError: :meth:`keep_undo` was not called, or there is no exchange to discard; in a
+                graph as a text in TensorFlow's ``InvalidArgumentError``.
+        """
+        if not self._undo:
+            raise ConfigError(
+                "to discard a step takes the states of before it: call compression.keep_undo() "
+                "once, before the first step"
+            )
+        message = (
+            "there is no step to discard: none has been exchanged since the last one was discarded "
+            "or loaded, or its tf.function was traced before compression.keep_undo()"
+        )
+        step, before = self._undo[0]
+        if tf.executing_eagerly() and before + 1 != step:
+            raise ConfigError(message)
+        check = tf.debugging.assert_equal(before + 1, step, f"ConfigError: {message}")
+        with tf.control_dependencies([] if check is None else [check]):
+            for variable, old in self._undo:
+                variable.assign(old, read_value=False)
+            self._forget_undo()
+
+    def _forget_undo(self) -> None:
+        for _, before in self._undo[:1]:
+            before.assign(-1, read_value=False)
+
     def report_at_exit(self) -> None:
         """Log one line of statistics when the program ends, on rank 0."""
         import atexit
@@ -258,6 +314,7 @@ class Binding(tf.train.experimental.PythonState):
 
         This is a collective: call it on every rank before rank 0 saves.
         """
+        self._forget_undo()
         self.consolidated_at.assign(self.step)
         self.average(self._differing())
 
@@ -340,6 +397,7 @@ class Binding(tf.train.experimental.PythonState):
         state; a collective."""
         variables = [self.step, self.epoch, *states]
         self._runtime.hvd.broadcast_variables(variables, root_rank, self._set)
+        self._forget_undo()
         self.repair()
         self.consolidated_at.assign(self.step)
 
@@ -448,6 +506,8 @@ class Binding(tf.train.experimental.PythonState):
         others: tuple[Common, ...],
     ) -> list[Gradient]:
         present = {i: g for i, g in zip(places, gradients, strict=True) if g is not None}
+        for variable, before in self._undo:
+            before.assign(variable, read_value=False)
         engine = self._agreeing(present, others) if self.engine.size > 1 else self.engine
         if self._sparse_as_dense:
             present = {i: tf.convert_to_tensor(g) for i, g in present.items()}
@@ -697,6 +757,7 @@ class Binding(tf.train.experimental.PythonState):
         """
         with tf.init_scope():  # a checkpoint may have waited for a step that is traced now
             saved_state.load(self, arrays)
+            self._forget_undo()
 
     def serialize(self) -> bytes:
         """Return what ``tf.train.Checkpoint`` saves; ``tf.saved_model.save`` leaves it out."""

@@ -3,10 +3,12 @@ neither compile Horovod's collectives nor Python, and in the graphs of TensorFlo
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import ConfigError, UnsupportedError
 
 
 def check_context() -> None:
@@ -26,3 +28,13 @@ def check_context() -> None:
             "tf.compat.v1.enable_eager_execution() first, and put the step into a tf.function; "
             "or pass Horovod's own compression=hvd.Compression.fp16"
         )
+
+
+def check_device(option: str, device: Any) -> None:
+    """Raise ``ConfigError`` unless ``tf.device`` takes a value."""
+    try:
+        tf.DeviceSpec.from_string(device)
+    except (AttributeError, TypeError, ValueError):
+        raise ConfigError(
+            f'{option} must be a name of a device such as "GPU:0"; got {device!r}'
+        ) from None

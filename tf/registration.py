@@ -27,7 +27,7 @@ from . import elastic
 from .binding import Binding, native
 from .optimizer import distribute, is_keras_3, is_tf_keras
 from .over_horovod import gather_bytes, runtime
-from .tape import binder, is_ours, wrap_allreduce, wrap_tape
+from .tape import binder, check_compression, is_ours, wrap_allreduce, wrap_tape
 
 _DONE = "__wrapped_by_hvd_compress__"
 
@@ -138,6 +138,7 @@ def wrap_optimizer(
         del call.arguments["method"]
         options = dict(call.arguments)
         optimizer = options.pop("optimizer")
+        check_compression(options["compression"])
         if is_ours(options["compression"]) or (for_keras and is_keras_3(optimizer)):
             options.pop("use_locking", None)
             return distribute(runtime, optimizer, **options)

@@ -37,6 +37,14 @@ def is_ours(compression: Any) -> bool:
     return isinstance(compression, Binding) or drop_in.is_ours(compression)
 
 
+def check_compression(compression: Any) -> None:
+    """Raise ``ConfigError`` unless a value for ``compression=`` is ours, or may be Horovod's."""
+    if not (
+        compression is None or isinstance(compression, Binding) or hasattr(compression, "compress")
+    ):
+        as_fixed(compression)
+
+
 def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
     """Return ``bind`` over a runtime; it belongs to ``module``."""
 
@@ -208,6 +216,7 @@ def wrap_tape(runtime: Runtime, factory: Callable[..., Any], gather: Gather) -> 
             MismatchError: the ranks differ in method, options or variables.
         """
         call = bind_call(signature, args, kwargs, runtime.hvd, gather)
+        check_compression(call.arguments["compression"])
         if not is_ours(call.arguments["compression"]):
             return _with_keras_variables(hand_on(factory, call.arguments))
         return distribute_tape(runtime, call.arguments)

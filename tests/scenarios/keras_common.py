@@ -11,10 +11,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress import FP16, TopK
+from hvd_compress import DGC, FP16, TopK
 from hvd_compress.agreement import SAMPLED_EVERY
-from hvd_compress.errors import CompressionError, UnsupportedError
+from hvd_compress.errors import CompressionError, ConfigError, UnsupportedError
+from hvd_compress.tensorflow.keras import callbacks
 from tests.scenarios import applies
+from tests.scenarios.doors import problems, quietly
 from tests.scenarios.driver import barrier, raises
 from tests.scenarios.driver_tensorflow import hvd, hvd_keras
 
@@ -249,6 +251,10 @@ def wrong_kinds_are_errors_of_the_package() -> None:
         "optimizer(compression)": lambda x: hvd_keras.DistributedOptimizer(
             keras.optimizers.SGD(0.1), compression=x
         ),
+        "tape(compression)": lambda x: (
+            x is None or hvd.DistributedGradientTape(tape(), compression=x)
+        ),
+        "bind(device_dense)": lambda x: hvd.bind(METHOD, [variable], device_dense=x),
         "allreduce(name)": lambda x: hvd.allreduce(tf.ones([4]), name=x, compression=METHOD),
     }
     wrong = {}
@@ -261,6 +267,71 @@ def wrong_kinds_are_errors_of_the_package() -> None:
             except Exception as error:
                 wrong[f"{name} {x!r}"] = f"{type(error).__name__}: {error}"[:150]
     assert not wrong, "\n".join(f"{k}: {v}" for k, v in wrong.items())
+
+
+def wrong_kinds_for_callbacks_and_models() -> None:
+    right = {"initial_lr": lambda: 0.1, "multiplier": lambda: 0.5, "filepath": lambda: "none.keras"}
+
+    def collect() -> list[str]:
+        names = ["CompressionCallback", *callbacks.OF_HOROVOD]
+        doors = {name: getattr(hvd_keras.callbacks, name) for name in names}
+        doors |= {"load_model": hvd_keras.load_model}
+        return [x for name, door in doors.items() for x in problems(name, lambda d=door: d, right)]
+
+    quietly(collect)
+
+
+def steps_that_are_discarded_leave_no_trace() -> None:
+    """As after a spike of the norm: eagerly, and by a condition of the graph."""
+    for method, traced in ((DGC(density=0.2, momentum=0.9, min_size=8), True), ("onebit", False)):
+        states = []
+        for spikes in ((), (0, 2)):
+            variables = [tf.Variable(tf.reshape(tf.range(24.0), [4, 6])), tf.Variable([1.0, 2])]
+            compression = hvd.bind(method, variables)
+            compression.keep_undo()
+
+            def step(factor: Any, own: Any = variables, compression: Any = compression) -> None:
+                with tf.GradientTape() as tape:
+                    loss = sum(tf.reduce_sum(tf.sin(v * factor)) for v in own) * factor
+                tape = hvd.DistributedGradientTape(tape, compression=compression)
+                averages = tape.gradient(loss, own)
+
+                def applied() -> None:
+                    for v, average in zip(own, averages, strict=True):
+                        v.assign_sub(0.1 * average)
+
+                tf.cond(factor < 50.0, applied, compression.discard)
+
+            run = tf.function(step) if traced else step
+            for number in range(4):
+                if number in spikes:
+                    run(tf.constant(100.0 + hvd.rank()))
+                run(tf.constant(1.0 + hvd.rank() + number))
+            states.append([v.numpy() for v in (*variables, *compression.states_of_all())])
+            assert int(compression.step) == 4
+        for one, other in zip(*states, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def only_what_was_kept_can_be_discarded() -> None:
+    variable = tf.Variable([1.0, 2.0])
+    compression = hvd.bind(METHOD, [variable])
+    with raises(ConfigError, "compression.keep_undo()"):
+        compression.discard()
+    compression.reduce([tf.ones([2])])
+    compression.keep_undo()
+    with raises(ConfigError, "there is no step to discard"):
+        compression.discard()
+    compression.reduce([tf.ones([2])])
+    compression.load_values(compression.values())
+    with raises(ConfigError, "there is no step to discard"):
+        compression.discard()
+    compression.reduce([tf.ones([2])])
+    compression.discard()
+    with raises(ConfigError, "there is no step to discard"):
+        compression.discard()
+    with raises(tf.errors.InvalidArgumentError, "there is no step to discard"):
+        tf.function(compression.discard)()
 
 
 def _distributed(**options: Any) -> Any:

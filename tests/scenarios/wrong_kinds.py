@@ -4,28 +4,15 @@ of Python's own about the call, or in PyTorch's."""
 from __future__ import annotations
 
 import inspect
-import logging
-import traceback
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import hvd_compress
-import hvd_compress.torch
-from hvd_compress.errors import CompressionError
+from tests.scenarios.doors import WRONG, problems, quietly
 from tests.scenarios.driver import hvd
 
-WRONG = (
-    *(None, "wrong", -1, 1.5, float("nan"), True, object(), [], [1], {}, {"a": 1}, b"x", int),
-    *(lambda: None, torch.ones(2), np.ones(2)),
-)
-#: what inner frames raise of what they were not made for
-BARE = (KeyError, TypeError, IndexError, ValueError, AttributeError, RuntimeError)
-OURS = {str(Path(module.__file__).parent) for module in (hvd_compress, hvd_compress.torch)}
 #: end the job, wait for other ranks, or belong to Horovod, which takes what it likes
 LEFT_OUT = {"barrier", "init", "shutdown", "Compression", "ProcessSet"}
 #: calls of one part of the package to another, which users find among the attributes
@@ -62,53 +49,8 @@ RIGHT: dict[str, Callable[[], Any]] = {
 }
 
 
-def _is_ours(frame: traceback.FrameSummary) -> bool:
-    return any(frame.filename.startswith(folder) for folder in OURS)
-
-
-def _problem(call: Callable[[], Any]) -> str | None:
-    try:
-        call()
-    except CompressionError:
-        return None
-    except BARE as error:
-        innermost = traceback.extract_tb(error.__traceback__)[-1]
-        if not _is_ours(innermost):
-            return None  # the call does not bind, or PyTorch says what is wrong
-        return f"{type(error).__name__}: {error} ({innermost.filename}:{innermost.lineno})"
-    return None
-
-
-def _problems(label: str, function_of: Callable[[], Callable[..., Any]]) -> list[str]:
-    """What comes of each wrong value for each argument, beside right ones for those it needs."""
-    found = []
-    given = [
-        p
-        for p in inspect.signature(function_of()).parameters.values()
-        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    needed = {p.name for p in given if p.default is p.empty}
-    for p in given:
-        if needed - {p.name} - RIGHT.keys():
-            continue
-        for wrong in WRONG:
-            options = {name: RIGHT[name]() for name in needed - {p.name}} | {p.name: wrong}
-            function = function_of()
-            if problem := _problem(lambda f=function, o=options: f(**o)):
-                found.append(f"{label}({p.name}={wrong!r}): {problem}")
-    return found
-
-
-def _quietly(collect: Callable[[], list[str]]) -> None:
-    level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = collect()
-    finally:
-        logging.disable(level)
-    assert not found, "\n".join(found)
+def _problems_of(label: str, function_of: Callable[[], Callable[..., Any]]) -> list[str]:
+    return problems(label, function_of, RIGHT, (*WRONG, torch.ones(2)))
 
 
 def what_functions_and_classes_are_given() -> None:
@@ -119,10 +61,10 @@ def what_functions_and_classes_are_given() -> None:
                 door = getattr(module, name)
                 is_error = inspect.isclass(door) and issubclass(door, BaseException)
                 if callable(door) and not is_error and not inspect.isabstract(door):
-                    found += _problems(name, lambda d=door: d)
+                    found += _problems_of(name, lambda d=door: d)
         return found
 
-    _quietly(collect)
+    quietly(collect)
 
 
 def what_methods_are_given() -> None:
@@ -150,7 +92,7 @@ def what_methods_are_given() -> None:
                     kept[:] = [make()]
                     return getattr(kept[0], n)
 
-                found += _problems(f"{label}.{name}", method)
+                found += _problems_of(f"{label}.{name}", method)
         return found
 
     def collect() -> list[str]:
@@ -159,4 +101,4 @@ def what_methods_are_given() -> None:
         found += methods_of("optimizer.compression", lambda: distributed.compression)
         return found + methods_of("optimizer.training", lambda: local.training)
 
-    _quietly(collect)
+    quietly(collect)

@@ -10,12 +10,18 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
+from hvd_compress.config import check_between, check_choice, check_whole, is_number
 from hvd_compress.errors import ConfigError
 
 from ..binding import native
+from ..contexts import check_device
 from ..optimizer import CompressedOptimizer, is_tf_keras
 
 _Callback: TypeAlias = keras.callbacks.Callback
+
+
+def _is_number(x: Any) -> bool:
+    return is_number(x) or isinstance(x, np.number)
 
 
 class _OverRanks:
@@ -107,6 +113,8 @@ class BroadcastGlobalVariablesCallback(_OverRanks, _Callback):
 
     def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
+        check_whole("root_rank", root_rank, 0)
+        check_device("device", device)
         self.root_rank = root_rank
         self._device = device
         self._sent: set[int] = set()
@@ -117,7 +125,7 @@ class BroadcastGlobalVariablesCallback(_OverRanks, _Callback):
 
     def register_local_var(self, var: Any) -> None:
         """Exclude this variable of the model from the broadcast."""
-        if not hasattr(var, "assign"):
+        if isinstance(var, type) or not hasattr(var, "assign"):
             raise ConfigError(f"local_variables must be variables; got {type(var).__name__}")
         self._local.add(id(native(var)))
 
@@ -162,6 +170,7 @@ class MetricAverageCallback(_OverRanks, _Callback):
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
+        check_device("device", device)
         self._device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -215,8 +224,19 @@ class LearningRateScheduleCallback(_Callback):
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        if initial_lr is None:
-            raise ConfigError("initial_lr=None: pass the learning rate that the multiplier scales")
+        if not _is_number(initial_lr):
+            raise ConfigError(
+                f"initial_lr={initial_lr!r}: pass the learning rate that the multiplier scales"
+            )
+        if isinstance(multiplier, type) or not (callable(multiplier) or _is_number(multiplier)):
+            raise ConfigError(
+                f"multiplier={multiplier!r}: a number, or a function of the epoch that returns one"
+            )
+        check_between("start_epoch", start_epoch, 0)
+        if end_epoch is not None:
+            check_between("end_epoch", end_epoch, 0)
+        if steps_per_epoch is not None:
+            check_whole("steps_per_epoch", steps_per_epoch, 1)
         self.initial_lr = initial_lr
         self.start_epoch, self.end_epoch = start_epoch, end_epoch
         self.staircase = staircase
@@ -290,6 +310,8 @@ class LearningRateWarmupCallback(_OverRanks, LearningRateScheduleCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
+        check_between("warmup_epochs", warmup_epochs, 0)
+
         def multiplier(epoch: float) -> float:
             if self.steps_per_epoch:  # the last batch of the warm-up has the whole rate
                 epoch += 1 / self.steps_per_epoch
@@ -337,6 +359,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         save_freq: Any = "epoch",
         filepath: Any = None,
     ) -> None:
+        check_choice("save_weights_only", save_weights_only, (False, True))
         # Keras looks at the ending right away.
         later = "best.weights.h5" if save_weights_only else "best.keras"
         super().__init__(

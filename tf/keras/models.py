@@ -8,6 +8,7 @@ from typing import Any
 
 from tensorflow import keras
 
+from hvd_compress.config import as_tuple, check_choice
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.horovod import chosen
 
@@ -44,6 +45,14 @@ def loader(runtime: Runtime, module: str) -> Callable[..., Any]:
             ConfigError: the model was saved without an optimizer.
             UnsupportedError: the model or its optimizer is one of tf_keras.
         """
+        classes = as_tuple("custom_optimizers")(
+            () if custom_optimizers is None else custom_optimizers
+        )
+        if not all(isinstance(cls, type) for cls in classes):
+            raise ConfigError(f"custom_optimizers must be classes; got {custom_optimizers!r}")
+        if not isinstance(custom_objects, Mapping | None):
+            raise ConfigError(f"custom_objects must be a dict; got {custom_objects!r}")
+        check_choice("legacy_opts", legacy_opts, (False, True))
         if legacy_opts:
             raise UnsupportedError(
                 "legacy_opts=True: optimizers of tf_keras.optimizers.legacy are not supported; "
@@ -52,7 +61,7 @@ def loader(runtime: Runtime, module: str) -> Callable[..., Any]:
         if KERAS_3:
             for module in ("optimizers", "zero_one_adam"):  # known from now on
                 importlib.import_module(f"hvd_compress.tensorflow.keras.{module}")
-        known = {cls.__name__: cls for cls in custom_optimizers or ()}
+        known = {cls.__name__: cls for cls in classes}
         model = keras.models.load_model(
             filepath, custom_objects={**known, **(custom_objects or {})}
         )
