@@ -25,6 +25,7 @@ import torch
 
 from hvd_compress.base import Compressor, State
 from hvd_compress.engines.named import ProcessSetEngine
+from hvd_compress.errors import UnsupportedError
 from hvd_compress.integrations.checkpoints import (
     check_array,
     refused,
@@ -278,16 +279,30 @@ class _Slot(NamedTuple):
 
 def broadcast_tree(hvd: Any, tree: Any, root_rank: int) -> Any:
     """Broadcast a nest of dicts, lists and tensors from the root to all ranks, and return it;
-    tensors are sent one by one, and arrive on the CPU."""
+    tensors are sent one by one, and arrive on the CPU.
+
+    Raises:
+        UnsupportedError: on all ranks, if a tensor of the root has no bytes to send.
+    """
     tensors: list[torch.Tensor] = []
+    unsent: list[str] = []
 
     def take(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            if value.is_meta or value.layout != torch.strided:
+                unsent.append(f"{value.dtype}{list(value.shape)}, {value.layout}, {value.device}")
+                return None
             tensors.append(value.detach().cpu().contiguous())
             return _Slot(tuple(value.shape), value.dtype)
         return _map(take, value)
 
-    skeleton = hvd.broadcast_object(take(tree), root_rank, name="hvd_compress.state")
+    found = take(tree), unsent
+    skeleton, unsent = hvd.broadcast_object(found, root_rank, name="hvd_compress.state")
+    if unsent:
+        raise UnsupportedError(
+            f"the state of rank {root_rank} has a tensor without bytes to send ({unsent[0]}): make "
+            "it dense, or load the same checkpoint on every rank instead of a broadcast"
+        )
     sent = iter(tensors)
     count = 0
 
