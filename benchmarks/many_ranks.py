@@ -1,7 +1,7 @@
 """Time and bytes of sparse methods over the number of ranks, in one run.
 
     sudo .venv/bin/python tests/cluster --hosts 16 --timeout 600 -- python benchmarks/many_ranks.py
-    mpirun -np 8 -H node1:4,node2:4 python benchmarks/many_ranks.py --methods oktopk arctopk
+    mpirun -np 8 -H node1:4,node2:4 python benchmarks/many_ranks.py --methods oktopk scalecom
 
 Measured are whole steps of ``mpi.Reducer`` on one matrix, on the first 2, 4, 8 ... of the ranks,
 while the others sleep.  Methods take turns, the slowest rank counts, and bytes are what a rank
@@ -24,7 +24,7 @@ parser = argparse.ArgumentParser(
 add = parser.add_argument
 add("--methods", nargs="+", metavar="METHOD", default=[
     "fp16", "topk:density=0.01", "topk:density=0.01,algorithm=split_allgather",
-    "oktopk:density=0.01", "scalecom:density=0.01", "arctopk:density=0.01",
+    "oktopk:density=0.01", "scalecom:density=0.01",
 ])  # fmt: skip
 add("--elements", type=int, default=4_000_000, help="of the gradient, float32")
 add("--rounds", type=int, default=7, help="that count, after four that do not")

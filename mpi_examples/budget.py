@@ -15,7 +15,6 @@ _SPARSE = "density=0.01"
 #: options where the defaults are not the budget
 OPTIONS = {
     "powersgd": "rank=2",
-    "sketch": "",
     "randomk": "",
     "lgc": "density=0.01,learn=20,code=100",
 }
@@ -42,7 +41,6 @@ REASONS = {
     "scalecom": "the elements of one rank are chosen for all, and those of others wait",
     "gtopk": "what is small on each rank is dropped, and waits, however large its sum is",
     "lgc": "an autoencoder keeps about half of what it is given, after 80 steps of training",
-    "sketch": "a sketch misses most of what is largest: see docs/methods/sketch.md",
     "ef21": "estimates begin at zero and follow the gradient with a delay",
     "randomk": "elements drawn at random wait, and then arrive all at once",
 }

@@ -1,9 +1,8 @@
 """Write the pages of the API, ``docs/api/*.md``, from docstrings: ``python scripts/api.py``.
 
 Not by a plugin of the site: many names are made when a package is imported (``hvd.DiLoCo`` takes
-an optimizer in PyTorch), so nothing that only reads sources finds them.  Pages lie in ``docs/`` and
-can be read without building anything; ``tests/docs/test_site.py`` compares them with the docstrings
-and demands that each public name stands there once.
+an optimizer in PyTorch), so nothing that only reads sources finds them.  ``make docs`` runs it;
+``tests/docs/test_site.py`` demands that each public name stands on a page once.
 """
 
 from __future__ import annotations
@@ -441,11 +440,11 @@ def index() -> str:
     return f"# API\n\n<!-- written by scripts/api.py -->\n\n{INTRODUCTION}\n\n{table}\n"
 
 
-def main() -> None:
-    API.mkdir(exist_ok=True)
-    for file, text in pages().items():
-        (API / file).write_text(text)
+def write(texts: dict[str, str], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for file, text in texts.items():
+        (folder / file).write_text(text)
 
 
 if __name__ == "__main__":
-    main()
+    write(pages(), API)

@@ -33,7 +33,6 @@ MORE = {
     "fp8": "fp8",
     "linear": "linear",
     "randomk": "randomk:density=0.05",
-    "sketch": "sketch",
     "qsgd": "qsgd",
     "auto": "auto",
 }

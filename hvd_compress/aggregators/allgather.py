@@ -86,13 +86,6 @@ class allgather(Aggregator, name="allgather"):
                 f"allgather({self.select.name}(), values=...): the values are coded already"
             )
 
-    @property
-    def keys(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.select.keys if isinstance(self.select, Selector) else ()
-
-    def init(self, x: Array, shape: tuple[int, ...]) -> State:
-        return self.select.init(x) if isinstance(self.select, Selector) else {}
-
     def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
         n = math.prod(shape)
         if isinstance(self.select, Codec):
@@ -123,7 +116,7 @@ class allgather(Aggregator, name="allgather"):
         how = self.select, self.values, self.indices
         if not isinstance(self.select, top_k):
             # How many are selected may be all that says how many codes there are.
-            plain = isinstance(self.values, str) and not self.select.keys
+            plain = isinstance(self.values, str)
             return FusedElements.of(transforms, context, *how) if plain else None
         *before, last = transforms or (None,)
         correction, nesterov = None, False
@@ -158,7 +151,7 @@ class allgather(Aggregator, name="allgather"):
             return (yield from summed(x, state, context))
         if isinstance(coding, codes):
             return (yield from gathered(coding, coding.encode(x, state, context), x, context))
-        picked, state = self._elements.pick(x, state, context)
+        picked = self._elements.pick(x, context)
         if self.algorithm != "allgather":
             return (yield from self._by_algorithm(x, picked, state, context))
         k = self._elements.select.count(n, context)

@@ -56,8 +56,6 @@ class alltoall(Aggregator, name="alltoall"):
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
             raise ConfigError(f"alltoall takes a codec such as column_means(); got {self.codec!r}")
-        if self.codec.varies:
-            raise ConfigError(f"{self.codec!r} has a size that varies: allgather can send it")
 
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         xp = backend_of(x)

@@ -5,7 +5,6 @@ from hvd_compress.codecs.column_means import column_means
 from hvd_compress.codecs.contraction import contraction
 from hvd_compress.codecs.exponential import exponential_dithering, natural, natural_dithering
 from hvd_compress.codecs.floats import float8
-from hvd_compress.codecs.inceptionn import inceptionn
 from hvd_compress.codecs.linear import linear
 from hvd_compress.codecs.logarithmic import logarithmic
 from hvd_compress.codecs.plus_minus import plus_minus
@@ -22,7 +21,6 @@ __all__ = [
     "contraction",
     "exponential_dithering",
     "float8",
-    "inceptionn",
     "linear",
     "logarithmic",
     "natural",

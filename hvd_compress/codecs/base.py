@@ -64,9 +64,6 @@ class Codec(Configurable, abc.ABC, kind="block"):
     draws: ClassVar[bool] = True
     #: ``encode`` takes NaN and Inf, too, and tells receivers where they are
     takes_non_finite: ClassVar[bool] = False
-    #: the number of bytes depends on the values, so that ``size`` raises ``UnsupportedError``, and
-    #: ``decode`` takes up to 7 bytes of padding; ``allgather`` alone can send such codes
-    varies: ClassVar[bool] = False
 
     @property
     def _loops(self) -> Loops | None:

@@ -13,8 +13,7 @@ In the header::
 Where only some elements are sent, or rows of a matrix, their indices are ascending, int32 or int64
 as in other frames; or packed and padded to 8 bytes, where the sender was asked to and that is
 shorter.  Where values are not finite, or there are none, the codes are zeros: a frame's size does
-not depend on it, unless the codec's varies with the values anyway; then its length says how many
-bytes the codes take.
+not depend on it.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ import zlib
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.codecs.base import Array, Codec, Coder
+from hvd_compress.codecs.base import Array, Coder
 from hvd_compress.errors import PayloadError
-from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.wire.frame import VALUES, index_dtype, plain_indices
 from hvd_compress.wire.header import START, Header, Kind, failing, opened, padded
 from hvd_compress.wire.indices import best_parameter, gaps_of, pack, unpack
@@ -61,8 +59,6 @@ def encode_coded(
     written to ``sent`` if that is given."""
     xp = backend_of(x)
     count, dtype = xp.size(x), np.dtype(xp.dtype(x))
-    if isinstance(codec, Codec) and codec.varies:
-        return _varying(codec, x, random, sent)
     size, status = coded_size(codec, count, dtype, n, row), 0
     own: Array = np.zeros(0, np.uint8)
     if indices is not None and n is not None:
@@ -79,19 +75,6 @@ def encode_coded(
         if sent is not None:
             sent[:] = np.nan
     return _header(codec, count, dtype, status).seal(frame)
-
-
-def _varying(
-    codec: Codec, x: np.ndarray, random: np.random.Generator, sent: np.ndarray | None
-) -> np.ndarray:
-    """The frame of all values by a codec whose size depends on them; see :func:`encode_coded`."""
-    finite = all_finite(x)
-    codes = codec.encode(x if finite else np.zeros_like(x), random)
-    frame = np.zeros(padded(codes.size), np.uint8)
-    frame[START : START + codes.size] = codes
-    if sent is not None:
-        codec.decode_to(codes, sent) if finite else sent.fill(np.nan)
-    return _header(codec, x.size, x.dtype, 0 if finite else _NOT_FINITE).seal(frame)
 
 
 def encode_sent(
@@ -143,14 +126,7 @@ def decode_coded(
     header = opened(frame, Kind.CODED, fail=fail)  # before it says how large anything is
     if count is None:
         count = header.number
-    if isinstance(codec, Codec) and codec.varies:
-        size = padded(frame.size - START)
-        codes = frame.size - START
-        if count > 8 * codes:  # not even a bit for each
-            raise fail(f"{codes} bytes of codes are no {count} values")
-    else:
-        size = coded_size(codec, count, dtype, n, row)
-        codes = codec.size(count, dtype)
+    size, codes = coded_size(codec, count, dtype, n, row), codec.size(count, dtype)
     status = header.second
     # Packed indices fill what codes and padding leave, which a frame of plain ones never reaches.
     room = frame.size - START - codes

@@ -38,7 +38,7 @@ class codes(Coding, name="codes"):
             raise ConfigError(f"codes takes a codec such as linear(8); got {self.codec!r}")
 
     def varies(self, n: int, context: Context) -> bool:
-        return self.codec.varies
+        return False
 
     def encode(self, x: Array, state: State, context: Context) -> Encoded:
         xp = backend_of(x)
@@ -47,8 +47,7 @@ class codes(Coding, name="codes"):
         def encode(coder: Coder, step: int, x: Array) -> list[Array]:
             return list(encode_sent(coder, x, own_generator(context._replace(step=step))))
 
-        size = None if self.codec.varies else coded_size(self.codec, n, dtype)
-        outputs = [("uint8", size), (dtype.name, n)]
+        outputs = [("uint8", coded_size(self.codec, n, dtype)), (dtype.name, n)]
         message, sent = coded(self.codec, encode, [context.step, x], outputs, x)
         return Encoded(message, sent, state)
 

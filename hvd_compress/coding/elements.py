@@ -32,8 +32,6 @@ from hvd_compress.wire.frame import CODECS, index_dtype
 def as_values(values: Any) -> str | Codec:
     """Return how values are sent, of an option ``values``."""
     if isinstance(values, Codec):
-        if values.varies:
-            raise ConfigError(f"values={values!r}: its size varies; it can be sent only alone")
         return values
     if not isinstance(values, str):
         raise ConfigError(
@@ -72,13 +70,6 @@ class elements(Coding, name="elements"):
         super().__post_init__()
         check_choice("indices", self.indices, CODECS)
 
-    @property
-    def keys(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.select.keys
-
-    def init(self, x: Array) -> State:
-        return self.select.init(x)
-
     def varies(self, n: int, context: Context) -> bool:
         return self._packs(self.select.count(n, context))
 
@@ -86,12 +77,11 @@ class elements(Coding, name="elements"):
         # Where the size may vary, indices may be packed; many of them would outweigh their codes.
         return self.indices == "packed" or k is None
 
-    def pick(self, x: Array, state: State, context: Context) -> tuple[Sparse, State]:
-        """Return the elements that are selected, as they are, and the new state."""
+    def pick(self, x: Array, context: Context) -> Sparse:
+        """Return the elements that are selected, as they are."""
         xp = backend_of(x)
-        k = self.select.count(xp.size(x), context)
-        indices, state = self.select.pick(x, k, state, context)
-        return Sparse(indices, xp.take(x, indices)), state
+        indices = self.select.select(x, self.select.count(xp.size(x), context), context)
+        return Sparse(indices, xp.take(x, indices))
 
     def rounded(self, picked: Sparse) -> Sparse:
         """Return elements with their values as they are sent, if as numbers."""
@@ -99,9 +89,7 @@ class elements(Coding, name="elements"):
         return picked._replace(values=xp.round_to(picked.values, self.values, saturate=True))
 
     def encode(self, x: Array, state: State, context: Context) -> Encoded:
-        picked, state = self.pick(x, state, context)
-        message, sent = self.pack(picked, x, context)
-        return Encoded(message, sent, state)
+        return Encoded(*self.pack(self.pick(x, context), x, context), state)
 
     def pack(self, picked: Sparse, like: Array, context: Context) -> tuple[Array, Sparse]:
         """Return the message of elements of an array like ``like``, and the elements in it."""

@@ -19,13 +19,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
-from hvd_compress.chain import Transform
 from hvd_compress.codecs import Codec
 from hvd_compress.fused.bucket import Arrays, Bucket, Tensor, Views, is_on_host, room
 from hvd_compress.fused.code_messages import (
@@ -49,7 +48,6 @@ from hvd_compress.wire.header import failing
 
 _O = "owner_residual"
 
-_Form = TypeVar("_Form", bound="FusedCodes")
 #: parts, messages that have them, and the bytes of their tensors
 _OfOne: TypeAlias = tuple[list[Part], list[np.ndarray], list[np.ndarray]]
 
@@ -65,13 +63,6 @@ class FusedCodes(Staged):
     codec: Codec
     #: whether each tensor is one run of elements for its codec
     is_whole: ClassVar[bool]
-
-    @classmethod
-    def of(
-        cls: type[_Form], transforms: Sequence[Transform], context: Context, *exchange: Any
-    ) -> _Form | None:
-        form = super().of(transforms, context, *exchange)
-        return None if form is None or form.codec.varies else form
 
     def weight(self, context: Context) -> int:
         return math.prod(context.shape)

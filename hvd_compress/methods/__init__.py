@@ -32,8 +32,6 @@ from typing import Any
 from hvd_compress.base import Compressor
 from hvd_compress.config import build, check_choice, lookup, names
 from hvd_compress.errors import ConfigError
-from hvd_compress.methods.adaptive import AdaptiveThreshold
-from hvd_compress.methods.arc_top_k import ARCTopK
 from hvd_compress.methods.composed import MomentumAfter, Partition, Switch, partition, rule, switch
 from hvd_compress.methods.demo import DeMoCompression
 from hvd_compress.methods.dense import BF16, FP16, NoCompression
@@ -41,11 +39,8 @@ from hvd_compress.methods.dgc import DGC
 from hvd_compress.methods.ef21 import EF21
 from hvd_compress.methods.float8 import FP8
 from hvd_compress.methods.gtop_k import GTopK
-from hvd_compress.methods.hitopk import HiTopK
-from hvd_compress.methods.inceptionn import INCEPTIONN
 from hvd_compress.methods.learned import LGC
 from hvd_compress.methods.linear import LinearQuantization
-from hvd_compress.methods.ms_top_k import MSTopK
 from hvd_compress.methods.ok_topk import OkTopk
 from hvd_compress.methods.one_bit import OneBit
 from hvd_compress.methods.onebit_adam import OneBitAdamCompression
@@ -53,9 +48,7 @@ from hvd_compress.methods.power_sgd import PowerSGD
 from hvd_compress.methods.quantised import QSGD, NaturalCompression, NaturalDithering, TernGrad
 from hvd_compress.methods.random_k import RandomK
 from hvd_compress.methods.scalecom import ScaleCom
-from hvd_compress.methods.sidco import SIDCo
 from hvd_compress.methods.sign import EFSignSGD, SignSGD, Signum
-from hvd_compress.methods.sketched import SketchedSGD
 from hvd_compress.methods.threshold import Threshold
 from hvd_compress.methods.top_k import TopK
 from hvd_compress.methods.zero_one_adam import ZeroOneAdamCompression
@@ -66,17 +59,12 @@ __all__ = [
     "EF21",
     "FP8",
     "FP16",
-    "INCEPTIONN",
     "LGC",
     "QSGD",
-    "ARCTopK",
-    "AdaptiveThreshold",
     "DeMoCompression",
     "EFSignSGD",
     "GTopK",
-    "HiTopK",
     "LinearQuantization",
-    "MSTopK",
     "MomentumAfter",
     "NaturalCompression",
     "NaturalDithering",
@@ -87,11 +75,9 @@ __all__ = [
     "Partition",
     "PowerSGD",
     "RandomK",
-    "SIDCo",
     "ScaleCom",
     "SignSGD",
     "Signum",
-    "SketchedSGD",
     "Switch",
     "TernGrad",
     "Threshold",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import abc
-from typing import ClassVar
 
-from hvd_compress.base import Array, Context, State
+from hvd_compress.base import Array, Context
 from hvd_compress.config import Configurable
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.operators.classes import IDENTITY, Classes
@@ -20,13 +19,6 @@ class Selector(Configurable, abc.ABC, kind="block"):
     (2, array([0, 3]), 0.5)
     """
 
-    #: what the operator remembers of a tensor, arrays of any size; differs between ranks
-    keys: ClassVar[tuple[str, ...]] = ()
-
-    def init(self, x: Array) -> State:
-        """Return the state before the first exchange of a tensor, of which ``x`` is flat."""
-        return {}
-
     @abc.abstractmethod
     def count(self, n: int, context: Context) -> int | None:
         """Return how many of ``n`` elements are selected, the same number on all ranks; ``None`` if
@@ -37,11 +29,6 @@ class Selector(Configurable, abc.ABC, kind="block"):
         """Return ascending indices (int64) into the flat array ``x``: ``k`` of them, or as many as
         there are if ``k`` is ``None``.  If ``x`` has a NaN, at least one NaN must be among the
         selected elements."""
-
-    def pick(self, x: Array, k: int | None, state: State, context: Context) -> tuple[Array, State]:
-        """Return ``(indices, new state)``: :meth:`select` for operators with a state.  The old
-        state is never changed in place."""
-        return self.select(x, k, context), state
 
     def kept(self, d: int, context: Context) -> float:
         """Return the share of |x|^2 that the selected ones of ``d`` elements have at least, in

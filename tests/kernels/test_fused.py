@@ -23,7 +23,6 @@ from hvd_compress import (
     Context,
     EFSignSGD,
     LinearQuantization,
-    MSTopK,
     NaturalCompression,
     NoCompression,
     OneBit,
@@ -44,7 +43,7 @@ from hvd_compress.engines.joining import Member, joined
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import CompressionError, PayloadError
-from hvd_compress.operators import adaptive_threshold, bernoulli
+from hvd_compress.operators import bernoulli
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Record
 from hvd_compress.transforms import (
@@ -94,10 +93,8 @@ CODED = [
     EF21(density=0.05, values="4bit", indices="int32"),
     RandomK(density=0.7, error_feedback=False, wire="float16"),
     Chain((momentum_after_averaging(), smoothing(0.8), ef21()), via=allgather(natural())),
-    MSTopK(density=0.05),
     Threshold(tau=0.5),
     Threshold(tau=2.5, indices="int32"),
-    Chain((error_feedback(),), via=allgather(adaptive_threshold(0.05), "float16")),
     Chain((), via=allgather(bernoulli(0.7))),
 ]
 MAKERS = {"numpy": np.array, "torch": torch.tensor, "tensorflow": tf.constant}

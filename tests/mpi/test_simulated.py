@@ -333,8 +333,6 @@ def test_quantised_sums(size, order, shape, bits, op):
         "dgc:density=0.1",
         "gtopk:density=0.1",
         "gtopk:density=0.1,indices=packed",
-        "hitopk:density=0.1,ranks_per_node=2",
-        "inceptionn",
         "oktopk:density=0.1,threshold_every=2",
         "oktopk:density=0.1,threshold_every=2,values=float16",
     ],

@@ -7,21 +7,16 @@ from hvd_compress import (
     DGC,
     FP8,
     FP16,
-    INCEPTIONN,
     LGC,
     QSGD,
     EFSignSGD,
     GTopK,
-    HiTopK,
-    MSTopK,
     NoCompression,
     OneBit,
     PowerSGD,
     RandomK,
     ScaleCom,
-    SIDCo,
     Signum,
-    SketchedSGD,
     Threshold,
     TopK,
     partition,
@@ -49,12 +44,12 @@ METHODS = (
     RandomK(density=0.1, shared=False),
     *(LOW_RANK, OneBit(), OneBit(via="allgather"), QSGD(), FP8(), Signum()),
     chain(error_feedback(), via=allgather(top_k(0.05), natural_dithering())),
-    *(Threshold(), MSTopK(density=0.05), SIDCo(density=0.05), ScaleCom(density=0.05)),
-    *(SketchedSGD(density=0.05), GTopK(density=0.05), LEARNED),
+    *(Threshold(), ScaleCom(density=0.05)),
+    *(GTopK(density=0.05), LEARNED),
 )
 #: of each kind of request one, where a graph has to be traced for each on many ranks
 KINDS = (
-    *(BF16(), SPARSE, LOW_RANK, OneBit(), SIDCo(density=0.05), ScaleCom(density=0.05)),
+    *(BF16(), SPARSE, LOW_RANK, OneBit(), ScaleCom(density=0.05)),
     GTopK(density=0.05),
 )
 
@@ -132,11 +127,6 @@ def merging_and_learning_follow_the_oracle() -> None:
     packed = GTopK(density=0.05, indices="packed")
     for method in (GTopK(density=0.05), packed, LEARNED, server):
         follow_the_oracle(method, 6)
-
-
-def nodes_and_codes_of_any_size_follow_the_oracle() -> None:
-    for method in (HiTopK(density=0.05, ranks_per_node=2), INCEPTIONN(bound=2.0**-6)):
-        follow_the_oracle(method, 5)
 
 
 def compositions_follow_the_oracle() -> None:

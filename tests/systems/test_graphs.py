@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from hvd_compress import ConfigError
-from hvd_compress.codecs import inceptionn
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import PayloadError
 from hvd_compress.studies import decentralized as theory
@@ -317,7 +316,6 @@ def test_numbers_of_ranks_that_cannot_be_are_found_at_once():
         (lambda: LEAD(gamma=0.0), "gamma"),
         (lambda: LEAD(codec="topk"), "codec must be a codec"),
         (lambda: ChocoSGD(codec="topk"), "codec must be a codec"),
-        (lambda: ChocoSGD(codec=inceptionn()), "of one size"),
         *((lambda kind=kind: kind(prox=3), "prox") for kind in (LEAD, ExactDiffusion, NIDS, EXTRA)),
         (lambda: simulate(DGD(), pull, np.zeros((3, 1)), 1, 0.0), "rate"),
         (lambda: simulate(DGD(), pull, np.zeros((3, 1)), -1, 0.1), "steps"),

@@ -6,7 +6,7 @@ rank adds up a region of n / L elements, reduces it across nodes with the ranks 
 region, and all regions are gathered inside each node; otherwise the first rank of a node owns all
 regions.  The sum is exact.
 
-Differs from HiTopKComm (Shi et al., 2021; :mod:`hvd_compress.aggregators.nodes_top_k`), which adds
+Differs from HiTopKComm (Shi et al., 2021), which adds
 up dense gradients inside the node and then selects elements: here each rank selects before.
 """
 

@@ -49,16 +49,11 @@ def as_codec(codec: Any) -> Codec:
     """Return an option ``codec`` for messages to neighbours; ``None`` for numbers as they are.
 
     Raises:
-        ConfigError: it is no codec, or one whose messages differ in size.
+        ConfigError: it is no codec.
     """
     found = plain() if codec is None else codec
     if not isinstance(found, Codec):
         raise ConfigError(f"codec must be a codec, for instance blockwise(2), or None: {codec!r}")
-    if found.varies:
-        raise ConfigError(
-            f"codec={found!r}: messages to neighbours are of one size, which its codes are not; "
-            "use for instance blockwise(2)"
-        )
     return found
 
 
