@@ -196,7 +196,7 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     partner: ClassVar[str | None] = None
     #: the names of the kinds of steps, if the method has several
     phases: ClassVar[tuple[str, ...]] = ()
-    #: the method is none itself, but says how one is chosen in the first steps: see :meth:`pilot`
+    #: the method is none itself, but says how one is chosen in the first steps: see :meth:`chooser`
     is_chosen_later: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -270,9 +270,9 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         """How rows are sent in any step."""
         return frozenset({"whole"})
 
-    def pilot(self) -> Any:
-        """Return a new :class:`hvd_compress.reduce.Pilot`, which changes the method of a reducer
-        while it trains; ``None``: the method stays."""
+    def chooser(self) -> Any:
+        """Return a new :class:`hvd_compress.reduce.Chooser`, which changes the method of a reducer
+        once; ``None``: the method stays."""
         return None
 
     def repaired(self, gradient: Array, state: State) -> State:

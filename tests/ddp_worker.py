@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress import Gather, Max, Outcome, Sum
-from hvd_compress.auto import pilot
+from hvd_compress.auto import choosing
 from hvd_compress.base import Compressor
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, UnsupportedError
@@ -237,16 +237,16 @@ def a_method_is_chosen_in_the_first_steps() -> None:
     auto = Auto(methods=(text,), steps=2)
     model, state = _distributed(auto)
     seconds = {"none": 1.0, "fp16": 1.0, text: 0.1}
-    with mock.patch.object(pilot, "decided", return_value=(text, "for a test", seconds)):
+    with mock.patch.object(choosing, "decided", return_value=(text, "for a test", seconds)):
         _train(model, range(8))
     _same_everywhere(model)
     assert state.stats().choice["method"] == text
-    assert any(x.any() for x in state.reducer.waiting().values())
+    assert any(x["residual"].any() for x in state.reducer.store.states.values() if x)
     saved = copy.deepcopy(state.state_dict())
     again, other = _distributed(auto)
     again.module.load_state_dict(model.module.state_dict())
     other.load_state_dict(saved)
-    with mock.patch.object(pilot, "measured_network", None):  # nothing is measured again
+    with mock.patch.object(choosing, "measured_network", None):  # nothing is measured again
         _train(again, range(8, 12))
     assert other.stats().choice["method"] == text
     _same_everywhere(again)

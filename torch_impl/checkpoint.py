@@ -79,7 +79,7 @@ def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
     result[KEY] = {
         "version": VERSION,
         "method": binding.reducer.compression.to_config(),
-        **({} if binding.reducer.pilot is None else {"choice": binding.reducer.pilot.state()}),
+        **({} if binding.reducer.chooser is None else {"choice": binding.reducer.chooser.state()}),
         "sparse": [index for index, p in enumerate(parameters) if p in binding.store.sparse],
         "consolidated": binding.is_consolidated and not own,
         "rank": binding.engine.rank,
@@ -144,8 +144,8 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
         raise refused(f"'sparse' has {sorted(sparse)}, and there are {len(parameters)} parameters")
     factor = 1.0 if exact else share(binding.engine, saved)
     reducer = binding.reducer
-    pilot = reducer.pilot and reducer.pilot.read(saved.get("choice"))
-    method = reducer.method if pilot is None else pilot.method
+    chooser = reducer.chooser and reducer.chooser.read(saved.get("choice"))
+    method = reducer.method if chooser is None else chooser.method
     states = {
         parameters[place]: _loaded_state(
             self, method, parameters[place], own, place in sparse, factor
@@ -160,8 +160,8 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
         raise refused(f"{type(self).__name__} says {error!r}") from error
     binding.abandon()
     binding.forget_groups()
-    if pilot is not None:
-        reducer.take_pilot(pilot)
+    if chooser is not None:
+        reducer.take_chooser(chooser)
     reducer.step = saved.get("step", 0)
     reducer.epoch = saved.get("epoch", reducer.epoch)
     reducer.seed = saved.get("seed", reducer.seed)
@@ -249,9 +249,11 @@ def broadcast(optimizer: Any, root_rank: int) -> None:
         hvd, local_state_dict(optimizer, own=True) if hvd.rank() == root_rank else None, root_rank
     )
     binding.store.sparse = {parameters[index] for index in payload[KEY]["sparse"]}
-    method, pilot = binding.method, binding.reducer.pilot
-    if pilot is not None:  # what was chosen may be another method than on a rank that has just come
-        method = pilot.read(payload[KEY]["choice"]).method
+    method, chooser = binding.method, binding.reducer.chooser
+    if (
+        chooser is not None
+    ):  # what was chosen may be another method than on a rank that has just come
+        method = chooser.read(payload[KEY]["choice"]).method
     alive = binding.step > 0 or any(binding.store.state_of(p) for p in parameters)
     own = {}
     for index, entries in payload["state"].items():

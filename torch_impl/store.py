@@ -139,10 +139,9 @@ class ParameterStore(Store):
             del everyones[p]
         return state
 
-    def use(self, method: Compressor, states: Mapping[str, State]) -> None:
+    def use(self, method: Compressor) -> None:
         for name in self.names():
             self.pop_state(self.parameters[name])
-            self.set_state(self.parameters[name], states.get(name, {}))
         self.forget(method)
 
     def forget(self, method: Compressor) -> None:

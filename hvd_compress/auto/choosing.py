@@ -1,130 +1,234 @@
-"""The choice itself, which rank 0 makes for all, and whether it was a good one."""
+"""Measures dense steps, and lets rank 0 choose the method for all ranks."""
 
 from __future__ import annotations
 
-import dataclasses
+import collections
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from hvd_compress.advisor import Candidate, Network, Piece, choose, is_bottleneck, seconds_of
-from hvd_compress.advisor.estimates import elements_of, estimated, sampled, scaled_from_kept
+from hvd_compress.advisor.estimates import elements_of, estimated, sampled
 from hvd_compress.advisor.shapes import Shapes
+from hvd_compress.auto.meeting import longest, measured_network, middle, told
 from hvd_compress.auto.method import Auto, accuracy_of
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Sparse
+from hvd_compress.config import is_number
+from hvd_compress.errors import ConfigError
+from hvd_compress.integrations.checkpoints import entry, refused, whole
 from hvd_compress.methods import as_compressor
+from hvd_compress.reduce import Chooser, Reducer
 
 log = logging.getLogger("hvd_compress")
 
+PHASES = ("measuring", "using")
+#: first steps that are not measured, since buckets are planned in them
+_UNEVEN = 2
 #: seconds in which candidates are measured; for those that are left, what is kept is scaled
 _SECONDS = 3.0
-#: what a part of a step must be to be worth a word, or a change
-_MATTERS = 0.05
-#: how much longer exchanges may take than the model says of others, which were not measured
-_DOUBT = 1.3
 #: tensors whose elements are below this on the average (of their squares, but zeros) lose more than
 #: a 256th of themselves in fp16, which has multiples of 2^-24 there
 _SMALL = 2.0**-18
 _LARGE = 65504.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    """What was measured, of which all ranks know the same.
+class AutoChooser(Chooser):
+    """See :class:`hvd_compress.auto.Auto`.
 
-    Attributes:
-        ranks, hosts: their numbers.
-        bandwidth: bit/s of a host's line, or of a rank's where there is one host.
-        latency: seconds of a round.
-        backward: seconds of a dense step apart from
-        dense: those that exchanging it takes its caller.
-        predicted: seconds of a step by method, by the advisor's model.
-        elements: of all tensors.
-        model: a digest of their names and shapes.
-        since: the step from which on the choice is used.
+    All that decides about the next step is equal on all ranks: it is the number of measured steps,
+    or was told by rank 0 or by all.
     """
 
-    ranks: int
-    hosts: int
-    bandwidth: float
-    latency: float
-    backward: float
-    dense: float
-    predicted: Mapping[str, float]
-    elements: int
-    model: str
-    since: int
+    def __init__(self, auto: Auto) -> None:
+        self.auto = auto
+        self._facts: dict[str, Any] = {"phase": "measuring", "method": "none", "why": ""}
+        self.method = as_compressor("none")
+        self._samples: list[tuple[float, float]] = []
+        self._since: tuple[float, float] | None = None
+        self._ranks = 0  # of the steps that were measured
 
-    def expected(self, method: str) -> float:
-        """Return the seconds that exchanging a step takes its caller, by the model, which is
-        corrected by what dense steps really took; without ``backward``."""
-        if method == "none" or not self.predicted.get("none"):
-            return self.dense
-        off = (self.backward + self.dense) / self.predicted["none"]
-        whole = self.predicted[method] * min(max(off, 0.2), 5.0)
-        return max(whole - self.backward, 0.0)
+    @property
+    def _is_done(self) -> bool:
+        return self._facts["phase"] == "using"
+
+    def sees(self, reducer: Reducer) -> None:
+        if self._since is None and not self._is_done:
+            if self._ranks != reducer.engine.size:
+                self._ranks = reducer.engine.size
+                self._samples.clear()
+            self._since = reducer.clock.now(), reducer.clock.times.total
+
+    def abandoned(self) -> None:
+        self._since = None
+
+    def progress(self) -> str:
+        return f"{self._facts['phase']} {len(self._samples)}, {self._facts['method']}"
+
+    def ended(
+        self, reducer: Reducer, gradients: Mapping[str, Array], directions: Mapping[str, Array]
+    ) -> None:
+        since, self._since = self._since, None
+        shapes = {name: tuple(x.shape) for name, x in _dense(gradients).items()}
+        alone = reducer.engine.size == 1
+        if since is None or alone or not elements_of(shapes) or not _is_finite(directions):
+            return
+        began, total = since
+        self._samples.append((reducer.clock.now() - began, reducer.clock.times.total - total))
+        if len(self._samples) == _UNEVEN + self.auto.steps:
+            self._choose(reducer, gradients, directions, shapes)
+
+    def _choose(
+        self,
+        reducer: Reducer,
+        gradients: Mapping[str, Array],
+        directions: Mapping[str, Array],
+        shapes: Shapes,
+    ) -> None:
+        samples, self._samples = self._samples[_UNEVEN:], []
+        like = next(x for name, x in gradients.items() if name in shapes)
+        network = measured_network(reducer, like, reducer.clock.now)
+        own = [middle([whole - inside for whole, inside in samples])]
+        own.append(middle([inside for _, inside in samples]))
+        backward, dense = map(longest, zip(*told(reducer, own, like), strict=True))
+        choice = None
+        if reducer.engine.rank == 0:
+            half, fits = _mostly_half(gradients), _fits_in_halves(directions, network.ranks)
+            candidates, notes = _candidates(self.auto, like, half, fits)
+            try:
+                choice = decided(candidates, notes, shapes, network, backward, half)
+            except Exception as error:  # the other ranks wait for what is said here
+                log.warning("auto: none, since measuring failed: %r", error)
+                choice = "none", f"none, since measuring failed: {error!r}", {"none": dense}
+        chosen, why, predicted = told(reducer, choice, like)[0]
+        self._facts = {
+            "phase": "using",
+            "method": chosen,
+            "why": why,
+            "ranks": network.ranks,
+            "hosts": network.hosts or network.ranks,
+            "bandwidth": network.bandwidth,
+            "latency": network.latency if (network.hosts or 2) > 1 else network.inner_latency,
+            "backward": backward,
+            "dense": dense,
+            "predicted": predicted,
+        }
+        if reducer.engine.rank == 0:
+            log.info("auto: %s", why)
+        if chosen != "none":
+            self.method = as_compressor(chosen)
+            reducer.change_method(self.method)
+
+    # -- what is saved -------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return dict(self._facts)
+
+    def read(self, state: Any) -> AutoChooser:
+        found = AutoChooser(self.auto)
+        if state is None:
+            return found
+        phase, chosen = (entry(state, key, str, of="the choice") for key in ("phase", "method"))
+        if phase not in PHASES or (phase == "measuring" and chosen != "none"):
+            raise refused(f"the choice has the phase {phase!r}, and the method {chosen!r}")
+        try:
+            found.method = as_compressor(chosen)
+        except ConfigError as error:
+            raise refused(f"the method that was chosen is {chosen!r}: {error}") from None
+        if found.method.is_chosen_later:
+            raise refused(f"the method that was chosen is {chosen!r}")
+        if phase == "using":
+            found._facts = _checked(state)
+        return found
+
+
+def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
+    predicted = entry(state, "predicted", Mapping, of="the choice")
+    found = {name: entry(state, name, str, of="the choice") for name in ("phase", "method", "why")}
+    counts = {name: whole(state, name) for name in ("ranks", "hosts")}
+    figures = {
+        name: entry(state, name, (int, float), of="the choice")
+        for name in ("bandwidth", "latency", "backward", "dense")
+    }
+    for x in (*figures.values(), *predicted.values()):
+        if not is_number(x) or not math.isfinite(x) or x < 0:
+            raise refused(f"the choice has the figure {x!r}")
+    if not all(isinstance(name, str) for name in predicted):
+        raise refused("methods of the choice are no texts")
+    return {**found, **counts, **figures, "predicted": dict(predicted)}
+
+
+def _candidates(
+    auto: Auto, like: Array, half: bool, fits: bool
+) -> tuple[list[Candidate], list[str]]:
+    """Return the methods to choose from, and what is to be said of those that are left out.
+
+    Args:
+        like: a gradient.
+        half: gradients have 16 bits.
+        fits: gradients fit into fp16.
+    """
+    candidates, notes = list(auto.candidates), []
+    if not str(getattr(like, "device", "cpu")).startswith("cpu"):
+        candidates = [c for c in candidates if c.accuracy == "exact"]
+        notes.append("the model knows no work on a GPU, so nothing but 16 bits was considered")
+    if half:
+        candidates = [c for c in candidates if _name(c) not in ("fp16", "bf16")]
+    elif not fits:
+        candidates = [c for c in candidates if _name(c) != "fp16"]
+        notes.append("gradients are too small or too large for fp16")
+    return candidates, notes
+
+
+def _name(candidate: Candidate) -> str:
+    return as_compressor(candidate.method).name
 
 
 def decided(
-    auto: Auto,
+    candidates: Sequence[Candidate],
+    notes: Sequence[str],
     shapes: Shapes,
     network: Network,
-    *,
     backward: float,
-    like: Array,
-    fits: bool,
     half: bool,
 ) -> tuple[str, str, dict[str, float]]:
     """Return the method that is chosen, why, and the seconds of a step by method.
 
     Args:
-        auto: the options.
+        candidates: to choose from, those that lose least first.
+        notes: what else is to be said.
         shapes: of the dense gradients.
         network: as measured.
         backward: seconds of computing gradients.
-        like: a gradient.
-        fits: gradients fit into 16 bits.
-        half: gradients have 16 bits.
+        half: gradients have 16 bits, which "none" sends then.
     """
-    candidates, notes = list(auto.candidates), []
-    if not _is_on_host(like):
-        candidates = [c for c in candidates if c.accuracy == "exact"]
-        notes.append("the model knows no work on a GPU, so nothing but 16 bits was considered")
-    if half:
-        candidates = [c for c in candidates if not has_16_bits(c.method)]
-    elif not fits:
-        candidates = [c for c in candidates if not is_narrow(c.method)]
-        notes.append("gradients are too small or too large for fp16")
-    texts = [c.method for c in candidates]
+    methods = [c.method for c in candidates]
     log.info(
         "auto: rank 0 measures what %s cost, on %.2g of %.2g million elements, for %.0f seconds at "
         "most",
-        ", ".join(texts),
+        ", ".join(methods),
         elements_of(sampled(shapes)) / 1e6,
         elements_of(shapes) / 1e6,
         _SECONDS,
     )
-    pieces = _with_halves(estimated(texts, shapes, seconds=_SECONDS), half)
+    pieces = estimated(methods, shapes, seconds=_SECONDS)
+    if half:
+        pieces["none"] = pieces["fp16"]
     best = choose(pieces, network, backward, candidates=candidates)
-    predicted = seconds_of(pieces, network, backward)
-    why = _reason(best, pieces, network, backward)
-    if hint := _more(
-        *(auto, best, candidates, pieces), shapes=shapes, network=network, backward=backward
-    ):
-        notes.append(hint)
-    return best, "; ".join([why, *notes]), predicted
-
-
-def _with_halves(pieces: dict[str, Piece], half: bool) -> dict[str, Piece]:
-    """Pieces are measured of float32; "none" sends 16 bits of half precisions."""
-    return {**pieces, "none": pieces["fp16"]} if half else pieces
-
-
-def _reason(best: str, pieces: Mapping[str, Piece], network: Network, backward: float) -> str:
     seconds = seconds_of(pieces, network, backward)
+    return best, "; ".join([_reason(best, pieces, network, backward, seconds), *notes]), seconds
+
+
+def _reason(
+    best: str,
+    pieces: Mapping[str, Piece],
+    network: Network,
+    backward: float,
+    seconds: Mapping[str, float],
+) -> str:
     hosts = network.hosts or network.ranks
     latency = network.latency if hosts > 1 else network.inner_latency
     where = (
@@ -140,44 +244,6 @@ def _reason(best: str, pieces: Mapping[str, Piece], network: Network, backward: 
     )
 
 
-def _more(
-    auto: Auto,
-    best: str,
-    candidates: Sequence[Candidate],
-    pieces: Mapping[str, Piece],
-    *,
-    shapes: Shapes,
-    network: Network,
-    backward: float,
-) -> str:
-    """What would be gained by what loses as little as was measured; by kept pieces, since nothing
-    of it was timed here."""
-    if auto.methods or auto.accuracy != "exact":
-        return ""
-    more = dataclasses.replace(auto, accuracy="measured").candidates
-    others = [c for c in more if c in candidates or c.accuracy != "exact"]
-    about = scaled_from_kept([c.method for c in others], elements_of(shapes), pieces)
-    about = {**about, **pieces}
-    found = choose(about, network, backward, candidates=others)
-    seconds = seconds_of(about, network, backward)
-    if seconds[found] > 0.8 * seconds[best]:
-        return ""
-    return (
-        f'"auto:accuracy=measured" could choose {found} with some {_span(seconds[found])}: '
-        "see docs/advise.md for what it may lose"
-    )
-
-
-def is_narrow(method: str) -> bool:
-    """Return whether the range of what is sent is much smaller than that of gradients."""
-    return as_compressor(method).name == "fp16"
-
-
-def has_16_bits(method: str) -> bool:
-    """Return whether all is sent, in 16 bits."""
-    return as_compressor(method).name in ("fp16", "bf16")
-
-
 def _rate(bits: float) -> str:
     scale, unit = (1e9, "Gbit/s") if bits >= 1e9 else (1e6, "Mbit/s")
     return f"{bits / scale:.3g} {unit}"
@@ -190,11 +256,7 @@ def _span(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _is_on_host(x: Array) -> bool:
-    return str(getattr(x, "device", "cpu")).startswith("cpu")
-
-
-def dense_arrays(arrays: Mapping[str, Array]) -> dict[str, Array]:
+def _dense(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Return those that are neither rows nor elements of others."""
     return {
         name: x
@@ -203,15 +265,15 @@ def dense_arrays(arrays: Mapping[str, Array]) -> dict[str, Array]:
     }
 
 
-def is_finite(directions: Mapping[str, Array]) -> bool:
+def _is_finite(directions: Mapping[str, Array]) -> bool:
     """Return whether a step was finite, which is the same on all ranks."""
-    return all(bool(backend_of(x).all_finite(x)) for x in dense_arrays(directions).values())
+    return all(bool(backend_of(x).all_finite(x)) for x in _dense(directions).values())
 
 
-def fits_in_halves(directions: Mapping[str, Array], ranks: int) -> bool:
+def _fits_in_halves(directions: Mapping[str, Array], ranks: int) -> bool:
     """Return whether averages, and the sums that they are of, are in a range in which fp16 changes
     each tensor by less than a 256th."""
-    for x in dense_arrays(directions).values():
+    for x in _dense(directions).values():
         xp = backend_of(x)
         values = np.abs(xp.to_numpy(xp.widen(x)))
         if not (count := np.count_nonzero(values)):
@@ -222,17 +284,9 @@ def fits_in_halves(directions: Mapping[str, Array], ranks: int) -> bool:
     return True
 
 
-def alternative(auto: Auto, chosen: str, struck: Mapping[str, str], figures: Figures) -> str:
-    """Return the fastest method that loses nothing, but the one that was chosen."""
-    open_ = [c.method for c in auto.candidates if c.accuracy == "exact"]
-    open_ = [m for m in open_ if m != chosen and m not in struck and m in figures.predicted]
-    if accuracy_of(chosen) == "exact" or not open_:
-        return "none"
-    return min(open_, key=figures.expected)
-
-
-def is_wrong(seconds: float, other: str, figures: Figures) -> bool:
-    """Return whether exchanges that take their caller so long take clearly longer than others
-    would."""
-    less = min(_DOUBT * figures.expected(other), figures.dense)
-    return seconds > less + _MATTERS * (figures.backward + less)
+def _mostly_half(gradients: Mapping[str, Array]) -> bool:
+    sizes = collections.Counter[bool]()
+    for x in _dense(gradients).values():
+        xp = backend_of(x)
+        sizes[xp.dtype(x) in ("float16", "bfloat16")] += xp.size(x)
+    return sizes[True] > sizes[False]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,13 +11,9 @@ import numpy as np
 from hvd_compress.advisor import ACCURACIES, Candidate, allowed
 from hvd_compress.base import Array, Compressor, Context, Exchange, State
 from hvd_compress.config import as_tuple, check_choice, check_whole, converted
-from hvd_compress.errors import ConfigError, NeedsTuning, UnsupportedError
+from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import as_compressor
-from hvd_compress.methods.rows import as_rows
 
-#: what a method that is left in the middle of a run may have kept: what waits is sent, and the rest
-#: is made anew
-_KNOWN_KEYS = frozenset({"residual", "owner_residual", "factor"})
 _LIKE = np.ones((30, 40), np.float32)
 
 
@@ -29,9 +24,7 @@ class Auto(Compressor, name="auto"):
 
     The first steps are dense.  Then the ranks time some exchanges of their own, rank 0 measures for
     some seconds what the candidates cost it, and all use what it chooses; one line of the log says
-    what, and why.  Later the ranks look now and then at how long exchanges really take.  If less
-    would be taken by a method that loses nothing, they go on with that one, after a step in which
-    all that waited is sent.
+    what, and why.  The choice stays for the run, and for those that go on from its checkpoints.
 
     It is the choice of a :class:`~hvd_compress.reduce.Reducer`: in PyTorch over Horovod, MPI and
     DistributedDataParallel, and in loops of one's own.
@@ -46,8 +39,6 @@ class Auto(Compressor, name="auto"):
             always one of them.  None of them may take over the optimizer's momentum, as DGC does,
             since it would have to change hands in the middle of a run.
         steps: dense steps that are measured, after two that are not; 1 or more.
-        check: the ranks look at how long exchanges take after so many steps again and again; the
-            first time soon after the choice.
 
     >>> [candidate.method for candidate in Auto().candidates]
     ['none', 'fp16']
@@ -62,13 +53,11 @@ class Auto(Compressor, name="auto"):
         default=(), metadata=converted(as_tuple("methods"))
     )
     steps: int = 5
-    check: int = 1000
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("accuracy", self.accuracy, ACCURACIES)
         check_whole("steps", self.steps, 1)
-        check_whole("check", self.check, 1)
         for text in self.methods:
             if not isinstance(text, str):
                 raise ConfigError(f"methods are texts such as 'topk:density=0.01'; got {text!r}")
@@ -82,10 +71,10 @@ class Auto(Compressor, name="auto"):
             return tuple(c for c in allowed(self.accuracy) if not _problem(as_compressor(c.method)))
         return _in_order({"none", *self.methods})
 
-    def pilot(self) -> Any:
-        from hvd_compress.auto.pilot import AutoPilot
+    def chooser(self) -> Any:
+        from hvd_compress.auto.choosing import AutoChooser
 
-        return AutoPilot(self)
+        return AutoChooser(self)
 
     def _not_itself(self) -> NoReturn:
         raise UnsupportedError(
@@ -128,19 +117,5 @@ def _problem(method: Compressor) -> str:
         return (
             f"{method.name} takes over the optimizer's momentum, which cannot change hands in the "
             f"middle of a run: to use it, write compression={method.name!r} itself"
-        )
-    if method.needs_gradient_norm or any(as_rows(t).keeps_residual for t in method.rows_texts):
-        return "it does more than a change of methods knows of: write it without these options"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NeedsTuning)
-        inner = method.for_tensor("a", _LIKE.shape)
-        keys = {*inner.init(_LIKE), *inner.common(_LIKE)}
-    strange = keys - _KNOWN_KEYS
-    if "residual" not in keys:  # an owner's is in units of gradients only beside it
-        strange |= keys & {"owner_residual"}
-    if strange:
-        return (
-            f"{method.name} keeps {sorted(strange)[0]!r}, which would be lost in a change of "
-            f"methods: to use it, write compression={method.name!r} itself"
         )
     return ""

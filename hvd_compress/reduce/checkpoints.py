@@ -24,7 +24,7 @@ def saved(reducer: Reducer, store: MemoryStore, consolidate: bool) -> dict[str, 
     return {
         "version": _VERSION,
         "method": reducer.compression.to_config(),
-        **({} if reducer.pilot is None else {"choice": reducer.pilot.state()}),
+        **({} if reducer.chooser is None else {"choice": reducer.chooser.state()}),
         "step": reducer.step,
         "epoch": reducer.epoch,
         "seed": reducer.seed,
@@ -51,18 +51,18 @@ def load(reducer: Reducer, store: MemoryStore, state_dict: Mapping[str, Any]) ->
     method = entry(entry(state_dict, "method", Mapping), "method", str)
     if method != reducer.compression.name:
         raise refused(f"it is of {method}, and the method here is {reducer.compression.name}")
-    pilot = reducer.pilot and reducer.pilot.read(state_dict.get("choice"))
+    chooser = reducer.chooser and reducer.chooser.read(state_dict.get("choice"))
     step, epoch = whole(state_dict, "step"), epoch_in(state_dict)
     seed = whole(state_dict, "seed", -(2**63))
     states, per_rank = _loaded(state_dict)
-    looks = store.looks.of_states() if pilot is None or pilot.method == reducer.method else {}
+    looks = store.looks.of_states() if chooser is None or chooser.method == reducer.method else {}
     for name, expected in looks.items():  # others: with their first gradient
         loaded = reducer.homes.own(name, entry(states, name, dict))
         if problem := misfit(loaded, expected):
             raise refused(f"of {name!r} {problem}")
     reducer.abandon()
-    if pilot is not None:
-        reducer.take_pilot(pilot)
+    if chooser is not None:
+        reducer.take_chooser(chooser)
     reducer.step, reducer.epoch, reducer.seed = step, epoch, seed
     store.replace(states, per_rank)
 

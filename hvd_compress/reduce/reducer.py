@@ -29,8 +29,8 @@ from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import checkpoints
 from hvd_compress.reduce.averages import averaged, largest
 from hvd_compress.reduce.buckets import BUCKET_BYTES, Buckets, label_of
+from hvd_compress.reduce.chooser import Chooser
 from hvd_compress.reduce.homes import Homes
-from hvd_compress.reduce.pilot import Pilot
 from hvd_compress.reduce.store import MemoryStore, Store
 from hvd_compress.reduce.undo import Undo
 from hvd_compress.schedules import schedules_of
@@ -87,7 +87,7 @@ class Reducer:
 
     Attributes:
         compression: the method that was asked for.
-        pilot: changes the method between steps, where that is what was asked for, or ``None``.
+        chooser: changes the method once, where that is what was asked for, or ``None``.
         method: the one in use.
         step, epoch: the step and epoch of the next exchange.
         phase: of the method, where the step is a symbol.
@@ -131,13 +131,13 @@ class Reducer:
         finds_unused: bool = False,
     ) -> None:
         self.compression: Compressor = as_compressor(compression)
-        self.pilot: Pilot | None = self.compression.pilot()
-        self.method = self.compression if self.pilot is None else self.pilot.method
+        self.chooser: Chooser | None = self.compression.chooser()
+        self.method = self.compression if self.chooser is None else self.chooser.method
         check_seed(seed)
         check_momentum(self.compression, momentum)
         self.store = MemoryStore(momentum, nesterov) if store is None else store
-        if self.pilot is not None:
-            self.store.use(self.method, {})
+        if self.chooser is not None:
+            self.store.use(self.method)
         self.sums, self.seed = sums, seed
         self.in_place, self.sparse_results = in_place, sparse
         self.step: Any = 0
@@ -240,9 +240,8 @@ class Reducer:
         """Prepare a step, unless it has begun."""
         if self._in_flight or self._deferred or self._agrees:
             return
-        if self.pilot is not None:
-            self.pilot.sees(self)
-            self.pilot.begins(self)
+        if self.chooser is not None:
+            self.chooser.sees(self)
         self._undo.forget()
         if self.keeps_undo:
             self._undo.keep(self.store.names())
@@ -273,36 +272,19 @@ class Reducer:
         self._undo.forget()
         self._plan, self._scratch, self._before = None, {}, None
 
-    def waiting(self) -> dict[str, Array]:
-        """Return what this rank has not sent yet, by the names of the tensors that keep residuals:
-        flat, and in units of a gradient of its own."""
-        found = {}
-        for name in self.store.names():
-            state = self.store.get(name)
-            parts = [state[key] for key in ("residual", "owner_residual") if key in state]
-            if parts:  # what an owner has left out of a sum counts like a part of its own gradient
-                found[name] = sum(parts[1:], start=parts[0])
-        return found
-
-    def change_method(self, method: Compressor, waiting: Mapping[str, Array]) -> None:
-        """Use another method from the next step on.  To be called on all ranks between the same
-        steps.
-
-        Args:
-            waiting: what becomes the residuals of tensors, by name, as :meth:`waiting` returns it;
-                ``method`` must keep a "residual" of these, and nothing else.  All other states are
-                forgotten.
-        """
+    def change_method(self, method: Compressor) -> None:
+        """Use another method from the next step on, with states of its own.  To be called on all
+        ranks between the same steps."""
         self.method = method
-        self.store.use(method, {name: {"residual": x} for name, x in waiting.items()})
+        self.store.use(method)
         self.homes = Homes(self.store.names, self.store.get)
         self.forget_plan()
 
-    def take_pilot(self, pilot: Pilot) -> None:
-        """Go on with a pilot that was read from a checkpoint, whose states follow."""
-        self.pilot = pilot
-        if pilot.method != self.method:
-            self.change_method(pilot.method, {})
+    def take_chooser(self, chooser: Chooser) -> None:
+        """Go on with a choice that was read from a checkpoint, whose states follow."""
+        self.chooser = chooser
+        if chooser.method != self.method:
+            self.change_method(chooser.method)
 
     def finish(self) -> dict[str, Array]:
         """Wait for all gradients that were started, and return what :meth:`reduce` returns.
@@ -312,9 +294,9 @@ class Reducer:
         """
         with self.clock.running():
             directions, gradients = self._finish()
-        if self.pilot is not None:
+        if self.chooser is not None:
             with self.clock.paused():
-                self.pilot.ended(self, gradients, directions)
+                self.chooser.ended(self, gradients, directions)
         return directions
 
     def _finish(self) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -371,7 +353,7 @@ class Reducer:
             UnsupportedError: the method is "auto", which changes methods between steps.
         """
         self._check_at_rest("keep_undo()")
-        if self.pilot is not None:
+        if self.chooser is not None:
             raise UnsupportedError(
                 f"{self.compression.name} learns from each step, which cannot be discarded: name "
                 "the method that it has chosen"
@@ -419,8 +401,8 @@ class Reducer:
         self._scratch, self._before, self._unused = {}, None, set()
         self._undo.forget()
         self.clock.awaited()
-        if self.pilot is not None:
-            self.pilot.abandoned()
+        if self.chooser is not None:
+            self.chooser.abandoned()
         self.homes.forget()
         self._local.abandon()
         self.buckets.abandon()
@@ -558,9 +540,9 @@ class Reducer:
         )
 
     def _terms_of_choice(self) -> Terms:
-        if self.pilot is None:
+        if self.chooser is None:
             return {}
-        return {"compression": repr(self.compression), "choice": self.pilot.progress()}
+        return {"compression": repr(self.compression), "choice": self.chooser.progress()}
 
     def stats(self) -> Stats:
         """Return the exact bytes so far and the norm of the residuals, by name and in total, and
@@ -574,7 +556,7 @@ class Reducer:
             for names, times in self.clock.buckets.items()
             if not self.buckets.plan or names in self.buckets.plan
         }
-        facts = None if self.pilot is None else self.pilot.facts()
+        facts = None if self.chooser is None else self.chooser.state()
         return Stats(self.records, self.clock.times, facts, buckets)
 
     def reset_stats(self) -> None:
@@ -592,8 +574,8 @@ class Reducer:
 
     def poll(self) -> None:
         """Let messages that are under way go on; never waits."""
-        if self.pilot is not None:
-            self.pilot.sees(self)
+        if self.chooser is not None:
+            self.chooser.sees(self)
         if self._current is not None:
             self._current.poll()
 

@@ -63,10 +63,10 @@ class Store(abc.ABC):
         """Return a state with which ``method`` can exchange this gradient: a new one if the tensor
         has none.  Raise ``ConfigError`` if it belongs to another tensor."""
 
-    def use(self, method: Compressor, states: Mapping[str, State]) -> None:
-        """Go on with another method, and with ``states`` in the place of all."""
+    def use(self, method: Compressor) -> None:
+        """Go on with another method, and without states."""
         raise UnsupportedError(
-            f"{type(self).__name__} keeps the states of one method: write this method in the place "
+            f"{type(self).__name__} keeps the states of one method: write this method instead "
             'of "auto"'
         )
 
@@ -226,10 +226,8 @@ class MemoryStore(Store):
         """Go on with states that were loaded."""
         self.states, self.per_rank, self.looks = states, per_rank, Looks()
 
-    def use(self, method: Compressor, states: Mapping[str, State]) -> None:
-        # What differs between methods waits, and is each rank's own.
-        kept = {name: frozenset(state) for name, state in states.items()}
-        self.replace({name: dict(state) for name, state in states.items()}, kept)
+    def use(self, method: Compressor) -> None:
+        self.replace({}, {})
 
     def names(self) -> Iterable[str]:
         return self.states

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from hvd_compress import ConfigError
-from hvd_compress.auto import meeting, pilot
+from hvd_compress.auto import choosing, meeting
 from tests.devices import DEVICE
 from tests.scenarios import applies
 from tests.scenarios.common import (
@@ -29,10 +29,9 @@ from tests.scenarios.driver import hvd, make, raises
 from tests.scenarios.driver import train as train_run
 
 TEXT = "topk:density=0.05"
-AUTO = hvd.Auto(methods=(TEXT, "fp16", "linear"), steps=2, check=20)
-#: steps until the choice, and until the first look at it
-CHOICE = pilot._UNEVEN + AUTO.steps
-LOOK = pilot._UNEVEN + pilot._WINDOW
+AUTO = hvd.Auto(methods=(TEXT, "fp16", "linear"), steps=2)
+#: steps until the choice
+CHOICE = choosing._UNEVEN + AUTO.steps
 
 
 def begin(compression: Any = AUTO, **options: Any) -> tuple[torch.nn.Module, Any]:
@@ -56,7 +55,7 @@ def facts(optimizer: Any) -> dict[str, Any]:
 def chosen(text: str) -> Iterator[None]:
     """Rank 0 chooses so, whatever was measured."""
     predicted = {"none": 1.0, "fp16": 0.9, text: 0.1}
-    with mock.patch.object(pilot, "decided", return_value=(text, "for a test", predicted)):
+    with mock.patch.object(choosing, "decided", return_value=(text, "for a test", predicted)):
         yield
 
 
@@ -75,7 +74,7 @@ def one_of_them_is_chosen_by_what_is_measured() -> None:
         assert found["bandwidth"] > 0
         assert found["method"] in found["predicted"]
     assert found["method"] == facts(optimizer)["method"]
-    train(model, optimizer, range(CHOICE, CHOICE + LOOK + 4))
+    train(model, optimizer, range(CHOICE, CHOICE + 4))
     facts(optimizer)
     assert_same_everywhere(model)
 
@@ -83,50 +82,35 @@ def one_of_them_is_chosen_by_what_is_measured() -> None:
 def ranks_with_other_clocks_choose_alike() -> None:
     model, optimizer = begin()
     still(optimizer, 10.0 ** (3 * hvd.rank() - 4))
-    train(model, optimizer, range(CHOICE + LOOK + 30))
+    train(model, optimizer, range(CHOICE + 4))
     facts(optimizer)
     assert_same_everywhere(model)
 
 
+def waits(optimizer: Any) -> bool:
+    store = reducer_of(optimizer).store
+    states = [store.get(name) for name in store.names()]
+    return any(state["residual"].any() for state in states if "residual" in state)
+
+
 @applies(least=2)
-def the_choice_is_used_and_left() -> None:
+def the_choice_is_used_from_then_on() -> None:
+    """As by an optimizer that is given the method, and the weights of before."""
     for text in (TEXT, "linear"):
-        model, optimizer = begin()
+        model, optimizer = begin(momentum=0.0)
         still(optimizer)
         with chosen(text):
             train(model, optimizer, range(CHOICE))
         assert facts(optimizer)["method"] == text
-        train(model, optimizer, range(CHOICE, CHOICE + 5))
-        reducer = reducer_of(optimizer)
-        assert any(x.any() for x in reducer.waiting().values())
-        still(optimizer, 1.0)  # exchanges take seconds where they took no time at all
-        train(model, optimizer, range(CHOICE + 5, CHOICE + LOOK + 40))
-        found = facts(optimizer)
-        assert (found["phase"], [*found["struck"]]) == ("using", [text])
-        assert found["method"] in ("none", "fp16")
-        assert not reducer.waiting()
+        other = make_model()
+        other.load_state_dict(model.state_dict())
+        fixed = distribute(sgd(other, momentum=0.0), other, text)
+        reducer_of(fixed).step = CHOICE
+        for m, o in ((model, optimizer), (other, fixed)):
+            train(m, o, range(CHOICE, CHOICE + 5))
+            assert waits(o)
+        assert_close(model, other, rtol=0, atol=0)
         assert_same_everywhere(model)
-
-
-@applies(least=2)
-def a_dense_step_sends_all_that_waited() -> None:
-    model, optimizer = begin(lr=0.0, momentum=0.0)  # so that gradients do not depend on it
-    other = make_model()
-    dense = distribute(sgd(other, lr=0.0, momentum=0.0), other, hvd.NoCompression())
-    still(optimizer)
-    sums = [{name: torch.zeros_like(p) for name, p in m.named_parameters()} for m in (model, other)]
-    for step in range(CHOICE + 8):
-        if step == CHOICE + 6:
-            reducer_of(optimizer).pilot._leave(reducer_of(optimizer), "none")
-        with chosen(TEXT):
-            train(model, optimizer, [step])
-        train(other, dense, [step])
-        for own, each in zip(sums, (model, other), strict=True):
-            for name, p in each.named_parameters():
-                own[name] += p.grad
-    assert facts(optimizer)["method"] == "none"
-    for name, total in sums[0].items():
-        torch.testing.assert_close(total, sums[1][name], rtol=1e-4, atol=1e-5)
 
 
 @applies(least=2)
@@ -146,7 +130,7 @@ def checkpoints_have_the_choice() -> None:
     file.seek(0)
     again.load_state_dict(torch.load(file))
     assert facts(again) == found
-    with mock.patch.object(pilot, "measured_network", None):  # nothing is measured again
+    with mock.patch.object(choosing, "measured_network", None):  # nothing is measured again
         train(copy, again, range(CHOICE + 3, CHOICE + 8))
     assert facts(again) == found
     assert_same_everywhere(copy)
@@ -174,7 +158,7 @@ def checkpoints_have_the_choice() -> None:
     plain = make_model()
     fixed = distribute(sgd(plain), plain, hvd.TopK(density=0.05))
     fixed.load_state_dict(torch.load(file))
-    assert any(x.any() for x in reducer_of(fixed).waiting().values())
+    assert waits(fixed)
 
 
 @applies(least=2)
@@ -189,27 +173,25 @@ def steps_that_are_not_finite_are_not_measured() -> None:
             pass
         optimizer.end_step()
         assert facts(optimizer)["phase"] == "measuring", step
-    assert not reducer_of(optimizer).pilot._samples
+    assert not reducer_of(optimizer).chooser._samples
     train(model, optimizer, range(CHOICE))
     assert facts(optimizer)["phase"] == "using"
 
 
 @applies(least=2)
-def loss_scaling_goes_on_through_a_change() -> None:
+def loss_scaling_goes_on_through_the_choice() -> None:
     models = []
     for scales in (True, False):
         model, optimizer = begin()
         still(optimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scales)
         with chosen(TEXT):
-            for step in range(CHOICE + 12):
-                if step == CHOICE + 6:
-                    reducer_of(optimizer).pilot._leave(reducer_of(optimizer), "none")
+            for step in range(CHOICE + 6):
                 optimizer.zero_grad()
                 scaler.scale(loss_of(model, hvd.rank(), step)).backward()
                 scaler.step(optimizer)
                 scaler.update()
-        assert facts(optimizer)["method"] == "none"
+        assert facts(optimizer)["method"] == TEXT
         assert_same_everywhere(model)
         models.append(model)
     assert_close(*models)
@@ -222,15 +204,12 @@ def embeddings_with_sparse_gradients() -> None:
     with chosen(TEXT):
         train_run(run, range(CHOICE + 6))
     assert facts(run.optimizer)["method"] == TEXT
-    reducer_of(run.optimizer).pilot._leave(reducer_of(run.optimizer), "none")
-    train_run(run, range(CHOICE + 6, CHOICE + 12))
-    assert facts(run.optimizer)["phase"] == "using"
     same_weights(run.weights())
 
 
 def statistics_may_begin_anew_in_every_step() -> None:
     model, optimizer = begin()
-    for step in range(CHOICE + LOOK + 4):
+    for step in range(CHOICE + 4):
         train(model, optimizer, [step])
         facts(optimizer)
         optimizer.compression.reset_stats()
