@@ -39,8 +39,10 @@ def is_ours(compression: Any) -> bool:
 
 def check_compression(compression: Any) -> None:
     """Raise ``ConfigError`` unless a value for ``compression=`` is ours, or may be Horovod's."""
-    if not (
-        compression is None or isinstance(compression, Binding) or hasattr(compression, "compress")
+    if (
+        compression is not None
+        and not is_ours(compression)
+        and not hasattr(compression, "compress")
     ):
         as_fixed(compression)
 
