@@ -27,7 +27,6 @@ from mpi_examples.data import digits
 from mpi_examples.study import check_counts, spread
 
 TOP_K = "topk:density=0.05"
-LGC = "lgc:density=0.05,learn=10,code=60,innovation=0.02"
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "sync, 1 backup": {"backup": 1},
@@ -38,7 +37,6 @@ MODES: dict[str, dict[str, Any]] = {
     "async, adaptive": {"mode": "async", "correction": "compensate_adaptive"},
     "sync, top-k up": {"compression": TOP_K},
     "sync, top-k both": {"compression": TOP_K, "compression_down": TOP_K},
-    "sync, lgc up": {"compression": LGC},
     "async, top-k both": {"mode": "async", "compression": TOP_K, "compression_down": TOP_K},
 }
 #: these take local steps: the server names leaders, or has a centre; all with one server here

@@ -203,7 +203,7 @@ def all_well() -> None:
 
 #: cases in which nobody fails
 WELL = (
-    *("sync", "sync-2", "sync-both-ways", "learned", "backup", "async", "bounded"),
+    *("sync", "sync-2", "sync-both-ways", "backup", "async", "bounded"),
     "compensated",
     *("ends-early", "pauses", "all-pause", "short-time-out"),
     *("leaders", "leaders-of-groups", "elastic", "elastic-nan"),
@@ -214,7 +214,6 @@ CASES: dict[str, Callable[[], None]] = {
     "sync-both-ways": lambda: synchronous(
         1, compression="topk:density=0.05", compression_down="topk:density=0.05"
     ),
-    "learned": lambda: synchronous(1, compression="lgc:density=0.05,learn=2,code=4"),
     "backup": lambda: train(slow, backup=1),
     "async": lambda: train(slow, mode="async"),
     "bounded": lambda: train(slow, mode="bounded", staleness=1, servers=2),

@@ -123,7 +123,6 @@ class learned_server(Learned, name="learned_server"):
 
     Reference: the parameter-server instance of Abrahamyan et al., TNNLS 2021.  Differs from it in:
     there is no server, everybody gets what it would get, and decodes; the leader changes; a_i.
-    With a server it is :mod:`hvd_compress.systems.servers.learned`.
 
     What rank 0 sends in a step of training, and in one after it, in bytes; k = 100 float64:
 

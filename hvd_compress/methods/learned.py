@@ -71,8 +71,7 @@ class LGC(OfVelocities, name="lgc"):
             every rank adds its largest values; see ``aggregators/learned.py``.
         innovation: with "server", the fraction of the selected values that every rank sends beside
             the latent.
-        decoders: with "server", their number; ``None`` is one.  On a parameter server each worker
-            has its own; see ``systems/servers/learned.py``.
+        decoders: with "server", their number; ``None`` is one.
         autoencoder: "shared": one for all tensors of a dtype and device.  If fewer than 31 elements
             are selected of all, these are sent as they are.  "per_tensor": one for each tensor, so
             that exchanges overlap with backward; tensors of which fewer than 31 elements are

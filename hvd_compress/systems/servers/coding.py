@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Compressor, Context, Sparse, State
 from hvd_compress.errors import ConfigError, PayloadError, UnsupportedError
-from hvd_compress.systems.servers.pieces import Arrays, is_finite
+from hvd_compress.systems.servers.pieces import Arrays
+from hvd_compress.systems.servers.rules import Rules
 
 
 class Encoded(NamedTuple):
@@ -110,63 +111,17 @@ class Coder:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class CodedSender:
-    """A worker's end: each tensor is coded by itself, and nobody asks for more."""
-
-    up: Coder
-    #: a message has all tensors, with zeros for those without gradient
-    needs_all = False
-
-    def encode(
-        self, gradients: Arrays, states: Mapping[str, State], step: int, epoch: float
-    ) -> tuple[list[np.ndarray], dict[str, State]]:
-        """Return the parts of a message, and the states if the server takes it."""
-        encoded = self.up.encode(gradients, states, step, epoch)
-        return encoded.parts, {**states, **encoded.states}
-
-    def answer(self, question: Sequence[np.ndarray], server: str) -> Any:
-        """Return the parts of the answer to a question about the last message, and the states if
-        the server takes both."""
-        raise PayloadError(f"bad payload from {server}: a question that has no answer")
-
-    def told(self, orders: Sequence[float], parts: Iterator[np.ndarray], server: str) -> None:
-        """Take what the server says before the next step, here nothing."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CodedReader:
-    """A server's end, with the coders of the workers."""
-
-    up: Mapping[int, Coder]
-
-    def decode(
-        self, worker: int, parts: Iterator[np.ndarray], like: Arrays, step: int, epoch: float
-    ) -> Any:
-        """Return what a worker's message of its step says about tensors like these, ``None`` if it
-        is not finite.  What that is, the other methods know."""
-        found = self.up[worker].decode(parts, like, step, epoch, f"worker {worker}")
-        return found if is_finite(found) else None
-
-    def questions(self, arrived: Mapping[int, Any]) -> dict[int, list[np.ndarray]] | None:
-        """Return what to ask workers before the step; ``None`` if it cannot be made."""
-        return {}
-
-    def answered(self, worker: int, parts: Sequence[np.ndarray]) -> Any:
-        """Return what an answer says."""
-
-    def gradients(
-        self, arrived: Mapping[int, Any], answers: Mapping[int, Any]
-    ) -> Mapping[int, Arrays]:
-        """Return the gradients of workers, given what was read of them."""
-        return arrived
-
-    def turn(self, active: Collection[int]) -> None:
-        """Go on to the next step, of the workers that are there."""
-
-    def orders(self, worker: int) -> tuple[list[float], list[np.ndarray]]:
-        """Return what to tell a worker before its next step: numbers, and parts of a message."""
-        return [], []
+def coders(
+    rules: Rules, worker: int, seed: int, momentum: float, nesterov: bool
+) -> tuple[Coder, Coder]:
+    """Return the coders of the ways from a worker and to it."""
+    # Workers draw different random numbers, which the server can draw again.
+    own = seed * 2**20 + worker
+    up, down = (
+        Coder(method, own, *((momentum, nesterov) if method.takes_momentum else ()))
+        for method in (rules.compression, rules.compression_down)
+    )
+    return up, down
 
 
 def _dense(sent: np.ndarray | Sparse, like: np.ndarray) -> np.ndarray:

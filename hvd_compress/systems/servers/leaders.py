@@ -206,13 +206,10 @@ class LeaderLink:
     """The worker's end.
 
     Attributes:
-        answer: never any, since the server asks nothing but reports.
         leaders: the last leaders' parameters that this worker knows and is pulled to, by role.
         recovered: whether the last parameters had NaN or Inf, and were left for a leader's.
         stats: the server's statistics, when all is over; then ``parameters`` are the mean.
     """
-
-    answer: np.ndarray | None = None
 
     def __init__(self, parameters: Mapping[str, np.ndarray], method: LeaderSGD) -> None:
         self._shapes: Arrays = {name: np.array(x) for name, x in parameters.items()}

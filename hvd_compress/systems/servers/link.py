@@ -9,11 +9,11 @@ import numpy as np
 
 from hvd_compress.base import State
 from hvd_compress.errors import ConfigError
+from hvd_compress.systems.servers.coding import coders
 from hvd_compress.systems.servers.messages import Kind, Message, decode, encode, tag_of
 from hvd_compress.systems.servers.pieces import Arrays, arrays_of
 from hvd_compress.systems.servers.rules import Rules
 from hvd_compress.systems.servers.stats import ServerStats
-from hvd_compress.systems.servers.ways import coders, sender_of
 
 
 class Link:
@@ -28,10 +28,8 @@ class Link:
     Attributes:
         parameters: the pieces as this worker knows them.
         states: the states of the compression, residuals for instance.
-        way: what gradients travel by, see :mod:`.ways`.
         taken: whether the last gradient was used; if it was not, the states are as before it.
         stats: the server's statistics, when all is over.
-        answer: a frame for the server, if what it has sent last is a question.
         bytes_sent, bytes_received: of all messages.
 
     >>> x = {"w": np.ones(3)}
@@ -56,11 +54,9 @@ class Link:
         self.states: dict[str, State] = {}
         self.taken = True
         self.stats: ServerStats | None = None
-        self.answer: np.ndarray | None = None
         self.bytes_sent = self.bytes_received = 0
         self._rules, self._server = rules, server
-        up, self._down = coders(rules, worker, seed, momentum, nesterov)
-        self.way = sender_of(rules, self.parameters, worker, up)
+        self._up, self._down = coders(rules, worker, seed, momentum, nesterov)
         self._pending: dict[str, State] | None = None
         self._pushes = 0
 
@@ -87,15 +83,13 @@ class Link:
         if not gradients.keys() <= self.parameters.keys():
             raise ConfigError(f"gradients of {sorted(gradients)}, not {sorted(self.parameters)}")
         known = math.nan if epoch is None else float(epoch)
-        if self.way.needs_all:
-            zeros = {n: np.zeros_like(x) for n, x in self.parameters.items() if n not in gradients}
-            gradients = {**gradients, **zeros}
         ordered = {name: gradients[name] for name in self.parameters if name in gradients}
         parts = [np.array([known, *rates]).view(np.uint8)]
         if is_partial := len(ordered) < len(self.parameters):
             parts.append(np.array([name in ordered for name in self.parameters], np.uint8))
-        coded, self._pending = self.way.encode(ordered, self.states, self._pushes, known)
-        parts += coded
+        encoded = self._up.encode(ordered, self.states, self._pushes, known)
+        self._pending = {**self.states, **encoded.states}
+        parts += encoded.parts
         self._pushes += 1
         return self._sent(Message(Kind.PUSH, int(is_partial), self._pushes - 1, parts))
 
@@ -115,22 +109,16 @@ class Link:
         Raises:
             PayloadError: the frame is damaged, or of other rules.
         """
-        self.answer = None
         message = decode(frame, tag_of(self._rules), self._server)
         if message.kind is Kind.BEAT:
             return False
         self.bytes_received += frame.nbytes
         parts = iter(message.parts)
-        if message.kind is Kind.ASK:
-            answer, self._pending = self.way.answer(message.parts, self._server)
-            self.answer = self._sent(Message(Kind.ANSWER, parts=answer))
-            return False
         if message.kind is Kind.END:
             self.stats = ServerStats.from_bytes(next(parts))
             self.parameters = arrays_of(parts, self.parameters, self._server)
             return True
-        epoch, *orders = next(parts).view("<f8").tolist()
-        self.way.told(orders, parts, self._server)
+        (epoch,) = next(parts).view("<f8").tolist()
         if self._rules.is_delta:
             new = self._down.decode(parts, self.parameters, message.number, epoch, self._server)
             self.parameters = {name: x + new[name] for name, x in self.parameters.items()}

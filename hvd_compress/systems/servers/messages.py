@@ -40,8 +40,6 @@ class Kind(enum.IntEnum):
     # The reply; flags 1, 2: send your parameters, you lead your group, or all; 4, 8: here are those
     # of your group's leader, or of the leader of all
     LEADER = 8
-    ASK = 9  # the server needs more of a gradient
-    ANSWER = 10  # and gets it
 
 
 class Message(NamedTuple):

@@ -8,8 +8,7 @@ from typing import Any
 from hvd_compress.base import Compressor
 from hvd_compress.config import Configurable, check_choice, converted, is_number, is_whole
 from hvd_compress.errors import ConfigError
-from hvd_compress.methods import LGC, NoCompression, as_fixed
-from hvd_compress.schedules import After
+from hvd_compress.methods import NoCompression, as_fixed
 
 MODES = ("sync", "async", "bounded")
 CORRECTIONS = ("none", "divide", "compensate", "compensate_adaptive")
@@ -48,8 +47,7 @@ class Rules(Configurable, kind="parameter server", name="rules"):
             worker had (DC-ASGD-c); "compensate_adaptive" takes lam / sqrt(m + 1e-7) for lam, with
             m = 0.95 m + 0.05 g g (DC-ASGD-a).
         lam: lambda of "compensate", 0.04 if it is ``None``, and of "compensate_adaptive", 2.
-        compression: of gradients, with the worker's residual.  ``LGC`` needs "sync" without
-            ``backup``; see :mod:`hvd_compress.systems.servers.learned`.
+        compression: of gradients, with the worker's residual.
         compression_down: of what is new about the parameters, with the server's residual.
 
     Raises:
@@ -87,7 +85,6 @@ class Rules(Configurable, kind="parameter server", name="rules"):
             raise ConfigError(f"staleness must be a whole number from 0; got {self.staleness!r}")
         if self.correction != "none" and self.mode == "sync":
             raise ConfigError("correction= is for late gradients, and mode='sync' has none")
-        self._check_learned()
         if self.lam is None:
             object.__setattr__(self, "lam", _LAM.get(self.correction))
         elif self.correction not in _LAM or not is_number(self.lam) or self.lam < 0:
@@ -96,50 +93,12 @@ class Rules(Configurable, kind="parameter server", name="rules"):
                 "'compensate_adaptive'"
             )
 
-    def _check_learned(self) -> None:
-        if isinstance(self.compression_down, LGC):
-            raise ConfigError(
-                "compression_down='lgc' has no other workers to learn from: use for instance "
-                "compression_down='topk:density=0.01'"
-            )
-        method = self.compression
-        if not isinstance(method, LGC):
-            return
-        if self.mode != "sync" or self.backup:
-            raise ConfigError(
-                "compression='lgc' decodes all workers' gradients of a step from the latent of one "
-                "of them, and needs mode='sync', backup=0; for others use for instance "
-                "compression='dgc:small=sparse'"
-            )
-        for option in ("learn", "code"):
-            start = getattr(method, option)
-            if isinstance(start, After) and start.unit != "step":
-                raise ConfigError(
-                    f"{option}={start!r}: a server counts steps; write for instance "
-                    f"compression='lgc:learn=200,code=500'"
-                )
-        if method.autoencoder != "shared":
-            raise ConfigError(
-                f"autoencoder={method.autoencoder!r}: a server has one encoder for all tensors; "
-                "write autoencoder='shared'"
-            )
-        if method.decoders is not None:
-            raise ConfigError(
-                f"decoders={method.decoders}: a server has one for each worker; leave it out"
-            )
-
     def check_workers(self, workers: int) -> None:
         """Raise ``ConfigError`` unless the rules work with so many workers."""
         if self.backup >= workers:
             raise ConfigError(
                 f"backup={self.backup} of {workers} workers: a step takes a gradient of one at "
                 f"least, so backup can be up to {workers - 1} here"
-            )
-        if isinstance(self.compression, LGC) and workers < 2:
-            raise ConfigError(
-                "compression='lgc' on a parameter server lets one worker's latent stand for those "
-                f"of others, and there is {workers} worker: start more ranks, or use "
-                "compression='dgc:small=sparse'"
             )
 
     @property

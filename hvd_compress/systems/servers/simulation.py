@@ -117,10 +117,7 @@ class Simulation:
     def _deliver(self, server: Server, replies: Sequence[Reply]) -> None:
         index = self.servers.index(server)
         for worker, frame in replies:
-            link = self.links[worker][index]
-            link.receive(frame)
-            if link.answer is not None:
-                self._deliver(server, server.receive(worker, link.answer))
+            self.links[worker][index].receive(frame)
 
     def _joined(self, parts: Sequence[Arrays]) -> Arrays:
         whole = {name: x.copy() for name, x in self._start.items()}

@@ -58,7 +58,7 @@ def well(tmp_path_factory):
     return lambda case: Job(folder / case)
 
 
-@pytest.mark.parametrize("case", ["sync", "sync-2", "sync-both-ways", "learned"])
+@pytest.mark.parametrize("case", ["sync", "sync-2", "sync-both-ways"])
 def test_synchronous_has_the_bits_of_the_simulation(case, well):
     job = well(case)
     job.assert_equal({0, 1, 2, 3})

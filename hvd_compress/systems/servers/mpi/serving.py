@@ -49,7 +49,6 @@ class WorkerEnd(Protocol):
     """A worker's end; see :class:`hvd_compress.systems.servers.Link`."""
 
     stats: ServerStats | None
-    answer: np.ndarray | None
 
     @property
     def is_over(self) -> bool: ...
@@ -135,8 +134,6 @@ class Serving:
                 link = self._links[rank]
                 if link.receive(frame) and (link.is_over or not until_end):
                     missing.discard(rank)
-                if link.answer is not None:
-                    self._box.send(link.answer, rank)
                 heard[rank] = time.monotonic()
             if not frames and missing:
                 self._box.nap()
