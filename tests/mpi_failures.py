@@ -54,10 +54,6 @@ def sizes_differ() -> None:
         "direct": mpi.direct_allreduce,
         "recursive_doubling": mpi.recursive_doubling_allreduce,
         "halving_doubling": mpi.halving_doubling_allreduce,
-        # Short columns, since the padding of frames may hide small differences.
-        "quantized": lambda x, comm: mpi.quantized_allreduce(
-            x, mpi.QuantizedState(), columns=7, comm=comm
-        ),
         "hierarchical": lambda x, comm: mpi.hierarchical_allreduce(
             x, comm=comm, ranks_per_node=2, algorithm="ring"
         ),
@@ -121,7 +117,6 @@ def broken_is_broken() -> None:
         "first": lambda: mpi.hierarchical_allreduce(x, comm=comm, ranks_per_node=2),
         "ring": lambda: mpi.ring_allreduce(x, comm=comm),
         "hierarchical": lambda: mpi.hierarchical_allreduce(x, comm=comm, ranks_per_node=2),
-        "quantized": lambda: mpi.quantized_allreduce(x, mpi.QuantizedState(), comm=comm),
     }
     if comm.rank != CULPRIT:
         for what, call in calls.items():

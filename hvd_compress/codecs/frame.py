@@ -5,8 +5,7 @@ In the header::
     offset  field
     3       kind: 3 = coded
     4       dtype of the decoded values: 1 = float32, 3 = float64
-    5       1 = the values are not finite, plus 2 = indices are packed; 4 = no values, since what
-            the sender had to add up arrived damaged
+    5       1 = the values are not finite, plus 2 = indices are packed
     6       the lowest bits of the CRC-32 of the codec's repr: options must be the same
     8       number of values
 
@@ -24,13 +23,12 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.codecs.base import Array, Coder
-from hvd_compress.errors import PayloadError
 from hvd_compress.wire.frame import VALUES, index_dtype, plain_indices
 from hvd_compress.wire.header import START, Header, Kind, failing, opened, padded
 from hvd_compress.wire.indices import best_parameter, gaps_of, pack, unpack
 
 _CAUSES = "the ranks do not run the same version with the same compression options"
-_NOT_FINITE, _PACKED, _DAMAGED = 1, 2, 4
+_NOT_FINITE, _PACKED = 1, 2
 
 
 def coded_size(
@@ -93,13 +91,6 @@ def encode_sent(
     return encode_coded(codec, x, random, indices, n, packed=packed, row=row, sent=sent), sent
 
 
-def frame_of_damaged(codec: Coder, count: int, dtype: np.dtype) -> np.ndarray:
-    """Return a frame of the usual size without values, which tells the ranks that wait for a frame
-    that its sender cannot make one.  Decoding it raises ``PayloadError``."""
-    frame = np.zeros(coded_size(codec, count, dtype), np.uint8)
-    return _header(codec, count, dtype, _DAMAGED).seal(frame)
-
-
 def decode_coded(
     codec: Coder,
     frame: np.ndarray,
@@ -118,8 +109,7 @@ def decode_coded(
     given, or with ``add`` added.
 
     Raises:
-        PayloadError: the frame is damaged, or made with other options than this rank's; or its
-            sender got one that was.
+        PayloadError: the frame is damaged, or made with other options than this rank's.
     """
 
     fail = failing(sender, _CAUSES)
@@ -136,10 +126,8 @@ def decode_coded(
             raise fail(f"{frame.size} bytes are no {count} values with packed indices")
     elif frame.size != size:
         raise fail(f"{frame.size} bytes where {size} were expected")
-    if header != _header(codec, count, dtype, status) or status > _DAMAGED:
+    if header != _header(codec, count, dtype, status) or status > (_NOT_FINITE | _PACKED):
         raise fail(f"no header of {count} values by {codec!r} at its start")
-    if status == _DAMAGED:
-        raise PayloadError(f"{sender} got a damaged payload: see its message")
     start, indices = START, None
     if count % row:
         raise fail(f"{count} values are no rows of {row}")

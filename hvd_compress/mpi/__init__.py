@@ -66,10 +66,7 @@ _SYSTEMS = {
     "AsynchronousEASGD": "servers.mpi.asynchronous",
     "AsynchronousLeaderSGD": "servers.mpi.asynchronous",
     "ParameterServer": "servers.mpi.parameter_server",
-    "QuantizedState": "mpi.quantized_state",
     "Reducer": "mpi.reducer",
-    "consolidate": "mpi.quantized",
-    "quantized_allreduce": "mpi.quantized",
 }
 __all__ += _SYSTEMS
 

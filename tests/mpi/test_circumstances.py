@@ -140,10 +140,10 @@ def test_dense(name, checks, data):
             np.testing.assert_array_equal(results[0][0], want.astype(dtype).reshape(5, n))
 
 
-@pytest.mark.parametrize("name", ["allreduce", "hierarchical", "allgather", "gtop_k", "quantized"])
+@pytest.mark.parametrize("name", ["allreduce", "hierarchical", "allgather", "gtop_k"])
 @settings(max_examples=4)
 @given(data=st.data())
-def test_sparse_and_quantised(name, data):
+def test_sparse_calls(name, data):
     size = data.draw(st.sampled_from([2, 3, 4]))
     n = 60
     how = data.draw(st.lists(st.sampled_from([*ARRAYS]), min_size=4, max_size=4))
@@ -155,12 +155,6 @@ def test_sparse_and_quantised(name, data):
         x = Sparse(as_rank(mine.indices), as_rank(mine.values))
         if comm.rank == bad:
             x = Sparse(x.indices, np.ones(9, int))  # no floats
-        if name == "quantized":
-            x = as_rank(numbers(comm.rank, n).reshape(6, 10))
-            state = mpi.QuantizedState()
-            if comm.rank == bad:
-                state.worker = np.zeros((2, 2), np.float32)
-            return outcome(lambda: mpi.quantized_allreduce(x, state, comm=comm), np.asarray)
         call = {
             "allreduce": lambda: mpi.sparse_allreduce(x, n, comm=comm),
             "hierarchical": lambda: mpi.hierarchical_sparse_allreduce(

@@ -289,42 +289,6 @@ def test_gtop_k(size, order, n, k):
     assert_nothing_is_lost(brought, results, n)
 
 
-# -- with a state ----------------------------------------------------------------------------------
-
-
-@at_every_size(
-    3,
-    order=orders,
-    shape=st.sampled_from([(40,), (13, 9), (70, 3), (1,), (0,)]),
-    bits=st.sampled_from([1, 8]),
-    op=st.sampled_from(["sum", "mean"]),
-)
-def test_quantised_sums(size, order, shape, bits, op):
-    """What came in and what remained = what was delivered and what remains."""
-    n = int(np.prod(shape))
-
-    def gradient(rank, step):
-        return np.random.default_rng([rank, step]).standard_normal(shape)
-
-    def rank():
-        comm = mpi.Communicator()
-        state = mpi.QuantizedState()
-        got = []
-        for step in range(3):
-            x = gradient(comm.rank, step)
-            got.append(mpi.quantized_allreduce(x, state, bits=bits, op=op, comm=comm))
-        state.fold()
-        return got, np.zeros(shape) if state.worker is None else state.worker
-
-    results = Simulation(size, *order).run(rank)
-    scale = size if op == "mean" else 1
-    delivered = scale * sum(results[0][0])
-    remains = sum(worker for _, worker in results)
-    brought = sum(gradient(rank, step) for rank in range(size) for step in range(3))
-    np.testing.assert_allclose(delivered + remains, brought, atol=1e-12 * size * max(n, 1))
-    assert_same([got for got, _ in results])
-
-
 @at_every_size(
     2,
     [

@@ -9,7 +9,6 @@ WITHOUT_TORCH = (
     "algorithms",
     "sparse",
     "training",
-    "quantized",
     "hierarchical",
     "states",
     "decentralized",

@@ -8,13 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from hvd_compress import mpi
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.tuning.cost_model import CostModel
-from tests.mpi_scenarios.common import array, world
-from tests.mutations import mutations, same
+from tests.mpi_scenarios.common import world
+from tests.mutations import mutations
 
 
 def _problem_of(load: Callable[[Any], Any], state: Any) -> str:
@@ -23,23 +20,6 @@ def _problem_of(load: Callable[[Any], Any], state: Any) -> str:
     except ConfigError as error:
         return str(error)
     return ""
-
-
-def quantized_states() -> None:
-    x = array(world.rank, 5000, "float32")
-    state = mpi.QuantizedState()
-    mpi.quantized_allreduce(x, state, bits=1)
-    saved, refused = state.state_dict(), 0
-    for what, damaged in mutations(saved, 200):
-        target = mpi.QuantizedState()
-        target.load_state_dict(saved)
-        if problem := _problem_of(target.load_state_dict, damaged):
-            refused += 1
-            assert same(target.state_dict(), saved), what
-            continue
-        parts = [part for part in (target.worker, target.owner) if part is not None]
-        assert all(np.isfinite(part).all() for part in parts), (what, problem)
-    assert refused > 100
 
 
 def cost_models() -> None:

@@ -17,7 +17,6 @@ from tests.mpi_scenarios.common import (
 )
 from tests.mpi_scenarios.dense import CHUNK, SIZES
 from tests.mpi_scenarios.hierarchical import ALGORITHMS, LAYOUTS
-from tests.mpi_scenarios.quantized import _whole
 from tests.mpi_scenarios.sparse import ALGORITHMS as SPARSE
 from tests.mpi_scenarios.sparse import vector
 
@@ -91,21 +90,6 @@ def sparse_tensors_come_back_as_tensors() -> None:
     total, dropped = mpi.gtop_k_allreduce(mine, n, 5)
     assert isinstance(total.values, torch.Tensor)
     assert isinstance(dropped.values, torch.Tensor)
-
-
-def quantised_tensors_stay_tensors() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        x = torch.from_numpy(array(RANK, 60, "float32").reshape(6, 10)).to(dtype)
-        state = mpi.QuantizedState()
-        before = world.allreduce(x.double().numpy())
-        got = mpi.quantized_allreduce(x, state, bits=8)
-        assert (got.dtype, got.shape) == (x.dtype, x.shape)
-        assert_same_everywhere(got.float().numpy())
-        after = got.double().numpy() * P + _whole(state, (6, 10))
-        np.testing.assert_allclose(after, before, rtol=0, atol=1e-5 * P)
-        x[0, 0] = float("nan")
-        assert got.isfinite().all()
-        assert mpi.quantized_allreduce(x, state).isnan().all()
 
 
 def refusals_name_the_way_out() -> None:

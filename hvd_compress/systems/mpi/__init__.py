@@ -1,1 +1,1 @@
-"""Over MPI, for programs that have no optimizer of ours: a reducer, and sums in few bits."""
+"""Over MPI, for programs that have no optimizer of ours: a reducer."""
