@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from hvd_compress import DGC, SignSGD, Threshold
+from hvd_compress import DGC, OkTopk, SignSGD
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.reduce import Reducer
@@ -38,7 +38,7 @@ def test_an_error_ends_its_phase():
     [
         (DGC(density=0.01), True, True),
         (SignSGD(), True, False),
-        (Threshold(), False, False),
+        (OkTopk(density=0.01), False, False),
     ],
 )
 def test_a_reducer_counts_the_time_of_its_calls(method, has_loops, searches):
