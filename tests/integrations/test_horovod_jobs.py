@@ -98,6 +98,7 @@ import hvd_compress.torch as hvd
 import torch
 
 hvd.init()
+torch.manual_seed(0)
 model = torch.nn.Linear(2, 1)
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.1), compression=hvd.TopK(density=0.5)
