@@ -37,6 +37,7 @@ from hvd_compress.methods.rows import rows_state
 from . import backend
 from .checked_state import KEY, VERSION, Entries, checked_entries, checked_header
 from .parameters import gradient_dtype
+from .plain import kind_without_bytes
 from .store import PREFIX, per_rank_of
 
 
@@ -291,8 +292,8 @@ def broadcast_tree(hvd: Any, tree: Any, root_rank: int) -> Any:
 
     def take(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if value.is_meta or value.layout != torch.strided:
-                unsent.append(f"{value.dtype}{list(value.shape)}, {value.layout}, {value.device}")
+            if kind := kind_without_bytes(value):
+                unsent.append(kind)
                 return None
             tensors.append(value.detach().cpu().contiguous())
             return _Slot(tuple(value.shape), value.dtype)
@@ -302,7 +303,7 @@ def broadcast_tree(hvd: Any, tree: Any, root_rank: int) -> Any:
     skeleton, unsent = hvd.broadcast_object(found, root_rank, name="hvd_compress.state")
     if unsent:
         raise UnsupportedError(
-            f"the state of rank {root_rank} has a tensor without bytes to send ({unsent[0]}): make "
+            f"the state of rank {root_rank} has {unsent[0]}, which has no bytes to send: make "
             "it dense, or load the same checkpoint on every rank instead of a broadcast"
         )
     sent = iter(tensors)

@@ -494,7 +494,7 @@ def a_broadcast_before_the_first_step_leaves_gradients_of_zero() -> None:
     optimizer.step()
     assert_same_everywhere(words)
     optimizer.state[words.weight]["rows"] = torch.ones(2).to_sparse()
-    with raises(UnsupportedError, "the state of rank 0 has a tensor without bytes", "sparse"):
+    with raises(UnsupportedError, "rank 0 has a Tensor", "sparse", "no bytes to send"):
         hvd.broadcast_optimizer_state(optimizer, 0)
 
 

@@ -291,6 +291,9 @@ def what_cannot_be_sent_is_named_on_all_ranks() -> None:
     values = torch.full((2, 1), 1.0 + hvd.rank()), torch.full((2,), 1.0 + hvd.rank())
     hvd.broadcast_parameters(iter(values), root_rank=hvd.size() - 1)
     assert all((x == hvd.size()).all() for x in values)
+    views = torch.tensor([1 + 2j, 3j]).conj(), torch.tensor([1 + 2j, 3j]).conj().imag
+    for view in views:  # marked as conjugate or negative: what is in memory is something else
+        torch.testing.assert_close(hvd.broadcast(view, root_rank=0), view)
 
 
 def wrong_arguments_are_named() -> None:

@@ -28,6 +28,7 @@ from hvd_compress.mpi.process_sets import rank as rank
 from hvd_compress.mpi.transport.arrays import flatten
 
 from ..eager import eager
+from ..plain import kind_without_bytes
 
 Average, Sum, Max, Adasum = "mean", "sum", "max", "adasum"
 _Step = Callable[[torch.Tensor], torch.Tensor]
@@ -261,16 +262,13 @@ def bytes_of(tensor: Any, what: str) -> np.ndarray:
     Raises:
         UnsupportedError: it is no tensor, or has no memory of its own.
     """
-    try:
-        return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        kind = type(tensor).__name__
-        if isinstance(tensor, torch.Tensor):
-            kind += f" of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
+    if kind := kind_without_bytes(tensor):
         raise UnsupportedError(
-            f"cannot send {what}, a {kind} ({str(error).splitlines()[0]}): what can be pickled is "
-            "sent by hvd.broadcast_object and hvd.allgather_object"
-        ) from error
+            f"cannot send {what}, {kind}: what can be pickled is sent by hvd.broadcast_object and "
+            "hvd.allgather_object"
+        )
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return host.view(-1).view(torch.uint8).numpy()
 
 
 @eager
