@@ -1,4 +1,4 @@
-"""What chooses the method of a reducer while it trains."""
+"""The contract of a chooser, which changes the method of a reducer once while it trains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Chooser(abc.ABC):
 
     @abc.abstractmethod
     def abandoned(self) -> None:
-        """What has begun of a step is discarded."""
+        """The step that has begun is discarded."""
 
     @abc.abstractmethod
     def ended(

@@ -1,5 +1,5 @@
-"""What public calls make of values of wrong kinds: an error of the package, or one of Python's own
-about the call, or one of the library below."""
+"""Public calls take values of wrong kinds: each ends in an error of the package, in one of Python's
+own about the call, or in one of the library below."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def problems(
     right: Mapping[str, Callable[[], Any]],
     wrong_values: Iterable[Any] = WRONG,
 ) -> list[str]:
-    """What comes of each wrong value for each argument, beside right ones for those it needs."""
+    """Return the errors that each wrong value for an argument ends in, beside right ones for those
+    that the call needs."""
     found = []
     given = [
         p

@@ -318,18 +318,16 @@ def only_what_was_kept_can_be_discarded() -> None:
     compression = hvd.bind(METHOD, [variable])
     with raises(ConfigError, "compression.keep_undo()"):
         compression.discard()
-    compression.reduce([tf.ones([2])])
-    compression.keep_undo()
-    with raises(ConfigError, "there is no step to discard"):
-        compression.discard()
-    compression.reduce([tf.ones([2])])
-    compression.load_values(compression.values())
-    with raises(ConfigError, "there is no step to discard"):
-        compression.discard()
-    compression.reduce([tf.ones([2])])
-    compression.discard()
-    with raises(ConfigError, "there is no step to discard"):
-        compression.discard()
+    for after in (
+        compression.keep_undo,
+        lambda: compression.load_values(compression.values()),
+        compression.consolidate,
+        compression.discard,
+    ):
+        compression.reduce([tf.ones([2])])
+        after()
+        with raises(ConfigError, "there is no step to discard"):
+            compression.discard()
     with raises(tf.errors.InvalidArgumentError, "there is no step to discard"):
         tf.function(compression.discard)()
 
