@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,11 +26,10 @@ from .parameters import (
     Groups,
     Parameter,
     check_groups,
-    check_optimizer,
     check_process_set,
     names_of_parameters,
 )
-from .systems.optimizer import is_distributed
+from .systems.optimizer import check_users
 
 
 def wrap_factory(
@@ -192,37 +191,10 @@ def _check_op(hvd: Any, op: Any, predivide: float, method: Compressor) -> None:
 
 
 def _check_optimizer(optimizer: Any, method: Compressor) -> None:
-    check_optimizer(optimizer)
+    check_users(optimizer, "DistributedOptimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             "LBFGS evaluates gradients inside step(), where they cannot be averaged"
         )
-    if is_distributed(optimizer):
-        raise ConfigError(
-            "this optimizer is distributed already; pass the one that it was made from"
-        )
-    _check_form(optimizer)
     for group in optimizer.param_groups:
         check_group(method, optimizer, group)
-
-
-def _check_form(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``UnsupportedError`` unless parameters and their states are where PyTorch's own
-    optimizers have them, and numbered so in a state dict."""
-    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
-        return
-    kind, problem = type(optimizer).__name__, "other parameter groups or states"
-    try:
-        saved = optimizer.state_dict()
-        places = [place for group in saved["param_groups"] for place in group["params"]]
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        is_usual = isinstance(optimizer.state, Mapping) and isinstance(saved["state"], Mapping)
-        if is_usual and places == list(range(count)) and isinstance(optimizer.defaults, Mapping):
-            return
-    except Exception as error:  # whatever the user's class raises
-        problem = repr(error)
-    raise UnsupportedError(
-        f"{kind} has no state_dict() as optimizers of PyTorch have ({problem}), so it could not be "
-        f"saved. If it stands around another optimizer, distribute that one: "
-        f"{kind}(hvd.DistributedOptimizer(inner, ...))"
-    )

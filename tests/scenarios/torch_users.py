@@ -294,6 +294,8 @@ def optimizers_around_others_say_what_to_wrap() -> None:
         name = type(optimizer).__name__
         with pytest.raises(UnsupportedError, match=rf"{name}\(hvd\.DistributedOptimizer"):
             distribute(optimizer, model, "topk:density=0.1")
+        with pytest.raises(UnsupportedError, match=rf"{name}\(hvd\.LocalSGD\(inner"):
+            hvd.LocalSGD(optimizer, sync_every=2)
     around = _Lookahead(distribute(inner, model, "topk:density=0.1"))
     for step in range(4):
         around.zero_grad()

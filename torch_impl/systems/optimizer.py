@@ -373,11 +373,7 @@ def train_locally(
         MismatchError: the ranks differ in method or options.
     """
     method = as_training_method(method)
-    check_optimizer(optimizer)
-    if is_distributed(optimizer):
-        raise ConfigError(
-            "this optimizer is distributed already; pass the one that it was made from"
-        )
+    check_users(optimizer, type(method).__name__)
     if method.acts_before and isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             f"LBFGS evaluates gradients inside step(), where {type(method).__name__} cannot act; "
@@ -395,6 +391,42 @@ def train_locally(
     local: LocalStepsOptimizer = cls(optimizer, names, training, sharded)
     retire_others((p for group in local.param_groups for p in group["params"]), local)
     return local
+
+
+def check_users(optimizer: Any, call: str) -> None:
+    """Raise an error unless this is an optimizer of the user's own, whose state can be saved.
+
+    Args:
+        call: the name of the call that takes it.
+    """
+    check_optimizer(optimizer)
+    if is_distributed(optimizer):
+        raise ConfigError(
+            "this optimizer is distributed already; pass the one that it was made from"
+        )
+    _check_form(optimizer, call)
+
+
+def _check_form(optimizer: torch.optim.Optimizer, call: str) -> None:
+    """Raise ``UnsupportedError`` unless parameters and their states are where PyTorch's own
+    optimizers have them, and numbered so in a state dict."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return
+    kind, problem = type(optimizer).__name__, "other parameter groups or states"
+    try:
+        saved = optimizer.state_dict()
+        places = [place for group in saved["param_groups"] for place in group["params"]]
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        is_usual = isinstance(optimizer.state, Mapping) and isinstance(saved["state"], Mapping)
+        if is_usual and places == list(range(count)) and isinstance(optimizer.defaults, Mapping):
+            return
+    except Exception as error:  # whatever the user's class raises
+        problem = repr(error)
+    raise UnsupportedError(
+        f"{kind} has no state_dict() as optimizers of PyTorch have ({problem}), so it could not be "
+        f"saved. If it stands around another optimizer, distribute that one: "
+        f"{kind}(hvd.{call}(inner, ...))"
+    )
 
 
 def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
