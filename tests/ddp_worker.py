@@ -252,6 +252,20 @@ def a_method_is_chosen_in_the_first_steps() -> None:
     _same_everywhere(again)
 
 
+def a_loss_scale_is_refused_where_residuals_wait() -> None:
+    for method, keeps in (("topk:density=0.05", True), ("fp16", False)):
+        model, state = _distributed(method)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scaled = scaler.scale(model(torch.ones(2, 40)).sum())
+        if keeps:
+            with pytest.raises(ConfigError, match=r"topk keeps residuals.*train in bfloat16"):
+                scaled.backward()
+        else:
+            scaled.backward()
+            _same_everywhere(model)
+        assert state.reducer.step == (not keeps)
+
+
 def several_rounds() -> None:
     model, _ = _distributed(_Rounds())
     _train(model, range(3))

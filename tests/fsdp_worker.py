@@ -274,6 +274,14 @@ def a_discarded_pass_leaves_no_trace() -> None:
         _assert_equal(_states(exchange).values(), _states(its_exchange).values())
 
 
+def a_loss_scale_is_refused_where_residuals_wait() -> None:
+    model, exchange = _compressed("topk:density=0.05")
+    scaled = torch.amp.GradScaler("cpu", init_scale=2.0**10).scale(_loss(model, 0))
+    with pytest.raises(ConfigError, match=r"topk keeps residuals.*train in bfloat16"):
+        scaled.backward()
+    assert exchange.reducer.step == 0
+
+
 def clipping_sees_the_averages() -> None:
     native, (model, _) = _sharded(MESHES["2x2"]), _compressed("none")
     norms = []

@@ -3,7 +3,7 @@
 Residuals are kept without the loss scale: the scale of a ``GradScaler`` changes between steps, and
 residuals must not change with it.  So methods that keep a state get the gradient divided by the
 scale, and the average is multiplied by it, for ``scaler.unscale_`` to divide it again.  PyTorch
-tells neither gradients nor optimizers of the scale; ``grad_scaler.py`` notes it here.
+tells neither gradients nor optimizers of the scale, so ``GradScaler.scale`` is wrapped.
 
 A scale belongs to one backward pass, and a step to one thread: others may train meanwhile.
 """
@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+
+from hvd_compress.base import Compressor
+from hvd_compress.errors import ConfigError
 
 
 class _Pass(NamedTuple):
@@ -74,6 +77,39 @@ def scaler_step() -> Iterator[None]:
         yield
     finally:
         _steps.is_scalers = False
+
+
+def watch_scale() -> None:
+    """Wrap ``GradScaler.scale``, once, so that it notes the scale of the backward pass."""
+    cls: Any = torch.amp.GradScaler
+    if hasattr(cls.scale, "_hvd_compress"):
+        return
+    scale = cls.scale
+
+    @functools.wraps(scale)
+    def watched_scale(self: Any, outputs: Any) -> Any:
+        scaled = scale(self, outputs)
+        return note_scale(scaled, self.get_scale()) if self.is_enabled() else scaled
+
+    watched_scale._hvd_compress = True  # type: ignore[attr-defined]
+    cls.scale = watched_scale
+
+
+def refuse_scale(method: Compressor, is_scaled: bool, instead: str) -> None:
+    """Raise ``ConfigError`` where the loss scale is in the gradients that are exchanged, and the
+    method keeps some of them for later steps, in which the scale may be another one."""
+    if is_scaled and method.per_rank(torch.zeros(64, 64)):
+        for number, each in list(_running.items()):
+            if each.thread == threading.get_ident():  # its pass ends here
+                _leave(number)
+        raise ConfigError(
+            f"{method.name} keeps residuals, and with a loss scale that changes between steps they "
+            f"would be of another scale than the gradients that they are added to: {instead}"
+        )
+
+
+#: what a hook says instead, which cannot take the scale out of gradients
+NO_SCALE = "train in bfloat16, or use hvd.DistributedOptimizer, which takes the scale out"
 
 
 def note_scale(outputs: Any, factor: float) -> Any:

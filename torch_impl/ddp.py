@@ -33,7 +33,7 @@ from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
-from .amp import current_pass
+from .amp import NO_SCALE, current_pass, refuse_scale, running_scale, watch_scale
 from .ddp_buckets import check_bucket, cut
 from .eager import run_eagerly
 from .engine import TorchEngine
@@ -379,6 +379,7 @@ class DDPState:
     def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._use.has_begun = True
         check_bucket(bucket)
+        refuse_scale(self.reducer.method, running_scale() is not None, NO_SCALE)
         running = current_pass()
         if bucket.index() == 0 and self._buckets and running != self._pass:
             self._buckets.clear()  # an exception has ended the last backward pass
@@ -490,12 +491,4 @@ def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[t
     return state._start(bucket)
 
 
-def refuse_scaler(state: DDPState, scaler: Any, instead: str) -> None:
-    """Raise ``ConfigError`` where a loss scale that changes is in the gradients that a hook gets,
-    and the method keeps some of them for later steps."""
-    method = state.reducer.method
-    if scaler is not None and method.per_rank(torch.zeros(64, 64)):
-        raise ConfigError(
-            f"{method.name} keeps residuals, and with a loss scale that changes between steps they "
-            f"would be of another scale than the gradients that they are added to: {instead}"
-        )
+watch_scale()

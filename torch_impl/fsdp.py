@@ -30,6 +30,7 @@ from hvd_compress.methods import PowerSGD, as_fixed
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
+from .amp import NO_SCALE, refuse_scale, running_scale, watch_scale
 from .flat_modules import FlatModel, FlatModule, FlatPart, is_flat
 from .replica_engine import ReplicaEngine
 from .replicas import group_of
@@ -61,6 +62,7 @@ class ReplicaExchange:
     # -- the backward pass -------------------------------------------------------------------
 
     def _begin(self, module: Module) -> None:
+        refuse_scale(self.reducer.method, running_scale() is not None, NO_SCALE)
         if module in self._begun:  # it is used twice in this step
             self._finish()
         if not self._is_awaited:
@@ -309,3 +311,6 @@ def _copy(shards: Iterable[torch.Tensor], replicas: Any) -> None:
         whole = shard.contiguous()
         dist.broadcast(whole, first, group=replicas)
         shard.copy_(whole)
+
+
+watch_scale()

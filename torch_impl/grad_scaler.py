@@ -1,10 +1,10 @@
-"""Loss scaling: three wrapped methods of ``torch.amp.GradScaler`` for distributed optimizers.
+"""Loss scaling: wrapped methods of ``torch.amp.GradScaler`` for distributed optimizers.
 
 They are wrapped when this package is imported: ``scale`` notes the scale of the backward pass that
-will follow; ``unscale_`` finishes the exchanges in flight, so that ``scaler.step(optimizer)`` works
-without an explicit ``optimizer.synchronize()``; and after ``step``, taken or skipped, the step is
-over.  For an optimizer with local steps a step that is skipped counts as well, so that the rank
-meets the others in time.
+will follow (:mod:`.amp`); ``unscale_`` finishes the exchanges in flight, so that
+``scaler.step(optimizer)`` works without an explicit ``optimizer.synchronize()``; and after
+``step``, taken or skipped, the step is over.  For an optimizer with local steps a step that is
+skipped counts as well, so that the rank meets the others in time.
 """
 
 from __future__ import annotations
@@ -14,22 +14,18 @@ from typing import Any
 
 import torch
 
-from .amp import note_scale, scaler_step
+from .amp import scaler_step, watch_scale
 from .compressed_optimizer import CompressedOptimizer
 from .systems.optimizer import LocalStepsOptimizer
 
 
 def watch_grad_scaler() -> None:
-    """Wrap the three methods, once."""
+    """Wrap the methods, once."""
+    watch_scale()
     cls: Any = torch.amp.GradScaler
-    if hasattr(cls.scale, "_hvd_compress"):
+    if hasattr(cls.step, "_hvd_compress"):
         return
-    scale, unscale_, step = cls.scale, cls.unscale_, cls.step
-
-    @functools.wraps(scale)
-    def watched_scale(self: Any, outputs: Any) -> Any:
-        scaled = scale(self, outputs)
-        return note_scale(scaled, self.get_scale()) if self.is_enabled() else scaled
+    unscale_, step = cls.unscale_, cls.step
 
     @functools.wraps(unscale_)
     def watched_unscale_(self: Any, optimizer: Any) -> None:
@@ -50,5 +46,5 @@ def watch_grad_scaler() -> None:
             optimizer.end_step()
         return result
 
-    watched_scale._hvd_compress = True  # type: ignore[attr-defined]
-    cls.scale, cls.unscale_, cls.step = watched_scale, watched_unscale_, watched_step
+    watched_step._hvd_compress = True  # type: ignore[attr-defined]
+    cls.unscale_, cls.step = watched_unscale_, watched_step

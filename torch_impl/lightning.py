@@ -15,7 +15,8 @@ from typing import Any
 
 from hvd_compress.errors import SetupError
 
-from .ddp import DDPState, ddp_hook, refuse_scaler
+from .amp import refuse_scale
+from .ddp import DDPState, ddp_hook
 
 try:
     from lightning.pytorch.strategies import DDPStrategy
@@ -84,9 +85,10 @@ class CompressedGradients:
         model: Any = self.model  # type: ignore[attr-defined]
         if self.compression is None or self._of is not model.module:  # not yet in another fit
             self.compression, self._of = self._make(model), model.module
-        refuse_scaler(
-            self.compression,
-            getattr(self.precision_plugin, "scaler", None),  # type: ignore[attr-defined]
+        scaler = getattr(self.precision_plugin, "scaler", None)  # type: ignore[attr-defined]
+        refuse_scale(
+            self.compression.reducer.method,
+            scaler is not None,
             'precision="bf16-mixed"',
         )
         model.register_comm_hook(self.compression, ddp_hook)

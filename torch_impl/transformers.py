@@ -17,7 +17,8 @@ import torch
 
 from hvd_compress.errors import SetupError
 
-from .ddp import DDPState, ddp_hook, refuse_scaler
+from .amp import refuse_scale
+from .ddp import DDPState, ddp_hook
 
 try:
     import transformers
@@ -107,7 +108,7 @@ class CompressedGradients:
     def _register(self, model: Any) -> None:
         self.compression = self._make(model)
         scaler = self.accelerator.scaler  # type: ignore[attr-defined]
-        refuse_scaler(self.compression, scaler, "bf16=True")
+        refuse_scale(self.compression.reducer.method, scaler is not None, "bf16=True")
         model.register_comm_hook(self.compression, ddp_hook)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
