@@ -9,6 +9,7 @@ import inspect
 import math
 import sys
 import warnings
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -44,6 +45,13 @@ from tests.scenarios import run_all
 STEPS = 6
 #: one that was made before there is a process group
 EARLY: list[DDPState] = []
+#: names of scenarios that say nothing of one rank alone
+SEVERAL: set[str] = set()
+
+
+def _of_several(scenario: Callable[[], None]) -> Callable[[], None]:
+    SEVERAL.add(scenario.__name__)
+    return scenario
 
 
 def _model() -> torch.nn.Module:
@@ -230,9 +238,8 @@ class _Rounds(Compressor, name="test-ddp-rounds"):
         return Outcome(total / context.size, gradient, state)
 
 
+@_of_several
 def a_method_is_chosen_in_the_first_steps() -> None:
-    if dist.get_world_size() == 1:
-        return
     text = "topk:density=0.05"
     auto = Auto(methods=(text,), steps=2)
     model, state = _distributed(auto)
@@ -503,11 +510,10 @@ def _average(gradient, method, group=None, **options):
     return model.module.p.grad.cpu()
 
 
+@_of_several
 def sums_of_16_bits_do_not_overflow() -> None:
     """Neither where 16 bits travel, nor where gradients have no more."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    if size == 1:
-        return
     own = torch.tensor([40000.0, -65504.0, 60000.0 if rank == 0 else 0.0])
     means = torch.tensor([40000.0, -65504.0, 60000.0 / size])
     for method in ("fp16", "none", "randomk:density=1.0,wire=float16"):
@@ -694,7 +700,7 @@ def main() -> None:
     torch.set_num_threads(1)
     EARLY.append(DDPState("topk:density=0.05"))
     start_process_group()
-    run_all(sys.argv[1], dist.get_rank(), SCENARIOS, dist.barrier)
+    run_all(sys.argv[1], dist.get_rank(), scenarios_of(dist.get_world_size()), dist.barrier)
     dist.destroy_process_group()
 
 
@@ -706,6 +712,12 @@ SCENARIOS = {
     and not name.startswith("_")
     and name != "main"
 }
+
+
+def scenarios_of(ranks: int) -> dict[str, Callable[[], None]]:
+    """Return those that say something with so many ranks."""
+    return {name: f for name, f in SCENARIOS.items() if ranks > 1 or name not in SEVERAL}
+
 
 if __name__ == "__main__":
     main()

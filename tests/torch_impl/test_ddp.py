@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hvd_compress.torch import DDPState, ddp_hook
 from hvd_compress.torch.ddp import ProcessGroupEngine
 from tests import jobs
-from tests.ddp_worker import SCENARIOS
+from tests.ddp_worker import scenarios_of
 from tests.scenarios import read
 
 WORKER = jobs.TESTS / "ddp_worker.py"
@@ -144,7 +144,7 @@ def results(tmp_path_factory):
             jobs.run([*command, str(WORKER), str(folder)], timeout=150)
         except jobs.JobError as error:
             (folder / "failure").write_text(str(error))
-        return [read(folder, rank, list(SCENARIOS)) for rank in range(ranks)]
+        return [read(folder, rank, list(scenarios_of(ranks))) for rank in range(ranks)]
 
     return run
 
@@ -155,7 +155,7 @@ def results(tmp_path_factory):
     [
         pytest.param(ranks, name, id=f"torchrun-{ranks}@{name}", marks=marks)
         for ranks, marks in ((2, []), (3, []), (1, pytest.mark.full), (4, pytest.mark.full))
-        for name in SCENARIOS
+        for name in scenarios_of(ranks)
     ],
 )
 def test_scenario(results, ranks, name):
