@@ -52,7 +52,7 @@ State = dict[str, Array]
 
 
 class Encoded(NamedTuple):
-    """What a rank sends as one message, and what it keeps.
+    """The message that a rank sends, and the state that it keeps.
 
     Attributes:
         message: the bytes (1-D, uint8), with a header and a checksum.
@@ -71,7 +71,7 @@ class Encoded(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What an exchange returns.
+    """The result of an exchange.
 
     Attributes:
         mean: the average over the ranks of what they sent; shape and dtype of the gradient.
@@ -99,7 +99,7 @@ class Outcome(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What an exchange may know in addition to the gradient.  All fields but ``rank`` and
+    """The circumstances of an exchange, in addition to the gradient.  All fields but ``rank`` and
     ``gradient_norm`` are equal on all ranks.
 
     Of the tensor are ``name``, ``momentum``, ``nesterov``, ``scratch``, ``learning_rate``,

@@ -103,7 +103,7 @@ class Repeated(NamedTuple):
 
 
 class Joins(Protocol):
-    """What asks for the exchange of whole buckets; see :mod:`hvd_compress.fused`."""
+    """A form that exchanges whole buckets; see :mod:`hvd_compress.fused`."""
 
     def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
         """Return a request whose reply is the outcome of the exchange of one tensor, or ``None`` if
@@ -136,7 +136,7 @@ class Fused(Joins, Protocol):
 
 
 class Aggregated(NamedTuple):
-    """What an aggregator returns.
+    """The result of an aggregator.
 
     Attributes:
         mean: the flat average.

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def bounds_of(n: int, parts: int, unit: int = 1) -> list[int]:
-    """Where ``parts`` even pieces of ``n`` elements begin and end: ``parts + 1`` ascending numbers
+    """The bounds of ``parts`` even pieces of ``n`` elements: ``parts + 1`` ascending numbers
     from 0 to ``n``.
 
     Pieces consist of whole units of ``unit`` elements, of which the last may be shorter, and differ

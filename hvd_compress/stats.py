@@ -94,7 +94,7 @@ class Bucket:
 
 
 class Stats:
-    """What ``stats()`` returns: records of all tensors, ``layers`` by tensor name, and ``total``,
+    """The result of ``stats()``: records of all tensors, ``layers`` by tensor name, and ``total``,
     their sum; and ``times``, where this rank's time went, in seconds, which is ``None`` where it
     cannot be seen (in graphs of TensorFlow); and ``buckets``, the same of tensors that are sent
     together, by the name under which they are (empty in graphs).  With ``compression="auto"``,

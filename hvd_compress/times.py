@@ -1,4 +1,4 @@
-"""Where the time of exchanges goes.
+"""Clocks that find where the time of exchanges goes.
 
 A :class:`Clock` divides the time that passes in a reducer's calls among phases.  The innermost
 ``with phase(...)`` counts, so that nothing is counted twice.  What happens in between, while

@@ -44,7 +44,7 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
 class Slot(NamedTuple):
-    """What is known of a variable."""
+    """The name, shape and dtype of a variable."""
 
     name: str
     shape: tf.TensorShape
@@ -439,8 +439,9 @@ class Binding(tf.train.experimental.PythonState):
 
     @property
     def number(self) -> int:
-        """Of this binding among all, by first use, which is in the same order on all ranks: names
-        of collectives begin with it, since variables of two models may have the same names."""
+        """The number of this binding among all, by first use, which is in the same order on all
+        ranks: names of collectives begin with it, since variables of two models may have the same
+        names."""
         if self._number is None:
             self._number = Binding._next_number
             Binding._next_number += 1
@@ -702,8 +703,8 @@ class Binding(tf.train.experimental.PythonState):
     # -- state -------------------------------------------------------------------------------
 
     def _fresh_states(self) -> dict[str, dict[str, tf.Variable]]:
-        """What variables have in common has a place before it is known which have gradients: it is
-        in the state of the first."""
+        """Entries that variables have in common have a place before it is known which have
+        gradients: they are in the state of the first."""
         homes: dict[Kind, int] = {}
         self._home_of: tuple[int, ...] = ()
         self.sharing: frozenset[int] = frozenset()

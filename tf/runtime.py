@@ -1,4 +1,4 @@
-"""What the bindings to TensorFlow need of what carries their exchanges: Horovod, or MPI alone."""
+"""The runtime that carries exchanges for the bindings to TensorFlow: Horovod, or MPI alone."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hvd_compress.engines.base import Engine
 
 
 class Number(NamedTuple):
-    """What is known only when a graph runs, as int64 or float64: a scalar, or a vector with a label
-    for each element."""
+    """A number that is known only when a graph runs, as int64 or float64: a scalar, or a vector
+    with a label for each element."""
 
     value: tf.Tensor
     labels: tuple[str, ...] = ()
 
 
 class Common(NamedTuple):
-    """What ranks must have in common: by name what is known while a graph is traced, and what is
-    known when it runs."""
+    """The terms that ranks must have in common: by name what is known while a graph is traced, and
+    what is known when it runs."""
 
     terms: Terms
     numbers: Mapping[str, Number]

@@ -1,4 +1,4 @@
-"""What a traced step knows of the variables: states go in and come out as symbols."""
+"""The variables as a traced step knows them: states go in and come out as symbols."""
 
 from __future__ import annotations
 

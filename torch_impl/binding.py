@@ -125,7 +125,7 @@ class Binding:
 
     @property
     def seed(self) -> int:
-        """Of randomness that the ranks share."""
+        """The seed of random numbers that the ranks share."""
         return self.reducer.seed
 
     @property
@@ -405,7 +405,7 @@ class Binding:
 
     @property
     def last_scale(self) -> float | None:
-        """Of the step whose gradients came last."""
+        """The loss scale of the step whose gradients came last."""
         return self._last_scale
 
     def expect_scale(self, scale: float) -> None:

@@ -1,5 +1,5 @@
-"""What ranks must have in common, and each computes by itself: the optimizer's numbers, and the
-weights."""
+"""Values that ranks must have in common, and each computes by itself: the optimizer's numbers, and
+the weights."""
 
 from __future__ import annotations
 

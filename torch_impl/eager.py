@@ -1,4 +1,4 @@
-"""What ``torch.compile`` leaves as it is.
+"""Calls that ``torch.compile`` leaves as they are.
 
 Exchanges wait for other ranks and work on arrays that PyTorch does not know, so nothing of them can
 become a graph.  The public calls of optimizers, the hooks that PyTorch calls, and collectives are

@@ -30,7 +30,7 @@ HOW_FLAT = (
 
 
 class FlatPart(NamedTuple):
-    """What this rank has of a parameter.
+    """The part of a parameter that this rank has.
 
     Attributes:
         name: of the parameter in the model.

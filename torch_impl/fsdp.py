@@ -40,7 +40,7 @@ Module: TypeAlias = ShardedModule | FlatModule
 
 
 class ReplicaExchange:
-    """What :func:`compress_replicas` returns: the exchange between the replicas of a model.
+    """The result of :func:`compress_replicas`: the exchange between the replicas of a model.
 
     A backward pass starts it module by module, as FSDP2 has reduced their gradients inside the
     shard group, and waits for all at its end.

@@ -34,8 +34,8 @@ KEY = "hvd_compress"
 
 
 class CompressedGradients:
-    """What :class:`CompressedDDPStrategy` adds to ``DDPStrategy``; put it before a strategy of your
-    own that derives from it: ``class Mine(CompressedGradients, OtherStrategy)``.
+    """The part that :class:`CompressedDDPStrategy` adds to ``DDPStrategy``; put it before a
+    strategy of your own that derives from it: ``class Mine(CompressedGradients, OtherStrategy)``.
 
     Checkpoints hold the state under the key "hvd_compress".  They are written by all ranks
     together, as Lightning's own are.  Schedules by epoch follow Lightning's epochs.

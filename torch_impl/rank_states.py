@@ -1,4 +1,4 @@
-"""What each rank keeps for itself, of all ranks in one checkpoint.
+"""States that each rank keeps for itself, those of all ranks in one checkpoint.
 
 Residuals differ between ranks, and most frameworks write one file on one rank.  Their mean is all
 that training depends on, and any number of ranks can load it; but only who gets back its own goes

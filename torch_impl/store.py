@@ -1,4 +1,4 @@
-"""What an optimizer of PyTorch knows of its parameters: their states, momentum and rates."""
+"""The parameters as an optimizer of PyTorch knows them: their states, momentum and rates."""
 
 from __future__ import annotations
 

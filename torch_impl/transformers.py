@@ -38,8 +38,8 @@ _PLACES = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
 
 
 class CompressedGradients:
-    """What :class:`CompressedTrainer` adds to ``Trainer``; put it before a trainer of your own, or
-    of another library: ``class Mine(CompressedGradients, SFTTrainer)``.
+    """The part that :class:`CompressedTrainer` adds to ``Trainer``; put it before a trainer of your
+    own, or of another library: ``class Mine(CompressedGradients, SFTTrainer)``.
 
     The folder of a checkpoint has the state in a file of its own, "hvd_compress.pt".  Schedules by
     epoch follow Trainer's epochs.

@@ -1,4 +1,4 @@
-"""What the loops of :mod:`hvd_compress.kernels.codecs` do, for tensors in a GPU's memory: each
+"""The loops of :mod:`hvd_compress.kernels.codecs` for tensors in a GPU's memory: each
 kind's way from numbers to codes (uint8), and back, of all tasks of a layout at once.
 
 Random numbers are those of the counter-based generator, which each program computes from its place
@@ -37,8 +37,8 @@ _KINDS = {
 
 
 class Tasks(NamedTuple):
-    """What is encoded: elements of ``x``; the places in their streams of random numbers, where any
-    are drawn; and notes of each task for the host (int32), which are zeros."""
+    """The inputs of an encoding: elements of ``x``; the places in their streams of random numbers,
+    where any are drawn; and notes of each task for the host (int32), which are zeros."""
 
     x: torch.Tensor
     layout: Layout
@@ -260,5 +260,5 @@ def _kept(numbers: bytes, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _powers(base: int, each: int, device: torch.device) -> torch.Tensor:
-    """What the places of a word are worth, from the lowest."""
+    """The worth of the places of a word, from the lowest."""
     return torch.tensor([base**i for i in range(each)], dtype=torch.int64, device=device)

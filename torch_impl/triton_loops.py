@@ -164,7 +164,7 @@ class Selection:
 
 
 class _Memory:
-    """What a selection keeps on the GPU of ``like``."""
+    """The arrays that a selection keeps on the GPU of ``like``."""
 
     def __init__(
         self,

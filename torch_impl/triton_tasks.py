@@ -1,4 +1,4 @@
-"""Where the elements and the codes of many tensors are, for kernels that take them all at once.
+"""Places of the elements and codes of many tensors, for kernels that take them all at once.
 
 A *task* is a run of elements of one code, such as a tensor or a rank's shard of it: they are
 anywhere in one flat array, and their code is anywhere in an array of bytes.  A program takes one
@@ -76,16 +76,16 @@ class Layout:
 
     @functools.cached_property
     def runs(self) -> torch.Tensor:
-        """Of each run the place of its first head, how many elements its task has, and how many it
-        has itself (int64)."""
+        """For each run, the place of its first head, how many elements its task has, and how many
+        it has itself (int64)."""
         task, number, start, stop = self._of_runs()
         place = self._rows[task, HEADS.value] + number * self._heads[task]
         return self._table(np.stack([place, self._rows[task, N.value], stop - start], 1))
 
     @functools.cached_property
     def levels(self) -> list[torch.Tensor]:
-        """What is added up, and what is added up of these sums, up to one a run: of each block from
-        and up to which element it goes, its task, and its run (int64)."""
+        """The parts that are added up, and the parts of these sums, up to one a run: of each block
+        from and up to which element it goes, its task, and its run (int64)."""
         task, _, start, stop = self._of_runs()
         levels = []
         while True:
@@ -100,7 +100,7 @@ class Layout:
             start = stop - counts
 
     def _of_runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of each run its task, its number there, and from and up to which element it goes."""
+        """For each run, its task, its number there, and from and up to which element it goes."""
         start, n, length = (self._rows[:, column.value] for column in (START, N, LENGTH))
         task, number = _numbered(-(-n // length))
         first = start[task] + number * length[task]

@@ -1,4 +1,4 @@
-"""What methods cost for a model of any size, in some seconds: measured on a sample of its tensors,
+"""Costs of methods for a model of any size, found in some seconds: measured on a sample of tensors,
 or taken from what is kept of another model."""
 
 from __future__ import annotations

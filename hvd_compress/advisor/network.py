@@ -1,4 +1,4 @@
-"""What exchanges cost on a network, by the usual formulas.
+"""The costs of exchanges on a network, by the usual formulas.
 
 A round costs the latency, a byte what the bandwidth of a host's line allows (Thakur, Rabenseifner,
 Gropp, 2005).  Formulas are those of good algorithms, which no library reaches everywhere: dense

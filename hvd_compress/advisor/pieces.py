@@ -1,4 +1,4 @@
-"""What a method costs by itself: its messages, which are counted, and the processor's time.
+"""The costs of a method by itself: its messages, which are counted, and the processor's time.
 
 A method is run on gradients of a model's shapes by a few ranks, which are threads.  The time is the
 processor's of the first of them, so neither the others nor other programs disturb it much.
@@ -40,7 +40,7 @@ _POOL = 2**20
 
 
 class Messages(NamedTuple):
-    """What a rank hands over to exchanges of one kind in a step.
+    """The bytes that a rank hands over to exchanges of one kind in a step.
 
     Attributes:
         whole: bytes, whatever the number of ranks.
@@ -89,7 +89,7 @@ class Piece:
 
 
 class _Meeting:
-    """Where the threads of all ranks exchange their requests for replies."""
+    """A place where the threads of all ranks exchange their requests for replies."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)

@@ -381,8 +381,8 @@ def product(xp: Any, x: Array, y: Array) -> Array:
 
 
 class Report:
-    """What training came to, once; then the number of its steps is set to zero.  ``late``: that
-    should have happened before."""
+    """The report of how training ended, once; then the number of its steps is set to zero.
+    ``late``: that should have happened before."""
 
     def __init__(self, name: str, rank: int, late: bool) -> None:
         self.name, self.rank, self.late = name, rank, late

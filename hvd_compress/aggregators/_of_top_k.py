@@ -1,4 +1,4 @@
-"""What aggregators share that begin with the largest elements of one rank."""
+"""The base of aggregators that begin with the largest elements of one rank."""
 
 from __future__ import annotations
 

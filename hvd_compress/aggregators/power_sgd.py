@@ -197,7 +197,7 @@ class power_sgd(Aggregator, name="power_sgd"):
 def _product(
     size: int, function: Callable[[Any, Array, Array], Array], x: Array, y: Array
 ) -> Generator[Request, Any, Array]:
-    """Of or to a matrix of ``size`` elements: those of small ones are made together."""
+    """The product with a matrix of ``size`` elements: those of small ones are made together."""
     if size > _SMALL:
         return function(backend_of(x), x, y)
     return (yield Batch(function, (x, y)))

@@ -1,4 +1,4 @@
-"""What the ranks tell each other between steps, and how long it takes them."""
+"""Exchanges between steps in which ranks tell each other texts, and the time that sums take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users write: ``compression="auto"``, and what may be chosen."""
+"""The method ``compression="auto"`` as users write it, and the candidates for the choice."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Auto(Compressor, name="auto"):
 
     @functools.cached_property
     def candidates(self) -> tuple[Candidate, ...]:
-        """What is chosen from, those that lose least first."""
+        """The candidates for the choice, those that lose least first."""
         if not self.methods:
             return tuple(c for c in allowed(self.accuracy) if not _problem(as_compressor(c.method)))
         return _in_order({"none", *self.methods})

@@ -168,5 +168,5 @@ def _outer(x: Array, y: Array) -> Array:
 
 
 def _taps(x: Array, width: int, stride: int, length: int) -> list[Array]:
-    """What each of the ``width`` weights is multiplied with, views."""
+    """Return views of the numbers that each of the ``width`` weights is multiplied with."""
     return [x[:, j : j + stride * (length - 1) + 1 : stride] for j in range(width)]

@@ -66,7 +66,7 @@ class Backend(Protocol):
         """L2 norm, added up in float64."""
 
     def sum(self, x: Array) -> float:
-        """Of all elements, added up in float64."""
+        """The sum of all elements, added up in float64."""
 
     def scale(self, x: Array, factor: float) -> Array:
         """``x`` times a number, such as a quotient of norms."""
@@ -99,7 +99,7 @@ class Backend(Protocol):
         """The largest element, a scalar; there must be one."""
 
     def clip(self, x: Any, low: Any, high: Any) -> Any:
-        """Of a scalar, and of limits that are both numbers of Python or both scalars."""
+        """A scalar, clipped to limits that are both numbers of Python or both scalars."""
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         """``x`` if ``condition`` else ``y``, of scalars."""
@@ -112,10 +112,10 @@ class Backend(Protocol):
     def reshape(self, x: Array, shape: tuple[int, ...]) -> Array: ...
 
     def matmul(self, x: Array, y: Array) -> Array:
-        """Of two matrices, or of two stacks of them."""
+        """The product of two matrices, or of two stacks of them."""
 
     def transpose(self, x: Array) -> Array:
-        """Of a matrix, or of each of a stack."""
+        """The transpose of a matrix, or of each of a stack."""
 
     def orthonormal_columns(self, x: Array) -> Array:
         """Q of the QR decomposition of a matrix that is no wider than high, or of each of a stack,

@@ -83,7 +83,7 @@ def doctor(wanted: Sequence[str] = (), as_json: bool = False) -> int:
 
 
 class Goal:
-    """What has to work: ``names`` of ``WANTED``, and the ``frameworks`` among them."""
+    """The parts that have to work: ``names`` of ``WANTED``, and the ``frameworks`` among them."""
 
     def __init__(self, wanted: Sequence[str]) -> None:
         installed = [name for name, (module, _) in WANTED.items() if env.version_of(module)]

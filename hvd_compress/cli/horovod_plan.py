@@ -49,7 +49,7 @@ BUILD_VARIABLES = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to build, with what, and where it is kept."""
+    """The build of a wheel: its parts, its tools, and the place where it is kept."""
 
     compiler: list[str]
     gpu: str
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def standard(self) -> int:
-        """Of C++, in which all is compiled."""
+        """The standard of C++ in which all is compiled."""
         return standard_of(self.inputs["torch"] and self.inputs["torch"]["version"])
 
     @property

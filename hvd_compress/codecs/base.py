@@ -18,7 +18,7 @@ Array = Any
 
 
 class Coder(Protocol):
-    """What makes and reads the bytes of a codec, whose ``repr`` it has: the codec itself for NumPy
+    """A maker and reader of the bytes of a codec, whose ``repr`` it has: the codec itself for NumPy
     arrays, or loops for arrays in a device's memory, see :func:`hvd_compress.codecs.places.coded`.
     Bytes are in host memory either way."""
 

@@ -12,7 +12,8 @@ from hvd_compress.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class contraction(Codec, name="contraction"):
-    """What ``codec`` decodes to, divided by its zeta: of class U(zeta) becomes class B3(zeta).
+    """The values that ``codec`` decodes to, divided by its zeta: of class U(zeta) becomes class
+    B3(zeta).
 
     The same bytes are sent.
 

@@ -1,4 +1,4 @@
-"""What random rounding of ``x / norm`` to given levels has in common."""
+"""The base of codecs that round ``x / norm`` to given levels at random."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Dithering(Codec):
 
     @abc.abstractmethod
     def _values(self, digits: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """What digits stand for, in units of ``norm / self._unit``."""
+        """The numbers that digits stand for, in units of ``norm / self._unit``."""
 
     #: see ``_values``
     _unit = 1

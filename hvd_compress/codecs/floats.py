@@ -83,7 +83,7 @@ class float8(Codec, name="float8"):
 
 @functools.cache
 def _numbers(format: str) -> np.ndarray:
-    """What each of the 256 codes stands for."""
+    """The number that each of the 256 codes stands for."""
     grid = np.full(128, np.nan)
     known = _positive(format)
     grid[: known.size] = known

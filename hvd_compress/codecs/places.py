@@ -1,4 +1,4 @@
-"""Where codes are made and read: on the host, or where an array is."""
+"""The place where codes are made and read: on the host, or where an array is."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ class ternary(Codec, name="ternary"):
         return Ternary(self)
 
     def _limit(self, x: np.ndarray) -> float:
-        """Of magnitudes.  Where all elements are alike nothing stands out that could be clipped."""
+        """The limit of magnitudes.  Where all elements are alike nothing stands out that could be
+        clipped."""
         if self.clip is None or not x.size:
             return math.inf
         with np.errstate(invalid="ignore"):

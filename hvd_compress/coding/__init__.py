@@ -1,4 +1,4 @@
-"""What a rank sends of a flat array, as one message, and what a receiver reads in it."""
+"""Codings: the message that a rank makes of a flat array, and what a receiver reads in it."""
 
 from hvd_compress.coding.base import Coding, Decoded, Encoded
 from hvd_compress.coding.codes import codes

@@ -22,7 +22,7 @@ __all__ = ["Coding", "Decoded", "Encoded"]
 
 
 class Decoded(NamedTuple):
-    """What ``decode`` returns.
+    """The result of ``decode``.
 
     Attributes:
         total: the sum of what the messages hold, flat, in the dtype of ``like``.

@@ -17,7 +17,7 @@ from hvd_compress.sharding import shards_of
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """What a rank computes of its part in a sum that is coded twice.
+    """The part of a rank in a sum that is coded twice.
 
     Attributes:
         shards: the elements of each rank.

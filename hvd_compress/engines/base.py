@@ -61,7 +61,7 @@ class Engine(Protocol):
 
 
 class Comparing:
-    """What engines have in common that compare the ranks: an error that may wait is raised when
+    """The base of engines that compare the ranks: an error that may wait is raised when
     nothing is in flight any more."""
 
     _late: MismatchError | None = None

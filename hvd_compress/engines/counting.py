@@ -1,4 +1,4 @@
-"""Whose the bytes of a bucket are: its tensors share them by their weights."""
+"""The bytes of a bucket, which its tensors share by their weights."""
 
 from __future__ import annotations
 

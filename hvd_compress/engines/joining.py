@@ -26,7 +26,7 @@ Round = Generator[Collective, Any, None]
 
 
 class Look(NamedTuple):
-    """What decides which bucket a tensor belongs to: the kind of its first request (requests of one
+    """The key by which a tensor falls into a bucket: the kind of its first request (requests of one
     kind can be joined), whether all tensors of this kind belong into one bucket, and the bytes of
     the uncompressed gradient."""
 

@@ -1,4 +1,4 @@
-"""What forms of whole buckets have in common that write their results in place.
+"""The base of forms of whole buckets that write their results in place.
 
 The arrays of a bucket are gradients, the states of their tensors, and where the results are
 written, which most often is in the gradients.  States become the new ones when it is known that the
@@ -147,7 +147,7 @@ class InPlace(abc.ABC):
         return directions, settled(states, finite, arrays.new)
 
     def _bucket(self, tensors: list[Tensor]) -> Bucket:
-        """What is kept of a bucket between steps, in the first tensor's scratch."""
+        """The record of a bucket between steps, in the first tensor's scratch."""
         scratch = tensors[0].context.scratch
         assert scratch is not None
         bucket: Bucket | None = scratch.get("bucket")
@@ -158,7 +158,7 @@ class InPlace(abc.ABC):
 
 
 class Bucket(abc.ABC):
-    """What is kept of a bucket.
+    """The record of a bucket.
 
     Attributes:
         keys: of the states that are used.

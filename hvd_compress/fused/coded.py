@@ -147,7 +147,7 @@ class _Fed:
 
 
 class _Bucket(StagedBucket, abc.ABC):
-    """What both kinds of exchanges keep of a bucket."""
+    """The record of a bucket that both kinds of exchanges keep."""
 
     form: FusedCodes
     #: elements of the longest part

@@ -75,7 +75,7 @@ class Codes(Protocol):
 
 
 class _OnDevice(StagedBucket, abc.ABC):
-    """What both kinds of exchanges keep of a bucket."""
+    """The record of a bucket that both kinds of exchanges keep."""
 
     form: Any  # FusedCodes
 

@@ -189,7 +189,7 @@ class FusedSum:
 
 
 class _Key(NamedTuple):
-    """What tensors of a bucket have in common."""
+    """The key that tensors of a bucket have in common."""
 
     backend: str
     dtype: str

@@ -1,4 +1,4 @@
-"""Where old states are kept while it is not known whether the new ones hold.
+"""Undo buffers: old states are kept in them while it is not known whether the new ones hold.
 
 New states are written where the old ones are as soon as they are computed, in the pass over memory
 that reads these.  What there were is kept until the step is over: a state of each tensor where its

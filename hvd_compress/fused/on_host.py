@@ -77,7 +77,7 @@ class Memory:
 
 
 class _Kept(dict[str, Any]):
-    """What the graphs of a binding keep of a bucket between their calls."""
+    """The record of a bucket that the graphs of a binding keep between their calls."""
 
 
 def _aligned(array: np.ndarray, n: int) -> np.ndarray:

@@ -156,7 +156,7 @@ class Staged(InPlace):
 
 
 class StagedBucket(Bucket):
-    """What is kept of a bucket of such a form."""
+    """The record of a bucket of such a form."""
 
     form: Staged
 

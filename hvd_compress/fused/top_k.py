@@ -193,7 +193,8 @@ class _Bucket(Bucket):
 
 
 def _key(gradient: Array, x: Array, context: Context) -> Hashable:
-    """What tensors of a bucket have in common; ``None`` if one, which is flat ``x``, is in none."""
+    """The key that tensors of a bucket have in common; ``None`` if one, which is flat ``x``, is in
+    none."""
     xp = backend_of(x)
     if xp.dtype(x) != "float32" or loops_of(x) is None:
         return None

@@ -1,1 +1,1 @@
-"""What the bindings to frameworks share: Horovod's names, optimizers, checkpoints."""
+"""The parts that the bindings to frameworks share: Horovod's names, optimizers, checkpoints."""

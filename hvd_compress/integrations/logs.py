@@ -1,4 +1,5 @@
-"""What exchanges cost, in TensorBoard, Weights & Biases, or whatever plots numbers over steps."""
+"""The costs of exchanges, in TensorBoard, Weights & Biases, or whatever plots numbers over
+steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into the loops over a bucket, and what comes out of them."""
+"""Inputs and outputs of the loops over a bucket."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ _FEW = 1024
 
 
 class Loops(abc.ABC):
-    """What a codec hands its arrays to."""
+    """The compiled loops of a codec."""
 
     @property
     @abc.abstractmethod
     def _code(self) -> Any:
-        """What the compiled module knows of the code."""
+        """The code as the compiled module knows it."""
 
     @property
     def draws(self) -> bool:

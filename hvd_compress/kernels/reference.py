@@ -1,4 +1,4 @@
-"""What the compiled loops compute, in NumPy: their definition, and what runs without a compiler."""
+"""The compiled loops in NumPy: their definition, which also runs where there is no compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What users name: ``compression=DGC`` or ``"dgc:density=0.01"``; mostly a chain of blocks.
+"""Methods as users name them: ``compression=DGC`` or ``"dgc:density=0.01"``; mostly a chain of
+blocks.
 
 What all methods have in common:
 

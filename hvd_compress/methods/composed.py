@@ -67,7 +67,7 @@ def _check_method(part: Any) -> None:
 
 
 class _Composed(Compressor):
-    """What is said of the parts together.
+    """The base of methods that consist of parts.
 
     Those that leave momentum to the optimizer get momentum after averaging if others take it over,
     since an optimizer has it for all tensors or for none.

@@ -1,4 +1,4 @@
-"""What DeMo sends (Peng, Quesnelle, Kingma; 2024, arXiv 2411.19870)."""
+"""The exchange of DeMo (Peng, Quesnelle, Kingma; 2024, arXiv 2411.19870)."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class LGC(OfVelocities, name="lgc"):
 
     @functools.cached_property
     def _dense(self) -> dict[Chain, Chain]:
-        """What stands for a chain until training begins, and keeps the same state."""
+        """A stand-in for a chain until training begins, which keeps the same state."""
         before = self.accumulated(masking=False)
         return {
             found: chain(*before, via=dense_until(self.learn, found.via))

@@ -1,4 +1,4 @@
-"""What 1-bit Adam sends (Tang et al., ICML 2021, arXiv 2102.02888)."""
+"""The exchange of 1-bit Adam (Tang et al., ICML 2021, arXiv 2102.02888)."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ Merge = Callable[[Array, Array], tuple[Array, Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What is sent of the rows that a rank has touched; :func:`as_rows` reads it from a text.
+    """The form in which a rank sends the rows that it has touched; :func:`as_rows` reads it from a
+    text.
 
     Options:
         density: the fraction of them that is sent.
@@ -224,7 +225,7 @@ def itemsize(dtype: str) -> int:
 
 
 class Averaged(NamedTuple):
-    """What comes of an exchange of rows.
+    """The result of an exchange of rows.
 
     Attributes:
         indices, values: of the average over the ranks, each row once, in ascending order.

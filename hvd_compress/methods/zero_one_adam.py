@@ -1,4 +1,4 @@
-"""What 0/1 Adam sends (Lu, Li, Zhang, De Sa, He; ICLR 2023, arXiv 2202.06009)."""
+"""The exchange of 0/1 Adam (Lu, Li, Zhang, De Sa, He; ICLR 2023, arXiv 2202.06009)."""
 
 from __future__ import annotations
 

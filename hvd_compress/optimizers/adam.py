@@ -1,4 +1,4 @@
-"""What Adam's relatives have in common."""
+"""The base of Adam's relatives."""
 
 from __future__ import annotations
 

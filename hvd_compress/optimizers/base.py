@@ -1,4 +1,4 @@
-"""What an optimizer is, whatever the framework: a formula of arrays, its state and its options.
+"""Optimizers without a framework: a formula of arrays, its state and its options.
 
 A :class:`Formula` is a function of one tensor, its gradient and its state, written over
 :mod:`hvd_compress.backends`.  Each framework has one host that makes an optimizer of it, with
@@ -27,7 +27,7 @@ State = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Now:
-    """What a formula is told of a step.  In a graph these are symbols.
+    """The circumstances of a step, for a formula.  In a graph these are symbols.
 
     Attributes:
         step: its number, from 1.

@@ -1,4 +1,4 @@
-"""Where sharpness-aware minimisation looks for the gradient: SAM and ASAM."""
+"""The points at which sharpness-aware minimisation takes the gradient: SAM and ASAM."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Buckets:
 
     @property
     def digest(self) -> str:
-        """What must be the same on all ranks about the plan, as text."""
+        """The plan as a text, which must be the same on all ranks."""
         if self._digest is None:
             text = repr(self.plan).encode()
             self._digest = f"{len(self.plan)}, {hashlib.sha256(text).hexdigest()[:8]}"
@@ -178,7 +178,7 @@ class Buckets:
         return list(parts.values())
 
     def _sorted(self) -> list[str]:
-        """What was started, in the same order on all ranks."""
+        """The names of what was started, in the same order on all ranks."""
         if self._same_order:
             return list(self._started)
         last = len(self._places)

@@ -1,4 +1,4 @@
-"""Where entries of states are kept that tensors have in common."""
+"""The places of entries of states that tensors have in common."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_compress.errors import ConfigError
 
 
 class Look(NamedTuple):
-    """What an array looks like; the device is ``None`` where arrays have none."""
+    """The dtype, shape and device of an array; the device is ``None`` where arrays have none."""
 
     shape: tuple[int, ...]
     dtype: str

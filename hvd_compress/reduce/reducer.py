@@ -41,7 +41,7 @@ _NOTHING = np.empty(0)
 
 
 class _Again(NamedTuple):
-    """What the exchange of a bucket returns that was like that of the step before; ``record`` has
+    """The result of the exchange of a bucket that was like that of the step before; ``record`` has
     its bytes."""
 
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What a reducer has to be told about the tensors whose gradients it averages."""
+"""Answers to a reducer's questions about the tensors whose gradients it averages."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Store(abc.ABC):
 
 
 class Looks:
-    """What the gradients of tensors look like, and the entries of the states that fit them."""
+    """The kinds of the gradients of tensors, and the entries of the states that fit them."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Look, dict[str, Look]]] = {}

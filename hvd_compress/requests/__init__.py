@@ -1,4 +1,4 @@
-"""What exchanges ask for, each with all that engines ask about it; :mod:`.base` says what that is.
+"""Requests of exchanges, each with all that engines ask about it; :mod:`.base` says what that is.
 
 =============  ============================================  ======================================
 request        reply                                         used by

@@ -1,4 +1,4 @@
-"""What engines ask about a request."""
+"""The contract between requests and engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH = 8
 
 
 class Request(abc.ABC):
-    """What an exchange yields, for an engine to answer.
+    """A request that an exchange yields, for an engine to answer.
 
     >>> isinstance(Sum(np.ones(3)), Request), Sum(np.ones(3)).describe()
     (True, 'sum of 3 float64')
@@ -25,7 +25,7 @@ class Request(abc.ABC):
     @property
     @abc.abstractmethod
     def kind(self) -> Hashable:
-        """What requests have in common that can be joined."""
+        """The base of requests that can be joined."""
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -54,8 +54,8 @@ class Collective(Request):
     @property
     @abc.abstractmethod
     def nbytes(self) -> Any:
-        """What a rank hands over, the length of a message of any size included; 0 where only the
-        reply shows it."""
+        """The bytes that a rank hands over, the length of a message of any size included; 0 where
+        only the reply shows it."""
 
     @abc.abstractmethod
     def count(self, reply: Any, rank: int, size: int) -> tuple[Any, Any]:
@@ -91,7 +91,7 @@ class Collective(Request):
     @property
     @abc.abstractmethod
     def arrays(self) -> Sequence[Array]:
-        """What is sent."""
+        """The arrays that are sent."""
 
     @abc.abstractmethod
     def carrying(self, arrays: Sequence[Array]) -> Any:

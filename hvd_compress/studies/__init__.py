@@ -1,4 +1,5 @@
-"""What explains rather than trains: theory, simulations and measures; no other package imports it.
+"""Studies, which explain rather than train: theory, simulations and measures; no other package
+imports it.
 
 ============================  ======================================================================
 ``decentralized``             steady states and largest learning rates on quadratic functions

@@ -1,4 +1,4 @@
-"""What theory says of quadratic functions, and the largest learning rates.
+"""Theory of quadratic functions, and the largest learning rates.
 
 For f_k(x) = (x - b_k)^2 / 2 on node k and gradient noise of variance s^2, the mean squared distance
 of the nodes from the minimum, mean b, has closed forms in the steady state.  With the eigenvalues

@@ -1,4 +1,4 @@
-"""What the constants of an operator allow: the step sizes of EF21 and of error feedback, and what
+"""Theory from the constants of an operator: the step sizes of EF21 and of error feedback, and what
 top-k keeps of random inputs.  :class:`hvd_compress.operators.classes.Classes` has the constants.
 """
 
@@ -38,7 +38,7 @@ def kept_by_top_k(density: float, inputs: str) -> float:
 
 
 class EF21Constants(NamedTuple):
-    """Of EF21 with an operator in B3(delta): see :func:`ef21_constants`."""
+    """The constants of EF21 with an operator in B3(delta): see :func:`ef21_constants`."""
 
     theta: float
     beta: float

@@ -1,4 +1,4 @@
-"""What waiting for slow workers costs: formulas, and a simulation of them.
+"""The cost of waiting for slow workers: formulas, and a simulation of them.
 
 A worker's step takes a random time of mean 1, independent of others and of other steps.
 """
@@ -45,7 +45,7 @@ class Delays:
 
     @property
     def _exponent(self) -> float:
-        """Of Pareto's distribution: a, with (deviation / mean)^2 = 1 / (a (a - 2))."""
+        """The exponent a of Pareto's distribution, with (deviation / mean)^2 = 1 / (a (a - 2))."""
         return 1 + math.sqrt(1 + self.spread**-2)
 
     def drawn(self, random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

@@ -91,7 +91,7 @@ Steps = Generator[Request, Any, tuple[Arrays, State]]
 
 
 class StepContext(NamedTuple):
-    """What a method may know of a step.
+    """The circumstances of a step that a method may know.
 
     Attributes:
         step: the number of the local step under way, from 1; equal on all ranks.

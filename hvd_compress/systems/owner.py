@@ -24,7 +24,7 @@ Exchange = Generator[Collective, Any, Any]
 
 
 class Saved(NamedTuple):
-    """What a checkpoint of a rank of ``size`` says, checked; ``is_own``: it is this rank's."""
+    """The checked contents of a checkpoint of a rank of ``size``; ``is_own``: it is this rank's."""
 
     step: int
     rank: int

@@ -1,4 +1,4 @@
-"""What all kinds of error feedback have in common."""
+"""The base of all kinds of error feedback."""
 
 from __future__ import annotations
 

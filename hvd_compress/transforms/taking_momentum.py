@@ -1,4 +1,4 @@
-"""What transforms have in common that take the optimizer's momentum over."""
+"""The base of transforms that take the optimizer's momentum over."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ Fail = Callable[[str], PayloadError]
 
 
 class Kind(enum.IntEnum):
-    """What a message is."""
+    """The kinds of messages."""
 
     SPARSE = 1  # some elements: wire/frame.py
     DENSE = 2  # all of them

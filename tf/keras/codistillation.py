@@ -164,7 +164,7 @@ class KerasModelWithTeachers(ModelWithTeachers):
         return {name: tf.identity(native(v)) for name, v in self._variables().items()}
 
     def _changing(self) -> list[str]:
-        """Of layers that are trained, batch normalisation's statistics among them."""
+        """The variables of layers that are trained, batch normalisation's statistics among them."""
         layers = [layer for layer in self.model._flatten_layers() if layer.trainable]
         own = {
             id(native(v))

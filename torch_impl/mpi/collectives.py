@@ -49,7 +49,7 @@ class Compression:
 
 
 class _Meeting(torch.autograd.Function):
-    """What ranks make of their tensors together, and what they make of its gradients."""
+    """A collective of all ranks as a function of autograd, with the collective of its gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, meet: _Step, gradient: _Step) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""What explains rather than trains, in PyTorch: the gradient noise scale, and ``measures`` of
-generalisation.  No other package imports it."""
+"""Studies in PyTorch, which explain rather than train: the gradient noise scale, and ``measures``
+of generalisation.  No other package imports it."""
 
 from .noise_scale import GradientNoiseScale
 

@@ -1,4 +1,4 @@
-"""What users call: ``hvd.LocalSGD(optimizer, sync_every=8)`` and so on, over Horovod or MPI."""
+"""Calls of users: ``hvd.LocalSGD(optimizer, sync_every=8)`` and so on, over Horovod or MPI."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What users call: checks, choices among the algorithms, and results in the arrays of the user."""
+"""Calls of users: checks, choices among the algorithms, and results in the arrays of the user."""

@@ -116,7 +116,7 @@ def _remember(
 
 
 class Call(NamedTuple):
-    """What the user called; the text is made when somebody wants to read it."""
+    """The call of the user; the text is made when somebody wants to read it."""
 
     x: Any
     op: str

@@ -1,4 +1,4 @@
-"""What there is to say about an algorithm of a sparse allreduce."""
+"""The description of an algorithm of a sparse allreduce."""
 
 from __future__ import annotations
 

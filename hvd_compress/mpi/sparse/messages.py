@@ -25,7 +25,7 @@ from hvd_compress.wire.frame import CODECS, DTYPES, index_dtype
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """What the messages of one call have in common on all ranks.
+    """The format of the messages of one call, the same on all ranks.
 
     Attributes:
         n: elements of the tensor.

@@ -337,7 +337,7 @@ class Communicator:
 
 
 class _Tuning:
-    """What a communicator and its duplicates know of the speed of collectives."""
+    """The measured speed of collectives, which a communicator shares with its duplicates."""
 
     def __init__(self) -> None:
         self.choices: dict[Any, tuple[str, bool]] = {}

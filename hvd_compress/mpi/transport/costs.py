@@ -1,4 +1,4 @@
-"""What messages cost."""
+"""The costs of messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What MPI keeps for a communicator, and when it is given back.
+"""Handles that MPI keeps for a communicator, and the time when they are given back.
 
 Freeing a communicator is a collective, and the end of an object is not: ranks collect garbage at
 times of their own.  So what a :class:`.Communicator` has of MPI's lives here, and outlives it.
@@ -26,7 +26,7 @@ unfreed: weakref.WeakSet[Handles] = weakref.WeakSet()
 
 
 class Handles:
-    """What one communicator has of MPI's.
+    """The handles of one communicator.
 
     Attributes:
         mpi: the communicator, an ``MPI.Comm``.

@@ -289,7 +289,7 @@ class Work:
 
 
 class Job(Protocol):
-    """What can be driven: a :class:`Work`, or several in a row."""
+    """A thing that can be driven: a :class:`Work`, or several in a row."""
 
     @property
     def call(self) -> object: ...

@@ -1,4 +1,4 @@
-"""What a measure of generalisation has to beat."""
+"""Baselines that a measure of generalisation has to beat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is whose neighbour: graphs for any number of ranks, made by networkx."""
+"""Topologies: graphs for any number of ranks, made by networkx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users call: ``hvd.LocalSGD(optimizer, sync_every=8)`` and so on, in every framework, and the
+"""Calls of users: ``hvd.LocalSGD(optimizer, sync_every=8)`` and so on, in every framework, and the
 door that is the same for all methods, ``DistributedOptimizer(optimizer, method=...)``."""
 
 from __future__ import annotations

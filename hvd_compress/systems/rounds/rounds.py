@@ -1,4 +1,4 @@
-"""What local SGD, SlowMo and DiLoCo have in common: rounds of local steps, and a step in common
+"""The base of local SGD, SlowMo and DiLoCo: rounds of local steps, and a step in common
 from where the round began."""
 
 from __future__ import annotations

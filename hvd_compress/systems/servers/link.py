@@ -17,7 +17,7 @@ from hvd_compress.systems.servers.stats import ServerStats
 
 
 class Link:
-    """What a worker keeps for one server.
+    """A worker's end of the way to one server.
 
     Args:
         parameters: the pieces that the server owns, as it has them in the beginning.

@@ -27,7 +27,7 @@ _CAUSES = "the ranks do not run the same version with the same options of the pa
 
 
 class Kind(enum.IntEnum):
-    """What a message is."""
+    """The kinds of messages."""
 
     # A gradient, from a worker; flag 1: its second part says which pieces have one
     PUSH = 1

@@ -1,4 +1,4 @@
-"""What servers step with: formulas over arrays, or an optimizer of a framework."""
+"""Optimizers of servers: formulas over arrays, or an optimizer of a framework."""
 
 from __future__ import annotations
 

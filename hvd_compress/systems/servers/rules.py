@@ -1,4 +1,4 @@
-"""What servers and workers agree on: when a gradient counts, and how it is sent."""
+"""Rules that servers and workers agree on: when a gradient counts, and how it is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server counts."""
+"""Statistics of a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass
 class ServerStats:
-    """What a server has counted.
+    """The counts of a server.
 
     Attributes:
         updates: steps of the optimizer.

@@ -1,4 +1,4 @@
-"""Who is whose teacher, and what they send each other."""
+"""Teachers, and the messages that they send each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What users meet as ``hvd.Codistillation(model, ...)``, as far as it knows no framework."""
+"""The class ``hvd.Codistillation(model, ...)`` as users meet it, as far as it knows no
+framework."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Loss(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """What losses are written over.
+    """The array primitives that losses are written over.
 
     Attributes:
         log_softmax: over the classes.

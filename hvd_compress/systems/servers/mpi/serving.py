@@ -1,4 +1,4 @@
-"""What servers and workers over MPI have in common: they answer, wait, leave and end."""
+"""The base of servers and workers over MPI: they answer, wait, leave and end."""
 
 from __future__ import annotations
 
