@@ -49,7 +49,7 @@ def test_arrays_of_different_size_are_an_error_on_every_rank(launcher, tmp_path)
     job = Job(launcher, "sizes", tmp_path)
     assert job.status != 0
     names = [line[0] for line in job.found[0]]
-    assert len(names) == 12, job.output
+    assert len(names) == 10, job.output
     for rank in range(RANKS):
         assert [line[0] for line in job.found[rank]] == names, job.output
         for name, error, message, seconds in job.found[rank]:
@@ -173,7 +173,7 @@ def test_a_broken_communicator_fails_at_once(launcher, tmp_path):
         first, *later = job.found[rank]
         assert f"rank {CULPRIT}" in first[2]
         assert TIMEOUT <= first[3] < TIMEOUT + SLACK
-        assert len(later) == 3
+        assert len(later) == 2
         for _, error, message, seconds in later:
             assert error == "CollectiveTimeout"
             assert "broken" in message

@@ -304,8 +304,9 @@ def models_are_saved_and_go_on() -> None:
         )
         alone = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI", "PMIX"))}
         subprocess.run([sys.executable, "-c", code], check=True, env=alone, timeout=100)
+    barrier()  # all have read it
+    if hvd.rank() == 0:
         path.unlink()
-    barrier()
 
 
 @applies(most=1)  # plain SGD trains one rank
