@@ -96,7 +96,7 @@ def row(name: str, codec: codecs.Codec, x: np.ndarray, pool: np.ndarray) -> None
 def on_gpu(device: str) -> None:
     import torch
 
-    from hvd_compress.torch.triton_codecs import placed
+    from hvd_compress.torch.triton.codecs import placed
 
     def timed(function: Callable[..., Any], *arguments: Any) -> float:
         def call() -> None:

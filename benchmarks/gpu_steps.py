@@ -55,7 +55,7 @@ def over_mpi(method: str, model: torch.nn.Module) -> tuple[torch.nn.Module, Call
 
 
 def over_ddp(method: str, model: torch.nn.Module) -> tuple[torch.nn.Module, Callable[[], None]]:
-    from hvd_compress.torch.ddp import DDPState, ddp_hook
+    from hvd_compress.torch.ddp.hook import DDPState, ddp_hook
 
     wrapped = DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])
     if method == "DDP fp16":

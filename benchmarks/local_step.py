@@ -92,10 +92,10 @@ def main() -> None:
     if options.device == "cuda":
         import torch
 
-        from hvd_compress.torch import triton_loops
+        from hvd_compress.torch.triton import loops
 
         pool = torch.randn(sum(SIZES) + 10**6, device="cuda")
-        times = measure(triton_loops, pool, lambda n: torch.zeros(n, device="cuda"), on_gpu)
+        times = measure(loops, pool, lambda n: torch.zeros(n, device="cuda"), on_gpu)
         report(torch.cuda.get_device_name(), *times)
         return
     pool = np.random.default_rng(0).standard_normal(sum(SIZES) + 10**6, np.float32)

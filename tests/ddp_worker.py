@@ -37,7 +37,7 @@ from hvd_compress.torch import (
     TopK,
     ddp_hook,
 )
-from hvd_compress.torch.rank_states import own as own_states
+from hvd_compress.torch.state.rank_states import own as own_states
 from tests.devices import DEVICE, start_process_group
 from tests.ring_method import Ring
 from tests.scenarios import run_all

@@ -5,7 +5,7 @@
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=..., compression=hvd.DGC)
 
 It has everything that ``horovod.torch`` has.  Horovod's own import line works as well, if this
-package is imported too: ``import horovod.torch as hvd; from hvd_compress.torch import DGC``.
+package is imported too: ``import horovod.torch as hvd; from . import DGC``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hvd_compress.systems import graphs
 from hvd_compress.systems.rounds import OuterSGD
 from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp, WeightDecay
 
-from .ddp import DDPState, ddp_hook
-from .fsdp import compress_replicas
+from .ddp.fsdp import compress_replicas
+from .ddp.hook import DDPState, ddp_hook
+from .ddp.replica_engine import engine_over
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
-from .replica_engine import engine_over
 from .replicas import is_group
 from .systems.averaging import averaging
 from .systems.codistillation import codistillation_over
@@ -39,7 +39,7 @@ from .systems.factories import factories
 
 
 def _register(horovod_torch: Any) -> None:
-    from .registration import register
+    from .optimizer.registration import register
 
     register(horovod_torch)
 

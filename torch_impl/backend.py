@@ -349,7 +349,7 @@ def loops(x: Array) -> str | None:
         return "hvd_compress.kernels"
     # Places within a tensor are 32-bit integers there.
     fits = x.is_cuda and x.numel() < 2**31
-    return "hvd_compress.torch.triton_loops" if fits and _has_triton(x.device) else None
+    return "hvd_compress.torch.triton.loops" if fits and _has_triton(x.device) else None
 
 
 @functools.cache
@@ -363,7 +363,7 @@ def _has_triton(device: torch.device) -> bool:
     elif not hasattr(_triton_language(), "div_rn"):
         problem = "Triton 3.0 or newer is missing: pip install triton"
     else:
-        check = importlib.import_module("hvd_compress.torch.triton_check")
+        check = importlib.import_module("hvd_compress.torch.triton.check")
         if (problem := check.problem_of(device)) is None:
             return True
     logger.warning(

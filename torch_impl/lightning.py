@@ -16,7 +16,7 @@ from typing import Any
 from hvd_compress.errors import SetupError
 
 from .amp import refuse_scale
-from .ddp import DDPState, ddp_hook
+from .ddp.hook import DDPState, ddp_hook
 
 try:
     from lightning.pytorch.strategies import DDPStrategy
@@ -49,7 +49,7 @@ class CompressedGradients:
         ConfigError: from ``trainer.fit``: those of ``DDPState``; or a method with residuals and
             ``precision="16-mixed"``, whose loss scale changes.
 
-    >>> from hvd_compress.torch.lightning import CompressedGradients
+    >>> from .lightning import CompressedGradients
     >>> from lightning.pytorch.strategies import DDPStrategy
     >>> class Mine(CompressedGradients, DDPStrategy):
     ...     strategy_name = "mine"

@@ -18,7 +18,7 @@ import torch
 from hvd_compress.errors import SetupError
 
 from .amp import refuse_scale
-from .ddp import DDPState, ddp_hook
+from .ddp.hook import DDPState, ddp_hook
 
 try:
     import transformers

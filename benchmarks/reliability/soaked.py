@@ -52,7 +52,7 @@ class Hooked(Trainer):
     def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, what: str) -> None:
         import torch.distributed as dist
 
-        from hvd_compress.torch.ddp import DDPState, ddp_hook
+        from hvd_compress.torch.ddp.hook import DDPState, ddp_hook
 
         super().__init__(optimizer)
         dist.init_process_group("gloo", rank=world.rank, world_size=world.size)

@@ -135,7 +135,7 @@ def by_ddp() -> tuple[int, Iterator[int]]:
     import torch
     import torch.distributed as dist
 
-    from hvd_compress.torch.ddp import DDPState, ddp_hook
+    from hvd_compress.torch.ddp.hook import DDPState, ddp_hook
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT))

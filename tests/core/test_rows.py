@@ -31,7 +31,7 @@ from hvd_compress.engines import lockstep
 from hvd_compress.engines.base import watched
 from hvd_compress.methods.rows import Rows, as_rows, exchange_rows, keeps_residual, rows_state
 from hvd_compress.tensorflow import rows as tf_rows
-from hvd_compress.torch import rows as torch_rows
+from hvd_compress.torch.state import rows as torch_rows
 
 FEEDBACK = ("int8", "float8", "top:0.3", "top:0.3:int8", "top:0.3:float16")
 ALL = ("whole", "float16", *FEEDBACK)

@@ -21,7 +21,7 @@ import torch
 
 from hvd_compress import Gather, Outcome, Sum
 from hvd_compress.torch import DGC, EF21, LGC, ConfigError, NoCompression, PowerSGD, TopK
-from hvd_compress.torch.checkpoint import broadcast, local_state_dict
+from hvd_compress.torch.state.checkpoint import broadcast, local_state_dict
 from hvd_compress.wire import sparse_size
 from tests.mutations import mutations, same
 from tests.scenarios import applies, horovod_only

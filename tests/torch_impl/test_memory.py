@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import hvd_compress.torch.mpi as hvd
 from hvd_compress.errors import CompressionError
 from hvd_compress.torch import backend
-from hvd_compress.torch.ddp import DDPState, ddp_hook
+from hvd_compress.torch.ddp.hook import DDPState, ddp_hook
 from tests.scenarios.common import batch, loss_of, make_model, sgd
 
 hvd.init()

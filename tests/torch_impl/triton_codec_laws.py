@@ -83,7 +83,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 
 @pytest.fixture(scope="module")
 def placed():
-    from hvd_compress.torch.triton_codecs import placed
+    from hvd_compress.torch.triton.codecs import placed
 
     return placed
 
@@ -164,14 +164,14 @@ def test_damaged_bytes_are_decoded_as_by_numpy(placed, codec, n, seed):
 @pytest.mark.parametrize("length", [5, 4096, 5000, None])
 def test_orders_of_sums_are_those_of_numpy(placed, n, length):
     """Of more elements than are added up in one go, and in runs of which the last one is short."""
-    from hvd_compress.torch import triton_sum_kernels, triton_sums
-    from hvd_compress.torch.triton_tasks import Layout, Span
+    from hvd_compress.torch.triton import sum_kernels, sums
+    from hvd_compress.torch.triton.tasks import Layout, Span
 
     numbers = drawn(np.random.default_rng(n), n + 3, "wide", FLOAT32)
     length, x = length or n, on_device(numbers)
     # Of two tasks, one of which begins within the other.
     layout = Layout([Span(0, n, length, 1, 0), Span(3, n + 3, length, 1, 0)], x)
-    found = triton_sums.sums(x, layout, triton_sum_kernels.SQUARE).cpu().numpy()
+    found = sums.sums(x, layout, sum_kernels.SQUARE).cpu().numpy()
     runs = [
         np.square(task[i : i + length], dtype=np.float64)
         for task in (numbers[:n], numbers[3:])
@@ -242,12 +242,12 @@ def test_exchanges_are_those_of_the_host(placed, monkeypatch, method):
     """Of two ranks over three steps, one of them with a NaN on one rank; frames, averages, what was
     sent and states."""
     if INTERPRETED:  # else the device says so
-        monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton_loops")
+        monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton.loops")
     used = []
-    from hvd_compress.torch import triton_codecs
+    from hvd_compress.torch.triton import codecs
 
-    put = triton_codecs.Placed.put
-    monkeypatch.setattr(triton_codecs.Placed, "put", lambda *a, **b: used.append(1) or put(*a, **b))
+    put = codecs.Placed.put
+    monkeypatch.setattr(codecs.Placed, "put", lambda *a, **b: used.append(1) or put(*a, **b))
     shape, data = (20, 70), np.random.default_rng(0)
     states = {}
     for step in range(3):
@@ -305,7 +305,7 @@ SOME = BUCKETS if not (INTERPRETED and FEW) else [BUCKETS[i] for i in (1, 2, 5, 
 @pytest.fixture
 def by_triton(monkeypatch):
     if INTERPRETED:  # else the device says so
-        monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton_loops")
+        monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton.loops")
 
 
 def gradients_of(random, size, shapes=SHAPES):
@@ -398,7 +398,7 @@ def test_buckets_are_the_same_with_a_device_and_without(placed, monkeypatch, met
 
         def loops_of(x):
             is_device = x.data_ptr() in marked
-            return "hvd_compress.torch.triton_loops" if is_device else "hvd_compress.kernels"
+            return "hvd_compress.torch.triton.loops" if is_device else "hvd_compress.kernels"
 
         monkeypatch.setattr(backend, "loops", loops_of)
     ranks, expected = Ranks(method, SHAPES, 2, in_place=True), one_by_one(method, 2)
@@ -439,7 +439,7 @@ def test_buckets_of_a_step_that_fails_keep_their_states(
                 ranks.exchange(at_device(gradients))
             monkeypatch.undo()
             if INTERPRETED:
-                monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton_loops")
+                monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton.loops")
             kept = [*zip(ranks.states, before, strict=True)][passed // 6 :]
             for own, other in kept:
                 for name, state in other.items():
@@ -485,17 +485,17 @@ def test_buckets_wait_twice(placed, by_triton):
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_waits_are_one_for_a_code(placed, codec):
     """When it comes to the host.  Tables are made once."""
-    from hvd_compress.torch import triton_code_loops
+    from hvd_compress.torch.triton import code_loops
 
     n = 1030 if INTERPRETED and FEW else 3000
     x = on_device(np.random.default_rng(0).standard_normal(n).astype(np.float32))
     coder, sent = placed(codec, x), torch.zeros_like(x)
     code = np.empty(codec.size(n, FLOAT32), np.uint8)
     coder.put(x, own_generator(Context()), code, sent)  # which makes tables
-    tables = triton_code_loops._kept.cache_info().currsize
+    tables = code_loops._kept.cache_info().currsize
     assert waits_of(lambda: coder.put(x, own_generator(Context()), code, sent)) == 1
     assert waits_of(lambda: coder.decode_to(code, sent, add=True)) == 0
-    assert triton_code_loops._kept.cache_info().currsize == tables
+    assert code_loops._kept.cache_info().currsize == tables
 
 
 #: of arguments, unless a kernel says otherwise
@@ -552,9 +552,9 @@ KERNELS = [
 def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, own, constants, tmp_path):
     """No product and sum are contracted, quotients and roots are rounded correctly, and small
     numbers are kept; no GPU is needed."""
-    from hvd_compress.torch import triton_codec_kernels, triton_sum_kernels
+    from hvd_compress.torch.triton import codec_kernels, sum_kernels
 
-    kernel = getattr(triton_codec_kernels, name, None) or getattr(triton_sum_kernels, name)
+    kernel = getattr(codec_kernels, name, None) or getattr(sum_kernels, name)
     known = {x: kind for kind, names in _TYPES.items() for x in names.split()} | own
     constants = {"width": 1024, **constants}
     signature = ["constexpr" if x in constants else known[x] for x in kernel.arg_names]

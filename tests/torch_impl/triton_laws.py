@@ -63,9 +63,9 @@ if INTERPRETED:
 
 @pytest.fixture(scope="module")
 def loops():
-    from hvd_compress.torch import triton_loops
+    from hvd_compress.torch.triton import loops
 
-    return triton_loops
+    return loops
 
 
 def drawn_too(number):
@@ -218,7 +218,7 @@ def moved(outcome, device):
 @pytest.fixture
 def by_triton(monkeypatch):
     if INTERPRETED:  # else the device says so
-        monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton_loops")
+        monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton.loops")
 
 
 BUCKETS = [
@@ -258,9 +258,9 @@ def test_a_bucket_is_what_its_tensors_are(loops, by_triton, method, in_place):
 
 
 def test_selections_are_checked_before_they_are_used(loops, monkeypatch):
-    from hvd_compress.torch import triton_check
+    from hvd_compress.torch.triton import check
 
-    assert triton_check.problem_of(DEVICE) is None
+    assert check.problem_of(DEVICE) is None
 
     class Wrong(loops.Selection):
         def select(self, *args):
@@ -273,9 +273,9 @@ def test_selections_are_checked_before_they_are_used(loops, monkeypatch):
             raise RuntimeError("no kernel image is available\nfor this device")
 
     monkeypatch.setattr(loops, "Selection", Wrong)
-    assert "other bits" in triton_check.problem_of(DEVICE)
+    assert "other bits" in check.problem_of(DEVICE)
     monkeypatch.setattr(loops, "Selection", Failing)
-    problem = triton_check.problem_of(DEVICE)
+    problem = check.problem_of(DEVICE)
     assert problem.endswith("(RuntimeError: no kernel image is available)")
 
 
@@ -367,9 +367,9 @@ KERNELS = [
 @pytest.mark.parametrize(("name", "constants"), KERNELS, ids=str)
 def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, constants, tmp_path):
     """No product and sum are contracted, and quotients are rounded correctly; no GPU is needed."""
-    from hvd_compress.torch import triton_kernels
+    from hvd_compress.torch.triton import kernels
 
-    kernel = getattr(triton_kernels, name)
+    kernel = getattr(kernels, name)
     kinds = {argument: kind for kind, names in _TYPES.items() for argument in names.split()}
     signature = ["constexpr" if arg in constants else kinds[arg] for arg in kernel.arg_names]
     values = [constants.get(arg) for arg in kernel.arg_names]

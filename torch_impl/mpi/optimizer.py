@@ -17,10 +17,10 @@ from hvd_compress.mpi.process_sets import ProcessSet, engine_over, global_proces
 from hvd_compress.systems import TrainingMethod
 from hvd_compress.systems.rounds.factories import distribute_by_method
 
-from .. import checkpoint
-from ..compressed_optimizer import CompressedOptimizer
-from ..distributed_optimizer import distribute
-from ..grad_scaler import watch_grad_scaler
+from ..optimizer.compressed_optimizer import CompressedOptimizer
+from ..optimizer.distributed_optimizer import distribute
+from ..optimizer.grad_scaler import watch_grad_scaler
+from ..state import checkpoint
 from ..systems.averaging import entries_of
 from ..systems.codistillation import codistillation_over
 from ..systems.factories import factories

@@ -8,7 +8,7 @@ import torch
 
 from hvd_compress import optimizers
 
-from ..optimizer_host import PartnerOptimizer
+from ..state.optimizer_host import PartnerOptimizer
 
 
 class OneBitAdam(PartnerOptimizer):

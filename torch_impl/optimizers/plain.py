@@ -6,7 +6,7 @@ from hvd_compress import optimizers
 from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers.demo import NO_MOMENTUM, NO_ROWS
 
-from ..optimizer_host import FormulaOptimizer, PartnerOptimizer
+from ..state.optimizer_host import FormulaOptimizer, PartnerOptimizer
 
 
 class LARS(FormulaOptimizer):

@@ -11,7 +11,7 @@ import torch
 from hvd_compress import optimizers
 from hvd_compress.errors import ConfigError
 
-from ..optimizer_host import PartnerOptimizer, keep, now_of
+from ..state.optimizer_host import PartnerOptimizer, keep, now_of
 
 
 class ZeroOneAdam(PartnerOptimizer):

@@ -14,11 +14,9 @@ from hvd_compress.integrations.checkpoints import refused
 from hvd_compress.systems import Coordinator, TrainingMethod
 from hvd_compress.systems.base import as_training_method
 
-from ..checked_state import BUFFERS
-from ..checkpoint import broadcast_tree
-from ..compressed_optimizer import CompressedOptimizer, no_copy, retire_others, take_over
+from ..ddp.replica_engine import ReplicaEngine
 from ..eager import run_eagerly
-from ..optimizer_host import check_closure, loss_of
+from ..optimizer.compressed_optimizer import CompressedOptimizer, no_copy, retire_others, take_over
 from ..parameters import (
     Parameter,
     check_optimizer,
@@ -27,8 +25,10 @@ from ..parameters import (
     names_of_parameters,
     not_told,
 )
-from ..replica_engine import ReplicaEngine
 from ..replicas import check_shards, local
+from ..state.checked_state import BUFFERS
+from ..state.checkpoint import broadcast_tree
+from ..state.optimizer_host import check_closure, loss_of
 
 #: the entry of a state dict that is not the user's optimizer's
 KEY = "training"

@@ -1,6 +1,6 @@
 """Measures of generalisation of PyTorch models::
 
-    from hvd_compress.torch.studies.measures import take_all
+    from ..measures import take_all
 
     found = take_all(model, initial_model, x, y)  # by the names of the paper's tables
 

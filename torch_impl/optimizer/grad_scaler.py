@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from .amp import scaler_step, watch_scale
+from ..amp import scaler_step, watch_scale
+from ..systems.optimizer import LocalStepsOptimizer
 from .compressed_optimizer import CompressedOptimizer
-from .systems.optimizer import LocalStepsOptimizer
 
 
 def watch_grad_scaler() -> None:

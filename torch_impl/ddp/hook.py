@@ -33,12 +33,12 @@ from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
-from .amp import NO_SCALE, current_pass, refuse_scale, running_scale, watch_scale
-from .ddp_buckets import check_bucket, cut
-from .eager import run_eagerly
-from .engine import TorchEngine
+from ..amp import NO_SCALE, current_pass, refuse_scale, running_scale, watch_scale
+from ..eager import run_eagerly
+from ..engine import TorchEngine
+from ..state.rank_states import gathered, own
+from .buckets import check_bucket, cut
 from .lost_ranks import naming_lost_ranks
-from .rank_states import gathered, own
 from .used import UsedParameters, may_leave_out
 
 # Its name before PyTorch 2.13 was another one.

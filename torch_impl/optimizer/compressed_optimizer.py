@@ -21,13 +21,9 @@ import torch
 from hvd_compress.config import is_whole
 from hvd_compress.errors import CompressionError, ConfigError
 
-from . import checkpoint
-from .amp import forget_scale, scaler_steps
-from .binding import Binding
-from .eager import run_eagerly
-from .momentum import check_group
-from .optimizer_host import loss_of
-from .parameters import (
+from ..amp import forget_scale, scaler_steps
+from ..eager import run_eagerly
+from ..parameters import (
     Groups,
     Parameter,
     changed_by_hand,
@@ -37,6 +33,10 @@ from .parameters import (
     not_told,
     split_into_groups,
 )
+from ..state import checkpoint
+from ..state.momentum import check_group
+from ..state.optimizer_host import loss_of
+from .binding import Binding
 
 #: optimizers that exchange gradients; as many as there are references to them elsewhere
 bound_optimizers: weakref.WeakSet[CompressedOptimizer] = weakref.WeakSet()

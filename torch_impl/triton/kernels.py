@@ -1,4 +1,4 @@
-"""The Triton kernels of :mod:`hvd_compress.torch.triton_loops`.
+"""The Triton kernels of :mod:`hvd_compress.torch.triton.loops`.
 
 A program takes one block: ``width`` elements of one tensor.  ``kept`` has room for the places of
 ``room`` candidates of each block.  Each kernel counts with integers or writes to places that no

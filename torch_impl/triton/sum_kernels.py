@@ -1,4 +1,4 @@
-"""The Triton kernels of :mod:`hvd_compress.torch.triton_sums`.
+"""The Triton kernels of :mod:`hvd_compress.torch.triton.sums`.
 
 A program takes some blocks of runs of elements.  Sums have the order of
 :func:`hvd_compress.kernels.reference.sums`.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_codec_kernels import FLOAT8, LINEAR
-from .triton_kernels import magnitudes
+from .codec_kernels import FLOAT8, LINEAR
+from .kernels import magnitudes
 
 #: what sums are of; "low" are the negative elements, "high" all others, which "many" counts
 PLAIN, MAGNITUDE, SQUARE, DEVIATION, LOW, HIGH, MANY = (tl.constexpr(i) for i in range(7))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hvd_compress.errors import ConfigError, UnsupportedError
 
-from .replicas import STEPS_IN_BACKWARD, check_apart
+from ..replicas import STEPS_IN_BACKWARD, check_apart
 
 #: how to shard a model with FSDP1 for an exchange between replicas
 HOW_FLAT = (

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import triton
 
-from .triton_task_kernels import HEADS, LENGTH, SIZE, START, SUMMED, N
+from .task_kernels import HEADS, LENGTH, SIZE, START, SUMMED, N
 
 #: elements, or bytes, that a program takes
 WIDTH = 1024

@@ -20,11 +20,11 @@ from hvd_compress.codecs.ternary import Ternary
 from hvd_compress.kernels.bitpacking import digits_of_a_word, field_of
 from hvd_compress.kernels.codecs import Digits, Halves, Natural, Signs
 
-from . import triton_codec_kernels as kernels
-from . import triton_sum_kernels as terms
-from .triton_sums import EXACT, limits_of, of_sums, pairs_of_means, scales, sums
-from .triton_task_kernels import CODE, START
-from .triton_tasks import WIDTH, Layout, Span
+from . import codec_kernels as kernels
+from . import sum_kernels as terms
+from .sums import EXACT, limits_of, of_sums, pairs_of_means, scales, sums
+from .task_kernels import CODE, START
+from .tasks import WIDTH, Layout, Span
 
 _FLOAT32 = np.dtype(np.float32)
 _KINDS = {

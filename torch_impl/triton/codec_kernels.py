@@ -1,8 +1,8 @@
-"""The Triton kernels of :mod:`hvd_compress.torch.triton_code_loops`: numbers (float32) to codes,
+"""The Triton kernels of :mod:`hvd_compress.torch.triton.code_loops`: numbers (float32) to codes,
 and back.
 
 They compute what kernels/codecs.h does in C++, with the same bits: each operation is rounded once,
-and nothing is contracted.  A program takes a block of a task; see :mod:`.triton_tasks`.
+and nothing is contracted.  A program takes a block of a task; see :mod:`.tasks`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_kernels import INFINITY, magnitudes
-from .triton_philox import FIRST, PLACE, drawn, philox
-from .triton_task_kernels import CODE, HEADS, LENGTH, SIZE, START, N, entry, short, taken
+from .kernels import INFINITY, magnitudes
+from .philox import FIRST, PLACE, drawn, philox
+from .task_kernels import CODE, HEADS, LENGTH, SIZE, START, N, entry, short, taken
 
 #: how numbers become digits; see :class:`hvd_compress.kernels.codecs.Digits`
 LINEAR, UNIFORM, EXPONENTIAL, TERNARY, FLOAT8 = (tl.constexpr(i) for i in range(5))

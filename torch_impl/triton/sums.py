@@ -1,6 +1,6 @@
 """Norms, means and largest magnitudes of runs of elements in a GPU's memory, in Triton.
 
-Runs are those of a :class:`~hvd_compress.torch.triton_tasks.Layout`.  Sums are float64, in the
+Runs are those of a :class:`~hvd_compress.torch.triton.tasks.Layout`.  Sums are float64, in the
 order that :func:`hvd_compress.kernels.reference.sums` defines.  The host waits for nothing.
 """
 
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import triton
 
-from . import triton_sum_kernels as kernels
-from .triton_tasks import WIDTH, Layout
+from . import sum_kernels as kernels
+from .tasks import WIDTH, Layout
 
 #: blocks of a sum that a program takes
 _ROWS = 8

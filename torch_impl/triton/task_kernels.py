@@ -1,4 +1,4 @@
-"""How a Triton kernel finds its block of a task, see :mod:`hvd_compress.torch.triton_tasks`."""
+"""How a Triton kernel finds its block of a task, see :mod:`hvd_compress.torch.triton.tasks`."""
 
 from __future__ import annotations
 

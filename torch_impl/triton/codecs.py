@@ -18,10 +18,10 @@ from hvd_compress.codecs import Codec
 from hvd_compress.kernels import is_compiled
 from hvd_compress.kernels.codecs import Signs, move, place_of, skip, words_of
 
-from . import triton_code_loops as loops
-from .backend import from_numpy, to_numpy
-from .triton_codec_kernels import ADD, INFINITE, LEFT, NOTES, TAKE_OFF, WRITE
-from .triton_tasks import Layout
+from ..backend import from_numpy, to_numpy
+from . import code_loops as loops
+from .codec_kernels import ADD, INFINITE, LEFT, NOTES, TAKE_OFF, WRITE
+from .tasks import Layout
 
 #: places within a tensor and its code are 32-bit integers
 _MOST = 2**30

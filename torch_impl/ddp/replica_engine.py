@@ -9,8 +9,8 @@ import torch
 
 from hvd_compress.engines.named import Op
 
-from .ddp import ProcessGroupEngine
-from .replicas import group_of
+from ..replicas import group_of
+from .hook import ProcessGroupEngine
 
 
 class ReplicaEngine(ProcessGroupEngine):

@@ -19,17 +19,11 @@ from hvd_compress.integrations.horovod import bind_call, hand_on, in_place_of, i
 from hvd_compress.methods import as_compressor
 from hvd_compress.systems.rounds.factories import distribute_by_method
 
+from ..parameters import Groups, Parameter, check_groups, check_process_set, names_of_parameters
+from ..state.momentum import check_group, check_sparse_step
+from ..systems.optimizer import check_users
 from .binding import Binding
 from .compressed_optimizer import CompressedOptimizer, check_passes
-from .momentum import check_group, check_sparse_step
-from .parameters import (
-    Groups,
-    Parameter,
-    check_groups,
-    check_process_set,
-    names_of_parameters,
-)
-from .systems.optimizer import check_users
 
 
 def wrap_factory(

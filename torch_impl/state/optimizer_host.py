@@ -13,7 +13,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers import Formula, Now
 from hvd_compress.optimizers.base import documented
 
-from .eager import run_eagerly
+from ..eager import run_eagerly
 
 _PARAMS = """\
 ``params`` are those of the model, floats of any shape, or groups of them with options of their own,

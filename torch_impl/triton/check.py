@@ -8,8 +8,8 @@ import torch
 
 from hvd_compress.kernels import Steps, reference
 
-from . import triton_loops
-from .backend import from_numpy, to_numpy
+from ..backend import from_numpy, to_numpy
+from . import loops
 
 _SIZES, _COUNTS, _MOMENTUM = (5000, 70), (50, 3), 0.9
 
@@ -20,7 +20,7 @@ def problem_of(device: torch.device) -> str | None:
     rows = [[random.standard_normal(n).astype(np.float32) for _ in range(5)] for n in _SIZES]
     expected, steps = Steps.of(rows), Steps.of([[from_numpy(x, like) for x in row] for row in rows])
     try:
-        selection = triton_loops.Selection(_SIZES, _COUNTS)
+        selection = loops.Selection(_SIZES, _COUNTS)
         found = selection.select(steps, _MOMENTUM)
         selection.settle(steps, found.indices, found.values, True, found.finite)
         states = [to_numpy(x) for row in steps.rows() for x in row]

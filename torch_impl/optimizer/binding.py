@@ -19,11 +19,11 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Record, Stats
 
-from . import backend
-from .amp import running_scale
-from .momentum import Momentum, check_sparse_step
-from .parameters import gradient_dtype
-from .store import ParameterStore
+from .. import backend
+from ..amp import running_scale
+from ..parameters import gradient_dtype
+from ..state.momentum import Momentum, check_sparse_step
+from ..state.store import ParameterStore
 
 logger = logging.getLogger("hvd_compress")
 

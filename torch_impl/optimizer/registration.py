@@ -15,12 +15,12 @@ from typing import Any
 from hvd_compress.engines.base import Engine
 from hvd_compress.integrations.horovod import checked_join, take_stateless
 
-from . import checkpoint
+from ..engine import HorovodEngine
+from ..state import checkpoint
+from ..systems.optimizer import LocalStepsOptimizer, broadcast_training_state
 from .compressed_optimizer import CompressedOptimizer, bound_optimizers
 from .distributed_optimizer import wrap_factory
-from .engine import HorovodEngine
 from .grad_scaler import watch_grad_scaler
-from .systems.optimizer import LocalStepsOptimizer, broadcast_training_state
 
 
 def register(hvd: Any) -> None:

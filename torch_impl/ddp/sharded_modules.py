@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hvd_compress.errors import ConfigError, UnsupportedError
 
-from .replicas import (
+from ..replicas import (
     HOW,
     STEPS_IN_BACKWARD,
     check_apart,

@@ -22,9 +22,9 @@ import triton
 from hvd_compress.kernels import Column, Selected, Steps
 from hvd_compress.kernels.arrays import Momentum, momenta_of
 
-from . import triton_kernels as kernels
-from .backend import from_numpy
-from .triton_codecs import Codes, placed
+from ..backend import from_numpy
+from . import kernels
+from .codecs import Codes, placed
 
 __all__ = ["KEEPS", "Codes", "Selection", "add_up", "placed", "stream"]
 

@@ -17,10 +17,10 @@ from hvd_compress.reduce import Store
 from hvd_compress.reduce.store import Looks, check_state
 from hvd_compress.transforms import momentum_after_averaging
 
-from . import backend
+from .. import backend
+from ..parameters import changed_by_hand
 from .common_values import numbers_of, sample_of
 from .momentum import Momentum
-from .parameters import changed_by_hand
 from .rows import exchange_rows
 
 #: prefix of this package's entries in ``optimizer.state[p]``

@@ -30,10 +30,10 @@ from hvd_compress.methods import PowerSGD, as_fixed
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
-from .amp import NO_SCALE, refuse_scale, running_scale, watch_scale
+from ..amp import NO_SCALE, refuse_scale, running_scale, watch_scale
+from ..replicas import group_of
 from .flat_modules import FlatModel, FlatModule, FlatPart, is_flat
 from .replica_engine import ReplicaEngine
-from .replicas import group_of
 from .sharded_modules import Part, ShardedModel, ShardedModule
 
 Module: TypeAlias = ShardedModule | FlatModule

@@ -34,10 +34,10 @@ from hvd_compress.integrations.checkpoints import (
 )
 from hvd_compress.methods.rows import rows_state
 
-from . import backend
+from .. import backend
+from ..parameters import gradient_dtype
+from ..plain import kind_without_bytes
 from .checked_state import KEY, VERSION, Entries, checked_entries, checked_header
-from .parameters import gradient_dtype
-from .plain import kind_without_bytes
 from .store import PREFIX, per_rank_of
 
 

@@ -1,0 +1,1 @@
+"""``DistributedOptimizer`` over Horovod, and what it registers with Horovod."""

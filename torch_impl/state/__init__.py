@@ -1,0 +1,1 @@
+"""The states of tensors: where they are kept, and how they are saved and loaded."""
