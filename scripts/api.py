@@ -124,8 +124,8 @@ MORE = {
     f"{ALL}.testing": ["check_laws"],
     f"{ALL}.torch": [
         "DistributedOptimizer",
-        "binding.Binding",
-        "compressed_optimizer.CompressedOptimizer",
+        "optimizer.binding.Binding",
+        "optimizer.compressed_optimizer.CompressedOptimizer",
         "systems.optimizer.LocalStepsOptimizer",
     ],
     f"{ALL}.tensorflow": ["DistributedGradientTape", "binding.Binding"],

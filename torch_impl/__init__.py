@@ -5,7 +5,7 @@
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=..., compression=hvd.DGC)
 
 It has everything that ``horovod.torch`` has.  Horovod's own import line works as well, if this
-package is imported too: ``import horovod.torch as hvd; from . import DGC``.
+package is imported too: ``import horovod.torch as hvd; from hvd_compress.torch import DGC``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hvd_compress.systems import graphs
 from hvd_compress.systems.rounds import OuterSGD
 from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp, WeightDecay
 
+from .ddp import DDPState, ddp_hook
 from .ddp.fsdp import compress_replicas
-from .ddp.hook import DDPState, ddp_hook
 from .ddp.replica_engine import engine_over
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers

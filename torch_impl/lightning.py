@@ -49,7 +49,7 @@ class CompressedGradients:
         ConfigError: from ``trainer.fit``: those of ``DDPState``; or a method with residuals and
             ``precision="16-mixed"``, whose loss scale changes.
 
-    >>> from .lightning import CompressedGradients
+    >>> from hvd_compress.torch.lightning import CompressedGradients
     >>> from lightning.pytorch.strategies import DDPStrategy
     >>> class Mine(CompressedGradients, DDPStrategy):
     ...     strategy_name = "mine"

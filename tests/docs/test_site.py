@@ -123,6 +123,7 @@ INNER = {
     *("aggregators", "codecs", "operators", "transforms"),  # hvd_compress.blocks
     *("auto", "integrations.exports", "requests", "coding.base"),  # hvd_compress, its coding
     *("torch.optimizers", "autoencoder", "backends", "fused", "kernels", "wire"),
+    "torch.ddp",
     "torch.triton.loops",
 }
 
