@@ -117,12 +117,12 @@ class SetupError(CompressionError, RuntimeError):
     """Something outside this package is missing: a compiler, Horovod, MPI, another package.  The
     message says how to install it.
 
-    >>> from hvd_compress.cli.environment import require_packages
-    >>> require_packages({"no_such_module": "no-such-package"}, "this example")
+    >>> from hvd_compress.integrations.horovod import rest_of
+    >>> rest_of(ImportError("no horovod"), "join", "hvd_compress.torch", "PyTorch")
     Traceback (most recent call last):
         ...
-    hvd_compress.errors.SetupError: this example needs no-such-package: ... -m pip install
-    no-such-package
+    hvd_compress.errors.SetupError: hvd.join needs Horovod with PyTorch (no horovod); run
+    `hvd-compress-horovod`, and `hvd-compress doctor` to see what is there
     """
 
 

@@ -35,9 +35,7 @@ INPUTS = [
     "constraints-triton.txt",
     "constraints-uv.txt",
     "scripts/setup.py",
-    "hvd_compress/cli/environment.py",
-    "hvd_compress/cli/horovod_build.py",
-    "hvd_compress/cli/horovod_plan.py",
+    "hvd_compress/horovod_wheel/*.py",
 ]
 
 
@@ -91,8 +89,7 @@ def main() -> None:
     if not is_installed("zensical", "constraints-docs.txt", ZENSICAL, ""):
         install_zensical(pip, install, pinned)
     say("8/8", "Horovod")
-    command = [str(VENV / "bin" / "hvd-compress"), "install-horovod"]
-    if subprocess.run(command, cwd=ROOT).returncode:
+    if subprocess.run([str(VENV / "bin" / "hvd-compress-horovod")], cwd=ROOT).returncode:
         sys.exit(1)
     STAMP.write_text(stamp)
 

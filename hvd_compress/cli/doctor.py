@@ -15,18 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from hvd_compress import kernels
-from hvd_compress.cli import environment as env
-from hvd_compress.cli.horovod_build import built_with
-from hvd_compress.cli.horovod_plan import (
+from hvd_compress.horovod_wheel import environment as env
+from hvd_compress.horovod_wheel.build import built_with
+from hvd_compress.horovod_wheel.plan import (
     FIRST_UNTRIED,
     FRAMEWORKS,
     RUN_NEEDS,
     standard_of,
     untried,
 )
-from hvd_compress.errors import SetupError
 
-INSTALL = "hvd-compress install-horovod"
 #: what one may want to work: the module that it begins with, and how to get that
 WANTED = {
     "torch": ("torch", "pip install torch"),
@@ -127,14 +125,14 @@ def _horovod(goal: Goal) -> Iterator[Finding]:
             yield Finding("-", "horovod", "not installed")
         elif goal.can_do_without_horovod:
             text = "not installed: hvd_compress.torch.mpi and ddp_hook do without it"
-            yield Finding("note", "horovod", text, INSTALL)
+            yield Finding("note", "horovod", text, env.COMMAND)
         else:
-            yield Finding("problem", "horovod", "not installed", INSTALL)
+            yield Finding("problem", "horovod", "not installed", env.COMMAND)
         return
     yield Finding("ok", "horovod", version)
     try:
         env.require_packages(RUN_NEEDS, "Horovod")
-    except SetupError as problem:
+    except env.BuildError as problem:
         text, _, fix = str(problem).partition(": ")
         yield Finding("problem", "requirements", text, fix)
     frameworks = [name for name in goal.frameworks if env.version_of(name)]
@@ -153,16 +151,16 @@ def _binding(framework: str, answer: dict[str, bool] | None) -> Finding:
     name, version = f"horovod.{framework}", env.version_of(framework)
     known = _built_against().get({"torch": "pytorch"}.get(framework, framework))
     if known is None:
-        return Finding("problem", name, "not built", INSTALL)
+        return Finding("problem", name, "not built", env.COMMAND)
     if known != version:
         text = f"built against {framework} {known}, but {version} is installed"
-        return Finding("problem", name, text, INSTALL)
+        return Finding("problem", name, text, env.COMMAND)
     if answer is None:
-        return Finding("problem", name, "cannot be imported", f"{INSTALL} --rebuild")
+        return Finding("problem", name, "cannot be imported", f"{env.COMMAND} --rebuild")
     labels = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL", "cuda": "CUDA", "rocm": "ROCm"}
     built = ", ".join(f"{label} {'yes' if answer[k] else 'no'}" for k, label in labels.items())
     if not (answer["mpi"] or answer["gloo"]):
-        return Finding("problem", name, built, f"{INSTALL} --rebuild")
+        return Finding("problem", name, built, f"{env.COMMAND} --rebuild")
     return Finding("ok", name, built)
 
 
@@ -256,7 +254,7 @@ def _build_tools(goal: Goal) -> Iterator[Finding]:
     name = f"C++{standard} compiler"
     try:
         yield Finding("ok", name, env.compiler_version(env.compiler(standard)))
-    except SetupError as problem:
+    except env.BuildError as problem:
         yield Finding("-", name, str(problem))
     for name in ("cmake", "make"):
         version = (env.output_of([name, "--version"]) or "").partition("\n")[0]

@@ -21,8 +21,6 @@ from hvd_compress.base import Compressor
 from hvd_compress.cli.advise import advise, bandwidth, duration
 from hvd_compress.cli.costs import RANKS, SHAPE, costs_of_defaults
 from hvd_compress.cli.doctor import WANTED, doctor
-from hvd_compress.cli.horovod_build import install_horovod
-from hvd_compress.cli.horovod_plan import GPU, VERSION
 from hvd_compress.cli.options import picture_file, positive
 from hvd_compress.cli.stragglers import stragglers
 from hvd_compress.errors import CompressionError, ConfigError, NeedsTuning
@@ -58,20 +56,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hvd_compress {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    command = commands.add_parser(
-        "install-horovod",
-        help=f"build Horovod {VERSION} for the frameworks of this environment and install it",
-        description=f"Build Horovod {VERSION}, which pip cannot, for the installed PyTorch and "
-        "TensorFlow, and install it.  Wheels are cached: a second time takes seconds.",
-    )
-    command.add_argument(
-        "--gpu", choices=GPU, default="none", help="what moves GPU tensors (default: none)"
-    )
-    command.add_argument("--jobs", type=positive, metavar="N", help="default: number of cores")
-    command.add_argument("--rebuild", action="store_true", help="even if there is a cached wheel")
-    command.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
-    command.set_defaults(run=install_horovod)
 
     command = commands.add_parser("doctor", help="what is installed, what is wrong, what helps")
     command.add_argument(

@@ -174,8 +174,8 @@ def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framewor
     check_server(name)
     if isinstance(horovod, ImportError):
         raise SetupError(
-            f"hvd.{name} needs Horovod with {framework} ({horovod}); run `hvd-compress "
-            "install-horovod`, and `hvd-compress doctor` to see what is there"
+            f"hvd.{name} needs Horovod with {framework} ({horovod}); run "
+            "`hvd-compress-horovod`, and `hvd-compress doctor` to see what is there"
         ) from horovod
     if not hasattr(horovod, name):
         where = "; building blocks are in hvd_compress.blocks" if hasattr(blocks, name) else ""

@@ -82,7 +82,7 @@ def under_horovodrun(ranks: int, controller: str) -> None:
         return
     horovodrun = _find("horovodrun")
     if horovodrun is None:
-        sys.exit("horovodrun not found: install Horovod with `hvd-compress install-horovod`")
+        sys.exit("horovodrun not found: install Horovod with `hvd-compress-horovod`")
     command = [horovodrun, f"--{controller}", "-np", str(ranks), "-H", f"localhost:{ranks}"]
     command += _this_program()
     print("$", " ".join(command), flush=True)

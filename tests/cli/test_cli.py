@@ -18,9 +18,9 @@ import pytest
 
 import hvd_compress
 from hvd_compress import config, methods
-from hvd_compress.cli import environment
 from hvd_compress.cli.main import main
 from hvd_compress.cli.options import picture_file
+from hvd_compress.horovod_wheel import environment
 from hvd_compress.integrations import launch
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -128,23 +128,11 @@ def test_version(capsys):
     assert hvd_compress.__version__ in capsys.readouterr().out
 
 
-def test_error_is_one_line(capsys, monkeypatch):
-    monkeypatch.setenv("CXX", "/no/such/compiler")
-    assert main(["install-horovod", "--dry-run"]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("hvd-compress: error: no C++ compiler")
-    assert err.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
         [],
         ["no-such"],
-        ["install-horovod", "--jobs", "0"],
-        ["install-horovod", "--jobs", "two"],
-        ["install-horovod", "--gpu=x"],
         ["stragglers", "--picture", "/no/such/folder/a.png"],
         ["stragglers", "--picture", "a.bmpp"],
     ],
@@ -208,7 +196,7 @@ def test_doctor_names_cures(bare):
     done = command("doctor", python=bare, PATH="/usr/bin:/bin")
     assert done.returncode == 1
     lines = [line.strip() for line in done.stdout.splitlines()]
-    for cure in ("pip install torch", "hvd-compress install-horovod"):
+    for cure in ("pip install torch", "hvd-compress-horovod"):
         assert f"-> {cure}" in lines
     assert re.fullmatch(r"\d problems for torch", lines[-1])
 
@@ -242,10 +230,3 @@ def test_doctor_judges_by_what_is_wanted(mpi_only):
 def test_doctor_notices_a_wrong_prefix_of_open_mpi(tmp_path):
     done = command("doctor", **AS_ROOT, OPAL_PREFIX=str(tmp_path))
     assert f"-> OPAL_PREFIX is {tmp_path}; try: unset OPAL_PREFIX" in done.stdout
-
-
-def test_horovod_needs_a_framework(bare):
-    done = command("install-horovod", python=bare)
-    assert done.returncode == 1
-    assert "neither torch nor tensorflow is installed" in done.stderr
-    assert done.stderr.count("\n") == 1

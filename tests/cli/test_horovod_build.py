@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hvd_compress.cli import environment as env
-from hvd_compress.cli import horovod_build, horovod_plan
-from hvd_compress.errors import SetupError
+from hvd_compress.horovod_wheel import build as horovod_build
+from hvd_compress.horovod_wheel import environment as env
+from hvd_compress.horovod_wheel import plan as horovod_plan
+from hvd_compress.horovod_wheel.environment import BuildError
 
-INSTALL = [sys.executable, "-m", "hvd_compress", "install-horovod"]
 LOG = """\
   [ 80%] Building CXX object a.cc.o
   cd /build && c++ -c a.cc
@@ -27,10 +27,16 @@ LOG = """\
 """
 
 
-def install(*options, **variables):
-    return subprocess.run(
-        [*INSTALL, *options], env=os.environ | variables, capture_output=True, text=True
-    )
+@pytest.fixture
+def install(monkeypatch, capfd):
+    """The command with these options and variables: its exit status, stdout and stderr."""
+
+    def run(*options, **variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return horovod_build.main(options), *capfd.readouterr()
+
+    return run
 
 
 @pytest.fixture(autouse=True)
@@ -53,18 +59,6 @@ def wrapper(tmp_path):
     folder = tmp_path / "with space"
     folder.mkdir()
     return horovod_build.write_wrapper(folder, env.compiler())
-
-
-@pytest.fixture
-def tools(tmp_path):
-    """Puts programs into a folder that can be all of PATH."""
-
-    def select(*names):
-        for name in names:
-            (tmp_path / name).symlink_to(shutil.which(name))
-        return str(tmp_path)
-
-    return select
 
 
 class TestKey:
@@ -195,67 +189,67 @@ class TestWrapper:
         subprocess.run([wrapper, "-fsyntax-only", source], check=True)
 
 
+@pytest.mark.parametrize("wrong", [["--jobs", "0"], ["--jobs", "two"], ["--gpu=x"]], ids=" ".join)
+def test_wrong_usage(wrong, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        horovod_build.main(wrong)
+    assert "usage: hvd-compress-horovod" in capsys.readouterr().err
+
+
+NOWHERE = "/no/such/folder"  # also where the usual place has a toolkit
+
+
 class TestMissing:
-    def check(self, done, *words):
-        assert done.returncode == 1
-        assert done.stdout == ""
-        assert done.stderr.startswith("hvd-compress: error: ")
-        assert done.stderr.count("\n") == 1
+    @pytest.mark.parametrize(
+        ("present", "options", "variables", "words"),
+        [
+            ([], [], {}, ["C++17", "install g++"]),
+            ([], [], {"CXX": "/no/such/compiler"}, ["C++17", "tried /no/such/compiler"]),
+            (["c++", "as", "ld"], [], {}, ["cmake is missing", "pip install cmake"]),
+            (["c++", "as", "ld", "cmake"], [], {}, ["make is missing"]),
+            (
+                ["c++", "as", "ld", "cmake", "make"],
+                ["--gpu", "mpi"],
+                {"CUDA_HOME": NOWHERE, "HOROVOD_CUDA_HOME": NOWHERE},
+                ["--gpu mpi needs the CUDA toolkit", "HOROVOD_CUDA_HOME"],
+            ),
+        ],
+        ids=["compiler", "chosen compiler", "cmake", "make", "cuda"],
+    )
+    def test_tool(self, install, tmp_path, present, options, variables, words):
+        for name in present:
+            (tmp_path / name).symlink_to(shutil.which(name))
+        status, out, err = install(*options, **{"PATH": str(tmp_path), "CXX": ""} | variables)
+        assert (status, out) == (1, "")
+        assert err.startswith("hvd-compress-horovod: error: ")
+        assert err.count("\n") == 1
         for word in words:
-            assert word in done.stderr
+            assert word in err
 
-    def test_compiler(self):
-        self.check(install(PATH="", CXX=""), "C++17", "install g++")
-
-    def test_chosen_compiler(self):
-        self.check(install(CXX="/no/such/compiler"), "C++17", "tried /no/such/compiler")
-
-    def test_cmake(self, tools):
-        done = install(PATH=tools("c++", "as", "ld"), CXX="")
-        self.check(done, "cmake is missing", "pip install cmake")
-
-    def test_make(self, tools):
-        self.check(install(PATH=tools("c++", "as", "ld", "cmake"), CXX=""), "make is missing")
-
-    def test_cuda(self, tools):
-        path = tools("c++", "as", "ld", "cmake", "make")
-        nowhere = "/no/such/folder"  # also where the usual place has a toolkit
-        done = install(
-            "--gpu", "mpi", PATH=path, CXX="", CUDA_HOME=nowhere, HOROVOD_CUDA_HOME=nowhere
-        )
-        self.check(done, "--gpu mpi needs the CUDA toolkit", "HOROVOD_CUDA_HOME")
+    def test_framework(self, install, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        status, _, err = install()
+        assert status == 1
+        assert "neither torch nor tensorflow is installed" in err
 
     def test_package(self):
-        with pytest.raises(SetupError, match=r"Horovod needs no-such: .* install no-such$"):
+        with pytest.raises(BuildError, match=r"Horovod needs no-such: .* install no-such$"):
             env.require_packages({"no_such_module": "no-such", "json": "json"}, "Horovod")
 
 
 class TestPlan:
-    def test_dry_run_says_what_it_would_do_and_does_nothing(self, tmp_path):
+    def test_dry_run_says_what_it_would_do_and_does_nothing(self, install, tmp_path):
         cache = tmp_path / "cache"
-        done = install("--dry-run", "--jobs", "7", HVD_COMPRESS_CACHE=str(cache))
-        assert done.returncode == 0
-        assert done.stderr == ""
+        status, out, err = install("--dry-run", "--jobs", "7", HVD_COMPRESS_CACHE=str(cache))
+        assert (status, err) == (0, "")
         for word in ("Horovod 0.28.1", "MPI", "compiler", str(cache), "7 jobs", "about 2 minutes"):
-            assert word in done.stdout
+            assert word in out
         for name in ("torch", "tensorflow"):
-            assert f"{name} {env.version_of(name)}" in done.stdout or not env.version_of(name)
+            assert f"{name} {env.version_of(name)}" in out or not env.version_of(name)
         assert not cache.exists()
 
-    def test_cached_wheel_is_taken_unless_told_otherwise(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("HVD_COMPRESS_CACHE", str(tmp_path))
-        plan = horovod_plan.make_plan()
-        assert plan.wheel is None
-        plan.folder.mkdir()
-        wheel = plan.folder / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
-        wheel.write_bytes(b"a wheel")
-        horovod_plan.record_of(wheel).write_text(horovod_plan.digest_of(wheel))
-        assert plan.wheel == wheel
-        assert "install the cached wheel" in plan.describe()
-        assert "cached wheel" not in plan.describe(rebuild=True)
-
     @pytest.mark.parametrize("damage", [b"", b"a whe", b"another"])
-    def test_damaged_wheel_is_not_taken(self, tmp_path, monkeypatch, damage):
+    def test_cached_wheel_is_taken_unless_damaged(self, tmp_path, monkeypatch, damage):
         monkeypatch.setenv("HVD_COMPRESS_CACHE", str(tmp_path))
         plan = horovod_plan.make_plan()
         plan.folder.mkdir()
@@ -263,6 +257,9 @@ class TestPlan:
         wheel.write_bytes(b"a wheel")
         assert plan.wheel is None, "of which nothing is recorded"
         horovod_plan.record_of(wheel).write_text(horovod_plan.digest_of(wheel))
+        assert plan.wheel == wheel
+        assert "install the cached wheel" in plan.describe()
+        assert "cached wheel" not in plan.describe(rebuild=True)
         wheel.write_bytes(damage)
         assert plan.wheel is None
         assert "build with" in plan.describe()
@@ -298,7 +295,7 @@ class TestPlan:
         else:
             changed.chmod(0o775 if how == "group" else 0o757)
             cure = f"chmod go-w {changed}, or set HVD_COMPRESS_CACHE"
-        with pytest.raises(SetupError, match=f"^{changed} .*{cure}"):
+        with pytest.raises(BuildError, match=f"^{changed} .*{cure}"):
             horovod_plan.check_private(folder)
 
     def test_what_is_kept_is_private_whatever_the_umask(self, tmp_path, monkeypatch):
@@ -307,7 +304,7 @@ class TestPlan:
         plan = horovod_plan.Plan([], "none", 1, {}, folder)
         before = os.umask(0o002)
         try:
-            with horovod_build._folder_in(folder) as work:
+            with horovod_build.folder_in(folder) as work:
                 built = Path(work, "horovod-0.28.1.whl")
                 built.write_bytes(b"a wheel")
                 wheel = horovod_build.keep(plan, built)
@@ -322,11 +319,11 @@ class TestPlan:
         monkeypatch.setenv("HVD_COMPRESS_CACHE", str(tmp_path))
         horovod_plan.check_private(tmp_path / "horovod")
 
-    def test_install_looks_at_the_cache_before_it_takes_anything(self, tmp_path):
+    def test_install_looks_at_the_cache_before_it_takes_anything(self, install, tmp_path):
         tmp_path.chmod(0o777)
-        done = install("--dry-run", HVD_COMPRESS_CACHE=str(tmp_path))
-        assert done.returncode == 1
-        assert f"{tmp_path} can be written by others" in done.stderr
+        status, _, err = install("--dry-run", HVD_COMPRESS_CACHE=str(tmp_path))
+        assert status == 1
+        assert f"{tmp_path} can be written by others" in err
 
     @pytest.mark.parametrize(
         ("torch", "standard"),
@@ -349,11 +346,11 @@ class TestPlan:
     def test_half_a_cuda_toolkit_is_said_before_the_build(self, tmp_path):
         torch = {"version": "2.13.0+cu130", "cuda": "13.0"}
         horovod_plan.check_toolkit_of(torch, None)
-        with pytest.raises(SetupError, match=rf"{tmp_path}/bin/nvcc is missing: .* CUDA_HOME"):
+        with pytest.raises(BuildError, match=rf"{tmp_path}/bin/nvcc is missing: .* CUDA_HOME"):
             horovod_plan.check_toolkit_of(torch, str(tmp_path))
         (tmp_path / "bin").mkdir()
         (tmp_path / "bin" / "nvcc").touch()
-        with pytest.raises(SetupError, match=r"include/cuda_runtime.h is missing"):
+        with pytest.raises(BuildError, match=r"include/cuda_runtime.h is missing"):
             horovod_plan.check_toolkit_of(torch, str(tmp_path))
         (tmp_path / "include").mkdir()
         (tmp_path / "include" / "cuda_runtime.h").touch()
@@ -377,42 +374,42 @@ class TestPlan:
 
 
 class TestBuild:
-    def test_failure_shows_the_log_and_leaves_no_wheel(self, tmp_path):
+    def test_failure_shows_the_log_and_leaves_no_wheel(self, install, tmp_path):
         # No index and nothing to find: pip fails at once, without a network.
-        done = install(
+        status, _, err = install(
             HVD_COMPRESS_CACHE=str(tmp_path), PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path)
         )
         (log,) = tmp_path.glob("horovod-*/build.log")
-        assert done.returncode == 1
-        assert "No matching distribution found for horovod==0.28.1" in done.stderr
-        assert done.stderr.splitlines()[-1].endswith(f"the whole log: {log}")
+        assert status == 1
+        assert "No matching distribution found for horovod==0.28.1" in err
+        assert err.splitlines()[-1].endswith(f"the whole log: {log}")
         assert [file.name for file in log.parent.iterdir()] == ["build.log"]
 
-    def test_a_cache_that_cannot_be_written_is_one_line(self, tmp_path):
+    def test_a_cache_that_cannot_be_written_is_one_line(self, install, tmp_path):
         file = tmp_path / "file"
         file.touch()
-        done = install(HVD_COMPRESS_CACHE=str(file))
-        assert done.returncode == 1
-        assert done.stderr.count("\n") == 1
-        assert f"the cache {file}" in done.stderr
-        assert "cannot be written (File exists): set HVD_COMPRESS_CACHE" in done.stderr
+        status, _, err = install(HVD_COMPRESS_CACHE=str(file))
+        assert status == 1
+        assert err.count("\n") == 1
+        assert f"the cache {file}" in err
+        assert "cannot be written (File exists): set HVD_COMPRESS_CACHE" in err
 
-    def test_another_source_is_not_built(self, tmp_path):
+    def test_another_source_is_not_built(self, install, tmp_path):
         with tarfile.open(tmp_path / "horovod-0.28.1.tar.gz", "w:gz") as archive:
             setup = tmp_path / "setup.py"
             setup.write_text("open('/nowhere/at/all', 'w')")
             archive.add(setup, "horovod-0.28.1/setup.py")
-        done = install(
+        status, _, err = install(
             HVD_COMPRESS_CACHE=str(tmp_path), PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path)
         )
-        assert done.returncode == 1
-        assert done.stderr.count("\n") == 1
-        assert "is not the published one, whose SHA-256 is 92a43f5a94c4" in done.stderr
+        assert status == 1
+        assert err.count("\n") == 1
+        assert "is not the published one, whose SHA-256 is 92a43f5a94c4" in err
 
     def test_progress_in_plain_lines(self, tmp_path, capfd):
         lines = r"printf '[  3%%] a\n[ 12%%] b\n[ 19%%] c\n[100%%] d\n'; exit 3"
         log = tmp_path / "log"
-        assert horovod_build._run_logged(["sh", "-c", lines], dict(os.environ), log) == 3
+        assert horovod_build.run_logged(["sh", "-c", lines], dict(os.environ), log) == 3
         assert [line.split()[1] for line in capfd.readouterr().out.splitlines()] == ["10%", "100%"]
         assert log.read_text().endswith("[100%] d\n")
 

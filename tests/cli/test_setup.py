@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from hvd_compress.cli.horovod_plan import FIRST_UNTRIED
+from hvd_compress.horovod_wheel.plan import FIRST_UNTRIED
 
 if sys.version_info >= (3, 11):
     import tomllib

