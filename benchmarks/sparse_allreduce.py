@@ -132,9 +132,6 @@ def contenders() -> list[Contender]:
                     )
                 )
             found.append(Contender(f"Ok-Topk ({wire})", OkTopk(indices, values or "float32")))
-    found.append(
-        Contender("gTop-k (int32, float32)", lambda s: mpi.gtop_k_allreduce(s, n, k, comm=comm))
-    )
     return found
 
 

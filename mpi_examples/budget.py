@@ -39,7 +39,6 @@ REASONS = {
     "zero_one_adam": "as 1-bit Adam",
     "demo": "a sign has no magnitude: steps shrink with the learning rate alone",
     "scalecom": "the elements of one rank are chosen for all, and those of others wait",
-    "gtopk": "what is small on each rank is dropped, and waits, however large its sum is",
     "lgc": "an autoencoder keeps about half of what it is given, after 80 steps of training",
     "ef21": "estimates begin at zero and follow the gradient with a delay",
     "randomk": "elements drawn at random wait, and then arrive all at once",

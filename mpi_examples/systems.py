@@ -86,7 +86,6 @@ SYSTEMS = {
     "ef21": System(
         "largest 1 % of what is new in the gradient", "compression", f"ef21:density={DENSITY}"
     ),
-    "gtopk": System("largest 1 % of sums of pairs", "compression", f"gtopk:density={DENSITY}"),
     "oktopk": System("largest 1 % of the sum", "compression", f"oktopk:density={DENSITY}"),
     "lgc": System(
         "dense, then largest 1 %, then their code",

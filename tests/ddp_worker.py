@@ -29,7 +29,6 @@ from hvd_compress.torch import (
     FP16,
     Auto,
     DDPState,
-    GTopK,
     NoCompression,
     OneBit,
     RandomK,
@@ -124,8 +123,6 @@ def trains_as_the_lockstep_world() -> None:
         RandomK(density=0.1),
         DGC(density=0.05, momentum=0.9, min_size=0),
         OneBit(column=16),
-        GTopK(density=0.05),
-        GTopK(density=0.05, indices="int32"),
         Ring(),
         Ring(equal=False),
     ):

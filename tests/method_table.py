@@ -14,7 +14,6 @@ from hvd_compress import (
     Compressor,
     DeMoCompression,
     EFSignSGD,
-    GTopK,
     LinearQuantization,
     NaturalCompression,
     NaturalDithering,
@@ -162,9 +161,6 @@ ROWS = {
     "threshold-sign": Row(Threshold(tau=0.25, send="sign")),
     "scalecom": Row(ScaleCom(density=0.05)),
     "scalecom-low-pass": Row(ScaleCom(density=0.05, beta=0.25)),
-    "gtopk": Row(GTopK(density=0.05)),
-    "gtopk-packed": Row(GTopK(density=0.05, indices="packed")),
-    "gtopk-half": Row(GTopK(density=0.5, selection="exact")),
     "oktopk": Row(OkTopk(density=0.05)),
     "oktopk-two-steps": Row(OkTopk(density=0.3, selection="exact", threshold_every=2)),
     "oktopk-float16": Row(OkTopk(density=0.1, values="float16", threshold_every=2)),
@@ -247,7 +243,6 @@ ROWS = {
 #: rows of methods whose messages mean nothing without the other ranks or rounds, as ``encode`` says
 TOGETHER = {
     *("powersgd-alternate", "signsgd", "signum", "signum-nesterov"),
-    *("gtopk", "gtopk-packed", "gtopk-half"),
     *("oktopk", "oktopk-two-steps", "oktopk-float16", "zero-one-adam"),
     *("onebit-adam", "onebit-adam-all-sizes", "onebit-adam-by-epoch", "demo", "demo-float16"),
     *("ef21", "ef21-later", "ef21-codes", "chain-ef21-dense", "partition", "chain-momentum-after"),

@@ -4,4 +4,4 @@
 JOBS = ["horovod", "horovod-gloo", "mpi", "ddp", "server", "elastic", "network"]
 #: methods of the campaign of memory
 METHODS = ["none", "fp16", "topk:density=0.05", "dgc:density=0.05", "powersgd", "onebit", "fp8"]
-METHODS += ["gtopk:density=0.05", "ef21:density=0.05"]
+METHODS += ["ef21:density=0.05"]

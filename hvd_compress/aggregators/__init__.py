@@ -7,7 +7,6 @@ from hvd_compress.aggregators.alltoall import alltoall
 from hvd_compress.aggregators.dct_top_k import dct_top_k
 from hvd_compress.aggregators.dense_until import dense_until
 from hvd_compress.aggregators.gather_drawn import gather_drawn
-from hvd_compress.aggregators.gtop_k import gtop_k
 from hvd_compress.aggregators.leader_top_k import leader_top_k
 from hvd_compress.aggregators.learned import learned_allreduce, learned_server
 from hvd_compress.aggregators.ok_topk import ok_topk
@@ -20,7 +19,6 @@ __all__ = [
     "dct_top_k",
     "dense_until",
     "gather_drawn",
-    "gtop_k",
     "leader_top_k",
     "learned_allreduce",
     "learned_server",

@@ -32,7 +32,6 @@ from hvd_compress.mpi.calls.allreduce import (
     recursive_doubling_allreduce,
     ring_allreduce,
 )
-from hvd_compress.mpi.calls.gtop_k import gtop_k_allreduce
 from hvd_compress.mpi.calls.hierarchical import hierarchical_allreduce
 from hvd_compress.mpi.calls.hierarchical_sparse import hierarchical_sparse_allreduce
 from hvd_compress.mpi.calls.sparse_allreduce import sparse_allgather, sparse_allreduce
@@ -49,7 +48,6 @@ __all__ = [
     "Reduced",
     "allreduce",
     "direct_allreduce",
-    "gtop_k_allreduce",
     "halving_doubling_allreduce",
     "hierarchical_allreduce",
     "hierarchical_sparse_allreduce",

@@ -7,7 +7,7 @@ request        reply                                         used by
 ``Max``        element-wise maximum                          comparing ranks before each step
 ``Gather``     list of every rank's bytes, in rank order     sparse and quantised methods
 ``Alltoall``   list of the bytes each rank has for this one  quantised sums in shards
-``Neighbors``  list of the neighbours' bytes                 decentralised methods; merging in pairs
+``Neighbors``  list of the neighbours' bytes                 decentralised methods
 ``Broadcast``  the array of one rank                         values that one rank decides about
 ``SparseSum``  sum of sparse vectors, and what was left out  top-k by an algorithm of choice
 ``Batch``      a function of arrays, without communication   many small matrices at once

@@ -140,7 +140,7 @@ def test_dense(name, checks, data):
             np.testing.assert_array_equal(results[0][0], want.astype(dtype).reshape(5, n))
 
 
-@pytest.mark.parametrize("name", ["allreduce", "hierarchical", "allgather", "gtop_k"])
+@pytest.mark.parametrize("name", ["allreduce", "hierarchical", "allgather"])
 @settings(max_examples=4)
 @given(data=st.data())
 def test_sparse_calls(name, data):
@@ -161,7 +161,6 @@ def test_sparse_calls(name, data):
                 x, n, comm=comm, ranks_per_node=2
             ),
             "allgather": lambda: mpi.sparse_allgather(x, n, comm=comm),
-            "gtop_k": lambda: mpi.gtop_k_allreduce(x, n, 5, comm=comm),
         }[name]
 
         def read(result):

@@ -276,27 +276,12 @@ def test_sparse_sums(size, algorithm, order, n, k, op, indices, values, ranks_pe
     assert_nothing_is_lost(brought, results, n, size if op == "mean" else 1)
 
 
-@at_every_size(3, order=orders, n=st.integers(1, 200), k=st.integers(1, 40))
-def test_gtop_k(size, order, n, k):
-    brought = [entries(rank, n, k) for rank in range(size)]
-
-    def rank():
-        comm = mpi.Communicator()
-        return mpi.gtop_k_allreduce(brought[comm.rank], n, k, comm=comm)
-
-    results = Simulation(size, *order).run(rank)
-    assert results[0].total.indices.size <= k
-    assert_nothing_is_lost(brought, results, n)
-
-
 @at_every_size(
     2,
     [
         "none",
         "bf16",
         "dgc:density=0.1",
-        "gtopk:density=0.1",
-        "gtopk:density=0.1,indices=packed",
         "oktopk:density=0.1,threshold_every=2",
         "oktopk:density=0.1,threshold_every=2,values=float16",
     ],

@@ -11,11 +11,7 @@ from unittest import mock
 import numpy as np
 from mpi4py import MPI
 
-from hvd_compress import Context, GTopK, Sparse, mpi
-from hvd_compress.blocks import top_k
-from hvd_compress.codecs.frame import coded_size
-from hvd_compress.codecs.plus_minus import plus_minus
-from hvd_compress.engines.lockstep import World
+from hvd_compress import Sparse, mpi
 from hvd_compress.errors import (
     CollectiveTimeout,
     ConfigError,
@@ -184,7 +180,6 @@ def empty_vectors_on_some_ranks_or_all() -> None:
             assert total.indices.tolist() == [1, 5]
             assert total.values.tolist() == [1.5, -2]
     assert [x.indices.size for x in mpi.sparse_allgather(_nothing(), 0)] == [0] * P
-    assert mpi.gtop_k_allreduce(_nothing(), 5, 2).total.indices.size == 0
 
 
 def all_elements_are_dense() -> None:
@@ -196,8 +191,6 @@ def all_elements_are_dense() -> None:
         total = allreduce(mine, n).total
         assert isinstance(total, np.ndarray)
         np.testing.assert_array_equal(total, want)
-    total = mpi.gtop_k_allreduce(mine, n, n).total
-    np.testing.assert_array_equal(total.values, want)
 
 
 def vectors_become_dense_when_that_is_shorter() -> None:
@@ -236,7 +229,6 @@ def halves_are_rounded_once() -> None:
     for allreduce in _allreduces():
         assert allreduce(mine, 9).dense(9)[3] == np.float16(total)
         assert allreduce(mine, 9, op="mean").dense(9)[3] == np.float16(total / np.float32(P))
-    assert mpi.gtop_k_allreduce(mine, 9, 2).total.values == np.float16(total)
 
 
 def nan_and_inf_reach_every_rank() -> None:
@@ -254,10 +246,6 @@ def nan_and_inf_reach_every_rank() -> None:
                 assert np.isfinite(np.delete(dense, culprit[[3, 9]])).all()
                 assert np.isfinite(got.dropped.values).all()
                 assert_same_everywhere(*_bits(got.total))
-        total = mpi.gtop_k_allreduce(mine, 100, 5).total
-        assert np.isnan(total.values[total.indices == culprit[3]])
-        assert np.isneginf(total.values[total.indices == culprit[9]])
-        assert_same_everywhere(*_bits(total))
     both = _sparse([4], [np.inf if RANK % 2 else -np.inf])
     for allreduce in _allreduces():
         value = allreduce(both, 9).dense(9)[4]
@@ -346,90 +334,6 @@ def auto_follows_the_cost_model() -> None:
             assert_same_everywhere(total)
 
 
-# -- gTop-k ------------------------------------------------------------------------------------
-
-
-@applies(least=2)
-def gtop_k_is_not_the_global_top_k() -> None:
-    """x0 = (3, 2), x1 = (0, 2): the sum is (3, 4), the result (3, 0)."""
-    chosen = [_sparse([0], [3]), _sparse([1], [2])]
-    mine = chosen[RANK] if RANK < 2 else _nothing()
-    for op, value in (("sum", 3), ("mean", np.float32(3) / np.float32(P))):
-        total, dropped = mpi.gtop_k_allreduce(mine, 2, 1, op=op)
-        assert total.indices.tolist() == [0]
-        assert total.values.tolist() == [value]
-        assert dropped.indices.tolist() == ([1] if RANK == 1 else [])
-        assert dropped.values.tolist() == ([2] if RANK == 1 else [])
-    whole = _sparse([0, 1], [3, 2]) if RANK == 0 else mine
-    total, dropped = mpi.gtop_k_allreduce(whole, 2, 1)
-    assert (total.indices.tolist(), total.values.tolist()) == ([0], [3])
-    assert dropped.values.tolist() == ([2] if RANK < 2 else [])
-
-
-def gtop_k_loses_nothing() -> None:
-    """Also what was dropped in one pair and survives in another.  All that a rank keeps was its
-    own."""
-    for n, k, brought_k in ((300, 10, 10), (300, 25, 60), (12, 3, 6), (50, 50, 20)):
-        for dtype, tolerance in (("float16", 1e-3), ("float32", 1e-6), ("float64", 1e-14)):
-            brought = _vectors(n, brought_k, dtype)
-            for op, scale in (("sum", 1), ("mean", P)):
-                for codec in CODECS:
-                    reduced = mpi.gtop_k_allreduce(brought[RANK], n, k, op=op, indices=codec)
-                    assert reduced.total.indices.size <= k
-                    assert reduced.total.values.dtype == dtype
-                    _assert_nothing_is_lost(brought, reduced, n, P * tolerance, scale)
-                    own = np.isin(brought[RANK].indices, reduced.dropped.indices)
-                    np.testing.assert_array_equal(
-                        brought[RANK].indices[own], reduced.dropped.indices
-                    )
-                    np.testing.assert_array_equal(brought[RANK].values[own], reduced.dropped.values)
-            if k == n:
-                assert reduced.dropped.indices.size == 0
-
-
-def gtop_k_is_the_method() -> None:
-    """The same bits as the exchange of ``GTopK`` in a world inside one process."""
-    n, k = 300, 15
-    for dtype in ("float32", "float64"):
-        generators = [np.random.default_rng([rank, n]) for rank in range(P)]
-        gradients = [generator.standard_normal(n).astype(dtype) for generator in generators]
-        expected = World(GTopK(density=k / n), P).exchange(gradients)[RANK]
-        mine = top_k().select(gradients[RANK], k, Context())
-        brought = Sparse(mine, gradients[RANK][mine])
-        for codec in CODECS:
-            mean, dropped = mpi.gtop_k_allreduce(brought, n, k, op="mean", indices=codec)
-            np.testing.assert_array_equal(_dense(mean, n, dtype), expected.mean)
-            residual = gradients[RANK].copy()
-            residual[mine] = 0
-            residual[dropped.indices] = dropped.values
-            np.testing.assert_array_equal(residual, expected.state["residual"])
-
-
-def gtop_k_keeps_lower_indices_of_equals() -> None:
-    n = 3 * P + 5
-    for values in (np.ones(n), np.where(np.arange(n) % 2, -1.0, 1.0)):
-        total = mpi.gtop_k_allreduce(Sparse(np.arange(n), values), n, 4).total
-        assert total.indices.tolist() == [0, 1, 2, 3]
-        np.testing.assert_array_equal(total.values, P * values[:4])
-    mine = _sparse([RANK, n - 1], [1, 1])  # the last place gathers support only if it is kept
-    total = mpi.gtop_k_allreduce(mine, n, 1).total
-    assert total.indices.tolist() == [0]
-
-
-def gtop_k_sends_k_entries_at_most() -> None:
-    comm = mpi.Communicator(world, checks=0)
-    n, k = 10_000, 50
-    mpi.gtop_k_allreduce(vector(RANK, n, k), n, k, comm=comm)
-    frame = sparse_size(k, n, "float32")
-    rounds = P.bit_length() - 1
-    expected = rounds * (SIZE + frame) if (1 << rounds) > RANK else 0
-    if RANK ^ (1 << rounds) < P:  # two more, the last with a bit for each entry
-        bits = coded_size(plus_minus(1.0), k, np.dtype("float32"))
-        expected += 2 * (SIZE + frame) + bits
-    assert comm.bytes_sent == expected
-    comm.free()
-
-
 # -- what users see ----------------------------------------------------------------------
 
 
@@ -457,7 +361,6 @@ def inputs_are_left_alone() -> None:
             array[:] = 0
     for theirs in mpi.sparse_allgather(mine, 100):
         theirs.values[:] = 0
-    mpi.gtop_k_allreduce(mine, 100, 5).total.values[:] = 0
     np.testing.assert_array_equal(mine.indices, copy.indices)
     np.testing.assert_array_equal(mine.values, copy.values)
 
@@ -490,11 +393,6 @@ def refusals_name_the_way_out() -> None:
         mpi.sparse_allreduce(Sparse(np.arange(2), np.arange(2)), 5)
     with raises(ConfigError, "n=6", "5 elements"):
         mpi.Reduced(np.zeros(5), mine).dense(6)
-    for k in (0, -1, 1.5, True):
-        with raises(ConfigError, "k must be"):
-            mpi.gtop_k_allreduce(mine, 5, k)
-    with raises(ConfigError, "indices", "packed"):
-        mpi.gtop_k_allreduce(mine, 5, 1, indices="rice")
 
 
 @applies(least=2)
@@ -508,8 +406,6 @@ def differing_calls_are_errors_everywhere() -> None:
         mpi.sparse_allreduce(mine, 5, algorithm="auto" if odd else "allgather", comm=comm)
     with raises(MismatchError, "float32", "float16"):
         mpi.sparse_allgather(mine, 5, values="float16" if odd else None, comm=comm)
-    with raises(MismatchError, "k=2", "k=3"):
-        mpi.gtop_k_allreduce(mine, 5, 3 if odd else 2, comm=comm)
     assert mpi.sparse_allreduce(mine, 5, comm=comm).dense(5).tolist() == [0, P, 0, 0, 0]
     comm.free()
 

@@ -48,8 +48,6 @@ KINDS = (
     "onebit",
     "qsgd",
     "topk-half",
-    "gtopk",
-    "gtopk-packed",
     "oktopk",
     "lgc",
 )

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress import DGC, FP16, GTopK, NoCompression, OneBit, StagedWarmup, TopK, switch
+from hvd_compress import DGC, FP16, NoCompression, OneBit, StagedWarmup, TopK, switch
 from hvd_compress.base import Compressor, Outcome
 from hvd_compress.blocks import allgather, chain, error_feedback, top_k
 from hvd_compress.engines.lockstep import World
@@ -17,7 +17,6 @@ from hvd_compress.requests import Alltoall, Broadcast, Gather, Max, Neighbors, S
 from tests.scenarios import horovod_only
 from tests.scenarios.driver import assert_close, raises
 from tests.scenarios.driver_tensorflow import hvd
-from tests.scenarios.parity import follow_the_oracle
 
 SCHEDULE = StagedWarmup(densities=(1.0, 0.25, 0.05))
 
@@ -72,31 +71,6 @@ def one_bucket_wherever_the_exchange_is() -> None:
         kinds = [x.type for x in average.get_concrete_function(*gradients).graph.get_operations()]
         calls.append(kinds.count("PyFuncStateless"))
     assert calls[0] == calls[1] >= 3, calls
-
-
-def merging_with_a_rank_too_many() -> None:
-    """Some ranks have no partner in a round, or no use for what they receive."""
-    follow_the_oracle(GTopK(density=0.05), 6)
-    follow_the_oracle(GTopK(density=0.05, indices="packed"), 6)
-
-
-def merging_behind_branches() -> None:
-    follow_the_oracle(GTopK(SCHEDULE), 6)
-
-
-def merging_in_a_function_of_ones_own() -> None:
-    method, n, size = GTopK(density=0.05), 300, hvd.size()
-    variable, world = tf.Variable(tf.zeros([n])), World(method, size)
-    compression = hvd.bind(method, [variable])
-    average = tf.function(lambda x: compression.reduce([x])[0])
-    for step in range(4):
-        random = np.random.default_rng(step)
-        gradients = list(random.integers(-99, 100, (size, n)).astype(np.float32))
-        expected = world.exchange(gradients)[hvd.rank()]
-        mean = average(tf.constant(gradients[hvd.rank()]))
-        np.testing.assert_allclose(mean, expected.mean, rtol=1e-6)
-        residual = compression.states["0"]["residual"]
-        np.testing.assert_array_equal(residual, expected.state["residual"])
 
 
 @dataclasses.dataclass(frozen=True)

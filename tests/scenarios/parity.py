@@ -10,7 +10,6 @@ from hvd_compress import (
     LGC,
     QSGD,
     EFSignSGD,
-    GTopK,
     NoCompression,
     OneBit,
     PowerSGD,
@@ -45,13 +44,10 @@ METHODS = (
     *(LOW_RANK, OneBit(), OneBit(via="allgather"), QSGD(), FP8(), Signum()),
     chain(error_feedback(), via=allgather(top_k(0.05), natural_dithering())),
     *(Threshold(), ScaleCom(density=0.05)),
-    *(GTopK(density=0.05), LEARNED),
+    LEARNED,
 )
 #: of each kind of request one, where a graph has to be traced for each on many ranks
-KINDS = (
-    *(BF16(), SPARSE, LOW_RANK, OneBit(), ScaleCom(density=0.05)),
-    GTopK(density=0.05),
-)
+KINDS = (*(BF16(), SPARSE, LOW_RANK, OneBit(), ScaleCom(density=0.05)),)
 
 
 def follow_the_oracle(method, steps: int, momentum: float | None = None, **options) -> None:
@@ -122,10 +118,9 @@ def quantised_sums_follow_the_oracle() -> None:
         follow_the_oracle(method, 12)
 
 
-def merging_and_learning_follow_the_oracle() -> None:
+def learning_follows_the_oracle() -> None:
     server = LGC(density=0.05, learn=0, code=3, via="server", decoders=2, innovation=0.05)
-    packed = GTopK(density=0.05, indices="packed")
-    for method in (GTopK(density=0.05), packed, LEARNED, server):
+    for method in (LEARNED, server):
         follow_the_oracle(method, 6)
 
 

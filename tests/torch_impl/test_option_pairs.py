@@ -77,7 +77,6 @@ TABLE: dict[str, list[Any]] = {
         "onebit",
         "fp8",
         "efsignsgd",
-        "gtopk:density=0.05",
         "oktopk:density=0.05",
         "ef21:density=0.05",
         "topk:density=0.05,rows=int8",

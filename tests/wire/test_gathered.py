@@ -39,7 +39,7 @@ ON_DEVICES = {"fused/coded_on_device.py"}
 #: methods that bring every block that gathers, and the step whose messages are damaged
 METHODS = [
     *((name, 0) for name in ("topk-sampled", "dgc-compact", "onebit", "efsignsgd-allgather")),
-    *((name, 0) for name in ("gtopk", "oktopk", "scalecom")),
+    *((name, 0) for name in ("oktopk", "scalecom")),
     *(("lgc-server", step) for step in (0, 1)),
 ]
 

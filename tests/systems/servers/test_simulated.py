@@ -268,7 +268,7 @@ SENDABLE = [name for name in ALL if not name.startswith("test-") and sendable(na
 def test_most_methods_can_be_sent():
     wanted = {"none", "fp16", "bf16", "topk", "randomk", "powersgd", "natural", "scalecom"}
     assert wanted <= set(SENDABLE)
-    assert not {"ef21", "gtopk", "onebit_adam"} & set(SENDABLE)
+    assert not {"ef21", "oktopk", "onebit_adam"} & set(SENDABLE)
     x = {"w": np.ones(20)}
     link = Link(x, 0, Rules(compression="ef21"))
     with pytest.raises(ConfigError, match="compression='ef21' cannot be sent to a server"):
