@@ -21,7 +21,6 @@ from hvd_compress.integrations.horovod import (
     take_stateless,
     with_options,
 )
-from hvd_compress.systems.rounds.factories import distribute_by_method
 
 from . import elastic
 from .binding import Binding, native
@@ -131,6 +130,8 @@ def wrap_optimizer(
         """
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("method") is not None:
+            from hvd_compress.systems.rounds.factories import distribute_by_method
+
             given.apply_defaults()
             training = importlib.import_module("hvd_compress.tensorflow.keras.training")
             return distribute_by_method(training.local_steps, signature, given.arguments)

@@ -21,11 +21,10 @@ except ImportError as error:
 from hvd_compress.auto import Auto
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.integrations.exports import *  # noqa: F403
+from hvd_compress.integrations.exports import SYSTEMS
 from hvd_compress.integrations.exports import __all__ as _common
 from hvd_compress.integrations.horovod import load_horovod, names_of, rest_of, show_log
-from hvd_compress.systems import graphs
-from hvd_compress.systems.rounds import OuterSGD
-from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp, WeightDecay
+from hvd_compress.optimizers.outer import OuterSGD
 
 from .ddp import DDPState, ddp_hook
 from .ddp.fsdp import compress_replicas
@@ -34,8 +33,6 @@ from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
 from .replicas import is_group
 from .systems.averaging import averaging
-from .systems.codistillation import codistillation_over
-from .systems.factories import factories
 
 
 def _register(horovod_torch: Any) -> None:
@@ -57,34 +54,30 @@ def _engine(process_set: Any) -> Any:
 
 show_log()
 _horovod = load_horovod("horovod.torch", "PyTorch", _register)
-_factories = factories(_engine, __name__)
-local_steps = _factories.local_steps
-Codistillation = codistillation_over(_engine, __name__)
+_SYSTEMS = (*SYSTEMS, "WeightDecay")
 average_parameters = averaging(sys.modules[__name__], __name__)
-globals().update(_factories.of_methods | graphs.METHODS)
 
 __all__ = [
     *_common,
     *_optimizers,
-    *_factories.of_methods,
-    *graphs.METHODS,
+    *_SYSTEMS,
     "Auto",
-    "Codistillation",
-    "CoordinatedSampler",
     "DDPState",
-    "Decay",
     "OuterSGD",
-    "Ramp",
-    "WeightDecay",
     "average_parameters",
     "compress_replicas",
     "ddp_hook",
-    "local_steps",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of ``horovod.torch`` that this package does not replace."""
+    """Return a name of the systems, which are imported now, or one of ``horovod.torch`` that this
+    package does not replace."""
+    if name in _SYSTEMS:
+        from .systems.names import systems_over
+
+        globals().update(systems_over(_engine, __name__))
+        return globals()[name]
     return rest_of(_horovod, name, __name__, "PyTorch")
 
 

@@ -13,3 +13,11 @@ from hvd_compress.schedules import After, ExponentialWarmup, StagedWarmup, warmu
 __all__ = ["After", "Compressor", "ExponentialWarmup", "StagedWarmup", "log_stats", "warmup_to"]
 __all__ += errors.__all__
 __all__ += methods.__all__
+
+#: training methods and what belongs to them, which drop-ins import when they are asked for
+SYSTEMS = (
+    *("CoordinatedSampler", "Codistillation", "Decay", "Ramp", "local_steps"),
+    *("DiLoCo", "EAMSGD", "EASGD", "LeaderSGD", "LocalSGD", "SlowMo", "SparseLoCo"),
+    *("CTADiffusion", "ChocoSGD", "DGD", "Diffusion", "EXTRA", "ExactDiffusion"),
+    *("GradientTracking", "LEAD", "NIDS", "PushDIGing"),
+)

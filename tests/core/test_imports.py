@@ -181,6 +181,13 @@ def test_a_circle_would_be_noticed():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) is not None
 
 
+def test_systems_wait_until_they_are_asked_for():
+    packages = "hvd_compress, hvd_compress.torch"
+    assert not [n for n in loaded_by(f"import {packages}") if n.startswith("hvd_compress.systems")]
+    asked = "import hvd_compress.torch as hvd; hvd.LocalSGD(sync_every=2)"
+    assert "hvd_compress.systems.rounds" in loaded_by(asked)
+
+
 def test_numpy_work_loads_no_framework():
     loaded = loaded_by(
         "import numpy as np\n"

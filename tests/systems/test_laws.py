@@ -13,7 +13,8 @@ from hvd_compress.codecs.plain import plain
 from hvd_compress.config import from_config
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError, MismatchError
-from hvd_compress.systems import Coordinator, World
+from hvd_compress.integrations.exports import SYSTEMS
+from hvd_compress.systems import Coordinator, World, graphs
 from hvd_compress.systems.graphs import LEAD
 from hvd_compress.systems.rounds import LeaderSGD
 from hvd_compress.systems.rounds.factories import METHODS
@@ -41,6 +42,7 @@ def check_close(x, y, **options):
 
 def test_all_are_here():
     assert {type(row.method) for row in ROUNDS} >= {*METHODS.values()}
+    assert {*METHODS, *graphs.METHODS} <= {*SYSTEMS}, "drop-ins would not have them"
     assert all(map(len, (GRAPHS, TEACHERS, SERVERS)))
 
 

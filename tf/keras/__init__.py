@@ -15,10 +15,8 @@ import importlib
 from typing import Any
 
 from hvd_compress.integrations import horovod as drop_in
-from hvd_compress.systems import graphs
-from hvd_compress.systems.rounds import OuterSGD
-from hvd_compress.systems.rounds.factories import METHODS
-from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp
+from hvd_compress.integrations.exports import SYSTEMS
+from hvd_compress.optimizers.outer import OuterSGD
 
 from .. import *  # noqa: F403
 from .. import __all__ as _methods
@@ -37,11 +35,8 @@ OPTIMIZERS = {
     "ScaledWarmup": "warmup",
     "ZeroOneAdam": "zero_one_adam",
 }
-#: likewise; what these exchange is no gradient
-TRAINING = ("Codistillation", "local_steps", *METHODS, *graphs.METHODS)
-_TRAINING = dict.fromkeys(TRAINING, "training")
 
-__all__ = [*_methods, "CoordinatedSampler", "Decay", "OuterSGD", "Ramp", "callbacks"]
+__all__ = [*_methods, "OuterSGD", "callbacks"]
 
 
 def _register(module: Any) -> None:
@@ -81,7 +76,7 @@ if not isinstance(_horovod, ImportError):
 def __getattr__(name: str) -> Any:
     """Return the optimizers, and other names of ``horovod.tensorflow.keras`` and
     ``horovod.keras``."""
-    if module := OPTIMIZERS.get(name) or _TRAINING.get(name):
+    if module := OPTIMIZERS.get(name) or ("training" if name in SYSTEMS else None):
         return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     only_older = hasattr(_older, name) and not hasattr(_horovod, name)
     return drop_in.rest_of(_older if only_older else _horovod, name, __name__, "TensorFlow")
@@ -90,7 +85,7 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted(
         {
-            *drop_in.names_of(_horovod, [*__all__, *OPTIMIZERS, *_TRAINING]),
+            *drop_in.names_of(_horovod, [*__all__, *OPTIMIZERS, *SYSTEMS]),
             *drop_in.names_of(_older, []),
         }
     )

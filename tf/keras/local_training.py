@@ -20,7 +20,7 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.systems import Coordinator, TrainingMethod
 from hvd_compress.systems.base import Arrays, as_training_method
-from hvd_compress.systems.rounds.factories import Factories, factories_of
+from hvd_compress.systems.rounds.factories import factories_of
 
 from ..binding import native
 from ..contexts import check_context
@@ -239,7 +239,7 @@ _MORE = """
 """
 
 
-def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
+def factories(make_engine: Callable[[Any], Engine], module: str) -> dict[str, Callable[..., Any]]:
     """Return the factories over the engines that ``make_engine`` makes of process sets, for NumPy
     arrays; they belong to ``module``."""
 

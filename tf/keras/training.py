@@ -6,6 +6,9 @@ from typing import Any
 
 from hvd_compress.engines.base import Engine
 from hvd_compress.systems import graphs
+from hvd_compress.systems.teachers import CoordinatedSampler as CoordinatedSampler
+from hvd_compress.systems.teachers import Decay as Decay
+from hvd_compress.systems.teachers import Ramp as Ramp
 
 from ..eager import engine_of
 from ..engine import HorovodEngine
@@ -24,5 +27,5 @@ def _of_tensors(process_set: Any) -> Engine:
 
 
 Codistillation = codistillation_over(_of_tensors, _MODULE)
-local_steps, _of_methods = factories(_of_arrays, _MODULE)
-globals().update(_of_methods | graphs.METHODS)
+local_steps: Any
+globals().update(factories(_of_arrays, _MODULE) | graphs.METHODS)

@@ -51,18 +51,16 @@ from .collectives import (
     broadcast_object,
     synchronize,
 )
-from .optimizer import Codistillation as Codistillation
 from .optimizer import (
+    SYSTEMS,
     DistributedOptimizer,
     broadcast_optimizer_state,
     broadcast_parameters,
-    training_factories,
 )
 from .parameter_server import parameter_server
 
 average_parameters = averaging(collectives, __name__)
-local_steps = training_factories.local_steps
-globals().update(training_factories.of_methods)
+globals().update(SYSTEMS)
 
 __all__ = [
     *_methods,

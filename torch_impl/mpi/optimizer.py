@@ -22,8 +22,7 @@ from ..optimizer.distributed_optimizer import distribute
 from ..optimizer.grad_scaler import watch_grad_scaler
 from ..state import checkpoint
 from ..systems.averaging import entries_of
-from ..systems.codistillation import codistillation_over
-from ..systems.factories import factories
+from ..systems.names import systems_over
 from ..systems.optimizer import LocalStepsOptimizer, broadcast_training_state
 from . import collectives
 from .collectives import Average, Compression, bytes_of, put_bytes
@@ -90,13 +89,13 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
     if method is not None:
         signature = inspect.signature(DistributedOptimizer)
         options["method"] = method
-        return distribute_by_method(training_factories.local_steps, signature, options)
+        return distribute_by_method(SYSTEMS["local_steps"], signature, options)
     options["compression"] = chosen(compression, Compression.none, rank)
     return distribute(collectives, engine_over, **options)
 
 
-training_factories = factories(engine_over, "hvd_compress.torch.mpi")
-Codistillation = codistillation_over(engine_over, "hvd_compress.torch.mpi")
+#: training methods and what belongs to them, by name
+SYSTEMS = systems_over(engine_over, "hvd_compress.torch.mpi")
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:

@@ -17,7 +17,6 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.horovod import bind_call, hand_on, in_place_of, is_ours, with_options
 from hvd_compress.methods import as_compressor
-from hvd_compress.systems.rounds.factories import distribute_by_method
 
 from ..parameters import Groups, Parameter, check_groups, check_process_set, names_of_parameters
 from ..state.momentum import check_group, check_sparse_step
@@ -78,6 +77,8 @@ def wrap_factory(
         """
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("method") is not None:
+            from hvd_compress.systems.rounds.factories import distribute_by_method
+
             given.apply_defaults()
             local_steps = importlib.import_module("hvd_compress.torch").local_steps
             return distribute_by_method(local_steps, signature, given.arguments)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import CompressionError, ConfigError, MismatchError, UnsupportedError
 from hvd_compress.integrations.checkpoints import refused
-from hvd_compress.systems import Coordinator, TrainingMethod
-from hvd_compress.systems.base import as_training_method
 
 from ..ddp.replica_engine import ReplicaEngine
 from ..eager import run_eagerly
@@ -29,6 +27,9 @@ from ..replicas import check_shards, local
 from ..state.checked_state import BUFFERS
 from ..state.checkpoint import broadcast_tree
 from ..state.optimizer_host import check_closure, loss_of
+
+if TYPE_CHECKING:
+    from hvd_compress.systems import Coordinator, TrainingMethod
 
 #: the entry of a state dict that is not the user's optimizer's
 KEY = "training"
@@ -372,6 +373,9 @@ def train_locally(
         ConfigError: an option has a value that cannot be honoured.
         MismatchError: the ranks differ in method or options.
     """
+    from hvd_compress.systems import Coordinator
+    from hvd_compress.systems.base import as_training_method
+
     method = as_training_method(method)
     check_users(optimizer, type(method).__name__)
     if method.acts_before and isinstance(optimizer, torch.optim.LBFGS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.systems import rounds
@@ -20,18 +20,12 @@ _INSTEAD = {
 }
 
 
-class Factories(NamedTuple):
-    """For one kind of engine: ``local_steps(optimizer, method)``, and one for each method."""
-
-    local_steps: Callable[..., Any]
-    of_methods: dict[str, Callable[..., Any]]
-
-
 def factories_of(
     local_steps: Callable[..., Any], module: str, own: Mapping[str, Any], doc: str
-) -> Factories:
-    """Return ``local_steps`` and a function for each method, which calls ``local_steps(optimizer,
-    method)``, or returns the method, for options that take one, if it gets no optimizer.
+) -> dict[str, Callable[..., Any]]:
+    """Return ``local_steps`` and a function for each method, by name.  Such a function calls
+    ``local_steps(optimizer, method)``; without an optimizer it returns the method, for options that
+    take one.
 
     Args:
         module: that they belong to.
@@ -40,7 +34,7 @@ def factories_of(
     """
     local_steps.__module__, local_steps.__qualname__ = module, "local_steps"
     made = {name: _factory(cls, local_steps, module, own, doc) for name, cls in METHODS.items()}
-    return Factories(local_steps, made)
+    return {"local_steps": local_steps, **made}
 
 
 def distribute_by_method(

@@ -15,14 +15,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hvd_compress.systems.rounds import OuterSGD
-from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp
+from hvd_compress.integrations.exports import SYSTEMS
+from hvd_compress.optimizers.outer import OuterSGD
 
 from ... import mpi as _tensorflow
 from ...mpi import *  # noqa: F403
 from ...mpi.engine import runtime
 from ...mpi.training import PartialDistributedOptimizer
-from .. import OPTIMIZERS, TRAINING
+from .. import OPTIMIZERS
 from ..models import loader
 from . import callbacks
 
@@ -30,11 +30,8 @@ load_model = loader(runtime, __name__)
 
 __all__ = [
     *_tensorflow.__all__,
-    "CoordinatedSampler",
-    "Decay",
     "OuterSGD",
     "PartialDistributedOptimizer",
-    "Ramp",
     "callbacks",
     "load_model",
 ]
@@ -44,7 +41,7 @@ def __getattr__(name: str) -> Any:
     """Return what imports Keras 3."""
     if name in OPTIMIZERS:
         module = f"hvd_compress.tensorflow.keras.{OPTIMIZERS[name]}"
-    elif name in TRAINING:
+    elif name in SYSTEMS:
         module = f"{__name__}.training"
     else:
         raise _tensorflow.missing(name, __name__, "hvd_compress.tensorflow.keras")
@@ -52,4 +49,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *OPTIMIZERS, *TRAINING})
+    return sorted({*__all__, *OPTIMIZERS, *SYSTEMS})

@@ -1,7 +1,12 @@
 """Training that exchanges something else than gradients, over MPI."""
 
+from typing import Any
+
 from hvd_compress.mpi.process_sets import engine_over
 from hvd_compress.systems import graphs
+from hvd_compress.systems.teachers import CoordinatedSampler as CoordinatedSampler
+from hvd_compress.systems.teachers import Decay as Decay
+from hvd_compress.systems.teachers import Ramp as Ramp
 
 from ..codistillation import codistillation_over
 from ..local_training import factories
@@ -9,5 +14,5 @@ from ..local_training import factories
 _MODULE = "hvd_compress.tensorflow.keras.mpi"
 
 Codistillation = codistillation_over(engine_over, _MODULE)
-local_steps, _of_methods = factories(engine_over, _MODULE)
-globals().update(_of_methods | graphs.METHODS)
+local_steps: Any
+globals().update(factories(engine_over, _MODULE) | graphs.METHODS)

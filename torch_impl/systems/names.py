@@ -1,4 +1,5 @@
-"""Calls of users: ``hvd.LocalSGD(optimizer, sync_every=8)`` and so on, over Horovod or MPI."""
+"""The names of systems: ``hvd.LocalSGD(optimizer, sync_every=8)`` and so on, over Horovod or
+MPI."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from typing import Any
 import torch
 
 from hvd_compress.engines.base import Engine
-from hvd_compress.systems import TrainingMethod
-from hvd_compress.systems.rounds.factories import Factories, factories_of
+from hvd_compress.systems import TrainingMethod, graphs
+from hvd_compress.systems.rounds.factories import factories_of
+from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp, WeightDecay
 
 from ..parameters import Parameter, check_process_set
 from ..replicas import is_group
+from .codistillation import codistillation_over
 from .optimizer import LocalStepsOptimizer, train_locally
 
 _MORE = """
@@ -29,9 +32,9 @@ _MORE = """
 """
 
 
-def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
-    """Return the factories over the engines that ``make_engine`` makes of process sets; they belong
-    to ``module``."""
+def systems_over(make_engine: Callable[[Any], Engine], module: str) -> dict[str, Any]:
+    """Return what systems add to ``module``, by name, over the engines that ``make_engine`` makes
+    of process sets."""
 
     def local_steps(
         optimizer: torch.optim.Optimizer,
@@ -64,4 +67,12 @@ def factories(make_engine: Callable[[Any], Engine], module: str) -> Factories:
         )
 
     own = {"named_parameters": None, "process_set": None, "seed": 0}
-    return factories_of(local_steps, module, own, _MORE)
+    return {
+        **factories_of(local_steps, module, own, _MORE),
+        **graphs.METHODS,
+        "Codistillation": codistillation_over(make_engine, module),
+        "CoordinatedSampler": CoordinatedSampler,
+        "Decay": Decay,
+        "Ramp": Ramp,
+        "WeightDecay": WeightDecay,
+    }
