@@ -11,12 +11,22 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from hvd_compress import Compressor, ConfigError, as_compressor, warmup_to
+from hvd_compress import Compressor, ConfigError, as_compressor, methods, warmup_to
 from hvd_compress.cli.options import picture_file
 from mpi_examples.budget import everything
 from mpi_examples.data import cifar10_folder
 from mpi_examples.report import Run, behind, picture, reached, save_runs, table
 from mpi_examples.study import check_counts
+
+TOP_K = (
+    methods.DGC,
+    methods.EF21,
+    methods.GTopK,
+    methods.LGC,
+    methods.OkTopk,
+    methods.ScaleCom,
+    methods.TopK,
+)
 
 
 def parser_of(doc: str, output: str, *, epochs: int, seeds: int) -> argparse.ArgumentParser:
@@ -94,7 +104,7 @@ def parse(parser: argparse.ArgumentParser, partners: bool = False) -> argparse.N
 def compressor(text: str, density: float, warmup_epochs: int) -> Compressor:
     """A method by name; top-k methods get the density of the command line and a warm-up to it."""
     method = as_compressor(text)
-    if hasattr(method, "selection") and "density=" not in text:
+    if isinstance(method, TOP_K) and "density=" not in text:
         try:
             return dataclasses.replace(method, density=warmup_to(density, epochs=warmup_epochs))
         except ConfigError:  # LGC is trained for one density

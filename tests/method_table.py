@@ -99,7 +99,6 @@ ROWS = {
     "bf16": Row(BF16(), IN_BFLOAT16),
     "topk": Row(TopK()),
     "topk-sampled": Row(TopK(density=0.05)),
-    "topk-exact": Row(TopK(density=0.05, selection="exact")),
     "topk-half": Row(TopK(density=0.5)),
     "topk-fp16-values": Row(TopK(density=0.05, values="float16")),
     "topk-no-error-feedback": Row(TopK(density=0.05, error_feedback=False)),
@@ -162,7 +161,7 @@ ROWS = {
     "scalecom": Row(ScaleCom(density=0.05)),
     "scalecom-low-pass": Row(ScaleCom(density=0.05, beta=0.25)),
     "oktopk": Row(OkTopk(density=0.05)),
-    "oktopk-two-steps": Row(OkTopk(density=0.3, selection="exact", threshold_every=2)),
+    "oktopk-two-steps": Row(OkTopk(density=0.3, threshold_every=2)),
     "oktopk-float16": Row(OkTopk(density=0.1, values="float16", threshold_every=2)),
     "lgc": Row(LGC(density=0.05, learn=1, code=2, min_size=4), context=MOMENTUM, **TRAINED),
     "lgc-per-tensor": Row(
@@ -228,7 +227,7 @@ ROWS = {
             clip_by_local_norm(2.0, scale="rank"),
             momentum_correction(0.8, nesterov=True, masking=False),
             error_feedback(),
-            via=allgather(top_k(0.1, "exact"), values="float16"),
+            via=allgather(top_k(0.1), values="float16"),
         )
     ),
     "chain-bfloat16-error-feedback": Row(

@@ -141,7 +141,6 @@ class Learned(Aggregator):
     density: float = 0.001
     start: Start = dataclasses.field(default=300, metadata=converted(as_start))
     rate: float = 0.003
-    selection: str = "sampled"
     settled: Start | None = dataclasses.field(
         default=None, metadata=converted(settled_after, "start")
     )
@@ -160,7 +159,7 @@ class Learned(Aggregator):
 
     @property
     def _select(self) -> top_k:
-        return top_k(self.density, self.selection)
+        return top_k(self.density)
 
     @property
     def _is_shared(self) -> bool:
@@ -327,9 +326,7 @@ def _aggregate_together(parts: list[Part]) -> Generator[Request, Any, list[Aggre
     order = sorted(range(len(parts)), key=lambda i: natural(parts[i].context.name))
     first = parts[order[0]]
     for i in order:
-        via = dataclasses.replace(
-            parts[i].via, density=first.via.density, selection=first.via.selection
-        )
+        via = dataclasses.replace(parts[i].via, density=first.via.density)
         if via != first.via:
             raise ConfigError(
                 f"{first.context.name} and {parts[i].context.name} share an autoencoder, and their "

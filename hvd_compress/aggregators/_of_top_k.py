@@ -22,7 +22,6 @@ class OfTopK(Aggregator):
     """An aggregator of k = ceil(density * n) elements; of all, it is a sum."""
 
     density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
-    selection: str = "sampled"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -30,7 +29,7 @@ class OfTopK(Aggregator):
 
     @property
     def _select(self) -> top_k:
-        return top_k(self.density, self.selection)
+        return top_k(self.density)
 
     def aggregate(
         self, x: Array, state: State, context: Context

@@ -46,9 +46,8 @@ class allreduce(Aggregator, name="allreduce"):
     >>> allreduce(select=top_k(0.5))
     Traceback (most recent call last):
         ...
-    TypeError: allreduce(top_k(density=0.5, selection='sampled', sample_fraction=0.01)) would
-    sum different coordinates of different ranks; write allgather(...) for operators that look
-    at the gradient
+    TypeError: allreduce(top_k(density=0.5)) would sum different coordinates of different ranks;
+    write allgather(...) for operators that look at the gradient
     """
 
     wire: str | None = None

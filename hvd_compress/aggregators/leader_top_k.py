@@ -25,7 +25,6 @@ class leader_top_k(OfTopK, name="leader_top_k"):
 
     Options:
         density: a fraction or a schedule.
-        selection: "sampled" or "exact"; the same elements, found in two ways.
 
     Reference: Chen et al., ScaleCom, NeurIPS 2020, where it is called CLT-k.
 

@@ -44,7 +44,7 @@ class learned_allreduce(Learned, name="learned_allreduce"):
     from each rank; both are numbers of each tensor.  Every rank counts as having sent the common
     result.
 
-    Options: ``density``, ``start``, ``rate``, ``selection``, ``settled`` and ``autoencoder``, as
+    Options: ``density``, ``start``, ``rate``, ``settled`` and ``autoencoder``, as
     for :class:`learned_server`.
 
     Reference: the ring-allreduce instance of Abrahamyan, Chen, Bekoulis and Deligiannis, IEEE
@@ -113,7 +113,6 @@ class learned_server(Learned, name="learned_server"):
         density: fraction of elements to select.
         start: the length of training, a number of steps or ``After("epoch", ...)``.
         rate: Adam's learning rate.
-        selection: "sampled" or "exact"; the same elements, found in two ways.
         settled: when all ranks have the weights of rank 0; ``None``: three steps, or an epoch,
             after ``start``.
         autoencoder: "shared", one for all tensors, or "per_tensor".

@@ -34,7 +34,6 @@ class ok_topk(OfTopK, name="ok_topk"):
 
     Options:
         density: a fraction or a schedule.
-        selection: "sampled" or "exact"; the same elements, found in two ways.
         threshold_every: steps from one exact threshold to the next.
         indices: on the wire, "packed" or "int32".
         values: on the wire, "float32", which is as they are, or "float16".  What rounding takes off

@@ -160,5 +160,5 @@ def largest(values: np.ndarray, k: int) -> np.ndarray:
         return np.ones(values.size, bool)
     magnitude = np.where(np.isfinite(values), np.abs(values), np.inf)
     mask = np.zeros(values.size, bool)
-    mask[top_k(selection="exact").select(magnitude, k, Context())] = True
+    mask[top_k().select(magnitude, k, Context())] = True
     return mask

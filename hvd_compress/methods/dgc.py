@@ -47,7 +47,6 @@ class DGC(SendsRows, OfVelocities, name="dgc"):
         weight_decay: "separate" keeps decay out of the exchange, with a momentum buffer of its own
             (the released code); "gradient" adds it to the local gradient before accumulation
             (PaddlePaddle's treatment).  An optimizer that decays by itself (AdamW) still does.
-        selection: "sampled" or "exact"; the same elements, found in two ways.
         values: "float32", "float16" or "4bit" on the wire: the last in levels between the smallest
             and the largest of a tensor's k values (:class:`hvd_compress.blocks.logarithmic`).  What
             is rounded off stays in the residual.
@@ -87,7 +86,6 @@ class DGC(SendsRows, OfVelocities, name="dgc"):
     masking: bool = True
     clip_norm: float | None = None
     weight_decay: str = "separate"
-    selection: str = "sampled"
     values: str = "float32"
     min_size: int = 1024
     algorithm: str = "allgather"
@@ -155,4 +153,4 @@ class DGC(SendsRows, OfVelocities, name="dgc"):
 
     @functools.cached_property
     def _select(self) -> operators.top_k:
-        return operators.top_k(self.density, self.selection)
+        return operators.top_k(self.density)

@@ -34,7 +34,6 @@ class EF21(Chained, name="ef21"):
 
     Options:
         density: fraction of elements to send, or a schedule.
-        selection: "sampled" or "exact"; the same elements, found in two ways.
         values: "float32", "float16", or a codec such as ``natural()``.
         indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
         start: so many steps send everything.  With 1, h is the gradient from the first step on;
@@ -57,7 +56,6 @@ class EF21(Chained, name="ef21"):
     reference = "Richtarik et al., NeurIPS 2021"
 
     density: Density = 0.02
-    selection: str = "sampled"
     values: str | Codec = "float32"
     start: Start = dataclasses.field(default=True, metadata=converted(as_start))
     average: float = 0.0
@@ -71,8 +69,6 @@ class EF21(Chained, name="ef21"):
 
     @functools.cached_property
     def blocks(self) -> Chain:
-        via = allgather(
-            operators.top_k(self.density, self.selection), self.values, indices=self.indices
-        )
+        via = allgather(operators.top_k(self.density), self.values, indices=self.indices)
         average: tuple[Transform, ...] = (smoothing(self.average),) if self.average else ()
         return chain(*average, ef21(), via=dense_until(self.start, via))

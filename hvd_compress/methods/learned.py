@@ -80,7 +80,6 @@ class LGC(OfVelocities, name="lgc"):
         keep: how much of what decoding gets wrong is tried again, in [0, 1]; see below.
         momentum, nesterov: ``None`` takes the optimizer's.
         masking: u = 0 where elements were sent.
-        selection: "sampled" or "exact"; the same elements, found in two ways.
         min_size: tensors with fewer elements are sent whole.
 
     Warns with ``PoorFit`` if ranks' gradients are not alike, or the autoencoder has not learnt.
@@ -107,7 +106,6 @@ class LGC(OfVelocities, name="lgc"):
     momentum: float | None = None
     nesterov: bool | None = None
     masking: bool = True
-    selection: str = "sampled"
     min_size: int = 1024
     settled: Start | None = dataclasses.field(
         default=None, metadata=converted(settled_after, "code")
@@ -146,7 +144,6 @@ class LGC(OfVelocities, name="lgc"):
             "start": self.code,
             "settled": self.settled,
             "rate": self.rate,
-            "selection": self.selection,
             "autoencoder": self.autoencoder,
         }
         return learned_allreduce(**options) if self.via == "allreduce" else self._server(**options)
@@ -161,7 +158,7 @@ class LGC(OfVelocities, name="lgc"):
 
     @functools.cached_property
     def _selected(self) -> Chain:
-        via = leader_top_k(self.density, self.selection)
+        via = leader_top_k(self.density)
         return chain(*self.accumulated(self.masking), via=via)
 
     @functools.cached_property

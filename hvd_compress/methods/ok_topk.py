@@ -23,7 +23,6 @@ class OkTopk(Chained, name="oktopk"):
 
     Options:
         density: fraction of elements to send, or a schedule.
-        selection: "sampled" or "exact"; the same elements, found in two ways.
         threshold_every: steps from one exact threshold of the sums to the next.
         indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
         values: on the wire, "float32" or "float16"; what rounding takes off stays in residuals.
@@ -41,14 +40,11 @@ class OkTopk(Chained, name="oktopk"):
     reference = "Li, Hoefler, PPoPP 2022"
 
     density: Density = 0.01
-    selection: str = "sampled"
     threshold_every: int = 32
     indices: str = "packed"
     values: str = "float32"
 
     @functools.cached_property
     def blocks(self) -> Chain:
-        via = aggregators.ok_topk(
-            self.density, self.selection, self.threshold_every, self.indices, self.values
-        )
+        via = aggregators.ok_topk(self.density, self.threshold_every, self.indices, self.values)
         return chain(error_feedback(), via=via)

@@ -27,7 +27,6 @@ class ScaleCom(Chained, name="scalecom"):
         density: fraction of elements to send, or a schedule.
         beta: the part of what is left out that is kept; 0.1 makes ranks more alike where batches
             and learning rates are large.
-        selection: "sampled" or "exact"; the same elements, found in two ways.
 
     Reference: Chen et al., NeurIPS 2020.  Differs from it in: the largest elements are those of the
     whole tensor, where the paper takes one of each short run of elements.
@@ -44,7 +43,6 @@ class ScaleCom(Chained, name="scalecom"):
 
     density: Density = 0.01
     beta: float = 1.0
-    selection: str = "sampled"
 
     def __post_init__(self) -> None:
         check_fraction("beta", self.beta)
@@ -53,4 +51,4 @@ class ScaleCom(Chained, name="scalecom"):
     @functools.cached_property
     def blocks(self) -> Chain:
         memory: Transform = error_feedback() if self.beta == 1 else low_pass_memory(self.beta)
-        return chain(memory, via=leader_top_k(self.density, self.selection))
+        return chain(memory, via=leader_top_k(self.density))

@@ -25,7 +25,6 @@ class TopK(SendsRows, Chained, name="topk"):
 
     Options:
         density: fraction of elements to send, or a schedule.
-        selection: "sampled" or "exact"; the same elements, found in two ways.
         values: "float32" or "float16" on the wire.
         indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
         algorithm: how entries are added up: "allgather", or over MPI one of those of
@@ -49,7 +48,6 @@ class TopK(SendsRows, Chained, name="topk"):
     reference = "Aji and Heafield, EMNLP 2017"
 
     density: Density = 0.01
-    selection: str = "sampled"
     values: str = "float32"
     error_feedback: bool = True
     algorithm: str = "allgather"
@@ -62,7 +60,5 @@ class TopK(SendsRows, Chained, name="topk"):
 
     @functools.cached_property
     def blocks(self) -> Chain:
-        via = allgather(
-            operators.top_k(self.density, self.selection), self.values, self.algorithm, self.indices
-        )
+        via = allgather(operators.top_k(self.density), self.values, self.algorithm, self.indices)
         return chain(error_feedback(), via=via) if self.error_feedback else chain(via=via)

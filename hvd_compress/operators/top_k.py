@@ -3,10 +3,10 @@
 Ties are broken towards the lower index, so the selection is a function of the values alone, the
 same in every framework and on every device.
 
-``selection="sampled"`` is the hierarchical search of Lin et al. (ICLR 2018): the threshold of a
-strided sample filters the elements, the survivors are ranked exactly, and a threshold that lets
-too few pass is lowered.  It returns exactly what ``selection="exact"`` returns, several times
-faster on large arrays.  TensorFlow has a search of its own, in operations of its graphs.
+Large arrays are searched as by Lin et al. (ICLR 2018): the threshold of a strided sample filters
+the elements, the survivors are ranked exactly, and a threshold that lets too few pass is lowered.
+It finds the same elements as ranking all magnitudes, several times faster.  TensorFlow has a search
+of its own, in operations of its graphs.
 
 Differs from the authors' released code, which sends whatever passes the sampled threshold, between
 0.8 k and 1.3 k elements, and cuts the surplus by position.  Here every message has exactly k
@@ -21,12 +21,14 @@ from typing import Any
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
-from hvd_compress.config import check_choice, check_fraction, converted
+from hvd_compress.config import converted
 from hvd_compress.operators.base import Selector
 from hvd_compress.schedules import Density, as_density, density_at
 
 # Below this size ranking everything is as fast as sampling first.
 _SMALL = 1 << 14
+# The fraction of the elements that are in the sample; the paper has 0.1 to 1 %.
+_SAMPLE = 0.01
 # Elements of the sample expected above the threshold; fewer make the threshold a gamble.
 _HITS = 16
 
@@ -39,9 +41,6 @@ class top_k(Selector, name="top_k"):
 
     Options:
         density: a fraction or a schedule.
-        selection: "exact" ranks all magnitudes; "sampled" finds the same elements, in large arrays
-            several times faster, by a threshold from a sample.
-        sample_fraction: fraction of the elements that are in the sample; the paper has 0.1 to 1 %.
 
     Reference: Lin et al., ICLR 2018, for the sampled search.  Differs from the authors' code in:
     that sends what passes the sampled threshold, 0.8 k to 1.3 k elements.
@@ -52,13 +51,6 @@ class top_k(Selector, name="top_k"):
     """
 
     density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
-    selection: str = "sampled"
-    sample_fraction: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("selection", self.selection, ("sampled", "exact"))
-        check_fraction("sample_fraction", self.sample_fraction)
 
     def count(self, n: int, context: Context) -> int:
         """Return how many of ``n`` elements are selected, the same number on all ranks."""
@@ -76,9 +68,9 @@ class top_k(Selector, name="top_k"):
         magnitude = xp.abs(x)
         if xp.traces:
             return xp.top_k(magnitude, k)
-        if self.selection == "exact" or xp.size(x) <= _SMALL:
+        if xp.size(x) <= _SMALL:
             return _exact(xp, magnitude, k)
-        return _sampled(xp, magnitude, k, self.sample_fraction, context.step)
+        return _sampled(xp, magnitude, k, context.step)
 
 
 def count(n: int, density: float) -> int:
@@ -105,9 +97,9 @@ def _first(xp: Any, like: Array, k: int) -> Array:
     return xp.nonzero(xp.full_like(like[:k], 1.0) > 0)
 
 
-def _sampled(xp: Any, magnitude: Array, k: int, fraction: float, step: int) -> Array:
+def _sampled(xp: Any, magnitude: Array, k: int, step: int) -> Array:
     n = xp.size(magnitude)
-    wanted = max(fraction * n, _HITS * n / k)
+    wanted = max(_SAMPLE * n, _HITS * n / k)
     stride = max(1, int(n / wanted))
     stride -= stride % 2 == 0  # an odd stride does not keep step with rows of even length
     sample = magnitude[step % stride :: stride]

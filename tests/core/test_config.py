@@ -49,7 +49,7 @@ CONFIGURED = {
     **{key: row.method for key, row in ROWS.items()},
     "schedule": ExponentialWarmup("epoch", 2, 0.01, 3),
     "staged": StagedWarmup(densities=(1.0, 0.1)),
-    "operator": top_k(StagedWarmup(), "exact", 0.5),
+    "operator": top_k(StagedWarmup()),
     "nested": DGC(ExponentialWarmup("epoch")),
 }
 
@@ -69,7 +69,6 @@ def test_a_config_is_readable():
     assert TopK(0.05).to_config() == {
         "method": "topk",
         "density": 0.05,
-        "selection": "sampled",
         "values": "float32",
         "error_feedback": True,
         "algorithm": "allgather",
@@ -96,7 +95,7 @@ def test_defaults_may_be_left_out():
         ({"method": "dcg"}, "method must be one of .*'dgc'"),
         (
             {"method": "topk", "densty": 0.1},
-            "topk has no option 'densty'; it has density, selection",
+            "topk has no option 'densty'; it has density, values",
         ),
         ({"method": "none", "x": 1}, "none has no option 'x'; it has algorithm"),
         ({"method": "natural", "x": 1}, "natural has no option 'x'; it has none"),

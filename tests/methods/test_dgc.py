@@ -379,7 +379,6 @@ def test_exactly_k_elements_are_sent_and_exactly_those_are_masked(density, shape
         {"nesterov": "no"},
         {"masking": "yes"},
         {"weight_decay": "none"},
-        {"selection": "random"},
         {"values": "int8"},
         {"min_size": -1},
         {"min_size": 0.5},

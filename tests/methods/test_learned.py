@@ -143,7 +143,7 @@ class Linear:
 def test_a_linear_network_decodes_the_mean_to_the_mean(monkeypatch):
     monkeypatch.setattr("hvd_compress.aggregators.learned.network_of", lambda x: Linear)
     monkeypatch.setattr("hvd_compress.aggregators.learned.numpy_network", Linear)
-    method = chain(via=learned_allreduce(0.04, start=0, selection="exact"))
+    method = chain(via=learned_allreduce(0.04, start=0))
     gradients = [x.astype(np.float64) for x in alike(0)]
     outcome = World(method, 3).exchange(gradients)[0]
     places = outcome.sent.indices
@@ -326,7 +326,7 @@ def two_tensors(step, ranks=3, dtype=np.float64):
 def test_one_network_for_two_tensors_by_hand(monkeypatch):
     monkeypatch.setattr("hvd_compress.aggregators.learned.network_of", lambda x: Linear)
     monkeypatch.setattr("hvd_compress.aggregators.learned.numpy_network", Linear)
-    method = chain(via=learned_allreduce(0.04, start=0, selection="exact"))
+    method = chain(via=learned_allreduce(0.04, start=0))
     world = World(method, 3)
     for step in (0, 1):
         everyones = two_tensors(step)

@@ -63,7 +63,7 @@ def test_the_largest_sums_and_nothing_lost(size, n, density, every, seed):
     """In exact steps the result is the k largest sums of what ranks chose; in all steps what went
     in is what arrived and what is left."""
     random = np.random.default_rng(seed)
-    method = OkTopk(density=density, selection="exact", threshold_every=every)
+    method = OkTopk(density=density, threshold_every=every)
     world, k = World(method, size), -(-int(np.ceil(density * n * 1000)) // 1000)
     went_in, came = np.zeros(n), np.zeros(n)
     for step in range(5):
@@ -98,7 +98,7 @@ def test_between_exact_steps_the_result_is_all_sums_that_reach_the_threshold(
     """Added in the order of the ranks, and of the entries that are not in it each stays with its
     rank."""
     random, k = np.random.default_rng(seed), max(1, n // 10)
-    world = World(OkTopk(k / n, "exact", threshold_every=4, indices=indices), size)
+    world = World(OkTopk(k / n, threshold_every=4, indices=indices), size)
     threshold, left = 0.0, [np.zeros(n, dtype)] * size
     for step in range(4):
         gradients = [random.standard_normal(n).astype(dtype) for _ in range(size)]

@@ -75,7 +75,7 @@ def selected(array, k):
 
 @pytest.mark.parametrize("density", [1e-6, 0.001, 0.01, 0.3, 0.9999, 1.0])
 @pytest.mark.parametrize("name", ARRAYS)
-def test_sampled_and_exact_selection_are_the_same_in_all_frameworks(name, density):
+def test_the_sampled_search_finds_the_largest_in_all_frameworks(name, density):
     x = ARRAYS[name]
     k = top_k_count(N, density)
     expected = by_sorting(x, k)
@@ -83,15 +83,8 @@ def test_sampled_and_exact_selection_are_the_same_in_all_frameworks(name, densit
     if name != "subnormal":  # these are zeros to TensorFlow
         assert selected(in_tensorflow, k) == expected.tolist()
     for array in two:
-        for selection, fraction, step in (
-            ("exact", 0.01, 0),
-            ("sampled", 0.01, 0),
-            ("sampled", 0.01, 5),
-            ("sampled", 1e-4, 1),
-            ("sampled", 1.0, 2),
-        ):
-            operator = top_k(density, selection, fraction)
-            indices = operator.select(array, k, Context(step=step))
+        for step in (0, 1, 5):
+            indices = top_k(density).select(array, k, Context(step=step))
             np.testing.assert_array_equal(backend_of(array).to_numpy(indices), expected)
             assert backend_of(array).dtype(indices) == "int64"
 

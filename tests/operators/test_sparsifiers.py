@@ -262,7 +262,6 @@ def test_indices_that_were_damaged_are_noticed():
         (lambda: plus_minus(-1), "tau must be"),
         (lambda: ScaleCom(density=0), "density must be"),
         (lambda: ScaleCom(beta=0), "beta must be"),
-        (lambda: ScaleCom(selection="all"), "selection must be"),
         (lambda: low_pass_memory(2), "beta must be"),
     ],
 )
