@@ -3,14 +3,17 @@
 from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.column_means import column_means
 from hvd_compress.codecs.contraction import contraction
-from hvd_compress.codecs.exponential import exponential_dithering, natural, natural_dithering
+from hvd_compress.codecs.dithering import (
+    exponential_dithering,
+    natural_dithering,
+    uniform_dithering,
+)
 from hvd_compress.codecs.floats import float8
 from hvd_compress.codecs.linear import linear
 from hvd_compress.codecs.logarithmic import logarithmic
-from hvd_compress.codecs.plus_minus import plus_minus
-from hvd_compress.codecs.qsgd import uniform_dithering
+from hvd_compress.codecs.natural import natural
 from hvd_compress.codecs.rounding import rounding
-from hvd_compress.codecs.sign import scaled_sign, sign
+from hvd_compress.codecs.signs import plus_minus, scaled_sign, sign
 from hvd_compress.codecs.ternary import ternary
 from hvd_compress.operators.classes import Classes
 

@@ -43,7 +43,6 @@ class column_means(Columns, name="column_means"):
 
     column: int | None = None
 
-    levels = 2
     draws = False
 
     def __post_init__(self) -> None:
@@ -53,34 +52,41 @@ class column_means(Columns, name="column_means"):
     def _loops(self) -> Halves:
         return Halves(self.column)
 
-    def _code_size(self, n: int) -> int:
-        return full_bytes(n)
+    def _bytes_of_means(self, n: int, dtype: np.dtype) -> int:
+        return 2 * buckets.count(n, self.column) * dtype.itemsize
 
-    def _encode(self, x: np.ndarray, length: int) -> tuple[list[np.ndarray], np.ndarray]:
-        bits, levels = x >= 0, []
-        columns = zip(buckets.rows(x, length), buckets.rows(bits, length), strict=True)
+    def size(self, n: int, dtype: np.dtype) -> int:
+        return self._bytes_of_means(n, dtype) + full_bytes(n)
+
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        bits, means = x >= 0, []
+        columns = zip(buckets.rows(x, self.column), buckets.rows(bits, self.column), strict=True)
         with np.errstate(over="ignore", invalid="ignore"):
             for part, is_high in columns:
                 count = np.count_nonzero(is_high, axis=1)
                 low = sums(np.where(is_high, 0, part)) / np.maximum(part.shape[1] - count, 1)
                 high = sums(np.where(is_high, part, 0)) / np.maximum(count, 1)
-                levels.append(np.stack([low, high], axis=1).astype(part.dtype))
-        return levels, np.packbits(bits)
+                means.append(np.stack([low, high], axis=1).astype(part.dtype))
+        head = np.concatenate(means).astype(x.dtype.newbyteorder("<"))
+        return np.concatenate([head.reshape(-1).view(np.uint8), np.packbits(bits)])
 
-    def _decode(self, levels: np.ndarray, code: np.ndarray, n: int, length: int) -> np.ndarray:
-        word = np.dtype(f"uint{8 * levels.dtype.itemsize}")
-        low, high = np.ascontiguousarray(levels.T).view(word)
-        bits, values, first = np.unpackbits(code, count=n), np.empty(n, word), 0
-        columns = zip(buckets.rows(bits, length), buckets.rows(values, length), strict=True)
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+        split, word = self._bytes_of_means(n, dtype), np.dtype(f"uint{8 * dtype.itemsize}")
+        means = code[:split].view(dtype.newbyteorder("<")).astype(dtype).reshape(-1, 2)
+        low, high = np.ascontiguousarray(means.T).view(word)
+        bits, values, first = np.unpackbits(code[split:], count=n), np.empty(n, word), 0
+        columns = zip(
+            buckets.rows(bits, self.column), buckets.rows(values, self.column), strict=True
+        )
         for part, chosen in columns:
             mine = slice(first, first + part.shape[0])
             # Choosing by arithmetic on the bit patterns is exact, and faster than np.where.
             np.multiply(part, (low ^ high)[mine, None], out=chosen)
             chosen ^= low[mine, None]
             first = mine.stop
-        return values.view(levels.dtype)
+        return values.view(dtype)
 
     def classes(self, d: int) -> Classes:
         """Return those of a projection that is never worse than one mean of magnitudes."""
-        d = min(d, self._length(d))
+        d = min(d, self.column or d)
         return Classes(1 / d, 1.0, 1 / d, float(d))

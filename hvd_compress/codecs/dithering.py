@@ -1,21 +1,24 @@
-"""The base of codecs that round ``x / norm`` to given levels at random."""
+"""Levels of ``x / norm``, drawn so that the expectation is x: QSGD (Alistarh, Grubic, Li, Tomioka
+and Vojnovic, 2017), exponential and natural dithering (Horvath et al., 2022)."""
 
 from __future__ import annotations
 
-import abc
+import dataclasses
+import functools
+import math
 
 import numpy as np
 
 from hvd_compress.codecs import buckets
-from hvd_compress.codecs.base import Codec
-from hvd_compress.config import is_whole
+from hvd_compress.codecs.scaled import Scaled
+from hvd_compress.config import is_number, is_whole
 from hvd_compress.errors import ConfigError
-from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
+from hvd_compress.kernels.codecs import Digits
+from hvd_compress.operators.classes import Classes
 
 
-class Dithering(Codec):
-    """A norm a bucket, and a digit an element: 2 ``levels`` + 1 values, of which zero is the one in
-    the middle.  Subclasses have the options ``levels``, ``bucket`` and ``norm``."""
+class Dithering(Scaled):
+    """A norm a bucket, and 2 ``levels`` + 1 values, of which zero is the one in the middle."""
 
     levels: int
     bucket: int | None
@@ -30,37 +33,130 @@ class Dithering(Codec):
         buckets.check_bucket(self.bucket)
         buckets.check_norm(self.norm)
 
-    @abc.abstractmethod
-    def _digits(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """0 to 2 ``levels`` for numbers from -1 to 1, or a little beyond by rounding."""
-
-    @abc.abstractmethod
-    def _values(self, digits: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """The numbers that digits stand for, in units of ``norm / self._unit``."""
-
-    #: see ``_values``
-    _unit = 1
-
-    def unit(self, n: int) -> int:
-        return self.bucket or 1
-
-    def size(self, n: int, dtype: np.dtype) -> int:
-        return buckets.count(n, self.bucket) * dtype.itemsize + digits_size(n, 2 * self.levels + 1)
-
-    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        norms = buckets.norms(x, self.bucket, self.norm)
-        safe = np.where((norms > 0) & np.isfinite(norms), norms, 1)
-        digits = self._digits(x / buckets.per_element(safe, x.size, self.bucket), random)
-        packed = pack_digits(digits, 2 * self.levels + 1)
-        return np.concatenate([norms.astype(_little(x.dtype)).view(np.uint8), packed])
-
-    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
-        split = buckets.count(n, self.bucket) * dtype.itemsize
-        norms = code[:split].view(_little(dtype)).astype(dtype)
-        values = self._values(unpack_digits(code[split:], n, 2 * self.levels + 1), dtype)
-        with np.errstate(invalid="ignore", over="ignore"):
-            return values * buckets.per_element(norms / self._unit, n, self.bucket)
+    def _quotients(self, x: np.ndarray, norms: np.ndarray) -> np.ndarray:
+        """``x / norm``, from -1 to 1, or a little beyond by rounding."""
+        return x / np.where((norms > 0) & np.isfinite(norms), norms, 1)
 
 
-def _little(dtype: np.dtype) -> np.dtype:
-    return np.dtype(dtype).newbyteorder("<")
+@dataclasses.dataclass(frozen=True)
+class uniform_dithering(Dithering, name="uniform_dithering"):
+    """``norm * sign(x) * l / levels``, where l is one of the two integers beside
+    ``levels * |x| / norm``, drawn so that the expectation is x.
+
+    Sent: a norm a bucket, and log2(2 levels + 1) bits an element.  A bucket of zeros decodes to
+    zeros.
+
+    Options:
+        levels: positive values there are, s in the paper.
+        bucket: elements that share a norm; ``None``: all of a tensor.
+        norm: "l2", as in the paper's analysis, or "max", which has less variance.
+
+    Reference: Alistarh et al., NeurIPS 2017.
+
+    >>> codec, x = uniform_dithering(levels=4, norm="max"), np.array([4.0, -1.0, 2.5])
+    >>> codec.decode(codec.encode(x, np.random.default_rng(0)), 3, x.dtype)
+    array([ 4., -1.,  2.])
+    """
+
+    levels: int = 7
+    bucket: int | None = 512
+    norm: str = "l2"
+
+    def __post_init__(self) -> None:
+        self._check(2**15 - 1)
+
+    @functools.cached_property
+    def _grid(self) -> Digits:
+        n, l2 = self.levels, self.norm == "l2"
+        return Digits("uniform", 2 * n + 1, n, self.bucket, l2, zero=n, unit=n)
+
+    def _rounded(
+        self, x: np.ndarray, scales: np.ndarray, random: np.random.Generator
+    ) -> np.ndarray:
+        n, quotients = self.levels, self._quotients(x, scales)
+        with np.errstate(over="ignore"):
+            steps = np.fmin(np.fmax(quotients * n, -n - 1), n + 1)
+        low = np.floor(steps)
+        low += random.random(x.size, np.float32) < steps - low
+        return (np.clip(low, -n, n) + n).astype(np.uint16)
+
+    def classes(self, d: int) -> Classes:
+        """Return zeta = 1 + min(d / (4 s^2), sqrt(d) / s) for buckets of d elements, either norm.
+
+        The variance is (norm / s)^2 times a sum of p (1 - p), of which each is at most 1/4; the
+        paper has 1 there.
+        """
+        d = min(d, self.bucket or d)
+        return Classes.unbiased(1 + min(d / (4 * self.levels**2), d**0.5 / self.levels))
+
+
+@dataclasses.dataclass(frozen=True)
+class exponential_dithering(Dithering, name="exponential_dithering"):
+    """``norm * sign(x) * l``, where l is one of the two levels beside |x| / norm among
+    0, base^(1 - levels), ..., base^-1, 1, drawn so that the expectation is x.
+
+    Sent: a norm a bucket, and log2(2 levels + 1) bits an element.
+
+    Options:
+        base: more than 1; 2 is natural dithering.
+        levels: positive values there are, 1 to 127.
+        bucket: elements that share a norm; ``None``: all of a tensor.
+        norm: "l2", or "max", the largest magnitude.
+
+    Reference: Horvath et al., MSML 2022, for base 2; Beznosikov et al., JMLR 2023.
+
+    >>> codec, x = exponential_dithering(levels=3, norm="max"), np.array([4.0, 3.0, -1.0])
+    >>> codec.decode(codec.encode(x, np.random.default_rng(0)), 3, x.dtype)
+    array([ 4.,  2., -1.])
+    """
+
+    base: float = 2.0
+    levels: int = 7
+    bucket: int | None = 512
+    norm: str = "l2"
+
+    def __post_init__(self) -> None:
+        base = self.base
+        if not is_number(base) or not base > 1:
+            raise ConfigError(f"base must be larger than 1; got {base!r}")
+        self._check(127)
+        if base ** (1 - self.levels) < 1e-30:
+            raise ConfigError(
+                f"base={base} and levels={self.levels}: the smallest level would be below 1e-30"
+            )
+
+    @functools.cached_property
+    def _grid(self) -> Digits:
+        n, l2 = self.levels, self.norm == "l2"
+        grid = np.concatenate([[0.0], float(self.base) ** np.arange(1 - n, 1)])
+        table = np.concatenate([-grid[:0:-1], grid])
+        kind = "exponential"
+        return Digits(kind, 2 * n + 1, n, self.bucket, l2, grid=tuple(grid), table=table)
+
+    def _rounded(
+        self, x: np.ndarray, scales: np.ndarray, random: np.random.Generator
+    ) -> np.ndarray:
+        size, grid = (
+            np.fmax(np.abs(self._quotients(x, scales)), 0),
+            np.array(self._grid.grid, x.dtype),
+        )
+        low = np.clip(np.searchsorted(grid, size, side="right") - 1, 0, self.levels - 1)
+        width = (grid[1:] - grid[:-1])[low]
+        low += random.random(x.size, np.float32) * width < size - grid[low]
+        return np.where(x < 0, self.levels - low, self.levels + low).astype(np.uint8)
+
+    def classes(self, d: int) -> Classes:
+        """Return zeta = (b + 1/b + 2) / 4 + q min(1, q) with q = sqrt(d) b^(1-s) for buckets of d
+        elements, which bounds the variance for either norm."""
+        d = min(d, self.bucket or d)
+        b = float(self.base)
+        q = math.sqrt(d) * b ** (1 - self.levels)
+        return Classes.unbiased((b + 1 / b + 2) / 4 + q * min(1.0, q))
+
+
+def natural_dithering(
+    levels: int = 7, bucket: int | None = 512, norm: str = "l2"
+) -> exponential_dithering:
+    """Return :class:`exponential_dithering` to base 2; ``levels``, ``bucket`` and ``norm`` are its
+    options."""
+    return exponential_dithering(2.0, levels, bucket, norm)

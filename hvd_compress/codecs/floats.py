@@ -8,13 +8,13 @@ import functools
 import numpy as np
 
 from hvd_compress.codecs import buckets
-from hvd_compress.codecs.base import Codec
+from hvd_compress.codecs.scaled import Scaled
 from hvd_compress.config import check_choice
 from hvd_compress.kernels.codecs import Digits
 
 
 @dataclasses.dataclass(frozen=True)
-class float8(Codec, name="float8"):
+class float8(Scaled, name="float8"):
     """Eight bits an element and a scale a bucket, to the nearest, ties to even.
 
     The scale puts the largest element of a bucket at the format's largest number, so nothing
@@ -40,14 +40,8 @@ class float8(Codec, name="float8"):
         check_choice("format", self.format, ("e4m3", "e5m2"))
         buckets.check_bucket(self.bucket)
 
-    def unit(self, n: int) -> int:
-        return self.bucket or 1
-
-    def size(self, n: int, dtype: np.dtype) -> int:
-        return buckets.count(n, self.bucket) * dtype.itemsize + n
-
     @functools.cached_property
-    def _loops(self) -> Digits:
+    def _grid(self) -> Digits:
         exponent, mantissa = int(self.format[1]), int(self.format[3])
         return Digits(
             "float8",
@@ -59,26 +53,21 @@ class float8(Codec, name="float8"):
             table=_numbers(self.format),
         )
 
-    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        grid = _positive(self.format).astype(x.dtype)
-        largest = buckets.norms(x, self.bucket, "max")
-        scales = largest / grid[-1]
+    def _scales(self, x: np.ndarray) -> np.ndarray:
+        largest = super()._scales(x)
+        scales = largest / x.dtype.type(self._grid.limit)
         # Of subnormal numbers the quotient may be 0, or too small for its inverse.
-        scales = np.where(scales > 0, scales, np.where(largest > 0, largest, 0)).astype(x.dtype)
-        safe = np.where(scales > 0, scales, 1)
-        size = np.fmin(np.abs(x) / buckets.per_element(safe, x.size, self.bucket), grid[-1])
+        return np.where(scales > 0, scales, np.where(largest > 0, largest, 0)).astype(x.dtype)
+
+    def _rounded(
+        self, x: np.ndarray, scales: np.ndarray, random: np.random.Generator
+    ) -> np.ndarray:
+        grid = _positive(self.format).astype(x.dtype)
+        size = np.fmin(np.abs(x) / np.where(scales > 0, scales, 1), grid[-1])
         high = np.clip(np.searchsorted(grid, size), 1, grid.size - 1)
         below, above = size - grid[high - 1], grid[high] - size
         code = high - ((below < above) | ((below == above) & (high % 2 == 1)))
-        code = code.astype(np.uint8) | (np.signbit(x) * np.uint8(128)).astype(np.uint8)
-        return np.concatenate([scales.astype(x.dtype.newbyteorder("<")).view(np.uint8), code])
-
-    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
-        split = buckets.count(n, self.bucket) * dtype.itemsize
-        scales = code[:split].view(dtype.newbyteorder("<")).astype(dtype)
-        table = _numbers(self.format).astype(dtype)
-        with np.errstate(invalid="ignore", over="ignore"):
-            return table[code[split:]] * buckets.per_element(scales, n, self.bucket)
+        return code.astype(np.uint8) | (np.signbit(x) * np.uint8(128)).astype(np.uint8)
 
 
 @functools.cache

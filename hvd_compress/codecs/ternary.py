@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.codecs.base import Classes, Codec
+from hvd_compress.codecs.scaled import Scaled
 from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError
-from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
 from hvd_compress.kernels.codecs import Digits, Loops, total
+from hvd_compress.operators.classes import Classes
 
 
 @dataclasses.dataclass(frozen=True)
-class ternary(Codec, name="ternary"):
+class ternary(Scaled, name="ternary"):
     """``m * sign(x)`` with probability |x| / m, else 0, where m = max |x| of the tensor.
 
     Sent: m, and 1.6 bits an element (log2 3 is 1.585).
@@ -44,8 +44,9 @@ class ternary(Codec, name="ternary"):
     def unbiased(self) -> bool:  # type: ignore[override]
         return self.clip is None
 
-    def size(self, n: int, dtype: np.dtype) -> int:
-        return dtype.itemsize + digits_size(n, 3)
+    @property
+    def _grid(self) -> Digits:
+        return Ternary.digits
 
     @functools.cached_property
     def _loops(self) -> Ternary:
@@ -63,17 +64,19 @@ class ternary(Codec, name="ternary"):
 
     def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         limit = self._limit(x)
-        x = np.clip(x, -limit, limit)
-        largest = np.abs(x).max(initial=0).astype(x.dtype)
-        chosen = random.random(x.size, np.float32) * largest < np.abs(x)
-        digits = np.where(chosen, np.sign(x), 0).astype(np.int8) + np.int8(1)
-        head = np.array([largest], x.dtype.newbyteorder("<")).view(np.uint8)
-        return np.concatenate([head, pack_digits(digits.view(np.uint8), 3)])
+        return super().encode(np.clip(x, -limit, limit), random)
 
-    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
-        largest = code[: dtype.itemsize].view(dtype.newbyteorder("<"))[0]
-        digits = unpack_digits(code[dtype.itemsize :], n, 3)
-        return (digits.astype(dtype) - 1) * largest.astype(dtype)
+    def _heads(self, n: int) -> int:
+        return 1
+
+    def _scales(self, x: np.ndarray) -> np.ndarray:
+        return np.abs(x).max(initial=0, keepdims=True)
+
+    def _rounded(
+        self, x: np.ndarray, scales: np.ndarray, random: np.random.Generator
+    ) -> np.ndarray:
+        chosen = random.random(x.size, np.float32) * scales < np.abs(x)
+        return (np.where(chosen, np.sign(x), 0) + 1).astype(np.uint8)
 
     def check_feedback(self, d: int) -> None:
         # Clipping makes m smaller, but what is drawn may be as far off as before.

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_compress import Context, codecs, kernels
-from hvd_compress.codecs import base
-from hvd_compress.codecs.plus_minus import plus_minus
+from hvd_compress.codecs import base, plus_minus
 from hvd_compress.kernels import codecs as loops
 from hvd_compress.kernels import reference
 from hvd_compress.kernels.bitpacking import pack_digits

@@ -26,8 +26,8 @@ from hvd_compress import (
 )
 from hvd_compress.aggregators import allgather, alltoall
 from hvd_compress.chain import Chain
+from hvd_compress.codecs import plus_minus
 from hvd_compress.codecs.frame import decode_coded, encode_sent
-from hvd_compress.codecs.plus_minus import plus_minus
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
