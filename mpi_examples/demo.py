@@ -21,7 +21,6 @@ from mpi_examples.study import check_counts
 TOP_K = (
     methods.DGC,
     methods.EF21,
-    methods.GTopK,
     methods.LGC,
     methods.OkTopk,
     methods.ScaleCom,
