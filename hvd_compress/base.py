@@ -18,7 +18,7 @@ The type of a request says which collective carries it, see :mod:`hvd_compress.r
 The laws that every method obeys (checked by :func:`hvd_compress.testing.check_laws`):
 
 * ``mean`` is the average over the ranks of what each of them ``sent``, except for the residual of
-  the owner of a shard (state ``owner_residual``, see :mod:`hvd_compress.aggregators.alltoall`);
+  the owner of a shard (state ``owner_residual``, see :mod:`hvd_compress.meetings.alltoall`);
 * with error feedback nothing is lost: gradient + old residual = what was sent + new residual;
 * all ranks compute bitwise equal ``mean`` and ``update``;
 * shape, dtype and device of the gradient are kept;
@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_compress.config import Configurable, from_config
@@ -68,6 +68,68 @@ class Encoded(NamedTuple):
     message: Array
     sent: Array | Sparse
     state: State = {}
+
+
+class Decoded(NamedTuple):
+    """The result of ``decode``.
+
+    Attributes:
+        total: the sum of what the messages hold, flat, in the dtype of ``like``.
+        finite: whether all that they hold is finite: a bool, or a symbol of one.
+        update: the direction of the step, if that is not the average of what they hold.
+
+    What does not fit into half precision arrives as Inf:
+
+    >>> coding, x = whole("float16"), np.array([4.0, 1e6])
+    >>> coding.decode([coding.encode(x, {}, Context()).message], x, Context())
+    Decoded(total=array([ 4., inf]), finite=False, update=None)
+    """
+
+    total: Array
+    finite: Any
+    update: Array | None = None
+
+
+class Coding(Configurable, abc.ABC, kind="block"):
+    """How a flat array (float32 or float64) becomes a message, by two functions that anybody may
+    call: neither talks to a network, or changes an array that it was given.
+
+    ``context`` is the same on both ends, but for the rank: random choices are made of step, seed
+    and name of the tensor, so that they need not be sent.
+
+    >>> coding, x = elements(top_k(0.5)), np.array([4.0, 1.0, 0.0, -2.0])
+    >>> message, sent, state = coding.encode(x, {}, Context())
+    >>> message.dtype, coding.decode([message, message], x, Context()).total
+    (dtype('uint8'), array([ 8.,  0.,  0., -4.]))
+    """
+
+    @abc.abstractmethod
+    def varies(self, n: int, context: Context) -> bool:
+        """Return whether messages of ``n`` elements may have different sizes on different ranks."""
+
+    @abc.abstractmethod
+    def encode(self, x: Array, state: State, context: Context) -> Encoded:
+        """Return the message of the flat ``x``.  Where ``x`` is not finite, receivers must read
+        something that is not finite either."""
+
+    @abc.abstractmethod
+    def decode(
+        self,
+        messages: Sequence[Array],
+        like: Array,
+        context: Context,
+        ranks: Sequence[int] | None = None,
+    ) -> Decoded:
+        """Return the sum of what messages hold, added in their order.
+
+        Args:
+            messages: 1-D, uint8.
+            like: an array of the size, dtype and device of the one that was encoded.
+            ranks: the senders; by default message i is that of rank i.
+
+        Raises:
+            PayloadError: a message is damaged, or made with other options than this rank's.
+        """
 
 
 class Outcome(NamedTuple):

@@ -11,6 +11,8 @@ when a block is made: ``ConfigError`` names the option, and what it may be.
 - A transform changes a gradient before the exchange, ``update(x, state, context)``, and learns
   afterwards what was sent of it, ``settle(sent, state, context)``.
 - An aggregator averages over the ranks.  It is written ``via=``.
+- A coding says what one rank sends as a message that stands alone, ``encode(x, state, context)``,
+  and what a receiver reads in some, ``decode(messages, like, context)``.
 - An operator picks elements: ``select(x, k, context)`` returns ascending indices, int64.
 - A codec turns n numbers into bytes (uint8) and back: ``encode(x, random)`` and
   ``decode(code, n, dtype)``, where ``random`` is a NumPy generator, for codecs that draw.
@@ -19,15 +21,16 @@ What ``density``, ``momentum``, "State" and "Sent" mean, and what a ``World`` is
 stands once for all in :mod:`hvd_compress.methods`.
 """
 
-from hvd_compress import aggregators, codecs, operators, transforms
-from hvd_compress.aggregators import *  # noqa: F403, each of these has a list of its own
+from hvd_compress import codecs, meetings, operators, transforms
+from hvd_compress.base import Coding, Decoded, Encoded
 from hvd_compress.chain import Aggregator, Chain, Transform, chain
 from hvd_compress.codecs import *  # noqa: F403
+from hvd_compress.meetings import *  # noqa: F403, each of these has a list of its own
 from hvd_compress.operators import *  # noqa: F403
 from hvd_compress.transforms import *  # noqa: F403
 
-__all__ = ["Aggregator", "Chain", "Transform", "chain"]
-__all__ += aggregators.__all__
+__all__ = ["Aggregator", "Chain", "Coding", "Decoded", "Encoded", "Transform", "chain"]
+__all__ += meetings.__all__
 __all__ += codecs.__all__
 __all__ += operators.__all__
 __all__ += transforms.__all__

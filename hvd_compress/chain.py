@@ -20,8 +20,17 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, Outcome, Sparse, State
-from hvd_compress.coding.base import Coding
+from hvd_compress.base import (
+    Array,
+    Coding,
+    Compressor,
+    Context,
+    Encoded,
+    Exchange,
+    Outcome,
+    Sparse,
+    State,
+)
 from hvd_compress.config import Configurable, as_tuple, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.operators.classes import Classes
@@ -155,7 +164,7 @@ class Aggregated(NamedTuple):
 
 class Aggregator(Configurable, abc.ABC, kind="block"):
     """A way of averaging the ranks' contributions; each is a file in
-    ``hvd_compress.aggregators``.  Subclasses are frozen dataclasses.
+    ``hvd_compress.meetings``.  Subclasses are frozen dataclasses.
 
     >>> world = World(chain(via=allreduce()), size=2)
     >>> isinstance(allreduce(), Aggregator), world.exchange([np.zeros(2), np.ones(2)])[0].mean

@@ -100,7 +100,7 @@ PAGES = (
     Page(
         "blocks",
         "Building blocks",
-        (f"{ALL}.blocks", f"{ALL}.coding"),
+        (f"{ALL}.blocks",),
         (f"from {ALL} import Context", WORLD),
     ),
     Page("advisor", "The advisor", (f"{ALL}.advisor",)),

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.aggregators import allreduce
 from hvd_compress.base import Compressor
 from hvd_compress.chain import chain
 from hvd_compress.config import check_seed, is_whole
@@ -29,6 +28,7 @@ from hvd_compress.integrations.optimizers import (
     moved,
     velocity_of_one,
 )
+from hvd_compress.meetings import allreduce
 from hvd_compress.methods import FP16, NoCompression, as_fixed
 from hvd_compress.transforms import momentum_after_averaging
 

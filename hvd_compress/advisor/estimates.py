@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from hvd_compress.advisor.pieces import Messages, Piece, kept, measured
 from hvd_compress.advisor.shapes import MODELS, Shapes
-from hvd_compress.coding.factors import matrix_shape
+from hvd_compress.kernels.low_rank import matrix_shape
 from hvd_compress.methods import PowerSGD, as_compressor
 from hvd_compress.reduce.buckets import BUCKET_BYTES
 

@@ -15,11 +15,11 @@ import numpy as np
 
 from hvd_compress.backends import backend_of, numpy
 from hvd_compress.base import Context, Sparse
-from hvd_compress.coding.drawn import drawn
 from hvd_compress.fused.bucket import Arrays, Tensor
 from hvd_compress.fused.messages import scattered
 from hvd_compress.fused.stages import Staged, StagedBucket
 from hvd_compress.kernels.codecs import all_finite
+from hvd_compress.operators.random_k import random_k, shared_generator
 from hvd_compress.requests import Request, Sum
 from hvd_compress.times import phase
 
@@ -29,18 +29,20 @@ class FusedDrawn(Staged):
     """The exchange of all tensors of a bucket; see :class:`hvd_compress.fused.bucket.InPlace`.
 
     Attributes:
-        coding: says which elements are sent, and how they are scaled.
+        select: how many elements.
+        unbiased: values are scaled by n/k.
         wire, algorithm: of the sum.
     """
 
     sends_all: ClassVar[bool] = False
 
-    coding: drawn
+    select: random_k
+    unbiased: bool
     wire: str | None
     algorithm: str | None
 
     def weight(self, context: Context) -> int:
-        return self.coding.select.count(math.prod(context.shape), context)
+        return self.select.count(math.prod(context.shape), context)
 
     def made(self, tensors: list[Tensor]) -> _Bucket:
         return _Bucket(self, tensors)
@@ -59,8 +61,10 @@ class _Bucket(StagedBucket):
         like, form = arrays.gradients[0], self.form
         xp = backend_of(like)
         with phase("search"):
-            pairs = zip(self.names, self.sizes, strict=True)
-            places = [form.coding.places(n, step._replace(name=name)) for name, n in pairs]
+            places = [
+                form.select.draw(n, k, shared_generator(step._replace(name=name)))
+                for name, n, k in zip(self.names, self.sizes, self.weights, strict=True)
+            ]
         with phase("encode"):
             self._encode(arrays, places, step)
         total = yield self.requests[0].carrying([xp.from_numpy(self._values, like)])
@@ -80,7 +84,7 @@ class _Bucket(StagedBucket):
                 x = self.passed_on(views, i, slice(0, n), its, self._longest)
                 # Whatever is drawn, the others must see that this step is not finite.
                 out[:] = x[at] if all_finite(x) else np.nan
-                if self.form.coding.unbiased:
+                if self.form.unbiased:
                     out *= np.float32(n / at.size)
 
     def _settle(

@@ -20,10 +20,9 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Context
 from hvd_compress.chain import Transform
-from hvd_compress.coding.factors import factors, matrix_shape
 from hvd_compress.fused.bucket import Arrays, Bucket, InPlace, Tensor
 from hvd_compress.kernels import Column
-from hvd_compress.kernels.low_rank import Matrices
+from hvd_compress.kernels.low_rank import Matrices, matrix_shape
 from hvd_compress.requests import Request, Sum
 from hvd_compress.times import phase
 from hvd_compress.transforms import error_feedback
@@ -38,25 +37,23 @@ class FusedLowRank(InPlace):
     """The exchange of all tensors of a bucket; see :class:`hvd_compress.fused.bucket.InPlace`.
 
     Attributes:
-        block: says what is sent of each.
+        rank: columns of the factors, unless a matrix has fewer.
         feeds_back: whether there is error feedback.
     """
 
-    block: factors
+    rank: int
     feeds_back: bool
 
     @classmethod
-    def of(cls, transforms: Sequence[Transform], block: factors) -> FusedLowRank | None:
+    def of(cls, transforms: Sequence[Transform], rank: int) -> FusedLowRank | None:
         """Return the form of ``transforms`` and an exchange of two factors, if there is one."""
         if any(type(t) is not error_feedback or t.units != "gradient" for t in transforms):
             return None
-        if not block.warm_start or block.orthogonalise != "gram_schmidt":
-            return None
-        return cls((), block, bool(transforms))
+        return cls((), rank, bool(transforms))
 
     def weight(self, context: Context) -> int:
         n, m = matrix_shape(context.shape)
-        return self.block.rank_of(context.shape) * (n + m)
+        return min(n, m, self.rank) * (n + m)
 
     def made(self, tensors: list[Tensor]) -> _Bucket:
         return _Bucket(self, tensors)
@@ -68,10 +65,8 @@ class _Bucket(Bucket):
     def __init__(self, form: FusedLowRank, tensors: list[Tensor]) -> None:
         super().__init__(form, tensors)
         self.keys = (_Q, _R) if form.feeds_back else (_Q,)
-        shapes, ranks = zip(
-            *((matrix_shape(shape), form.block.rank_of(shape)) for shape in self.shapes),
-            strict=True,
-        )
+        shapes = [matrix_shape(shape) for shape in self.shapes]
+        ranks = [min(*shape, form.rank) for shape in shapes]
         pairs = list(zip(shapes, ranks, strict=True))
         #: of the factors that are kept
         self._widths = [m * rank for (_, m), rank in pairs]

@@ -11,6 +11,7 @@ The factors of all matrices are end to end in a flat array each.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,12 @@ _NONE = np.empty(0, np.int64)
 #: elements of a row, and rows, that are added up in one go
 _SUMMED, _ROWS, _LANES = 4096, 256, 16
 _TINY = np.float32(1e-30)
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return (rows, columns) of a tensor as a matrix: its first dimension, for instance the output
+    channels of a convolution, by all others."""
+    return (shape[0] if shape else 1), math.prod(shape[1:])
 
 
 class Matrices:

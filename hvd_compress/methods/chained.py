@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import math
 
-from hvd_compress.aggregators.allreduce import allreduce
 from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, State
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
+from hvd_compress.meetings.allreduce import allreduce
 from hvd_compress.transforms import (
     error_feedback,
     momentum_after_averaging,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from hvd_compress.aggregators import allreduce
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import converted
+from hvd_compress.meetings import allreduce
 from hvd_compress.methods.chained import Chained
 from hvd_compress.methods.rows import SendsRows, checked_rows
 

@@ -8,12 +8,12 @@ import math
 from typing import Any
 
 from hvd_compress import codecs, operators
-from hvd_compress.aggregators import allgather, allreduce
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.config import check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
+from hvd_compress.meetings import allgather, allreduce
 from hvd_compress.methods.chained import OfVelocities
 from hvd_compress.methods.rows import SendsRows, checked_rows
 from hvd_compress.schedules import Density, as_density

@@ -6,11 +6,11 @@ import dataclasses
 import functools
 
 from hvd_compress import operators
-from hvd_compress.aggregators import allgather, dense_until
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.codecs import Codec
 from hvd_compress.config import converted, is_number
 from hvd_compress.errors import ConfigError
+from hvd_compress.meetings import allgather, dense_until
 from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Density, Start, as_start
 from hvd_compress.transforms import ef21, smoothing

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 
 from hvd_compress import codecs
-from hvd_compress.aggregators import alltoall
 from hvd_compress.chain import Chain, chain
+from hvd_compress.meetings import alltoall
 from hvd_compress.methods.chained import Chained
 from hvd_compress.transforms import error_feedback
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from hvd_compress import aggregators
+from hvd_compress import meetings
 from hvd_compress.chain import Chain, chain
 from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Density
@@ -46,5 +46,5 @@ class OkTopk(Chained, name="oktopk"):
 
     @functools.cached_property
     def blocks(self) -> Chain:
-        via = aggregators.ok_topk(self.density, self.threshold_every, self.indices, self.values)
+        via = meetings.ok_topk(self.density, self.threshold_every, self.indices, self.values)
         return chain(error_feedback(), via=via)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from hvd_compress.aggregators import allgather, alltoall, dense_until
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import column_means
 from hvd_compress.config import check_choice, converted
+from hvd_compress.meetings import allgather, alltoall, dense_until
 from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Start, as_start
 from hvd_compress.transforms import error_feedback

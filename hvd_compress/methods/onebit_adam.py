@@ -7,13 +7,13 @@ import functools
 import math
 from typing import Any
 
-from hvd_compress.aggregators import allreduce, alltoall, dense_until
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign
 from hvd_compress.config import converted, is_whole
 from hvd_compress.errors import ConfigError
+from hvd_compress.meetings import allreduce, alltoall, dense_until
 from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import After, Start, as_start, started
 from hvd_compress.transforms import averaged_momentum, error_feedback
@@ -53,7 +53,7 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
     steps, which are not: they are divided by a root of squares.
 
     Sent: one bit an element and a number a shard, each way, through the owners of shards, who
-    keep residuals too (``aggregators/alltoall.py``).
+    keep residuals too (``meetings/alltoall.py``).
 
     State: ``average`` u, equal on all ranks; ``residual`` and ``owner_residual``.
 

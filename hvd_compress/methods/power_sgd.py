@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from hvd_compress.aggregators import allreduce, dense_until, power_sgd
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
-from hvd_compress.coding.factors import matrix_shape
 from hvd_compress.config import check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
+from hvd_compress.kernels.low_rank import matrix_shape
+from hvd_compress.meetings import allreduce, dense_until, power_sgd
 from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Start, as_start
 from hvd_compress.transforms import error_feedback
@@ -39,7 +39,7 @@ class PowerSGD(Chained, name="powersgd"):
     Reference: Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727.  Differs from it in: a
     rank subtracts its own part of the sum from its residual where the paper's code subtracts the
     average, which has the same mean over the ranks, and makes what was sent plus what remains
-    exactly what went in; see also ``aggregators/power_sgd.py``.
+    exactly what went in; see also ``meetings/power_sgd.py``.
 
     A matrix of rank 1 arrives as it is, in 14 numbers instead of 48:
 

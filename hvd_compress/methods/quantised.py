@@ -9,8 +9,8 @@ import dataclasses
 import functools
 
 from hvd_compress import codecs
-from hvd_compress.aggregators import allgather
 from hvd_compress.chain import Chain, chain
+from hvd_compress.meetings import allgather
 from hvd_compress.methods.chained import Chained
 
 

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 
 from hvd_compress import operators
-from hvd_compress.aggregators import allreduce, gather_drawn
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice
+from hvd_compress.meetings import allreduce, gather_drawn
 from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback

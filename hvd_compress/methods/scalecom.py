@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from hvd_compress.aggregators import leader_top_k
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.config import check_fraction
+from hvd_compress.meetings import leader_top_k
 from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback, low_pass_memory

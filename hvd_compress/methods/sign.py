@@ -7,10 +7,10 @@ import functools
 import warnings
 
 from hvd_compress import codecs
-from hvd_compress.aggregators import allgather, alltoall
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice
 from hvd_compress.errors import NeedsTuning
+from hvd_compress.meetings import allgather, alltoall
 from hvd_compress.methods.chained import Chained
 from hvd_compress.transforms import error_feedback, majority_vote, moving_average
 

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 
 from hvd_compress import codecs, operators
-from hvd_compress.aggregators import allgather
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice
+from hvd_compress.meetings import allgather
 from hvd_compress.methods.chained import Chained
 from hvd_compress.transforms import error_feedback
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.aggregators import allreduce, alltoall
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, Outcome, State
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign
 from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.meetings import allreduce, alltoall
 from hvd_compress.methods.chained import Chained
 from hvd_compress.methods.composed import Partition, rule
 from hvd_compress.methods.dense import NoCompression

@@ -16,8 +16,8 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
 from hvd_compress.base import Sparse
-from hvd_compress.coding.sparse_vectors import densify, empty, give_back, take_in
 from hvd_compress.config import check_choice
+from hvd_compress.meetings.sparse_vectors import densify, empty, give_back, take_in
 from hvd_compress.mpi.calls import hierarchical
 from hvd_compress.mpi.calls.hierarchical_sparse import by_nodes
 from hvd_compress.mpi.calls.sparse_allreduce import fastest

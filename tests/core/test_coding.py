@@ -7,9 +7,9 @@ from hvd_compress import DGC, Context, PowerSGD, UnsupportedError
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Sparse
 from hvd_compress.codecs import linear, uniform_dithering
-from hvd_compress.coding import codes, cosine_elements, drawn, elements, factors, whole
 from hvd_compress.engines.lockstep import run
 from hvd_compress.errors import PayloadError
+from hvd_compress.meetings import codes, dct_top_k, drawn, elements, power_sgd, whole
 from hvd_compress.operators import random_k, threshold, top_k
 from tests.method_table import ROWS
 
@@ -26,8 +26,8 @@ CODINGS = {
     "int32": elements(top_k(0.1), "float16", "int32"),
     "drawn": drawn(random_k(0.2), unbiased=True),
     "drawn alike": drawn(random_k(0.2), alike=True, wire="bfloat16"),
-    "factors": factors(2, warm_start=False),
-    "cosines": cosine_elements(4, 2),
+    "factors": power_sgd(2, warm_start=False),
+    "cosines": dct_top_k(4, 2),
 }
 
 
@@ -44,7 +44,7 @@ def test_what_arrives_is_the_sum_of_what_was_sent(coding, dtype):
     random, contexts = np.random.default_rng(0), []
     xs = [random.standard_normal(120).astype(dtype) for _ in range(3)]
     contexts = [Context("w", rank, 3, step=5, seed=1, shape=SHAPE) for rank in range(3)]
-    sent = [coding.encode(x, coding.init(x), c) for x, c in zip(xs, contexts, strict=True)]
+    sent = [coding.encode(x, {}, c) for x, c in zip(xs, contexts, strict=True)]
     found = coding.decode([each.message for each in sent], xs[0], contexts[1])
     total = sum(dense(each.sent, 120).astype(np.float64) for each in sent)
     close = 1e-14 if dtype is np.float64 else 1e-6

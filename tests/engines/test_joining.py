@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from hvd_compress import Broadcast, Context, Gather, Neighbors, Outcome, PowerSGD, Sparse, Sum
 from hvd_compress.backends import backend_of
-from hvd_compress.coding.factors import orthonormal_rows
 from hvd_compress.engines.joining import Member, joined
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
+from hvd_compress.meetings.factors import orthonormal_rows
 from hvd_compress.reduce.buckets import Buckets
 from hvd_compress.requests import Batch, Joint
 from hvd_compress.stats import Record

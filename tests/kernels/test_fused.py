@@ -36,13 +36,13 @@ from hvd_compress import (
     kernels,
     switch,
 )
-from hvd_compress.aggregators import allgather, alltoall
 from hvd_compress.chain import Chain
 from hvd_compress.codecs import contraction, natural, uniform_dithering
 from hvd_compress.engines.joining import Member, joined
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import CompressionError, PayloadError
+from hvd_compress.meetings import allgather, alltoall
 from hvd_compress.operators import bernoulli
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Record

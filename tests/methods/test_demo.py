@@ -17,9 +17,9 @@ from hypothesis.extra import numpy as hnp
 
 from hvd_compress import ConfigError, Context, DeMoCompression
 from hvd_compress.blocks import chain, dct_top_k, momentum_correction, momentum_feedback
-from hvd_compress.coding.cosines import Chunks, chunks_of, dct_matrix, inverse, transform
 from hvd_compress.engines.base import watched
 from hvd_compress.engines.lockstep import World, run
+from hvd_compress.meetings.cosines import Chunks, chunks_of, dct_matrix, inverse, transform
 from hvd_compress.operators.top_k import largest_of_rows
 from hvd_compress.torch import DeMo as TorchDeMo
 from tests.demo_reference import DeMo

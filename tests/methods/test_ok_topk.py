@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from hvd_compress import ConfigError, OkTopk, TopK
-from hvd_compress.aggregators.regions import Regions
 from hvd_compress.base import Context
 from hvd_compress.blocks import chain, ok_topk
 from hvd_compress.engines.base import watched
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
+from hvd_compress.meetings.regions import Regions
 from hvd_compress.requests import Alltoall, Gather
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hvd_compress import After, ConfigError, OneBitAdamCompression, ZeroOneAdamCompression
-from hvd_compress.aggregators import allreduce
 from hvd_compress.blocks import averaged_momentum, chain, error_feedback
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import UnboundError
+from hvd_compress.meetings import allreduce
 from hvd_compress.torch import OneBitAdam, ZeroOneAdam
 from tests.adam_reference import OneBitMean, variance_steps
 

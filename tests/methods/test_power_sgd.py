@@ -13,9 +13,9 @@ from hvd_compress import ConfigError, Context, PowerSGD
 from hvd_compress.advisor.shapes import ptb_lstm, resnet18_cifar
 from hvd_compress.backends import backend_of
 from hvd_compress.blocks import chain, error_feedback, power_sgd
-from hvd_compress.coding.factors import orthonormal_rows
 from hvd_compress.engines.base import watched
 from hvd_compress.engines.lockstep import World, run
+from hvd_compress.meetings.factors import orthonormal_rows
 from hvd_compress.requests import Sum
 
 M = np.array([[3.0, 0.0], [0.0, 1.0]])

@@ -24,7 +24,6 @@ from hvd_compress import (
     TernGrad,
     codecs,
 )
-from hvd_compress.aggregators import allgather, alltoall
 from hvd_compress.chain import Chain
 from hvd_compress.codecs import plus_minus
 from hvd_compress.codecs.frame import decode_coded, encode_sent
@@ -34,6 +33,7 @@ from hvd_compress.errors import PayloadError
 from hvd_compress.fused import code_messages
 from hvd_compress.kernels import codecs as loops
 from hvd_compress.kernels import reference
+from hvd_compress.meetings import allgather, alltoall
 from hvd_compress.operators.random_k import own_generator
 from hvd_compress.reduce import Reducer
 from hvd_compress.torch import backend

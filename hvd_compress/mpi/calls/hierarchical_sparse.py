@@ -17,8 +17,8 @@ from collections.abc import Generator
 import numpy as np
 
 from hvd_compress.base import Sparse
-from hvd_compress.coding.sparse_vectors import Vector, empty, take_in
 from hvd_compress.config import check_choice
+from hvd_compress.meetings.sparse_vectors import Vector, empty, take_in
 from hvd_compress.mpi.calls.sparse_allreduce import fastest, sparse_allreduce
 from hvd_compress.mpi.sparse import ALGORITHMS
 from hvd_compress.mpi.sparse.messages import Format

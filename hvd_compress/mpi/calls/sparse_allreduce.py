@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.base import Sparse
-from hvd_compress.coding.sparse_vectors import give_back, take_in
 from hvd_compress.errors import PayloadError
+from hvd_compress.meetings.sparse_vectors import give_back, take_in
 from hvd_compress.mpi.sparse import ALGORITHMS
 from hvd_compress.mpi.sparse.algorithm import Summed
 from hvd_compress.mpi.sparse.allgather import gather

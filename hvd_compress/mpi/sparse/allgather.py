@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from hvd_compress.base import Sparse
-from hvd_compress.coding.sparse_vectors import Vector, empty
+from hvd_compress.meetings.sparse_vectors import Vector, empty
 from hvd_compress.mpi.sparse.algorithm import Entries, SparseAllreduce, Summed
 from hvd_compress.mpi.sparse.messages import Format, most_bytes
 from hvd_compress.mpi.transport.communicator import Channel, others

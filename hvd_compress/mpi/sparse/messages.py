@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvd_compress.base import Sparse
-from hvd_compress.coding.sparse_vectors import Vector, add_up, densify, empty, pick
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
+from hvd_compress.meetings.sparse_vectors import Vector, add_up, densify, empty, pick
 from hvd_compress.wire import (
     decode,
     decode_sparse,

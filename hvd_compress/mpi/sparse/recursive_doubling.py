@@ -16,7 +16,7 @@ from collections.abc import Generator
 import numpy as np
 
 from hvd_compress.base import Sparse
-from hvd_compress.coding.sparse_vectors import Vector, empty
+from hvd_compress.meetings.sparse_vectors import Vector, empty
 from hvd_compress.mpi.sparse.algorithm import Entries, SparseAllreduce, Summed
 from hvd_compress.mpi.sparse.messages import Format, most_bytes
 from hvd_compress.mpi.transport.communicator import Channel

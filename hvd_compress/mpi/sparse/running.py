@@ -9,9 +9,9 @@ from mpi4py import MPI
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Sparse
-from hvd_compress.coding.sparse_vectors import Vector, give_back, take_in
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError, PayloadError
+from hvd_compress.meetings.sparse_vectors import Vector, give_back, take_in
 from hvd_compress.mpi.sparse import ALGORITHMS
 from hvd_compress.mpi.sparse.algorithm import Summed
 from hvd_compress.mpi.sparse.messages import Format

@@ -15,7 +15,7 @@ from collections.abc import Generator, Sequence
 import numpy as np
 
 from hvd_compress.base import Sparse
-from hvd_compress.coding.sparse_vectors import Vector, densify, join
+from hvd_compress.meetings.sparse_vectors import Vector, densify, join
 from hvd_compress.mpi.sparse.algorithm import Entries, SparseAllreduce, Summed
 from hvd_compress.mpi.sparse.allgather import gather
 from hvd_compress.mpi.sparse.messages import Format, most_bytes

@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.base import Sparse
-from hvd_compress.coding.sparse_vectors import add_up
+from hvd_compress.meetings.sparse_vectors import add_up
 from hvd_compress.mpi.dense import ALGORITHMS as DENSE
 from hvd_compress.mpi.dense.running import CHUNK, run
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE

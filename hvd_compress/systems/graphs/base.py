@@ -18,11 +18,11 @@ from collections.abc import Generator, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context
+from hvd_compress.base import Array, Coding, Context
 from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.plain import plain
-from hvd_compress.coding import Coding, whole
 from hvd_compress.errors import ConfigError
+from hvd_compress.meetings.whole import whole
 from hvd_compress.requests import Neighbors
 from hvd_compress.systems.base import (
     Arrays,

@@ -7,9 +7,9 @@ import dataclasses
 from hvd_compress.base import Array
 from hvd_compress.codecs import uniform_dithering
 from hvd_compress.codecs.base import Codec
-from hvd_compress.coding import codes
 from hvd_compress.config import check_fraction, check_seed, converted
 from hvd_compress.errors import ConfigError
+from hvd_compress.meetings.codes import codes
 from hvd_compress.systems.graphs.base import (
     DecentralizedMethod,
     Network,

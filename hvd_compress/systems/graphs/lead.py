@@ -9,9 +9,9 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.codecs import uniform_dithering
 from hvd_compress.codecs.base import Codec
-from hvd_compress.coding import codes
 from hvd_compress.config import check_choice, check_fraction, check_seed, converted, is_number
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.meetings.codes import codes
 from hvd_compress.systems.graphs.base import (
     DecentralizedMethod,
     Network,

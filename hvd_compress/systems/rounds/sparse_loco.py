@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from hvd_compress.aggregators import allgather
 from hvd_compress.base import Array, Compressor
 from hvd_compress.chain import chain
 from hvd_compress.codecs import Codec
-from hvd_compress.coding.elements import as_values
 from hvd_compress.config import check_between, check_choice, check_whole, converted
+from hvd_compress.meetings import allgather
+from hvd_compress.meetings.elements import as_values
 from hvd_compress.operators import top_k
 from hvd_compress.optimizers.outer import OuterSGD
 from hvd_compress.schedules import Density

@@ -6,9 +6,8 @@ from collections.abc import Generator
 from typing import Any
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Encoded, Sparse, State
+from hvd_compress.base import Array, Coding, Context, Encoded, Sparse, State
 from hvd_compress.chain import Aggregated
-from hvd_compress.coding import Coding
 from hvd_compress.requests import Gather, Request, Sum
 
 

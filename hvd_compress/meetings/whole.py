@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, State
-from hvd_compress.coding.base import Coding, Decoded, Encoded
+from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, State
 from hvd_compress.config import check_choice
 from hvd_compress.wire.frame import decode_dense, encode_dense
 from hvd_compress.wire.header import padded

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Generator
 from typing import Any
 
-from hvd_compress.aggregators._of_top_k import OfTopK
-from hvd_compress.aggregators.regions import Regions
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated
 from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
+from hvd_compress.meetings._of_top_k import OfTopK
+from hvd_compress.meetings.regions import Regions
 from hvd_compress.requests import Request
 from hvd_compress.wire.frame import CODECS
 

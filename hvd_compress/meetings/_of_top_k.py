@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Generator
 from typing import Any
 
-from hvd_compress.aggregators.meetings import summed
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import converted
+from hvd_compress.meetings.ways import summed
 from hvd_compress.operators import top_k
 from hvd_compress.requests import Request
 from hvd_compress.schedules import Density, as_density

@@ -17,7 +17,7 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.backends import numpy as numpy_backend
 from hvd_compress.base import Array, Context, Sparse
-from hvd_compress.coding.sparse_vectors import add_up, contains, join, largest, pick
+from hvd_compress.meetings.sparse_vectors import add_up, contains, join, largest, pick
 from hvd_compress.requests import Alltoall, Gather, Request, Sum
 from hvd_compress.requests.sparse import cut
 from hvd_compress.wire import decode_sparse, encode_sparse

@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from hvd_compress.aggregators.meetings import summed
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, State
+from hvd_compress.base import Array, Coding, Context, State
 from hvd_compress.chain import Aggregated, Aggregator, Fused, Transform
-from hvd_compress.coding import Coding, drawn, whole
 from hvd_compress.config import check_choice
 from hvd_compress.fused import FusedDrawn, FusedSum
+from hvd_compress.meetings.drawn import drawn
+from hvd_compress.meetings.ways import summed
+from hvd_compress.meetings.whole import whole
 from hvd_compress.operators import random_k
 from hvd_compress.operators.classes import IDENTITY, Classes
 from hvd_compress.requests import Request, Sum
@@ -76,8 +77,8 @@ class allreduce(Aggregator, name="allreduce"):
         # Of half precisions, which take another way, only the aggregator knows what is sent.
         wire = None if self.wire == "gradient" else self.wire
         if self.select is not None:
-            coding = self._drawn(self.select, None)
-            return FusedDrawn.of(transforms, context, coding, wire, self.algorithm)
+            how = self.select, self.unbiased, wire, self.algorithm
+            return FusedDrawn.of(transforms, context, *how)
         before = list(transforms)
         momentum, nesterov = None, False
         if before and isinstance(last := before[-1], momentum_after_averaging):

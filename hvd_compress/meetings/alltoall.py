@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, State
+from hvd_compress.base import Array, Coding, Context, State
 from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.codecs import Codec
+from hvd_compress.codecs.base import Coder
+from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.places import coded
-from hvd_compress.coding import Coding, codes
-from hvd_compress.coding.shards import Shards
 from hvd_compress.errors import ConfigError
 from hvd_compress.fused import FusedAlltoall
+from hvd_compress.meetings.codes import codes
+from hvd_compress.operators.random_k import own_generator
 from hvd_compress.requests import Alltoall, Gather, Request
+from hvd_compress.sharding import shards_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +76,7 @@ class alltoall(Aggregator, name="alltoall"):
         xp = backend_of(x)
         n, dtype = xp.size(x), np.dtype(xp.dtype(x))
         codec = self.codec.for_shape(context.shape)
-        shards = Shards.of(codec, n, dtype, context)
+        shards = _Shards.of(codec, n, dtype, context)
         sizes = shards.sizes(codec)
         # Owners feed back what they leave out, whether a transform does or not.
         codec.check_feedback(max(shard.stop - shard.start for shard in shards.shards))
@@ -97,3 +100,74 @@ class alltoall(Aggregator, name="alltoall"):
         (total,) = coded(codec, shards.decode, frames, [(dtype.name, n)], x)
         mean = xp.divided(total, context.size)
         return Aggregated(mean, sent, xp.all_finite(mean), {"owner_residual": owner_residual})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shards:
+    """The part of a rank in a sum that is coded twice.
+
+    Attributes:
+        shards: the elements of each rank.
+        context: the rank, and what its random numbers follow from.
+        n, dtype: of the flat array.
+    """
+
+    shards: list[slice]
+    context: Context
+    n: int
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, codec: Codec, n: int, dtype: np.dtype, context: Context) -> _Shards:
+        """Return the shards of an array of ``n`` elements."""
+        return cls(shards_of(n, context.size, codec.unit(n)), context, n, dtype)
+
+    def sizes(self, codec: Codec) -> list[int]:
+        """Return the bytes of the message for each rank."""
+        return [coded_size(codec, s.stop - s.start, self.dtype) for s in self.shards]
+
+    def _random(self, step: int, turn: int) -> np.random.Generator:
+        return own_generator(self.context._replace(step=step), turn)
+
+    @property
+    def _own(self) -> slice:
+        return self.shards[self.context.rank]
+
+    def _decode(
+        self, coder: Coder, message: np.ndarray, sender: int, out: Array, add: bool = False
+    ) -> None:
+        """Write what a message holds to ``out``, or add it."""
+        name, n = f"rank {sender}", backend_of(out).size(out)
+        decode_coded(coder, message, n, self.dtype, sender=name, out=out, add=add)
+
+    def encode(self, coder: Coder, step: int, x: Array, owner_residual: Array) -> list[Array]:
+        """Return a message for each rank; and what they hold, less what came from
+        ``owner_residual``."""
+        foreign = backend_of(owner_residual).copy(owner_residual)
+        foreign[self._own] = 0
+        moved = bool(foreign.any())  # the shards did
+        x = x + foreign if moved else x
+        random, sent = self._random(step, 0), coder.zeros(self.n, self.dtype)
+        messages = [encode_coded(coder, x[own], random, sent=sent[own]) for own in self.shards]
+        return [*messages, sent - foreign if moved else sent]
+
+    def add_up(
+        self, coder: Coder, step: int, owner_residual: Array, *messages: np.ndarray
+    ) -> list[Array]:
+        """Return the message of the sum of the rank's shard; and what that leaves out."""
+        total = backend_of(owner_residual).copy(owner_residual[self._own])
+        left = coder.zeros(self.n, self.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # of a non-finite step
+            for rank, message in enumerate(messages):
+                self._decode(coder, message, rank, total, add=True)
+            own = left[self._own]
+            message = encode_coded(coder, total, self._random(step, 1), sent=own)
+            own[:] = total - own
+        return [message, left]
+
+    def decode(self, coder: Coder, *messages: np.ndarray) -> list[Array]:
+        """Return the sum that the messages of all owners hold, in a list."""
+        total = coder.zeros(self.n, self.dtype)
+        for rank, (shard, message) in enumerate(zip(self.shards, messages, strict=True)):
+            self._decode(coder, message, rank, total[shard])
+        return [total]

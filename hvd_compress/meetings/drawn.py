@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Sparse, State
-from hvd_compress.coding.base import Coding, Decoded, Encoded
+from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, Sparse, State
 from hvd_compress.config import check_choice
 from hvd_compress.operators.random_k import own_generator, random_k, shared_generator
 from hvd_compress.wire.frame import decode_dense, encode_dense

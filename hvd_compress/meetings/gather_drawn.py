@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.aggregators.meetings import gathered, summed, summed_densely
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Encoded, State
+from hvd_compress.base import Array, Coding, Context, Encoded, State
 from hvd_compress.chain import Aggregated, Aggregator
-from hvd_compress.coding import Coding, drawn, whole
 from hvd_compress.config import check_choice
+from hvd_compress.meetings.drawn import drawn
+from hvd_compress.meetings.ways import gathered, summed, summed_densely
+from hvd_compress.meetings.whole import whole
 from hvd_compress.operators.classes import Classes
 from hvd_compress.operators.random_k import random_k
 from hvd_compress.requests import Request

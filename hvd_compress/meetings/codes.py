@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, State
+from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, State
 from hvd_compress.codecs import Codec
 from hvd_compress.codecs.base import Coder
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
 from hvd_compress.codecs.places import coded
-from hvd_compress.coding.base import Coding, Decoded, Encoded
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.random_k import own_generator
 

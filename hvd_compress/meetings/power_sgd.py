@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, State
+from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, State
 from hvd_compress.chain import Aggregated, Aggregator, Transform
-from hvd_compress.coding.factors import (
-    factors,
-    left,
-    matrix_shape,
-    of_unit_length,
-    product,
-    right,
-    without_zeros,
-)
-from hvd_compress.config import check_choice
+from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.fused import FusedLowRank
+from hvd_compress.kernels.low_rank import matrix_shape
+from hvd_compress.meetings.factors import (
+    left,
+    of_unit_length,
+    orthonormal_rows,
+    product,
+    right,
+    rows_by_qr,
+    without_zeros,
+)
+from hvd_compress.meetings.whole import whole
+from hvd_compress.operators.random_k import shared_generator
 from hvd_compress.requests import Batch, Request, Sum
 
 #: matrices of so many elements gain more from being multiplied together than copying them costs
@@ -30,7 +34,7 @@ _SMALL = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)
-class power_sgd(Aggregator, name="power_sgd"):
+class power_sgd(Aggregator, Coding, name="power_sgd"):
     """For a matrix M of n rows (the first dimension) and m columns (all others), on each rank::
 
         P = M Q           summed over the ranks, orthonormalised
@@ -39,6 +43,8 @@ class power_sgd(Aggregator, name="power_sgd"):
 
     With ``alternate`` there is one sum a step: at even steps Q = M^T P for the orthonormalised P of
     the step before, at odd ones P = M Q for the orthonormalised Q.
+
+    A message that stands alone is P and M^T P, of which receivers read P P^T M.
 
     Options:
         rank: columns of P and Q; at most min(n, m).
@@ -71,8 +77,11 @@ class power_sgd(Aggregator, name="power_sgd"):
     per_rank = False
 
     def __post_init__(self) -> None:
-        _ = self._factors  # checks the other options
+        if not is_whole(self.rank) or self.rank < 1:
+            raise ConfigError(f"rank must be a number of columns, 1 or more; got {self.rank!r}")
+        check_choice("warm_start", self.warm_start, (True, False))
         check_choice("alternate", self.alternate, (True, False))
+        check_choice("orthogonalise", self.orthogonalise, ("gram_schmidt", "qr"))
         if self.alternate and not self.warm_start:
             raise ConfigError("alternate=True goes on from the step before: warm_start=True")
 
@@ -85,7 +94,7 @@ class power_sgd(Aggregator, name="power_sgd"):
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         xp = backend_of(x)
         n, m = matrix_shape(shape)
-        rank = self._factors.rank_of(shape)
+        rank = min(n, m, self.rank)
         # The same on all ranks, and for all tensors of a shape.
         random = np.random.default_rng(0)
         state = {}
@@ -107,7 +116,7 @@ class power_sgd(Aggregator, name="power_sgd"):
         matrix = xp.reshape(xp.copy(x), (n, m))
         if self.alternate:
             return (yield from self._one_side(xp, matrix, state, context))
-        old = self._factors.first(x, state, context)
+        old = self._first(x, state, context)
         rank = xp.shape(old)[0]
         # Its scale means nothing to the result, and could take the product out of range.
         q = of_unit_length(xp, old)
@@ -122,19 +131,68 @@ class power_sgd(Aggregator, name="power_sgd"):
         mean = yield from _product(n * m, product, p, new)
         sent = yield from _product(n * m, product, p, own)
         mean, sent = xp.reshape(mean, (-1,)), xp.reshape(sent, (-1,))
-        return Aggregated(mean, sent, xp.all_finite(mean), self._factors.next(new, old, state))
-
-    def coding(self, n: int, context: Context) -> factors:
-        if self.alternate:
-            raise UnsupportedError("with alternate=True a receiver would need the sender's state")
-        return self._factors
+        return Aggregated(mean, sent, xp.all_finite(mean), self._next(new, old, state))
 
     def fused(self, transforms: Sequence[Transform], context: Context) -> FusedLowRank | None:
-        return None if self.alternate else FusedLowRank.of(transforms, self._factors)
+        if self.alternate or not self.warm_start or self.orthogonalise != "gram_schmidt":
+            return None
+        return FusedLowRank.of(transforms, self.rank)
 
-    @property
-    def _factors(self) -> factors:
-        return factors(self.rank, self.warm_start, self.orthogonalise)
+    def coding(self, n: int, context: Context) -> power_sgd:
+        if self.alternate:
+            raise UnsupportedError("with alternate=True a receiver would need the sender's state")
+        return self
+
+    def varies(self, n: int, context: Context) -> bool:
+        return False
+
+    def encode(self, x: Array, state: State, context: Context) -> Encoded:
+        xp = backend_of(x)
+        shape = matrix_shape(context.shape)
+        if not math.prod(shape):
+            return whole().encode(x, state, context)
+        # Products of matrices depend in their last bits on where in memory these begin.
+        matrix, old = xp.reshape(xp.copy(x), shape), self._first(x, state, context)
+        p = self._orthonormal(xp, left(xp, of_unit_length(xp, old), matrix))
+        own = right(xp, p, matrix)
+        both = xp.concat([xp.reshape(p, (-1,)), xp.reshape(own, (-1,))])
+        message, _, _ = whole().encode(both, {}, context)
+        sent = xp.reshape(product(xp, p, own), (-1,))
+        return Encoded(message, sent, self._next(own, old, state))
+
+    def decode(
+        self,
+        messages: Sequence[Array],
+        like: Array,
+        context: Context,
+        ranks: Sequence[int] | None = None,
+    ) -> Decoded:
+        xp = backend_of(like)
+        n, m = matrix_shape(context.shape)
+        if n * m == 0:
+            return whole().decode(messages, like, context, ranks)
+        rank = min(n, m, self.rank)
+        both, total = xp.zeros(rank * (n + m), like), xp.zeros(n * m, like)
+        for sender, message in zip(ranks or range(len(messages)), messages, strict=True):
+            found = whole().decode([message], both, context, [sender]).total
+            p = xp.reshape(xp.copy(found[: rank * n]), (rank, n))
+            own = xp.reshape(xp.copy(found[rank * n :]), (rank, m))
+            total = total + xp.reshape(product(xp, p, own), (-1,))
+        return Decoded(total, xp.all_finite(total))
+
+    def _first(self, x: Array, state: State, context: Context) -> Array:
+        """Q^T as it is before the step, not yet of unit length."""
+        xp, (n, m) = backend_of(x), matrix_shape(context.shape)
+        rank = min(n, m, self.rank)
+        factor = state["factor"] if self.warm_start else _random(x, rank * m, context)
+        return xp.reshape(factor, (rank, m))
+
+    def _next(self, new: Array, old: Array, state: State) -> State:
+        """The state for the next step, given M^T P and Q, transposed."""
+        xp = backend_of(new)
+        if not self.warm_start:
+            return state
+        return {"factor": xp.reshape(without_zeros(xp, new, old), (-1,))}
 
     def _one_side(
         self, xp: Any, matrix: Array, state: State, context: Context
@@ -191,7 +249,7 @@ class power_sgd(Aggregator, name="power_sgd"):
 
     @property
     def _orthonormal(self) -> Callable[[Any, Array], Array]:
-        return self._factors.orthonormal
+        return rows_by_qr if self.orthogonalise == "qr" else orthonormal_rows
 
 
 def _product(
@@ -201,3 +259,15 @@ def _product(
     if size > _SMALL:
         return function(backend_of(x), x, y)
     return (yield Batch(function, (x, y)))
+
+
+def _random(x: Array, n: int, context: Context) -> Array:
+    """``n`` normal numbers, the same on all ranks, others for every step and tensor."""
+    xp = backend_of(x)
+    dtype = xp.dtype(x)
+
+    def draw(step: Any) -> list[np.ndarray]:
+        random = shared_generator(context._replace(step=int(step)))
+        return [random.standard_normal(n).astype(dtype)]
+
+    return xp.on_host(draw, [context.step], [(dtype, n)], x)[0]

@@ -1,31 +1,38 @@
-"""The largest cosine coefficients of each chunk of a tensor."""
+"""The largest cosine coefficients of every rank, and their mean over those that sent them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, State
-from hvd_compress.coding.base import Coding, Decoded, Encoded
-from hvd_compress.coding.cosines import Chunks, chunks_of, inverse, transform
+from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, State
+from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
+from hvd_compress.meetings.cosines import Chunks, chunks_of, inverse, transform
+from hvd_compress.meetings.ways import gathered, summed
+from hvd_compress.meetings.whole import whole
 from hvd_compress.operators.top_k import largest_of_rows
+from hvd_compress.requests import Request
 from hvd_compress.wire import decode_sparse, dense_is_shorter, encode_sparse, sparse_size
 from hvd_compress.wire.frame import CODECS, index_dtype
 
 
 @dataclasses.dataclass(frozen=True)
-class cosine_elements(Coding, name="cosine_elements"):
+class dct_top_k(Aggregator, Coding, name="dct_top_k"):
     """Cut the tensor into chunks, and send the ``top_k`` largest coefficients of each chunk's
     discrete cosine transform (DCT-II, orthonormal, of two dimensions).
 
-    ``update`` of what is decoded is for each coefficient the mean over those ranks that sent it.
-    ``context.shape`` is the tensor's shape.
+    The direction of the step is not the average over the ranks, but for each coefficient the mean
+    over those that sent it: what one rank alone sent counts in full.
+
+    Tensors of which the coefficients and their places would take more bytes than the tensor are
+    summed whole.
 
     A chunk is no longer than ``chunk`` in each of two dimensions, and its sides divide the
     tensor's: of a prime number of rows each is a chunk of its own.  A tensor with more dimensions
@@ -37,15 +44,17 @@ class cosine_elements(Coding, name="cosine_elements"):
         values: on the wire, "float32" or "float16".
         indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
 
-    Reference: Peng, Quesnelle, Kingma, DeMo, arXiv 2411.19870.
+    Reference: Peng, Quesnelle, Kingma, DeMo, arXiv 2411.19870.  Differs from the released code in:
+    contributions are added in the order of the ranks, so that all ranks hold the same bits; the
+    matrix is not always that of the first dimension and all others; indices are packed.
 
-    One coefficient is all of a constant:
+    A constant that one rank sends, and the other does not:
 
-    >>> coding, x = cosine_elements(chunk=8, top_k=1), np.full(64, 3.0)
-    >>> context = Context(shape=(8, 8))
-    >>> message, sent, _ = coding.encode(x, {}, context)
-    >>> message.size, coding.decode([message], x, context).total[:3].round(6)
-    (24, array([3., 3., 3.]))
+    >>> wave = np.ones((8, 1)) * np.cos(np.pi * (np.arange(8) + 0.5) / 8)
+    >>> world = World(chain(via=dct_top_k(chunk=8, top_k=1)), size=2)
+    >>> outcome = world.exchange([np.full((8, 8), 3.0), wave])[0]
+    >>> outcome.mean.mean().round(6).item(), outcome.direction.mean().round(6).item()
+    (1.5, 3.0)
     """
 
     chunk: int = 64
@@ -61,11 +70,20 @@ class cosine_elements(Coding, name="cosine_elements"):
         check_choice("values", self.values, ("float32", "float16"))
         check_choice("indices", self.indices, CODECS)
 
+    def coding(self, n: int, context: Context) -> Coding:
+        return self if self._saves(n, context) else whole()
+
+    def aggregate(
+        self, x: Array, state: State, context: Context
+    ) -> Generator[Request, Any, Aggregated]:
+        if not self._saves(backend_of(x).size(x), context):
+            return (yield from summed(x, state, context))
+        return (yield from gathered(self, self.encode(x, state, context), x, context))
+
     def varies(self, n: int, context: Context) -> bool:
         return self.indices == "packed"
 
-    def saves(self, n: int, context: Context) -> bool:
-        """Return whether coefficients and their places take fewer bytes than ``n`` elements."""
+    def _saves(self, n: int, context: Context) -> bool:
         k = self.top_k * self._chunks(context).number
         return k < n and not dense_is_shorter(k, n, self.values, self.indices)
 

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Sparse, State
+from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, Sparse, State
 from hvd_compress.codecs import Codec, logarithmic
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
-from hvd_compress.coding.base import Coding, Decoded, Encoded
 from hvd_compress.config import check_choice, converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators import Selector

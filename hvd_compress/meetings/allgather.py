@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.aggregators.meetings import gathered, summed, summed_densely
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Encoded, Sparse, State
+from hvd_compress.base import Array, Coding, Context, Encoded, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator, Joins, Transform
 from hvd_compress.codecs import Codec, logarithmic
-from hvd_compress.coding import Coding, codes, elements, whole
-from hvd_compress.coding.elements import as_values
-from hvd_compress.coding.sparse_vectors import add_up
 from hvd_compress.config import check_choice, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.fused import FusedAllgather, FusedElements, FusedTopK, dense_is_less
+from hvd_compress.meetings.codes import codes
+from hvd_compress.meetings.elements import as_values, elements
+from hvd_compress.meetings.sparse_vectors import add_up
+from hvd_compress.meetings.ways import gathered, summed, summed_densely
+from hvd_compress.meetings.whole import whole
 from hvd_compress.operators import Selector, random_k, top_k
 from hvd_compress.operators.classes import Classes
 from hvd_compress.requests import Request, SparseSum

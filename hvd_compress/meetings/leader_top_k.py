@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Generator
 from typing import Any
 
-from hvd_compress.aggregators._leader import Selection, leaders_choice
-from hvd_compress.aggregators._of_top_k import OfTopK
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Sparse, State
+from hvd_compress.base import Array, Coding, Context, Sparse, State
 from hvd_compress.chain import Aggregated
-from hvd_compress.coding import Coding, elements, whole
+from hvd_compress.meetings._leader import Selection, leaders_choice
+from hvd_compress.meetings._of_top_k import OfTopK
+from hvd_compress.meetings.elements import elements
+from hvd_compress.meetings.whole import whole
 from hvd_compress.requests import Request, Sum
 
 

@@ -8,15 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.aggregators._leader import joined
-from hvd_compress.aggregators._learning import (
-    Learned,
-    Part,
-    bounds,
-    encode_all,
-    product,
-    selected,
-)
 from hvd_compress.autoencoder import latent_size, network_of, numpy_network
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
@@ -25,6 +16,15 @@ from hvd_compress.codecs.frame import coded_size, decode_coded
 from hvd_compress.codecs.plain import plain
 from hvd_compress.config import check_fraction, is_whole
 from hvd_compress.errors import ConfigError
+from hvd_compress.meetings._leader import joined
+from hvd_compress.meetings._learning import (
+    Learned,
+    Part,
+    bounds,
+    encode_all,
+    product,
+    selected,
+)
 from hvd_compress.operators.top_k import count
 from hvd_compress.requests import Gather, Request, Sum
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size

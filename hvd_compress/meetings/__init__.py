@@ -1,0 +1,39 @@
+"""Meetings of the ranks: aggregators, one way of averaging a file, and the codings of what they
+send, which servers and graphs call, too.
+
+The contracts are ``chain.Aggregator`` and ``base.Coding``.  An aggregator whose messages nobody
+else makes is its own coding.
+"""
+
+from hvd_compress.meetings.allgather import allgather
+from hvd_compress.meetings.allreduce import allreduce
+from hvd_compress.meetings.alltoall import alltoall
+from hvd_compress.meetings.codes import codes
+from hvd_compress.meetings.dct_top_k import dct_top_k
+from hvd_compress.meetings.dense_until import dense_until
+from hvd_compress.meetings.drawn import drawn
+from hvd_compress.meetings.elements import elements
+from hvd_compress.meetings.gather_drawn import gather_drawn
+from hvd_compress.meetings.leader_top_k import leader_top_k
+from hvd_compress.meetings.learned import learned_allreduce, learned_server
+from hvd_compress.meetings.ok_topk import ok_topk
+from hvd_compress.meetings.power_sgd import power_sgd
+from hvd_compress.meetings.whole import whole
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "codes",
+    "dct_top_k",
+    "dense_until",
+    "drawn",
+    "elements",
+    "gather_drawn",
+    "leader_top_k",
+    "learned_allreduce",
+    "learned_server",
+    "ok_topk",
+    "power_sgd",
+    "whole",
+]
