@@ -234,6 +234,12 @@ def no_process_set(value: Any) -> ConfigError:
     )
 
 
+def check_process_set(value: Any) -> None:
+    """Raise ``ConfigError`` unless this is a set of ranks, of Horovod or of this package."""
+    if not callable(getattr(value, "included", None)):
+        raise no_process_set(value)
+
+
 def check_choice(option: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise unless ``value`` is one of ``choices``."""
     if not is_one_of(value, choices):

@@ -19,6 +19,7 @@ except ImportError as error:
     raise ImportError("hvd_compress.torch needs PyTorch: pip install torch") from error
 
 from hvd_compress.auto import Auto
+from hvd_compress.config import check_process_set as _check_process_set
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.integrations.exports import *  # noqa: F403
 from hvd_compress.integrations.exports import SYSTEMS
@@ -43,12 +44,11 @@ def _register(horovod_torch: Any) -> None:
 
 def _engine(process_set: Any) -> Any:
     from .engine import HorovodEngine
-    from .parameters import check_process_set
 
     if is_group(process_set):
         return engine_over(process_set)
     chosen = __getattr__("global_process_set") if process_set is None else process_set
-    check_process_set(chosen)
+    _check_process_set(chosen)
     return HorovodEngine(_horovod, chosen) if chosen.included() else LocalEngine()
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from hvd_compress.config import no_process_set
 from hvd_compress.errors import ConfigError, UnsupportedError
 
 from .plain import check_plain
@@ -133,12 +132,6 @@ def check_param_group(group: Any) -> None:
     wrong inside of it."""
     if not isinstance(group, dict) or "params" not in group:
         raise ConfigError(f"add_param_group takes {{'params': [...], ...}}; got {group!r}")
-
-
-def check_process_set(process_set: Any) -> None:
-    """Raise ``ConfigError`` unless this is a value for the option ``process_set``."""
-    if not callable(getattr(process_set, "included", None)):
-        raise no_process_set(process_set)
 
 
 def check_groups(groups: Groups, option: str = "groups") -> None:

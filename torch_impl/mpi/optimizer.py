@@ -70,26 +70,13 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
         MismatchError: the ranks differ in method, options or parameters.
         SetupError: ``hvd.init()`` is missing.
     """
+    options = dict(locals())
     if process_set is global_process_set:
         process_set.rank()  # says if init() is missing
-    options: dict[str, Any] = {
-        "optimizer": optimizer,
-        "named_parameters": named_parameters,
-        "compression": compression,
-        "backward_passes_per_step": backward_passes_per_step,
-        "op": op,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "num_groups": num_groups,
-        "groups": groups,
-        "sparse_as_dense": sparse_as_dense,
-        "process_set": process_set,
-        "seed": seed,
-        "sparse_step": sparse_step,
-    }
     if method is not None:
         signature = inspect.signature(DistributedOptimizer)
-        options["method"] = method
         return distribute_by_method(SYSTEMS["local_steps"], signature, options)
+    del options["method"]
     options["compression"] = chosen(compression, Compression.none, rank)
     return distribute(collectives, engine_over, **options)
 

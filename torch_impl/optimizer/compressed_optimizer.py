@@ -18,13 +18,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvd_compress.config import is_whole
 from hvd_compress.errors import CompressionError, ConfigError
+from hvd_compress.integrations.options import HorovodOptions, check_passes
 
 from ..amp import forget_scale, scaler_steps
 from ..eager import run_eagerly
 from ..parameters import (
-    Groups,
     Parameter,
     changed_by_hand,
     check_param_group,
@@ -98,7 +97,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     """An optimizer whose ``step()`` works on the gradients of all ranks.
 
     ``DistributedOptimizer`` makes it, of the user's ``optimizer``, with the ``names`` of parameters
-    and its options, ``groups`` among them.
+    and its ``options``.
 
     Attributes:
         compression: the method with its state: ``stats()``, ``set_epoch(epoch)``,
@@ -126,19 +125,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         *,
         names: dict[Parameter, str],
-        backward_passes_per_step: int,
-        op: Any,
-        gradient_predivide_factor: float,
-        groups: Groups,
-        sparse_as_dense: bool,
-        process_set: Any,
+        options: HorovodOptions,
     ) -> None:
         take_over(self, optimizer)
-        self.op = op
-        self.gradient_predivide_factor = gradient_predivide_factor
-        self.backward_passes_per_step = backward_passes_per_step
-        self.sparse_as_dense = sparse_as_dense
-        self.process_set = process_set
+        self.op = options.op
+        self.gradient_predivide_factor = options.gradient_predivide_factor
+        self.backward_passes_per_step = options.backward_passes_per_step
+        self.sparse_as_dense = options.sparse_as_dense
+        self.process_set = options.process_set
         self._parameter_names = names
         #: what it was told of, in the order of the groups, in which nobody else should put others
         self.known_parameters = [p for group in self.param_groups for p in group["params"]]
@@ -151,7 +145,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self._saw_passes = False  # backward passes since the last exchange
         self._has_warned_of_changes = False
-        self._groups = split_into_groups(groups, self._trained())
+        self._groups = split_into_groups(options.groups, self._trained())
         self._group_of = {p: group for group in self._groups or () for p in group}
 
     def begin(self, compression: Binding) -> None:
@@ -472,9 +466,3 @@ def no_copy(optimizer: torch.optim.Optimizer) -> ConfigError:
         f"a distributed {type(optimizer).__name__} cannot be copied or pickled: save its "
         "state_dict(), and load it into one that was made in the same way"
     )
-
-
-def check_passes(passes: int) -> None:
-    """Raise ``ConfigError`` unless this is a value for ``backward_passes_per_step``."""
-    if not is_whole(passes) or passes < 1:
-        raise ConfigError(f"backward_passes_per_step={passes!r}: it must be 1 or more")

@@ -4,7 +4,6 @@ training method a :class:`LocalStepsOptimizer`."""
 from __future__ import annotations
 
 import importlib
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,17 +11,18 @@ from typing import Any
 import torch
 
 from hvd_compress.base import Compressor
-from hvd_compress.config import check_choice, check_seed, is_number, is_one_of
+from hvd_compress.config import check_choice, check_process_set, is_one_of
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.horovod import bind_call, hand_on, in_place_of, is_ours, with_options
+from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.methods import as_compressor
 
-from ..parameters import Groups, Parameter, check_groups, check_process_set, names_of_parameters
+from ..parameters import Groups, Parameter, check_groups, names_of_parameters
 from ..state.momentum import check_group, check_sparse_step
 from ..systems.optimizer import check_users
 from .binding import Binding
-from .compressed_optimizer import CompressedOptimizer, check_passes
+from .compressed_optimizer import CompressedOptimizer
 
 
 def wrap_factory(
@@ -104,21 +104,17 @@ def distribute(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Parameter]] | None,
     compression: Any,
-    backward_passes_per_step: int,
-    op: Any,
-    gradient_predivide_factor: float,
     num_groups: int,
     groups: Groups,
-    sparse_as_dense: bool,
-    process_set: Any,
-    seed: int,
     sparse_step: bool,
+    **shared: Any,
 ) -> CompressedOptimizer:
     """Return a distributed optimizer of a class made from that of ``optimizer``.
 
     Args:
         hvd: the module ``horovod.torch``, or another with its functions.
         make_engine: of the process set and the predivide factor.
+        shared: those of :class:`HorovodOptions`.
 
     The rest are options of ``DistributedOptimizer``.
 
@@ -126,14 +122,7 @@ def distribute(
         ConfigError: an option has a value that cannot be honoured; no parameter has a hook then.
     """
     method = as_compressor(compression)
-    check_seed(seed)
-    _check_op(hvd, op, gradient_predivide_factor, method)
-    _check_optimizer(optimizer, method)
-    check_passes(backward_passes_per_step)
-    check_choice("sparse_as_dense", sparse_as_dense, (True, False))
-    check_choice("sparse_step", sparse_step, (True, False))
-    if sparse_step:
-        check_sparse_step(optimizer, method)
+    check_process_set(shared["process_set"])
     if not is_one_of(num_groups, (0,)):
         warnings.warn(
             "num_groups is deprecated: pass groups instead", DeprecationWarning, stacklevel=3
@@ -141,48 +130,29 @@ def distribute(
         check_groups(num_groups, "num_groups")
         groups = num_groups if groups is None else groups
     check_groups(groups)
-    check_process_set(process_set)
+    options = HorovodOptions.checked(hvd, method, groups=groups, **shared)
+    _check_optimizer(optimizer, method)
+    check_choice("sparse_step", sparse_step, (True, False))
+    if sparse_step:
+        check_sparse_step(optimizer, method)
     user_class = type(optimizer)
     cls = type(user_class.__name__, (CompressedOptimizer, user_class), {})
     distributed: CompressedOptimizer = cls(
         optimizer,
         names=names_of_parameters(optimizer.param_groups, named_parameters),
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
+        options=options,
     )
-    engine = make_engine(process_set, gradient_predivide_factor)
     binding = Binding(
         distributed,
         method,
         hvd,
-        sums=op == hvd.Sum,
-        engine=engine,
-        seed=seed,
+        sums=options.op == hvd.Sum,
+        engine=make_engine(options.process_set, options.gradient_predivide_factor),
+        seed=options.seed,
         sparse_step=sparse_step,
     )
     distributed.begin(binding)
     return distributed
-
-
-def _check_op(hvd: Any, op: Any, predivide: float, method: Compressor) -> None:
-    if is_one_of(op, (hvd.Adasum,)):
-        raise ConfigError(
-            f"op=Adasum cannot be combined with {method.name}: Adasum needs every rank's dense "
-            "update; use op=hvd.Average, or Horovod's own compression"
-        )
-    if not is_one_of(op, (hvd.Average, hvd.Sum)):
-        raise ConfigError(f"op must be hvd.Average or hvd.Sum with {method.name}")
-    if not is_number(predivide) or not 0 < predivide < math.inf:
-        raise ConfigError(f"gradient_predivide_factor must be greater than 0; got {predivide!r}")
-    if predivide != 1.0 and op != hvd.Average:
-        raise ConfigError(
-            "gradient_predivide_factor divides an average in two steps: use it with "
-            "op=hvd.Average, or leave it out"
-        )
 
 
 def _check_optimizer(optimizer: Any, method: Compressor) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
+from hvd_compress.config import check_process_set
 from hvd_compress.errors import ConfigError
-
-from ..parameters import check_process_set
 
 
 def averaging(hvd: Any, module: str) -> Callable[..., None]:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from hvd_compress.config import check_process_set
 from hvd_compress.engines.base import Engine
 from hvd_compress.systems import TrainingMethod, graphs
 from hvd_compress.systems.rounds.factories import factories_of
 from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp, WeightDecay
 
-from ..parameters import Parameter, check_process_set
+from ..parameters import Parameter
 from ..replicas import is_group
 from .codistillation import codistillation_over
 from .optimizer import LocalStepsOptimizer, train_locally
