@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -15,13 +16,14 @@ import tensorflow as tf
 
 from hvd_compress.agreement import listed
 from hvd_compress.base import Compressor, Context
-from hvd_compress.config import check_seed, is_number, is_whole
+from hvd_compress.config import is_number, is_whole
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import BucketExchange
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.checkpoints import lost, refused
 from hvd_compress.integrations.optimizers import momentum_inside
+from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.methods import as_fixed
 from hvd_compress.methods.rows import keeps_residual, rows_state
 from hvd_compress.reduce import Reducer
@@ -102,14 +104,10 @@ class Binding(tf.train.experimental.PythonState):
         runtime: what carries the exchanges.
         compression: a method, its class, its name, or a text such as "dgc:density=0.01".
         slots: the variables.
-        op: ``hvd.Average`` or ``hvd.Sum``; ``None`` for the former.
+        options: Horovod's, those of a call without them; ``groups`` are lists of indices into
+            ``slots`` that are sent together, or the number of lists.
         momentum, nesterov: of the optimizer, which must not apply them again.
-        groups: lists of indices into ``slots`` that are sent together, or the number of lists.
-        process_set: the ranks that take part; ``None`` for all.
-        gradient_predivide_factor, sparse_as_dense: as Horovod's.
-        device_dense, device_sparse: where exchanges are computed, as for ``tf.device``.
         alone: a world of one, for gradients that stay on their rank.
-        seed: for randomness that the ranks share.
 
     Attributes:
         method: the compressor.
@@ -138,55 +136,28 @@ class Binding(tf.train.experimental.PythonState):
         runtime: Runtime,
         compression: Any,
         slots: Sequence[Slot],
+        options: HorovodOptions | None = None,
         *,
-        op: Any = None,
         momentum: float = 0.0,
         nesterov: bool = False,
-        process_set: Any = None,
-        gradient_predivide_factor: float = 1.0,
-        groups: Sequence[Sequence[int]] | int | None = None,
-        sparse_as_dense: bool = False,
-        device_dense: str = "",
-        device_sparse: str = "",
         alone: bool = False,
-        seed: int = 0,
     ) -> None:
         check_context()
         self.method: Compressor = as_fixed(compression)
-        hvd = runtime.hvd
-        op = hvd.Average if op is None else op
-        if op not in (hvd.Average, hvd.Sum):
-            raise ConfigError(
-                f"op must be hvd.Average or hvd.Sum with {self.method.name}: Adasum and others "
-                "need every rank's dense gradient"
-            )
-        if op == hvd.Sum and gradient_predivide_factor != 1:
-            raise ConfigError(
-                f"gradient_predivide_factor={gradient_predivide_factor} has no meaning with "
-                "op=hvd.Sum: use op=hvd.Average"
-            )
+        if options is None:
+            options = HorovodOptions.checked(runtime.hvd, self.method)
         if not is_number(momentum) or momentum < 0:
             raise ConfigError(f"momentum must be a number from 0; got {momentum!r}")
-        if not is_number(gradient_predivide_factor) or gradient_predivide_factor <= 0:
-            raise ConfigError(
-                f"gradient_predivide_factor={gradient_predivide_factor!r}: a number above 0"
-            )
-        if process_set is not None and not hasattr(process_set, "included"):
-            raise ConfigError(f"process_set must be an hvd.ProcessSet; got {process_set!r}")
-        check_device("device_dense", device_dense)
-        check_device("device_sparse", device_sparse)
+        check_device("device_dense", options.device_dense)
+        check_device("device_sparse", options.device_sparse)
         self._runtime = runtime
         self.slots = list(slots)
-        check_seed(seed)
-        self.seed = seed
+        self.options, self.seed = options, options.seed
         self._number: int | None = None
         self.momentum, self.nesterov = momentum, nesterov
-        self._sums = op == hvd.Sum
+        self._sums = options.op == runtime.hvd.Sum
         self._alone = alone
-        self._set = hvd.global_process_set if process_set is None else process_set
-        self._predivide = gradient_predivide_factor
-        self._groups, self._sparse_as_dense = groups, sparse_as_dense
-        self._devices = device_dense, device_sparse
+        self._set = options.process_set
         self._schedules = schedules_of(self.method)
         with tf.init_scope():
             self.step = _variable(0, "step", tf.int64)
@@ -207,17 +178,10 @@ class Binding(tf.train.experimental.PythonState):
     def for_synchronization(self, method: Compressor) -> Binding:
         """Return another binding of the same variables and ranks, for arrays that are not
         gradients.  It always averages, and its messages are counted here."""
-        other = Binding(
-            self._runtime,
-            method,
-            self.slots,
-            process_set=self._set,
-            gradient_predivide_factor=self._predivide,
-            groups=self._groups,
-            device_dense=self._devices[0],
-            device_sparse=self._devices[1],
-            seed=self.seed,
+        options = dataclasses.replace(
+            self.options, op=self._runtime.hvd.Average, sparse_as_dense=False
         )
+        other = Binding(self._runtime, method, self.slots, options)
         self.on_behalf.append(other)
         return other
 
@@ -456,7 +420,9 @@ class Binding(tf.train.experimental.PythonState):
 
     def _engine_after(self, agreed: tf.Tensor | None) -> Engine:
         prefix = f"hvd_compress.{self.number}"
-        return self._runtime.engine(self._set, self._predivide, prefix, agreed)
+        return self._runtime.engine(
+            self._set, self.options.gradient_predivide_factor, prefix, agreed
+        )
 
     @tf.autograph.experimental.do_not_convert
     def reduce(
@@ -510,7 +476,7 @@ class Binding(tf.train.experimental.PythonState):
         for variable, before in self._undo:
             before.assign(variable, read_value=False)
         engine = self._agreeing(present, others) if self.engine.size > 1 else self.engine
-        if self._sparse_as_dense:
+        if self.options.sparse_as_dense:
             present = {i: tf.convert_to_tensor(g) for i, g in present.items()}
         if scale is not None:
             # In half precision what is left would vanish, or the factor be infinite.
@@ -541,7 +507,7 @@ class Binding(tf.train.experimental.PythonState):
         terms: dict[str, Any] = {
             "method": repr(self.method),
             "op": "Sum" if self._sums else "Average",
-            "gradient_predivide_factor": str(self._predivide),
+            "gradient_predivide_factor": str(self.options.gradient_predivide_factor),
             "momentum, nesterov": f"{self.momentum}, {self.nesterov}",
             "seed": str(self.seed),
             "variables": listed((slot.name, slot.shape) for slot in self.slots),
@@ -581,15 +547,16 @@ class Binding(tf.train.experimental.PythonState):
 
     def names_of_groups(self, places: list[int]) -> list[list[str]] | None:
         """Return the names of variables that are exchanged together, of those with gradients."""
-        if self._groups is None:
+        if self.options.groups is None:
             return None
         together = [[i for i in group if i in places] for group in self._groups_of(places)]
         return [[self.slots[i].name for i in group] for group in together]
 
     def _groups_of(self, places: list[int]) -> Sequence[Sequence[int]]:
-        if not isinstance(self._groups, int):
-            return self._groups or ()
-        count = min(self._groups, len(places))
+        groups = self.options.groups
+        if not isinstance(groups, int):
+            return groups or ()
+        count = min(groups, len(places))
         return [places[part] for part in shards_of(len(places), count)] if count else []
 
     def _in_phase(
@@ -668,8 +635,9 @@ class Binding(tf.train.experimental.PythonState):
         for rows in (False, True):
             own = {i: g for i, g in gradients.items() if _is_rows(g) == rows}
             if own:
-                with tf.device(self._devices[rows]):
-                    if self._devices[rows]:  # what is not touched before would stay where it was
+                device = self.options.device_sparse if rows else self.options.device_dense
+                with tf.device(device):
+                    if device:  # what is not touched before would stay where it was
                         own = tf.nest.map_structure(tf.identity, own, expand_composites=True)
                     part, counted = self._traced_step(engine, method, own, common)
                 results |= part

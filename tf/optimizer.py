@@ -8,6 +8,7 @@ models load without this package; it averages the gradients in ``apply``, which 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import sys
 import warnings
@@ -19,7 +20,6 @@ import tensorflow as tf
 
 from hvd_compress.base import Compressor
 from hvd_compress.chain import chain
-from hvd_compress.config import check_seed, is_whole
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.optimizers import (
     another_kind,
@@ -28,6 +28,7 @@ from hvd_compress.integrations.optimizers import (
     moved,
     velocity_of_one,
 )
+from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.meetings import allreduce
 from hvd_compress.methods import FP16, NoCompression, as_fixed
 from hvd_compress.transforms import momentum_after_averaging
@@ -86,38 +87,27 @@ def distribute(
     optimizer: Any,
     name: str | None = None,
     *,
-    device_dense: str = "",
-    device_sparse: str = "",
     compression: Any = None,
-    op: Any = None,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
     groups: Any = None,
-    process_set: Any = None,
     scale_local_gradients: bool = True,
     local_layers: Any = None,
-    seed: int = 0,
+    **shared: Any,
 ) -> Any:
     """Return a new optimizer like ``optimizer`` that averages gradients over the ranks.
 
     Args: as Horovod's; ``runtime`` carries the exchanges; ``compression`` also takes this package's
-        methods; ``seed`` is for randomness that the ranks share.
+        methods; ``shared`` are those of :class:`HorovodOptions`.
 
     Raises:
         ConfigError, UnsupportedError: options that do not go together.
     """
     method = as_ours(compression)
-    check_seed(seed)
+    options = HorovodOptions.checked(runtime.hvd, method, groups=groups or num_groups, **shared)
     if isinstance(optimizer, CompressedOptimizer):
         raise ConfigError(
             "this optimizer is distributed already; pass the one that it was made from"
-        )
-    if not is_whole(backward_passes_per_step) or backward_passes_per_step < 1:
-        raise ConfigError(
-            f"backward_passes_per_step={backward_passes_per_step!r}: a whole number from 1"
         )
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if getattr(inner, "gradient_accumulation_steps", None):
@@ -160,17 +150,7 @@ def distribute(
     new._hvd_setup(
         runtime,
         method,
-        options={
-            "op": op,
-            "process_set": process_set,
-            "gradient_predivide_factor": gradient_predivide_factor,
-            "sparse_as_dense": sparse_as_dense,
-            "device_dense": device_dense,
-            "device_sparse": device_sparse,
-            "seed": seed,
-        },
-        groups=groups or num_groups,
-        passes=backward_passes_per_step,
+        options,
         average_passes=average_aggregated_gradients,
         scale_local=scale_local_gradients,
     )
@@ -226,18 +206,15 @@ class CompressedOptimizer(NotInLossScaling):
         self,
         runtime: Runtime,
         method: Compressor,
+        options: HorovodOptions,
         *,
-        options: dict[str, Any],
-        groups: Any,
-        passes: int,
         average_passes: bool,
         scale_local: bool,
     ) -> None:
         self._hvd_runtime = runtime
         self._hvd_method = method
         self._hvd_options = options
-        self._hvd_groups = groups
-        self._hvd_passes = passes
+        self._hvd_passes = options.backward_passes_per_step
         self._hvd_average_passes = average_passes
         self._hvd_scale_local = scale_local
         self._hvd_local: set[int] = set()
@@ -307,14 +284,14 @@ class CompressedOptimizer(NotInLossScaling):
         shared = [v for v in variables if id(native(v)) not in self._hvd_local]
         self._hvd_places = {id(native(v)): i for i, v in enumerate(shared)}
         inner, takes = self._hvd_inner(), self._hvd_takes_momentum
+        options = self._hvd_options
         self.compression = Binding(
             self._hvd_runtime,
             self._hvd_method,
             slots_of(shared),
+            dataclasses.replace(options, groups=places_of_groups(options.groups, shared)),
             momentum=float(inner.momentum) if takes else 0.0,
             nesterov=inner.nesterov if takes else False,
-            groups=places_of_groups(self._hvd_groups, shared),
-            **self._hvd_options,
         )
         if self._hvd_method.partner is not None:
             inner.follow(self.compression, self._hvd_places)
@@ -406,7 +383,7 @@ class CompressedOptimizer(NotInLossScaling):
         sums = [self._hvd_sums[id(native(variable))] for variable in variables]
         for total, gradient in zip(sums, gradients, strict=True):
             if isinstance(gradient, tf.IndexedSlices):
-                if not self._hvd_options["sparse_as_dense"]:
+                if not self._hvd_options.sparse_as_dense:
                     raise ConfigError(
                         "gradients of some rows cannot be added up over backward passes: pass "
                         "sparse_as_dense=True, or backward_passes_per_step=1"
@@ -494,7 +471,7 @@ class Keras3Optimizer(CompressedOptimizer):
         if not momentum:
             return
         factor = -float(np.asarray(inner.learning_rate)) / velocity_of_one(momentum, nesterov)
-        if self._hvd_options["op"] == self._hvd_runtime.hvd.Sum:  # velocities are of averages
+        if self._hvd_options.op == self._hvd_runtime.hvd.Sum:  # velocities are of averages
             factor *= self.compression.engine.size
         for variable, slot in zip(self._trainable_variables, inner.momentums, strict=True):
             place = self._hvd_places.get(id(native(variable)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import warnings
 import weakref
@@ -15,6 +16,7 @@ from hvd_compress.integrations import horovod as drop_in
 from hvd_compress.integrations.environment import Gather
 from hvd_compress.integrations.horovod import bind_call, hand_on, in_place_of, with_options
 from hvd_compress.integrations.optimizers import check_partner
+from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.methods import BF16, FP16, NoCompression, as_fixed
 from hvd_compress.methods.rows import keeps_residual
 
@@ -24,11 +26,11 @@ from .contexts import check_context
 from .runtime import Runtime
 
 _BINDINGS = "_hvd_compress_bindings"
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(Binding.__init__).parameters.items()
-    if parameter.default is not inspect.Parameter.empty
-}
+#: the options of ``bind``: Horovod's but for the passes, which are an optimizer's, and momentum's
+_BIND = (
+    *(f.name for f in dataclasses.fields(HorovodOptions) if f.name != "backward_passes_per_step"),
+    *("momentum", "nesterov"),
+)
 
 
 def is_ours(compression: Any) -> bool:
@@ -62,9 +64,8 @@ def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
         Args:
             compression: a method, its class, its name, or a text such as "dgc:density=0.01".
             variables: of TensorFlow or Keras, floats of any shape, in the order of the gradients.
-            options: of :class:`hvd_compress.tensorflow.binding.Binding`, such as ``seed``;
-                ``momentum`` for methods that take it over, which the optimizer must not apply
-                again.
+            options: Horovod's, such as ``op`` and ``seed``; ``momentum`` and ``nesterov`` for
+                methods that take momentum over, which the optimizer must not apply again.
 
         Raises:
             ConfigError: there are no variables, or an option has a value that cannot be honoured.
@@ -87,28 +88,25 @@ def _bound(runtime: Runtime, compression: Any, variables: Sequence[Any], **optio
         return compression
     slots = slots_of(variables)
     variables = [native(variable) for variable in variables]
-    if unknown := sorted(options.keys() - _DEFAULTS):
-        raise ConfigError(f"bind has no option {unknown[0]!r}; it has {', '.join(_DEFAULTS)}")
+    if unknown := sorted(options.keys() - set(_BIND)):
+        raise ConfigError(f"bind has no option {unknown[0]!r}; it has {', '.join(_BIND)}")
     if not variables:
         raise ConfigError("there are no variables whose gradients could be exchanged")
     method = as_fixed(compression)
-    names_momentum = "momentum" in options
     check_partner(method, None, None)
+    momentum = {name: options.pop(name) for name in ("momentum", "nesterov") if name in options}
     options["groups"] = places_of_groups(options.get("groups"), variables)
-    options = {**_DEFAULTS, **options}
-    hvd = runtime.hvd
-    for name, default in (("op", hvd.Average), ("process_set", hvd.global_process_set)):
-        options[name] = default if options[name] is None else options[name]
-    key = (runtime, method, repr(sorted(options.items())))
+    shared = HorovodOptions.checked(runtime.hvd, method, **options)
+    key = (runtime, method, repr((shared, sorted(momentum.items()))))
     # Held by a variable: it lives as long as the state makes sense.
     table = variables[0].__dict__.setdefault(_BINDINGS, [])
     for known_key, references, binding in table:
         if known_key == key and _same([r() for r in references], variables):
             return binding
     table[:] = [entry for entry in table if all(r() is not None for r in entry[1])]
-    binding = Binding(runtime, method, slots, **options)
+    binding = Binding(runtime, method, slots, shared, **momentum)
     table.append((key, [weakref.ref(v) for v in variables], binding))
-    if not names_momentum and runtime.hvd.rank() == 0:
+    if "momentum" not in momentum and runtime.hvd.rank() == 0:
         _warn_about_momentum(binding)
     return binding
 
@@ -249,11 +247,7 @@ def distribute_tape(runtime: Runtime, options: Mapping[str, Any]) -> Any:
 
 def binding_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of Horovod's options that a Binding takes."""
-    names = (
-        *("op", "process_set", "gradient_predivide_factor", "groups", "sparse_as_dense"),
-        *("device_dense", "device_sparse", "seed"),
-    )
-    own = {name: options[name] for name in names}
+    own = {name: options[name] for name in _BIND if name in options}
     return own | {"groups": options["groups"] or options["num_groups"]}
 
 
@@ -316,7 +310,8 @@ def _binding_for(
         ]
         groups = [list(range(len(slots)))] if len(slots) > 1 else None
         with tf.init_scope():
-            binding = Binding(runtime, method, slots, groups=groups, **options)
+            shared = HorovodOptions.checked(runtime.hvd, method, groups=groups, **options)
+            binding = Binding(runtime, method, slots, shared)
         # Nothing is in flight between calls: nobody knows whether there will be another.
         Binding.alive.discard(binding)
         if remembers:

@@ -5,6 +5,7 @@ Horovod's signatures are read in a process of its own, where nothing is register
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import json
@@ -187,9 +188,11 @@ def test_every_option_of_the_factories_arrives():
     """Factories hand Horovod's options on by name, and a training method to ``local_steps``."""
     import hvd_compress.tensorflow as hvd
     import hvd_compress.tensorflow.keras as hvd_keras
+    from hvd_compress.integrations.options import HorovodOptions
     from hvd_compress.tensorflow.optimizer import distribute
 
-    known = set(inspect.signature(distribute).parameters)
+    known = {field.name for field in dataclasses.fields(HorovodOptions)}
+    known |= set(inspect.signature(distribute).parameters)
     for factory in (
         hvd.DistributedOptimizer,
         hvd_keras.DistributedOptimizer,
