@@ -16,30 +16,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_compress.errors import UnsupportedError
 from hvd_compress.integrations.exports import *  # noqa: F403
 from hvd_compress.integrations.exports import __all__ as _methods
 from hvd_compress.integrations.horovod import check_server
-from hvd_compress.mpi.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-)
+from hvd_compress.integrations.over_mpi import *  # noqa: F403
+from hvd_compress.integrations.over_mpi import __all__ as _names
+from hvd_compress.integrations.over_mpi import missing
 
 from .collectives import (
-    Adasum,
-    Average,
-    Compression,
-    Max,
-    Sum,
     allgather,
     allgather_object,
     barrier,
@@ -58,16 +42,10 @@ from .training import (
 
 __all__ = [
     *_methods,
-    "Adasum",
-    "Average",
-    "Compression",
+    *_names,
     "DistributedGradientTape",
     "DistributedOptimizer",
-    "Max",
     "PartialDistributedGradientTape",
-    "ProcessSet",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -76,36 +54,13 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_variables",
-    "global_process_set",
     "grouped_allreduce",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "rank",
-    "remove_process_set",
-    "shutdown",
-    "size",
 ]
-
-_ONLY_WITH_HOROVOD = {
-    *("join", "elastic", "SyncBatchNormalization", "Min", "Product", "grouped_allgather"),
-    *("BroadcastGlobalVariablesHook", "broadcast_", "broadcast_global_variables", "cross_rank"),
-    *("cross_size", "start_timeline", "stop_timeline", "is_homogeneous", "rank_op", "size_op"),
-}
-_FAMILIES_ONLY_WITH_HOROVOD = ("alltoall", "reducescatter", "grouped_reducescatter")
-
-
-def missing(name: str, module: str, with_horovod: str) -> Exception:
-    """Return the error for a name that ``module`` has not."""
-    check_server(name)
-    if name in _ONLY_WITH_HOROVOD or name.startswith(_FAMILIES_ONLY_WITH_HOROVOD):
-        return UnsupportedError(f"hvd.{name} needs Horovod: import {with_horovod} as hvd")
-    return AttributeError(f"{module} has no {name!r}")
 
 
 def __getattr__(name: str) -> Any:
-    raise missing(name, __name__, "hvd_compress.tensorflow")
+    check_server(name)
+    raise missing(name, __name__)
 
 
 def __dir__() -> list[str]:

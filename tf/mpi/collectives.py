@@ -14,9 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress import mpi
-from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.methods import FP16, NoCompression
+from hvd_compress.integrations.over_mpi import Adasum as Adasum
+from hvd_compress.integrations.over_mpi import Average, Compression, Max, operation
+from hvd_compress.integrations.over_mpi import Sum as Sum
 from hvd_compress.mpi import objects
 from hvd_compress.mpi.objects import barrier as barrier
 from hvd_compress.mpi.objects import broadcast_bytes, gather_bytes
@@ -27,32 +28,8 @@ from hvd_compress.mpi.process_sets import size as size
 from ..binding import native
 from .nodes import node
 
-Average, Sum, Max, Adasum = "mean", "sum", "max", "adasum"
-
-
-class Compression:
-    """Horovod's names for the methods without state.
-
-    They are instances, so that a script that says ``none`` can be told from one that names
-    ``NoCompression``.
-
-    >>> hvd.Compression.fp16
-    FP16(algorithm=None, rows='float16')
-    """
-
-    none = NoCompression()
-    fp16 = FP16()
-
-
-def handle_average_backwards_compatibility(op: str | None, average: bool | None) -> str:
-    """Return the operation that these options of Horovod's functions mean."""
-    if not isinstance(average, bool | None):
-        raise ConfigError(f"average={average!r}: True, False, or write op=; names go to name=")
-    if op is None:
-        op = Sum if average is False else Average
-    if op not in (Average, Sum, Max):
-        raise UnsupportedError(f"op={op!r}: over MPI there are hvd.Average, hvd.Sum and hvd.Max")
-    return op
+#: as Horovod calls it
+handle_average_backwards_compatibility = operation
 
 
 def allreduce(
@@ -91,10 +68,10 @@ def allreduce(
             graph is running.
         UnsupportedError: another ``op``, or a dtype that cannot be added.
     """
-    op, comm = handle_average_backwards_compatibility(op, average), communicator_of(process_set)
-    for factor in (prescale_factor, postscale_factor):
-        if not is_number(factor):
-            raise ConfigError(f"prescale_factor, postscale_factor: numbers; got {factor!r}")
+    op, comm = (
+        operation(op, average, prescale_factor, postscale_factor),
+        communicator_of(process_set),
+    )
     if isinstance(tensor, tf.IndexedSlices):
         if op == Max:
             raise UnsupportedError("op=hvd.Max of tf.IndexedSlices: pass tf.convert_to_tensor(...)")
@@ -179,7 +156,7 @@ def grouped_allreduce(
             too.
     """
     options: dict[str, Any] = {
-        "op": handle_average_backwards_compatibility(op, average),
+        "op": operation(op, average),
         "prescale_factor": prescale_factor,
         "postscale_factor": postscale_factor,
         "process_set": process_set,

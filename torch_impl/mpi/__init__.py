@@ -14,20 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_compress.errors import UnsupportedError
-from hvd_compress.mpi.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-)
+from hvd_compress.integrations.over_mpi import *  # noqa: F403
+from hvd_compress.integrations.over_mpi import __all__ as _names
+from hvd_compress.integrations.over_mpi import missing
 
 from .. import *  # noqa: F403
 from .. import __all__ as _methods
@@ -35,11 +24,6 @@ from ..systems.averaging import averaging
 from . import collectives
 from .asynchronous import AsynchronousEASGD, AsynchronousLeaderSGD
 from .collectives import (
-    Adasum,
-    Average,
-    Compression,
-    Max,
-    Sum,
     allgather,
     allgather_object,
     allreduce,
@@ -64,16 +48,10 @@ globals().update(SYSTEMS)
 
 __all__ = [
     *_methods,
-    "Adasum",
+    *_names,
     "AsynchronousEASGD",
     "AsynchronousLeaderSGD",
-    "Average",
-    "Compression",
     "DistributedOptimizer",
-    "Max",
-    "ProcessSet",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -85,31 +63,13 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "global_process_set",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
     "parameter_server",
-    "rank",
-    "remove_process_set",
-    "shutdown",
-    "size",
     "synchronize",
 ]
 
-_ONLY_WITH_HOROVOD = {
-    *("join", "elastic", "SyncBatchNorm", "Min", "Product", "poll", "cross_rank", "cross_size"),
-    *("allreduce_async_", "allgather_async", "broadcast_async", "broadcast_async_"),
-    *("start_timeline", "stop_timeline", "is_homogeneous"),
-}
-_FAMILIES_ONLY_WITH_HOROVOD = ("grouped_", "sparse_", "alltoall", "reducescatter")
-
 
 def __getattr__(name: str) -> Any:
-    if name in _ONLY_WITH_HOROVOD or name.startswith(_FAMILIES_ONLY_WITH_HOROVOD):
-        raise UnsupportedError(f"hvd.{name} needs Horovod: import hvd_compress.torch as hvd")
-    raise AttributeError(f"hvd_compress.torch.mpi has no {name!r}")
+    raise missing(name, __name__)
 
 
 def __dir__() -> list[str]:

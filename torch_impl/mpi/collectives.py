@@ -13,10 +13,12 @@ import numpy as np
 import torch
 
 from hvd_compress import mpi
-from hvd_compress.config import is_number, is_one_of
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.horovod import without_state
-from hvd_compress.methods import FP16, NoCompression
+from hvd_compress.integrations.over_mpi import Adasum as Adasum
+from hvd_compress.integrations.over_mpi import Average as Average
+from hvd_compress.integrations.over_mpi import Compression, Max, operation
+from hvd_compress.integrations.over_mpi import Sum as Sum
 from hvd_compress.mpi.dense import ALGORITHMS
 from hvd_compress.mpi.dense.running import start
 from hvd_compress.mpi.objects import allgather_object as allgather_object
@@ -30,22 +32,7 @@ from hvd_compress.mpi.transport.arrays import flatten
 from ..eager import eager
 from ..plain import kind_without_bytes
 
-Average, Sum, Max, Adasum = "mean", "sum", "max", "adasum"
 _Step = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Compression:
-    """Horovod's names for the methods without state.
-
-    They are instances, so that a script that says ``none`` can be told from one that names
-    ``NoCompression``.
-
-    >>> hvd.Compression.fp16
-    FP16(algorithm=None, rows='float16')
-    """
-
-    none = NoCompression()
-    fp16 = FP16()
 
 
 class _Meeting(torch.autograd.Function):
@@ -86,7 +73,8 @@ def allreduce_async(
     """
     comm = communicator_of(process_set)
     with comm.told():
-        op = _checked(tensor, op, average, prescale_factor, postscale_factor)
+        _check_tensor(tensor)
+        op = operation(op, average, prescale_factor, postscale_factor)
         flat = flatten(_scaled(tensor.detach(), prescale_factor))
     call = f"allreduce({flat.dtype if name is None else name}{list(flat.shape)}, {op})"
     comm.agree(call)
@@ -142,7 +130,8 @@ def allreduce(
     """
     comm = communicator_of(process_set)
     with comm.told():
-        op = _checked(tensor, op, average, prescale_factor, postscale_factor)
+        _check_tensor(tensor)
+        op = operation(op, average, prescale_factor, postscale_factor)
         is_half = without_state(compression) == "fp16" and tensor.is_floating_point()
 
     def reduced(x: torch.Tensor) -> torch.Tensor:
@@ -186,23 +175,6 @@ def allreduce_(
     with torch.no_grad():
         total = allreduce(tensor, average, name, compression, op, *factors, process_set)
         return tensor.copy_(total)
-
-
-def _checked(
-    tensor: Any, op: str | None, average: Any, prescale_factor: Any, postscale_factor: Any
-) -> str:
-    """Return the operation that these options of Horovod's functions mean."""
-    _check_tensor(tensor)
-    if not isinstance(average, bool | None):
-        raise ConfigError(f"average={average!r}: True, False, or write op=; names go to name=")
-    if op is None:
-        op = Sum if average is False else Average
-    if not is_one_of(op, (Average, Sum, Max)):
-        raise UnsupportedError(f"op={op!r}: over MPI there are hvd.Average, hvd.Sum and hvd.Max")
-    for factor in (prescale_factor, postscale_factor):
-        if not is_number(factor):
-            raise ConfigError(f"prescale_factor, postscale_factor: numbers; got {factor!r}")
-    return op
 
 
 def _check_tensor(tensor: Any) -> None:

@@ -16,6 +16,8 @@ import importlib
 from typing import Any
 
 from hvd_compress.integrations.exports import SYSTEMS
+from hvd_compress.integrations.horovod import check_server
+from hvd_compress.integrations.over_mpi import missing
 from hvd_compress.optimizers.outer import OuterSGD
 
 from ... import mpi as _tensorflow
@@ -44,7 +46,8 @@ def __getattr__(name: str) -> Any:
     elif name in SYSTEMS:
         module = f"{__name__}.training"
     else:
-        raise _tensorflow.missing(name, __name__, "hvd_compress.tensorflow.keras")
+        check_server(name)
+        raise missing(name, __name__)
     return getattr(importlib.import_module(module), name)
 
 
