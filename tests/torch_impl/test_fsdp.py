@@ -16,7 +16,7 @@ from tests import fsdp1_scenarios, fsdp_worker, jobs
 from tests.scenarios import read
 
 RANKS = 4
-SCENARIOS = {**fsdp_worker.SCENARIOS, **fsdp1_scenarios.SCENARIOS}
+SCENARIOS = [*fsdp_worker.SCENARIOS, *fsdp1_scenarios.SCENARIOS]
 
 
 def test_plain_tensors_are_no_shards():
@@ -46,7 +46,8 @@ def results(tmp_path_factory):
             jobs.run([*command, str(jobs.TESTS / "fsdp_worker.py"), str(folder)], timeout=240)
         except jobs.JobError as error:
             (folder / "failure").write_text(str(error))
-        return [read(folder, rank, list(SCENARIOS)) for rank in range(RANKS)]
+        names = [name for name in SCENARIOS if name not in fsdp_worker.LEFT_OUT]
+        return [read(folder, rank, names) for rank in range(RANKS)]
 
     return run
 
@@ -56,6 +57,8 @@ def results(tmp_path_factory):
     "name", [pytest.param(name, id=f"torchrun-{RANKS}@{name}") for name in SCENARIOS]
 )
 def test_scenario(results, name):
+    if name in fsdp_worker.LEFT_OUT:
+        pytest.skip(fsdp_worker.LEFT_OUT[name])
     for rank, found in enumerate(results()):
         assert found[name] is None, f"rank {rank}: {found[name]}"
 
