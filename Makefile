@@ -14,7 +14,7 @@ RUN := env -u PYTHONDONTWRITEBYTECODE \
 	PATH="$(CURDIR)/.venv/bin:$$PATH" TF_CPP_MIN_LOG_LEVEL=3 \
 	OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
-.PHONY: help setup demo test test-all sanitize lint docs dist clean
+.PHONY: help setup demo check test test-all sanitize lint docs dist clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -31,6 +31,11 @@ demo: setup ## train on four processes; FRAMEWORK=tensorflow, METHODS="none topk
 
 # Status 5: ARGS chose no test.
 PYTEST := pytest -n logical --maxprocesses 8
+# What imports no TensorFlow and starts no other processes.
+LAWS := tests/core/test_laws.py tests/systems/test_laws.py tests/engines/test_lockstep.py
+
+check: lint ## a first answer in three minutes: lint, the laws in NumPy and PyTorch, lockstep
+	@$(RUN) $(PYTEST) -k "not tensorflow and not drawn" $(LAWS) $(ARGS)
 
 test: lint ## lint, then the tests, half an hour on two cores; make test ARGS="-k dgc"
 	@$(RUN) $(PYTEST) $(ARGS) || [ $$? = 5 ]

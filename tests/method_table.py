@@ -81,6 +81,7 @@ class Row(NamedTuple):
     tolerance: float = 0.0
     context: dict[str, Any] = {}
     agreement: float = 1e-6
+    #: whether its messages mean something without the other ranks or rounds, as ``encode`` says
     encodes: bool = True
 
     @property
@@ -134,7 +135,9 @@ ROWS = {
     "powersgd": Row(PowerSGD(), **LOW_RANK),
     "powersgd-rank-4": Row(PowerSGD(rank=4, min_compression_rate=1), **LOW_RANK),
     "powersgd-cold": Row(PowerSGD(rank=2, warm_start=False, error_feedback=False), **LOW_RANK),
-    "powersgd-alternate": Row(PowerSGD(rank=2, min_compression_rate=1, alternate=True), **LOW_RANK),
+    "powersgd-alternate": Row(
+        PowerSGD(rank=2, min_compression_rate=1, alternate=True), **LOW_RANK, encodes=False
+    ),
     "powersgd-qr": Row(PowerSGD(rank=3, min_compression_rate=1, orthogonalise="qr"), **LOW_RANK),
     "powersgd-later": Row(PowerSGD(rank=2, start=2), **LOW_RANK),
     "onebit": Row(OneBit()),
@@ -151,43 +154,57 @@ ROWS = {
     "fp8-e5m2": Row(FP8(format="e5m2", bucket=None)),
     "linear": Row(LinearQuantization()),
     "linear-6": Row(LinearQuantization(bits=6, column=None)),
-    "signsgd": Row(SignSGD()),
-    "signum": Row(Signum(), context=MOMENTUM),
-    "signum-nesterov": Row(Signum(), context=NESTEROV),
+    "signsgd": Row(SignSGD(), encodes=False),
+    "signum": Row(Signum(), context=MOMENTUM, encodes=False),
+    "signum-nesterov": Row(Signum(), context=NESTEROV, encodes=False),
     "efsignsgd": Row(EFSignSGD()),
     "efsignsgd-allgather": Row(EFSignSGD(via="allgather")),
     "threshold": Row(Threshold(tau=1.5)),
     "threshold-sign": Row(Threshold(tau=0.25, send="sign")),
     "scalecom": Row(ScaleCom(density=0.05)),
     "scalecom-low-pass": Row(ScaleCom(density=0.05, beta=0.25)),
-    "oktopk": Row(OkTopk(density=0.05)),
-    "oktopk-two-steps": Row(OkTopk(density=0.3, threshold_every=2)),
-    "oktopk-float16": Row(OkTopk(density=0.1, values="float16", threshold_every=2)),
-    "lgc": Row(LGC(density=0.05, learn=1, code=2, min_size=4), context=MOMENTUM, **TRAINED),
+    "oktopk": Row(OkTopk(density=0.05), encodes=False),
+    "oktopk-two-steps": Row(OkTopk(density=0.3, threshold_every=2), encodes=False),
+    "oktopk-float16": Row(OkTopk(density=0.1, values="float16", threshold_every=2), encodes=False),
+    "lgc": Row(
+        LGC(density=0.05, learn=1, code=2, min_size=4), context=MOMENTUM, **TRAINED, encodes=False
+    ),
     "lgc-per-tensor": Row(
         LGC(density=0.05, learn=1, code=2, autoencoder="per_tensor", min_size=4),
         context=MOMENTUM,
         **TRAINED,
+        encodes=False,
     ),
     "lgc-server": Row(
         LGC(density=0.03, learn=0, code=1, via="server", decoders=2, innovation=0.1),
         context=NESTEROV,
         **TRAINED,
+        encodes=False,
     ),
-    "lgc-nothing-lost": Row(LGC(0.03, learn=0, code=1, keep=1.0), context=MOMENTUM, **TRAINED),
-    "onebit-adam": Row(OneBitAdamCompression(freeze_step=1)),
-    "onebit-adam-all-sizes": Row(OneBitAdamCompression(freeze_step=2, norm="l2", min_size=0)),
-    "onebit-adam-by-epoch": Row(OneBitAdamCompression(0.5, After("epoch", 1), min_size=0)),
+    "lgc-nothing-lost": Row(
+        LGC(0.03, learn=0, code=1, keep=1.0), context=MOMENTUM, **TRAINED, encodes=False
+    ),
+    "onebit-adam": Row(OneBitAdamCompression(freeze_step=1), encodes=False),
+    "onebit-adam-all-sizes": Row(
+        OneBitAdamCompression(freeze_step=2, norm="l2", min_size=0), encodes=False
+    ),
+    "onebit-adam-by-epoch": Row(
+        OneBitAdamCompression(0.5, After("epoch", 1), min_size=0), encodes=False
+    ),
     "zero-one-adam": Row(
-        ZeroOneAdamCompression(var_update_scaler=1, min_size=0), context={"went_in": plain_feedback}
+        ZeroOneAdamCompression(var_update_scaler=1, min_size=0),
+        context={"went_in": plain_feedback},
+        encodes=False,
     ),
-    "demo": Row(DeMoCompression(chunk=20, top_k=5), **IN_DOUBLE),
+    "demo": Row(DeMoCompression(chunk=20, top_k=5), **IN_DOUBLE, encodes=False),
     "demo-no-sign": Row(DeMoCompression(0.9, 8, 4, sign=False, indices="int32"), **IN_DOUBLE),
-    "demo-float16": Row(DeMoCompression(chunk=7, top_k=3, values="float16"), **IN_DOUBLE),
-    "ef21": Row(EF21(density=0.05)),
-    "ef21-later": Row(EF21(density=0.05, start=1, average=0.5)),
-    "ef21-codes": Row(EF21(density=0.1, values=natural())),
-    "chain-ef21-dense": Row(chain(ef21(), via=alltoall(scaled_sign()))),
+    "demo-float16": Row(
+        DeMoCompression(chunk=7, top_k=3, values="float16"), **IN_DOUBLE, encodes=False
+    ),
+    "ef21": Row(EF21(density=0.05), encodes=False),
+    "ef21-later": Row(EF21(density=0.05, start=1, average=0.5), encodes=False),
+    "ef21-codes": Row(EF21(density=0.1, values=natural()), encodes=False),
+    "chain-ef21-dense": Row(chain(ef21(), via=alltoall(scaled_sign())), encodes=False),
     "chain-adaptive-random": Row(
         chain(error_feedback(), via=allgather(adaptive_random(), natural_dithering()))
     ),
@@ -199,6 +216,7 @@ ROWS = {
             otherwise=EF21(average=0.9),
         ),
         context=MOMENTUM,
+        encodes=False,
     ),
     "switch": Row(switch("none", TopK(density=0.05), 1)),
     "chain-codes-of-top-k": Row(
@@ -236,14 +254,6 @@ ROWS = {
     "chain-momentum-after": Row(
         chain(error_feedback(), momentum_after_averaging(), via=allgather(top_k(0.1))),
         context=MOMENTUM,
+        encodes=False,
     ),
 }
-
-#: rows of methods whose messages mean nothing without the other ranks or rounds, as ``encode`` says
-TOGETHER = {
-    *("powersgd-alternate", "signsgd", "signum", "signum-nesterov"),
-    *("oktopk", "oktopk-two-steps", "oktopk-float16", "zero-one-adam"),
-    *("onebit-adam", "onebit-adam-all-sizes", "onebit-adam-by-epoch", "demo", "demo-float16"),
-    *("ef21", "ef21-later", "ef21-codes", "chain-ef21-dense", "partition", "chain-momentum-after"),
-}
-ROWS = {name: row._replace(encodes=name not in TOGETHER) for name, row in ROWS.items()}
